@@ -1,0 +1,64 @@
+//! How long to wait before trying again.
+//!
+//! Exponential with full jitter: each wait is drawn evenly from zero to the current ceiling, and the
+//! ceiling doubles up to a cap. A fleet that lost its control plane at one moment spreads over the
+//! whole interval instead of knocking in step. The jitter stays at the cap.
+
+use std::time::Duration;
+
+/// The state of one retry sequence. [`Backoff::reset`] after a success.
+#[derive(Clone, Debug)]
+pub struct Backoff {
+    base: Duration,
+    cap: Duration,
+    attempt: u32,
+}
+
+impl Backoff {
+    /// Ceilings run `base`, `2 × base`, `4 × base`, … and stop at `cap`.
+    pub const fn new(base: Duration, cap: Duration) -> Self {
+        Self {
+            base,
+            cap,
+            attempt: 0,
+        }
+    }
+
+    /// The wait before the next attempt.
+    pub fn next_wait(&mut self) -> Duration {
+        let ceiling = self.ceiling();
+        self.attempt = self.attempt.saturating_add(1);
+        ceiling.mul_f64(fastrand::f64())
+    }
+
+    /// The longest the next wait can be.
+    pub fn ceiling(&self) -> Duration {
+        let factor = 1u32.checked_shl(self.attempt).unwrap_or(u32::MAX);
+        self.base.saturating_mul(factor).min(self.cap)
+    }
+
+    /// Starts again at `base`.
+    pub fn reset(&mut self) {
+        self.attempt = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ceilings_double_up_to_the_cap_and_start_again_after_a_reset() {
+        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(1));
+        let mut ceilings = Vec::new();
+        for _ in 0..40 {
+            let ceiling = backoff.ceiling();
+            assert!(backoff.next_wait() <= ceiling);
+            ceilings.push(ceiling.as_millis());
+        }
+        assert_eq!(ceilings[..6], [100, 200, 400, 800, 1000, 1000]);
+        assert_eq!(ceilings[39], 1000);
+        backoff.reset();
+        assert_eq!(backoff.ceiling(), Duration::from_millis(100));
+    }
+}

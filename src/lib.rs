@@ -1,0 +1,40 @@
+//! A drop-in replacement for Istio's `pilot-agent`, the process beside Envoy in every sidecar,
+//! gateway and mesh VM.
+//!
+//! The modules stand in reading order: how the program starts, the rooms in the order in which
+//! data passes them, then the cellar they share. `ARCHITECTURE.md` draws who may use whom.
+
+pub mod agent;
+pub mod cli;
+pub mod config;
+
+pub mod xds;
+
+pub mod sds;
+
+pub mod secrets;
+
+pub mod ca;
+
+pub mod istiod;
+
+pub mod envoy;
+
+pub mod bootstrap;
+
+pub mod identity;
+
+pub mod clock;
+
+pub mod backoff;
+
+pub mod unix_socket;
+
+pub mod lifecycle;
+
+pub mod logging;
+
+pub mod proto;
+
+#[cfg(feature = "local-istiod")]
+pub mod local_istiod;

@@ -1,0 +1,119 @@
+//! Named tasks with one owner, and the one signal that tells all of them to stop.
+//!
+//! Every task of the agent runs in a [`Tasks`] set, so none can end unnoticed and none outlives the
+//! agent. A [`CancellationToken`] goes down to everybody; the set hears back from everybody.
+
+use std::fmt;
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+pub use tokio_util::sync::CancellationToken;
+
+/// Any error a task may end with.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// How one task ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub name: &'static str,
+    pub result: Result<(), BoxError>,
+}
+
+/// The set of an owner's running tasks. Dropping it aborts them.
+#[derive(Default)]
+pub struct Tasks {
+    set: JoinSet<Ended>,
+}
+
+impl Tasks {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Starts `future` under `name`, which appears in the log when it ends.
+    pub fn spawn<E>(
+        &mut self,
+        name: &'static str,
+        future: impl Future<Output = Result<(), E>> + Send + 'static,
+    ) where
+        E: Into<BoxError>,
+    {
+        self.set.spawn(async move {
+            Ended {
+                name,
+                result: future.await.map_err(Into::into),
+            }
+        });
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.set.is_empty()
+    }
+
+    pub fn len(&self) -> usize {
+        self.set.len()
+    }
+
+    /// The next task to end; pending for ever while the set is empty, so that it can stand in a
+    /// `select!` beside what starts tasks.
+    pub async fn next_ended(&mut self) -> Ended {
+        match self.set.join_next().await {
+            Some(Ok(ended)) => ended,
+            // A task is only aborted by dropping or draining the set; what is left is a panic,
+            // whose name went with it.
+            Some(Err(error)) => Ended {
+                name: "a task that panicked",
+                result: Err(error.into()),
+            },
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Waits until all tasks have ended by themselves, then aborts those left after `limit`. Returns
+    /// how many had to be aborted.
+    pub async fn drain(&mut self, limit: Duration) -> usize {
+        let all_ended = async { while self.set.join_next().await.is_some() {} };
+        let _ = tokio::time::timeout(limit, all_ended).await; // The count below says how it went.
+        let left = self.set.len();
+        self.set.shutdown().await;
+        left
+    }
+}
+
+impl fmt::Debug for Tasks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tasks")
+            .field("running", &self.len())
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn drain_waits_for_tasks_that_heed_the_token_and_aborts_the_rest() {
+        let token = CancellationToken::new();
+        let mut tasks = Tasks::new();
+        let heeding = token.clone();
+        tasks.spawn("heeds", async move {
+            heeding.cancelled().await;
+            Ok::<(), BoxError>(())
+        });
+        tasks.spawn("stubborn", std::future::pending::<Result<(), BoxError>>());
+        token.cancel();
+        assert_eq!(tasks.drain(Duration::from_secs(5)).await, 1);
+        assert!(tasks.is_empty());
+    }
+
+    #[tokio::test]
+    async fn names_the_task_that_failed() {
+        let mut tasks = Tasks::new();
+        tasks.spawn("relay", async { Err::<(), BoxError>("no".into()) });
+        let ended = tasks.next_ended().await;
+        assert_eq!(ended.name, "relay");
+        assert_eq!(ended.result.map_err(|e| e.to_string()), Err("no".into()));
+    }
+}

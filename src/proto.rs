@@ -1,0 +1,12 @@
+//! Messages generated from `proto/`, one module per package.
+
+/// `istio.v1.auth`: the certificate service.
+#[allow(
+    missing_debug_implementations,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::wildcard_imports
+)]
+pub mod istio_v1_auth {
+    tonic::include_proto!("istio.v1.auth");
+}

@@ -1,0 +1,220 @@
+//! The Unix sockets Envoy dials: binding one where an earlier agent may have left its own, and
+//! serving gRPC on it.
+//!
+//! A stale socket file is replaced; one that somebody still answers on is left alone. The socket is
+//! open to every user of the pod (mode 0666), as Envoy may run under another one.
+//!
+//! Does not know what is served: a caller hands in the service.
+
+use std::convert::Infallible;
+use std::fs;
+use std::future::Future;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body::Body;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{UnixListener, UnixStream};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::lifecycle::BoxError;
+
+/// Longest path `sockaddr_un` can hold, without its terminating zero (unix(7)).
+const LONGEST_PATH: usize = 107;
+
+/// Pilot-agent's limit on streams of one connection.
+const MAX_CONCURRENT_STREAMS: u32 = 100_000;
+
+/// A socket that is bound and open to Envoy. Dropping it removes the file.
+#[derive(Debug)]
+pub struct Listener {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+/// Why a socket could not be had at a path.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    #[error("socket path {path} has {length} bytes, more than the {LONGEST_PATH} a socket address holds", path = .path.display())]
+    PathTooLong { path: PathBuf, length: usize },
+    #[error("another process answers on {path}", path = .path.display())]
+    Live { path: PathBuf },
+    #[error("{path} is a directory, expected a socket or nothing", path = .path.display())]
+    Directory { path: PathBuf },
+    #[error("cannot {action} {path}", path = .path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
+}
+
+/// Binds `path`, in a directory that is made if missing (mode 0750).
+pub fn bind(path: &Path) -> Result<Listener, BindError> {
+    let length = path.as_os_str().len();
+    if length > LONGEST_PATH {
+        return Err(BindError::PathTooLong {
+            path: path.to_owned(),
+            length,
+        });
+    }
+    let failed = |action| {
+        move |source| BindError::Io {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o750)
+            .create(parent)
+            .map_err(failed("create the directory of"))?;
+    }
+    remove_stale(path)?;
+    let listener = UnixListener::bind(path).map_err(failed("bind"))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o666))
+        .map_err(failed("set the mode of"))?;
+    Ok(Listener {
+        listener,
+        path: path.to_owned(),
+    })
+}
+
+fn remove_stale(path: &Path) -> Result<(), BindError> {
+    let kind = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata.file_type(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(source) => {
+            return Err(BindError::Io {
+                action: "look at",
+                path: path.to_owned(),
+                source,
+            });
+        }
+    };
+    if kind.is_dir() {
+        return Err(BindError::Directory {
+            path: path.to_owned(),
+        });
+    }
+    if kind.is_socket() && std::os::unix::net::UnixStream::connect(path).is_ok() {
+        return Err(BindError::Live {
+            path: path.to_owned(),
+        });
+    }
+    fs::remove_file(path).map_err(|source| BindError::Io {
+        action: "remove the stale file",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+impl Listener {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Serves HTTP/2 without TLS until `shutdown`, then waits for streams to notice it and end.
+    ///
+    /// `wrap` sees each accepted stream before HTTP/2 does.
+    pub async fn serve<S, B, IO>(
+        self,
+        service: S,
+        wrap: impl Fn(UnixStream) -> IO,
+        shutdown: CancellationToken,
+    ) where
+        S: hyper::service::Service<
+                http::Request<Incoming>,
+                Response = http::Response<B>,
+                Error = Infallible,
+                Future: Send,
+            > + Clone
+            + Send
+            + 'static,
+        B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+        IO: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    {
+        let tasks = TaskTracker::new();
+        loop {
+            let accepted = tokio::select! {
+                () = shutdown.cancelled() => break,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    let connection = serve_connection(wrap(stream), service.clone(), &tasks);
+                    let shutdown = shutdown.clone();
+                    tasks.spawn(async move {
+                        tokio::select! {
+                            () = shutdown.cancelled() => {}
+                            () = connection => {}
+                        }
+                    });
+                }
+                Err(error) => {
+                    // Out of descriptors, most likely. Others close some meanwhile.
+                    tracing::error!(
+                        "failed to accept downstream gRPC connection {error} on {}; trying again in 1s",
+                        self.path.display()
+                    );
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+            }
+        }
+        tasks.close();
+        tasks.wait().await;
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path); // Gone already, or the next agent replaces it.
+    }
+}
+
+fn serve_connection<S, B, IO>(
+    stream: IO,
+    service: S,
+    tasks: &TaskTracker,
+) -> impl Future<Output = ()> + Send + 'static
+where
+    S: hyper::service::Service<
+            http::Request<Incoming>,
+            Response = http::Response<B>,
+            Error = Infallible,
+            Future: Send,
+        > + Send
+        + 'static,
+    B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    IO: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+{
+    // No keepalive: the kernel closes a Unix stream when its peer dies.
+    let connection = hyper::server::conn::http2::Builder::new(Tracked(tasks.clone()))
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+        .serve_connection(TokioIo::new(stream), service);
+    async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(%error, "connection on a local socket ended");
+        }
+    }
+}
+
+/// Spawns hyper's stream tasks into the listener's own set.
+#[derive(Clone)]
+struct Tracked(TaskTracker);
+
+impl<F> hyper::rt::Executor<F> for Tracked
+where
+    F: Future<Output: Send + 'static> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        self.0.spawn(future);
+    }
+}
