@@ -128,7 +128,12 @@ mod timer {
             TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET,
             &once,
         )?;
-        Ok(Timer(AsyncFd::register(fd)?))
+        #[expect(
+            deprecated,
+            reason = "unsound only for types that give up their descriptor; OwnedFd keeps it"
+        )]
+        let fd = AsyncFd::new(fd)?;
+        Ok(Timer(fd))
     }
 
     impl Timer {
