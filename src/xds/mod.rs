@@ -1,1 +1,73 @@
-//! x
+//! Relays discovery between Envoy and istiod.
+//!
+//! Envoy opens an ADS stream on a Unix socket ([`server`]); the agent opens one of the same kind to
+//! istiod and ties the two ([`relay`]). Messages stay unopened ([`wire`], [`request`],
+//! [`response`]): requests pass one by one, so that the agent's own can go between them; responses
+//! are cut through while their bytes arrive, unless their type is one the agent takes for itself,
+//! rewrites, or keeps from Envoy ([`intercept`]).
+//!
+//! Does not know who takes which type: the agent plugs [`intercept::Interceptor`]s in. Keeps no
+//! subscriptions and no responses; when a stream ends, Envoy states its subscriptions anew.
+
+pub mod intercept;
+pub(crate) mod relay;
+pub mod request;
+pub mod response;
+pub mod server;
+mod status;
+mod stream_body;
+pub mod wire;
+
+use std::path::PathBuf;
+
+/// Settings of the relay.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where Envoy finds the discovery service: `<configPath>/XDS`.
+    pub socket: PathBuf,
+    /// The largest request accepted from Envoy, in bytes (`ISTIO_GPRC_MAXRECVMSGSIZE`).
+    ///
+    /// The first delta request after a reconnect names everything Envoy holds and passes
+    /// pilot-agent's 4 MiB in large meshes, after which its Envoy can never connect again.
+    pub max_request_bytes: usize,
+    /// `clusterid`, for the log line that announces the relay.
+    pub cluster_id: String,
+}
+
+/// The two forms of the aggregated discovery service.
+///
+/// Source: `envoy/service/discovery/v3/ads.proto`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    StateOfTheWorld,
+    Delta,
+}
+
+impl Protocol {
+    /// The protocol a gRPC path asks for.
+    pub fn from_path(path: &str) -> Option<Self> {
+        [Self::StateOfTheWorld, Self::Delta]
+            .into_iter()
+            .find(|protocol| protocol.path() == path)
+    }
+
+    /// The gRPC path of the stream.
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::StateOfTheWorld => {
+                "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources"
+            }
+            Self::Delta => {
+                "/envoy.service.discovery.v3.AggregatedDiscoveryService/DeltaAggregatedResources"
+            }
+        }
+    }
+
+    /// What pilot-agent's log lines put before a noun: nothing, or `delta `.
+    pub(crate) const fn log_prefix(self) -> &'static str {
+        match self {
+            Self::StateOfTheWorld => "",
+            Self::Delta => "delta ",
+        }
+    }
+}

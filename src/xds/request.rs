@@ -1,0 +1,250 @@
+//! Cuts what Envoy sends into messages, each with its gRPC frame, unopened.
+//!
+//! Requests are taken whole, so that the agent's own can go between them: all are small but the
+//! first of a delta stream. A frame that announces more than it sends costs only what it sent.
+
+use bytes::{Buf, Bytes, BytesMut};
+use tonic::Status;
+
+use super::Protocol;
+use super::wire::Walker;
+
+/// The length of a gRPC frame's head: a flag byte and a 32-bit length.
+pub(crate) const HEAD: usize = 5;
+
+/// A discovery request from Envoy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Frame and message as they came.
+    pub frame: Bytes,
+    pub type_url: String,
+}
+
+/// Collects the bytes of Envoy's requests.
+#[derive(Debug)]
+pub struct RequestReader {
+    protocol: Protocol,
+    max_bytes: usize,
+    held: BytesMut,
+}
+
+impl RequestReader {
+    pub fn new(protocol: Protocol, max_bytes: usize) -> Self {
+        Self {
+            protocol,
+            max_bytes,
+            held: BytesMut::new(),
+        }
+    }
+
+    /// Takes the next bytes and hands out the messages they complete.
+    pub fn feed(&mut self, mut chunk: Bytes, mut each: impl FnMut(Request)) -> Result<(), Status> {
+        while !chunk.is_empty() {
+            let frame = if self.held.is_empty() {
+                match self.frame_length(&chunk)? {
+                    Some(length) if length <= chunk.len() => chunk.split_to(length),
+                    _ => {
+                        self.held.extend_from_slice(&chunk);
+                        return Ok(());
+                    }
+                }
+            } else {
+                match self.fill(&mut chunk)? {
+                    Some(frame) => frame,
+                    None => return Ok(()),
+                }
+            };
+            each(self.request(frame)?);
+        }
+        Ok(())
+    }
+
+    /// Says whether the stream may end here.
+    pub fn finish(&self) -> Result<(), Status> {
+        match self.held.len() {
+            0 => Ok(()),
+            held => Err(Status::internal(format!(
+                "the request stream from Envoy ended {held} bytes into a message"
+            ))),
+        }
+    }
+
+    /// Moves bytes from `chunk` until one frame is whole.
+    fn fill(&mut self, chunk: &mut Bytes) -> Result<Option<Bytes>, Status> {
+        let missing_head = HEAD.saturating_sub(self.held.len()).min(chunk.len());
+        self.held.extend_from_slice(&chunk[..missing_head]);
+        chunk.advance(missing_head);
+        let Some(length) = self.frame_length(&self.held)? else {
+            return Ok(None);
+        };
+        let missing = (length - self.held.len()).min(chunk.len());
+        self.held.extend_from_slice(&chunk[..missing]);
+        chunk.advance(missing);
+        Ok((self.held.len() == length).then(|| std::mem::take(&mut self.held).freeze()))
+    }
+
+    /// The length of the frame that begins `bytes`, head included, once the head is there.
+    fn frame_length(&self, bytes: &[u8]) -> Result<Option<usize>, Status> {
+        let Some((&[flag, l0, l1, l2, l3], _)) = bytes.split_first_chunk::<HEAD>() else {
+            return Ok(None);
+        };
+        if flag != 0 {
+            return Err(Status::unimplemented(
+                "Envoy sent a compressed message, and no compression was offered",
+            ));
+        }
+        let length = u32::from_be_bytes([l0, l1, l2, l3]) as usize;
+        if length > self.max_bytes {
+            return Err(Status::resource_exhausted(format!(
+                "grpc: received message larger than max ({length} vs. {})",
+                self.max_bytes
+            )));
+        }
+        Ok(Some(HEAD + length))
+    }
+
+    fn request(&self, frame: Bytes) -> Result<Request, Status> {
+        let message = &frame[HEAD..];
+        let mut walker = Walker::request(self.protocol, message.len() as u64);
+        let fields = walker
+            .feed(message)
+            .and_then(|()| walker.finish())
+            .map_err(|error| Status::internal(format!("discovery request from Envoy: {error}")))?;
+        Ok(Request {
+            frame,
+            type_url: fields.type_url,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
+    use proptest::prelude::*;
+    use prost::Message;
+    use tonic::Code;
+
+    use super::*;
+    use crate::xds::intercept::frame;
+
+    fn read(max_bytes: usize, bytes: &[u8], chunk: usize) -> Result<Vec<Request>, Status> {
+        let mut reader = RequestReader::new(Protocol::StateOfTheWorld, max_bytes);
+        let mut requests = Vec::new();
+        for part in bytes.chunks(chunk.max(1)) {
+            reader.feed(Bytes::copy_from_slice(part), |request| {
+                requests.push(request)
+            })?;
+        }
+        reader.finish()?;
+        Ok(requests)
+    }
+
+    fn request(type_url: &str, names: usize) -> Bytes {
+        let message = DiscoveryRequest {
+            type_url: type_url.into(),
+            resource_names: vec!["x".repeat(100); names],
+            ..Default::default()
+        };
+        frame(&message.encode_to_vec())
+    }
+
+    #[test]
+    fn one_byte_at_a_time_gives_the_same_messages() {
+        let (first, second) = (request("a", 3), request("b", 0));
+        let bytes = [first.clone(), frame(&[]), second.clone()].concat();
+        for chunk in [1, 4, 5, 6, bytes.len()] {
+            let requests = read(1000, &bytes, chunk).unwrap();
+            let frames: Vec<_> = requests.iter().map(|r| (&r.frame, &*r.type_url)).collect();
+            assert_eq!(frames, [(&first, "a"), (&frame(&[]), ""), (&second, "b")]);
+        }
+    }
+
+    #[test]
+    fn ten_thousand_tiny_frames_come_out_in_order() {
+        let bytes: Vec<u8> = (0..10_000)
+            .flat_map(|i| request(&i.to_string(), 0))
+            .collect();
+        let requests = read(1000, &bytes, 777).unwrap();
+        assert_eq!(requests.len(), 10_000);
+        assert!(
+            requests
+                .iter()
+                .enumerate()
+                .all(|(i, r)| r.type_url == i.to_string())
+        );
+    }
+
+    #[test]
+    fn bad_frames_end_the_stream_with_a_status_that_says_why() {
+        let cases: [(&str, Vec<u8>, Code, &str); 5] = [
+            (
+                "cut off",
+                request("a", 1)[..20].to_vec(),
+                Code::Internal,
+                "20 bytes into a message",
+            ),
+            (
+                "no head",
+                vec![0, 0],
+                Code::Internal,
+                "2 bytes into a message",
+            ),
+            (
+                "longer than allowed",
+                vec![0, 0xff, 0xff, 0xff, 0xff],
+                Code::ResourceExhausted,
+                "received message larger than max (4294967295 vs. 1000)",
+            ),
+            (
+                "compressed",
+                vec![1, 0, 0, 0, 0],
+                Code::Unimplemented,
+                "compressed",
+            ),
+            (
+                "no message",
+                frame(&[0x22, 9]).to_vec(),
+                Code::Internal,
+                "not a protobuf message",
+            ),
+        ];
+        for (what, bytes, code, text) in cases {
+            let status = read(1000, &bytes, 3).unwrap_err();
+            assert_eq!(status.code(), code, "{what}");
+            assert!(
+                status.message().contains(text),
+                "{what}: {}",
+                status.message()
+            );
+        }
+    }
+
+    #[test]
+    fn a_lying_length_costs_only_what_was_sent() {
+        let mut reader = RequestReader::new(Protocol::Delta, 1 << 30);
+        let head = Bytes::from_static(&[0, 0x20, 0, 0, 0, 1, 2, 3]);
+        reader.feed(head, |_| {}).unwrap();
+        assert!(reader.held.capacity() < 1024);
+    }
+
+    proptest! {
+        #[test]
+        fn requests_leave_exactly_as_they_came(
+            message in prop::collection::vec(any::<u8>(), 0..64),
+            type_url in ".{0,20}",
+            chunk in 1usize..90,
+        ) {
+            // A known message with a field of a number nobody knows behind it.
+            let mut body = DeltaDiscoveryRequest { type_url: type_url.clone(), ..Default::default() }
+                .encode_to_vec();
+            prost::encoding::bytes::encode(3000, &message, &mut body);
+            let sent = frame(&body);
+            let mut reader = RequestReader::new(Protocol::Delta, 1000);
+            let mut got = Vec::new();
+            for part in sent.chunks(chunk) {
+                reader.feed(Bytes::copy_from_slice(part), |request| got.push(request)).unwrap();
+            }
+            prop_assert_eq!(got, vec![Request { frame: sent, type_url }]);
+        }
+    }
+}

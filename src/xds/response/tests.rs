@@ -1,0 +1,227 @@
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryResponse, DiscoveryResponse, Resource,
+};
+use envoy_types::pb::google::protobuf::Any;
+use proptest::prelude::*;
+use prost::Message;
+use tonic::Code;
+
+use super::*;
+use crate::xds::intercept::{Intercepting, Interceptor, Outcome, frame};
+
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+const ADDRESS: &str = "type.googleapis.com/istio.workload.Address";
+
+struct NameTables;
+
+impl Interceptor for NameTables {
+    fn type_url(&self) -> &str {
+        NAMES
+    }
+    fn subscribes(&self) -> bool {
+        true
+    }
+    fn intercept(&self, _: Captured) -> Intercepting {
+        Box::pin(async { Outcome::Taken })
+    }
+}
+
+/// A message of a type, with a field of a number nobody knows at its end.
+fn message(protocol: Protocol, type_url: &str, resources: usize, size: usize) -> Vec<u8> {
+    let any = Any {
+        type_url: type_url.into(),
+        value: vec![b'x'; size],
+    };
+    let mut bytes = match protocol {
+        Protocol::StateOfTheWorld => DiscoveryResponse {
+            version_info: "v7".into(),
+            resources: vec![any; resources],
+            type_url: type_url.into(),
+            nonce: "n7".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        Protocol::Delta => DeltaDiscoveryResponse {
+            system_version_info: "v7".into(),
+            resources: vec![
+                Resource {
+                    name: "some name".into(),
+                    version: "some version".into(),
+                    resource: Some(any),
+                    ..Default::default()
+                };
+                resources
+            ],
+            type_url: type_url.into(),
+            nonce: "n7".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+    };
+    prost::encoding::string::encode(1999, &"unknown".to_owned(), &mut bytes);
+    bytes
+}
+
+fn read(protocol: Protocol, stream: &[u8], chunk: usize) -> Result<Vec<Output>, Status> {
+    let interceptors = Interceptors::new(vec![Box::new(NameTables)]);
+    let mut reader = ResponseReader::new(protocol, interceptors);
+    let mut out = Vec::new();
+    for part in stream.chunks(chunk.max(1)) {
+        reader.feed(Bytes::copy_from_slice(part), |output| out.push(output))?;
+    }
+    assert!(reader.between_messages(), "the whole stream was read");
+    Ok(out)
+}
+
+fn passed(outputs: &[Output]) -> Vec<u8> {
+    let bytes = outputs.iter().filter_map(|output| match output {
+        Output::Pass(bytes) => Some(&bytes[..]),
+        _ => None,
+    });
+    bytes.flatten().copied().collect()
+}
+
+#[test]
+fn name_tables_of_any_size_between_envoys_types_are_captured_whole() {
+    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        for size in [10, 40_000, 700_000] {
+            let cluster = frame(&message(protocol, CLUSTER, 3, 5000));
+            let names = message(protocol, NAMES, 1, size);
+            let stream = [&cluster[..], &frame(&names), &cluster].concat();
+            for chunk in [17, 16_384, stream.len()] {
+                let out = read(protocol, &stream, chunk).unwrap();
+                assert_eq!(passed(&out), [&cluster[..], &cluster].concat());
+                let captured: Vec<_> = out
+                    .iter()
+                    .filter_map(|output| match output {
+                        Output::Captured(0, captured) => Some(captured),
+                        _ => None,
+                    })
+                    .collect();
+                assert_eq!(captured.len(), 1);
+                assert_eq!(captured[0].message, names);
+                assert_eq!(captured[0].type_url, NAMES);
+                assert_eq!((&*captured[0].version, &*captured[0].nonce), ("v7", "n7"));
+            }
+        }
+    }
+}
+
+#[test]
+fn types_envoy_must_not_see_are_withheld_by_name() {
+    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        let cluster = frame(&message(protocol, CLUSTER, 0, 0));
+        let stream = [
+            &frame(&message(protocol, ADDRESS, 2, 30_000))[..],
+            &cluster,
+            &frame(&message(protocol, ADDRESS, 0, 0)),
+            &frame(&[]),
+        ]
+        .concat();
+        for chunk in [1, 100, stream.len()] {
+            let out = read(protocol, &stream, chunk).unwrap();
+            assert_eq!(passed(&out), cluster);
+            let withheld: Vec<_> = out
+                .iter()
+                .filter_map(|output| match output {
+                    Output::Withheld(type_url) => Some(type_url.as_str()),
+                    _ => None,
+                })
+                .collect();
+            assert_eq!(withheld, [ADDRESS, ADDRESS, ""]);
+        }
+    }
+}
+
+#[test]
+fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() {
+    let stream = frame(&message(Protocol::Delta, CLUSTER, 1000, 10_000));
+    let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
+    let (mut seen, mut flowed) = (0, 0);
+    for part in stream.chunks(16_384) {
+        seen += part.len();
+        let part = Bytes::copy_from_slice(part);
+        reader
+            .feed(part, |output| match output {
+                Output::Pass(bytes) => flowed += bytes.len(),
+                other => panic!("{other:?}"),
+            })
+            .unwrap();
+        assert_eq!(flowed, seen);
+    }
+    assert!(reader.between_messages());
+}
+
+#[test]
+fn small_messages_in_one_chunk_leave_as_one_slice() {
+    let one = frame(&message(Protocol::StateOfTheWorld, CLUSTER, 1, 50));
+    let stream = [&one[..]; 20].concat();
+    let out = read(Protocol::StateOfTheWorld, &stream, stream.len()).unwrap();
+    assert_eq!(out.len(), 1);
+}
+
+#[test]
+fn what_istiod_must_not_send_ends_the_stream_with_a_status_that_says_so() {
+    let cases: [(&[u8], Code, &str); 3] = [
+        (&[1, 0, 0, 0, 1, 0], Code::Internal, "compressed"),
+        (
+            &[0, 0, 0, 0, 3, 0x22, 9, b'x'],
+            Code::Internal,
+            "longer than its message",
+        ),
+        (b"HTTP/1.1 400 Bad Request", Code::Internal, "compressed"),
+    ];
+    for (stream, code, text) in cases {
+        let status = read(Protocol::StateOfTheWorld, stream, 100).unwrap_err();
+        assert_eq!(status.code(), code);
+        assert!(status.message().contains(text), "{}", status.message());
+    }
+}
+
+#[test]
+fn a_lying_length_costs_only_what_was_sent() {
+    let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
+    let head = Bytes::from_static(&[0, 0xff, 0xff, 0xff, 0xff, 0x0a, 1, b'v']);
+    reader.feed(head, |output| panic!("{output:?}")).unwrap();
+    assert!(!reader.between_messages());
+    let Place::Body(body) = &reader.place else {
+        panic!("in a message")
+    };
+    assert!(body.held.capacity() < 1024);
+}
+
+proptest! {
+    /// Every message that passes leaves exactly as it came, unknown fields included, in whatever
+    /// chunks it came and whatever stands between.
+    #[test]
+    fn passing_messages_leave_exactly_as_they_came(
+        kinds in prop::collection::vec((0usize..3, 0usize..4, 0usize..300), 0..12),
+        chunk in 1usize..400,
+        delta in any::<bool>(),
+    ) {
+        let protocol = if delta { Protocol::Delta } else { Protocol::StateOfTheWorld };
+        let (mut stream, mut expected) = (Vec::new(), Vec::new());
+        for (kind, resources, size) in kinds {
+            let framed = frame(&message(protocol, [CLUSTER, NAMES, ADDRESS][kind], resources, size));
+            stream.extend_from_slice(&framed);
+            if kind == 0 {
+                expected.extend_from_slice(&framed);
+            }
+        }
+        prop_assert_eq!(passed(&read(protocol, &stream, chunk).unwrap()), expected);
+    }
+
+    #[test]
+    fn any_bytes_in_any_chunking_end_in_an_answer(
+        bytes in prop::collection::vec(any::<u8>(), 0..200),
+        chunk in 1usize..50,
+    ) {
+        let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
+        for part in bytes.chunks(chunk) {
+            if reader.feed(Bytes::copy_from_slice(part), |_| {}).is_err() {
+                break;
+            }
+        }
+    }
+}

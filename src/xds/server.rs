@@ -1,0 +1,137 @@
+//! The discovery service Envoy dials: two streaming methods on a Unix socket.
+//!
+//! The newest stream is the one that counts: it replaces an older one, of either protocol, whose
+//! Envoy is told OK. Everything else is unimplemented.
+//!
+//! Takes nothing from Envoy's request headers to istiod: the agent speaks there in its own name.
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Request, Response};
+use hyper::body::Incoming;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::Status;
+
+use super::intercept::Interceptors;
+use super::relay::{self, Relay};
+use super::status;
+use super::stream_body::ResponseBody;
+use super::{Config, Protocol};
+use crate::istiod::Istiod;
+use crate::unix_socket::Listener;
+
+/// The discovery service.
+#[derive(Clone, Debug)]
+pub struct Discovery(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    config: Config,
+    istiod: Istiod,
+    interceptors: Interceptors,
+    next_id: AtomicU32,
+    /// Stops the relay of the newest stream. Held for a swap only.
+    newest: Mutex<Option<CancellationToken>>,
+    relays: TaskTracker,
+    shutdown: CancellationToken,
+}
+
+impl Discovery {
+    pub fn new(
+        config: Config,
+        istiod: Istiod,
+        interceptors: Interceptors,
+        shutdown: CancellationToken,
+    ) -> Self {
+        Self(Arc::new(Inner {
+            config,
+            istiod,
+            interceptors,
+            next_id: AtomicU32::new(1),
+            newest: Mutex::new(None),
+            relays: TaskTracker::new(),
+            shutdown,
+        }))
+    }
+
+    /// Serves Envoy until the shutdown, then waits for the relays to end.
+    pub async fn serve(self, listener: Listener) {
+        tracing::info!(
+            target: "xdsproxy",
+            "Initializing with upstream address {:?} and cluster {:?}",
+            self.0.istiod.address(),
+            self.0.config.cluster_id
+        );
+        let shutdown = self.0.shutdown.clone();
+        listener
+            .serve(self.clone(), |stream| stream, shutdown)
+            .await;
+        self.0.relays.close();
+        self.0.relays.wait().await;
+    }
+
+    /// Starts a relay for a stream of Envoy.
+    fn relay(&self, protocol: Protocol, requests: Incoming) -> ResponseBody {
+        let stop = self.0.shutdown.child_token();
+        self.replace_newest(stop.clone());
+        let relay = Relay {
+            id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
+            protocol,
+            istiod: self.0.istiod.clone(),
+            interceptors: self.0.interceptors.clone(),
+            max_request_bytes: self.0.config.max_request_bytes,
+            stop,
+        };
+        tracing::debug!(
+            target: "xdsproxy",
+            id = relay.id,
+            "accepted {}XDS connection from Envoy, forwarding to upstream XDS server",
+            protocol.log_prefix()
+        );
+        let (sender, body) = ResponseBody::channel();
+        // A relay that has ended counts as stopped, so that the next one replaces nothing.
+        let ended = relay.stop.clone().drop_guard();
+        self.0.relays.spawn(async move {
+            relay::run(relay, requests, sender).await;
+            drop(ended);
+        });
+        body
+    }
+
+    fn replace_newest(&self, stop: CancellationToken) {
+        let mut newest = self.0.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(older) = newest.replace(stop)
+            && !older.is_cancelled()
+        {
+            tracing::warn!(target: "xdsproxy", "registered overlapping stream; closing previous");
+            older.cancel();
+        }
+    }
+}
+
+impl hyper::service::Service<Request<Incoming>> for Discovery {
+    type Response = Response<ResponseBody>;
+    type Error = Infallible;
+    type Future = Ready<Result<Self::Response, Infallible>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let mut response = match Protocol::from_path(request.uri().path()) {
+            Some(protocol) => Response::new(self.relay(protocol, request.into_body())),
+            None => {
+                let status =
+                    Status::unimplemented(format!("unknown method {}", request.uri().path()));
+                let mut response = Response::new(ResponseBody::empty());
+                *response.headers_mut() = status::trailers_of(&status);
+                response
+            }
+        };
+        let kind = HeaderValue::from_static("application/grpc");
+        response.headers_mut().insert(CONTENT_TYPE, kind);
+        ready(Ok(response))
+    }
+}

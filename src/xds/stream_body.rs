@@ -1,0 +1,69 @@
+//! The bodies of the two streams a relay ties: what goes to istiod, and what goes to Envoy.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body, Frame};
+use tokio::sync::mpsc;
+
+/// Requests on their way to istiod, each a gRPC frame. Ends when its sender is dropped.
+#[derive(Debug)]
+pub(crate) struct RequestQueue(mpsc::UnboundedReceiver<Bytes>);
+
+impl RequestQueue {
+    pub(crate) fn new(queue: mpsc::UnboundedReceiver<Bytes>) -> Self {
+        Self(queue)
+    }
+}
+
+impl Body for RequestQueue {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let request = self.0.poll_recv(context);
+        request.map(|request| request.map(|request| Ok(Frame::data(request))))
+    }
+}
+
+/// Responses on their way to Envoy: bytes as they came, then the status.
+#[derive(Debug)]
+pub struct ResponseBody(Option<mpsc::Receiver<Frame<Bytes>>>);
+
+impl ResponseBody {
+    /// A body fed through a channel of one: the next bytes are taken from istiod only when Envoy has
+    /// taken these.
+    pub(crate) fn channel() -> (mpsc::Sender<Frame<Bytes>>, Self) {
+        let (sender, receiver) = mpsc::channel(1);
+        (sender, Self(Some(receiver)))
+    }
+
+    /// No bytes, for an answer that is all in its head.
+    pub(crate) const fn empty() -> Self {
+        Self(None)
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        match &mut self.0 {
+            Some(receiver) => receiver.poll_recv(context).map(|frame| frame.map(Ok)),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_none()
+    }
+}

@@ -1,0 +1,488 @@
+//! Reads a few fields of a protobuf message while its bytes pass, without holding the message.
+//!
+//! A [`Walker`] is fed the bytes of one message in any chunking. It steps over everything by length
+//! and keeps only the strings a [`Schema`] names, so a message of any size costs no memory, and
+//! fields the agent has never heard of are nobody's business. Source: the protobuf encoding guide;
+//! field numbers from `envoy/service/discovery/v3/discovery.proto`.
+//!
+//! Does not validate what it steps over: Envoy and istiod judge their own messages.
+
+use super::Protocol;
+
+/// Longest string kept. A longer type URL or nonce is none that any control plane sends.
+const LONGEST_STRING: u64 = 16 * 1024;
+
+/// What to do with one field of a message.
+#[derive(Clone, Copy, Debug)]
+enum Action {
+    Keep(Slot),
+    Enter(&'static Schema),
+    Skip,
+}
+
+/// The fields worth stopping at, by number.
+#[derive(Debug)]
+struct Schema(&'static [(u32, Action)]);
+
+/// Where a kept string goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Slot {
+    TypeUrl,
+    Nonce,
+    Version,
+    ResourceType,
+}
+
+const ANY: Schema = Schema(&[(1, Action::Keep(Slot::ResourceType))]);
+const RESOURCE: Schema = Schema(&[(2, Action::Enter(&ANY))]);
+
+const RESPONSE: Schema = Schema(&[
+    (1, Action::Keep(Slot::Version)),
+    (2, Action::Enter(&ANY)),
+    (4, Action::Keep(Slot::TypeUrl)),
+    (5, Action::Keep(Slot::Nonce)),
+]);
+const DELTA_RESPONSE: Schema = Schema(&[
+    (1, Action::Keep(Slot::Version)),
+    (2, Action::Enter(&RESOURCE)),
+    (4, Action::Keep(Slot::TypeUrl)),
+    (5, Action::Keep(Slot::Nonce)),
+]);
+const REQUEST: Schema = Schema(&[
+    (1, Action::Keep(Slot::Version)),
+    (4, Action::Keep(Slot::TypeUrl)),
+    (5, Action::Keep(Slot::Nonce)),
+]);
+const DELTA_REQUEST: Schema = Schema(&[
+    (2, Action::Keep(Slot::TypeUrl)),
+    (6, Action::Keep(Slot::Nonce)),
+]);
+
+/// The bytes are no protobuf message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a protobuf message: {0}")]
+pub struct Malformed(&'static str);
+
+/// What has been read of a message so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Fields {
+    pub type_url: String,
+    pub nonce: String,
+    pub version: String,
+    /// The type of the first resource, known long before `type_url`, which is written last.
+    pub resource_type: Option<String>,
+    /// How many resources have begun.
+    pub resources: u32,
+}
+
+/// Walks one message.
+#[derive(Clone, Debug)]
+pub struct Walker {
+    /// The message and those entered inside it, outermost first.
+    levels: Vec<Level>,
+    step: Step,
+    fields: Fields,
+}
+
+#[derive(Clone, Debug)]
+struct Level {
+    schema: &'static Schema,
+    /// Bytes of this message not read yet.
+    left: u64,
+    /// Depth of the groups (wire types 3 and 4) the walker is in; all in them is skipped.
+    groups: u32,
+}
+
+/// What the next byte belongs to.
+#[derive(Clone, Debug)]
+enum Step {
+    Tag(Varint),
+    SkipVarint(Varint),
+    Length(Action, Varint),
+    SkipBytes(u64),
+    Keep(Slot, u64, Vec<u8>),
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Varint {
+    value: u64,
+    bytes: u8,
+}
+
+impl Walker {
+    /// A walker of a discovery response of `length` bytes.
+    pub fn response(protocol: Protocol, length: u64) -> Self {
+        Self::new(
+            match protocol {
+                Protocol::StateOfTheWorld => &RESPONSE,
+                Protocol::Delta => &DELTA_RESPONSE,
+            },
+            length,
+        )
+    }
+
+    /// A walker of a discovery request of `length` bytes.
+    pub fn request(protocol: Protocol, length: u64) -> Self {
+        Self::new(
+            match protocol {
+                Protocol::StateOfTheWorld => &REQUEST,
+                Protocol::Delta => &DELTA_REQUEST,
+            },
+            length,
+        )
+    }
+
+    fn new(schema: &'static Schema, left: u64) -> Self {
+        Self {
+            levels: vec![Level {
+                schema,
+                left,
+                groups: 0,
+            }],
+            step: Step::next(),
+            fields: Fields::default(),
+        }
+    }
+
+    pub fn fields(&self) -> &Fields {
+        &self.fields
+    }
+
+    /// The fields of a message that was fed whole.
+    pub fn finish(self) -> Result<Fields, Malformed> {
+        match self.levels.as_slice() {
+            [message] if message.left == 0 && message.groups == 0 && self.between_fields() => {
+                Ok(self.fields)
+            }
+            _ => Err(Malformed("it ends inside a field")),
+        }
+    }
+
+    /// Reads the next bytes of the message.
+    pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Malformed> {
+        while let Some(&byte) = bytes.first() {
+            let used = match &self.step {
+                Step::SkipBytes(left) | Step::Keep(_, left, _) => usize::try_from(*left)
+                    .unwrap_or(usize::MAX)
+                    .min(bytes.len()),
+                Step::Tag(_) | Step::Length(..) | Step::SkipVarint(_) => 1,
+            };
+            let (now, rest) = bytes.split_at(used);
+            self.charge(used as u64)?;
+            self.read(byte, now)?;
+            self.settle()?;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// Takes `bytes` off what every open message has left.
+    fn charge(&mut self, bytes: u64) -> Result<(), Malformed> {
+        for level in &mut self.levels {
+            level.left = level
+                .left
+                .checked_sub(bytes)
+                .ok_or(Malformed("a field is longer than its message"))?;
+        }
+        Ok(())
+    }
+
+    /// Handles `bytes`, of which `byte` is the first and for tags and numbers the only one.
+    fn read(&mut self, byte: u8, bytes: &[u8]) -> Result<(), Malformed> {
+        match &mut self.step {
+            Step::Tag(varint) => {
+                if let Some(tag) = varint.push(byte)? {
+                    self.step = self.field(tag)?;
+                }
+            }
+            Step::Length(action, varint) => {
+                let action = *action;
+                if let Some(length) = varint.push(byte)? {
+                    self.step = self.value(action, length)?;
+                }
+            }
+            Step::SkipVarint(varint) => {
+                if varint.push(byte)?.is_some() {
+                    self.step = Step::next();
+                }
+            }
+            Step::SkipBytes(left) => *left -= bytes.len() as u64,
+            Step::Keep(_, left, kept) => {
+                kept.extend_from_slice(bytes);
+                *left -= bytes.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// What comes after the tag of a field.
+    fn field(&mut self, tag: u64) -> Result<Step, Malformed> {
+        let level = self.level()?;
+        let number = u32::try_from(tag >> 3).map_err(|_| Malformed("a field number too large"))?;
+        if number == 0 {
+            return Err(Malformed("a field numbered 0"));
+        }
+        Ok(match tag & 7 {
+            0 => Step::SkipVarint(Varint::default()),
+            1 => Step::SkipBytes(8),
+            2 => {
+                let action = match level.groups {
+                    0 => level.schema.action(number),
+                    _ => Action::Skip,
+                };
+                Step::Length(action, Varint::default())
+            }
+            3 => {
+                level.groups += 1;
+                Step::next()
+            }
+            4 => {
+                level.groups = level
+                    .groups
+                    .checked_sub(1)
+                    .ok_or(Malformed("a group ends that did not begin"))?;
+                Step::next()
+            }
+            5 => Step::SkipBytes(4),
+            _ => return Err(Malformed("an unknown wire type")),
+        })
+    }
+
+    /// What comes after the length of a field.
+    fn value(&mut self, action: Action, length: u64) -> Result<Step, Malformed> {
+        if length > self.level()?.left {
+            return Err(Malformed("a field is longer than its message"));
+        }
+        match action {
+            Action::Skip => Ok(Step::SkipBytes(length)),
+            Action::Keep(slot) if length <= LONGEST_STRING => {
+                Ok(Step::Keep(slot, length, Vec::new()))
+            }
+            Action::Keep(_) => Err(Malformed("a type URL, version or nonce over 16 KiB")),
+            Action::Enter(schema) => Ok(self.enter(schema, length)),
+        }
+    }
+
+    /// Goes into a resource, if no earlier one has told its type yet.
+    fn enter(&mut self, schema: &'static Schema, length: u64) -> Step {
+        if self.levels.len() == 1 {
+            self.fields.resources = self.fields.resources.saturating_add(1);
+        }
+        if self.fields.resource_type.is_some() {
+            return Step::SkipBytes(length);
+        }
+        self.levels.push(Level {
+            schema,
+            left: length,
+            groups: 0,
+        });
+        Step::next()
+    }
+
+    /// Ends what is complete: a kept string, a skipped field, an entered message.
+    fn settle(&mut self) -> Result<(), Malformed> {
+        match &mut self.step {
+            Step::Keep(slot, 0, kept) => {
+                let (slot, kept) = (*slot, std::mem::take(kept));
+                let text = String::from_utf8(kept).map_err(|_| Malformed("a string not UTF-8"))?;
+                match slot {
+                    Slot::TypeUrl => self.fields.type_url = text,
+                    Slot::Nonce => self.fields.nonce = text,
+                    Slot::Version => self.fields.version = text,
+                    Slot::ResourceType => self.fields.resource_type = Some(text),
+                }
+                self.step = Step::next();
+            }
+            Step::SkipBytes(0) => self.step = Step::next(),
+            _ => {}
+        }
+        while let [_, .., last] = self.levels.as_slice() {
+            if last.left > 0 {
+                break;
+            }
+            if last.groups > 0 || !self.between_fields() {
+                return Err(Malformed("a message ends inside a field"));
+            }
+            self.levels.pop();
+        }
+        Ok(())
+    }
+
+    fn between_fields(&self) -> bool {
+        matches!(self.step, Step::Tag(Varint { bytes: 0, .. }))
+    }
+
+    fn level(&mut self) -> Result<&mut Level, Malformed> {
+        self.levels.last_mut().ok_or(Malformed("nothing is open"))
+    }
+}
+
+impl Step {
+    /// The start of the next field.
+    fn next() -> Self {
+        Self::Tag(Varint::default())
+    }
+}
+
+impl Schema {
+    fn action(&self, number: u32) -> Action {
+        self.0
+            .iter()
+            .find(|(wanted, _)| *wanted == number)
+            .map_or(Action::Skip, |(_, action)| *action)
+    }
+}
+
+impl Varint {
+    /// The value, once its last byte is in.
+    fn push(&mut self, byte: u8) -> Result<Option<u64>, Malformed> {
+        if self.bytes >= 10 || (self.bytes == 9 && byte > 1) {
+            return Err(Malformed("a number of more than 64 bits"));
+        }
+        self.value |= u64::from(byte & 0x7f) << (7 * self.bytes);
+        self.bytes += 1;
+        Ok((byte < 0x80).then_some(self.value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::envoy::service::discovery::v3::{
+        DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
+        Resource,
+    };
+    use envoy_types::pb::google::protobuf::Any;
+    use proptest::prelude::*;
+    use prost::Message;
+
+    use super::*;
+
+    fn resource(type_url: &str, size: usize) -> Any {
+        Any {
+            type_url: type_url.to_owned(),
+            value: vec![7; size],
+        }
+    }
+
+    fn walk(mut walker: Walker, bytes: &[u8], chunk: usize) -> Result<Fields, Malformed> {
+        for part in bytes.chunks(chunk.max(1)) {
+            walker.feed(part)?;
+        }
+        walker.finish()
+    }
+
+    #[test]
+    fn reads_the_fields_of_all_four_messages() {
+        let response = DiscoveryResponse {
+            version_info: "v".into(),
+            resources: vec![resource("a.A", 300), resource("a.A", 3)],
+            type_url: "t".into(),
+            nonce: "n".into(),
+            ..Default::default()
+        };
+        let delta = DeltaDiscoveryResponse {
+            system_version_info: "v".into(),
+            resources: vec![Resource {
+                name: "a name, not a type".into(),
+                version: "a version, not a type".into(),
+                resource: Some(resource("a.A", 9)),
+                ..Default::default()
+            }],
+            type_url: "t".into(),
+            nonce: "n".into(),
+            ..Default::default()
+        };
+        let request = DiscoveryRequest {
+            version_info: "v".into(),
+            resource_names: vec!["x".into()],
+            type_url: "t".into(),
+            response_nonce: "n".into(),
+            ..Default::default()
+        };
+        let delta_request = DeltaDiscoveryRequest {
+            type_url: "t".into(),
+            initial_resource_versions: [("a".to_owned(), "b".to_owned())].into(),
+            response_nonce: "n".into(),
+            ..Default::default()
+        };
+        let (sotw, inc) = (Protocol::StateOfTheWorld, Protocol::Delta);
+        type Make = fn(Protocol, u64) -> Walker;
+        let (answer, ask): (Make, Make) = (Walker::response, Walker::request);
+        let cases = [
+            (answer, sotw, response.encode_to_vec(), "v", Some("a.A"), 2),
+            (answer, inc, delta.encode_to_vec(), "v", Some("a.A"), 1),
+            (ask, sotw, request.encode_to_vec(), "v", None, 0),
+            (ask, inc, delta_request.encode_to_vec(), "", None, 0),
+        ];
+        for (walker, protocol, bytes, version, resource_type, resources) in cases {
+            for chunk in [1, 2, 7, bytes.len()] {
+                let walker = walker(protocol, bytes.len() as u64);
+                let fields = walk(walker, &bytes, chunk).unwrap();
+                assert_eq!(
+                    (fields.type_url.as_str(), fields.nonce.as_str()),
+                    ("t", "n")
+                );
+                assert_eq!(fields.version, version);
+                assert_eq!(fields.resource_type.as_deref(), resource_type);
+                assert_eq!(fields.resources, resources);
+            }
+        }
+    }
+
+    #[test]
+    fn knows_the_type_once_the_first_resource_has_begun() {
+        let response = DiscoveryResponse {
+            version_info: "2026-11-21T00:00:00Z/1".into(),
+            resources: vec![resource("type.googleapis.com/envoy.X", 1_000_000)],
+            ..Default::default()
+        };
+        let bytes = response.encode_to_vec();
+        let mut walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+        walker.feed(&bytes[..64]).unwrap();
+        assert_eq!(
+            walker.fields().resource_type.as_deref(),
+            Some("type.googleapis.com/envoy.X")
+        );
+    }
+
+    #[test]
+    fn refuses_what_is_no_message() {
+        let cases: [(&str, &[u8]); 9] = [
+            ("field longer than the message", &[0x22, 5, b'a']),
+            ("resource longer than the message", &[0x12, 0x7f, 0x0a]),
+            ("type longer than its resource", &[0x12, 2, 0x0a, 9, 0, 0]),
+            ("field number 0", &[0x02, 0]),
+            ("wire type 7", &[0x0f, 0]),
+            ("endless tag", &[0xff; 12]),
+            ("group that does not begin", &[0x0c]),
+            ("group that does not end", &[0x0b, 0x08, 1]),
+            ("type not UTF-8", &[0x22, 1, 0xff]),
+        ];
+        for (what, bytes) in cases {
+            let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+            assert!(walk(walker, bytes, 1).is_err(), "{what}");
+        }
+    }
+
+    #[test]
+    fn steps_over_groups() {
+        // Field 9 as a group that holds a field 4, then the real field 4.
+        let bytes = [0x4b, 0x22, 1, b'x', 0x4c, 0x22, 1, b't'];
+        let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+        assert_eq!(walk(walker, &bytes, 3).unwrap().type_url, "t");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_any_chunking_end_in_an_answer(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            chunk in 1usize..50,
+            delta in any::<bool>(),
+        ) {
+            let protocol = if delta { Protocol::Delta } else { Protocol::StateOfTheWorld };
+            let whole = walk(Walker::response(protocol, bytes.len() as u64), &bytes, usize::MAX);
+            let parts = walk(Walker::response(protocol, bytes.len() as u64), &bytes, chunk);
+            prop_assert_eq!(whole, parts);
+        }
+    }
+}
