@@ -1,0 +1,171 @@
+//! What relaying discovery costs: throughput, processor time, memory and latency, each beside a
+//! baseline of the same run. `benches/README.md` says how to read the table.
+#![allow(clippy::expect_used, clippy::panic, clippy::disallowed_methods, clippy::disallowed_types)]
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use istio_agent::xds::Protocol;
+use support::peer::{Client, ControlPlane, block_on, request, response};
+use support::table::Table;
+use support::{Process, connect, median};
+
+/// Rounds of each measurement; the median counts.
+const ROUNDS: usize = 5;
+/// Bytes relayed per round.
+const VOLUME: usize = 600 * 1_000_000;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, role, socket, address, root_pem] = arguments.as_slice() {
+        let socket = Path::new(socket);
+        return match role.as_str() {
+            "pump" => block_on(support::baseline::pump(socket, address, root_pem)),
+            "typed" => block_on(support::baseline::typed(socket, address, root_pem)),
+            other => panic!("{other}: no such baseline"),
+        };
+    }
+    let control_plane = ControlPlane::start();
+    let relays = Relays::start(&control_plane);
+    block_on(async {
+        throughput(&control_plane, &relays).await;
+        memory(&relays).await;
+        latency(&control_plane, &relays).await;
+    });
+}
+
+/// The three relays, each with its socket.
+struct Relays {
+    _directory: tempfile::TempDir,
+    all: Vec<(&'static str, Process, PathBuf)>,
+}
+
+impl Relays {
+    fn start(control_plane: &ControlPlane) -> Self {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (address, root) = (&control_plane.address, &control_plane.root_pem);
+        let agent = Process::agent(directory.path(), address, root, None);
+        let mut all = vec![("agent", agent, directory.path().join("etc/istio/proxy/XDS"))];
+        for role in ["pump", "typed"] {
+            let socket = directory.path().join(role);
+            let program = std::env::current_exe().expect("this program");
+            let mut command = Command::new(program);
+            command.arg(role).arg(&socket).arg(address).arg(root);
+            all.push((role, Process::start(&mut command), socket));
+        }
+        Self { _directory: directory, all }
+    }
+
+    fn agent(&self) -> (&Process, &Path) {
+        let (_, process, socket) = &self.all[0];
+        (process, socket)
+    }
+}
+
+async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
+    let mut table = Table::new(&[
+        "relay", "protocol", "message", "MB/s", "of direct", "CPU s/GB", "of pump", "of typed",
+    ]);
+    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        for size in [1_000_000, 10_000_000, 100_000_000] {
+            let mut rates = vec![Vec::new(); 4];
+            let mut costs = vec![Vec::new(); 3];
+            for _ in 0..ROUNDS {
+                for (index, (_, process, socket)) in relays.all.iter().enumerate() {
+                    let io = connect(socket).await;
+                    let before = process.cpu();
+                    rates[index].push(pull(io, protocol, size).await);
+                    costs[index].push((process.cpu() - before).as_secs_f64() / VOLUME as f64 * 1e9);
+                }
+                let io = ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
+                rates[3].push(pull(io.await.expect("a connection"), protocol, size).await);
+            }
+            let direct = median(rates[3].clone());
+            let costs: Vec<f64> = costs.into_iter().map(median).collect();
+            for (index, (name, ..)) in relays.all.iter().enumerate() {
+                let rate = median(rates[index].clone());
+                table.row([
+                    (*name).to_owned(),
+                    format!("{protocol:?}"),
+                    format!("{} MB", size / 1_000_000),
+                    format!("{rate:.0}"),
+                    format!("{:.2}", rate / direct),
+                    format!("{:.2}", costs[index]),
+                    format!("{:.2}", costs[index] / costs[1]),
+                    format!("{:.2}", costs[index] / costs[2]),
+                ]);
+            }
+        }
+    }
+    table.print();
+}
+
+/// Pulls the volume in messages of `size` and says how many MB a second came.
+async fn pull(
+    io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    protocol: Protocol,
+    size: usize,
+) -> f64 {
+    let length = response(protocol, size).len();
+    let mut client = Client::open(io, protocol, request(protocol, size)).await;
+    client.read(length, None).await;
+    let start = Instant::now();
+    for _ in 0..VOLUME / size {
+        client.ask(size).await;
+        client.read(length, None).await;
+    }
+    VOLUME as f64 / start.elapsed().as_secs_f64() / 1e6
+}
+
+async fn memory(relays: &Relays) {
+    let mut table = Table::new(&["agent's memory", "protocol", "before MB", "peak MB", "after MB"]);
+    let (agent, socket) = relays.agent();
+    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        for (what, rate) in [("100 MB read at once", None), ("40 MB at 20 MB/s", Some(20e6))] {
+            let size = if rate.is_some() { 40_000_000 } else { 100_000_000 };
+            let length = response(protocol, size).len();
+            let before = agent.memory("VmRSS");
+            agent.reset_peak();
+            let mut client =
+                Client::open(connect(socket).await, protocol, request(protocol, size)).await;
+            client.read(length, rate).await;
+            let cells = [before, agent.memory("VmHWM"), agent.memory("VmRSS")];
+            let cells = cells.map(|kib| format!("{:.1}", kib as f64 / 1024.0));
+            table.row([what.to_owned(), format!("{protocol:?}")].into_iter().chain(cells));
+        }
+    }
+    table.print();
+}
+
+async fn latency(control_plane: &ControlPlane, relays: &Relays) {
+    let mut table = Table::new(&["2 KB round trip", "µs", "over direct"]);
+    let dial = || ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
+    let direct = round_trip(dial().await.expect("a connection")).await;
+    table.row(["direct".to_owned(), format!("{direct:.0}"), String::new()]);
+    for (name, _, socket) in &relays.all {
+        let time = round_trip(connect(socket).await).await;
+        table.row([(*name).to_owned(), format!("{time:.0}"), format!("+{:.0}", time - direct)]);
+    }
+    table.print();
+}
+
+/// The median time from request to whole answer, in microseconds.
+async fn round_trip(
+    io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+) -> f64 {
+    let protocol = Protocol::Delta;
+    let length = response(protocol, 2_000).len();
+    let mut client = Client::open(io, protocol, request(protocol, 2_000)).await;
+    client.read(length, None).await;
+    let mut times = Vec::new();
+    for _ in 0..3_000 {
+        let start = Instant::now();
+        client.ask(2_000).await;
+        client.read(length, None).await;
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    median(times)
+}

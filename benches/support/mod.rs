@@ -1,0 +1,105 @@
+//! What the benches share: child processes and their figures, a control plane that sends as fast as
+//! it is read, and an Envoy that only counts.
+#![allow(dead_code, reason = "each bench uses its part")]
+
+pub mod baseline;
+pub mod peer;
+pub mod table;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// A process under measurement, killed when dropped.
+pub struct Process(Child);
+
+impl Process {
+    pub fn start(command: &mut Command) -> Self {
+        let child = command
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        Self(child)
+    }
+
+    /// The agent without Envoy, in `directory`, with istiod's relay at `address`.
+    pub fn agent(directory: &Path, address: &str, root_pem: &str, ca: Option<&str>) -> Self {
+        write(directory, "var/run/secrets/istio/root-cert.pem", root_pem);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+        command
+            .args(["proxy", "sidecar", "--log_output_level=default:error"])
+            .current_dir(directory)
+            .env_clear()
+            .env("DISABLE_ENVOY", "true")
+            .env("POD_NAME", "bench")
+            .env("POD_NAMESPACE", "default")
+            .env("SERVICE_ACCOUNT", "bench")
+            .env("INSTANCE_IP", "127.0.0.1")
+            .env("PROXY_CONFIG", format!("{{\"discoveryAddress\": \"{address}\"}}"))
+            .env("CA_ADDR", ca.unwrap_or("127.0.0.1:9"))
+            .stdout(Stdio::null());
+        Self::start(&mut command)
+    }
+
+    /// Processor time used so far, of all threads.
+    pub fn cpu(&self) -> Duration {
+        let tasks = fs::read_dir(self.proc("task")).expect("the process runs");
+        let nanoseconds = tasks
+            .filter_map(|task| fs::read_to_string(task.ok()?.path().join("schedstat")).ok())
+            .filter_map(|stat| stat.split(' ').next()?.parse::<u64>().ok())
+            .sum();
+        Duration::from_nanos(nanoseconds)
+    }
+
+    /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
+    pub fn memory(&self, name: &str) -> u64 {
+        let status = fs::read_to_string(self.proc("status")).expect("the process runs");
+        let line = status.lines().find(|line| line.starts_with(name)).expect("a known line");
+        line.split_whitespace().nth(1).and_then(|kib| kib.parse().ok()).expect("a number")
+    }
+
+    /// Starts the high-water mark again at what is in use now.
+    pub fn reset_peak(&self) {
+        fs::write(self.proc("clear_refs"), "5").expect("clear_refs is writable");
+    }
+
+    pub fn id(&self) -> u32 {
+        self.0.id()
+    }
+
+    fn proc(&self, file: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/{file}", self.0.id()))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // It may have ended.
+        let _ = self.0.wait();
+    }
+}
+
+/// Writes a file and its directories below `directory`.
+pub fn write(directory: &Path, path: &str, content: &str) {
+    let path = directory.join(path);
+    fs::create_dir_all(path.parent().expect("a file has a directory")).expect("writable");
+    fs::write(path, content).expect("writable");
+}
+
+/// The middle value.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Waits for a socket file somebody answers on.
+pub async fn connect(path: &Path) -> tokio::net::UnixStream {
+    for _ in 0..5_000 {
+        if let Ok(stream) = tokio::net::UnixStream::connect(path).await {
+            return stream;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    panic!("nobody serves {} after 5 s", path.display());
+}

@@ -1,0 +1,248 @@
+//! Both ends of the relay under measurement, as cheap as they can be: a control plane behind TLS
+//! that answers each request with a message of the size it asks for, and a client that counts bytes.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse, Resource,
+};
+use envoy_types::pb::google::protobuf::Any;
+use http_body::{Body, Frame};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use istio_agent::xds::Protocol;
+use istio_agent::xds::request::RequestReader;
+use prost::Message;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+/// The name in the control plane's certificate.
+pub const NAME: &str = "istiod.istio-system.svc";
+
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+/// Bytes of one resource, typical of a cluster in a mesh.
+const RESOURCE: usize = 2_000;
+/// What HTTP/2 puts in one DATA frame anyway.
+const PIECE: usize = 16 * 1024;
+
+/// A control plane on a thread of its own. A request whose type URL is a number gets an answer of
+/// about that many bytes.
+pub struct ControlPlane {
+    pub address: String,
+    pub root_pem: String,
+}
+
+impl ControlPlane {
+    pub fn start() -> Self {
+        let certified = rcgen::generate_simple_self_signed(vec![NAME.to_owned()]).expect("a key");
+        let root_pem = certified.cert.pem();
+        let key = PrivateKeyDer::try_from(certified.signing_key.serialize_der()).expect("a key");
+        let chain: Vec<CertificateDer<'static>> = vec![certified.cert.der().clone()];
+        let mut config = ServerConfig::builder()
+            .with_no_client_auth()
+            .with_single_cert(chain, key)
+            .expect("a usable certificate");
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        listener.set_nonblocking(true).expect("a socket");
+        let address = format!("localhost:{}", listener.local_addr().expect("bound").port());
+        std::thread::spawn(move || block_on(serve(listener, acceptor)));
+        Self { address, root_pem }
+    }
+
+    /// A TLS connection to it, as the agent makes one.
+    pub async fn dial(address: &str, root_pem: &str) -> io::Result<impl AsyncRead + AsyncWrite + Unpin + use<>> {
+        let mut roots = RootCertStore::empty();
+        let root = tokio_rustls::rustls::pki_types::pem::PemObject::from_pem_slice(root_pem.as_bytes());
+        let root: CertificateDer<'static> = root.expect("a certificate");
+        roots.add(root).expect("a root");
+        let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        let tcp = TcpStream::connect(address).await?;
+        tcp.set_nodelay(true)?;
+        let name = ServerName::try_from(NAME).expect("a name");
+        TlsConnector::from(Arc::new(config)).connect(name, tcp).await
+    }
+}
+
+/// Runs a future on a runtime of this thread.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(future)
+}
+
+async fn serve(listener: std::net::TcpListener, acceptor: TlsAcceptor) {
+    let listener = TcpListener::from_std(listener).expect("a socket");
+    while let Ok((stream, _)) = listener.accept().await {
+        stream.set_nodelay(true).expect("a TCP socket");
+        let acceptor = acceptor.clone();
+        tokio::task::spawn(async move {
+            let Ok(stream) = acceptor.accept(stream).await else { return };
+            let service = hyper::service::service_fn(answer);
+            let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                .max_send_buf_size(1024 * 1024)
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+        });
+    }
+}
+
+async fn answer(request: http::Request<Incoming>) -> Result<http::Response<Answers>, Infallible> {
+    let (sender, receiver) = mpsc::channel(16);
+    if let Some(protocol) = Protocol::from_path(request.uri().path()) {
+        tokio::task::spawn(send_answers(protocol, request.into_body(), sender));
+    }
+    let response = http::Response::builder().header("content-type", "application/grpc");
+    Ok(response.body(Answers(receiver)).expect("a response"))
+}
+
+async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc::Sender<Bytes>) {
+    let mut reader = RequestReader::new(protocol, usize::MAX);
+    let mut cached = (0, Bytes::new());
+    while let Some(Ok(frame)) = requests.frame().await {
+        let Ok(bytes) = frame.into_data() else { continue };
+        let mut sizes = Vec::new();
+        reader.feed(bytes, |request| sizes.push(request.type_url.parse().unwrap_or(0))).expect("a request");
+        for size in sizes {
+            if cached.0 != size {
+                cached = (size, response(protocol, size));
+            }
+            let mut rest = cached.1.clone();
+            while !rest.is_empty() {
+                let piece = rest.split_to(rest.len().min(PIECE));
+                if answers.send(piece).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// A framed response of about `size` bytes.
+pub fn response(protocol: Protocol, size: usize) -> Bytes {
+    let any = |size| Any { type_url: CLUSTER.into(), value: vec![b'c'; size] };
+    let count = (size / RESOURCE).max(1);
+    let each = (size / count).saturating_sub(70);
+    let message = match protocol {
+        Protocol::StateOfTheWorld => DiscoveryResponse {
+            version_info: "1".into(),
+            resources: (0..count).map(|_| any(each)).collect(),
+            type_url: CLUSTER.into(),
+            nonce: "nonce".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        Protocol::Delta => DeltaDiscoveryResponse {
+            resources: (0..count)
+                .map(|i| Resource {
+                    name: i.to_string(),
+                    resource: Some(any(each)),
+                    ..Default::default()
+                })
+                .collect(),
+            type_url: CLUSTER.into(),
+            nonce: "nonce".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+    };
+    framed(&message)
+}
+
+/// A framed request for an answer of `size` bytes.
+pub fn request(protocol: Protocol, size: usize) -> Bytes {
+    let type_url = size.to_string();
+    framed(&match protocol {
+        Protocol::StateOfTheWorld => {
+            DiscoveryRequest { type_url, ..Default::default() }.encode_to_vec()
+        }
+        Protocol::Delta => DeltaDiscoveryRequest { type_url, ..Default::default() }.encode_to_vec(),
+    })
+}
+
+fn framed(message: &[u8]) -> Bytes {
+    let length = u32::try_from(message.len()).expect("under 4 GiB").to_be_bytes();
+    Bytes::from([&[0], &length[..], message].concat())
+}
+
+/// The body of the control plane's answer.
+struct Answers(mpsc::Receiver<Bytes>);
+
+impl Body for Answers {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
+}
+
+/// An ADS stream as Envoy opens one, which counts what it gets.
+pub struct Client {
+    protocol: Protocol,
+    requests: mpsc::Sender<Bytes>,
+    body: Incoming,
+}
+
+impl Client {
+    /// Opens a stream over `io`, with the windows of an Envoy cluster that sets none but roomy.
+    pub async fn open(
+        io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        protocol: Protocol,
+        first: Bytes,
+    ) -> Self {
+        let (mut send, connection) =
+            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+                .initial_stream_window_size(4 * 1024 * 1024)
+                .initial_connection_window_size(8 * 1024 * 1024)
+                .handshake(TokioIo::new(io))
+                .await
+                .expect("HTTP/2");
+        tokio::task::spawn(connection);
+        let (requests, receiver) = mpsc::channel(16);
+        requests.send(first).await.expect("the receiver is here");
+        let request = http::Request::post(format!("http://{NAME}{}", protocol.path()))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .body(Answers(receiver))
+            .expect("a request");
+        let response = send.send_request(request).await.expect("a response");
+        Self { protocol, requests, body: response.into_body() }
+    }
+
+    /// Asks for a message of `size` bytes.
+    pub async fn ask(&mut self, size: usize) {
+        let request = request(self.protocol, size);
+        self.requests.send(request).await.expect("the stream is open");
+    }
+
+    /// Reads `bytes` bytes, pausing after each piece if a rate is given.
+    pub async fn read(&mut self, bytes: usize, bytes_per_second: Option<f64>) {
+        let mut left = bytes;
+        while left > 0 {
+            let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await;
+            let frame = frame.expect("the stream is open").expect("a frame");
+            let data = frame.into_data().unwrap_or_else(|f| panic!("ended with {f:?}"));
+            if let Some(rate) = bytes_per_second {
+                tokio::time::sleep(Duration::from_secs_f64(data.len() as f64 / rate)).await;
+            }
+            left = left.checked_sub(data.len()).expect("no more than asked for");
+        }
+    }
+}

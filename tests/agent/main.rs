@@ -1,0 +1,6 @@
+//! The agent's rooms together, against a real control plane behind real TLS, with a scripted Envoy
+//! on a real socket.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod relay;
+mod support;

@@ -1,0 +1,422 @@
+//! What the relay promises, seen from Envoy's socket and from istiod's port.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse, Resource,
+};
+use envoy_types::pb::google::protobuf::Any;
+use istio_agent::ca::Ca;
+use istio_agent::ca::csr::{self, KeyType};
+use istio_agent::ca::istio::IstioCa;
+use istio_agent::identity::SpiffeId;
+use istio_agent::local_istiod::{LocalIstiod, Variant};
+use istio_agent::xds::Protocol;
+use istio_agent::xds::intercept::{Captured, Intercepting, Interceptor, Interceptors, Outcome};
+use prost::Message;
+use tonic::{Code, Status};
+
+use crate::support::envoy::Envoy;
+use crate::support::{Bench, CLUSTER, LISTENER, eventually, framed, soon};
+
+const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+
+const BOTH: [(Protocol, Variant); 2] = [
+    (Protocol::StateOfTheWorld, Variant::StateOfTheWorld),
+    (Protocol::Delta, Variant::Delta),
+];
+
+fn node() -> Option<Node> {
+    Some(Node { id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(), ..Default::default() })
+}
+
+/// A request's message with a field behind it that no version of the protocol has.
+fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
+    let type_url = type_url.to_owned();
+    let mut bytes = match protocol {
+        Protocol::StateOfTheWorld => {
+            DiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
+        }
+        Protocol::Delta => {
+            DeltaDiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
+        }
+    };
+    prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
+    bytes
+}
+
+/// A response's message, likewise.
+fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
+    let any = Any { type_url: type_url.into(), value: vec![3; size] };
+    let (type_url, nonce) = (type_url.to_owned(), "nonce".to_owned());
+    let mut bytes = match protocol {
+        Protocol::StateOfTheWorld => {
+            let resources = vec![any];
+            DiscoveryResponse { resources, type_url, nonce, ..Default::default() }.encode_to_vec()
+        }
+        Protocol::Delta => {
+            let resource = Some(any);
+            let resources = vec![Resource { name: "r".into(), resource, ..Default::default() }];
+            DeltaDiscoveryResponse { resources, type_url, nonce, ..Default::default() }
+                .encode_to_vec()
+        }
+    };
+    prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
+    bytes.into()
+}
+
+#[tokio::test]
+async fn messages_pass_unchanged_both_ways_with_unknown_fields() {
+    for (protocol, variant) in BOTH {
+        let mut bench = Bench::start().await;
+        let mut envoy = bench.envoy(protocol).await;
+        let first = request(protocol, CLUSTER);
+        envoy.send_raw(framed(&first));
+        let mut istiod = bench.accepted().await;
+        assert_eq!(istiod.variant, variant);
+        assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), first);
+        for size in [0, 1, 100_000, 5_000_000] {
+            let message = response(protocol, CLUSTER, size);
+            let (sent, got) =
+                tokio::join!(istiod.send_bytes(message.clone()), envoy.next_bytes());
+            sent.unwrap();
+            assert!(got == message, "{size} bytes came out changed");
+            envoy.send_raw(framed(&first));
+            assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), first);
+        }
+        drop((envoy, istiod));
+        bench.finish().await;
+    }
+}
+
+#[tokio::test]
+async fn istiod_sees_the_agents_metadata_and_none_of_envoys() {
+    let mut bench = Bench::start().await;
+    for account in ["first", "second"] {
+        bench.write_token("default", account);
+        let envoy = bench.envoy(Protocol::Delta).await;
+        envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+        let istiod = bench.accepted().await;
+        assert_eq!(istiod.caller.as_ref().unwrap().service_account, account);
+        assert_eq!(istiod.headers["clusterid"], "Kubernetes");
+        assert!(!istiod.headers.contains_key("x-envoy-internal"));
+        assert!(!istiod.headers.contains_key("grpc-accept-encoding"));
+    }
+    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for all streams");
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn every_status_of_istiod_reaches_envoy_with_its_message() {
+    let mut bench = Bench::start().await;
+    for code in 0..=16 {
+        let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+        envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+        let istiod = bench.accepted().await;
+        if code > 0 {
+            istiod.end(Status::new(Code::from(code), "because: 100 %, é")).await;
+            let status = envoy.end().await;
+            assert_eq!((status.code() as i32, status.message()), (code, "because: 100 %, é"));
+        } else {
+            drop(istiod);
+            assert_eq!(envoy.end().await.code(), Code::Ok);
+        }
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_refused_token_is_told_to_envoy() {
+    let bench = Bench::start().await;
+    std::fs::write(bench.directory.path().join("token"), "no token").unwrap();
+    let envoy = bench.envoy(Protocol::Delta).await;
+    envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+    assert_eq!(envoy.end().await.code(), Code::Unauthenticated);
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
+    let mut bench = Bench::start().await;
+    let older = bench.envoy(Protocol::Delta).await;
+    older.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+    let mut older_istiod = bench.accepted().await;
+    older_istiod.next_bytes().await.unwrap();
+    let newer = bench.envoy(Protocol::StateOfTheWorld).await;
+    newer.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+    assert_eq!(older.end().await.code(), Code::Ok);
+    assert!(!matches!(soon(older_istiod.next_bytes()).await, Ok(Some(_))));
+    let mut istiod = bench.accepted().await;
+    assert!(istiod.next_bytes().await.unwrap().is_some());
+    drop((newer, istiod));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn when_envoy_goes_istiods_stream_ends() {
+    let mut bench = Bench::start().await;
+    for half_close in [true, false] {
+        let mut envoy = bench.envoy(Protocol::Delta).await;
+        envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+        let mut istiod = bench.accepted().await;
+        istiod.next_bytes().await.unwrap();
+        if half_close {
+            envoy.half_close();
+            assert_eq!(envoy.end().await.code(), Code::Ok);
+        } else {
+            drop(envoy);
+        }
+        assert!(!matches!(soon(istiod.next_bytes()).await, Ok(Some(_))));
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_stream_is_held_while_istiod_is_away_and_goes_on_when_it_returns() {
+    let mut bench = Bench::start().await;
+    let options = std::mem::replace(
+        &mut bench.control_plane,
+        LocalIstiod::start(Default::default()).await.unwrap(),
+    );
+    let options = options.kill().await;
+    let mut envoy = bench.envoy(Protocol::Delta).await;
+    let first = request(Protocol::Delta, CLUSTER);
+    envoy.send_raw(framed(&first));
+    tokio::task::yield_now().await;
+    bench.control_plane = LocalIstiod::start(options).await.unwrap();
+    let mut istiod = bench.accepted().await;
+    assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), first);
+    let message = response(Protocol::Delta, CLUSTER, 10);
+    istiod.send_bytes(message.clone()).await.unwrap();
+    assert_eq!(envoy.next_bytes().await, message);
+    drop((envoy, istiod));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_killed_istiod_ends_envoys_stream_as_unavailable_even_inside_a_message() {
+    let mut bench = Bench::start().await;
+    for inside_a_message in [false, true] {
+        let mut envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+        envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+        let istiod = bench.accepted().await;
+        let sending = response(Protocol::StateOfTheWorld, CLUSTER, 50_000_000);
+        if inside_a_message {
+            istiod.send_bytes(sending).await.unwrap();
+            let started = soon(envoy.first_bytes()).await;
+            assert!(started > 0);
+        }
+        let idle = LocalIstiod::start(Default::default()).await.unwrap();
+        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
+        assert_eq!(envoy.end().await.code(), Code::Unavailable);
+        bench.control_plane = LocalIstiod::start(options).await.unwrap();
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_stalled_envoy_never_blocks_a_certificate_request() {
+    let mut bench = Bench::start().await;
+    let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+    envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+    let istiod = bench.accepted().await;
+    let flood = tokio::task::spawn(async move {
+        let message = response(Protocol::StateOfTheWorld, CLUSTER, 30_000_000);
+        while istiod.send_bytes(message.clone()).await.is_ok() {}
+    });
+    let authority = IstioCa::new(bench.istiod.clone(), String::new(), Duration::from_secs(10));
+    let identity = SpiffeId::new("cluster.local", "default", "bench");
+    for _ in 0..20 {
+        let request = csr::generate(KeyType::P256, &identity).unwrap();
+        let chain = authority.sign(&request.csr_pem, Duration::from_secs(60)).await.unwrap();
+        assert_eq!(chain.len(), 2);
+    }
+    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for both");
+    drop(envoy);
+    soon(flood).await.unwrap();
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_first_delta_request_of_six_megabytes_passes() {
+    let mut bench = Bench::start().await;
+    let envoy = bench.envoy(Protocol::Delta).await;
+    let versions = (0..60_000).map(|i| (format!("outbound|80||{i:060}"), format!("{i:030}")));
+    let first = DeltaDiscoveryRequest {
+        node: node(),
+        type_url: CLUSTER.into(),
+        initial_resource_versions: versions.collect(),
+        ..Default::default()
+    };
+    assert!(first.encoded_len() > 6_000_000);
+    envoy.send(&first);
+    let mut istiod = bench.accepted().await;
+    let got: DeltaDiscoveryRequest = istiod.next().await.unwrap().unwrap();
+    assert_eq!(got.initial_resource_versions.len(), 60_000);
+    drop((envoy, istiod));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn requests_envoy_must_not_send_end_its_stream_with_a_reason() {
+    let bench = Bench::with(Interceptors::default(), 1000).await;
+    let cases: [(&[u8], Code, &str); 4] = [
+        (&[0, 0, 0, 4, 0], Code::ResourceExhausted, "larger than max (1024 vs. 1000)"),
+        (&[1, 0, 0, 0, 0], Code::Unimplemented, "compressed"),
+        (&[0, 0, 0, 0, 2, 0x22, 9], Code::Internal, "not a protobuf message"),
+        (&[0, 0, 0, 0, 9, 0x22], Code::Internal, "6 bytes into a message"),
+    ];
+    for (bytes, code, text) in cases {
+        let mut envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+        envoy.send_raw(Bytes::copy_from_slice(bytes));
+        envoy.half_close();
+        let status = envoy.end().await;
+        assert_eq!(status.code(), code, "{}", status.message());
+        assert!(status.message().contains(text), "{}", status.message());
+    }
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn a_sender_of_single_bytes_and_one_of_many_tiny_frames_are_understood() {
+    let mut bench = Bench::start().await;
+    let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+    let slow = framed(&request(Protocol::StateOfTheWorld, CLUSTER));
+    for byte in slow.iter() {
+        envoy.send_raw(Bytes::copy_from_slice(&[*byte]));
+        tokio::task::yield_now().await;
+    }
+    let mut istiod = bench.accepted().await;
+    assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), slow[5..]);
+    let tiny = DiscoveryRequest { type_url: "t".into(), ..Default::default() };
+    for _ in 0..10_000 {
+        envoy.send(&tiny);
+    }
+    for _ in 0..10_000 {
+        let got: DiscoveryRequest = soon(istiod.next()).await.unwrap().unwrap();
+        assert_eq!(got, tiny);
+    }
+    drop((envoy, istiod));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn methods_other_than_the_two_streams_are_unimplemented() {
+    let bench = Bench::start().await;
+    for path in ["/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters", "/"] {
+        let envoy = Envoy::open_path(&bench.socket(), path).await;
+        assert_eq!(envoy.end().await.code(), Code::Unimplemented);
+    }
+    bench.finish().await;
+}
+
+/// Takes name tables, and answers for extension configurations with a message of its own.
+struct Taking;
+struct Rewriting;
+
+impl Interceptor for Taking {
+    fn type_url(&self) -> &str {
+        NAMES
+    }
+    fn subscribes(&self) -> bool {
+        true
+    }
+    fn intercept(&self, response: Captured) -> Intercepting {
+        let refused = response.message.windows(3).any(|bytes| bytes == b"bad");
+        Box::pin(async move {
+            if refused { Outcome::Refused("a bad table".into()) } else { Outcome::Taken }
+        })
+    }
+}
+
+impl Interceptor for Rewriting {
+    fn type_url(&self) -> &str {
+        EXTENSION
+    }
+    fn subscribes(&self) -> bool {
+        false
+    }
+    fn intercept(&self, response: Captured) -> Intercepting {
+        Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            Outcome::Forward(rewritten(&response.message))
+        })
+    }
+}
+
+/// The message with one more field.
+fn rewritten(message: &[u8]) -> Bytes {
+    let mut message = message.to_vec();
+    prost::encoding::string::encode(778, &"rewritten".to_owned(), &mut message);
+    message.into()
+}
+
+#[tokio::test]
+async fn own_types_are_subscribed_taken_and_answered_and_others_rewritten_in_order() {
+    let interceptors = Interceptors::new(vec![Box::new(Taking), Box::new(Rewriting)]);
+    let mut bench = Bench::with(interceptors, 1 << 20).await;
+    let protocol = Protocol::StateOfTheWorld;
+    let mut envoy = bench.envoy(protocol).await;
+    envoy.send_raw(framed(&request(protocol, CLUSTER)));
+    envoy.send_raw(framed(&request(protocol, LISTENER)));
+    let mut istiod = bench.accepted().await;
+    let mut asked = Vec::new();
+    for _ in 0..3 {
+        let request: DiscoveryRequest = soon(istiod.next()).await.unwrap().unwrap();
+        asked.push(request.type_url);
+    }
+    assert_eq!(asked, [CLUSTER, LISTENER, NAMES]);
+
+    let table = |value: &[u8], nonce: &str| DiscoveryResponse {
+        version_info: "v".into(),
+        resources: vec![Any { type_url: NAMES.into(), value: value.to_vec() }],
+        type_url: NAMES.into(),
+        nonce: nonce.into(),
+        ..Default::default()
+    };
+    let extension = |size| response(protocol, EXTENSION, size);
+    istiod.send(&table(b"good", "1")).await.unwrap();
+    istiod.send_bytes(extension(10)).await.unwrap();
+    istiod.send_bytes(extension(70_000)).await.unwrap();
+    istiod.send(&table(b"bad", "2")).await.unwrap();
+    istiod.send_bytes(response(protocol, "istio.io/debug", 10)).await.unwrap();
+    istiod.send_bytes(response(protocol, CLUSTER, 100_000)).await.unwrap();
+
+    for (nonce, problem) in [("1", None), ("2", Some("a bad table"))] {
+        let answer: DiscoveryRequest = soon(istiod.next()).await.unwrap().unwrap();
+        assert_eq!((&*answer.type_url, &*answer.version_info), (NAMES, "v"));
+        assert_eq!(answer.response_nonce, nonce);
+        assert_eq!(answer.error_detail.as_ref().map(|status| &*status.message), problem);
+    }
+    // The cluster need not wait for the slow rewriting; the rewritten keep their order.
+    let mut got = Vec::new();
+    for _ in 0..3 {
+        got.push(envoy.next_bytes().await);
+    }
+    let position = |wanted: &Bytes| got.iter().position(|got| got == wanted).expect("it came");
+    assert_eq!(position(&response(protocol, CLUSTER, 100_000)), 0);
+    assert!(position(&rewritten(&extension(10))) < position(&rewritten(&extension(70_000))));
+    drop((envoy, istiod));
+    bench.finish().await;
+}
+
+#[tokio::test]
+async fn restarts_of_istiod_and_envoy_leave_no_task_behind() {
+    let mut bench = Bench::start().await;
+    for _ in 0..20 {
+        let envoy = bench.envoy(Protocol::Delta).await;
+        envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+        let mut istiod = bench.accepted().await;
+        istiod.next_bytes().await.unwrap();
+        let idle = LocalIstiod::start(Default::default()).await.unwrap();
+        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
+        assert_eq!(envoy.end().await.code(), Code::Unavailable);
+        bench.control_plane = LocalIstiod::start(options).await.unwrap();
+    }
+    let handles = tokio::runtime::Handle::current();
+    eventually("a quiet runtime", || handles.metrics().num_alive_tasks() < 12).await;
+    bench.finish().await;
+}

@@ -1,0 +1,138 @@
+//! A control plane, the relay in front of it, and an Envoy that does as it is told.
+
+pub mod envoy;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bytes::Bytes;
+use istio_agent::istiod::{self, Istiod, Keepalive, Security, tls, token};
+use istio_agent::lifecycle::{CancellationToken, Tasks};
+use istio_agent::local_istiod::{LocalIstiod, Options, Stream};
+use istio_agent::unix_socket;
+use istio_agent::xds::Protocol;
+use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::server::Discovery;
+use tempfile::TempDir;
+
+use envoy::Envoy;
+
+pub const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+pub const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+
+/// How long anything may take that should happen at once.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The relay and what stands on both sides of it.
+pub struct Bench {
+    pub directory: TempDir,
+    pub control_plane: LocalIstiod,
+    pub istiod: Istiod,
+    tasks: Tasks,
+    shutdown: CancellationToken,
+}
+
+impl Bench {
+    pub async fn start() -> Self {
+        Self::with(Interceptors::default(), 200 << 20).await
+    }
+
+    pub async fn with(interceptors: Interceptors, max_request_bytes: usize) -> Self {
+        let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        std::fs::write(path.join("root.pem"), control_plane.root_pem()).unwrap();
+        let mut tasks = Tasks::new();
+        let shutdown = CancellationToken::new();
+        let config = istiod_config(path, &control_plane.address.to_string());
+        let (istiod, connection) = istiod::new(config, shutdown.clone());
+        tasks.spawn("istiod", async move {
+            connection.await;
+            Ok::<(), std::io::Error>(())
+        });
+        let config = istio_agent::xds::Config {
+            socket: path.join("XDS"),
+            max_request_bytes,
+            cluster_id: "Kubernetes".into(),
+        };
+        let listener = unix_socket::bind(&config.socket).unwrap();
+        let discovery = Discovery::new(config, istiod.clone(), interceptors, shutdown.clone());
+        tasks.spawn("xds", async move {
+            discovery.serve(listener).await;
+            Ok::<(), std::io::Error>(())
+        });
+        let bench = Self { directory, control_plane, istiod, tasks, shutdown };
+        bench.write_token("default", "bench");
+        bench
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("XDS")
+    }
+
+    pub fn write_token(&self, namespace: &str, account: &str) {
+        let ttl = Duration::from_secs(3600);
+        let token = self.control_plane.mint_token(namespace, account, ttl).unwrap();
+        std::fs::write(self.directory.path().join("token"), token).unwrap();
+    }
+
+    /// Opens a stream as Envoy does.
+    pub async fn envoy(&self, protocol: Protocol) -> Envoy {
+        Envoy::open(&self.socket(), protocol).await
+    }
+
+    /// The next stream the control plane accepted.
+    pub async fn accepted(&mut self) -> Stream {
+        soon(self.control_plane.streams.recv()).await.expect("a stream")
+    }
+
+    /// Brings all down and sees that nothing is left.
+    pub async fn finish(mut self) {
+        self.shutdown.cancel();
+        assert_eq!(self.tasks.drain(PATIENCE).await, 0, "tasks that did not end");
+        assert!(!self.socket().exists(), "the socket is left");
+    }
+}
+
+/// The settings of a connection to a control plane whose root and token are in `directory`.
+pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
+    istiod::Config {
+        address: address.to_owned(),
+        security: Security::Tls(tls::Config {
+            server_name: "istiod.istio-system.svc".into(),
+            roots: tls::Roots::File(directory.join("root.pem")),
+            client: None,
+        }),
+        token: token::Source::File(directory.join("token")),
+        metadata: vec![(
+            http::HeaderName::from_static("clusterid"),
+            http::HeaderValue::from_static("Kubernetes"),
+        )],
+        keepalive: Keepalive {
+            interval: Duration::from_secs(30),
+            timeout: Duration::from_secs(10),
+        },
+        limits: istiod::Limits::default(),
+    }
+}
+
+/// What must happen within the patience of a slow machine.
+pub async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.expect("it takes too long")
+}
+
+/// Looks again until a condition holds.
+pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let poll = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, poll).await.is_ok(), "{what} does not happen");
+}
+
+/// A gRPC frame around a message.
+pub fn framed(message: &[u8]) -> Bytes {
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    Bytes::from([&[0], &length[..], message].concat())
+}
