@@ -140,3 +140,6 @@ impl tower_service::Service<http::Request<Body>> for Call {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;
