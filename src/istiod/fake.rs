@@ -131,6 +131,8 @@ pub(crate) struct Seen {
     pub(crate) connections: Vec<bool>,
     pub(crate) requests: Vec<http::request::Parts>,
     pub(crate) signing: Vec<IstioCertificateRequest>,
+    /// Bytes handed to HTTP/2 for [`ENDLESS`].
+    pub(crate) streamed: usize,
 }
 
 #[derive(Clone, Default)]
@@ -248,7 +250,11 @@ async fn respond(
     match path.as_str() {
         ENDLESS => {
             let chunk = Bytes::from_static(&[b'x'; 16 * 1024]);
-            Ok(streaming(tokio_stream::iter(std::iter::repeat(chunk))))
+            let chunks = std::iter::repeat_with(move || {
+                shared.seen.lock().unwrap().streamed += chunk.len();
+                chunk.clone()
+            });
+            Ok(streaming(tokio_stream::iter(chunks)))
         }
         HELD => {
             let heard = shared.words.lock().unwrap().take().unwrap();

@@ -11,6 +11,7 @@ mod connection;
 mod dial;
 #[cfg(test)]
 pub(crate) mod fake;
+mod file;
 mod frames;
 mod roots;
 pub mod tls;
@@ -20,6 +21,7 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,11 +74,20 @@ pub struct Istiod {
     asks: mpsc::UnboundedSender<Ask>,
 }
 
-#[derive(Debug)]
 struct Shared {
     config: Arc<Config>,
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
+}
+
+impl fmt::Debug for Shared {
+    /// Leaves out the headers, which may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Istiod")
+            .field("address", &self.config.address)
+            .field("connected", &*self.connected.borrow())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The future that owns the connection has ended.

@@ -14,7 +14,11 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
+use super::file;
 use super::tls::Roots;
+
+/// Many times the bundle of an operating system.
+pub(super) const LARGEST: u64 = 16 << 20;
 
 /// Where the operating systems keep their bundle; the first that exists is used.
 const SYSTEM_BUNDLES: [&str; 8] = [
@@ -52,7 +56,7 @@ pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, RootsError> {
         Roots::File(path) => path.clone(),
         Roots::System => system_bundle().await?,
     };
-    match tokio::fs::read(&path).await {
+    match file::read_aside(path.clone(), LARGEST).await {
         Ok(pem) => parse(&path, &pem, SystemTime::now()),
         Err(source) => Err(RootsError::Unreadable { path, source }),
     }

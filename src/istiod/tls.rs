@@ -14,10 +14,10 @@ use rustls::ClientConfig;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::TlsConnector;
-use zeroize::Zeroizing;
 
+use super::file;
 pub use super::roots::RootsError;
-use super::roots::{self, not_after, seconds};
+use super::roots::{self, LARGEST, not_after, seconds};
 
 /// The files are read again at each dial, so a rotated one is in force for the next connection.
 #[derive(Clone, Debug)]
@@ -128,7 +128,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
         path: path.to_owned(),
         why,
     };
-    let pem = tokio::fs::read(path)
+    let pem = file::read_aside(path.to_owned(), LARGEST)
         .await
         .map_err(|error| unusable(error.to_string()))?;
     let chain = CertificateDer::pem_slice_iter(&pem)
@@ -145,7 +145,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
 }
 
 async fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let pem = tokio::fs::read(path).await.map(Zeroizing::new);
+    let pem = file::read_aside(path.to_owned(), LARGEST).await;
     let pem = pem.map_err(|source| TlsError::KeyUnreadable {
         path: path.to_owned(),
         source,

@@ -211,3 +211,38 @@ impl Pace {
         wait
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn dials_at_once_first_and_then_waits_longer_up_to_the_cap() {
+        let mut pace = Pace::new();
+        assert_eq!(pace.next_dial(), None);
+        for attempt in 0..50u32 {
+            let ceiling = pace.backoff.ceiling();
+            assert!(ceiling <= LONGEST_WAIT, "{attempt}");
+            assert!(pace.failed() <= ceiling);
+            let until = pace.next_dial().unwrap();
+            assert!(until <= Instant::now() + ceiling);
+            pace.waited();
+            assert_eq!(pace.next_dial(), None);
+        }
+        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_that_held_ends_the_waiting_and_one_that_broke_at_once_does_not() {
+        let mut pace = Pace::new();
+        for _ in 0..10 {
+            pace.connected();
+            assert!(pace.next_dial().is_some());
+        }
+        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
+        pace.connected();
+        tokio::time::advance(LONGEST_WAIT).await;
+        assert_eq!(pace.next_dial(), None);
+        assert_eq!(pace.backoff.ceiling(), FIRST_WAIT);
+    }
+}

@@ -9,6 +9,9 @@ use crate::ca::{Ca, Retry, SignError};
 use crate::istiod::fake::{Answer, ENDLESS, Fake, plaintext, run};
 use crate::istiod::{Body, Istiod};
 
+/// What a stream may hold unread.
+const WINDOW: usize = 4 << 20;
+
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 fn ca(istiod: &Istiod, deadline: Duration) -> IstioCa {
@@ -131,11 +134,19 @@ async fn a_stream_nobody_reads_does_not_hold_up_signing() {
     let request = istiod.request(ENDLESS, Body::empty());
     let mut stalled = connection.send(request).await.unwrap().into_body();
     stalled.frame().await.unwrap().unwrap();
-    // Each call gives the stream time to fill its window further.
-    for _ in 0..300 {
+    let mut calls_when_full = 0;
+    // The first calls give the stream time to fill its window.
+    for _ in 0..5_000 {
         fake.answers([Answer::Chain(vec!["leaf", "root"])]);
         ca(&istiod, DAY).sign("csr", DAY).await.unwrap();
+        calls_when_full += usize::from(fake.seen().streamed >= WINDOW);
+        if calls_when_full == 20 {
+            break;
+        }
     }
+    assert_eq!(calls_when_full, 20);
+    let (streamed, buffered) = (fake.seen().streamed, 1 << 20);
+    assert!(streamed < WINDOW + buffered, "{streamed}");
     assert_eq!(fake.seen().connections.len(), 1);
     drop(stalled);
 }
