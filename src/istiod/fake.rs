@@ -228,12 +228,11 @@ where
             .serve_connection(TokioIo::new(io), service)
     );
     let mut closing = std::pin::pin!(close.notified());
-    let left = tokio::select! {
+    tokio::select! {
         _ = &mut serving => return,
         () = &mut closing => return,
         () = go_away.notified() => serving.as_mut().graceful_shutdown(),
-    };
-    let () = left;
+    }
     tokio::select! {
         _ = &mut serving => {}
         () = &mut closing => {}

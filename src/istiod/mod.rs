@@ -48,7 +48,7 @@ pub struct Config {
     pub token: token::Source,
     /// Headers of every call: `clusterid` and those of `XDS_HEADER_*` or `CA_HEADER_*`. Names are
     /// lower case.
-    pub metadata: Vec<(http::HeaderName, http::HeaderValue)>,
+    pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
 }
