@@ -1,7 +1,17 @@
 //! Gets a certificate signed.
+//!
+//! [`csr`] makes a key and the request for it, [`istio`] has istiod sign it. [`Ca`] is what the
+//! keeper of secrets sees, so a test can stand in for the authority.
+//!
+//! Does not keep keys or certificates, nor try again: the keeper decides when.
+
+pub mod csr;
+pub mod istio;
 
 use std::future::Future;
 use std::time::Duration;
+
+use tonic::Code;
 
 /// A certificate authority.
 pub trait Ca: Send + Sync + 'static {
@@ -17,6 +27,41 @@ pub trait Ca: Send + Sync + 'static {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("create certificate: {code:?}: {message}")]
 pub struct SignError {
-    pub code: tonic::Code,
+    pub code: Code,
     pub message: String,
+}
+
+/// How soon another attempt makes sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// The cause passes by itself: a restart, a busy moment, a token about to be refreshed.
+    Soon,
+    /// Somebody has to change something first.
+    Later,
+}
+
+impl SignError {
+    pub fn retry(&self) -> Retry {
+        match self.code {
+            Code::Unavailable
+            | Code::ResourceExhausted
+            | Code::Aborted
+            | Code::Internal
+            | Code::DeadlineExceeded
+            | Code::Cancelled
+            | Code::Unknown
+            // The token is refreshed on disk and read again.
+            | Code::Unauthenticated => Retry::Soon,
+            _ => Retry::Later,
+        }
+    }
+}
+
+impl From<tonic::Status> for SignError {
+    fn from(status: tonic::Status) -> Self {
+        Self {
+            code: status.code(),
+            message: status.message().to_owned(),
+        }
+    }
 }

@@ -1,9 +1,43 @@
 //! The one connection to the control plane.
+//!
+//! The relay of configuration and the certificate call share one TLS HTTP/2 connection. [`Istiod`]
+//! is a cheap handle to it; the future made with it dials while somebody waits for a connection and
+//! drives the one there is. Names, certificate files and the token are read again whenever they
+//! are used.
+//!
+//! Does not know what is asked of istiod: callers bring requests.
 
+mod connection;
+mod dial;
+#[cfg(test)]
+pub(crate) mod fake;
+mod file;
+mod frames;
+mod roots;
 pub mod tls;
 pub mod token;
+mod worker;
 
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
+
+use http::uri::{Authority, PathAndQuery, Scheme};
+use http::{HeaderMap, HeaderValue, Method, Uri, header};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+pub use connection::{About, Connection, Negotiated};
+pub use dial::{Cause, DialError, Limits};
+use worker::{Ask, Worker};
+
+/// The body of a request to istiod.
+pub type Body = tonic::body::Body;
+
+const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 
 /// Where istiod is and how to speak to it.
 #[derive(Clone, Debug)]
@@ -14,8 +48,9 @@ pub struct Config {
     pub token: token::Source,
     /// Headers of every call: `clusterid` and those of `XDS_HEADER_*` or `CA_HEADER_*`. Names are
     /// lower case.
-    pub metadata: Vec<(http::HeaderName, http::HeaderValue)>,
+    pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
+    pub limits: Limits,
 }
 
 /// What protects the connection.
@@ -30,4 +65,167 @@ pub enum Security {
 pub struct Keepalive {
     pub interval: Duration,
     pub timeout: Duration,
+}
+
+/// A handle to the connection to istiod.
+#[derive(Clone, Debug)]
+pub struct Istiod {
+    shared: Arc<Shared>,
+    asks: mpsc::UnboundedSender<Ask>,
+}
+
+struct Shared {
+    config: Arc<Config>,
+    token: token::Reader,
+    connected: watch::Sender<Option<Connection>>,
+}
+
+impl fmt::Debug for Shared {
+    /// Leaves out the headers, which may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Istiod")
+            .field("address", &self.config.address)
+            .field("connected", &*self.connected.borrow())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The future that owns the connection has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the connection to istiod is closed for good")]
+pub struct Closed;
+
+/// A handle, and the future that owns the connection. That ends, and the connection with it, when
+/// every handle is dropped or `stop` is cancelled.
+pub fn new(
+    config: Config,
+    stop: CancellationToken,
+) -> (Istiod, impl Future<Output = ()> + Send + 'static) {
+    let config = Arc::new(config);
+    let (asks, asked) = mpsc::unbounded_channel();
+    let connected = watch::Sender::new(None);
+    let worker = Worker::new(config.clone(), asked, connected.clone());
+    let shared = Arc::new(Shared {
+        token: token::Reader::new(config.token.clone()),
+        config,
+        connected: connected.clone(),
+    });
+    let run = async move {
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = worker.run() => {}
+        }
+        connected.send_replace(None);
+    };
+    (Istiod { shared, asks }, run)
+}
+
+impl Istiod {
+    /// Waits until there is a connection, for as long as it takes.
+    pub async fn connection(&self) -> Result<Connection, Closed> {
+        match self.ask(false).await {
+            Some(Ok(connection)) => Ok(connection),
+            // Only those who ask once are told of errors.
+            Some(Err(_)) | None => Err(Closed),
+        }
+    }
+
+    /// Like [`Istiod::connection`], but gives up with the error of the dial that is under way or
+    /// comes next.
+    pub async fn try_connection(&self) -> Result<Connection, DialError> {
+        match self.ask(true).await {
+            Some(answer) => answer,
+            None => Err(DialError {
+                address: self.shared.config.address.clone(),
+                source: Arc::new(Cause::Stopping),
+            }),
+        }
+    }
+
+    async fn ask(&self, once: bool) -> Option<Result<Connection, DialError>> {
+        if let Some(connection) = worker::current(&self.shared.connected) {
+            return Some(Ok(connection));
+        }
+        let (reply, answer) = oneshot::channel();
+        self.asks.send(Ask { once, reply }).ok()?;
+        answer.await.ok()
+    }
+
+    /// A gRPC call of `path` with everything but the message: the headers of the configuration and
+    /// the token as its file holds it now.
+    pub fn request(&self, path: &'static str, body: Body) -> http::Request<Body> {
+        let mut parts = self.origin().into_parts();
+        parts.path_and_query = Some(PathAndQuery::from_static(path));
+        let mut request = http::Request::new(body);
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = from_parts(parts);
+        *request.headers_mut() = self.headers();
+        request
+    }
+
+    /// What is connected now.
+    pub fn watch(&self) -> watch::Receiver<Option<Connection>> {
+        self.shared.connected.subscribe()
+    }
+
+    /// The address as configured.
+    pub fn address(&self) -> &str {
+        &self.shared.config.address
+    }
+
+    /// Has the next asker dial anew, as calls on this connection get no answer. Streams on it may
+    /// finish.
+    pub(crate) fn leave(&self, connection: &Connection) {
+        let identity = connection.identity();
+        worker::drop_if(&self.shared.connected, |current| current.is(&identity));
+    }
+
+    /// Scheme and authority of every call.
+    pub(crate) fn origin(&self) -> Uri {
+        let config = &self.shared.config;
+        let (scheme, authority) = match &config.security {
+            Security::Plaintext => (Scheme::HTTP, config.address.clone()),
+            Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
+        };
+        let mut parts = http::uri::Parts::default();
+        parts.scheme = Some(scheme);
+        // What is no authority cannot be dialed either, so the stand-in never leaves the agent.
+        let authority = Authority::try_from(authority);
+        parts.authority =
+            Some(authority.unwrap_or_else(|_| Authority::from_static("istiod.invalid")));
+        parts.path_and_query = Some(PathAndQuery::from_static("/"));
+        from_parts(parts)
+    }
+
+    /// Headers of every call. Those of the configuration cannot replace gRPC's own.
+    pub(crate) fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in &self.shared.config.metadata {
+            headers.append(name, value.clone());
+        }
+        headers.insert(header::TE, HeaderValue::from_static("trailers"));
+        let grpc = HeaderValue::from_static("application/grpc");
+        headers.insert(header::CONTENT_TYPE, grpc);
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(USER_AGENT));
+        if let Some(value) = self.shared.token.authorization() {
+            headers.insert(header::AUTHORIZATION, value);
+        }
+        headers
+    }
+}
+
+/// An IPv6 address stands in brackets in an authority.
+fn bracketed(name: &str) -> String {
+    match name.parse::<std::net::Ipv6Addr>() {
+        Ok(_) => format!("[{name}]"),
+        Err(_) => name.to_owned(),
+    }
+}
+
+#[expect(
+    clippy::expect_used,
+    reason = "scheme, authority and path are all given, which is the only demand"
+)]
+fn from_parts(parts: http::uri::Parts) -> Uri {
+    Uri::from_parts(parts).expect("scheme, authority and path are given")
 }

@@ -1,6 +1,23 @@
 //! Roots, expected name and optional client certificate of the connection to istiod.
+//!
+//! Everything is read from its files at each dial, so a rotated one is in force for the next
+//! connection. TLS 1.2 and 1.3; a post-quantum key exchange is offered first.
+//!
+//! Does not choose the files or the name: the configuration does.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rustls::ClientConfig;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::TlsConnector;
+
+use super::file;
+pub use super::roots::RootsError;
+use super::roots::{self, LARGEST, not_after, seconds};
 
 /// The files are read again at each dial, so a rotated one is in force for the next connection.
 #[derive(Clone, Debug)]
@@ -25,4 +42,116 @@ pub enum Roots {
 pub struct ClientCertificate {
     pub chain: PathBuf,
     pub key: PathBuf,
+}
+
+/// Why no handshake can be tried.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    #[error("{found:?} is no server name, expected a DNS name or an IP address")]
+    ServerName { found: String },
+    #[error(transparent)]
+    Roots(#[from] RootsError),
+    #[error("cannot read the client key {path}: {source}", path = .path.display())]
+    KeyUnreadable { path: PathBuf, source: io::Error },
+    #[error("client key {path} is no PEM private key: {source}", path = .path.display())]
+    KeyInvalid { path: PathBuf, source: pem::Error },
+    #[error("client certificate {path} cannot be used with its key: {source}", path = .path.display())]
+    Pair {
+        path: PathBuf,
+        source: rustls::Error,
+    },
+    #[error("cannot set up TLS: {0}")]
+    Setup(#[source] rustls::Error),
+}
+
+/// Why a client certificate is left out.
+#[derive(Debug, thiserror::Error)]
+enum LeftOut {
+    #[error("cannot parse the cert chain, using token instead: {path}: {why}", path = .path.display())]
+    Unusable { path: PathBuf, why: String },
+    #[error("cert expired, using token instead")]
+    Expired,
+}
+
+/// What one dial needs for its handshake.
+pub(super) struct Prepared {
+    pub(super) connector: TlsConnector,
+    pub(super) name: ServerName<'static>,
+}
+
+pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
+    let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
+        let found = config.server_name.clone();
+        TlsError::ServerName { found }
+    })?;
+    let roots = roots::load(&config.roots).await?;
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(TlsError::Setup)?
+        .with_root_certificates(roots);
+    let mut tls = match client_pair(config.client.as_ref()).await? {
+        None => builder.with_no_client_auth(),
+        Some((path, chain, key)) => builder
+            .with_client_auth_cert(chain, key)
+            .map_err(|source| TlsError::Pair { path, source })?,
+    };
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    let connector = TlsConnector::from(Arc::new(tls));
+    Ok(Prepared { connector, name })
+}
+
+type Pair = (
+    PathBuf,
+    Vec<CertificateDer<'static>>,
+    PrivateKeyDer<'static>,
+);
+
+/// The pair, if one is configured and its certificate is still valid.
+async fn client_pair(client: Option<&ClientCertificate>) -> Result<Option<Pair>, TlsError> {
+    let Some(client) = client else {
+        return Ok(None);
+    };
+    let chain = match chain(&client.chain).await {
+        Ok(chain) => chain,
+        Err(reason) => {
+            tracing::warn!("{reason}");
+            return Ok(None);
+        }
+    };
+    let key = key(&client.key).await?;
+    Ok(Some((client.chain.clone(), chain, key)))
+}
+
+async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
+    let unusable = |why| LeftOut::Unusable {
+        path: path.to_owned(),
+        why,
+    };
+    let pem = file::read_aside(path.to_owned(), LARGEST)
+        .await
+        .map_err(|error| unusable(error.to_string()))?;
+    let chain = CertificateDer::pem_slice_iter(&pem)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| unusable(error.to_string()))?;
+    let leaf = chain
+        .first()
+        .ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
+    match not_after(leaf) {
+        None => Err(unusable("its first certificate is no X.509".to_owned())),
+        Some(end) if end < seconds(SystemTime::now()) => Err(LeftOut::Expired),
+        Some(_) => Ok(chain),
+    }
+}
+
+async fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let pem = file::read_aside(path.to_owned(), LARGEST).await;
+    let pem = pem.map_err(|source| TlsError::KeyUnreadable {
+        path: path.to_owned(),
+        source,
+    })?;
+    PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
+        path: path.to_owned(),
+        source,
+    })
 }

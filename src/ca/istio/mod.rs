@@ -1,0 +1,145 @@
+//! Has istiod's certificate service sign requests, on the shared connection.
+//!
+//! One call takes no longer than its deadline, connecting included. When an answer does not come in
+//! time the connection is left, so that the next call dials anew; an answered error says nothing
+//! against the connection.
+//!
+//! Does not look into the certificates.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use prost_types::value::Kind;
+use tonic::metadata::MetadataMap;
+use tonic::{Code, Status};
+
+use super::{Ca, SignError};
+use crate::istiod::{Body, Connection, Istiod};
+use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
+use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
+
+/// More than any chain needs.
+const LARGEST_ANSWER: usize = 4 << 20;
+
+/// Istiod, or another authority that speaks its protocol.
+#[derive(Clone, Debug)]
+pub struct IstioCa {
+    istiod: Istiod,
+    cert_signer: String,
+    deadline: Duration,
+}
+
+impl IstioCa {
+    /// `cert_signer` names the signer istiod shall use and may be empty.
+    pub fn new(istiod: Istiod, cert_signer: String, deadline: Duration) -> Self {
+        Self {
+            istiod,
+            cert_signer,
+            deadline,
+        }
+    }
+
+    async fn create(
+        &self,
+        connection: Connection,
+        request: IstioCertificateRequest,
+    ) -> Result<IstioCertificateResponse, Status> {
+        let mut request = tonic::Request::new(request);
+        *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
+        request.set_timeout(self.deadline);
+        IstioCertificateServiceClient::with_origin(Call(connection), self.istiod.origin())
+            .max_decoding_message_size(LARGEST_ANSWER)
+            .create_certificate(request)
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    fn message(&self, csr_pem: &str, ttl: Duration) -> IstioCertificateRequest {
+        let signer = prost_types::Value {
+            kind: Some(Kind::StringValue(self.cert_signer.clone())),
+        };
+        IstioCertificateRequest {
+            csr: csr_pem.to_owned(),
+            validity_duration: i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX),
+            metadata: Some(prost_types::Struct {
+                fields: BTreeMap::from([("CertSigner".to_owned(), signer)]),
+            }),
+        }
+    }
+
+    fn late(&self, what: &str) -> SignError {
+        SignError {
+            code: Code::DeadlineExceeded,
+            message: format!(
+                "{what} {} within {:?}",
+                self.istiod.address(),
+                self.deadline
+            ),
+        }
+    }
+}
+
+impl Ca for IstioCa {
+    async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+        let end = tokio::time::Instant::now() + self.deadline;
+        let connecting = tokio::time::timeout_at(end, self.istiod.try_connection());
+        let connection = match connecting.await {
+            Ok(connected) => connected.map_err(|error| unavailable(&error))?,
+            Err(_) => return Err(self.late("no connection to istiod at")),
+        };
+        let call = self.create(connection.clone(), self.message(csr_pem, ttl));
+        match tokio::time::timeout_at(end, call).await {
+            Ok(answer) => chain(answer?),
+            Err(_) => {
+                self.istiod.leave(&connection);
+                Err(self.late("no answer from istiod at"))
+            }
+        }
+    }
+}
+
+fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
+    match answer.cert_chain.len() {
+        0 | 1 => Err(SignError {
+            code: Code::Internal,
+            message: "invalid empty CertChain".to_owned(),
+        }),
+        _ => Ok(answer.cert_chain),
+    }
+}
+
+fn unavailable(error: &dyn std::error::Error) -> SignError {
+    SignError {
+        code: Code::Unavailable,
+        message: error.to_string(),
+    }
+}
+
+/// A connection as the generated client wants it.
+struct Call(Connection);
+
+impl tower_service::Service<http::Request<Body>> for Call {
+    type Response = http::Response<Incoming>;
+    type Error = Status;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Status>> + Send>>;
+
+    /// Sending waits by itself.
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let mut connection = self.0.clone();
+        Box::pin(async move {
+            connection.send(request).await.map_err(|error| {
+                Status::unavailable(format!("the connection to istiod broke: {error}"))
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

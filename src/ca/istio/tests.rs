@@ -1,0 +1,177 @@
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use tokio::net::TcpListener;
+use tonic::Code;
+
+use super::IstioCa;
+use crate::ca::{Ca, Retry, SignError};
+use crate::istiod::fake::{Answer, ENDLESS, Fake, plaintext, run};
+use crate::istiod::{Body, Istiod};
+
+/// What a stream may hold unread.
+const WINDOW: usize = 4 << 20;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+fn ca(istiod: &Istiod, deadline: Duration) -> IstioCa {
+    IstioCa::new(istiod.clone(), String::new(), deadline)
+}
+
+fn found(result: Result<Vec<String>, SignError>) -> (Code, String) {
+    let error = result.unwrap_err();
+    (error.code, error.message)
+}
+
+#[tokio::test]
+async fn sends_the_request_and_returns_the_chain_as_it_came() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    fake.answers(vec![Answer::Chain(vec!["leaf", "between", "roots"]); 2]);
+    for signer in ["", "example.com/signer"] {
+        let ca = IstioCa::new(istiod.clone(), signer.to_owned(), DAY);
+        let chain = ca.sign("csr", DAY).await.unwrap();
+        assert_eq!(chain, ["leaf", "between", "roots"]);
+        let request = fake.seen().signing.pop().unwrap();
+        assert_eq!(request.csr, "csr");
+        assert_eq!(request.validity_duration, 86_400);
+        let fields = request.metadata.unwrap().fields;
+        let value = prost_types::value::Kind::StringValue(signer.to_owned());
+        assert_eq!(fields["CertSigner"].kind, Some(value));
+        assert_eq!(fields.len(), 1);
+    }
+    let seen = fake.seen();
+    assert_eq!(seen.connections.len(), 1);
+    let path = "/istio.v1.auth.IstioCertificateService/CreateCertificate";
+    assert_eq!(seen.requests[0].uri.path(), path);
+    assert!(seen.requests[0].headers.contains_key("grpc-timeout"));
+}
+
+#[tokio::test]
+async fn keeps_code_and_message_of_a_refusal_and_the_connection() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let ca = ca(&istiod, DAY);
+    for code in 1..=16 {
+        let code = Code::from(code);
+        fake.answers([Answer::Refusal(code, "CSR signing error (why)")]);
+        let expected = (code, "CSR signing error (why)".to_owned());
+        assert_eq!(found(ca.sign("csr", DAY).await), expected);
+    }
+    assert_eq!(fake.seen().connections.len(), 1);
+}
+
+#[tokio::test]
+async fn a_chain_without_roots_is_none() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    for chain in [vec![], vec!["leaf"]] {
+        fake.answers([Answer::Chain(chain)]);
+        let (_, message) = found(ca(&istiod, DAY).sign("csr", DAY).await);
+        assert_eq!(message, "invalid empty CertChain");
+    }
+}
+
+#[tokio::test]
+async fn an_authority_that_never_answers_is_left_at_the_deadline() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    fake.answers([Answer::Never, Answer::Chain(vec!["leaf", "root"])]);
+    let hasty = ca(&istiod, Duration::from_millis(100));
+    let (code, message) = found(hasty.sign("csr", DAY).await);
+    assert_eq!(code, Code::DeadlineExceeded);
+    let expected = format!("no answer from istiod at {} within 100ms", fake.address);
+    assert_eq!(message, expected);
+    assert!(ca(&istiod, DAY).sign("csr", DAY).await.is_ok());
+    assert_eq!(fake.seen().connections.len(), 2);
+}
+
+#[tokio::test]
+async fn a_connection_that_cannot_be_had_or_breaks_does_not_wedge() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (istiod, _tasks) = run(plaintext(address));
+    let hasty = ca(&istiod, Duration::from_millis(100));
+    let (code, message) = found(hasty.sign("csr", DAY).await);
+    assert_eq!(code, Code::DeadlineExceeded);
+    assert!(
+        message.starts_with("no connection to istiod at"),
+        "{message}"
+    );
+
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let ca = ca(&istiod, DAY);
+    fake.answers([Answer::Never, Answer::Chain(vec!["leaf", "root"])]);
+    let (broken, ()) = tokio::join!(ca.sign("csr", DAY), async {
+        while fake.seen().signing.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        fake.close();
+    });
+    let (code, message) = found(broken);
+    assert_eq!(code, Code::Unavailable, "{message}");
+    assert!(ca.sign("csr", DAY).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_refused_connection_is_unavailable_and_says_so() {
+    let address = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap()
+    };
+    let (istiod, _tasks) = run(plaintext(address));
+    let (code, message) = found(ca(&istiod, DAY).sign("csr", DAY).await);
+    assert_eq!(code, Code::Unavailable);
+    assert!(message.contains("Connection refused"), "{message}");
+}
+
+#[tokio::test]
+async fn a_stream_nobody_reads_does_not_hold_up_signing() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let mut connection = istiod.connection().await.unwrap();
+    let request = istiod.request(ENDLESS, Body::empty());
+    let mut stalled = connection.send(request).await.unwrap().into_body();
+    stalled.frame().await.unwrap().unwrap();
+    let (mut streamed, mut calls_when_full) = (0, 0);
+    // The first calls give the stream time to fill its window.
+    while calls_when_full < 50 {
+        fake.answers([Answer::Chain(vec!["leaf", "root"])]);
+        let ca = ca(&istiod, Duration::from_secs(10));
+        ca.sign("csr", DAY).await.unwrap();
+        let before = std::mem::replace(&mut streamed, fake.seen().streamed);
+        calls_when_full = if before == streamed {
+            calls_when_full + 1
+        } else {
+            0
+        };
+    }
+    let buffered = 1 << 20;
+    assert!(
+        (WINDOW..WINDOW + buffered).contains(&streamed),
+        "{streamed}"
+    );
+    assert_eq!(fake.seen().connections.len(), 1);
+    drop(stalled);
+}
+
+#[test]
+fn tells_passing_causes_from_lasting_ones() {
+    for code in (1..=16).map(Code::from) {
+        let message = String::new();
+        let lasting = matches!(
+            code,
+            Code::InvalidArgument
+                | Code::NotFound
+                | Code::AlreadyExists
+                | Code::PermissionDenied
+                | Code::FailedPrecondition
+                | Code::OutOfRange
+                | Code::Unimplemented
+                | Code::DataLoss
+        );
+        let expected = if lasting { Retry::Later } else { Retry::Soon };
+        assert_eq!(SignError { code, message }.retry(), expected, "{code:?}");
+    }
+}

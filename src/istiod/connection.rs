@@ -1,0 +1,208 @@
+//! One HTTP/2 connection: opened, sent on, watched until it ends.
+//!
+//! The windows are static. A stream that nobody reads can hold 4 of the 8 MiB of the connection, so
+//! other calls always get through. Pings go out only while streams are open.
+//!
+//! Does not dial and does not decide what follows an end.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::SystemTime;
+
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::frames::{Peer, Watched};
+use super::{Body, Keepalive};
+
+const STREAM_WINDOW: u32 = 4 << 20;
+const CONNECTION_WINDOW: u32 = 8 << 20;
+
+/// A byte stream to istiod, encrypted or not.
+pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// A connection to send requests on. Clones share it.
+#[derive(Clone)]
+pub struct Connection {
+    sender: SendRequest<Body>,
+    about: Arc<About>,
+}
+
+/// What is known of a connection.
+#[derive(Clone, Debug)]
+pub struct About {
+    /// The address dialed, as resolved.
+    pub address: SocketAddr,
+    pub since: SystemTime,
+    /// Nothing on a plaintext connection.
+    pub tls: Option<Negotiated>,
+}
+
+/// The outcome of a TLS handshake.
+#[derive(Clone, Copy, Debug)]
+pub struct Negotiated {
+    pub version: Option<rustls::ProtocolVersion>,
+    pub key_exchange: Option<rustls::NamedGroup>,
+}
+
+impl Connection {
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Sends a request, as soon as istiod takes another stream. A failure before the response is
+    /// one of the connection: ask for a connection again.
+    pub async fn send(
+        &mut self,
+        request: http::Request<Body>,
+    ) -> Result<http::Response<Incoming>, hyper::Error> {
+        self.sender.ready().await?;
+        self.sender.send_request(request).await
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.sender.is_closed()
+    }
+
+    pub(super) fn identity(&self) -> Arc<About> {
+        self.about.clone()
+    }
+
+    pub(super) fn is(&self, identity: &Arc<About>) -> bool {
+        Arc::ptr_eq(&self.about, identity)
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Connection").field(&self.about).finish()
+    }
+}
+
+impl fmt::Display for About {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, ", self.address)?;
+        match &self.tls {
+            None => f.write_str("plaintext"),
+            Some(Negotiated {
+                version,
+                key_exchange,
+            }) => write!(f, "{version:?}, {key_exchange:?}"),
+        }
+    }
+}
+
+/// Runs an open connection. Must be polled for the connection to work.
+pub(super) struct Driver {
+    running: Running,
+    peer: watch::Receiver<Peer>,
+}
+
+type Running = hyper::client::conn::http2::Connection<TokioIo<Watched<Box<dyn Io>>>, Body, Owned>;
+
+/// Speaks HTTP/2 on `io` and returns once the peer has answered in kind.
+pub(super) async fn open(
+    io: Box<dyn Io>,
+    about: About,
+    keepalive: Keepalive,
+    tasks: Owned,
+) -> Result<(Connection, Driver), String> {
+    let (io, mut peer) = Watched::new(io);
+    let (sender, mut running) = Builder::new(tasks)
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .keep_alive_interval(keepalive.interval)
+        .keep_alive_timeout(keepalive.timeout)
+        .handshake(TokioIo::new(io))
+        .await
+        .map_err(|error| error.to_string())?;
+    {
+        let answered = peer.wait_for(|peer| *peer != Peer::Silent);
+        tokio::select! {
+            biased;
+            _ = answered => {}
+            _ = &mut running => {}
+        }
+    }
+    let first = peer.borrow().clone();
+    match first {
+        Peer::Speaks => {}
+        Peer::Silent => return Err("it closed the connection".to_owned()),
+        Peer::Leaves => return Err("it sent GOAWAY at once".to_owned()),
+        Peer::Lost(reason) => return Err(reason),
+    }
+    let about = Arc::new(about);
+    Ok((Connection { sender, about }, Driver { running, peer }))
+}
+
+impl Driver {
+    /// Runs the connection until its last stream has ended. `leaves` is called as soon as no new
+    /// stream can be opened. Returns why it ended.
+    pub(super) async fn run(mut self, leaves: impl FnOnce()) -> String {
+        let mut running = pin!(self.running);
+        let ended = {
+            let refuses = self.peer.wait_for(|peer| !peer.takes_streams());
+            tokio::select! {
+                ended = &mut running => Some(ended),
+                _ = refuses => None,
+            }
+        };
+        leaves();
+        let ended = match ended {
+            Some(ended) => ended,
+            None => running.await,
+        };
+        match (ended, &*self.peer.borrow()) {
+            (Err(error), _) => error.to_string(),
+            (Ok(()), Peer::Lost(reason)) => reason.clone(),
+            (Ok(()), Peer::Leaves) => "it sent GOAWAY".to_owned(),
+            (Ok(()), _) => "no longer used".to_owned(),
+        }
+    }
+}
+
+/// The tasks of all connections. They end with it.
+#[derive(Debug, Default)]
+pub(super) struct Tasks(Arc<Mutex<JoinSet<()>>>);
+
+/// Starts tasks in a [`Tasks`]. Weak, as the tasks themselves hold it.
+#[derive(Clone, Debug)]
+pub(super) struct Owned(Weak<Mutex<JoinSet<()>>>);
+
+impl Tasks {
+    pub(super) fn owned(&self) -> Owned {
+        Owned(Arc::downgrade(&self.0))
+    }
+}
+
+impl Owned {
+    pub(super) fn start(&self, future: impl Future<Output = ()> + Send + 'static) {
+        // After the room has ended nothing is started any more.
+        let Some(tasks) = self.0.upgrade() else {
+            return;
+        };
+        let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(future);
+    }
+}
+
+impl<F> hyper::rt::Executor<F> for Owned
+where
+    F: Future<Output: Send> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        let future: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
+            future.await;
+        });
+        self.start(future);
+    }
+}

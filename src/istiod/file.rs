@@ -1,0 +1,57 @@
+//! Reads small files that others write: certificates, keys, tokens.
+//!
+//! A path may name a pipe or a device by mistake. Neither may hold the agent up or fill its memory,
+//! so only regular files up to a size are read.
+//!
+//! Does not look at what is read.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use zeroize::Zeroizing;
+
+/// The whole of a file with at most `largest` bytes.
+pub(super) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+    // Opening a pipe would wait for its writer.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut content = Zeroizing::new(Vec::new());
+    let read = File::open(path)?
+        .take(largest + 1)
+        .read_to_end(&mut content)?;
+    if read as u64 > largest {
+        let problem = format!("more than {largest} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+    }
+    Ok(content)
+}
+
+/// Like [`read`], beside the runtime's thread.
+pub(super) async fn read_aside(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+    tokio::task::spawn_blocking(move || read(&path, largest))
+        .await
+        .map_err(io::Error::other)?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn reads_regular_files_up_to_the_limit_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, "12345").unwrap();
+        assert_eq!(
+            read_aside(path.clone(), 5).await.unwrap().as_slice(),
+            b"12345"
+        );
+        let text = |path: &Path| read(path, 4).unwrap_err().to_string();
+        assert_eq!(text(&path), "more than 4 bytes");
+        assert_eq!(text(dir.path()), "not a regular file");
+        assert_eq!(text(Path::new("/dev/zero")), "not a regular file");
+        assert!(text(&dir.path().join("none")).starts_with("No such file"));
+    }
+}

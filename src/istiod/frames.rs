@@ -1,0 +1,223 @@
+//! Watches what a peer says on an HTTP/2 connection: that it speaks, that it leaves, that it is gone.
+//!
+//! The HTTP/2 library keeps the peer's first SETTINGS and its GOAWAY to itself, and reports the loss
+//! of a connection without the cause. [`Watched`] sits below it and walks over the frames read,
+//! nine header bytes at a time; payloads are skipped by their length.
+//!
+//! Does not check frames, nor change or hold back a byte.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::watch;
+
+const HEADER: usize = 9;
+const SETTINGS: u8 = 0x4;
+const GOAWAY: u8 = 0x7;
+
+/// What the peer has shown so far.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Peer {
+    Silent,
+    /// Its first frame was SETTINGS, as RFC 9113, section 3.4 demands.
+    Speaks,
+    /// It sent GOAWAY: streams may finish, new ones are refused.
+    Leaves,
+    /// Nothing more will come, for this reason.
+    Lost(String),
+}
+
+impl Peer {
+    pub(super) fn takes_streams(&self) -> bool {
+        *self == Self::Speaks
+    }
+}
+
+/// A byte stream whose incoming frames are walked over.
+#[derive(Debug)]
+pub(super) struct Watched<T> {
+    inner: T,
+    walk: Walk,
+    peer: watch::Sender<Peer>,
+}
+
+impl<T> Watched<T> {
+    pub(super) fn new(inner: T) -> (Self, watch::Receiver<Peer>) {
+        let (peer, seen) = watch::channel(Peer::Silent);
+        let walk = Walk::default();
+        (Self { inner, walk, peer }, seen)
+    }
+
+    fn saw(&self, news: Peer) {
+        self.peer.send_if_modified(|peer| {
+            let changed = *peer != news && !matches!(peer, Peer::Lost(_));
+            if changed {
+                *peer = news;
+            }
+            changed
+        });
+    }
+
+    fn read(&mut self, bytes: &[u8]) {
+        let mut seen = Vec::new();
+        self.walk.over(bytes, |peer| seen.push(peer));
+        seen.into_iter().for_each(|peer| self.saw(peer));
+    }
+}
+
+/// Where in the sequence of frames the last byte stood.
+#[derive(Debug, Default)]
+struct Walk {
+    header: [u8; HEADER],
+    /// How many bytes of `header` are known.
+    known: usize,
+    payload_left: usize,
+    started: bool,
+    /// The bytes are no HTTP/2; there is nothing to walk over.
+    lost: bool,
+}
+
+impl Walk {
+    fn over(&mut self, mut bytes: &[u8], mut tell: impl FnMut(Peer)) {
+        while !bytes.is_empty() && !self.lost {
+            if self.payload_left > 0 {
+                let skipped = self.payload_left.min(bytes.len());
+                self.payload_left -= skipped;
+                bytes = &bytes[skipped..];
+                continue;
+            }
+            let taken = (HEADER - self.known).min(bytes.len());
+            self.header[self.known..self.known + taken].copy_from_slice(&bytes[..taken]);
+            self.known += taken;
+            bytes = &bytes[taken..];
+            if self.known == HEADER {
+                self.frame(&mut tell);
+            }
+        }
+    }
+
+    fn frame(&mut self, tell: &mut impl FnMut(Peer)) {
+        let [a, b, c, kind, ..] = self.header;
+        self.known = 0;
+        self.payload_left = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
+        match (self.started, kind) {
+            (false, SETTINGS) => tell(Peer::Speaks),
+            (false, _) => {
+                self.lost = true;
+                let found = self.header.escape_ascii();
+                tell(Peer::Lost(format!(
+                    "it answered \"{found}\" instead of HTTP/2"
+                )));
+            }
+            (true, GOAWAY) => tell(Peer::Leaves),
+            (true, _) => {}
+        }
+        self.started = true;
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let room = buf.remaining();
+        let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf));
+        match &result {
+            Err(error) => this.saw(Peer::Lost(error.to_string())),
+            Ok(()) if buf.filled().len() > before => this.read(&buf.filled()[before..]),
+            Ok(()) if room > 0 => this.saw(Peer::Lost("it closed the connection".to_owned())),
+            Ok(()) => {}
+        }
+        Poll::Ready(result)
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(kind: u8, payload: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        let mut bytes = vec![length[1], length[2], length[3], kind, 0, 0, 0, 0, 0];
+        bytes.extend_from_slice(payload);
+        bytes
+    }
+
+    fn walked(bytes: &[u8], step: usize) -> Vec<Peer> {
+        let mut seen = Vec::new();
+        let mut walk = Walk::default();
+        for chunk in bytes.chunks(step) {
+            walk.over(chunk, |peer| seen.push(peer));
+        }
+        seen
+    }
+
+    #[test]
+    fn sees_settings_and_goaway_however_the_bytes_are_cut() {
+        let data = [7; 70_000];
+        let bytes = [
+            frame(SETTINGS, &[4; 12]),
+            frame(0, &data),
+            frame(GOAWAY, &[0; 8]),
+        ]
+        .concat();
+        for step in [1, 2, 8, 9, 10, 4096, bytes.len()] {
+            assert_eq!(walked(&bytes, step), [Peer::Speaks, Peer::Leaves], "{step}");
+        }
+    }
+
+    #[test]
+    fn names_what_came_instead_of_http2() {
+        let expected = Peer::Lost("it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned());
+        assert_eq!(walked(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
+    }
+
+    #[tokio::test]
+    async fn keeps_the_first_reason_of_a_loss() {
+        let (mut watched, seen) = Watched::new(tokio::io::empty());
+        let mut nothing = Vec::new();
+        for _ in 0..2 {
+            tokio::io::AsyncReadExt::read_to_end(&mut watched, &mut nothing)
+                .await
+                .unwrap();
+        }
+        let expected = Peer::Lost("it closed the connection".to_owned());
+        assert_eq!(*seen.borrow(), expected);
+    }
+}

@@ -1,0 +1,162 @@
+//! Trust anchors read from PEM files.
+//!
+//! Usable certificates of a file are taken, broken and expired ones left out with a warning; a file
+//! with none left is an error that tells what was found. Expiry is checked here, as path validation
+//! takes an anchor at its word.
+//!
+//! Does not keep earlier roots: what the file holds now is all that is trusted.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+
+use super::file;
+use super::tls::Roots;
+
+/// Many times the bundle of an operating system.
+pub(super) const LARGEST: u64 = 16 << 20;
+
+/// Where the operating systems keep their bundle; the first that exists is used.
+const SYSTEM_BUNDLES: [&str; 8] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/pki/tls/cacert.pem",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+    "/usr/local/etc/ssl/cert.pem",
+    "/etc/ssl/certs/ca-certificates",
+];
+
+/// Why there is nothing to trust.
+#[derive(Debug, thiserror::Error)]
+pub enum RootsError {
+    #[error("cannot read root certificates from {path}: {source}", path = .path.display())]
+    Unreadable { path: PathBuf, source: io::Error },
+    #[error("root certificate file {path} is empty, expected PEM", path = .path.display())]
+    Empty { path: PathBuf },
+    #[error("root certificate file {path} holds no certificate in {bytes} bytes, expected PEM", path = .path.display())]
+    NoCertificate { path: PathBuf, bytes: usize },
+    #[error("root certificate file {path} holds no certificate that can be used: {broken} broken, {expired} expired", path = .path.display())]
+    NoneUsable {
+        path: PathBuf,
+        broken: usize,
+        expired: usize,
+    },
+    #[error("no bundle of root certificates found on this system, looked for {}", SYSTEM_BUNDLES.join(", "))]
+    NoSystemBundle,
+}
+
+pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, RootsError> {
+    let path = match roots {
+        Roots::File(path) => path.clone(),
+        Roots::System => system_bundle().await?,
+    };
+    match file::read_aside(path.clone(), LARGEST).await {
+        Ok(pem) => parse(&path, &pem, SystemTime::now()),
+        Err(source) => Err(RootsError::Unreadable { path, source }),
+    }
+}
+
+async fn system_bundle() -> Result<PathBuf, RootsError> {
+    for path in SYSTEM_BUNDLES {
+        if tokio::fs::try_exists(path).await.is_ok_and(|found| found) {
+            return Ok(path.into());
+        }
+    }
+    Err(RootsError::NoSystemBundle)
+}
+
+fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, RootsError> {
+    let path = path.to_owned();
+    if pem.trim_ascii().is_empty() {
+        return Err(RootsError::Empty { path });
+    }
+    let mut store = RootCertStore::empty();
+    let (mut broken, mut expired) = (0, 0);
+    for certificate in CertificateDer::pem_slice_iter(pem) {
+        match certificate.ok().as_ref().map(|der| (der, not_after(der))) {
+            Some((_, Some(end))) if end < seconds(now) => expired += 1,
+            Some((der, Some(_))) if store.add(der.clone()).is_ok() => {}
+            _ => broken += 1,
+        }
+    }
+    match (store.is_empty(), broken, expired) {
+        (false, 0, 0) => {}
+        (false, ..) => tracing::warn!(
+            "left out {broken} broken and {expired} expired root certificates of {}; using the other {}",
+            path.display(),
+            store.len()
+        ),
+        (true, 0, 0) => {
+            let bytes = pem.len();
+            return Err(RootsError::NoCertificate { path, bytes });
+        }
+        (true, ..) => {
+            return Err(RootsError::NoneUsable {
+                path,
+                broken,
+                expired,
+            });
+        }
+    }
+    Ok(store)
+}
+
+/// The end of a certificate's validity in seconds since 1970.
+pub(super) fn not_after(der: &[u8]) -> Option<i64> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    Some(certificate.validity().not_after.timestamp())
+}
+
+pub(super) fn seconds(time: SystemTime) -> i64 {
+    let since = time
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::istiod::fake::{self, Authority};
+
+    fn outcome(pem: &str) -> Result<usize, String> {
+        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now())
+            .map(|store| store.len())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn takes_what_is_usable_and_tells_what_was_found_when_nothing_is() {
+        let good = Authority::new("good").pem();
+        let expired = Authority::expired("old").pem();
+        let cut = good.replace("-----END CERTIFICATE-----", "");
+        let base64 = "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n";
+        let der = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        let key = fake::key_pem();
+        assert_eq!(outcome(&good), Ok(1));
+        assert_eq!(
+            outcome(&format!("# two\n{good}{}", Authority::new("b").pem())),
+            Ok(2)
+        );
+        assert_eq!(outcome(&format!("{base64}{der}{expired}{good}")), Ok(1));
+        for (pem, expected) in [
+            ("", "is empty"),
+            (" \n", "is empty"),
+            ("hello", "holds no certificate in 5 bytes"),
+            (&key, "holds no certificate in"),
+            (base64, "1 broken, 0 expired"),
+            (der, "1 broken, 0 expired"),
+            (&cut, "1 broken, 0 expired"),
+            (&expired, "0 broken, 1 expired"),
+        ] {
+            let text = outcome(pem).unwrap_err();
+            assert!(text.contains(expected) && text.contains("/r"), "{text}");
+        }
+    }
+}

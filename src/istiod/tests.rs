@@ -1,0 +1,430 @@
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
+use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, tls, token};
+
+fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
+    match &mut config.security {
+        Security::Tls(tls) => &mut tls.client,
+        Security::Plaintext => panic!("no TLS"),
+    }
+}
+
+fn short(config: &mut Config) {
+    config.limits = Limits {
+        total: Duration::from_millis(200),
+        per_address: Duration::from_millis(100),
+    };
+}
+
+async fn failure(config: Config) -> String {
+    let address = config.address.clone();
+    let (istiod, _tasks) = run(config);
+    let text = istiod.try_connection().await.unwrap_err().to_string();
+    let expected = format!("istiod at {address}: ");
+    text.strip_prefix(&expected).expect(&text).to_owned()
+}
+
+async fn until_gone(istiod: &Istiod) {
+    let mut watch = istiod.watch();
+    watch.wait_for(Option::is_none).await.unwrap();
+}
+
+async fn hold(istiod: &Istiod, connection: &mut Connection) -> hyper::body::Incoming {
+    let response = connection.send(istiod.request(HELD, Body::empty())).await;
+    response.unwrap().into_body()
+}
+
+#[tokio::test]
+async fn one_dial_serves_many_askers_and_nobody_dials_unasked() {
+    let authority = Authority::new("root");
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let (istiod, _tasks) = run(encrypted(fake.address, &roots));
+    let mut askers = JoinSet::new();
+    for once in [false, true].repeat(10) {
+        let istiod = istiod.clone();
+        askers.spawn(async move {
+            match once {
+                true => istiod.try_connection().await.is_ok(),
+                false => istiod.connection().await.is_ok(),
+            }
+        });
+    }
+    assert!(askers.join_all().await.into_iter().all(|ok| ok));
+    assert_eq!(fake.seen().connections, [false]);
+    let connection = istiod.connection().await.unwrap();
+    let tls = connection.about().tls.unwrap();
+    assert_eq!(tls.version, Some(rustls::ProtocolVersion::TLSv1_3));
+    assert_eq!(tls.key_exchange, Some(rustls::NamedGroup::X25519MLKEM768));
+    fake.close();
+    until_gone(&istiod).await;
+    assert_eq!(fake.seen().connections.len(), 1);
+}
+
+#[tokio::test]
+async fn dials_anew_after_istiod_closed() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    for dials in 1..4 {
+        let mut connection = istiod.connection().await.unwrap();
+        assert_eq!(fake.seen().connections.len(), dials);
+        fake.close();
+        until_gone(&istiod).await;
+        let request = istiod.request("/any", Body::empty());
+        assert!(connection.send(request).await.is_err());
+    }
+}
+
+#[tokio::test]
+async fn leaves_a_connection_at_goaway_while_its_streams_finish() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let mut old = istiod.connection().await.unwrap();
+    let mut stream = hold(&istiod, &mut old).await;
+    fake.go_away();
+    until_gone(&istiod).await;
+    let new = istiod.connection().await.unwrap();
+    assert_eq!(fake.seen().connections.len(), 2);
+    drop(old);
+    fake.say("still here");
+    let data = stream.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert_eq!(data, "still here");
+    drop(new);
+}
+
+#[tokio::test]
+async fn tells_one_asker_that_istiod_refuses_and_waits_for_it_with_another() {
+    let address = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap()
+    };
+    let (istiod, _tasks) = run(plaintext(address));
+    let error = istiod.try_connection().await.unwrap_err().to_string();
+    let refused = format!("istiod at {address}: cannot connect to {address}: Connection refused");
+    assert!(error.starts_with(&refused), "{error}");
+    let waiting = {
+        let istiod = istiod.clone();
+        async move { istiod.connection().await }
+    };
+    let (connection, _fake) = tokio::join!(waiting, async {
+        istiod.try_connection().await.unwrap_err();
+        Fake::at(address, None).await
+    });
+    assert_eq!(connection.unwrap().about().address, address);
+}
+
+#[tokio::test]
+async fn tells_what_is_wrong_with_a_root_file() {
+    let fake = Fake::start(None).await;
+    let files = Files::new();
+    let expired = Authority::expired("old").pem();
+    for (content, expected) in [
+        ("", "is empty"),
+        ("garbage", "holds no certificate in 7 bytes"),
+        (&expired, "0 broken, 1 expired"),
+    ] {
+        let roots = files.write("root.pem", content);
+        let text = failure(encrypted(fake.address, &roots)).await;
+        assert!(text.contains(expected), "{text}");
+        assert!(text.contains("root.pem"), "{text}");
+    }
+    std::fs::remove_file(files.write("root.pem", "")).unwrap();
+    let missing = files.write("other", "").with_file_name("root.pem");
+    let text = failure(encrypted(fake.address, &missing)).await;
+    assert!(text.contains("root.pem: No such file"), "{text}");
+    assert!(fake.seen().connections.is_empty());
+}
+
+#[tokio::test]
+async fn refuses_a_certificate_for_another_name_or_of_another_root() {
+    let authority = Authority::new("root");
+    let tls = fake::server_tls(&authority, "other.example", Clients::Optional);
+    let fake = Fake::start(Some(tls)).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let text = failure(encrypted(fake.address, &roots)).await;
+    assert!(text.contains("not valid for name"), "{text}");
+    assert!(text.contains(NAME), "{text}");
+    let roots = files.write("root.pem", &Authority::new("another").pem());
+    let text = failure(encrypted(fake.address, &roots)).await;
+    assert!(text.contains("UnknownIssuer"), "{text}");
+    let mut config = encrypted(fake.address, &roots);
+    if let Security::Tls(tls) = &mut config.security {
+        tls.server_name = "not a name".to_owned();
+    }
+    let text = failure(config).await;
+    assert!(text.contains("\"not a name\" is no server name"), "{text}");
+}
+
+#[tokio::test]
+async fn a_silent_peer_is_given_up_in_time() {
+    // The kernel completes connections; nobody takes them.
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let files = Files::new();
+    let roots = files.write("root.pem", &Authority::new("root").pem());
+    let mut config = encrypted(address, &roots);
+    short(&mut config);
+    let text = failure(config).await;
+    let expected = format!("timed out after 200ms in the TLS handshake with {address}");
+    assert_eq!(text, expected);
+    let mut config = plaintext(address);
+    short(&mut config);
+    let text = failure(config).await;
+    let expected = format!("timed out after 200ms waiting for {address} to speak HTTP/2");
+    assert_eq!(text, expected);
+}
+
+#[tokio::test]
+async fn several_addresses_are_tried_and_one_that_is_silent_does_not_use_up_the_time() {
+    // localhost has an address of each family on most machines; on others this is one address.
+    let fake = Fake::start(None).await;
+    let silent = TcpListener::bind(("::1", fake.address.port())).await;
+    let mut config = plaintext(format!("localhost:{}", fake.address.port()));
+    config.limits.per_address = Duration::from_millis(100);
+    for _ in 0..4 {
+        let (istiod, _tasks) = run(config.clone());
+        let connection = istiod.try_connection().await.unwrap();
+        assert_eq!(connection.about().address, fake.address);
+    }
+    drop(silent);
+}
+
+/// Answers every connection with `bytes` and closes it.
+async fn blurt(listener: TcpListener, bytes: &'static [u8]) {
+    while let Ok((mut stream, _)) = listener.accept().await {
+        let mut heard = [0; 4096];
+        let _ = stream.read(&mut heard).await; // Whatever comes is not understood.
+        let _ = stream.write_all(bytes).await; // The peer may have gone.
+    }
+}
+
+#[tokio::test]
+async fn tells_what_a_peer_answered_that_speaks_something_else() {
+    let files = Files::new();
+    let roots = files.write("root.pem", &Authority::new("root").pem());
+    let table: [(bool, &[u8], &str); 6] = [
+        (
+            false,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "it answered \"HTTP/1.1 \" instead of HTTP/2",
+        ),
+        (false, b"hm", "it closed the connection"),
+        (false, b"", "it closed the connection"),
+        (
+            true,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "received corrupt message",
+        ),
+        (true, &[0x15, 3, 3, 0, 2, 2, 40], "received fatal alert"),
+        (true, b"", "handshake eof"),
+    ];
+    for (tls, bytes, expected) in table {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(blurt(listener, bytes));
+        let text = match tls {
+            true => failure(encrypted(address, &roots)).await,
+            false => failure(plaintext(address)).await,
+        };
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn wants_http2_to_be_offered() {
+    let authority = Authority::new("root");
+    let mut tls = fake::server_tls(&authority, NAME, Clients::Optional);
+    tls.alpn_protocols.clear();
+    let fake = Fake::start(Some(tls)).await;
+    let roots = Files::new();
+    let roots_path = roots.write("root.pem", &authority.pem());
+    let text = failure(encrypted(fake.address, &roots_path)).await;
+    assert!(
+        text.ends_with("does not offer HTTP/2 over TLS (ALPN)"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_rotated_root_file_is_all_the_next_dial_trusts() {
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let first = Fake::start(Some(fake::server_tls(&old, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &old.pem());
+    let (istiod, _tasks) = run(encrypted(first.address, &roots));
+    istiod.try_connection().await.unwrap();
+    files.write("root.pem", &new.pem());
+    assert!(istiod.try_connection().await.is_ok());
+    let address = first.address;
+    first.close();
+    until_gone(&istiod).await;
+    let error = istiod.try_connection().await.unwrap_err().to_string();
+    assert!(error.contains("UnknownIssuer"), "{error}");
+    drop(first);
+    let tls = fake::server_tls(&new, NAME, Clients::Optional);
+    let _second = loop {
+        // The first one's task ends a moment after its handle.
+        match TcpListener::bind(address).await {
+            Ok(free) => {
+                drop(free);
+                break Fake::at(address, Some(tls)).await;
+            }
+            Err(_) => tokio::task::yield_now().await,
+        }
+    };
+    istiod.connection().await.unwrap();
+}
+
+#[tokio::test]
+async fn shows_a_client_certificate_while_it_is_valid() {
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let strict = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Required))).await;
+    let valid = authority.issue("workload");
+    let expired = authority.issue_until("workload", 2001);
+    for (chain, key, sent) in [
+        (valid.chain.as_str(), valid.key.as_str(), true),
+        (&expired.chain, &expired.key, false),
+        ("garbage", &valid.key, false),
+        (
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+            &valid.key,
+            false,
+        ),
+    ] {
+        let pair = tls::ClientCertificate {
+            chain: files.write("cert-chain.pem", chain),
+            key: files.write("key.pem", key),
+        };
+        let mut config = encrypted(fake.address, &roots);
+        *client(&mut config) = Some(pair.clone());
+        let (istiod, _tasks) = run(config);
+        istiod.try_connection().await.unwrap();
+        assert_eq!(fake.seen().connections.last(), Some(&sent), "{chain}");
+        let mut config = encrypted(strict.address, &roots);
+        *client(&mut config) = Some(pair);
+        let (istiod, _tasks) = run(config);
+        match istiod.try_connection().await {
+            Ok(_) => assert!(sent),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(!sent && text.contains("CertificateRequired"), "{text}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_key_that_cannot_be_used_is_an_error() {
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let pair = authority.issue("workload");
+    for (key, expected) in [
+        ("", "is no PEM private key"),
+        (&fake::key_pem(), "cannot be used with its key"),
+    ] {
+        let mut config = encrypted("127.0.0.1:1", &roots);
+        *client(&mut config) = Some(tls::ClientCertificate {
+            chain: files.write("cert-chain.pem", &pair.chain),
+            key: files.write("key.pem", key),
+        });
+        let text = failure(config).await;
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn each_request_carries_the_headers_of_the_configuration_and_the_token_of_now() {
+    let fake = Fake::start(None).await;
+    let files = Files::new();
+    let mut config = plaintext(fake.address);
+    config.token = token::Source::File(files.write("istio-token", ""));
+    let header = |name, value| {
+        (
+            http::HeaderName::from_static(name),
+            http::HeaderValue::from_static(value),
+        )
+    };
+    config.metadata = vec![
+        header("clusterid", ""),
+        header("x-team", "a"),
+        header("x-team", "b"),
+        header("te", "nonsense"),
+    ];
+    let (istiod, _tasks) = run(config);
+    let mut connection = istiod.connection().await.unwrap();
+    for token in ["", "one", "two\n"] {
+        files.write("istio-token", token);
+        let request = istiod.request("/nothing", Body::empty());
+        connection.send(request).await.unwrap();
+    }
+    let seen = fake.seen();
+    let tokens: Vec<_> = seen
+        .requests
+        .iter()
+        .map(|parts| parts.headers.get("authorization").map(|v| v.as_bytes()))
+        .collect();
+    assert_eq!(
+        tokens,
+        [None, Some(&b"Bearer one"[..]), Some(b"Bearer two")]
+    );
+    let parts = &seen.requests[0];
+    assert_eq!(parts.method, http::Method::POST);
+    assert_eq!(parts.headers["te"], "trailers");
+    assert_eq!(parts.headers["clusterid"], "");
+    assert_eq!(parts.headers["content-type"], "application/grpc");
+    assert_eq!(parts.headers.get_all("x-team").iter().count(), 2);
+    let authority = parts.uri.authority().map(ToString::to_string);
+    assert_eq!(authority, Some(fake.address.to_string()));
+}
+
+#[tokio::test]
+async fn the_uri_names_the_server_with_tls_and_the_address_without() {
+    let uri = |config| {
+        run(config)
+            .0
+            .request("/a/B", Body::empty())
+            .uri()
+            .to_string()
+    };
+    let roots = std::path::Path::new("/none");
+    assert_eq!(uri(plaintext("h:15010")), "http://h:15010/a/B");
+    assert_eq!(uri(encrypted("h:1", roots)), format!("https://{NAME}/a/B"));
+    let mut config = encrypted("h:1", roots);
+    if let Security::Tls(tls) = &mut config.security {
+        tls.server_name = "fd00::1".to_owned();
+    }
+    assert_eq!(uri(config), "https://[fd00::1]/a/B");
+}
+
+#[tokio::test]
+async fn ends_when_stopped_or_when_nobody_holds_it() {
+    let fake = Fake::start(None).await;
+    let stop = CancellationToken::new();
+    let (istiod, run) = super::new(plaintext(fake.address), stop.clone());
+    let ((), ()) = tokio::join!(run, async {
+        istiod.connection().await.unwrap();
+        stop.cancel();
+    });
+    assert_eq!(istiod.connection().await.unwrap_err(), Closed);
+    let error = istiod.try_connection().await.unwrap_err();
+    assert!(error.to_string().ends_with("the agent is stopping"));
+
+    let (istiod, run) = super::new(plaintext(fake.address), CancellationToken::new());
+    let ((), ()) = tokio::join!(run, async move {
+        istiod.connection().await.unwrap();
+    });
+}

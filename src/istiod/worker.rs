@@ -1,0 +1,248 @@
+//! Owns the connection: answers those who ask for it, and dials while somebody does.
+//!
+//! Askers queue here while there is no connection. One dial serves all of them, also those who come
+//! while it runs. Between dials the worker waits with full jitter; a connection that held for a
+//! while resets that, one that broke at once does not.
+//!
+//! Does not dial or wake up while nobody asks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use super::Config;
+use super::connection::{Connection, Driver, Tasks};
+use super::dial::{Cause, DialError, dial};
+use crate::backoff::Backoff;
+
+/// Ceiling of the first wait between two dials.
+const FIRST_WAIT: Duration = Duration::from_millis(100);
+
+/// A returning istiod is found within this and the time of one dial. A connection that held for as
+/// long was a good one.
+const LONGEST_WAIT: Duration = Duration::from_secs(4);
+
+/// Somebody waits for a connection.
+#[derive(Debug)]
+pub(super) struct Ask {
+    /// Content with the error of one dial.
+    pub(super) once: bool,
+    pub(super) reply: oneshot::Sender<Result<Connection, DialError>>,
+}
+
+pub(super) struct Worker {
+    config: Arc<Config>,
+    asks: mpsc::UnboundedReceiver<Ask>,
+    connected: watch::Sender<Option<Connection>>,
+    tasks: Tasks,
+    pace: Pace,
+    waiting: Vec<Ask>,
+    /// What was logged about the last dial, while that failed.
+    complaint: Option<String>,
+}
+
+/// Every handle is gone.
+struct Abandoned;
+
+impl Worker {
+    pub(super) fn new(
+        config: Arc<Config>,
+        asks: mpsc::UnboundedReceiver<Ask>,
+        connected: watch::Sender<Option<Connection>>,
+    ) -> Self {
+        Self {
+            config,
+            asks,
+            connected,
+            tasks: Tasks::default(),
+            pace: Pace::new(),
+            waiting: Vec::new(),
+            complaint: None,
+        }
+    }
+
+    pub(super) async fn run(mut self) {
+        while let Some(ask) = self.asks.recv().await {
+            self.waiting.push(ask);
+            if let Err(Abandoned) = self.serve().await {
+                return;
+            }
+        }
+    }
+
+    /// Returns when nobody waits any more.
+    async fn serve(&mut self) -> Result<(), Abandoned> {
+        loop {
+            self.waiting.retain(|ask| !ask.reply.is_closed());
+            if let Some(connection) = current(&self.connected) {
+                self.give(&connection);
+            }
+            if self.waiting.is_empty() {
+                return Ok(());
+            }
+            if let Some(until) = self.pace.next_dial() {
+                self.collect_during(tokio::time::sleep_until(until)).await?;
+                self.pace.waited();
+                continue;
+            }
+            let (config, tasks) = (self.config.clone(), self.tasks.owned());
+            let dial = async move { dial(&config, tasks).await };
+            match self.collect_during(dial).await? {
+                Ok((connection, driver)) => self.connected(connection, driver),
+                Err(cause) => self.failed(cause),
+            }
+        }
+    }
+
+    /// Runs `work` to its end while more askers join the queue.
+    async fn collect_during<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Abandoned> {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return Ok(done),
+                ask = self.asks.recv() => self.waiting.push(ask.ok_or(Abandoned)?),
+            }
+        }
+    }
+
+    fn give(&mut self, connection: &Connection) {
+        for ask in self.waiting.drain(..) {
+            let _ = ask.reply.send(Ok(connection.clone())); // The asker may have gone meanwhile.
+        }
+    }
+
+    fn connected(&mut self, connection: Connection, driver: Driver) {
+        self.pace.connected();
+        self.complaint = None;
+        let address = self.config.address.clone();
+        tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({})", connection.about());
+        let identity = connection.identity();
+        self.connected.send_replace(Some(connection.clone()));
+        let connected = self.connected.clone();
+        self.tasks.owned().start(async move {
+            let leaves = || drop_if(&connected, |current| current.is(&identity));
+            let reason = driver.run(leaves).await;
+            tracing::debug!(target: "xdsproxy", "connection to istiod at {address} ended: {reason}");
+        });
+        self.give(&connection);
+    }
+
+    fn failed(&mut self, cause: Cause) {
+        let error = DialError {
+            address: self.config.address.clone(),
+            source: Arc::new(cause),
+        };
+        for ask in self.waiting.extract_if(.., |ask| ask.once) {
+            let _ = ask.reply.send(Err(error.clone())); // The asker may have gone meanwhile.
+        }
+        let wait = self.pace.failed();
+        self.complain(&error.source, wait);
+    }
+
+    /// An outage is told once in full, not at each dial.
+    fn complain(&mut self, cause: &Cause, wait: Duration) {
+        let address = &self.config.address;
+        let text = format!("failed to connect to upstream {address}: {cause}");
+        if self.complaint.as_ref() == Some(&text) {
+            tracing::debug!(target: "xdsproxy", "{text}; next dial in {wait:?} at the earliest");
+        } else {
+            tracing::error!(target: "xdsproxy", "{text}; dialing again while needed");
+            self.complaint = Some(text);
+        }
+    }
+}
+
+/// The connection, if it takes requests as far as is known.
+pub(super) fn current(connected: &watch::Sender<Option<Connection>>) -> Option<Connection> {
+    let current = connected.borrow();
+    current.as_ref().filter(|c| !c.is_closed()).cloned()
+}
+
+/// Forgets the current connection if it is the one meant. Its streams may finish.
+pub(super) fn drop_if(
+    connected: &watch::Sender<Option<Connection>>,
+    meant: impl FnOnce(&Connection) -> bool,
+) {
+    connected.send_if_modified(|current| current.take_if(|current| meant(current)).is_some());
+}
+
+/// When the next dial may start.
+struct Pace {
+    backoff: Backoff,
+    not_before: Option<Instant>,
+    connected: Option<Instant>,
+}
+
+impl Pace {
+    const fn new() -> Self {
+        Self {
+            backoff: Backoff::new(FIRST_WAIT, LONGEST_WAIT),
+            not_before: None,
+            connected: None,
+        }
+    }
+
+    /// The moment to wait for, or nothing if it is time.
+    fn next_dial(&mut self) -> Option<Instant> {
+        if let Some(since) = self.connected.take() {
+            if since.elapsed() >= LONGEST_WAIT {
+                self.backoff.reset();
+            } else {
+                self.not_before = Some(Instant::now() + self.backoff.next_wait());
+            }
+        }
+        self.not_before
+    }
+
+    fn waited(&mut self) {
+        self.not_before = None;
+    }
+
+    fn connected(&mut self) {
+        self.not_before = None;
+        self.connected = Some(Instant::now());
+    }
+
+    fn failed(&mut self) -> Duration {
+        let wait = self.backoff.next_wait();
+        self.not_before = Some(Instant::now() + wait);
+        wait
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn dials_at_once_first_and_then_waits_longer_up_to_the_cap() {
+        let mut pace = Pace::new();
+        assert_eq!(pace.next_dial(), None);
+        for attempt in 0..50u32 {
+            let ceiling = pace.backoff.ceiling();
+            assert!(ceiling <= LONGEST_WAIT, "{attempt}");
+            assert!(pace.failed() <= ceiling);
+            let until = pace.next_dial().unwrap();
+            assert!(until <= Instant::now() + ceiling);
+            pace.waited();
+            assert_eq!(pace.next_dial(), None);
+        }
+        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_that_held_ends_the_waiting_and_one_that_broke_at_once_does_not() {
+        let mut pace = Pace::new();
+        for _ in 0..10 {
+            pace.connected();
+            assert!(pace.next_dial().is_some());
+        }
+        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
+        pace.connected();
+        tokio::time::advance(LONGEST_WAIT).await;
+        assert_eq!(pace.next_dial(), None);
+        assert_eq!(pace.backoff.ceiling(), FIRST_WAIT);
+    }
+}
