@@ -1,1 +1,275 @@
-//! x
+//! A small control plane for demos, development and tests: certificates and discovery behind TLS.
+//!
+//! It answers as istiod does, with istiod's status codes, on one port. Discovery streams are handed
+//! to whoever scripts them, or served from a snapshot of resources.
+//!
+//! Does not watch Kubernetes, and translates no Istio configuration: resources are Envoy's own.
+
+mod authority;
+mod caller;
+mod certificates;
+mod csr;
+mod event;
+mod keys;
+mod server;
+mod stream;
+mod token;
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+pub use authority::AuthorityError;
+pub use event::{Event, Events};
+pub use keys::{Keys, KeysError, write_private};
+pub use server::TlsError;
+pub use stream::{Gone, Stream, Variant};
+pub use token::{Claims, TokenKeyError};
+
+use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateServiceServer;
+use authority::Authority;
+use caller::Authenticator;
+use certificates::Certificates;
+use server::{Peers, Services, Tls};
+use stream::Acceptor;
+
+/// The names istiod's certificate has in a cluster, and those of this machine.
+const NAMES: [&str; 3] = ["istiod.istio-system.svc", "localhost", "127.0.0.1"];
+
+/// Streams that may wait for whoever scripts them.
+const WAITING_STREAMS: usize = 64;
+
+/// How long a stop waits for connections to end by themselves.
+const STOP_LIMIT: Duration = Duration::from_millis(500);
+
+/// How a control plane starts. The default suits a test: any port, fresh keys, TLS, scripted
+/// streams.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub listen: SocketAddr,
+    pub security: Security,
+    pub trust_domain: String,
+    /// Names and addresses of the serving certificate beside istiod's and this machine's.
+    pub extra_names: Vec<String>,
+    /// Lifetimes above it are shortened to it.
+    pub max_cert_ttl: Duration,
+    /// Fresh ones if none.
+    pub keys: Option<Keys>,
+    pub events: Events,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Security {
+    Tls,
+    /// As istiod's port 15010: discovery asks nobody who it is, certificates are refused.
+    Plaintext,
+}
+
+/// A running control plane. Dropping it is [`LocalIstiod::kill`].
+#[derive(Debug)]
+pub struct LocalIstiod {
+    pub address: SocketAddr,
+    /// Every accepted discovery stream, while they are scripted.
+    pub streams: mpsc::Receiver<Stream>,
+    options: Options,
+    keys: Keys,
+    authority: Arc<Authority>,
+    outage: watch::Sender<Option<tonic::Status>>,
+    peers: Arc<Peers>,
+    stopping: CancellationToken,
+    tasks: JoinSet<()>,
+}
+
+/// Why a control plane did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("cannot listen on {address}")]
+    Listen {
+        address: SocketAddr,
+        source: io::Error,
+    },
+    #[error("no keys")]
+    Keys(#[from] KeysError),
+    #[error("no TLS")]
+    Tls(#[from] TlsError),
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            listen: (Ipv4Addr::LOCALHOST, 0).into(),
+            security: Security::Tls,
+            trust_domain: "cluster.local".to_owned(),
+            extra_names: Vec::new(),
+            max_cert_ttl: Duration::from_secs(90 * 24 * 3600),
+            keys: None,
+            events: Events::default(),
+        }
+    }
+}
+
+impl LocalIstiod {
+    /// Returns once it listens.
+    pub async fn start(options: Options) -> Result<Self, StartError> {
+        let keys = match &options.keys {
+            Some(keys) => keys.clone(),
+            None => Keys::generate(&options.trust_domain)?,
+        };
+        let (listener, address) = listen(options.listen).await?;
+        let authority = Arc::new(Authority::new(
+            keys.roots.clone(),
+            options.trust_domain.clone(),
+            options.max_cert_ttl,
+        ));
+        let tls = tls(&options, &authority)?;
+        let (outage, outage_seen) = watch::channel(None);
+        let (accepted, streams) = mpsc::channel(WAITING_STREAMS);
+        let (stopping, peers) = (CancellationToken::new(), Arc::new(Peers::default()));
+        let services = services(
+            &options,
+            &keys,
+            &authority,
+            outage_seen,
+            accepted,
+            &stopping,
+        );
+        let mut tasks = JoinSet::new();
+        let accepting = server::serve(listener, tls, services, peers.clone(), stopping.clone());
+        tasks.spawn(accepting);
+        Ok(Self {
+            address,
+            streams,
+            options,
+            keys,
+            authority,
+            outage,
+            peers,
+            stopping,
+            tasks,
+        })
+    }
+
+    /// All roots as PEM, the newest first.
+    pub fn root_pem(&self) -> String {
+        self.authority.roots_pem()
+    }
+
+    /// A token for an account, valid from now.
+    pub fn mint_token(
+        &self,
+        namespace: &str,
+        service_account: &str,
+        ttl: Duration,
+    ) -> Result<String, TokenKeyError> {
+        let claims = Claims::of(namespace, service_account, SystemTime::now(), ttl);
+        self.mint(&claims)
+    }
+
+    /// A token with any claims, also such as are refused.
+    pub fn mint(&self, claims: &Claims) -> Result<String, TokenKeyError> {
+        self.keys.tokens.mint(claims)
+    }
+
+    /// Adds a root that signs from now on; the older ones stay trusted.
+    pub fn rotate_root(&self) -> Result<(), AuthorityError> {
+        self.authority.rotate_root()
+    }
+
+    /// Answers certificate requests with a status, or signs them again.
+    pub fn refuse_certificates(&self, with: Option<tonic::Status>) {
+        self.outage.send_replace(with);
+    }
+
+    /// Certificates signed since the start.
+    pub fn certificates_signed(&self) -> u64 {
+        self.authority.signed()
+    }
+
+    /// The peers of all TCP connections accepted since the start.
+    pub fn connections(&self) -> Vec<SocketAddr> {
+        self.peers.all()
+    }
+
+    /// Ends streams with UNAVAILABLE and closes connections. Returns the options of the same
+    /// control plane: same address, same keys.
+    pub async fn stop(mut self) -> Options {
+        self.stopping.cancel();
+        let ended = async { while self.tasks.join_next().await.is_some() {} };
+        let _ = tokio::time::timeout(STOP_LIMIT, ended).await; // What is left is killed below.
+        self.kill().await
+    }
+
+    /// Closes all connections at once, as a crash would. Returns the options of the same control
+    /// plane.
+    pub async fn kill(mut self) -> Options {
+        self.tasks.shutdown().await;
+        let roots = self.authority.roots();
+        Options {
+            listen: self.address,
+            keys: Some(Keys { roots, ..self.keys }),
+            ..self.options
+        }
+    }
+}
+
+async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
+    let failed = |source| StartError::Listen { address, source };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((listener, address))
+}
+
+fn tls(options: &Options, authority: &Arc<Authority>) -> Result<Option<Arc<Tls>>, StartError> {
+    if options.security == Security::Plaintext {
+        return Ok(None);
+    }
+    let names = NAMES.map(str::to_owned).into_iter();
+    let names: Vec<_> = names.chain(options.extra_names.iter().cloned()).collect();
+    let (leaf, key) = authority
+        .serving_certificate(&names)
+        .map_err(TlsError::Authority)?;
+    Ok(Some(Arc::new(Tls {
+        leaf,
+        key,
+        authority: Arc::clone(authority),
+    })))
+}
+
+fn services(
+    options: &Options,
+    keys: &Keys,
+    authority: &Arc<Authority>,
+    outage: watch::Receiver<Option<tonic::Status>>,
+    accepted: mpsc::Sender<Stream>,
+    stopping: &CancellationToken,
+) -> Services {
+    let authenticator = Authenticator {
+        trust_domain: options.trust_domain.clone(),
+        tokens: Arc::clone(&keys.tokens),
+    };
+    let secure = options.security == Security::Tls;
+    let certificates = Certificates {
+        authority: Arc::clone(authority),
+        authenticator: secure.then(|| authenticator.clone()),
+        outage,
+        events: options.events.clone(),
+    };
+    Services {
+        discovery: Acceptor {
+            authenticator: secure.then_some(authenticator),
+            accepted,
+            stopping: stopping.clone(),
+            events: options.events.clone(),
+        },
+        certificates: IstioCertificateServiceServer::new(certificates),
+    }
+}
+
+#[cfg(test)]
+mod tests;

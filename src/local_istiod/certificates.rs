@@ -1,0 +1,99 @@
+//! The certificate service that agents send their requests to.
+//!
+//! Refusals carry istiod's codes and texts; the reason of a failed authentication goes to the
+//! events only, as istiod keeps it to its log.
+//!
+//! Does not sign; `authority` does.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+use super::authority::{Authority, AuthorityError};
+use super::caller::{Authenticator, CallerError, Peer};
+use super::event::{Event, Events};
+use crate::identity::SpiffeId;
+use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateService;
+use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
+
+#[derive(Debug)]
+pub(super) struct Certificates {
+    pub(super) authority: Arc<Authority>,
+    /// None without TLS, where istiod knows no caller.
+    pub(super) authenticator: Option<Authenticator>,
+    /// Given to every request instead of a certificate, while set.
+    pub(super) outage: watch::Receiver<Option<Status>>,
+    pub(super) events: Events,
+}
+
+#[tonic::async_trait]
+impl IstioCertificateService for Certificates {
+    async fn create_certificate(
+        &self,
+        request: Request<IstioCertificateRequest>,
+    ) -> Result<Response<IstioCertificateResponse>, Status> {
+        let (metadata, extensions, request) = request.into_parts();
+        let peer = extensions
+            .get::<Peer>()
+            .ok_or_else(|| Status::internal("the connection told no peer"))?;
+        let outage = self.outage.borrow().clone();
+        match outage {
+            Some(status) => Err(self.refused(peer.address, status.message(), status.clone())),
+            None => self.create(peer, &metadata.into_headers(), &request),
+        }
+    }
+}
+
+impl Certificates {
+    fn create(
+        &self,
+        peer: &Peer,
+        headers: &http::HeaderMap,
+        request: &IstioCertificateRequest,
+    ) -> Result<Response<IstioCertificateResponse>, Status> {
+        let caller = self.caller(peer, headers).map_err(|error| {
+            let status = Status::unauthenticated("request authenticate failure");
+            self.refused(peer.address, &error.to_string(), status)
+        })?;
+        let seconds = u64::try_from(request.validity_duration).unwrap_or(0); // Negative is "unset".
+        let issued = self
+            .authority
+            .sign(&request.csr, &caller, Duration::from_secs(seconds))
+            .map_err(|error| self.refused(peer.address, &error.to_string(), status_of(&error)))?;
+        self.events.tell(Event::Issued {
+            identity: caller,
+            lifetime: issued.lifetime,
+        });
+        Ok(Response::new(IstioCertificateResponse {
+            cert_chain: issued.chain,
+        }))
+    }
+
+    fn caller(&self, peer: &Peer, headers: &http::HeaderMap) -> Result<SpiffeId, CallerError> {
+        match &self.authenticator {
+            Some(authenticator) => authenticator.caller(peer, headers),
+            None => Err(CallerError::Plaintext),
+        }
+    }
+
+    fn refused(&self, peer: SocketAddr, reason: &str, status: Status) -> Status {
+        self.events.tell(Event::Refused {
+            peer,
+            reason: reason.to_owned(),
+        });
+        status
+    }
+}
+
+fn status_of(error: &AuthorityError) -> Status {
+    let message = format!("CSR signing error ({error})");
+    match error {
+        AuthorityError::Ttl { .. } | AuthorityError::Csr(_) | AuthorityError::Identity { .. } => {
+            Status::invalid_argument(message)
+        }
+        AuthorityError::Root | AuthorityError::Certificate(_) => Status::internal(message),
+    }
+}

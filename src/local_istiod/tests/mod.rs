@@ -1,0 +1,153 @@
+//! The control plane over real connections.
+
+mod client;
+
+use std::time::Duration;
+
+use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use tonic::Code;
+
+use super::*;
+use client::Client;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+#[tokio::test]
+async fn signs_for_a_token_and_then_for_the_certificate_it_signed() {
+    let istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let by_token = Client::connect(&istiod, Some(token), None).await;
+    let (key, chain) = by_token.certificate("cart", 600).await.unwrap();
+    assert_eq!(chain.len(), 2);
+    let by_certificate = Client::connect(&istiod, None, Some((key, chain))).await;
+    by_certificate.certificate("cart", 600).await.unwrap();
+    assert_eq!(istiod.certificates_signed(), 2);
+    assert_eq!(istiod.connections().len(), 2);
+}
+
+#[tokio::test]
+async fn refuses_certificates_with_istiods_codes() {
+    let istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let stranger = Client::connect(&istiod, None, None).await;
+    let status = stranger.certificate("cart", 600).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+    assert_eq!(status.message(), "request authenticate failure");
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let cart = Client::connect(&istiod, Some(token), None).await;
+    let status = cart.certificate("admin", 600).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(
+        status
+            .message()
+            .starts_with("CSR signing error (unable to validate SAN")
+    );
+    let status = cart.certificate("cart", 91 * 24 * 3600).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    istiod.refuse_certificates(Some(tonic::Status::unavailable("maintenance")));
+    let status = cart.certificate("cart", 600).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+    istiod.refuse_certificates(None);
+    cart.certificate("cart", 0).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_scripted_stream_passes_messages_both_ways_and_ends_with_a_status() {
+    let mut istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token), None).await;
+    let request = DiscoveryRequest {
+        type_url: "t".to_owned(),
+        ..DiscoveryRequest::default()
+    };
+    let (_requests, opening) = client.state_of_the_world(vec![request]);
+    let script = async {
+        let mut stream = istiod.streams.recv().await.unwrap();
+        let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
+        assert_eq!(request.type_url, "t");
+        assert_eq!(stream.caller.as_ref().unwrap().service_account, "cart");
+        stream.send_bytes(vec![0x0a, 1, b'7'].into()).await.unwrap();
+        stream.end(tonic::Status::aborted("enough")).await;
+    };
+    let (opened, ()) = tokio::join!(opening, script);
+    let mut responses = opened.unwrap();
+    let response: DiscoveryResponse = responses.message().await.unwrap().unwrap();
+    assert_eq!(response.version_info, "7");
+    assert_eq!(responses.message().await.unwrap_err().code(), Code::Aborted);
+}
+
+#[tokio::test]
+async fn refuses_streams_without_an_identity_but_not_in_plaintext() {
+    let istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let stranger = Client::connect(&istiod, None, None).await;
+    let status = stranger.state_of_the_world(Vec::new()).1.await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+    assert_eq!(status.message(), "authentication failure");
+    let plaintext = Options {
+        security: Security::Plaintext,
+        ..Options::default()
+    };
+    let mut istiod = LocalIstiod::start(plaintext).await.unwrap();
+    let client = Client::connect(&istiod, None, None).await;
+    let (_requests, opening) = client.state_of_the_world(Vec::new());
+    let script = async { drop(istiod.streams.recv().await.unwrap()) };
+    let (opened, ()) = tokio::join!(opening, script);
+    assert!(opened.unwrap().message().await.unwrap().is_none());
+    let status = client.certificate("cart", 600).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+}
+
+#[tokio::test]
+async fn a_stop_ends_streams_with_a_status_and_a_restart_has_address_and_root() {
+    let mut istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let (address, root) = (istiod.address, istiod.root_pem());
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token.clone()), None).await;
+    let (_requests, opening) = client.state_of_the_world(Vec::new());
+    let mut opening = std::pin::pin!(opening);
+    let stream = tokio::select! {
+        stream = istiod.streams.recv() => stream.unwrap(),
+        _ = opening.as_mut() => panic!("headers left before the first message"),
+    };
+    let (options, opened) = tokio::join!(istiod.stop(), opening);
+    assert_eq!(opened.unwrap_err().code(), Code::Unavailable);
+    drop(stream);
+    let again = LocalIstiod::start(options).await.unwrap();
+    assert_eq!((again.address, again.root_pem()), (address, root));
+    let client = Client::connect(&again, Some(token), None).await;
+    client.certificate("cart", 600).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_kill_closes_connections_without_a_word() {
+    let mut istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token), None).await;
+    let (_requests, opening) = client.state_of_the_world(Vec::new());
+    let mut opening = std::pin::pin!(opening);
+    let stream = tokio::select! {
+        stream = istiod.streams.recv() => stream.unwrap(),
+        _ = opening.as_mut() => panic!("headers left before the first message"),
+    };
+    let options = istiod.kill().await;
+    assert!(opening.await.is_err());
+    drop(stream);
+    assert_eq!(
+        LocalIstiod::start(options.clone()).await.unwrap().address,
+        options.listen
+    );
+}
+
+#[tokio::test]
+async fn a_rotation_keeps_clients_of_both_roots() {
+    let istiod = LocalIstiod::start(Options::default()).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token), None).await;
+    let old = client.certificate("cart", 600).await.unwrap();
+    istiod.rotate_root().unwrap();
+    let new = client.certificate("cart", 600).await.unwrap();
+    assert_ne!(old.1.last(), new.1.last());
+    for certificate in [old, new] {
+        let client = Client::connect(&istiod, None, Some(certificate)).await;
+        client.certificate("cart", 600).await.unwrap();
+    }
+}
