@@ -1,6 +1,11 @@
 //! What relaying discovery costs: throughput, processor time, memory and latency, each beside a
 //! baseline of the same run. `benches/README.md` says how to read the table.
-#![allow(clippy::expect_used, clippy::panic, clippy::disallowed_methods, clippy::disallowed_types)]
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::disallowed_methods,
+    clippy::disallowed_types
+)]
 
 mod support;
 
@@ -56,7 +61,10 @@ impl Relays {
             command.arg(role).arg(&socket).arg(address).arg(root);
             all.push((role, Process::start(&mut command), socket));
         }
-        Self { _directory: directory, all }
+        Self {
+            _directory: directory,
+            all,
+        }
     }
 
     fn agent(&self) -> (&Process, &Path) {
@@ -67,7 +75,14 @@ impl Relays {
 
 async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
     let mut table = Table::new(&[
-        "relay", "protocol", "message", "MB/s", "of direct", "CPU s/GB", "of pump", "of typed",
+        "relay",
+        "protocol",
+        "message",
+        "MB/s",
+        "of direct",
+        "CPU s/GB",
+        "of pump",
+        "of typed",
     ]);
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
         for size in [1_000_000, 10_000_000, 100_000_000] {
@@ -121,11 +136,24 @@ async fn pull(
 }
 
 async fn memory(relays: &Relays) {
-    let mut table = Table::new(&["agent's memory", "protocol", "before MB", "peak MB", "after MB"]);
+    let mut table = Table::new(&[
+        "agent's memory",
+        "protocol",
+        "before MB",
+        "peak MB",
+        "after MB",
+    ]);
     let (agent, socket) = relays.agent();
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
-        for (what, rate) in [("100 MB read at once", None), ("40 MB at 20 MB/s", Some(20e6))] {
-            let size = if rate.is_some() { 40_000_000 } else { 100_000_000 };
+        for (what, rate) in [
+            ("100 MB read at once", None),
+            ("40 MB at 20 MB/s", Some(20e6)),
+        ] {
+            let size = if rate.is_some() {
+                40_000_000
+            } else {
+                100_000_000
+            };
             let length = response(protocol, size).len();
             let before = agent.memory("VmRSS");
             agent.reset_peak();
@@ -134,7 +162,11 @@ async fn memory(relays: &Relays) {
             client.read(length, rate).await;
             let cells = [before, agent.memory("VmHWM"), agent.memory("VmRSS")];
             let cells = cells.map(|kib| format!("{:.1}", kib as f64 / 1024.0));
-            table.row([what.to_owned(), format!("{protocol:?}")].into_iter().chain(cells));
+            table.row(
+                [what.to_owned(), format!("{protocol:?}")]
+                    .into_iter()
+                    .chain(cells),
+            );
         }
     }
     table.print();
@@ -147,7 +179,11 @@ async fn latency(control_plane: &ControlPlane, relays: &Relays) {
     table.row(["direct".to_owned(), format!("{direct:.0}"), String::new()]);
     for (name, _, socket) in &relays.all {
         let time = round_trip(connect(socket).await).await;
-        table.row([(*name).to_owned(), format!("{time:.0}"), format!("+{:.0}", time - direct)]);
+        table.row([
+            (*name).to_owned(),
+            format!("{time:.0}"),
+            format!("+{:.0}", time - direct),
+        ]);
     }
     table.print();
 }

@@ -29,6 +29,13 @@ const LONGEST_PATH: usize = 107;
 /// Pilot-agent's limit on streams of one connection.
 const MAX_CONCURRENT_STREAMS: u32 = 100_000;
 
+/// How much of a stream, and of all streams of a connection, may be sent ahead of being read.
+///
+/// h2 also takes from it how many tiny frames it lets pile up before it takes the peer for an
+/// attacker: at its default of 1 MiB some two thousand, which a burst of requests can reach.
+const STREAM_WINDOW: u32 = 4 * 1024 * 1024;
+const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
+
 /// A socket that is bound and open to Envoy. Dropping it removes the file.
 #[derive(Debug)]
 pub struct Listener {
@@ -198,6 +205,8 @@ where
     let connection = hyper::server::conn::http2::Builder::new(Tracked(tasks.clone()))
         .timer(TokioTimer::new())
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .serve_connection(TokioIo::new(stream), service);
     async move {
         if let Err(error) = connection.await {

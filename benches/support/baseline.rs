@@ -23,7 +23,9 @@ use super::peer::{ControlPlane, NAME};
 pub async fn pump(socket: &Path, address: &str, root_pem: &str) {
     let listener = UnixListener::bind(socket).expect("a free path");
     while let Ok((mut envoy, _)) = listener.accept().await {
-        let mut istiod = ControlPlane::dial(address, root_pem).await.expect("a control plane");
+        let mut istiod = ControlPlane::dial(address, root_pem)
+            .await
+            .expect("a control plane");
         tokio::task::spawn(async move {
             let _ = tokio::io::copy_bidirectional(&mut envoy, &mut istiod).await;
         });
@@ -35,14 +37,19 @@ pub async fn typed(socket: &Path, address: &str, root_pem: &str) {
     let (address, root_pem) = (address.to_owned(), root_pem.to_owned());
     let connector = tower_service_fn(move || {
         let (address, root_pem) = (address.clone(), root_pem.clone());
-        async move { ControlPlane::dial(&address, &root_pem).await.map(TokioIo::new) }
+        async move {
+            ControlPlane::dial(&address, &root_pem)
+                .await
+                .map(TokioIo::new)
+        }
     });
     let channel = Endpoint::from_static("http://istiod.istio-system.svc:15012")
         .initial_stream_window_size(4 * 1024 * 1024)
         .initial_connection_window_size(8 * 1024 * 1024)
         .connect_with_connector_lazy(connector);
     debug_assert_eq!(NAME, "istiod.istio-system.svc");
-    let client = AggregatedDiscoveryServiceClient::new(channel).max_decoding_message_size(usize::MAX);
+    let client =
+        AggregatedDiscoveryServiceClient::new(channel).max_decoding_message_size(usize::MAX);
     let service = AggregatedDiscoveryServiceServer::new(Typed(client));
     let listener = UnixListener::bind(socket).expect("a free path");
     Server::builder()

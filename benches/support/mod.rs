@@ -36,7 +36,10 @@ impl Process {
             .env("POD_NAMESPACE", "default")
             .env("SERVICE_ACCOUNT", "bench")
             .env("INSTANCE_IP", "127.0.0.1")
-            .env("PROXY_CONFIG", format!("{{\"discoveryAddress\": \"{address}\"}}"))
+            .env(
+                "PROXY_CONFIG",
+                format!("{{\"discoveryAddress\": \"{address}\"}}"),
+            )
             .env("CA_ADDR", ca.unwrap_or("127.0.0.1:9"))
             .stdout(Stdio::null());
         Self::start(&mut command)
@@ -55,8 +58,14 @@ impl Process {
     /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
     pub fn memory(&self, name: &str) -> u64 {
         let status = fs::read_to_string(self.proc("status")).expect("the process runs");
-        let line = status.lines().find(|line| line.starts_with(name)).expect("a known line");
-        line.split_whitespace().nth(1).and_then(|kib| kib.parse().ok()).expect("a number")
+        let line = status
+            .lines()
+            .find(|line| line.starts_with(name))
+            .expect("a known line");
+        line.split_whitespace()
+            .nth(1)
+            .and_then(|kib| kib.parse().ok())
+            .expect("a number")
     }
 
     /// Starts the high-water mark again at what is in use now.

@@ -64,23 +64,33 @@ impl ControlPlane {
     }
 
     /// A TLS connection to it, as the agent makes one.
-    pub async fn dial(address: &str, root_pem: &str) -> io::Result<impl AsyncRead + AsyncWrite + Unpin + use<>> {
+    pub async fn dial(
+        address: &str,
+        root_pem: &str,
+    ) -> io::Result<impl AsyncRead + AsyncWrite + Unpin + use<>> {
         let mut roots = RootCertStore::empty();
-        let root = tokio_rustls::rustls::pki_types::pem::PemObject::from_pem_slice(root_pem.as_bytes());
+        let root =
+            tokio_rustls::rustls::pki_types::pem::PemObject::from_pem_slice(root_pem.as_bytes());
         let root: CertificateDer<'static> = root.expect("a certificate");
         roots.add(root).expect("a root");
-        let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        let mut config = ClientConfig::builder()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
         config.alpn_protocols = vec![b"h2".to_vec()];
         let tcp = TcpStream::connect(address).await?;
         tcp.set_nodelay(true)?;
         let name = ServerName::try_from(NAME).expect("a name");
-        TlsConnector::from(Arc::new(config)).connect(name, tcp).await
+        TlsConnector::from(Arc::new(config))
+            .connect(name, tcp)
+            .await
     }
 }
 
 /// Runs a future on a runtime of this thread.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
     runtime.expect("a runtime").block_on(future)
 }
 
@@ -90,7 +100,9 @@ async fn serve(listener: std::net::TcpListener, acceptor: TlsAcceptor) {
         stream.set_nodelay(true).expect("a TCP socket");
         let acceptor = acceptor.clone();
         tokio::task::spawn(async move {
-            let Ok(stream) = acceptor.accept(stream).await else { return };
+            let Ok(stream) = acceptor.accept(stream).await else {
+                return;
+            };
             let service = hyper::service::service_fn(answer);
             let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                 .max_send_buf_size(1024 * 1024)
@@ -113,9 +125,15 @@ async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc:
     let mut reader = RequestReader::new(protocol, usize::MAX);
     let mut cached = (0, Bytes::new());
     while let Some(Ok(frame)) = requests.frame().await {
-        let Ok(bytes) = frame.into_data() else { continue };
+        let Ok(bytes) = frame.into_data() else {
+            continue;
+        };
         let mut sizes = Vec::new();
-        reader.feed(bytes, |request| sizes.push(request.type_url.parse().unwrap_or(0))).expect("a request");
+        reader
+            .feed(bytes, |request| {
+                sizes.push(request.type_url.parse().unwrap_or(0))
+            })
+            .expect("a request");
         for size in sizes {
             if cached.0 != size {
                 cached = (size, response(protocol, size));
@@ -133,7 +151,10 @@ async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc:
 
 /// A framed response of about `size` bytes.
 pub fn response(protocol: Protocol, size: usize) -> Bytes {
-    let any = |size| Any { type_url: CLUSTER.into(), value: vec![b'c'; size] };
+    let any = |size| Any {
+        type_url: CLUSTER.into(),
+        value: vec![b'c'; size],
+    };
     let count = (size / RESOURCE).max(1);
     let each = (size / count).saturating_sub(70);
     let message = match protocol {
@@ -166,15 +187,23 @@ pub fn response(protocol: Protocol, size: usize) -> Bytes {
 pub fn request(protocol: Protocol, size: usize) -> Bytes {
     let type_url = size.to_string();
     framed(&match protocol {
-        Protocol::StateOfTheWorld => {
-            DiscoveryRequest { type_url, ..Default::default() }.encode_to_vec()
+        Protocol::StateOfTheWorld => DiscoveryRequest {
+            type_url,
+            ..Default::default()
         }
-        Protocol::Delta => DeltaDiscoveryRequest { type_url, ..Default::default() }.encode_to_vec(),
+        .encode_to_vec(),
+        Protocol::Delta => DeltaDiscoveryRequest {
+            type_url,
+            ..Default::default()
+        }
+        .encode_to_vec(),
     })
 }
 
 fn framed(message: &[u8]) -> Bytes {
-    let length = u32::try_from(message.len()).expect("under 4 GiB").to_be_bytes();
+    let length = u32::try_from(message.len())
+        .expect("under 4 GiB")
+        .to_be_bytes();
     Bytes::from([&[0], &length[..], message].concat())
 }
 
@@ -189,7 +218,9 @@ impl Body for Answers {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+        self.0
+            .poll_recv(context)
+            .map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 }
 
@@ -207,13 +238,12 @@ impl Client {
         protocol: Protocol,
         first: Bytes,
     ) -> Self {
-        let (mut send, connection) =
-            hyper::client::conn::http2::Builder::new(TokioExecutor::new())
-                .initial_stream_window_size(4 * 1024 * 1024)
-                .initial_connection_window_size(8 * 1024 * 1024)
-                .handshake(TokioIo::new(io))
-                .await
-                .expect("HTTP/2");
+        let (mut send, connection) = hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(4 * 1024 * 1024)
+            .initial_connection_window_size(8 * 1024 * 1024)
+            .handshake(TokioIo::new(io))
+            .await
+            .expect("HTTP/2");
         tokio::task::spawn(connection);
         let (requests, receiver) = mpsc::channel(16);
         requests.send(first).await.expect("the receiver is here");
@@ -223,13 +253,20 @@ impl Client {
             .body(Answers(receiver))
             .expect("a request");
         let response = send.send_request(request).await.expect("a response");
-        Self { protocol, requests, body: response.into_body() }
+        Self {
+            protocol,
+            requests,
+            body: response.into_body(),
+        }
     }
 
     /// Asks for a message of `size` bytes.
     pub async fn ask(&mut self, size: usize) {
         let request = request(self.protocol, size);
-        self.requests.send(request).await.expect("the stream is open");
+        self.requests
+            .send(request)
+            .await
+            .expect("the stream is open");
     }
 
     /// Reads `bytes` bytes, pausing after each piece if a rate is given.
@@ -238,11 +275,15 @@ impl Client {
         while left > 0 {
             let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await;
             let frame = frame.expect("the stream is open").expect("a frame");
-            let data = frame.into_data().unwrap_or_else(|f| panic!("ended with {f:?}"));
+            let data = frame
+                .into_data()
+                .unwrap_or_else(|f| panic!("ended with {f:?}"));
             if let Some(rate) = bytes_per_second {
                 tokio::time::sleep(Duration::from_secs_f64(data.len() as f64 / rate)).await;
             }
-            left = left.checked_sub(data.len()).expect("no more than asked for");
+            left = left
+                .checked_sub(data.len())
+                .expect("no more than asked for");
         }
     }
 }

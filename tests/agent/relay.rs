@@ -30,19 +30,28 @@ const BOTH: [(Protocol, Variant); 2] = [
 ];
 
 fn node() -> Option<Node> {
-    Some(Node { id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(), ..Default::default() })
+    Some(Node {
+        id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(),
+        ..Default::default()
+    })
 }
 
 /// A request's message with a field behind it that no version of the protocol has.
 fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
-        Protocol::StateOfTheWorld => {
-            DiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
+        Protocol::StateOfTheWorld => DiscoveryRequest {
+            node: node(),
+            type_url,
+            ..Default::default()
         }
-        Protocol::Delta => {
-            DeltaDiscoveryRequest { node: node(), type_url, ..Default::default() }.encode_to_vec()
+        .encode_to_vec(),
+        Protocol::Delta => DeltaDiscoveryRequest {
+            node: node(),
+            type_url,
+            ..Default::default()
         }
+        .encode_to_vec(),
     };
     prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
     bytes
@@ -50,18 +59,36 @@ fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
 
 /// A response's message, likewise.
 fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
-    let any = Any { type_url: type_url.into(), value: vec![3; size] };
+    let any = Any {
+        type_url: type_url.into(),
+        value: vec![3; size],
+    };
     let (type_url, nonce) = (type_url.to_owned(), "nonce".to_owned());
     let mut bytes = match protocol {
         Protocol::StateOfTheWorld => {
             let resources = vec![any];
-            DiscoveryResponse { resources, type_url, nonce, ..Default::default() }.encode_to_vec()
+            DiscoveryResponse {
+                resources,
+                type_url,
+                nonce,
+                ..Default::default()
+            }
+            .encode_to_vec()
         }
         Protocol::Delta => {
             let resource = Some(any);
-            let resources = vec![Resource { name: "r".into(), resource, ..Default::default() }];
-            DeltaDiscoveryResponse { resources, type_url, nonce, ..Default::default() }
-                .encode_to_vec()
+            let resources = vec![Resource {
+                name: "r".into(),
+                resource,
+                ..Default::default()
+            }];
+            DeltaDiscoveryResponse {
+                resources,
+                type_url,
+                nonce,
+                ..Default::default()
+            }
+            .encode_to_vec()
         }
     };
     prost::encoding::string::encode(777, &"from the future".to_owned(), &mut bytes);
@@ -80,8 +107,7 @@ async fn messages_pass_unchanged_both_ways_with_unknown_fields() {
         assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), first);
         for size in [0, 1, 100_000, 5_000_000] {
             let message = response(protocol, CLUSTER, size);
-            let (sent, got) =
-                tokio::join!(istiod.send_bytes(message.clone()), envoy.next_bytes());
+            let (sent, got) = tokio::join!(istiod.send_bytes(message.clone()), envoy.next_bytes());
             sent.unwrap();
             assert!(got == message, "{size} bytes came out changed");
             envoy.send_raw(framed(&first));
@@ -105,7 +131,11 @@ async fn istiod_sees_the_agents_metadata_and_none_of_envoys() {
         assert!(!istiod.headers.contains_key("x-envoy-internal"));
         assert!(!istiod.headers.contains_key("grpc-accept-encoding"));
     }
-    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for all streams");
+    assert_eq!(
+        bench.control_plane.connections().len(),
+        1,
+        "one connection for all streams"
+    );
     bench.finish().await;
 }
 
@@ -117,9 +147,14 @@ async fn every_status_of_istiod_reaches_envoy_with_its_message() {
         envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
         let istiod = bench.accepted().await;
         if code > 0 {
-            istiod.end(Status::new(Code::from(code), "because: 100 %, é")).await;
+            istiod
+                .end(Status::new(Code::from(code), "because: 100 %, é"))
+                .await;
             let status = envoy.end().await;
-            assert_eq!((status.code() as i32, status.message()), (code, "because: 100 %, é"));
+            assert_eq!(
+                (status.code() as i32, status.message()),
+                (code, "because: 100 %, é")
+            );
         } else {
             drop(istiod);
             assert_eq!(envoy.end().await.code(), Code::Ok);
@@ -148,7 +183,10 @@ async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
     let newer = bench.envoy(Protocol::StateOfTheWorld).await;
     newer.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
     assert_eq!(older.end().await.code(), Code::Ok);
-    assert!(!matches!(soon(older_istiod.next_bytes()).await, Ok(Some(_))));
+    assert!(!matches!(
+        soon(older_istiod.next_bytes()).await,
+        Ok(Some(_))
+    ));
     let mut istiod = bench.accepted().await;
     assert!(istiod.next_bytes().await.unwrap().is_some());
     drop((newer, istiod));
@@ -210,7 +248,9 @@ async fn a_killed_istiod_ends_envoys_stream_as_unavailable_even_inside_a_message
             assert!(started > 0);
         }
         let idle = LocalIstiod::start(Default::default()).await.unwrap();
-        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
+        let options = std::mem::replace(&mut bench.control_plane, idle)
+            .kill()
+            .await;
         assert_eq!(envoy.end().await.code(), Code::Unavailable);
         bench.control_plane = LocalIstiod::start(options).await.unwrap();
     }
@@ -231,10 +271,17 @@ async fn a_stalled_envoy_never_blocks_a_certificate_request() {
     let identity = SpiffeId::new("cluster.local", "default", "bench");
     for _ in 0..20 {
         let request = csr::generate(KeyType::P256, &identity).unwrap();
-        let chain = authority.sign(&request.csr_pem, Duration::from_secs(60)).await.unwrap();
+        let chain = authority
+            .sign(&request.csr_pem, Duration::from_secs(60))
+            .await
+            .unwrap();
         assert_eq!(chain.len(), 2);
     }
-    assert_eq!(bench.control_plane.connections().len(), 1, "one connection for both");
+    assert_eq!(
+        bench.control_plane.connections().len(),
+        1,
+        "one connection for both"
+    );
     drop(envoy);
     soon(flood).await.unwrap();
     bench.finish().await;
@@ -264,10 +311,22 @@ async fn a_first_delta_request_of_six_megabytes_passes() {
 async fn requests_envoy_must_not_send_end_its_stream_with_a_reason() {
     let bench = Bench::with(Interceptors::default(), 1000).await;
     let cases: [(&[u8], Code, &str); 4] = [
-        (&[0, 0, 0, 4, 0], Code::ResourceExhausted, "larger than max (1024 vs. 1000)"),
+        (
+            &[0, 0, 0, 4, 0],
+            Code::ResourceExhausted,
+            "larger than max (1024 vs. 1000)",
+        ),
         (&[1, 0, 0, 0, 0], Code::Unimplemented, "compressed"),
-        (&[0, 0, 0, 0, 2, 0x22, 9], Code::Internal, "not a protobuf message"),
-        (&[0, 0, 0, 0, 9, 0x22], Code::Internal, "6 bytes into a message"),
+        (
+            &[0, 0, 0, 0, 2, 0x22, 9],
+            Code::Internal,
+            "not a protobuf message",
+        ),
+        (
+            &[0, 0, 0, 0, 9, 0x22],
+            Code::Internal,
+            "6 bytes into a message",
+        ),
     ];
     for (bytes, code, text) in cases {
         let mut envoy = bench.envoy(Protocol::StateOfTheWorld).await;
@@ -291,7 +350,10 @@ async fn a_sender_of_single_bytes_and_one_of_many_tiny_frames_are_understood() {
     }
     let mut istiod = bench.accepted().await;
     assert_eq!(istiod.next_bytes().await.unwrap().unwrap(), slow[5..]);
-    let tiny = DiscoveryRequest { type_url: "t".into(), ..Default::default() };
+    let tiny = DiscoveryRequest {
+        type_url: "t".into(),
+        ..Default::default()
+    };
     for _ in 0..10_000 {
         envoy.send(&tiny);
     }
@@ -306,7 +368,10 @@ async fn a_sender_of_single_bytes_and_one_of_many_tiny_frames_are_understood() {
 #[tokio::test]
 async fn methods_other_than_the_two_streams_are_unimplemented() {
     let bench = Bench::start().await;
-    for path in ["/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters", "/"] {
+    for path in [
+        "/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters",
+        "/",
+    ] {
         let envoy = Envoy::open_path(&bench.socket(), path).await;
         assert_eq!(envoy.end().await.code(), Code::Unimplemented);
     }
@@ -327,7 +392,11 @@ impl Interceptor for Taking {
     fn intercept(&self, response: Captured) -> Intercepting {
         let refused = response.message.windows(3).any(|bytes| bytes == b"bad");
         Box::pin(async move {
-            if refused { Outcome::Refused("a bad table".into()) } else { Outcome::Taken }
+            if refused {
+                Outcome::Refused("a bad table".into())
+            } else {
+                Outcome::Taken
+            }
         })
     }
 }
@@ -372,7 +441,10 @@ async fn own_types_are_subscribed_taken_and_answered_and_others_rewritten_in_ord
 
     let table = |value: &[u8], nonce: &str| DiscoveryResponse {
         version_info: "v".into(),
-        resources: vec![Any { type_url: NAMES.into(), value: value.to_vec() }],
+        resources: vec![Any {
+            type_url: NAMES.into(),
+            value: value.to_vec(),
+        }],
         type_url: NAMES.into(),
         nonce: nonce.into(),
         ..Default::default()
@@ -382,14 +454,23 @@ async fn own_types_are_subscribed_taken_and_answered_and_others_rewritten_in_ord
     istiod.send_bytes(extension(10)).await.unwrap();
     istiod.send_bytes(extension(70_000)).await.unwrap();
     istiod.send(&table(b"bad", "2")).await.unwrap();
-    istiod.send_bytes(response(protocol, "istio.io/debug", 10)).await.unwrap();
-    istiod.send_bytes(response(protocol, CLUSTER, 100_000)).await.unwrap();
+    istiod
+        .send_bytes(response(protocol, "istio.io/debug", 10))
+        .await
+        .unwrap();
+    istiod
+        .send_bytes(response(protocol, CLUSTER, 100_000))
+        .await
+        .unwrap();
 
     for (nonce, problem) in [("1", None), ("2", Some("a bad table"))] {
         let answer: DiscoveryRequest = soon(istiod.next()).await.unwrap().unwrap();
         assert_eq!((&*answer.type_url, &*answer.version_info), (NAMES, "v"));
         assert_eq!(answer.response_nonce, nonce);
-        assert_eq!(answer.error_detail.as_ref().map(|status| &*status.message), problem);
+        assert_eq!(
+            answer.error_detail.as_ref().map(|status| &*status.message),
+            problem
+        );
     }
     // The cluster need not wait for the slow rewriting; the rewritten keep their order.
     let mut got = Vec::new();
@@ -412,11 +493,16 @@ async fn restarts_of_istiod_and_envoy_leave_no_task_behind() {
         let mut istiod = bench.accepted().await;
         istiod.next_bytes().await.unwrap();
         let idle = LocalIstiod::start(Default::default()).await.unwrap();
-        let options = std::mem::replace(&mut bench.control_plane, idle).kill().await;
+        let options = std::mem::replace(&mut bench.control_plane, idle)
+            .kill()
+            .await;
         assert_eq!(envoy.end().await.code(), Code::Unavailable);
         bench.control_plane = LocalIstiod::start(options).await.unwrap();
     }
     let handles = tokio::runtime::Handle::current();
-    eventually("a quiet runtime", || handles.metrics().num_alive_tasks() < 12).await;
+    eventually("a quiet runtime", || {
+        handles.metrics().num_alive_tasks() < 12
+    })
+    .await;
     bench.finish().await;
 }

@@ -61,7 +61,13 @@ impl Bench {
             discovery.serve(listener).await;
             Ok::<(), std::io::Error>(())
         });
-        let bench = Self { directory, control_plane, istiod, tasks, shutdown };
+        let bench = Self {
+            directory,
+            control_plane,
+            istiod,
+            tasks,
+            shutdown,
+        };
         bench.write_token("default", "bench");
         bench
     }
@@ -72,7 +78,10 @@ impl Bench {
 
     pub fn write_token(&self, namespace: &str, account: &str) {
         let ttl = Duration::from_secs(3600);
-        let token = self.control_plane.mint_token(namespace, account, ttl).unwrap();
+        let token = self
+            .control_plane
+            .mint_token(namespace, account, ttl)
+            .unwrap();
         std::fs::write(self.directory.path().join("token"), token).unwrap();
     }
 
@@ -83,13 +92,19 @@ impl Bench {
 
     /// The next stream the control plane accepted.
     pub async fn accepted(&mut self) -> Stream {
-        soon(self.control_plane.streams.recv()).await.expect("a stream")
+        soon(self.control_plane.streams.recv())
+            .await
+            .expect("a stream")
     }
 
     /// Brings all down and sees that nothing is left.
     pub async fn finish(mut self) {
         self.shutdown.cancel();
-        assert_eq!(self.tasks.drain(PATIENCE).await, 0, "tasks that did not end");
+        assert_eq!(
+            self.tasks.drain(PATIENCE).await,
+            0,
+            "tasks that did not end"
+        );
         assert!(!self.socket().exists(), "the socket is left");
     }
 }
@@ -118,7 +133,9 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
 
 /// What must happen within the patience of a slow machine.
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("it takes too long")
+    tokio::time::timeout(PATIENCE, future)
+        .await
+        .expect("it takes too long")
 }
 
 /// Looks again until a condition holds.
@@ -128,7 +145,10 @@ pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    assert!(tokio::time::timeout(PATIENCE, poll).await.is_ok(), "{what} does not happen");
+    assert!(
+        tokio::time::timeout(PATIENCE, poll).await.is_ok(),
+        "{what} does not happen"
+    );
 }
 
 /// A gRPC frame around a message.
