@@ -35,8 +35,8 @@ fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitC
     logging::init(log.options()?)?;
     cli::announce(flags, log, unknown);
     let environment = Environment::of_process();
-    let config = config::load(flags, log, &environment, Path::new("."))
-        .map_err(|problems| config::Unusable(problems))?;
+    let config =
+        config::load(flags, log, &environment, Path::new(".")).map_err(config::Unusable)?;
     config.announce();
     // One thread: the kernel ends Envoy with the thread that started it.
     let runtime = tokio::runtime::Builder::new_current_thread()

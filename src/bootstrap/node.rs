@@ -124,10 +124,12 @@ fn locality(labels: &mut BTreeMap<String, String>) -> Value {
     let parts = ["region", "zone", "sub_zone"]
         .into_iter()
         .zip(text.split('/'));
-    let locality: BTreeMap<_, _> = parts.filter(|(_, part)| !part.is_empty()).collect();
-    let locality = json!(locality);
+    let locality: Map<_, _> = parts
+        .filter(|(_, part)| !part.is_empty())
+        .map(|(name, part)| (name.to_owned(), part.into()))
+        .collect();
     labels.insert("istio-locality".to_owned(), text);
-    locality
+    locality.into()
 }
 
 #[cfg(test)]

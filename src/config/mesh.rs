@@ -175,10 +175,10 @@ impl Document {
             "terminationDrainDuration",
             "fileFlushInterval",
         ] {
-            if let Some(Value::String(text)) = self.members.get_mut(name) {
-                if let Some(parsed) = duration::parse(text) {
-                    *text = duration::seconds(parsed);
-                }
+            if let Some(Value::String(text)) = self.members.get_mut(name)
+                && let Some(parsed) = duration::parse(text)
+            {
+                *text = duration::seconds(parsed);
             }
         }
         self.members

@@ -114,6 +114,12 @@ fn unquote(literal: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
+/// Appends the character of a `\u` or `\U` escape.
+fn push_number(code: u32, bytes: &mut Vec<u8>) -> Option<()> {
+    push_char(char::from_u32(code)?, bytes);
+    Some(())
+}
+
 fn push_char(c: char, bytes: &mut Vec<u8>) {
     bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
 }
@@ -131,8 +137,8 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
         '\\' => b'\\',
         '"' => b'"',
         'x' => u8::try_from(number(chars, 2, 16)?).ok()?,
-        'u' => return Some(push_char(char::from_u32(number(chars, 4, 16)?)?, bytes)),
-        'U' => return Some(push_char(char::from_u32(number(chars, 8, 16)?)?, bytes)),
+        'u' => return push_number(number(chars, 4, 16)?, bytes),
+        'U' => return push_number(number(chars, 8, 16)?, bytes),
         first @ '0'..='7' => {
             let rest = number(chars, 2, 8)?;
             u8::try_from(first.to_digit(8)? * 64 + rest).ok()?

@@ -47,7 +47,7 @@ impl Machine {
             panic!("no proxy");
         };
         let env = self.variables.iter().copied().collect();
-        super::load(&flags, &typed.cli.log, &env, self.root.path())
+        load(&flags, &typed.cli.log, &env, self.root.path())
     }
 
     fn config(&self) -> Config {
