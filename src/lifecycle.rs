@@ -5,13 +5,57 @@
 
 use std::fmt;
 use std::future::Future;
+use std::io;
 use std::time::Duration;
 
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 pub use tokio_util::sync::CancellationToken;
 
 /// Any error a task may end with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// How urgently the agent has been asked to stop: once, again, and once more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Urgency {
+    /// Nobody has asked.
+    Run,
+    Drain,
+    Terminate,
+    Kill,
+}
+
+impl Urgency {
+    /// One step more urgent.
+    #[must_use]
+    pub fn next(self) -> Self {
+        match self {
+            Self::Run => Self::Drain,
+            Self::Drain => Self::Terminate,
+            Self::Terminate | Self::Kill => Self::Kill,
+        }
+    }
+}
+
+/// Turns SIGTERM and SIGINT into urgency: each takes it one step up. The signals are caught from
+/// the call on, and acted upon while the future is polled; it never ends.
+pub fn signals() -> io::Result<(watch::Receiver<Urgency>, impl Future<Output = ()> + Send)> {
+    let mut terminated = signal(SignalKind::terminate())?;
+    let mut interrupted = signal(SignalKind::interrupt())?;
+    let (urgency, receiver) = watch::channel(Urgency::Run);
+    let watching = async move {
+        loop {
+            let name = tokio::select! {
+                _ = terminated.recv() => "terminated",
+                _ = interrupted.recv() => "interrupt",
+            };
+            tracing::info!("received signal: {name}");
+            urgency.send_modify(|urgency| *urgency = urgency.next());
+        }
+    };
+    Ok((receiver, watching))
+}
 
 /// How one task ended.
 #[derive(Debug)]

@@ -1,0 +1,178 @@
+//! How istiod is reached, for discovery and for certificates.
+//!
+//! Both share one connection unless something about them differs.
+//!
+//! Does not read certificates: their files are read at each dial, and only looked for here.
+
+use std::path::PathBuf;
+
+use http::{HeaderName, HeaderValue};
+
+use super::environment as variables;
+use super::{Problem, Sources, mesh};
+use crate::istiod::{Config, Keepalive, Security, tls, token};
+
+const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
+const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
+const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
+
+/// The name istiod's certificate has when istiod is dialled as localhost.
+const ISTIOD_NAME: &str = "istiod.istio-system.svc";
+
+/// What discovery and certificates are asked for by different variables.
+#[derive(Clone, Copy)]
+enum Purpose {
+    Discovery,
+    Certificates,
+}
+
+impl Sources<'_> {
+    /// The connection for discovery, and the one for certificates if it differs.
+    pub(super) fn control_plane(&mut self) -> (Config, Option<Config>) {
+        let address = self.mesh.discovery_address.clone();
+        let discovery = if self.mesh.plaintext {
+            Security::Plaintext
+        } else {
+            Security::Tls(self.tls(Purpose::Discovery, &address, true))
+        };
+        let discovery = self.connection(address, discovery, "XDS_HEADER_");
+        let certificates = self.certificates();
+        let differs = !is_same(&discovery, &certificates);
+        (discovery, differs.then_some(certificates))
+    }
+
+    fn certificates(&mut self) -> Config {
+        let given = self.get(&variables::CA_ADDR);
+        let named = !given.is_empty();
+        let address = if named {
+            given
+        } else {
+            self.mesh.discovery_address.clone()
+        };
+        // An address of the mesh configuration was reported there if it is no good.
+        if named && mesh::split_address(&address).is_none() {
+            self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
+        }
+        let security = if address.ends_with(":15010") {
+            Security::Plaintext
+        } else {
+            Security::Tls(self.tls(Purpose::Certificates, &address, !named))
+        };
+        self.connection(address, security, "CA_HEADER_")
+    }
+
+    fn connection(&mut self, address: String, security: Security, headers: &str) -> Config {
+        Config {
+            address,
+            security,
+            token: token::Source::File(TOKEN.into()),
+            metadata: self.metadata(headers),
+            keepalive: Keepalive {
+                interval: self.get(&variables::GRPC_KEEPALIVE_INTERVAL),
+                timeout: self.get(&variables::GRPC_KEEPALIVE_TIMEOUT),
+            },
+        }
+    }
+
+    fn metadata(&mut self, prefix: &str) -> Vec<(HeaderName, HeaderValue)> {
+        let cluster = self.get(&variables::ISTIO_META_CLUSTER_ID);
+        let mut metadata = Vec::new();
+        let given = self
+            .env
+            .with_prefix(prefix)
+            .map(|(name, value)| (name, value.to_owned()));
+        for (name, value) in std::iter::once(("clusterid", cluster)).chain(given) {
+            // `HeaderName` folds to lower case, as HTTP/2 wants it.
+            match (name.parse::<HeaderName>(), HeaderValue::from_str(&value)) {
+                (Ok(name), Ok(value)) => metadata.push((name, value)),
+                // The value may be a credential.
+                _ => self.problems.push(Problem {
+                    subject: format!("{prefix}{name}"),
+                    found: "(not shown)".to_owned(),
+                    expected: "a header's name and value".to_owned(),
+                }),
+            }
+        }
+        metadata
+    }
+
+    fn tls(&mut self, purpose: Purpose, address: &str, override_name: bool) -> tls::Config {
+        let expected = self.get(&variables::ISTIOD_SAN);
+        let host = mesh::split_address(address).map_or(address, |(host, _)| host);
+        let server_name = match host {
+            _ if override_name && !expected.is_empty() => expected,
+            host if host.contains("localhost") => ISTIOD_NAME.to_owned(),
+            host => host.to_owned(),
+        };
+        tls::Config {
+            server_name,
+            roots: self.roots(purpose),
+            client: self.client_certificate(),
+        }
+    }
+
+    fn client_certificate(&mut self) -> Option<tls::ClientCertificate> {
+        let directory = PathBuf::from(self.get(&variables::PROV_CERT));
+        let given = !directory.as_os_str().is_empty();
+        given.then(|| tls::ClientCertificate {
+            chain: directory.join("cert-chain.pem"),
+            key: directory.join("key.pem"),
+        })
+    }
+
+    /// The first that applies: what the purpose's variable says, a mounted root, the root beside a
+    /// client certificate, istiod's own.
+    fn roots(&mut self, purpose: Purpose) -> tls::Roots {
+        let (name, given) = match purpose {
+            Purpose::Discovery => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),
+            Purpose::Certificates => ("CA_ROOT_CA", self.get(&variables::CA_ROOT_CA)),
+        };
+        let provider = self.get(&variables::PILOT_CERT_PROVIDER);
+        let client = PathBuf::from(self.get(&variables::PROV_CERT));
+        let mounted = match purpose {
+            Purpose::Discovery => self.is_file(MOUNTED_ROOT),
+            Purpose::Certificates => provider == "custom",
+        };
+        match given.as_str() {
+            "SYSTEM" => tls::Roots::System,
+            "" if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
+            "" if !client.as_os_str().is_empty() => {
+                self.existing("PROV_CERT", client.join("root-cert.pem"))
+            }
+            "" if provider == "none" => {
+                let expected = format!("another provider, or {name}, as roots are needed");
+                self.problem("PILOT_CERT_PROVIDER", "none", expected);
+                tls::Roots::System
+            }
+            "" => self.existing(name, ISTIOD_ROOT.into()),
+            file => self.existing(name, file.into()),
+        }
+    }
+
+    fn existing(&mut self, name: &str, file: PathBuf) -> tls::Roots {
+        let path = file.display().to_string();
+        if !self.is_file(&path) {
+            let expected = "an existing file of root certificates".to_owned();
+            let subject = format!("root file for istiod ({name})");
+            self.problem(&subject, &path, expected);
+        }
+        tls::Roots::File(file)
+    }
+
+    fn is_file(&self, path: &str) -> bool {
+        self.root.join(path).is_file()
+    }
+}
+
+fn is_same(one: &Config, other: &Config) -> bool {
+    let security = match (&one.security, &other.security) {
+        (Security::Plaintext, Security::Plaintext) => true,
+        (Security::Tls(one), Security::Tls(other)) => {
+            one.server_name == other.server_name
+                && one.roots == other.roots
+                && one.client == other.client
+        }
+        _ => false,
+    };
+    security && one.address == other.address && one.metadata == other.metadata
+}

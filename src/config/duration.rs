@@ -1,0 +1,103 @@
+//! Durations as Go writes them: `100ms`, `1h30m`, `1.5s`.
+//!
+//! Does not take negative durations: no setting has a use for one.
+
+use std::time::Duration;
+
+/// The duration `text` spells, or nothing.
+pub fn parse(text: &str) -> Option<Duration> {
+    let mut rest = text.strip_prefix('+').unwrap_or(text);
+    if rest == "0" {
+        return Some(Duration::ZERO);
+    }
+    let mut total = Duration::ZERO;
+    loop {
+        let (part, after) = leading_part(rest)?;
+        total = total.checked_add(part)?;
+        if after.is_empty() {
+            return Some(total);
+        }
+        rest = after;
+    }
+}
+
+/// The form istiod reads: seconds, with 0, 3, 6 or 9 decimals.
+pub fn seconds(duration: Duration) -> String {
+    let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
+    match nanos {
+        0 => format!("{seconds}s"),
+        n if n.is_multiple_of(1_000_000) => format!("{seconds}.{:03}s", n / 1_000_000),
+        n if n.is_multiple_of(1_000) => format!("{seconds}.{:06}s", n / 1_000),
+        n => format!("{seconds}.{n:09}s"),
+    }
+}
+
+/// One number with its unit, and what follows.
+fn leading_part(text: &str) -> Option<(Duration, &str)> {
+    let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+    let (number, rest) = text.split_at(digits_end);
+    let unit_end = rest
+        .find(|c: char| c.is_ascii_digit() || c == '.')
+        .unwrap_or(rest.len());
+    let (unit, rest) = rest.split_at(unit_end);
+    let nanos_per_unit: f64 = match unit {
+        "ns" => 1.0,
+        "us" | "µs" | "μs" => 1e3,
+        "ms" => 1e6,
+        "s" => 1e9,
+        "m" => 60e9,
+        "h" => 3600e9,
+        _ => return None,
+    };
+    let number: f64 = number.parse().ok()?;
+    let nanos = (number * nanos_per_unit).round();
+    // 2^63 nanoseconds is the longest Go can say.
+    (nanos < 9.223_372_036_854_776e18).then(|| (Duration::from_nanos(nanos as u64), rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_go_writes_and_nothing_else() {
+        for (text, millis) in [
+            ("0", 0),
+            ("0s", 0),
+            ("100ms", 100),
+            ("1.5s", 1_500),
+            ("1h30m", 5_400_000),
+            ("+5s", 5_000),
+            (".5s", 500),
+        ] {
+            assert_eq!(parse(text), Some(Duration::from_millis(millis)), "{text}");
+        }
+        for text in [
+            "",
+            "5",
+            "s",
+            "-5s",
+            "5 s",
+            "5s ",
+            "5x",
+            "1m30",
+            "99999999h",
+            ".s",
+            "1.2.3s",
+        ] {
+            assert_eq!(parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn writes_seconds_with_as_few_decimals_as_needed() {
+        for (nanos, text) in [
+            (45_000_000_000, "45s"),
+            (100_000_000, "0.100s"),
+            (1_000, "0.000001s"),
+            (1, "0.000000001s"),
+        ] {
+            assert_eq!(seconds(Duration::from_nanos(nanos)), text);
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! The configuration from whole sets of sources.
+
+use std::fs;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::cli::{self, Command};
+use crate::istiod::{Security, tls};
+
+struct Machine {
+    root: TempDir,
+    variables: Vec<(&'static str, &'static str)>,
+}
+
+/// A pod as the injector makes it.
+fn machine(more: &[(&'static str, &'static str)]) -> Machine {
+    let machine = Machine {
+        root: TempDir::new().expect("a directory"),
+        variables: [
+            ("POD_NAME", "cart-0"),
+            ("POD_NAMESPACE", "shop"),
+            ("SERVICE_ACCOUNT", "cart"),
+            ("INSTANCE_IP", "10.0.0.9"),
+            ("CA_ADDR", "istiod.istio-system.svc:15012"),
+            ("ISTIO_META_CLUSTER_ID", "Kubernetes"),
+        ]
+        .into_iter()
+        .chain(more.iter().copied())
+        .collect(),
+    };
+    machine.file("var/run/secrets/istio/root-cert.pem", "");
+    machine
+}
+
+impl Machine {
+    fn file(&self, path: &str, text: &str) {
+        let path = self.root.path().join(path);
+        fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+        fs::write(path, text).expect("written");
+    }
+
+    fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
+        let line = format!("pilot-agent proxy {flags}");
+        let typed = cli::parse(line.split_whitespace().map(str::to_owned)).expect("flags");
+        let Some(Command::Proxy(flags)) = typed.cli.command else {
+            panic!("no proxy");
+        };
+        let env = self.variables.iter().copied().collect();
+        load(&flags, &typed.cli.log, &env, self.root.path())
+    }
+
+    fn config(&self) -> Config {
+        self.load("sidecar").expect("a good configuration")
+    }
+
+    fn subjects(&self) -> Vec<String> {
+        let problems = self.load("sidecar").expect_err("problems");
+        problems
+            .into_iter()
+            .map(|problem| problem.subject)
+            .collect()
+    }
+}
+
+fn tls(istiod: &istiod::Config) -> &tls::Config {
+    match &istiod.security {
+        Security::Tls(tls) => tls,
+        Security::Plaintext => panic!("plaintext"),
+    }
+}
+
+#[test]
+fn an_injected_pod_has_one_connection_to_istiod() {
+    let config = machine(&[]).config();
+    assert_eq!(config.istiod.address, "istiod.istio-system.svc:15012");
+    assert_eq!(tls(&config.istiod).server_name, "istiod.istio-system.svc");
+    let root = "./var/run/secrets/istio/root-cert.pem";
+    assert_eq!(tls(&config.istiod).roots, tls::Roots::File(root.into()));
+    assert!(config.ca_istiod.is_none());
+    assert_eq!(config.istiod.metadata[0].0, "clusterid");
+    assert_eq!(
+        config.secrets.identity.to_string(),
+        "spiffe://cluster.local/ns/shop/sa/cart"
+    );
+    assert_eq!(config.xds_socket, Path::new("./etc/istio/proxy/XDS"));
+    assert_eq!(config.max_request_bytes, 209_715_200);
+    assert_eq!(config.warnings, []);
+}
+
+#[test]
+fn another_authority_has_a_connection_of_its_own() {
+    let config = machine(&[
+        ("CA_ADDR", "ca.example:15010"),
+        ("ISTIOD_SAN", "istiod.example"),
+    ])
+    .config();
+    let ca = config.ca_istiod.expect("a second connection");
+    assert_eq!(ca.address, "ca.example:15010");
+    assert!(matches!(ca.security, Security::Plaintext));
+    assert_eq!(tls(&config.istiod).server_name, "istiod.example");
+}
+
+#[test]
+fn headers_of_one_purpose_split_the_connection_and_are_lower_case() {
+    let config = machine(&[("XDS_HEADER_X-Team", "a=b")]).config();
+    let (name, value) = &config.istiod.metadata[1];
+    assert_eq!((name.as_str(), value.as_bytes()), ("x-team", &b"a=b"[..]));
+    assert_eq!(
+        config
+            .ca_istiod
+            .expect("a second connection")
+            .metadata
+            .len(),
+        1
+    );
+}
+
+#[test]
+fn localhost_is_expected_to_have_istiods_name() {
+    let config = machine(&[
+        ("PROXY_CONFIG", "discoveryAddress: localhost:15012"),
+        ("CA_ADDR", ""),
+    ])
+    .config();
+    assert_eq!(tls(&config.istiod).server_name, "istiod.istio-system.svc");
+    assert!(config.ca_istiod.is_none());
+}
+
+#[test]
+fn plaintext_is_per_policy_for_discovery() {
+    let plaintext = "{controlPlaneAuthPolicy: NONE, discoveryAddress: 'a:15010'}";
+    let config = machine(&[("PROXY_CONFIG", plaintext), ("CA_ADDR", "a:15010")]).config();
+    assert!(matches!(config.istiod.security, Security::Plaintext));
+    assert!(config.ca_istiod.is_none());
+    assert_eq!(config.bootstrap.node.istiod_san, None);
+}
+
+#[test]
+fn roots_are_the_first_that_apply() {
+    use tls::Roots::{File, System};
+    let file = |path: &str| File(path.into());
+    let mounted = "./etc/certs/root-cert.pem";
+    for (variables, xds, ca) in [
+        (
+            &[("XDS_ROOT_CA", "SYSTEM"), ("CA_ROOT_CA", "own.pem")][..],
+            System,
+            file("own.pem"),
+        ),
+        (
+            &[("PILOT_CERT_PROVIDER", "custom")],
+            file(mounted),
+            file(mounted),
+        ),
+        (
+            &[("PROV_CERT", "prov")],
+            file(mounted),
+            file("prov/root-cert.pem"),
+        ),
+        (
+            &[],
+            file(mounted),
+            file("./var/run/secrets/istio/root-cert.pem"),
+        ),
+    ] {
+        let machine = machine(variables);
+        for path in ["own.pem", "etc/certs/root-cert.pem", "prov/root-cert.pem"] {
+            machine.file(path, "");
+        }
+        let config = machine.config();
+        let ca_istiod = config.ca_istiod.as_ref().unwrap_or(&config.istiod);
+        assert_eq!(
+            (&tls(&config.istiod).roots, &tls(ca_istiod).roots),
+            (&xds, &ca)
+        );
+    }
+}
+
+#[test]
+fn every_problem_is_reported_at_once() {
+    let machine = machine(&[
+        ("PILOT_CERT_PROVIDER", "none"),
+        ("CA_ADDR", "nowhere"),
+        ("ECC_SIGNATURE_ALGORITHM", "RSA"),
+        ("SECRET_GRACE_PERIOD_RATIO", "1.5"),
+        ("WORKLOAD_IDENTITY_SOCKET_FILE", "a/b"),
+        ("PROXY_CONFIG", "{statusPort: x, drainDuration: 45}"),
+        ("CA_HEADER_bad name", "x"),
+    ]);
+    let subjects = machine.subjects();
+    for subject in [
+        "drainDuration of PROXY_CONFIG",
+        "statusPort of PROXY_CONFIG",
+        "WORKLOAD_IDENTITY_SOCKET_FILE",
+        "PILOT_CERT_PROVIDER",
+        "CA_ADDR",
+        "CA_HEADER_bad name",
+        "ECC_SIGNATURE_ALGORITHM",
+        "SECRET_GRACE_PERIOD_RATIO",
+    ] {
+        assert!(
+            subjects.iter().any(|s| s == subject),
+            "{subject} in {subjects:?}"
+        );
+    }
+}
+
+#[test]
+fn a_missing_root_file_is_a_problem_that_names_it() {
+    let problems = machine(&[("XDS_ROOT_CA", "gone.pem")])
+        .load("sidecar")
+        .expect_err("a problem");
+    assert_eq!(problems.len(), 1);
+    assert_eq!(problems[0].found, "gone.pem");
+}
+
+#[test]
+fn a_wrong_value_with_a_default_is_only_a_warning() {
+    let config = machine(&[("SECRET_TTL", "1 day"), ("ISTIO_CPU_LIMIT", "")]).config();
+    let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
+    assert_eq!(subjects, ["ISTIO_CPU_LIMIT", "SECRET_TTL"]);
+}
+
+#[test]
+fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
+    let machine = machine(&[("PROXY_CONFIG", "{drainDuration: 2s, concurrency: 0}")]);
+    machine.file(
+        "etc/istio/config/mesh",
+        "trustDomain: x\ndefaultConfig:\n  drainDuration: 1s\n  proxyAdminPort: 15999\n",
+    );
+    let annotation = r#"proxy.istio.io/config="drainDuration: 3s\nbinaryPath: /bin/true\n""#;
+    machine.file("etc/istio/pod/annotations", annotation);
+    let envoy = machine.config().envoy.expect("Envoy");
+    assert_eq!(envoy.command.drain_time.as_secs(), 3);
+    assert_eq!(envoy.command.binary, Path::new("/bin/true"));
+    assert_eq!(envoy.command.concurrency, None);
+    assert_eq!(envoy.admin_port, 15_999);
+}
+
+#[test]
+fn keys_are_ecdsa_unless_rsa_is_asked_for() {
+    for (variables, key) in [
+        (&[][..], KeyChoice::EcdsaP256),
+        (
+            &[("WORKLOAD_RSA_KEY_SIZE", "4096")],
+            KeyChoice::Rsa { bits: 4096 },
+        ),
+        (
+            &[("ECC_SIGNATURE_ALGORITHM", "ECDSA"), ("ECC_CURVE", "P384")],
+            KeyChoice::EcdsaP384,
+        ),
+        (
+            &[
+                ("ECC_SIGNATURE_ALGORITHM", "ECDSA"),
+                ("WORKLOAD_RSA_KEY_SIZE", "2048"),
+            ],
+            KeyChoice::EcdsaP256,
+        ),
+    ] {
+        assert_eq!(machine(variables).config().secrets.key, key);
+    }
+}
+
+#[test]
+fn flags_reach_envoy_and_may_switch_it_off() {
+    let config = machine(&[])
+        .load("router --concurrency 3 --proxyLogLevel info,a:b:c")
+        .expect("good");
+    let envoy = config.envoy.expect("Envoy");
+    assert_eq!(envoy.command.concurrency, Some(3));
+    assert_eq!(envoy.command.log.level.as_deref(), Some("info"));
+    assert!(!envoy.drain_inbound_only);
+    assert_eq!(config.warnings.len(), 1);
+    assert!(
+        machine(&[("DISABLE_ENVOY", "true")])
+            .config()
+            .envoy
+            .is_none()
+    );
+    let problems = machine(&[])
+        .load("sidecar --templateFile x")
+        .expect_err("refused");
+    assert_eq!(problems[0].subject, "--templateFile");
+}

@@ -1,0 +1,169 @@
+//! Envoy's argument list.
+//!
+//! Pure: settings in, words out, in the order pilot-agent gives them, so that process listings of
+//! both look alike.
+//!
+//! Does not start anything.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What Envoy is started with.
+#[derive(Clone, Debug)]
+pub struct Command {
+    /// With a slash: a path. Without: looked up in `PATH`.
+    pub binary: PathBuf,
+    pub bootstrap: PathBuf,
+    /// Envoy's own drain time; whole seconds are used.
+    pub drain_time: Duration,
+    pub ip_version: IpVersion,
+    pub file_flush_interval: Duration,
+    pub log: LogLevels,
+    pub skip_deprecated_logs: bool,
+    /// None lets Envoy use every hardware thread.
+    pub concurrency: Option<u32>,
+}
+
+/// Family of the addresses Envoy binds by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IpVersion {
+    V4,
+    V6,
+}
+
+/// Envoy's log levels, as its flags take them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogLevels {
+    pub level: Option<String>,
+    pub components: Option<String>,
+}
+
+impl LogLevels {
+    /// Takes `--proxyLogLevel` apart, which may carry `component:level` parts beside the level. Those
+    /// replace `--proxyComponentLogLevel`. Also returns the parts that are neither.
+    pub fn split(level: &str, components: &str) -> (Self, Vec<String>) {
+        let mut levels = Self::default();
+        let (mut parts, mut neither) = (Vec::new(), Vec::new());
+        for part in level.split(',').filter(|part| !part.is_empty()) {
+            match part.matches(':').count() {
+                0 => levels.level = Some(part.to_owned()),
+                1 => parts.push(part),
+                _ => neither.push(part.to_owned()),
+            }
+        }
+        let components = if parts.is_empty() {
+            components.to_owned()
+        } else {
+            parts.join(",")
+        };
+        levels.components = Some(components).filter(|text| !text.is_empty());
+        (levels, neither)
+    }
+}
+
+impl Command {
+    /// Everything after the program's name.
+    pub fn arguments(&self) -> Vec<String> {
+        let ip_version = match self.ip_version {
+            IpVersion::V4 => "v4",
+            IpVersion::V6 => "v6",
+        };
+        let mut words: Vec<String> = Vec::new();
+        let mut flag = |name: &str, value: Option<String>| {
+            words.push(name.to_owned());
+            words.extend(value);
+        };
+        flag("-c", Some(self.bootstrap.display().to_string()));
+        flag(
+            "--drain-time-s",
+            Some(self.drain_time.as_secs().to_string()),
+        );
+        flag("--drain-strategy", Some("immediate".to_owned()));
+        flag("--local-address-ip-version", Some(ip_version.to_owned()));
+        let flush = self.file_flush_interval.as_millis();
+        flag("--file-flush-interval-msec", Some(flush.to_string()));
+        flag("--disable-hot-restart", None);
+        flag("--allow-unknown-static-fields", None);
+        if let Some(level) = &self.log.level {
+            flag("-l", Some(level.clone()));
+        }
+        if let Some(components) = &self.log.components {
+            flag("--component-log-level", Some(components.clone()));
+        }
+        if self.skip_deprecated_logs {
+            flag("--skip-deprecated-logs", None);
+        }
+        if let Some(threads) = self.concurrency {
+            flag("--concurrency", Some(threads.to_string()));
+        }
+        words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn command() -> Command {
+        Command {
+            binary: "/usr/local/bin/envoy".into(),
+            bootstrap: "etc/istio/proxy/envoy-rev.json".into(),
+            drain_time: Duration::from_secs(45),
+            ip_version: IpVersion::V4,
+            file_flush_interval: Duration::from_secs(1),
+            log: LogLevels::split("warning", "misc:error").0,
+            skip_deprecated_logs: true,
+            concurrency: Some(2),
+        }
+    }
+
+    #[test]
+    fn the_charts_settings_give_the_charts_command_line() {
+        assert_eq!(
+            command().arguments().join(" "),
+            "-c etc/istio/proxy/envoy-rev.json --drain-time-s 45 --drain-strategy immediate \
+             --local-address-ip-version v4 --file-flush-interval-msec 1000 --disable-hot-restart \
+             --allow-unknown-static-fields -l warning --component-log-level misc:error \
+             --skip-deprecated-logs --concurrency 2"
+        );
+    }
+
+    #[test]
+    fn what_is_not_set_is_not_passed() {
+        let bare = Command {
+            ip_version: IpVersion::V6,
+            log: LogLevels::default(),
+            skip_deprecated_logs: false,
+            concurrency: None,
+            ..command()
+        };
+        assert!(bare.arguments().join(" ").ends_with(
+            "--local-address-ip-version v6 --file-flush-interval-msec 1000 \
+             --disable-hot-restart --allow-unknown-static-fields"
+        ));
+    }
+
+    #[test]
+    fn splits_a_log_level_from_component_levels() {
+        for (level, components, expected, dropped) in [
+            ("info", "misc:error", (Some("info"), Some("misc:error")), 0),
+            (
+                "info,misc:warn",
+                "a:b",
+                (Some("info"), Some("misc:warn")),
+                0,
+            ),
+            ("info,warn", "", (Some("warn"), None), 0),
+            ("a:b,c:d", "", (None, Some("a:b,c:d")), 0),
+            ("info,a:b:c", "x:y", (Some("info"), Some("x:y")), 1),
+            ("", "", (None, None), 0),
+        ] {
+            let (levels, neither) = LogLevels::split(level, components);
+            assert_eq!(
+                (levels.level.as_deref(), levels.components.as_deref()),
+                expected
+            );
+            assert_eq!(neither.len(), dropped, "{level}");
+        }
+    }
+}
