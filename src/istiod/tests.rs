@@ -36,6 +36,12 @@ async fn until_gone(istiod: &Istiod) {
     watch.wait_for(Option::is_none).await.unwrap();
 }
 
+async fn until_gone_after_there(istiod: &Istiod) {
+    let mut watch = istiod.watch();
+    watch.wait_for(Option::is_some).await.unwrap();
+    watch.wait_for(Option::is_none).await.unwrap();
+}
+
 async fn hold(istiod: &Istiod, connection: &mut Connection) -> hyper::body::Incoming {
     let response = connection.send(istiod.request(HELD, Body::empty())).await;
     response.unwrap().into_body()
@@ -238,6 +244,29 @@ async fn tells_what_a_peer_answered_that_speaks_something_else() {
         };
         assert!(text.contains(expected), "{text}");
     }
+}
+
+#[tokio::test]
+async fn a_peer_that_falls_silent_under_an_open_stream_is_left_after_the_keepalive() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut config = plaintext(listener.local_addr().unwrap());
+    config.keepalive.interval = Duration::from_millis(20);
+    config.keepalive.timeout = Duration::from_millis(20);
+    let (istiod, _tasks) = run(config);
+    let ((), ()) = tokio::join!(
+        async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+            stream.write_all(&settings).await.unwrap();
+            until_gone_after_there(&istiod).await;
+        },
+        async {
+            let mut connection = istiod.connection().await.unwrap();
+            let request = istiod.request("/any", Body::empty());
+            let error = connection.send(request).await.unwrap_err();
+            assert!(error.is_timeout() || error.is_canceled(), "{error:?}");
+        }
+    );
 }
 
 #[tokio::test]
