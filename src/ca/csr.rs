@@ -170,19 +170,26 @@ mod tests {
 
     #[test]
     fn the_key_is_pkcs8_belongs_to_the_request_and_stays_out_of_debug_output() {
-        let request = generate(KeyType::P256, &identity()).unwrap();
-        assert!(request.key_pem.starts_with("-----BEGIN PRIVATE KEY-----"));
-        let key = KeyPair::from_pem(&request.key_pem).unwrap();
-        let (_, pem) = parse_x509_pem(request.csr_pem.as_bytes()).unwrap();
-        let (_, csr) = X509CertificationRequest::from_der(&pem.contents).unwrap();
-        let public = &csr
-            .certification_request_info
-            .subject_pki
-            .subject_public_key;
-        assert_eq!(public.as_ref(), key.public_key_raw());
-        assert!(!format!("{request:?}").contains("PRIVATE"));
-        let other = generate(KeyType::P256, &identity()).unwrap();
-        assert_ne!(request.key_pem, other.key_pem);
+        for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
+            let request = generate(key_type, &identity()).unwrap();
+            let begin = "-----BEGIN PRIVATE KEY-----";
+            assert!(request.key_pem.starts_with(begin), "{key_type:?}");
+            let key = KeyPair::from_pem(&request.key_pem).unwrap();
+            let (_, pem) = parse_x509_pem(request.csr_pem.as_bytes()).unwrap();
+            let (_, csr) = X509CertificationRequest::from_der(&pem.contents).unwrap();
+            let public = &csr
+                .certification_request_info
+                .subject_pki
+                .subject_public_key;
+            assert_eq!(public.as_ref(), key.public_key_raw(), "{key_type:?}");
+            assert!(!format!("{request:?}").contains("PRIVATE"));
+        }
+    }
+
+    #[test]
+    fn each_request_has_its_own_key() {
+        let [one, other] = [(); 2].map(|()| generate(KeyType::P256, &identity()).unwrap());
+        assert_ne!(one.key_pem, other.key_pem);
     }
 
     #[test]

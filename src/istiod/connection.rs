@@ -124,18 +124,18 @@ pub(super) async fn open(
         .handshake(TokioIo::new(io))
         .await
         .map_err(|error| error.to_string())?;
-    {
+    let ended = {
         let answered = peer.wait_for(|peer| *peer != Peer::Silent);
         tokio::select! {
             biased;
-            _ = answered => {}
-            _ = &mut running => {}
+            _ = answered => false,
+            _ = &mut running => true,
         }
-    }
+    };
     let first = peer.borrow().clone();
     match first {
-        Peer::Speaks => {}
-        Peer::Silent => return Err("it closed the connection".to_owned()),
+        Peer::Speaks if !ended => {}
+        Peer::Speaks | Peer::Silent => return Err("it closed the connection".to_owned()),
         Peer::Leaves => return Err("it sent GOAWAY at once".to_owned()),
         Peer::Lost(reason) => return Err(reason),
     }

@@ -1,8 +1,8 @@
-//! Watches what a peer says on an HTTP/2 connection: that it speaks, that it leaves, that it is gone.
+//! Watches what a peer says on an HTTP/2 connection: that it speaks, leaves, or is gone.
 //!
-//! The HTTP/2 library keeps the peer's first SETTINGS and its GOAWAY to itself, and reports the loss
-//! of a connection without the cause. [`Watched`] sits below it and walks over the frames read,
-//! nine header bytes at a time; payloads are skipped by their length.
+//! The HTTP/2 library keeps the peer's first SETTINGS and its GOAWAY to itself, and reports the
+//! loss of a connection without the cause. [`Watched`] sits below it and walks over the frames
+//! read, nine header bytes at a time; payloads are skipped by their length.
 //!
 //! Does not check frames, nor change or hold back a byte.
 

@@ -40,7 +40,7 @@ pub type Body = tonic::body::Body;
 const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 
 /// Where istiod is and how to speak to it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Config {
     /// `host:port`, resolved again at each dial.
     pub address: String,
@@ -74,19 +74,25 @@ pub struct Istiod {
     asks: mpsc::UnboundedSender<Ask>,
 }
 
+#[derive(Debug)]
 struct Shared {
     config: Arc<Config>,
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
 }
 
-impl fmt::Debug for Shared {
-    /// Leaves out the headers, which may be secrets.
+impl fmt::Debug for Config {
+    /// Names the headers only, as their values may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Istiod")
-            .field("address", &self.config.address)
-            .field("connected", &*self.connected.borrow())
-            .finish_non_exhaustive()
+        let names: Vec<_> = self.metadata.iter().map(|(name, _)| name).collect();
+        f.debug_struct("Config")
+            .field("address", &self.address)
+            .field("security", &self.security)
+            .field("token", &self.token)
+            .field("metadata", &names)
+            .field("keepalive", &self.keepalive)
+            .field("limits", &self.limits)
+            .finish()
     }
 }
 

@@ -72,9 +72,8 @@ async fn system_bundle() -> Result<PathBuf, RootsError> {
 }
 
 fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, RootsError> {
-    let path = path.to_owned();
     if pem.trim_ascii().is_empty() {
-        return Err(RootsError::Empty { path });
+        return Err(RootsError::Empty { path: path.into() });
     }
     let mut store = RootCertStore::empty();
     let (mut broken, mut expired) = (0, 0);
@@ -85,26 +84,25 @@ fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, Root
             _ => broken += 1,
         }
     }
-    match (store.is_empty(), broken, expired) {
-        (false, 0, 0) => {}
-        (false, ..) => tracing::warn!(
-            "left out {broken} broken and {expired} expired root certificates of {}; using the other {}",
-            path.display(),
-            store.len()
-        ),
-        (true, 0, 0) => {
-            let bytes = pem.len();
-            return Err(RootsError::NoCertificate { path, bytes });
-        }
-        (true, ..) => {
-            return Err(RootsError::NoneUsable {
-                path,
-                broken,
-                expired,
-            });
+    match (store.len(), broken + expired) {
+        (0, 0) => Err(RootsError::NoCertificate {
+            path: path.into(),
+            bytes: pem.len(),
+        }),
+        (0, _) => Err(RootsError::NoneUsable {
+            path: path.into(),
+            broken,
+            expired,
+        }),
+        (_, 0) => Ok(store),
+        (used, _) => {
+            tracing::warn!(
+                "left out {broken} broken and {expired} expired root certificates of {}; using the other {used}",
+                path.display()
+            );
+            Ok(store)
         }
     }
-    Ok(store)
 }
 
 /// The end of a certificate's validity in seconds since 1970.

@@ -117,14 +117,16 @@ impl Worker {
         self.pace.connected();
         self.complaint = None;
         let address = self.config.address.clone();
-        tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({})", connection.about());
+        let about = connection.about();
+        tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
         self.connected.send_replace(Some(connection.clone()));
         let connected = self.connected.clone();
         self.tasks.owned().start(async move {
             let leaves = || drop_if(&connected, |current| current.is(&identity));
             let reason = driver.run(leaves).await;
-            tracing::debug!(target: "xdsproxy", "connection to istiod at {address} ended: {reason}");
+            let ended = format!("connection to istiod at {address} ended: {reason}");
+            tracing::debug!(target: "xdsproxy", "{ended}");
         });
         self.give(&connection);
     }

@@ -1,0 +1,161 @@
+use tokio::net::TcpListener;
+
+use super::{failure, until_gone};
+use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
+use crate::istiod::{Config, Security, tls};
+
+fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
+    match &mut config.security {
+        Security::Tls(tls) => &mut tls.client,
+        Security::Plaintext => panic!("no TLS"),
+    }
+}
+
+#[tokio::test]
+async fn tells_what_is_wrong_with_a_root_file() {
+    let fake = Fake::start(None).await;
+    let files = Files::new();
+    let expired = Authority::expired("old").pem();
+    for (content, expected) in [
+        ("", "is empty"),
+        ("garbage", "holds no certificate in 7 bytes"),
+        (&expired, "0 broken, 1 expired"),
+    ] {
+        let roots = files.write("root.pem", content);
+        let text = failure(encrypted(fake.address, &roots)).await;
+        assert!(text.contains(expected), "{text}");
+        assert!(text.contains("root.pem"), "{text}");
+    }
+    std::fs::remove_file(files.write("root.pem", "")).unwrap();
+    let missing = files.write("other", "").with_file_name("root.pem");
+    let text = failure(encrypted(fake.address, &missing)).await;
+    assert!(text.contains("root.pem: No such file"), "{text}");
+    assert!(fake.seen().connections.is_empty());
+}
+
+#[tokio::test]
+async fn refuses_a_certificate_for_another_name_or_of_another_root() {
+    let authority = Authority::new("root");
+    let tls = fake::server_tls(&authority, "other.example", Clients::Optional);
+    let fake = Fake::start(Some(tls)).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let text = failure(encrypted(fake.address, &roots)).await;
+    assert!(text.contains("not valid for name"), "{text}");
+    assert!(text.contains(NAME), "{text}");
+    let roots = files.write("root.pem", &Authority::new("another").pem());
+    let text = failure(encrypted(fake.address, &roots)).await;
+    assert!(text.contains("UnknownIssuer"), "{text}");
+    let mut config = encrypted(fake.address, &roots);
+    if let Security::Tls(tls) = &mut config.security {
+        tls.server_name = "not a name".to_owned();
+    }
+    let text = failure(config).await;
+    assert!(text.contains("\"not a name\" is no server name"), "{text}");
+}
+
+#[tokio::test]
+async fn wants_http2_to_be_offered() {
+    let authority = Authority::new("root");
+    let mut tls = fake::server_tls(&authority, NAME, Clients::Optional);
+    tls.alpn_protocols.clear();
+    let fake = Fake::start(Some(tls)).await;
+    let roots = Files::new();
+    let roots_path = roots.write("root.pem", &authority.pem());
+    let text = failure(encrypted(fake.address, &roots_path)).await;
+    assert!(
+        text.ends_with("does not offer HTTP/2 over TLS (ALPN)"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_rotated_root_file_is_all_the_next_dial_trusts() {
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let first = Fake::start(Some(fake::server_tls(&old, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &old.pem());
+    let (istiod, _tasks) = run(encrypted(first.address, &roots));
+    istiod.try_connection().await.unwrap();
+    files.write("root.pem", &new.pem());
+    assert!(istiod.try_connection().await.is_ok());
+    let address = first.address;
+    first.close();
+    until_gone(&istiod).await;
+    let error = istiod.try_connection().await.unwrap_err().to_string();
+    assert!(error.contains("UnknownIssuer"), "{error}");
+    drop(first);
+    let tls = fake::server_tls(&new, NAME, Clients::Optional);
+    let _second = loop {
+        // The first one's task ends a moment after its handle.
+        match TcpListener::bind(address).await {
+            Ok(free) => {
+                drop(free);
+                break Fake::at(address, Some(tls)).await;
+            }
+            Err(_) => tokio::task::yield_now().await,
+        }
+    };
+    istiod.connection().await.unwrap();
+}
+
+#[tokio::test]
+async fn shows_a_client_certificate_while_it_is_valid() {
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let strict = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Required))).await;
+    let valid = authority.issue("workload");
+    let expired = authority.issue_until("workload", 2001);
+    for (chain, key, sent) in [
+        (valid.chain.as_str(), valid.key.as_str(), true),
+        (&expired.chain, &expired.key, false),
+        ("garbage", &valid.key, false),
+        (
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+            &valid.key,
+            false,
+        ),
+    ] {
+        let pair = tls::ClientCertificate {
+            chain: files.write("cert-chain.pem", chain),
+            key: files.write("key.pem", key),
+        };
+        let mut config = encrypted(fake.address, &roots);
+        *client(&mut config) = Some(pair.clone());
+        let (istiod, _tasks) = run(config);
+        istiod.try_connection().await.unwrap();
+        assert_eq!(fake.seen().connections.last(), Some(&sent), "{chain}");
+        let mut config = encrypted(strict.address, &roots);
+        *client(&mut config) = Some(pair);
+        let (istiod, _tasks) = run(config);
+        match istiod.try_connection().await {
+            Ok(_) => assert!(sent),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(!sent && text.contains("CertificateRequired"), "{text}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_key_that_cannot_be_used_is_an_error() {
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let pair = authority.issue("workload");
+    for (key, expected) in [
+        ("", "is no PEM private key"),
+        (&fake::key_pem(), "cannot be used with its key"),
+    ] {
+        let mut config = encrypted("127.0.0.1:1", &roots);
+        *client(&mut config) = Some(tls::ClientCertificate {
+            chain: files.write("cert-chain.pem", &pair.chain),
+            key: files.write("key.pem", key),
+        });
+        let text = failure(config).await;
+        assert!(text.contains(expected), "{text}");
+    }
+}
