@@ -10,7 +10,7 @@ use http::{HeaderName, HeaderValue};
 
 use super::environment as variables;
 use super::{Problem, Sources, mesh};
-use crate::istiod::{Config, Keepalive, Security, tls, token};
+use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
@@ -71,6 +71,7 @@ impl Sources<'_> {
                 interval: self.get(&variables::GRPC_KEEPALIVE_INTERVAL),
                 timeout: self.get(&variables::GRPC_KEEPALIVE_TIMEOUT),
             },
+            limits: Limits::default(),
         }
     }
 

@@ -1,8 +1,8 @@
 //! Owns the connection: answers those who ask for it, and dials while somebody does.
 //!
 //! Askers queue here while there is no connection. One dial serves all of them, also those who come
-//! while it runs. Between dials the worker waits with full jitter; a connection that held for a
-//! while resets that, one that broke at once does not.
+//! while it runs. Between dials that fail the worker waits with full jitter; one that succeeds resets
+//! that.
 //!
 //! Does not dial or wake up while nobody asks.
 
@@ -188,12 +188,12 @@ impl Pace {
 
     /// The moment to wait for, or nothing if it is time.
     fn next_dial(&mut self) -> Option<Instant> {
-        if let Some(since) = self.connected.take() {
-            if since.elapsed() >= LONGEST_WAIT {
-                self.backoff.reset();
-            } else {
-                self.not_before = Some(Instant::now() + self.backoff.next_wait());
-            }
+        if let Some(since) = self.connected.take()
+            && since.elapsed() < LONGEST_WAIT
+        {
+            // It broke at once. Those who ask pace themselves, so one short wait is enough.
+            let mut short = Backoff::new(FIRST_WAIT, FIRST_WAIT);
+            self.not_before = Some(Instant::now() + short.next_wait());
         }
         self.not_before
     }
@@ -203,6 +203,7 @@ impl Pace {
     }
 
     fn connected(&mut self) {
+        self.backoff.reset();
         self.not_before = None;
         self.connected = Some(Instant::now());
     }
@@ -235,13 +236,17 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_that_held_ends_the_waiting_and_one_that_broke_at_once_does_not() {
+    async fn a_connection_that_broke_at_once_costs_one_short_wait_and_one_that_held_none() {
         let mut pace = Pace::new();
         for _ in 0..10 {
-            pace.connected();
-            assert!(pace.next_dial().is_some());
+            pace.failed();
         }
-        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
+        for _ in 0..10 {
+            pace.connected();
+            let until = pace.next_dial().unwrap();
+            assert!(until <= Instant::now() + FIRST_WAIT);
+            pace.waited();
+        }
         pace.connected();
         tokio::time::advance(LONGEST_WAIT).await;
         assert_eq!(pace.next_dial(), None);
