@@ -36,9 +36,19 @@ fn check(name: &str) {
         fs::write(&expected, &found).expect("the golden file is written");
     }
     let expected = fs::read_to_string(&expected).unwrap_or_default();
+    let lines = found.lines().zip(expected.lines()).enumerate();
+    for (index, (found, expected)) in lines {
+        assert_eq!(
+            found,
+            expected,
+            "{name} line {}; UPDATE_GOLDEN=1 accepts it",
+            index + 1
+        );
+    }
     assert_eq!(
-        found, expected,
-        "{name}: UPDATE_GOLDEN=1 accepts the new document"
+        found.len(),
+        expected.len(),
+        "{name}; UPDATE_GOLDEN=1 accepts it"
     );
 }
 

@@ -128,11 +128,15 @@ impl Environment {
             if let Some(value) = found.to_str().and_then(variable.parse) {
                 return value;
             }
-            warnings.push(Problem {
+            let warning = Problem {
                 subject: variable.name.to_owned(),
                 found: found.to_string_lossy().into_owned(),
                 expected: format!("{}, using {:?}", variable.expected, variable.default),
-            });
+            };
+            // Several rooms may ask for one variable.
+            if !warnings.contains(&warning) {
+                warnings.push(warning);
+            }
         }
         (variable.parse)(variable.default).expect("a default is of its variable's type")
     }
