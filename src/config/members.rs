@@ -135,7 +135,7 @@ fn whole_number(value: &Value) -> Option<i64> {
 }
 
 /// Host and port of `host:port`; an IPv6 host stands in brackets, which are taken off.
-pub fn split_address(address: &str) -> Option<(&str, u16)> {
+pub(super) fn split_address(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let port = port.parse().ok().filter(|port| *port != 0)?;
     let host = match host.strip_prefix('[') {

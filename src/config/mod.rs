@@ -109,13 +109,7 @@ pub fn load(
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
     let mut sources = Sources::read(flags, env, root);
-    if !flags.template_file.is_empty() {
-        sources.problems.push(Problem {
-            subject: "--templateFile".to_owned(),
-            found: flags.template_file.clone(),
-            expected: "nothing: this agent writes the bootstrap itself".to_owned(),
-        });
-    }
+    sources.refuse_templates();
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let (istiod, ca_istiod) = sources.control_plane();
@@ -201,6 +195,21 @@ impl<'a> Sources<'a> {
 
     fn get<T>(&mut self, variable: &environment::Variable<T>) -> T {
         self.env.get(variable, &mut self.warnings)
+    }
+
+    /// A template nobody would fill in must not pass unnoticed.
+    fn refuse_templates(&mut self) {
+        let variable = self.get(&environment::ISTIO_BOOTSTRAP);
+        let flag = self.flags.template_file.clone();
+        for (subject, found) in [("ISTIO_BOOTSTRAP", variable), ("--templateFile", flag)] {
+            if !found.is_empty() {
+                self.problem(
+                    subject,
+                    &found,
+                    "nothing: this agent writes the bootstrap itself",
+                );
+            }
+        }
     }
 
     fn sds_socket(&mut self) -> PathBuf {
