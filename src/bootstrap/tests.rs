@@ -77,7 +77,7 @@ fn the_file_is_written_whole_and_removed_when_envoy_has_ended() {
     let mut config = config(&case).bootstrap;
     config.directory = root.path().join("etc/istio/proxy");
     let written = write(&config).expect("written");
-    let path = written.path().to_owned();
+    let path = config.file();
     let text = fs::read_to_string(&path).expect("the file");
     let parsed: Value = serde_json::from_str(&text).expect("strict JSON");
     assert_eq!(parsed, document(&config));
