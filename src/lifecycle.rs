@@ -160,4 +160,26 @@ mod tests {
         assert_eq!(ended.name, "relay");
         assert_eq!(ended.result.map_err(|e| e.to_string()), Err("no".into()));
     }
+
+    #[tokio::test]
+    async fn each_signal_is_one_step_more_urgent() {
+        use rustix::process::{Signal, getpid, kill_process};
+        let (mut urgency, watching) = signals().expect("the signals are caught");
+        let asking = async {
+            for (signal, expected) in [
+                (Signal::TERM, Urgency::Drain),
+                (Signal::INT, Urgency::Terminate),
+                (Signal::TERM, Urgency::Kill),
+                (Signal::TERM, Urgency::Kill),
+            ] {
+                kill_process(getpid(), signal).expect("the signal is sent");
+                urgency.changed().await.expect("the watch lives");
+                assert_eq!(*urgency.borrow_and_update(), expected);
+            }
+        };
+        tokio::select! {
+            () = asking => {}
+            () = watching => {}
+        }
+    }
 }

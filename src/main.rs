@@ -3,15 +3,12 @@
 //!
 //! Does not hold logic, and opens nothing before the configuration is known to be good.
 
-use std::path::Path;
-
-use istio_agent::agent;
 use istio_agent::cli::{
     self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, version,
 };
 use istio_agent::config::{self, environment::Environment};
 use istio_agent::lifecycle::BoxError;
-use istio_agent::logging;
+use istio_agent::{agent, logging};
 
 fn main() -> std::process::ExitCode {
     let code = match cli::parse(std::env::args()) {
@@ -35,10 +32,9 @@ fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitC
     logging::init(log.options()?)?;
     cli::announce(flags, log, unknown);
     let environment = Environment::of_process();
-    let config =
-        config::load(flags, log, &environment, Path::new(".")).map_err(config::Unusable)?;
+    let config = config::load(flags, log, &environment, ".".as_ref()).map_err(config::Unusable)?;
     config.announce();
-    // One thread: the kernel ends Envoy with the thread that started it.
+    // The kernel ends Envoy with the thread that started it, so there is one thread.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

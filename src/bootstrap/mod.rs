@@ -115,12 +115,6 @@ pub fn write(config: &Config) -> Result<Written, Error> {
     Ok(Written { path })
 }
 
-impl Written {
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
 impl Drop for Written {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {

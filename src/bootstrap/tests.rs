@@ -36,9 +36,19 @@ fn check(name: &str) {
         fs::write(&expected, &found).expect("the golden file is written");
     }
     let expected = fs::read_to_string(&expected).unwrap_or_default();
+    let lines = found.lines().zip(expected.lines()).enumerate();
+    for (index, (found, expected)) in lines {
+        assert_eq!(
+            found,
+            expected,
+            "{name} line {}; UPDATE_GOLDEN=1 accepts it",
+            index + 1
+        );
+    }
     assert_eq!(
-        found, expected,
-        "{name}: UPDATE_GOLDEN=1 accepts the new document"
+        found.len(),
+        expected.len(),
+        "{name}; UPDATE_GOLDEN=1 accepts it"
     );
 }
 
@@ -67,7 +77,7 @@ fn the_file_is_written_whole_and_removed_when_envoy_has_ended() {
     let mut config = config(&case).bootstrap;
     config.directory = root.path().join("etc/istio/proxy");
     let written = write(&config).expect("written");
-    let path = written.path().to_owned();
+    let path = config.file();
     let text = fs::read_to_string(&path).expect("the file");
     let parsed: Value = serde_json::from_str(&text).expect("strict JSON");
     assert_eq!(parsed, document(&config));

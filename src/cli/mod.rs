@@ -191,7 +191,10 @@ fn node_type(text: &str) -> Result<NodeType, String> {
 fn one_sentence(error: &clap::Error) -> String {
     let text = error.to_string();
     let first = text.lines().next().unwrap_or_default();
-    first.strip_prefix("error: ").unwrap_or(first).to_owned()
+    let sentence = first.strip_prefix("error: ").unwrap_or(first);
+    // Our own sentence about the type says it all.
+    let own = sentence.split_once("'[TYPE]': ").map(|(_, own)| own);
+    own.unwrap_or(sentence).to_owned()
 }
 
 /// Exit codes of the program.

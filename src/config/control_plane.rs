@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use http::{HeaderName, HeaderValue};
 
 use super::environment as variables;
-use super::{Problem, Sources, mesh};
+use super::{Problem, Sources, members};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
@@ -50,7 +50,7 @@ impl Sources<'_> {
             self.mesh.discovery_address.clone()
         };
         // An address of the mesh configuration was reported there if it is no good.
-        if named && mesh::split_address(&address).is_none() {
+        if named && members::split_address(&address).is_none() {
             self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
         }
         let security = if address.ends_with(":15010") {
@@ -85,8 +85,11 @@ impl Sources<'_> {
         for (name, value) in std::iter::once(("clusterid", cluster)).chain(given) {
             // `HeaderName` folds to lower case, as HTTP/2 wants it.
             match (name.parse::<HeaderName>(), HeaderValue::from_str(&value)) {
-                (Ok(name), Ok(value)) => metadata.push((name, value)),
-                // The value may be a credential.
+                (Ok(name), Ok(mut value)) => {
+                    // It may be a credential, so it is not printed.
+                    value.set_sensitive(name != "clusterid");
+                    metadata.push((name, value));
+                }
                 _ => self.problems.push(Problem {
                     subject: format!("{prefix}{name}"),
                     found: "(not shown)".to_owned(),
@@ -99,7 +102,7 @@ impl Sources<'_> {
 
     fn tls(&mut self, purpose: Purpose, address: &str, override_name: bool) -> tls::Config {
         let expected = self.get(&variables::ISTIOD_SAN);
-        let host = mesh::split_address(address).map_or(address, |(host, _)| host);
+        let host = members::split_address(address).map_or(address, |(host, _)| host);
         let server_name = match host {
             _ if override_name && !expected.is_empty() => expected,
             host if host.contains("localhost") => ISTIOD_NAME.to_owned(),

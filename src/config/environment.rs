@@ -106,6 +106,7 @@ variables! {
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Keeps Envoy silent on deprecated fields.", Same;
+    ISTIO_BOOTSTRAP: String = "", "A bootstrap template: refused, as this agent writes the bootstrap itself.", Same;
     ISTIO_CPU_LIMIT: u32 = "0", "CPUs of the pod: Envoy's concurrency unless configured.", Same;
     DISABLE_ENVOY: bool = "false", "Runs without Envoy.", Same;
 }
@@ -128,11 +129,15 @@ impl Environment {
             if let Some(value) = found.to_str().and_then(variable.parse) {
                 return value;
             }
-            warnings.push(Problem {
+            let warning = Problem {
                 subject: variable.name.to_owned(),
                 found: found.to_string_lossy().into_owned(),
                 expected: format!("{}, using {:?}", variable.expected, variable.default),
-            });
+            };
+            // Several rooms may ask for one variable.
+            if !warnings.contains(&warning) {
+                warnings.push(warning);
+            }
         }
         (variable.parse)(variable.default).expect("a default is of its variable's type")
     }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::environment as variables;
 use super::pod::{self, NodeType, Pairs};
-use super::{Problem, Sources, mesh};
+use super::{Problem, Sources, members};
 use crate::bootstrap::{self, node};
 use crate::cli::version::ISTIO_VERSION;
 use crate::envoy::command::{Command, IpVersion, LogLevels};
@@ -137,7 +137,7 @@ impl Sources<'_> {
     }
 
     fn istiod_san(&self) -> Option<String> {
-        let (host, _) = mesh::split_address(&self.mesh.discovery_address)?;
+        let (host, _) = members::split_address(&self.mesh.discovery_address)?;
         let name = if host == "localhost" {
             "istiod.istio-system.svc"
         } else {

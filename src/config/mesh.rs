@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
+use super::members::Reader;
 use super::{Problem, duration};
 
 /// The members the agent uses, and the whole document for istiod.
@@ -143,7 +144,8 @@ impl Document {
     /// Reads every member the agent uses. All problems are reported, not just the first.
     pub fn read(self, problems: &mut Vec<Problem>) -> ProxyConfig {
         let mut reader = Reader {
-            document: &self,
+            members: &self.members,
+            origins: &self.origins,
             problems,
         };
         let mut config = ProxyConfig {
@@ -183,6 +185,29 @@ impl Document {
         }
         self.members
     }
+}
+
+/// The document for the log, without what is secret in it: tokens and the values of
+/// `proxyMetadata`, which end up in the environment of containers and may be anything.
+pub fn printable(document: &Map<String, Value>) -> Value {
+    let mut shown = document.clone();
+    if let Some(Value::Object(metadata)) = shown.get_mut("proxyMetadata") {
+        for (_, value) in metadata
+            .iter_mut()
+            .filter(|(name, _)| !name.starts_with("ISTIO_META"))
+        {
+            *value = json!("(not shown)");
+        }
+    }
+    for token in ["accessToken", "access_token"] {
+        let lightstep = shown
+            .get_mut("tracing")
+            .and_then(|t| t.get_mut("lightstep"));
+        if let Some(value) = lightstep.and_then(|l| l.get_mut(token)) {
+            *value = json!("(not shown)");
+        }
+    }
+    Value::Object(shown)
 }
 
 /// The members of a document, or nothing when it is empty.
@@ -228,134 +253,6 @@ fn other_of_pair(name: &str) -> Option<&'static str> {
         "tracingServiceName" => Some("serviceCluster"),
         _ => None,
     }
-}
-
-struct Reader<'a> {
-    document: &'a Document,
-    problems: &'a mut Vec<Problem>,
-}
-
-impl Reader<'_> {
-    /// The member as `take` understands it; a problem when it does not.
-    fn member<T>(
-        &mut self,
-        name: &str,
-        expected: &str,
-        take: impl Fn(&Value) -> Option<T>,
-    ) -> Option<T> {
-        let value = self.document.members.get(name)?;
-        let taken = take(value);
-        if taken.is_none() {
-            self.problem(name, value.to_string(), expected);
-        }
-        taken
-    }
-
-    fn problem(&mut self, name: &str, found: String, expected: &str) {
-        let origin = self
-            .document
-            .origins
-            .get(name)
-            .map_or("ProxyConfig", String::as_str);
-        self.problems.push(Problem {
-            subject: format!("{name} of {origin}"),
-            found,
-            expected: expected.to_owned(),
-        });
-    }
-
-    fn text(&mut self, name: &str) -> Option<String> {
-        self.member(name, "a string", |v| v.as_str().map(str::to_owned))
-    }
-
-    fn some_text(&mut self, name: &str) -> String {
-        let expected = "a string that is not empty";
-        let text = |v: &Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_owned);
-        self.member(name, expected, text).unwrap_or_default()
-    }
-
-    fn duration(&mut self, name: &str, default: Duration) -> Duration {
-        let expected = "a duration such as 45s or 1m30s";
-        self.member(name, expected, |v| duration::parse(v.as_str()?))
-            .unwrap_or(default)
-    }
-
-    fn whole_seconds(&mut self, name: &str) -> Duration {
-        let expected = "a duration of whole seconds, at least 1s";
-        let whole = |d: &Duration| d.subsec_nanos() == 0 && !d.is_zero();
-        self.member(name, expected, |v| {
-            duration::parse(v.as_str()?).filter(whole)
-        })
-        .unwrap_or_default()
-    }
-
-    fn address(&mut self, name: &str) -> String {
-        let expected = "host:port with a port from 1 to 65535";
-        self.member(name, expected, |v| {
-            let text = v.as_str()?;
-            split_address(text).map(|_| text.to_owned())
-        })
-        .unwrap_or_default()
-    }
-
-    fn plaintext(&mut self) -> bool {
-        self.member("controlPlaneAuthPolicy", "NONE or MUTUAL_TLS", |v| match v
-            .as_str()
-            .map_or_else(
-                || v.as_i64(),
-                |name| match name {
-                    "NONE" => Some(0),
-                    "MUTUAL_TLS" => Some(1),
-                    _ => None,
-                },
-            )? {
-            0 => Some(true),
-            1 => Some(false),
-            _ => None,
-        })
-        .unwrap_or_default()
-    }
-
-    fn port(&mut self, name: &str) -> Option<u16> {
-        let port = |v: &Value| u16::try_from(whole_number(v)?).ok().filter(|p| *p != 0);
-        self.member(name, "a port from 1 to 65535", port)
-    }
-
-    fn count(&mut self, name: &str) -> Option<u32> {
-        let count = |v: &Value| u32::try_from(whole_number(v)?).ok();
-        self.member(name, "a whole number, 0 or more", count)
-    }
-
-    fn texts(&mut self, name: &str) -> BTreeMap<String, String> {
-        self.member(name, "an object of strings", |v| {
-            let pairs = v.as_object()?.iter();
-            pairs
-                .map(|(k, v)| Some((k.clone(), v.as_str()?.to_owned())))
-                .collect()
-        })
-        .unwrap_or_default()
-    }
-
-    fn refuse(&mut self, name: &str, expected: &str) {
-        self.member(name, expected, |v| (v.as_str() == Some("")).then_some(()));
-    }
-}
-
-/// Numbers may be quoted.
-fn whole_number(value: &Value) -> Option<i64> {
-    value.as_i64().or_else(|| value.as_str()?.parse().ok())
-}
-
-/// Host and port of `host:port`; an IPv6 host stands in brackets, which are taken off.
-pub fn split_address(address: &str) -> Option<(&str, u16)> {
-    let (host, port) = address.rsplit_once(':')?;
-    let port = port.parse().ok().filter(|port| *port != 0)?;
-    let host = match host.strip_prefix('[') {
-        Some(bracketed) => bracketed.strip_suffix(']')?,
-        None => Some(host).filter(|host| !host.contains(':'))?,
-    };
-    let named = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    (!host.is_empty() && host.chars().all(named)).then_some((host, port))
 }
 
 /// Every member of ProxyConfig, source: mesh/v1alpha1/proxy.proto.
@@ -475,30 +372,17 @@ mod tests {
     }
 
     #[test]
+    fn the_log_shows_no_secrets() {
+        let (config, _) = folded(&["proxyMetadata: {TOKEN: hush, ISTIO_META_A: a}\n\
+             tracing: {lightstep: {accessToken: hush, address: 'a:1'}}"]);
+        let text = printable(&config.document).to_string();
+        assert!(!text.contains("hush") && text.contains("a:1"), "{text}");
+    }
+
+    #[test]
     fn a_document_that_is_no_object_is_a_problem_with_its_line() {
         let (_, problems) = folded(&["a: 1\nb: [", "- 1"]);
         assert_eq!(problems.len(), 2, "{problems:?}");
         assert!(problems[0].found.starts_with("line "), "{problems:?}");
-    }
-
-    #[test]
-    fn splits_addresses_into_host_and_port() {
-        assert_eq!(
-            split_address("istiod.istio-system.svc:15012"),
-            Some(("istiod.istio-system.svc", 15012))
-        );
-        assert_eq!(split_address("[fd00::1]:1"), Some(("fd00::1", 1)));
-        for text in [
-            "a",
-            "a:",
-            "a:0",
-            "a:65536",
-            ":1",
-            "fd00::1:1",
-            "a b:1",
-            "http://a:1",
-        ] {
-            assert_eq!(split_address(text), None, "{text}");
-        }
     }
 }

@@ -11,6 +11,7 @@ mod control_plane;
 pub mod duration;
 pub mod environment;
 mod envoy;
+mod members;
 pub mod mesh;
 pub mod pod;
 mod workload;
@@ -44,6 +45,8 @@ pub struct Config {
     pub bootstrap: bootstrap::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
+    /// Only logged: there is one kind of token.
+    pub jwt_policy: String,
     /// What was found odd and replaced by a default.
     pub warnings: Vec<Problem>,
 }
@@ -106,13 +109,7 @@ pub fn load(
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
     let mut sources = Sources::read(flags, env, root);
-    if !flags.template_file.is_empty() {
-        sources.problems.push(Problem {
-            subject: "--templateFile".to_owned(),
-            found: flags.template_file.clone(),
-            expected: "nothing: this agent writes the bootstrap itself".to_owned(),
-        });
-    }
+    sources.refuse_templates();
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let (istiod, ca_istiod) = sources.control_plane();
@@ -120,6 +117,7 @@ pub fn load(
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
+    let jwt_policy = sources.get(&environment::JWT_POLICY);
     if !sources.problems.is_empty() {
         return Err(sources.problems);
     }
@@ -133,6 +131,7 @@ pub fn load(
         sds_socket,
         bootstrap,
         envoy,
+        jwt_policy,
         warnings: sources.warnings,
     })
 }
@@ -146,12 +145,24 @@ impl Config {
         let node = &self.bootstrap.node;
         let ips: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
         tracing::info!(ips = ips.join(","), id = node.id, "Proxy role");
-        let effective = serde_json::Value::Object(node.proxy_config.clone());
-        tracing::info!("Effective config: {effective}");
-        tracing::info!(
-            "CA Endpoint {}",
-            self.ca_istiod.as_ref().unwrap_or(&self.istiod).address
-        );
+        tracing::info!("Effective config: {}", mesh::printable(&node.proxy_config));
+        tracing::info!("JWT policy is {}", self.jwt_policy);
+        let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
+        tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
+        if let istiod::Security::Tls(tls) = &ca.security {
+            match &tls.roots {
+                istiod::tls::Roots::System => {
+                    tracing::info!("Using CA {} cert with system certs", ca.address);
+                }
+                istiod::tls::Roots::File(path) => {
+                    tracing::info!(
+                        "Using CA {} cert with certs: {}",
+                        ca.address,
+                        path.display()
+                    );
+                }
+            }
+        }
     }
 }
 
@@ -184,6 +195,21 @@ impl<'a> Sources<'a> {
 
     fn get<T>(&mut self, variable: &environment::Variable<T>) -> T {
         self.env.get(variable, &mut self.warnings)
+    }
+
+    /// A template nobody would fill in must not pass unnoticed.
+    fn refuse_templates(&mut self) {
+        let variable = self.get(&environment::ISTIO_BOOTSTRAP);
+        let flag = self.flags.template_file.clone();
+        for (subject, found) in [("ISTIO_BOOTSTRAP", variable), ("--templateFile", flag)] {
+            if !found.is_empty() {
+                self.problem(
+                    subject,
+                    &found,
+                    "nothing: this agent writes the bootstrap itself",
+                );
+            }
+        }
     }
 
     fn sds_socket(&mut self) -> PathBuf {

@@ -186,6 +186,7 @@ fn every_problem_is_reported_at_once() {
         ("WORKLOAD_IDENTITY_SOCKET_FILE", "a/b"),
         ("PROXY_CONFIG", "{statusPort: x, drainDuration: 45}"),
         ("CA_HEADER_bad name", "x"),
+        ("ISTIO_BOOTSTRAP", "template.json"),
     ]);
     let subjects = machine.subjects();
     for subject in [
@@ -195,6 +196,7 @@ fn every_problem_is_reported_at_once() {
         "PILOT_CERT_PROVIDER",
         "CA_ADDR",
         "CA_HEADER_bad name",
+        "ISTIO_BOOTSTRAP",
         "ECC_SIGNATURE_ALGORITHM",
         "SECRET_GRACE_PERIOD_RATIO",
     ] {

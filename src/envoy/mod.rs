@@ -54,7 +54,8 @@ pub enum Error {
     #[error(transparent)]
     Process(#[from] process::Error),
     #[error(
-        "Envoy ended {after:?} after its start with {ended}, expected it to stay; its own log says why"
+        "Envoy ended {} ms after its start with {ended}, expected it to stay; its own log says why",
+        .after.as_millis()
     )]
     AtOnce { ended: Ended, after: Duration },
     #[error("Envoy did not end within {0:?} of being killed")]

@@ -6,17 +6,18 @@
 //!
 //! Does not rotate files, and prints no stack traces or callers.
 
+mod line;
+
 use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
 use std::sync::Mutex;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
-use serde_json::{Map, Value};
-use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+use line::{Content, Line};
 
 /// Scope of lines that name none.
 const DEFAULT: &str = "default";
@@ -213,189 +214,9 @@ impl<S: Subscriber> Layer<S> for Lines {
     }
 }
 
-/// Message and labels of an event.
-#[derive(Default)]
-struct Content {
-    message: String,
-    labels: Vec<(&'static str, Value)>,
-}
-
-impl Content {
-    fn add(&mut self, field: &Field, value: Value) {
-        match (field.name(), value) {
-            ("message", Value::String(message)) => self.message = message,
-            ("message", value) => self.message = value.to_string(),
-            (name, value) => self.labels.push((name, value)),
-        }
-    }
-}
-
-impl Visit for Content {
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.add(field, format!("{value:?}").into());
-    }
-    fn record_str(&mut self, field: &Field, value: &str) {
-        self.add(field, value.into());
-    }
-    fn record_i64(&mut self, field: &Field, value: i64) {
-        self.add(field, value.into());
-    }
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        self.add(field, value.into());
-    }
-    fn record_f64(&mut self, field: &Field, value: f64) {
-        self.add(field, value.into());
-    }
-    fn record_bool(&mut self, field: &Field, value: bool) {
-        self.add(field, value.into());
-    }
-}
-
-struct Line {
-    time: SystemTime,
-    level: Level,
-    scope: &'static str,
-    content: Content,
-}
-
-impl Line {
-    fn text(&self) -> String {
-        let mut line = format!("{}\t{}\t", rfc3339(self.time), level_word(self.level));
-        if self.scope != DEFAULT {
-            line += self.scope;
-            line.push('\t');
-        }
-        // One line per entry, whatever a message quotes.
-        line += &self.content.message.replace('\n', "\\n");
-        let mut separator = '\t';
-        for (name, value) in &self.content.labels {
-            let value = value
-                .as_str()
-                .map_or_else(|| value.to_string(), str::to_owned);
-            let value = value.replace('\n', "\\n");
-            let _ = write!(line, "{separator}{name}={value}"); // A String takes everything.
-            separator = ' ';
-        }
-        line.push('\n');
-        line
-    }
-
-    fn json(&self) -> String {
-        let mut members = Map::new();
-        members.insert("level".into(), level_word(self.level).into());
-        members.insert("time".into(), rfc3339(self.time).into());
-        if self.scope != DEFAULT {
-            members.insert("scope".into(), self.scope.into());
-        }
-        members.insert("msg".into(), self.content.message.as_str().into());
-        for (name, value) in &self.content.labels {
-            members.insert((*name).into(), value.clone());
-        }
-        format!("{}\n", Value::Object(members))
-    }
-}
-
-fn level_word(level: Level) -> &'static str {
-    match level {
-        Level::ERROR => "error",
-        Level::WARN => "warn",
-        Level::INFO => "info",
-        _ => "debug",
-    }
-}
-
-/// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.
-fn rfc3339(time: SystemTime) -> String {
-    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = since.as_secs();
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let micros = since.subsec_micros();
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
-}
-
-/// Year, month and day of a day counted from 1970-01-01.
-fn date(mut day: u64) -> (u64, usize, u64) {
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let mut year = 1970;
-    while day >= 365 + u64::from(leap(year)) {
-        day -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let lengths = [
-        31,
-        28 + u64::from(leap(year)),
-        31,
-        30,
-        31,
-        30,
-        31,
-        31,
-        30,
-        31,
-        30,
-        31,
-    ];
-    let mut month = 0;
-    while month < 11 && day >= lengths[month] {
-        day -= lengths[month];
-        month += 1;
-    }
-    (year, month + 1, day + 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
-
-    fn line(scope: &'static str) -> Line {
-        Line {
-            time: UNIX_EPOCH + Duration::from_micros(1_709_210_096_000_042),
-            level: Level::WARN,
-            scope,
-            content: Content {
-                message: "connected".into(),
-                labels: vec![("id", 7.into()), ("istiod.addr", "a:1".into())],
-            },
-        }
-    }
-
-    #[test]
-    fn text_lines_have_tabs_and_no_scope_for_the_default() {
-        assert_eq!(
-            line("default").text(),
-            "2024-02-29T12:34:56.000042Z\twarn\tconnected\tid=7 istiod.addr=a:1\n"
-        );
-        assert_eq!(
-            line("sds").text(),
-            "2024-02-29T12:34:56.000042Z\twarn\tsds\tconnected\tid=7 istiod.addr=a:1\n"
-        );
-    }
-
-    #[test]
-    fn json_lines_keep_the_order_of_members() {
-        assert_eq!(
-            line("sds").json(),
-            "{\"level\":\"warn\",\"time\":\"2024-02-29T12:34:56.000042Z\",\"scope\":\"sds\",\
-             \"msg\":\"connected\",\"id\":7,\"istiod.addr\":\"a:1\"}\n"
-        );
-    }
-
-    #[test]
-    fn dates_are_right_around_leap_days_and_years() {
-        for (seconds, text) in [
-            (0, "1970-01-01T00:00:00.000000Z"),
-            (951_782_399, "2000-02-28T23:59:59.000000Z"),
-            (951_868_800, "2000-03-01T00:00:00.000000Z"),
-            (1_735_689_599, "2024-12-31T23:59:59.000000Z"),
-            (4_107_542_400, "2100-03-01T00:00:00.000000Z"),
-        ] {
-            assert_eq!(rfc3339(UNIX_EPOCH + Duration::from_secs(seconds)), text);
-        }
-    }
 
     #[test]
     fn levels_are_per_scope_and_later_ones_win() {
