@@ -1,5 +1,7 @@
 //! Gets a certificate signed.
 
+pub mod csr;
+
 use std::future::Future;
 use std::time::Duration;
 
