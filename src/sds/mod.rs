@@ -10,6 +10,8 @@
 mod secret;
 mod stream;
 #[cfg(test)]
+mod stream_tests;
+#[cfg(test)]
 mod tests;
 
 use std::pin::Pin;

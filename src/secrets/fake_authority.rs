@@ -132,9 +132,9 @@ impl Ca for FakeAuthority {
             log.most_in_flight = log.most_in_flight.max(log.in_flight);
             log.keys.insert(key.0.clone());
         }
+        let _in_flight = InFlight(&self.log); // Ends with the call, also when that is given up.
         let mut answers = self.answer.subscribe();
         let answer = *answers.wait_for(|a| *a != Answer::Waits).await.unwrap();
-        self.log.lock().unwrap().in_flight -= 1;
         let mut signed = self.signed(&key, ttl);
         match answer {
             Answer::Signed | Answer::Waits => {}
@@ -155,6 +155,14 @@ impl Ca for FakeAuthority {
             Answer::Expired => signed = self.signed(&key, Duration::ZERO),
         }
         Ok(signed)
+    }
+}
+
+struct InFlight<'a>(&'a Mutex<Log>);
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.lock().unwrap().in_flight -= 1;
     }
 }
 

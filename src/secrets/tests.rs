@@ -189,6 +189,7 @@ async fn never_asks_twice_at_a_time_and_gives_up_on_silence() {
     fixture.authority.set(Answer::Signed);
     fixture.first().await;
     assert_eq!(fixture.authority.requests(), 2);
+    assert_eq!(fixture.authority.most_in_flight(), 1);
 }
 
 #[tokio::test(start_paused = true)]
