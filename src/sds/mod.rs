@@ -58,6 +58,7 @@ pub fn new(secrets: Secrets) -> Service {
 
 /// Serves `secrets` on `listener` until `shutdown`.
 pub async fn serve(listener: Listener, secrets: Secrets, shutdown: CancellationToken) {
+    tracing::info!(target: "sds", "Starting SDS grpc server");
     tracing::info!(
         target: "sds",
         "Starting SDS server for workload certificates, will listen on {:?}",
@@ -190,7 +191,7 @@ impl Session {
             tracing::info!(
                 target: "sds",
                 "stream {} is held open until there is a certificate, next attempt at {}: {}",
-                self.id, rfc3339(problem.next_attempt), problem.error
+                self.id, rfc3339(problem.next_attempt), problem.cause()
             );
         }
         Ok(())
@@ -212,7 +213,10 @@ impl Session {
                 tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
             }
             _ => {
-                tracing::error!(target: "ads", "ADS: \"\" {id} terminated with error: {code:?}: {message}");
+                tracing::error!(
+                    target: "ads",
+                    "ADS: \"\" {id} terminated with error: {code:?}: {message}"
+                );
             }
         }
     }

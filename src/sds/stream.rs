@@ -58,29 +58,14 @@ impl Stream {
 
     /// Takes in a request of Envoy. An error is the status to end the stream with.
     pub(super) fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        let id = self.id;
         if !self.introduced {
             if request.type_url == HEALTH_TYPE_URL {
-                tracing::warn!(target: "ads", "ADS: {id} skipped a leading health report");
+                tracing::warn!(target: "ads", "ADS: {} skipped a leading health report", self.id);
                 return Ok(());
             }
-            if request.node.as_ref().is_none_or(|node| node.id.is_empty()) {
-                return Err(Status::invalid_argument("missing node information"));
-            }
-            self.introduced = true;
+            self.introduce(request)?;
         }
-        if let Some(refusal) = &request.error_detail {
-            let reason = escaped(&refusal.message, LONGEST_REASON);
-            tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {}:{reason}", refusal.code);
-            return Ok(());
-        }
-        if request.resource_names.is_empty() && request.type_url == TYPE_URL {
-            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
-            self.watch = None;
-            return Ok(());
-        }
-        if self.is_stale(&request.response_nonce) {
-            tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
+        if !self.concerns_names(request) {
             return Ok(());
         }
         let names = self.known(&request.resource_names)?;
@@ -96,6 +81,36 @@ impl Stream {
                 .collect(),
         );
         Ok(())
+    }
+
+    /// Envoy says which node it is in the first request only.
+    fn introduce(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
+        if request.node.as_ref().is_none_or(|node| node.id.is_empty()) {
+            return Err(Status::invalid_argument("missing node information"));
+        }
+        self.introduced = true;
+        Ok(())
+    }
+
+    /// Deals with the requests whose names do not count: refusals, unsubscriptions and answers to
+    /// an older response. Whether it is another one.
+    fn concerns_names(&mut self, request: &DiscoveryRequest) -> bool {
+        let id = self.id;
+        if let Some(refusal) = &request.error_detail {
+            let (code, reason) = (refusal.code, escaped(&refusal.message, LONGEST_REASON));
+            tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
+            return false;
+        }
+        if request.resource_names.is_empty() && request.type_url == TYPE_URL {
+            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
+            self.watch = None;
+            return false;
+        }
+        if self.is_stale(&request.response_nonce) {
+            tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
+            return false;
+        }
+        true
     }
 
     /// Whether a request answers a response older than the latest. Before the first response any

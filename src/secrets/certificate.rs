@@ -1,7 +1,7 @@
 //! A checked chain with its key, and the roots that came with it.
 //!
-//! A [`Certificate`] exists only if every element of the chain is a certificate, the leaf holds the
-//! public half of our key and has not expired, so nothing that Envoy would refuse is ever published.
+//! A [`Certificate`] exists only if every element of the chain is a certificate, the leaf holds
+//! the public half of our key and has not expired: what Envoy would refuse is never published.
 //! The chain is served as it came, roots included, as pilot-agent does.
 //!
 //! Does not verify signatures: which roots to trust is what the answer says.
@@ -94,7 +94,10 @@ impl Certificate {
         now: SystemTime,
     ) -> Result<Self, CertificateError> {
         let ders = chain_ders(chain)?;
-        let leaf = parsed(&ders[0]).map_err(|found| not_certificates(0, found))?;
+        let Some(leaf) = ders.first() else {
+            return Err(CertificateError::TooShort { found: 0 });
+        };
+        let leaf = parsed(leaf).map_err(|found| not_certificates(0, found))?;
         if leaf.public_key().subject_public_key.data != public_key(&key_pem)? {
             return Err(CertificateError::ForeignKey);
         }

@@ -10,7 +10,7 @@ pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;
 pub mod name;
-mod renewal;
+pub mod renewal;
 mod schedule;
 #[cfg(test)]
 mod tests;
@@ -25,8 +25,7 @@ use crate::ca::Ca;
 use crate::ca::csr::KeyType;
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
-
-pub use renewal::IssueError;
+use renewal::IssueError;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
@@ -74,6 +73,18 @@ pub fn new<C: Ca>(
 ) -> (Secrets, impl Future<Output = ()> + Send) {
     let (state, secrets) = watch::channel(State::default());
     (Secrets(secrets), renewal::run(config, ca, clock, state))
+}
+
+impl Problem {
+    /// The error and what caused it, in one line.
+    pub fn cause(&self) -> String {
+        let error: &dyn std::error::Error = &*self.error;
+        let chain = std::iter::successors(Some(error), |error| error.source());
+        chain
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(": ")
+    }
 }
 
 impl Secrets {

@@ -23,7 +23,7 @@ use crate::clock::Clock;
 /// Why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum IssueError {
-    #[error("failed to generate private key and CSR: {0}")]
+    #[error("failed to generate private key and CSR")]
     Request(#[from] CsrError),
     #[error("key generation was interrupted")]
     Interrupted(#[from] tokio::task::JoinError),
@@ -31,7 +31,7 @@ pub enum IssueError {
     Sign(#[from] SignError),
     #[error("create certificate: no answer within {SIGNING_LIMIT:?}")]
     Silent,
-    #[error("unusable answer of the certificate authority: {0}")]
+    #[error("unusable answer of the certificate authority")]
     Certificate(#[from] CertificateError),
 }
 
@@ -95,7 +95,7 @@ impl<C: Ca> Renewal<C> {
         let now = self.clock.now();
         let workload = Workload::new(&answer, request.key_pem, now)?;
         for oddity in workload.certificate.oddities(&self.config.identity, now) {
-            tracing::warn!(target: "cache", "using the certificate for resource:default, but {oddity}");
+            tracing::warn!(target: "cache", "resource:default is used although {oddity}");
         }
         tracing::info!(
             target: "cache",
@@ -116,7 +116,8 @@ impl<C: Ca> Renewal<C> {
         let ratio = schedule::varied(grace_ratio, grace_jitter, fastrand::f64() * 2.0 - 1.0);
         let now = self.clock.now();
         let due = schedule::renewal_time(now, workload.certificate.not_after(), ratio);
-        tracing::debug!(target: "cache", "scheduled certificate for rotation in {:?}", left(due, now));
+        let wait = left(due, now);
+        tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
         due
     }
 
@@ -152,19 +153,21 @@ impl<C: Ca> Renewal<C> {
     }
 
     fn report(&self, error: IssueError, failures: u32, wait: Duration) {
-        let next = format!("failure {failures} in a row, next attempt in {wait:?}");
-        tracing::error!(target: "cache", "resource:default failed to sign: {error}; {next}");
-        if self.state.borrow().roots.is_none() {
-            tracing::warn!(
-                target: "sds",
-                "failed to warm certificate: failed to generate workload certificate: {error}; {next}"
-            );
-        }
         let problem = Problem {
             error: Arc::new(error),
             failures,
             next_attempt: self.clock.now() + wait,
         };
+        let cause = problem.cause();
+        let next = format!("failure {failures} in a row, next attempt in {wait:?}");
+        tracing::error!(target: "cache", "resource:default failed to sign: {cause}; {next}");
+        if self.state.borrow().roots.is_none() {
+            tracing::warn!(
+                target: "sds",
+                "failed to warm certificate: failed to generate workload certificate: {cause}; \
+                 {next}"
+            );
+        }
         self.state
             .send_modify(|state| state.problem = Some(problem));
     }
@@ -202,7 +205,7 @@ impl<C: Ca> Renewal<C> {
             };
             tracing::error!(
                 target: "cache",
-                "resource:default expired at {}; withdrawn until a new certificate is signed",
+                "resource:default expired at {}; withdrawn until a new one is signed",
                 rfc3339(workload.certificate.not_after())
             );
             true

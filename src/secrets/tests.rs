@@ -223,7 +223,7 @@ async fn refusals_name_what_was_found() {
     ] {
         let mut fixture = start(config(), answer);
         let state = fixture.state_after(|state| state.problem.is_some()).await;
-        let message = state.problem.expect("is there").error.to_string();
+        let message = state.problem.expect("is there").cause();
         assert!(message.contains(expected), "{message}");
     }
 }
