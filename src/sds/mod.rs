@@ -165,7 +165,10 @@ impl Session {
                 request = self.requests.message() => {
                     let applied = match request {
                         Ok(Some(request)) => self.apply(&request),
-                        Ok(None) => return None,
+                        Ok(None) => {
+                            tracing::info!(target: "ads", "ADS: \"\" {} terminated", self.id);
+                            return None;
+                        }
                         Err(status) => Err(status),
                     };
                     if let Err(status) = applied {
