@@ -37,6 +37,11 @@ impl Backoff {
         self.base.saturating_mul(factor).min(self.cap)
     }
 
+    /// Moves the cap, for a wait whose urgency changes while it lasts.
+    pub fn set_cap(&mut self, cap: Duration) {
+        self.cap = cap;
+    }
+
     /// Starts again at `base`.
     pub fn reset(&mut self) {
         self.attempt = 0;

@@ -1,1 +1,102 @@
-//! x
+//! Keeps the workload's certificate and roots fresh.
+//!
+//! One task signs at once and renews before expiry; it publishes every outcome on a watch, of which
+//! [`Secrets`] is the reading end. The last good certificate stays published until a new one is in
+//! hand or until it expires.
+//!
+//! Does not know Envoy, nor how a certificate authority is reached.
+
+pub mod certificate;
+#[cfg(test)]
+pub(crate) mod fake_authority;
+pub mod name;
+pub mod renewal;
+mod schedule;
+#[cfg(test)]
+mod tests;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::watch;
+
+use crate::ca::Ca;
+use crate::ca::csr::KeyType;
+use crate::clock::Clock;
+use crate::identity::SpiffeId;
+use renewal::IssueError;
+
+/// What to have signed, and when to renew it.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub identity: SpiffeId,
+    pub key_type: KeyType,
+    /// The life to ask for.
+    pub ttl: Duration,
+    /// The part of its life a certificate has left when it is renewed, 0 to 1.
+    pub grace_ratio: f64,
+    /// How far each renewal moves `grace_ratio` at random, either way.
+    pub grace_jitter: f64,
+}
+
+/// Reads the latest secrets. Each clone waits for changes on its own.
+#[derive(Clone, Debug)]
+pub struct Secrets(watch::Receiver<State>);
+
+/// What there is to serve at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    /// None before the first answer, and once the last certificate has expired.
+    pub workload: Option<Arc<certificate::Workload>>,
+    /// For a moment newer than `workload`: changed roots are published first.
+    pub roots: Option<certificate::Roots>,
+    /// Why the latest attempt failed; None after a success.
+    pub problem: Option<Problem>,
+}
+
+/// A failed attempt and what happens next.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    pub error: Arc<IssueError>,
+    /// How many attempts in a row have failed.
+    pub failures: u32,
+    pub next_attempt: SystemTime,
+}
+
+/// The reading end and the task that renews for ever. The first certificate is asked for as soon as
+/// the task runs, whether or not anybody reads.
+pub fn new<C: Ca>(
+    config: Config,
+    ca: C,
+    clock: Clock,
+) -> (Secrets, impl Future<Output = ()> + Send) {
+    let (state, secrets) = watch::channel(State::default());
+    (Secrets(secrets), renewal::run(config, ca, clock, state))
+}
+
+impl Problem {
+    /// The error and what caused it, in one line.
+    pub fn cause(&self) -> String {
+        let error: &dyn std::error::Error = &*self.error;
+        let chain = std::iter::successors(Some(error), |error| error.source());
+        chain
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(": ")
+    }
+}
+
+impl Secrets {
+    pub fn latest(&self) -> State {
+        self.0.borrow().clone()
+    }
+
+    /// Returns when there is a state this handle has not waited for yet; never again once the
+    /// renewal task has gone, as what it published last stays in force.
+    pub async fn changed(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending().await
+        }
+    }
+}

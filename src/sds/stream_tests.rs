@@ -1,0 +1,320 @@
+//! The rules of the protocol, one by one, without a socket.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use envoy_types::pb::envoy::config::core::v3::{DataSource, Node, data_source::Specifier};
+use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
+use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use envoy_types::pb::google::rpc;
+use prost::Message;
+use tonic::{Code, Status};
+
+use super::secret::TYPE_URL;
+use super::stream::{Stamp, Stream};
+use crate::ca::{Ca, csr};
+use crate::secrets::State;
+use crate::secrets::certificate::Workload;
+use crate::secrets::fake_authority::{FakeAuthority, clock, config};
+
+/// A state with a certificate fresh from `authority`.
+async fn signed_by(authority: &FakeAuthority) -> State {
+    let config = config();
+    let request = csr::generate(config.key_type, &config.identity).expect("generates");
+    let answer = authority.sign(&request.csr_pem, Duration::from_secs(3600));
+    let answer = answer.await.expect("signs");
+    let workload = Workload::new(&answer, request.key_pem, clock().now()).expect("is good");
+    State {
+        roots: Some(workload.roots.clone()),
+        workload: Some(Arc::new(workload)),
+        problem: None,
+    }
+}
+
+async fn signed() -> State {
+    signed_by(&FakeAuthority::new(&clock())).await
+}
+
+fn request(names: &[&str], nonce: &str) -> DiscoveryRequest {
+    DiscoveryRequest {
+        node: Some(Node {
+            id: "sidecar~10.0.0.1~cart.shop~shop.svc.cluster.local".to_owned(),
+            ..Default::default()
+        }),
+        resource_names: names.iter().map(|&name| name.to_owned()).collect(),
+        type_url: TYPE_URL.to_owned(),
+        response_nonce: nonce.to_owned(),
+        ..Default::default()
+    }
+}
+
+fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
+    DiscoveryRequest {
+        error_detail: Some(rpc::Status {
+            code: 13,
+            message: "key does not match".to_owned(),
+            details: Vec::new(),
+        }),
+        ..request(names, nonce)
+    }
+}
+
+/// The names of the next response, which gets `nonce`; empty when none is due.
+fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
+    if stream.due(state).is_empty() {
+        return Vec::new();
+    }
+    names(&answer(stream, state, nonce))
+}
+
+fn answer(stream: &mut Stream, state: &State, nonce: &str) -> DiscoveryResponse {
+    let stamp = Stamp {
+        version: "now/1".to_owned(),
+        nonce: nonce.to_owned(),
+    };
+    stream.answer(state, stamp)
+}
+
+fn names(response: &DiscoveryResponse) -> Vec<String> {
+    let secrets = response.resources.iter();
+    secrets
+        .map(|any| Secret::decode(&*any.value).expect("is a secret").name)
+        .collect()
+}
+
+/// A stream that asked for `first` and got it with nonce "1".
+fn subscribed(first: &[&str], state: &State) -> Stream {
+    let mut stream = Stream::new(1);
+    stream.apply(&request(first, "")).expect("is fine");
+    sent(&mut stream, state, "1");
+    stream
+}
+
+fn ended(result: Result<(), Status>) -> (Code, String) {
+    let status = result.expect_err("ends the stream");
+    (status.code(), status.message().to_owned())
+}
+
+#[tokio::test]
+async fn a_later_request_is_answered_by_the_rules() {
+    const NOTHING: &[&str] = &[];
+    let state = signed().await;
+    for (rule, first, then, expected) in [
+        (
+            "a refusal",
+            vec!["default"],
+            refusal(&["default", "ROOTCA"], "1"),
+            NOTHING,
+        ),
+        (
+            "an unsubscription",
+            vec!["default"],
+            request(&[], "1"),
+            NOTHING,
+        ),
+        (
+            "no nonce, same",
+            vec!["default"],
+            request(&["default"], ""),
+            &["default"],
+        ),
+        (
+            "no nonce, more",
+            vec!["default"],
+            request(&["default", "ROOTCA"], ""),
+            &["ROOTCA", "default"],
+        ),
+        (
+            "an old nonce",
+            vec!["default"],
+            request(&["default", "ROOTCA"], "0"),
+            NOTHING,
+        ),
+        (
+            "an acknowledgement",
+            vec!["default"],
+            request(&["default"], "1"),
+            NOTHING,
+        ),
+        (
+            "fewer names",
+            vec!["default", "ROOTCA"],
+            request(&["ROOTCA"], "1"),
+            NOTHING,
+        ),
+        (
+            "more names",
+            vec!["default"],
+            request(&["default", "ROOTCA"], "1"),
+            &["ROOTCA"],
+        ),
+        (
+            "other names",
+            vec!["default"],
+            request(&["ROOTCA"], "1"),
+            &["ROOTCA"],
+        ),
+    ] {
+        let mut stream = subscribed(&first, &state);
+        stream.apply(&then).expect(rule);
+        assert_eq!(sent(&mut stream, &state, "2"), expected, "{rule}");
+        assert_eq!(sent(&mut stream, &state, "3"), NOTHING, "{rule}: once");
+    }
+}
+
+#[tokio::test]
+async fn a_first_request_is_answered_whatever_its_nonce() {
+    let state = signed().await;
+    let mut stream = Stream::new(1);
+    stream
+        .apply(&request(&["default"], "of an old stream"))
+        .expect("is fine");
+    stream
+        .apply(&request(&["default", "ROOTCA"], "of an old stream"))
+        .expect("is fine");
+    assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
+}
+
+#[tokio::test]
+async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
+    let mut stream = Stream::new(1);
+    let health = DiscoveryRequest {
+        type_url: "type.googleapis.com/istio.v1.HealthInformation".to_owned(),
+        ..Default::default()
+    };
+    stream.apply(&health).expect("is skipped");
+    let nameless = DiscoveryRequest {
+        node: None,
+        ..request(&["default"], "")
+    };
+    let expected = (Code::InvalidArgument, "missing node information".to_owned());
+    assert_eq!(ended(stream.apply(&nameless)), expected);
+    let mut stream = Stream::new(1);
+    stream.apply(&request(&["default"], "")).expect("is fine");
+    stream.apply(&nameless).expect("needs no node any more");
+}
+
+#[tokio::test]
+async fn a_refusal_as_the_first_request_asks_for_nothing() {
+    let state = signed().await;
+    let mut stream = Stream::new(1);
+    stream
+        .apply(&refusal(&["default"], ""))
+        .expect("is survived");
+    assert!(stream.due(&state).is_empty());
+    stream.apply(&request(&["default"], "x")).expect("is fine");
+    assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
+}
+
+#[tokio::test]
+async fn a_request_waits_until_there_is_a_secret() {
+    let nothing = State::default();
+    let mut stream = Stream::new(1);
+    stream
+        .apply(&request(&["default", "ROOTCA"], ""))
+        .expect("is fine");
+    assert!(stream.due(&nothing).is_empty());
+    assert!(stream.is_kept_waiting(&nothing));
+    let state = signed().await;
+    assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
+    assert!(!stream.is_kept_waiting(&state));
+    assert!(
+        stream.due(&nothing).is_empty(),
+        "a withdrawal is not a push"
+    );
+}
+
+#[tokio::test]
+async fn pushes_what_changed_and_was_asked_for_roots_first() {
+    let authority = FakeAuthority::new(&clock());
+    let old = signed_by(&authority).await;
+    let mut both = subscribed(&["default", "ROOTCA"], &old);
+    let mut roots_only = subscribed(&["ROOTCA"], &old);
+    let renewed = signed_by(&authority).await;
+    assert_eq!(sent(&mut both, &renewed, "2"), ["default"]);
+    assert!(roots_only.due(&renewed).is_empty());
+    assert!(
+        both.due(&renewed.clone()).is_empty(),
+        "the same is not sent again"
+    );
+    authority.rotate_root();
+    let moved = signed_by(&authority).await;
+    assert_eq!(sent(&mut both, &moved, "3"), ["ROOTCA"]);
+    assert_eq!(sent(&mut both, &moved, "4"), ["default"]);
+    assert_eq!(sent(&mut roots_only, &moved, "2"), ["ROOTCA"]);
+}
+
+#[tokio::test]
+async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
+    let state = signed().await;
+    let mut stream = subscribed(&["default"], &state);
+    stream.apply(&refusal(&["default"], "1")).expect("is fine");
+    assert!(stream.due(&state).is_empty());
+    assert_eq!(sent(&mut stream, &signed().await, "2"), ["default"]);
+}
+
+#[tokio::test]
+async fn an_unknown_name_never_gets_the_key() {
+    let state = signed().await;
+    let mut stream = Stream::new(1);
+    let (code, message) = ended(stream.apply(&request(&["kubernetes://x"], "")));
+    assert_eq!(code, Code::InvalidArgument);
+    assert!(message.contains("\"kubernetes://x\""), "{message}");
+    let long = "x".repeat(1_000_000);
+    let (_, message) = ended(stream.apply(&request(&[&long], "")));
+    assert!(message.len() < 400, "{}", message.len());
+
+    let mut stream = Stream::new(1);
+    let mixed = request(&["default", "Default", ""], "");
+    stream.apply(&mixed).expect("is answered in part");
+    assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
+}
+
+#[tokio::test]
+async fn the_names_of_a_stream_are_bounded() {
+    let many: Vec<String> = (0..10_001).map(|n| n.to_string()).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    let mut stream = Stream::new(1);
+    let (code, _) = ended(stream.apply(&request(&many, "")));
+    assert_eq!(code, Code::ResourceExhausted);
+    let with_known = |names: &[&str]| request(&[names, &["default"]].concat(), "");
+    stream
+        .apply(&with_known(&many[..9_000]))
+        .expect("is within bounds");
+    stream
+        .apply(&with_known(&many[..9_000]))
+        .expect("counts names once");
+    let (code, _) = ended(stream.apply(&with_known(&many[8_000..])));
+    assert_eq!(code, Code::ResourceExhausted);
+}
+
+#[tokio::test]
+async fn secrets_have_the_shape_envoy_expects() {
+    let state = signed().await;
+    let mut stream = Stream::new(1);
+    stream
+        .apply(&request(&["default", "ROOTCA"], ""))
+        .expect("is fine");
+    let response = answer(&mut stream, &state, "n");
+    assert_eq!(response.type_url, TYPE_URL);
+    assert_eq!((&*response.version_info, &*response.nonce), ("now/1", "n"));
+    let inline = |source: Option<DataSource>| match source.and_then(|s| s.specifier) {
+        Some(Specifier::InlineBytes(bytes)) => bytes,
+        other => panic!("not inline: {other:?}"),
+    };
+    let workload = state.workload.expect("is there");
+    for any in response.resources {
+        assert_eq!(any.type_url, TYPE_URL);
+        match Secret::decode(&*any.value).expect("is a secret").r#type {
+            Some(secret::Type::TlsCertificate(pair)) => {
+                let certificate = &workload.certificate;
+                assert_eq!(inline(pair.certificate_chain), *certificate.chain_pem());
+                assert_eq!(inline(pair.private_key), certificate.key_pem().as_bytes());
+            }
+            Some(secret::Type::ValidationContext(context)) => {
+                assert_eq!(inline(context.trusted_ca), *workload.roots.pem());
+            }
+            other => panic!("unexpected secret {other:?}"),
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! The service on a real Unix socket, with a gRPC client for Envoy.
+
+use std::time::Duration;
+
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
+use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
+use prost::Message;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+
+use super::secret::TYPE_URL;
+use super::*;
+use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
+
+/// No step of these tests waits for a timer; this one only ends a test that hangs.
+const LIMIT: Duration = Duration::from_secs(20);
+
+struct Fixture {
+    clock: Clock,
+    authority: FakeAuthority,
+    shutdown: CancellationToken,
+    tasks: JoinSet<()>,
+    client: SecretDiscoveryServiceClient<Channel>,
+    _directory: tempfile::TempDir,
+}
+
+async fn start(answer: Answer) -> Fixture {
+    let clock = clock();
+    let authority = FakeAuthority::new(&clock);
+    authority.set(answer);
+    let (secrets, renewal) = crate::secrets::new(config(), authority.clone(), clock.clone());
+    let directory = tempfile::tempdir().expect("makes a directory");
+    let path = directory.path().join("socket");
+    let listener = crate::unix_socket::bind(&path).expect("binds");
+    let shutdown = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(renewal);
+    tasks.spawn(serve(listener, secrets, shutdown.clone()));
+    let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
+        .await
+        .expect("connects");
+    Fixture {
+        clock,
+        authority,
+        shutdown,
+        tasks,
+        client,
+        _directory: directory,
+    }
+}
+
+struct EnvoyStream {
+    requests: mpsc::Sender<DiscoveryRequest>,
+    responses: Streaming<DiscoveryResponse>,
+}
+
+impl Fixture {
+    async fn subscribe(&mut self, name: &str) -> EnvoyStream {
+        let (requests, rest) = mpsc::channel(4);
+        let call = self.client.stream_secrets(ReceiverStream::new(rest));
+        let opened = tokio::time::timeout(LIMIT, call);
+        let responses = opened.await.expect("in time").expect("opens").into_inner();
+        let stream = EnvoyStream {
+            requests,
+            responses,
+        };
+        stream.send(name, "").await;
+        stream
+    }
+}
+
+impl EnvoyStream {
+    async fn send(&self, name: &str, nonce: &str) {
+        let request = DiscoveryRequest {
+            node: Some(Node {
+                id: "sidecar~1".to_owned(),
+                ..Default::default()
+            }),
+            resource_names: vec![name.to_owned()],
+            type_url: TYPE_URL.to_owned(),
+            response_nonce: nonce.to_owned(),
+            ..Default::default()
+        };
+        self.requests.send(request).await.expect("is open");
+    }
+
+    async fn next(&mut self) -> DiscoveryResponse {
+        let next = tokio::time::timeout(LIMIT, self.responses.message()).await;
+        next.expect("in time")
+            .expect("no error")
+            .expect("not closed")
+    }
+
+    async fn end(&mut self) -> Status {
+        let next = tokio::time::timeout(LIMIT, self.responses.message()).await;
+        next.expect("in time").expect_err("ends with an error")
+    }
+}
+
+fn only_secret(response: &DiscoveryResponse) -> Secret {
+    assert_eq!(response.resources.len(), 1);
+    Secret::decode(&*response.resources[0].value).expect("is a secret")
+}
+
+#[tokio::test]
+async fn streams_wait_for_the_authority_and_get_every_rotation() {
+    let mut fixture = start(Answer::Waits).await;
+    let mut roots = fixture.subscribe("ROOTCA").await;
+    let mut leaf = fixture.subscribe("default").await;
+    fixture.authority.set(Answer::Signed);
+
+    let first = leaf.next().await;
+    assert_eq!(only_secret(&first).name, "default");
+    let anchors = only_secret(&roots.next().await);
+    assert!(matches!(
+        anchors.r#type,
+        Some(secret::Type::ValidationContext(_))
+    ));
+    leaf.send("default", &first.nonce).await;
+
+    fixture.clock.jump(Duration::from_secs(13 * 3600));
+    let second = leaf.next().await;
+    assert_eq!(only_secret(&second).name, "default");
+    assert_ne!(second.resources, first.resources);
+    assert_ne!(second.nonce, first.nonce);
+    assert_ne!(second.version_info, first.version_info);
+
+    // The roots did not change: what comes next on their stream is the answer to this request.
+    roots.send("ROOTCA", "").await;
+    assert_eq!(only_secret(&roots.next().await), anchors);
+}
+
+#[tokio::test]
+async fn a_new_stream_is_answered_while_the_authority_is_away() {
+    let mut fixture = start(Answer::Signed).await;
+    let first = fixture.subscribe("default").await.next().await;
+    fixture.authority.set(Answer::Waits);
+    fixture.clock.jump(Duration::from_secs(13 * 3600));
+    let again = fixture.subscribe("default").await.next().await;
+    assert_eq!(again.resources, first.resources);
+}
+
+#[tokio::test]
+async fn an_unknown_name_ends_its_stream_only() {
+    let mut fixture = start(Answer::Signed).await;
+    let mut good = fixture.subscribe("default").await;
+    let status = fixture.subscribe("file-cert:").await.end().await;
+    assert_eq!(status.code(), Code::InvalidArgument);
+    good.next().await;
+}
+
+#[tokio::test]
+async fn other_methods_and_large_requests_are_refused() {
+    let mut fixture = start(Answer::Signed).await;
+    let fetched = fixture
+        .client
+        .fetch_secrets(DiscoveryRequest::default())
+        .await;
+    let status = fetched.expect_err("is not served");
+    assert_eq!(status.code(), Code::Unimplemented);
+    assert_eq!(status.message(), "FetchSecrets not implemented");
+    let delta = fixture.client.delta_secrets(tokio_stream::empty()).await;
+    let status = delta.expect_err("is not served");
+    assert_eq!(status.message(), "DeltaSecrets not implemented");
+    let mut stream = fixture.subscribe("default").await;
+    stream.next().await;
+    stream.send(&"x".repeat(LARGEST_REQUEST), "").await;
+    assert_eq!(stream.end().await.code(), Code::OutOfRange);
+}
+
+#[tokio::test]
+async fn shutdown_ends_open_streams() {
+    let mut fixture = start(Answer::Signed).await;
+    let mut stream = fixture.subscribe("default").await;
+    stream.next().await;
+    fixture.shutdown.cancel();
+    let served = tokio::time::timeout(LIMIT, fixture.tasks.join_next()).await;
+    served
+        .expect("in time")
+        .expect("one ends")
+        .expect("without a panic");
+}
+
+#[test]
+fn nonces_are_uuids_of_version_4() {
+    let uuid = random_uuid();
+    let parts: Vec<usize> = uuid.split('-').map(str::len).collect();
+    assert_eq!(parts, [8, 4, 4, 4, 12]);
+    assert!(uuid[14..].starts_with('4'));
+    assert!("89ab".contains(&uuid[19..20]));
+    assert_ne!(uuid, random_uuid());
+}

@@ -1,0 +1,244 @@
+//! A checked chain with its key, and the roots that came with it.
+//!
+//! A [`Certificate`] exists only if every element of the chain is a certificate, the leaf holds
+//! the public half of our key and has not expired: what Envoy would refuse is never published.
+//! The chain is served as it came, roots included, as pilot-agent does.
+//!
+//! Does not verify signatures: which roots to trust is what the answer says.
+
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use rcgen::{KeyPair, PublicKeyData};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use zeroize::Zeroizing;
+
+use super::name::escaped;
+use crate::identity::SpiffeId;
+
+/// What a workload proves its identity with, and whom it believes: one answer of the authority.
+#[derive(Debug)]
+pub struct Workload {
+    pub certificate: Certificate,
+    pub roots: Roots,
+}
+
+/// A chain whose leaf matches the key beside it.
+pub struct Certificate {
+    chain_pem: Bytes,
+    key_pem: Zeroizing<String>,
+    not_before: SystemTime,
+    not_after: SystemTime,
+    /// The URIs of the leaf's subject alternative name.
+    uris: Vec<String>,
+}
+
+/// Trust anchors as PEM, at least one of which is a certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots(Bytes);
+
+/// Why an answer of the authority is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum CertificateError {
+    #[error("invalid empty CertChain: found {found} elements, expected a leaf and the roots")]
+    TooShort { found: usize },
+    #[error("element {index} of the chain is {found}, expected certificates in PEM")]
+    NotCertificates { index: usize, found: String },
+    #[error("the leaf holds a public key that is not ours")]
+    ForeignKey,
+    #[error("the leaf expired at {}, it is now {}", rfc3339(*.not_after), rfc3339(*.now))]
+    Expired {
+        not_after: SystemTime,
+        now: SystemTime,
+    },
+    #[error("our private key cannot be read")]
+    Key(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// A moment in UTC, to the second, as in `2026-08-22T15:00:18Z`.
+pub(crate) fn rfc3339(time: SystemTime) -> String {
+    let mut timestamp = prost_types::Timestamp::from(time);
+    timestamp.nanos = 0;
+    timestamp.to_string()
+}
+
+impl Workload {
+    /// Checks an answer: PEM elements, the leaf first, the roots last.
+    pub fn new(
+        answer: &[String],
+        key_pem: Zeroizing<String>,
+        now: SystemTime,
+    ) -> Result<Self, CertificateError> {
+        let [chain @ .., roots] = answer else {
+            return Err(CertificateError::TooShort { found: 0 });
+        };
+        if chain.is_empty() {
+            return Err(CertificateError::TooShort { found: 1 });
+        }
+        let roots = Roots::new(roots, chain.len())?;
+        Ok(Self {
+            certificate: Certificate::new(chain, &roots, key_pem, now)?,
+            roots,
+        })
+    }
+}
+
+impl Certificate {
+    fn new(
+        chain: &[String],
+        roots: &Roots,
+        key_pem: Zeroizing<String>,
+        now: SystemTime,
+    ) -> Result<Self, CertificateError> {
+        let ders = chain_ders(chain)?;
+        let Some(leaf) = ders.first() else {
+            return Err(CertificateError::TooShort { found: 0 });
+        };
+        let leaf = parsed(leaf).map_err(|found| not_certificates(0, found))?;
+        if leaf.public_key().subject_public_key.data != public_key(&key_pem)? {
+            return Err(CertificateError::ForeignKey);
+        }
+        let not_after = system_time(leaf.validity().not_after.timestamp());
+        if not_after <= now {
+            return Err(CertificateError::Expired { not_after, now });
+        }
+        Ok(Self {
+            chain_pem: joined(chain, roots),
+            key_pem,
+            not_before: system_time(leaf.validity().not_before.timestamp()),
+            not_after,
+            uris: uris(&leaf),
+        })
+    }
+
+    /// Leaf, intermediates and roots.
+    pub fn chain_pem(&self) -> &Bytes {
+        &self.chain_pem
+    }
+
+    pub fn key_pem(&self) -> &str {
+        &self.key_pem
+    }
+
+    pub fn not_after(&self) -> SystemTime {
+        self.not_after
+    }
+
+    /// What is odd about the certificate without being a reason to refuse it.
+    pub(super) fn oddities(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
+        let mut oddities = Vec::new();
+        if !self.uris.contains(&identity.to_string()) {
+            oddities.push(format!(
+                "it is issued to {:?}, we asked for {identity}",
+                self.uris
+            ));
+        }
+        if self.not_before > now {
+            oddities.push(format!(
+                "it is valid from {}, it is now {}: the clocks differ",
+                rfc3339(self.not_before),
+                rfc3339(now)
+            ));
+        }
+        oddities
+    }
+}
+
+impl fmt::Debug for Certificate {
+    /// Everything but the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Certificate")
+            .field("uris", &self.uris)
+            .field("not_after", &rfc3339(self.not_after))
+            .finish_non_exhaustive()
+    }
+}
+
+impl Roots {
+    /// One broken certificate in a bundle must not take the others with it.
+    fn new(pem: &str, index: usize) -> Result<Self, CertificateError> {
+        let any_parses = CertificateDer::pem_slice_iter(pem.as_bytes())
+            .flatten()
+            .any(|der| parsed(&der).is_ok());
+        if any_parses {
+            Ok(Self(Bytes::copy_from_slice(pem.as_bytes())))
+        } else {
+            Err(not_certificates(index, excerpt(pem)))
+        }
+    }
+
+    pub fn pem(&self) -> &Bytes {
+        &self.0
+    }
+}
+
+/// The certificates of all elements; the first is the leaf.
+fn chain_ders(chain: &[String]) -> Result<Vec<CertificateDer<'static>>, CertificateError> {
+    let mut ders = Vec::new();
+    for (index, element) in chain.iter().enumerate() {
+        let before = ders.len();
+        for der in CertificateDer::pem_slice_iter(element.as_bytes()) {
+            let der = der.map_err(|error| not_certificates(index, error.to_string()))?;
+            parsed(&der).map_err(|found| not_certificates(index, found))?;
+            ders.push(der);
+        }
+        if ders.len() == before {
+            return Err(not_certificates(index, excerpt(element)));
+        }
+    }
+    Ok(ders)
+}
+
+fn parsed<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
+    match X509Certificate::from_der(der) {
+        Ok(([], certificate)) => Ok(certificate),
+        Ok((rest, _)) => Err(format!("a certificate with {} bytes behind it", rest.len())),
+        Err(error) => Err(format!("no X.509 certificate ({error})")),
+    }
+}
+
+fn not_certificates(index: usize, found: String) -> CertificateError {
+    CertificateError::NotCertificates { index, found }
+}
+
+fn excerpt(text: &str) -> String {
+    format!("\"{}\" ({} bytes)", escaped(text, 32), text.len())
+}
+
+fn public_key(key_pem: &str) -> Result<Vec<u8>, CertificateError> {
+    let der = PrivateKeyDer::from_pem_slice(key_pem.as_bytes())
+        .map_err(|error| CertificateError::Key(error.into()))?;
+    let key = KeyPair::try_from(&der).map_err(|error| CertificateError::Key(error.into()))?;
+    Ok(key.der_bytes().to_vec())
+}
+
+fn system_time(unix: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
+}
+
+fn uris(leaf: &X509Certificate<'_>) -> Vec<String> {
+    let Ok(Some(names)) = leaf.subject_alternative_name() else {
+        return Vec::new(); // Unreadable names are no names: the caller warns.
+    };
+    let uri = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => Some((*uri).to_owned()),
+        _ => None,
+    };
+    names.value.general_names.iter().filter_map(uri).collect()
+}
+
+/// All elements in one piece, with a line break where one lacks it.
+fn joined(chain: &[String], roots: &Roots) -> Bytes {
+    let mut pem = Vec::new();
+    for element in chain {
+        pem.extend_from_slice(element.as_bytes());
+        if !element.ends_with('\n') {
+            pem.push(b'\n');
+        }
+    }
+    pem.extend_from_slice(&roots.0);
+    pem.into()
+}

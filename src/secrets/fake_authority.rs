@@ -1,0 +1,201 @@
+//! A certificate authority for tests: signs for real with a throw-away root, or misbehaves as told.
+//!
+//! Does not check what it signs.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PKCS_ECDSA_P256_SHA256,
+    PublicKeyData, SanType, SignatureAlgorithm,
+};
+use rustls::pki_types::CertificateSigningRequestDer;
+use rustls::pki_types::pem::PemObject;
+use tokio::sync::watch;
+use tonic::Code;
+use x509_parser::prelude::{FromDer, X509CertificationRequest};
+
+use crate::ca::csr::KeyType;
+use crate::ca::{Ca, SignError};
+use crate::clock::Clock;
+use crate::identity::SpiffeId;
+use crate::secrets::Config;
+
+/// What the authority does with a request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Answer {
+    Signed,
+    Fails(Code),
+    /// Nothing until the answer is another one.
+    Waits,
+    Empty,
+    LeafOnly,
+    GarbageLeaf,
+    GarbageRoots,
+    ForeignKey,
+    Expired,
+}
+
+#[derive(Clone)]
+pub(crate) struct FakeAuthority {
+    clock: Clock,
+    answer: Arc<watch::Sender<Answer>>,
+    log: Arc<Mutex<Log>>,
+    root: Arc<Mutex<Root>>,
+}
+
+#[derive(Default)]
+struct Log {
+    requests: usize,
+    in_flight: usize,
+    most_in_flight: usize,
+    keys: HashSet<Vec<u8>>,
+}
+
+struct Root {
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+pub(crate) fn config() -> Config {
+    Config {
+        identity: SpiffeId::new("cluster.local", "shop", "cart"),
+        key_type: KeyType::P256,
+        ttl: Duration::from_secs(24 * 3600),
+        grace_ratio: 0.5,
+        grace_jitter: 0.0,
+    }
+}
+
+/// A simulated clock that reads a moment of 2026.
+pub(crate) fn clock() -> Clock {
+    Clock::simulated(SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_000_000))
+}
+
+impl FakeAuthority {
+    pub(crate) fn new(clock: &Clock) -> Self {
+        Self {
+            clock: clock.clone(),
+            answer: Arc::new(watch::Sender::new(Answer::Signed)),
+            log: Arc::default(),
+            root: Arc::new(Mutex::new(Root::new())),
+        }
+    }
+
+    pub(crate) fn set(&self, answer: Answer) {
+        self.answer.send_replace(answer);
+    }
+
+    pub(crate) fn rotate_root(&self) {
+        *self.root.lock().unwrap() = Root::new();
+    }
+
+    pub(crate) fn root_pem(&self) -> String {
+        self.root.lock().unwrap().pem.clone()
+    }
+
+    pub(crate) fn requests(&self) -> usize {
+        self.log.lock().unwrap().requests
+    }
+
+    pub(crate) fn most_in_flight(&self) -> usize {
+        self.log.lock().unwrap().most_in_flight
+    }
+
+    pub(crate) fn distinct_keys(&self) -> usize {
+        self.log.lock().unwrap().keys.len()
+    }
+
+    fn signed(&self, key: &PublicKey, life: Duration) -> Vec<String> {
+        let now = self.clock.now();
+        let mut params = CertificateParams::default();
+        let uri = config().identity.to_string();
+        params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
+        let epoch = rcgen::date_time_ymd(1970, 1, 1);
+        let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+        params.not_before = epoch + since_epoch - Duration::from_secs(120);
+        params.not_after = epoch + since_epoch + life;
+        let root = self.root.lock().unwrap();
+        let leaf = params.signed_by(key, &root.issuer).unwrap();
+        vec![leaf.pem(), root.pem.clone()]
+    }
+}
+
+impl Ca for FakeAuthority {
+    async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+        let key = PublicKey::of(csr_pem);
+        {
+            let mut log = self.log.lock().unwrap();
+            log.requests += 1;
+            log.in_flight += 1;
+            log.most_in_flight = log.most_in_flight.max(log.in_flight);
+            log.keys.insert(key.0.clone());
+        }
+        let _in_flight = InFlight(&self.log); // Ends with the call, also when that is given up.
+        let mut answers = self.answer.subscribe();
+        let answer = *answers.wait_for(|a| *a != Answer::Waits).await.unwrap();
+        let mut signed = self.signed(&key, ttl);
+        match answer {
+            Answer::Signed | Answer::Waits => {}
+            Answer::Fails(code) => {
+                return Err(SignError {
+                    code,
+                    message: "told to fail".to_owned(),
+                });
+            }
+            Answer::Empty => signed.clear(),
+            Answer::LeafOnly => signed.truncate(1),
+            Answer::GarbageLeaf => signed[0] = "no certificate".to_owned(),
+            Answer::GarbageRoots => signed[1] = "no certificate".to_owned(),
+            Answer::ForeignKey => {
+                let other = KeyPair::generate().unwrap();
+                signed = self.signed(&PublicKey(other.public_key_raw().to_vec()), ttl);
+            }
+            Answer::Expired => signed = self.signed(&key, Duration::ZERO),
+        }
+        Ok(signed)
+    }
+}
+
+struct InFlight<'a>(&'a Mutex<Log>);
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.lock().unwrap().in_flight -= 1;
+    }
+}
+
+impl Root {
+    fn new() -> Self {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let pem = params.self_signed(&key).unwrap().pem();
+        Self {
+            pem,
+            issuer: Issuer::new(params, key),
+        }
+    }
+}
+
+struct PublicKey(Vec<u8>);
+
+impl PublicKey {
+    fn of(csr_pem: &str) -> Self {
+        let der = CertificateSigningRequestDer::from_pem_slice(csr_pem.as_bytes()).unwrap();
+        let (_, csr) = X509CertificationRequest::from_der(&der).unwrap();
+        let info = csr.certification_request_info;
+        Self(info.subject_pki.subject_public_key.data.to_vec())
+    }
+}
+
+impl PublicKeyData for PublicKey {
+    fn der_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn algorithm(&self) -> &'static SignatureAlgorithm {
+        &PKCS_ECDSA_P256_SHA256
+    }
+}

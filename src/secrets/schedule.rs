@@ -1,0 +1,122 @@
+//! When to renew, and how long to wait after a failure.
+//!
+//! Pure arithmetic on wall-clock moments. A certificate is renewed when the grace part of its life
+//! is left; the part is varied a little, so that a fleet does not renew in step.
+//!
+//! Does not wait, and does not read a clock.
+
+use std::time::{Duration, SystemTime};
+
+/// Ceiling of the first wait after a failure.
+pub(super) const RETRY_BASE: Duration = Duration::from_millis(500);
+
+/// Ceiling of the waits while the certificate in hand has long to live.
+const RETRY_CAP: Duration = Duration::from_secs(60);
+
+/// Ceiling while there is no certificate: Envoy stands still, so a returning authority is to be
+/// noticed soon.
+const RETRY_CAP_EMPTY_HANDED: Duration = Duration::from_secs(5);
+
+/// `ratio` moved by up to `jitter`; `drawn` lies in -1 to 1.
+pub(super) fn varied(ratio: f64, jitter: f64, drawn: f64) -> f64 {
+    (ratio + jitter * drawn).clamp(0.0, 1.0)
+}
+
+/// When `ratio` of the life between `created` and `not_after` is left.
+///
+/// Never within a tenth of the life (1 to 5 s) of `created`: a clock ahead of the authority's, or a
+/// ratio of 1, would else have it sign without a pause.
+pub(super) fn renewal_time(created: SystemTime, not_after: SystemTime, ratio: f64) -> SystemTime {
+    let life = not_after.duration_since(created).unwrap_or_default();
+    let used = life.as_secs_f64() * (1.0 - ratio);
+    // A ratio that is not a number gives no duration; half of life is the default.
+    let wait = Duration::try_from_secs_f64(used).unwrap_or(life / 2);
+    let floor = (life / 10).clamp(Duration::from_secs(1), Duration::from_secs(5));
+    created + wait.max(floor)
+}
+
+/// The longest wait after a failure, when the certificate in hand has `remaining` to live: the
+/// nearer its end, the more urgent.
+pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
+    remaining.map_or(RETRY_CAP_EMPTY_HANDED, |left| {
+        (left / 10).clamp(RETRY_BASE, RETRY_CAP)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn delay(ratio: f64, life: Duration) -> Duration {
+        let created = SystemTime::UNIX_EPOCH + HOUR;
+        renewal_time(created, created + life, ratio)
+            .duration_since(created)
+            .expect("is not before the creation")
+    }
+
+    #[test]
+    fn renews_when_the_grace_part_of_life_is_left() {
+        for (ratio, life, expected) in [
+            (0.5, 24 * HOUR, 12 * HOUR),
+            (0.25, HOUR, 45 * MINUTE),
+            (0.75, HOUR, 15 * MINUTE),
+            (0.0, HOUR, HOUR),
+            (f64::NAN, HOUR, 30 * MINUTE),
+        ] {
+            assert_eq!(delay(ratio, life), expected, "{ratio} of {life:?}");
+        }
+    }
+
+    #[test]
+    fn never_renews_without_a_pause() {
+        for (ratio, life, expected) in [
+            (1.0, HOUR, Duration::from_secs(5)),
+            (1.0, Duration::from_secs(20), Duration::from_secs(2)),
+            (0.5, Duration::from_millis(1), Duration::from_secs(1)),
+            (0.5, Duration::ZERO, Duration::from_secs(1)),
+        ] {
+            assert_eq!(delay(ratio, life), expected, "{ratio} of {life:?}");
+        }
+        let created = SystemTime::UNIX_EPOCH + HOUR;
+        let expired = renewal_time(created, SystemTime::UNIX_EPOCH, 0.5);
+        assert_eq!(expired, created + Duration::from_secs(1));
+    }
+
+    #[test]
+    fn jitter_moves_the_renewal_within_its_bounds() {
+        for (ratio, jitter, earliest, latest) in [
+            (0.5, 0.01, 0.49, 0.51),
+            (0.5, 0.5, 0.0, 1.0),
+            (0.0, 0.5, 0.5, 1.0),
+            (1.0, 0.5, 0.0, 0.5),
+        ] {
+            let day = 24 * HOUR;
+            let ends = [
+                delay(varied(ratio, jitter, 1.0), day),
+                delay(varied(ratio, jitter, -1.0), day),
+            ];
+            let floor = Duration::from_secs(5);
+            let expected = [earliest, latest].map(|part| day.mul_f64(part).max(floor));
+            for (found, expected) in ends.into_iter().zip(expected) {
+                let off = found.abs_diff(expected);
+                assert!(off < Duration::from_millis(1), "{found:?} {expected:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn retries_grow_more_urgent_towards_the_end_of_life() {
+        for (remaining, expected) in [
+            (None, Duration::from_secs(5)),
+            (Some(12 * HOUR), Duration::from_secs(60)),
+            (Some(5 * MINUTE), Duration::from_secs(30)),
+            (Some(Duration::from_secs(20)), Duration::from_secs(2)),
+            (Some(Duration::ZERO), Duration::from_millis(500)),
+        ] {
+            assert_eq!(retry_cap(remaining), expected, "{remaining:?}");
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! The life of a certificate, on a paused clock and with an authority that misbehaves as told.
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tonic::Code;
+
+use super::certificate::{Certificate, CertificateError, Workload};
+use super::fake_authority::{Answer, FakeAuthority, clock, config};
+use super::*;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+struct Fixture {
+    clock: Clock,
+    authority: FakeAuthority,
+    secrets: Secrets,
+    _renewal: JoinSet<()>,
+}
+
+/// A renewal task that runs, with an authority that gives `answer`.
+fn start(config: Config, answer: Answer) -> Fixture {
+    let clock = clock();
+    let authority = FakeAuthority::new(&clock);
+    authority.set(answer);
+    let (secrets, renewal) = new(config, authority.clone(), clock.clone());
+    let mut tasks = JoinSet::new();
+    tasks.spawn(renewal);
+    Fixture {
+        clock,
+        authority,
+        secrets,
+        _renewal: tasks,
+    }
+}
+
+impl Fixture {
+    async fn workload_after(&mut self, condition: impl Fn(&State) -> bool) -> Arc<Workload> {
+        let state = self.state_after(|state| state.workload.is_some() && condition(state));
+        state.await.workload.expect("is there")
+    }
+
+    async fn first(&mut self) -> Arc<Workload> {
+        self.workload_after(|_| true).await
+    }
+
+    async fn renewed(&mut self, old: &Arc<Workload>) -> Arc<Workload> {
+        let is_new = |state: &State| !state.workload.as_ref().is_some_and(|w| Arc::ptr_eq(w, old));
+        self.workload_after(is_new).await
+    }
+
+    async fn state_after(&mut self, condition: impl Fn(&State) -> bool) -> State {
+        let reached = async {
+            while !condition(&self.secrets.latest()) {
+                self.secrets.changed().await;
+            }
+            self.secrets.latest()
+        };
+        let limit = tokio::time::timeout(48 * HOUR, reached);
+        limit.await.expect("the state is reached")
+    }
+
+    fn is_serving(&self, workload: &Arc<Workload>) -> bool {
+        let latest = self.secrets.latest().workload;
+        latest.is_some_and(|latest| Arc::ptr_eq(&latest, workload))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn asks_at_once_and_serves_the_answer_as_it_came() {
+    let mut fixture = start(config(), Answer::Signed);
+    let workload = fixture.first().await;
+    let roots = fixture.authority.root_pem();
+    let chain = std::str::from_utf8(workload.certificate.chain_pem()).expect("is PEM");
+    assert!(chain.ends_with(&roots));
+    assert_eq!(chain.matches("BEGIN CERTIFICATE").count(), 2);
+    assert_eq!(workload.roots.pem(), roots.as_bytes());
+    assert!(workload.certificate.key_pem().contains("PRIVATE KEY"));
+    assert!(!format!("{:?}", fixture.secrets.latest()).contains("PRIVATE KEY"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn renews_at_half_life_without_anybody_asking() {
+    let mut fixture = start(config(), Answer::Signed);
+    let first = fixture.first().await;
+    let start = Instant::now();
+    let second = fixture.renewed(&first).await;
+    let off = start.elapsed().abs_diff(12 * HOUR);
+    assert!(off < Duration::from_secs(2), "{off:?}");
+    assert_ne!(
+        first.certificate.key_pem(),
+        second.certificate.key_pem(),
+        "each request has its own key"
+    );
+    assert_eq!(fixture.authority.distinct_keys(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn keeps_the_last_good_certificate_while_the_authority_is_down() {
+    let mut fixture = start(config(), Answer::Signed);
+    let first = fixture.first().await;
+    fixture.authority.set(Answer::Fails(Code::Unavailable));
+    tokio::time::sleep(24 * HOUR - Duration::from_secs(10)).await;
+    assert!(fixture.is_serving(&first));
+    assert!(fixture.secrets.latest().problem.is_some());
+    fixture.authority.set(Answer::Signed);
+    let before = Instant::now();
+    fixture.renewed(&first).await;
+    assert!(before.elapsed() < Duration::from_secs(10));
+    assert!(fixture.secrets.latest().problem.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn withdraws_a_certificate_when_it_expires_and_finds_the_authority_again() {
+    for answer in [Answer::Fails(Code::Unavailable), Answer::Waits] {
+        let mut fixture = start(config(), Answer::Signed);
+        let first = fixture.first().await;
+        fixture.authority.set(answer);
+        let state = fixture.state_after(|state| state.workload.is_none()).await;
+        assert!(fixture.clock.now() >= first.certificate.not_after());
+        assert!(state.problem.is_some_and(|problem| problem.failures > 100));
+        assert!(state.roots.is_some());
+        fixture.authority.set(Answer::Signed);
+        let before = Instant::now();
+        fixture.first().await;
+        assert!(before.elapsed() <= Duration::from_secs(5));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_that_jumps_past_the_renewal_renews_at_once() {
+    let mut fixture = start(config(), Answer::Signed);
+    let first = fixture.first().await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let before = Instant::now();
+    fixture.clock.jump(13 * HOUR);
+    fixture.renewed(&first).await;
+    assert_eq!(before.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unusable_answer_is_never_published_and_never_asked_for_in_haste() {
+    for answer in [
+        Answer::Empty,
+        Answer::LeafOnly,
+        Answer::GarbageLeaf,
+        Answer::GarbageRoots,
+        Answer::ForeignKey,
+        Answer::Expired,
+        Answer::Fails(Code::PermissionDenied),
+        Answer::Fails(Code::Unavailable),
+    ] {
+        let mut fixture = start(config(), answer);
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        assert!(fixture.secrets.latest().workload.is_none(), "{answer:?}");
+        assert!(fixture.secrets.latest().roots.is_none(), "{answer:?}");
+        let a_minute = fixture.authority.requests() / 10;
+        assert!((10..60).contains(&a_minute), "{answer:?}: {a_minute}");
+
+        fixture.authority.set(Answer::Signed);
+        let good = fixture.first().await;
+        fixture.authority.set(answer);
+        let requests = fixture.authority.requests();
+        tokio::time::sleep(14 * HOUR).await;
+        assert!(fixture.is_serving(&good), "{answer:?}");
+        let a_minute = (fixture.authority.requests() - requests) / 120;
+        assert!((1..10).contains(&a_minute), "{answer:?}: {a_minute}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ratio_of_one_renews_every_few_seconds_and_not_without_pause() {
+    let config = Config {
+        grace_ratio: 1.0,
+        ..config()
+    };
+    let mut fixture = start(config, Answer::Signed);
+    fixture.first().await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!((10..15).contains(&fixture.authority.requests()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn never_asks_twice_at_a_time_and_gives_up_on_silence() {
+    let mut fixture = start(config(), Answer::Waits);
+    let state = fixture.state_after(|state| state.problem.is_some()).await;
+    let error = state.problem.expect("is there").error;
+    assert!(matches!(*error, IssueError::Silent), "{error}");
+    assert_eq!(fixture.authority.requests(), 1);
+    fixture.authority.set(Answer::Signed);
+    fixture.first().await;
+    assert_eq!(fixture.authority.requests(), 2);
+    assert_eq!(fixture.authority.most_in_flight(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn changed_roots_are_published_before_the_certificate_they_signed() {
+    let mut fixture = start(config(), Answer::Signed);
+    let first = fixture.first().await;
+    fixture.authority.rotate_root();
+    let state = fixture
+        .state_after(|state| state.roots.as_ref() != Some(&first.roots))
+        .await;
+    assert!(state.workload.is_some_and(|w| Arc::ptr_eq(&w, &first)));
+    let before = Instant::now();
+    let second = fixture.renewed(&first).await;
+    assert!(before.elapsed() <= Duration::from_secs(2));
+    assert_eq!(fixture.secrets.latest().roots.as_ref(), Some(&second.roots));
+    assert_eq!(fixture.authority.most_in_flight(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusals_name_what_was_found() {
+    for (answer, expected) in [
+        (Answer::Empty, "found 0 elements"),
+        (Answer::LeafOnly, "found 1 elements"),
+        (
+            Answer::GarbageLeaf,
+            "element 0 of the chain is \"no certificate\" (14 bytes), expected certificates in PEM",
+        ),
+        (Answer::GarbageRoots, "element 1 of the chain"),
+        (Answer::ForeignKey, "a public key that is not ours"),
+        (Answer::Expired, "the leaf expired at 2026-02-02T"),
+    ] {
+        let mut fixture = start(config(), answer);
+        let state = fixture.state_after(|state| state.problem.is_some()).await;
+        let message = state.problem.expect("is there").cause();
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
+    let clock = clock();
+    let authority = FakeAuthority::new(&clock);
+    let ours = config().identity;
+    let request = crate::ca::csr::generate(KeyType::P256, &ours).expect("generates");
+    let answer = authority.sign(&request.csr_pem, HOUR).await.expect("signs");
+    let behind = clock.now() - HOUR;
+    let workload = Workload::new(&answer, request.key_pem, behind).expect("is accepted");
+    let certificate: &Certificate = &workload.certificate;
+    assert!(certificate.oddities(&ours, clock.now()).is_empty());
+    assert_eq!(certificate.oddities(&ours, behind).len(), 1);
+    let other = SpiffeId::new("cluster.local", "shop", "till");
+    assert_eq!(certificate.oddities(&other, clock.now()).len(), 1);
+}
+
+#[tokio::test]
+async fn every_kind_of_key_is_recognised_in_its_certificate() {
+    for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
+        let request = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        let key = rcgen::KeyPair::from_pem(&request.key_pem).expect("is a key");
+        let itself = rcgen::CertificateParams::default()
+            .self_signed(&key)
+            .expect("signs")
+            .pem();
+        let answer = [itself.clone(), itself];
+        let now = clock().now();
+        Workload::new(&answer, request.key_pem, now).expect("matches its key");
+        let other = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        assert!(matches!(
+            Workload::new(&answer, other.key_pem, now),
+            Err(CertificateError::ForeignKey)
+        ));
+    }
+}
