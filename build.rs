@@ -1,6 +1,11 @@
 //! Compiles `proto/` without `protoc`, and for the control plane annexe Envoy's own definitions into
 //! the descriptors it reads resource files by.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "cargo speaks to build scripts by the environment"
+)]
+
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::path::{Path, PathBuf};

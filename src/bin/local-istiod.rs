@@ -10,10 +10,14 @@ use std::fs;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use istio_agent::local_istiod::{Event, Events, Keys, LocalIstiod, Options, follow, write_private};
+use istio_agent::local_istiod::{
+    Event, Events, Keys, LocalIstiod, Options, Snapshot, SnapshotError, follow, write_private,
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
@@ -58,39 +62,38 @@ async fn main() -> Result<(), BoxError> {
         signal(SignalKind::terminate())?,
         signal(SignalKind::interrupt())?,
     );
-    tokio::select! {
-        result = run(&arguments) => result,
+    let (sender, mut events) = mpsc::unbounded_channel();
+    let mut options = options(&arguments, Events::to(sender))?;
+    let (snapshots, polling) = snapshots(&arguments, &options.events).await?;
+    options.snapshots = Some(snapshots);
+    let istiod = LocalIstiod::start(options).await?;
+    remember(&arguments, &istiod)?;
+    hand_out(&arguments, &istiod)?;
+    print(&format!("local-istiod listening on {}", istiod.address))?;
+    let result = tokio::select! {
+        () = polling => Ok(()),
+        result = renew_tokens(&arguments, &istiod) => result,
+        result = print_all(&mut events) => result,
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
-    }
+    };
+    istiod.stop().await;
+    result
 }
 
-async fn run(arguments: &Arguments) -> Result<(), BoxError> {
-    let (sender, mut events) = mpsc::unbounded_channel();
-    let mut options = options(arguments, Events::to(sender))?;
-    let empty = watch::Sender::default();
-    options.snapshots = Some(empty.subscribe());
-    let mut polling = None;
-    if let Some(folder) = &arguments.resources {
-        let (snapshots, future) = follow(folder.clone(), options.events.clone()).await?;
-        options.snapshots = Some(snapshots);
-        polling = Some(future);
-    }
-    let istiod = LocalIstiod::start(options).await?;
-    remember(arguments, &istiod)?;
-    hand_out(arguments, &istiod)?;
-    print(&format!("local-istiod listening on {}", istiod.address))?;
-    let polling = async {
-        match polling {
-            Some(polling) => polling.await,
-            None => std::future::pending().await,
-        }
+type Snapshots = watch::Receiver<Arc<Snapshot>>;
+
+/// The resources and what keeps them up to date; without a folder there are none.
+async fn snapshots(
+    arguments: &Arguments,
+    events: &Events,
+) -> Result<(Snapshots, Pin<Box<dyn Future<Output = ()>>>), SnapshotError> {
+    let Some(folder) = &arguments.resources else {
+        let none = watch::channel(Arc::default()).1;
+        return Ok((none, Box::pin(std::future::pending())));
     };
-    tokio::select! {
-        () = polling => Ok(()),
-        result = renew_tokens(arguments, &istiod) => result,
-        result = print_all(&mut events) => result,
-    }
+    let (snapshots, polling) = follow(folder.clone(), events.clone()).await?;
+    Ok((snapshots, Box::pin(polling)))
 }
 
 fn options(arguments: &Arguments, events: Events) -> Result<Options, BoxError> {

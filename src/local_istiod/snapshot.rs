@@ -86,36 +86,43 @@ pub async fn follow(
     ),
     SnapshotError,
 > {
-    let (seen, snapshot) = look(folder.clone(), None).await?;
-    let snapshot = snapshot.unwrap_or_default();
-    let resources = snapshot.len();
-    events.tell(Event::Loaded { resources });
+    let files = blocking(&folder, list).await?;
+    let snapshot = load(&folder, &files, &events).await?;
     let (sender, receiver) = watch::channel(Arc::new(snapshot));
-    Ok((receiver, poll(folder, events, seen, sender)))
+    Ok((receiver, poll(folder, events, files, sender)))
 }
 
 async fn poll(
     folder: PathBuf,
     events: Events,
-    mut seen: Option<Files>,
+    mut read: Files,
     sender: watch::Sender<Arc<Snapshot>>,
 ) {
+    let mut last = read.clone();
     let mut told = None;
     loop {
         tokio::time::sleep(POLL).await;
-        match look(folder.clone(), seen.clone()).await {
-            Ok((_, None)) => {}
-            Ok((now_seen, Some(snapshot))) => {
-                (seen, told) = (now_seen, None);
-                let resources = snapshot.len();
-                events.tell(Event::Loaded { resources });
+        let outcome = match blocking(&folder, list).await {
+            // Unchanged, or still being written: an editor may truncate a file before it fills it.
+            Ok(files) if files == read || files != last => {
+                last = files;
+                continue;
+            }
+            Ok(files) => {
+                read = files;
+                load(&folder, &read, &events).await
+            }
+            Err(error) => Err(error),
+        };
+        match outcome {
+            Ok(snapshot) => {
+                told = None;
                 sender.send_replace(Arc::new(snapshot));
             }
             Err(error) => {
                 // Once per reason, not five times a second.
                 let reason = error.to_string();
-                if told.as_ref() != Some(&reason) {
-                    told = Some(reason.clone());
+                if told.replace(reason.clone()).as_ref() != Some(&reason) {
                     let folder = folder.clone();
                     events.tell(Event::LoadFailed { folder, reason });
                 }
@@ -127,19 +134,21 @@ async fn poll(
 /// The files of a folder by time and size: a change of any is a change of the snapshot.
 type Files = Vec<(PathBuf, SystemTime, u64)>;
 
-type Look = (Option<Files>, Option<Snapshot>);
+async fn load(folder: &Path, files: &Files, events: &Events) -> Result<Snapshot, SnapshotError> {
+    let files = files.clone();
+    let snapshot = blocking(folder, move |folder| read(folder, &files)).await?;
+    let resources = snapshot.len();
+    events.tell(Event::Loaded { resources });
+    Ok(snapshot)
+}
 
-/// Reads the folder unless its files are those already seen.
-async fn look(folder: PathBuf, seen: Option<Files>) -> Result<Look, SnapshotError> {
-    let reading = tokio::task::spawn_blocking(move || {
-        let files = list(&folder)?;
-        if seen.as_ref() == Some(&files) {
-            return Ok((None, None));
-        }
-        let snapshot = read(&folder, &files)?;
-        Ok((Some(files), Some(snapshot)))
-    });
-    reading.await.unwrap_or(Err(SnapshotError::Interrupted))
+async fn blocking<T: Send + 'static>(
+    folder: &Path,
+    work: impl FnOnce(&Path) -> Result<T, SnapshotError> + Send + 'static,
+) -> Result<T, SnapshotError> {
+    let folder = folder.to_owned();
+    let working = tokio::task::spawn_blocking(move || work(&folder));
+    working.await.unwrap_or(Err(SnapshotError::Interrupted))
 }
 
 fn list(folder: &Path) -> Result<Files, SnapshotError> {
@@ -250,6 +259,9 @@ mod tests {
             };
             assert!(reason.contains("a.yaml: line 3"), "{reason}");
             assert!(!snapshots.has_changed().unwrap());
+            // Half written files, as editors leave them for a moment, are no change.
+            fs::write(&file, "").unwrap();
+            tokio::time::sleep(POLL / 2).await;
             fs::write(&file, cluster("other", 30)).unwrap();
             snapshots.changed().await.unwrap();
             let now = snapshots.borrow().of_node([]);

@@ -9,8 +9,6 @@
 mod delta;
 mod node;
 mod state_of_the_world;
-#[cfg(test)]
-mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -323,3 +321,6 @@ fn common_version(selected: &Selected<'_>) -> String {
         }),
     )
 }
+
+#[cfg(test)]
+mod tests;
