@@ -93,15 +93,13 @@ async fn session<P: Protocol>(
     let Some((node, first)) = introduction::<P>(stream).await? else {
         return Ok(());
     };
-    let variant = stream.variant;
     let report = Report {
         node: node.title.clone(),
         events,
     };
-    let node_title = node.title.clone();
     report.events.tell(Event::Opened {
-        node: node_title,
-        variant,
+        node: report.node.clone(),
+        variant: stream.variant,
     });
     let result = converse::<P>(stream, &node, first, &mut snapshots, &report).await;
     let reason = match &result {

@@ -70,6 +70,7 @@ async fn a_scripted_stream_passes_messages_both_ways_and_ends_with_a_status() {
         let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
         assert_eq!(request.type_url, "t");
         assert_eq!(stream.caller.as_ref().unwrap().service_account, "cart");
+        assert!(!format!("{stream:?}").contains("Bearer"));
         stream.send_bytes(vec![0x0a, 1, b'7'].into()).await.unwrap();
         stream.end(tonic::Status::aborted("enough")).await;
     };
