@@ -131,7 +131,12 @@ impl fmt::Display for Event {
                 type_url,
                 version,
                 error,
-            } => write!(f, "NACK {} {version} from {node}: {error}", short(type_url)),
+            } => write!(
+                f,
+                "NACK {} {version} from {node}: {}",
+                short(type_url),
+                one_line(error)
+            ),
             Self::Stale {
                 node,
                 type_url,
@@ -163,9 +168,28 @@ fn short(type_url: &str) -> &str {
     type_url.rsplit(['.', '/']).next().unwrap_or(type_url)
 }
 
+/// Envoy's errors hold whole messages as text.
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_event_is_one_line() {
+        let event = Event::Nacked {
+            node: "cart.shop".to_owned(),
+            type_url: "a.Listener".to_owned(),
+            version: "7".to_owned(),
+            error: "bad:\n  rds {\n}\n".to_owned(),
+        };
+        assert_eq!(
+            event.to_string(),
+            "NACK Listener 7 from cart.shop: bad: rds { }"
+        );
+    }
 
     #[test]
     fn lines_name_types_by_their_last_part() {

@@ -9,9 +9,13 @@ mod authority;
 mod caller;
 mod certificates;
 mod csr;
+mod discovery;
 mod event;
 mod keys;
+mod located;
+mod resource;
 mod server;
+mod snapshot;
 mod stream;
 mod token;
 
@@ -28,7 +32,9 @@ use tokio_util::sync::CancellationToken;
 pub use authority::AuthorityError;
 pub use event::{Event, Events};
 pub use keys::{Keys, KeysError, write_private};
+pub use resource::{Resource, ResourceError};
 pub use server::TlsError;
+pub use snapshot::{Snapshot, SnapshotError, follow};
 pub use stream::{Gone, Stream, Variant};
 pub use token::{Claims, TokenKeyError};
 
@@ -61,6 +67,8 @@ pub struct Options {
     pub max_cert_ttl: Duration,
     /// Fresh ones if none.
     pub keys: Option<Keys>,
+    /// What discovery serves. Without it streams are scripted.
+    pub snapshots: Option<watch::Receiver<Arc<Snapshot>>>,
     pub events: Events,
 }
 
@@ -109,6 +117,7 @@ impl Default for Options {
             extra_names: Vec::new(),
             max_cert_ttl: Duration::from_secs(90 * 24 * 3600),
             keys: None,
+            snapshots: None,
             events: Events::default(),
         }
     }
@@ -129,7 +138,7 @@ impl LocalIstiod {
         ));
         let tls = tls(&options, &authority)?;
         let (outage, outage_seen) = watch::channel(None);
-        let (accepted, streams) = mpsc::channel(WAITING_STREAMS);
+        let (accepted, mut streams) = mpsc::channel(WAITING_STREAMS);
         let (stopping, peers) = (CancellationToken::new(), Arc::new(Peers::default()));
         let services = services(
             &options,
@@ -142,6 +151,10 @@ impl LocalIstiod {
         let mut tasks = JoinSet::new();
         let accepting = server::serve(listener, tls, services, peers.clone(), stopping.clone());
         tasks.spawn(accepting);
+        if let Some(snapshots) = options.snapshots.clone() {
+            let served = std::mem::replace(&mut streams, mpsc::channel(1).1);
+            tasks.spawn(discovery::serve(served, snapshots, options.events.clone()));
+        }
         Ok(Self {
             address,
             streams,

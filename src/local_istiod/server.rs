@@ -24,14 +24,13 @@ use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
-use tonic::codegen::Service;
+use tonic::codegen::{Service, StdError};
 
 use super::authority::{Authority, AuthorityError};
 use super::caller::Peer;
 use super::certificates::Certificates;
 use super::event::Event;
 use super::stream::{Acceptor, Variant};
-use crate::lifecycle::BoxError;
 use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateServiceServer;
 
 /// Large, so that only a client's own windows hold a test back.
@@ -150,7 +149,7 @@ fn connection(
     address: SocketAddr,
     tls: Option<Arc<Tls>>,
     services: Services,
-) -> impl FnOnce(CancellationToken) -> tonic::codegen::BoxFuture<(), BoxError> {
+) -> impl FnOnce(CancellationToken) -> tonic::codegen::BoxFuture<(), StdError> {
     move |stopping| {
         Box::pin(async move {
             stream.set_nodelay(true)?;
@@ -179,7 +178,7 @@ async fn http2(
     peer: Peer,
     services: Services,
     stopping: CancellationToken,
-) -> Result<(), BoxError> {
+) -> Result<(), StdError> {
     let route = hyper::service::service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(peer.clone());
         let services = services.clone();

@@ -14,6 +14,7 @@ use std::task::{Context, Poll};
 
 use bytes::{Buf, BufMut, Bytes};
 use http::HeaderMap;
+use http::header::AUTHORIZATION;
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
@@ -120,7 +121,10 @@ impl Acceptor {
         request: Request<Streaming<Bytes>>,
     ) -> Result<Response<Answers>, Status> {
         let (metadata, extensions, requests) = request.into_parts();
-        let headers = metadata.into_headers();
+        let mut headers = metadata.into_headers();
+        if let Some(token) = headers.get_mut(AUTHORIZATION) {
+            token.set_sensitive(true); // For whoever prints a stream.
+        }
         let peer = extensions
             .get::<Peer>()
             .ok_or_else(|| Status::internal("the connection told no peer"))?;

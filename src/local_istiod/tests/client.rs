@@ -102,6 +102,7 @@ impl Client {
 
     fn discovery(&self) -> AggregatedDiscoveryServiceClient<Channel> {
         AggregatedDiscoveryServiceClient::new(self.channel.clone())
+            .max_decoding_message_size(usize::MAX)
     }
 
     fn request<T>(&self, message: T) -> Request<T> {

@@ -4,12 +4,17 @@ mod client;
 
 use std::time::Duration;
 
-use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DiscoveryRequest, DiscoveryResponse,
+};
 use tonic::Code;
 
 use super::*;
 use client::Client;
 
+/// A type of agents, without a definition here.
+const TYPE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const HOUR: Duration = Duration::from_secs(3600);
 
 #[tokio::test]
@@ -65,6 +70,7 @@ async fn a_scripted_stream_passes_messages_both_ways_and_ends_with_a_status() {
         let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
         assert_eq!(request.type_url, "t");
         assert_eq!(stream.caller.as_ref().unwrap().service_account, "cart");
+        assert!(!format!("{stream:?}").contains("Bearer"));
         stream.send_bytes(vec![0x0a, 1, b'7'].into()).await.unwrap();
         stream.end(tonic::Status::aborted("enough")).await;
     };
@@ -149,5 +155,87 @@ async fn a_rotation_keeps_clients_of_both_roots() {
     for certificate in [old, new] {
         let client = Client::connect(&istiod, None, Some(certificate)).await;
         client.certificate("cart", 600).await.unwrap();
+    }
+}
+
+fn node(namespace: &str) -> Node {
+    Node {
+        id: format!("sidecar~127.0.0.1~cart-1.{namespace}~{namespace}.svc.cluster.local"),
+        ..Node::default()
+    }
+}
+
+async fn serving() -> (LocalIstiod, watch::Sender<Arc<Snapshot>>, Client) {
+    let (sender, snapshots) = watch::channel(Arc::new(snapshot(b"first")));
+    let options = Options {
+        snapshots: Some(snapshots),
+        ..Options::default()
+    };
+    let istiod = LocalIstiod::start(options).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token), None).await;
+    (istiod, sender, client)
+}
+
+fn snapshot(content: &[u8]) -> Snapshot {
+    let mut snapshot = Snapshot::default();
+    snapshot.insert("common", Resource::new("a", TYPE, content.to_vec()));
+    snapshot.insert("cart-1", Resource::new("large", TYPE, vec![7; 6 << 20]));
+    snapshot.insert("another", Resource::new("b", TYPE, Vec::new()));
+    snapshot
+}
+
+#[tokio::test]
+async fn serves_the_resources_of_a_node_and_pushes_changes() {
+    let (_istiod, snapshots, client) = serving().await;
+    let first = DiscoveryRequest {
+        node: Some(node("shop")),
+        type_url: TYPE.to_owned(),
+        ..DiscoveryRequest::default()
+    };
+    let (_requests, opening) = client.state_of_the_world(vec![first]);
+    let mut responses = opening.await.unwrap();
+    let response = responses.message().await.unwrap().unwrap();
+    assert_eq!(response.resources.len(), 2);
+    assert_eq!(response.resources[0].value, b"first");
+    snapshots.send_replace(Arc::new(snapshot(b"second")));
+    let response = responses.message().await.unwrap().unwrap();
+    assert_eq!(response.resources[0].value, b"second");
+}
+
+#[tokio::test]
+async fn serves_delta_streams_with_what_changed_only() {
+    let (_istiod, snapshots, client) = serving().await;
+    let first = DeltaDiscoveryRequest {
+        node: Some(node("shop")),
+        type_url: TYPE.to_owned(),
+        ..DeltaDiscoveryRequest::default()
+    };
+    let (_requests, opening) = client.delta(vec![first]);
+    let mut responses = opening.await.unwrap();
+    assert_eq!(
+        responses.message().await.unwrap().unwrap().resources.len(),
+        2
+    );
+    snapshots.send_replace(Arc::new(snapshot(b"second")));
+    let response = responses.message().await.unwrap().unwrap();
+    assert_eq!(response.resources.len(), 1);
+    assert_eq!(response.resources[0].name, "a");
+}
+
+#[tokio::test]
+async fn refuses_nodes_with_istiods_codes() {
+    let (_istiod, _snapshots, client) = serving().await;
+    for (node, code) in [
+        (None, Code::InvalidArgument),
+        (Some(node("bank")), Code::PermissionDenied),
+    ] {
+        let first = DiscoveryRequest {
+            node,
+            type_url: TYPE.to_owned(),
+            ..DiscoveryRequest::default()
+        };
+        let (_requests, opening) = client.state_of_the_world(vec![first]);
+        assert_eq!(opening.await.unwrap_err().code(), code);
     }
 }

@@ -1,0 +1,324 @@
+//! Serves discovery from a snapshot: one session per stream, its subscriptions by protocol variant.
+//!
+//! A session lets the first request tell the node, holds the node against the caller as istiod
+//! does, and then answers requests and pushes what a new snapshot changes, in the order in which
+//! Envoy wants it.
+//!
+//! Does not know what resources mean, except which types need their names asked for.
+
+mod delta;
+mod node;
+mod state_of_the_world;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use prost::Message;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tonic::Status;
+
+use super::event::{Event, Events};
+use super::resource::{Resource, version_of};
+use super::snapshot::{Resources, Snapshot};
+use super::stream::{Stream, Variant};
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::google::rpc;
+
+const CLUSTERS: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const LISTENERS: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+const ROUTES: &str = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
+const SECRETS: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
+const EXTENSIONS: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
+
+/// Serves every stream until there are no more. Dropping it ends them.
+pub(super) async fn serve(
+    mut streams: mpsc::Receiver<Stream>,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    events: Events,
+) {
+    let mut sessions = JoinSet::new();
+    loop {
+        tokio::select! {
+            stream = streams.recv() => match stream {
+                Some(stream) => {
+                    sessions.spawn(serve_one(stream, snapshots.clone(), events.clone()));
+                }
+                None => break,
+            },
+            Some(_) = sessions.join_next() => {}
+        }
+    }
+    while sessions.join_next().await.is_some() {}
+}
+
+async fn serve_one(mut stream: Stream, snapshots: watch::Receiver<Arc<Snapshot>>, events: Events) {
+    let status = match stream.variant {
+        Variant::StateOfTheWorld => {
+            session::<state_of_the_world::Subscriptions>(&mut stream, snapshots, events).await
+        }
+        Variant::Delta => session::<delta::Subscriptions>(&mut stream, snapshots, events).await,
+    };
+    match status {
+        Ok(()) => drop(stream),
+        Err(status) => stream.end(status).await,
+    }
+}
+
+/// What the two variants differ in: their messages and how they answer.
+trait Protocol {
+    type Request: Message + Default;
+    type Response: Message;
+
+    fn new(report: Report) -> Self;
+    fn node(request: &Self::Request) -> Option<&Node>;
+    fn type_url(request: &Self::Request) -> &str;
+    fn error(request: &Self::Request) -> Option<&rpc::Status>;
+
+    /// The answer to a request, if it wants one.
+    fn request(&mut self, request: Self::Request, resources: &Resources) -> Option<Self::Response>;
+
+    /// What other resources than before make it push.
+    fn update(&mut self, resources: &Resources) -> Vec<Self::Response>;
+}
+
+/// Returns once the client is done, or with the status that ends it.
+async fn session<P: Protocol>(
+    stream: &mut Stream,
+    mut snapshots: watch::Receiver<Arc<Snapshot>>,
+    events: Events,
+) -> Result<(), Status> {
+    let Some((node, first)) = introduction::<P>(stream).await? else {
+        return Ok(());
+    };
+    let report = Report {
+        node: node.title.clone(),
+        events,
+    };
+    report.events.tell(Event::Opened {
+        node: report.node.clone(),
+        variant: stream.variant,
+    });
+    let result = converse::<P>(stream, &node, first, &mut snapshots, &report).await;
+    let reason = match &result {
+        Ok(()) => "the client is done".to_owned(),
+        Err(status) => format!("{:?}: {}", status.code(), status.message()),
+    };
+    report.events.tell(Event::Closed {
+        node: report.node.clone(),
+        reason,
+    });
+    result
+}
+
+/// The node and the request that told it. Health reports before it say nothing about the node.
+async fn introduction<P: Protocol>(
+    stream: &mut Stream,
+) -> Result<Option<(node::Identified, P::Request)>, Status> {
+    loop {
+        let Some(request) = stream.next::<P::Request>().await? else {
+            return Ok(None);
+        };
+        if P::type_url(&request) == HEALTH && P::node(&request).is_none() {
+            continue;
+        }
+        let node = node::identify(P::node(&request), stream.caller.as_ref())?;
+        return Ok(Some((node, request)));
+    }
+}
+
+async fn converse<P: Protocol>(
+    stream: &mut Stream,
+    node: &node::Identified,
+    first: P::Request,
+    snapshots: &mut watch::Receiver<Arc<Snapshot>>,
+    report: &Report,
+) -> Result<(), Status> {
+    let mut subscriptions = P::new(report.clone());
+    let mut resources = resources_of(node, snapshots);
+    let mut next = Some(first);
+    loop {
+        let responses = match next.take() {
+            Some(request) if P::type_url(&request) == HEALTH => {
+                report.health(P::error(&request));
+                Vec::new()
+            }
+            Some(request) => subscriptions
+                .request(request, &resources)
+                .into_iter()
+                .collect(),
+            None => {
+                resources = resources_of(node, snapshots);
+                subscriptions.update(&resources)
+            }
+        };
+        for response in responses {
+            if stream.send(&response).await.is_err() {
+                return Ok(());
+            }
+        }
+        tokio::select! {
+            request = stream.next() => match request? {
+                Some(request) => next = Some(request),
+                None => return Ok(()),
+            },
+            Ok(()) = snapshots.changed() => {}
+        }
+    }
+}
+
+fn resources_of(
+    node: &node::Identified,
+    snapshots: &mut watch::Receiver<Arc<Snapshot>>,
+) -> Resources {
+    let folders = node.folders.iter().map(String::as_str);
+    snapshots.borrow_and_update().of_node(folders)
+}
+
+/// Tells the events of one node.
+#[derive(Clone, Debug, Default)]
+struct Report {
+    node: String,
+    events: Events,
+}
+
+impl Report {
+    fn pushed(&self, type_url: &str, version: &str, resources: usize, removed: usize) {
+        self.events.tell(Event::Pushed {
+            node: self.node.clone(),
+            type_url: type_url.to_owned(),
+            version: version.to_owned(),
+            resources,
+            removed,
+        });
+    }
+
+    /// Tells what an answer says about the last push, and whether it is about the last one at all.
+    fn answered(
+        &self,
+        type_url: &str,
+        pushed: &Pushed,
+        nonce: &str,
+        error: Option<&rpc::Status>,
+    ) -> Answer {
+        let node = self.node.clone();
+        let (type_url, version) = (type_url.to_owned(), pushed.version.clone());
+        let (event, answer) = match error {
+            _ if nonce != pushed.nonce => {
+                let nonce = nonce.to_owned();
+                let stale = Event::Stale {
+                    node,
+                    type_url,
+                    nonce,
+                };
+                (stale, Answer::Stale)
+            }
+            Some(error) => {
+                let error = error.message.clone();
+                let nacked = Event::Nacked {
+                    node,
+                    type_url,
+                    version,
+                    error,
+                };
+                (nacked, Answer::Nack)
+            }
+            None => {
+                let acked = Event::Acked {
+                    node,
+                    type_url,
+                    version,
+                };
+                (acked, Answer::Ack)
+            }
+        };
+        self.events.tell(event);
+        answer
+    }
+
+    fn health(&self, error: Option<&rpc::Status>) {
+        self.events.tell(Event::Health {
+            node: self.node.clone(),
+            healthy: error.is_none(),
+        });
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Answer {
+    Ack,
+    Nack,
+    Stale,
+}
+
+/// The last push of a type.
+#[derive(Clone, Debug, Default)]
+struct Pushed {
+    nonce: String,
+    version: String,
+}
+
+/// Whether a subscription without names means everything.
+fn has_wildcard(type_url: &str) -> bool {
+    ![ENDPOINTS, ROUTES, SECRETS, EXTENSIONS].contains(&type_url)
+}
+
+/// Types in the order in which Envoy wants them: what is referred to goes before what refers to it.
+fn in_push_order<'a>(types: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let rank = |type_url: &str| {
+        let order = [CLUSTERS, ENDPOINTS, LISTENERS, ROUTES];
+        order
+            .iter()
+            .position(|known| *known == type_url)
+            .unwrap_or(order.len())
+    };
+    let mut types: Vec<String> = types.cloned().collect();
+    types.sort_by(|a, b| rank(a).cmp(&rank(b)).then_with(|| a.cmp(b)));
+    types
+}
+
+/// The type that goes out again whenever this one does: a changed cluster or listener starts anew
+/// and waits for its parts, although they are unchanged.
+fn depends_on(type_url: &str) -> Option<&'static str> {
+    match type_url {
+        ENDPOINTS => Some(CLUSTERS),
+        ROUTES => Some(LISTENERS),
+        _ => None,
+    }
+}
+
+type Selected<'a> = BTreeMap<&'a str, &'a Resource>;
+
+/// The resources of a type that a predicate on their names accepts.
+fn select<'a>(
+    resources: &'a Resources,
+    type_url: &str,
+    wanted: impl Fn(&str) -> bool,
+) -> Selected<'a> {
+    let of_type = resources.get(type_url).into_iter().flatten();
+    of_type
+        .filter(|(name, _)| wanted(name))
+        .map(|(name, resource)| (name.as_str(), resource.as_ref()))
+        .collect()
+}
+
+fn versions(selected: &Selected<'_>) -> BTreeMap<String, String> {
+    selected
+        .iter()
+        .map(|(name, resource)| ((*name).to_owned(), resource.version.clone()))
+        .collect()
+}
+
+/// One version for many resources.
+fn common_version(selected: &Selected<'_>) -> String {
+    version_of(
+        selected.iter().flat_map(|(name, resource)| {
+            [name.as_bytes(), b"\0", resource.version.as_bytes(), b"\0"]
+        }),
+    )
+}
+
+#[cfg(test)]
+mod tests;
