@@ -1,97 +1,218 @@
 //! The hall: builds every room, runs them side by side, and brings them down.
 //!
-//! [`Agent::build`] binds the sockets and makes the rooms; nothing runs yet, so a socket that cannot
-//! be had ends the agent before Envoy exists. [`Agent::run`] starts them and waits for Envoy's end.
-//! The sockets outlive Envoy, which asks for its configuration until it has drained.
+//! [`Agent::build`] binds the sockets and makes the rooms, so a socket that cannot be had ends the
+//! agent before Envoy exists. [`Agent::run`] starts Envoy and waits for its end. The sockets outlive
+//! Envoy, which asks for its configuration until it has drained.
 //!
 //! The only place where rooms meet that may not see each other.
 
+use std::future::Future;
+use std::path::Path;
 use std::time::Duration;
 
+use tokio::sync::watch;
+
 use crate::bootstrap;
+use crate::ca::csr::KeyType;
+use crate::ca::istio::IstioCa;
 use crate::cli::ExitCode;
-use crate::config::Config;
+use crate::clock::Clock;
+use crate::config::{Config, KeyChoice};
 use crate::envoy::{self, Exit};
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::{self, BoxError, CancellationToken, Tasks};
-use crate::unix_socket::{self, Listener};
-use crate::xds;
+use crate::lifecycle::{self, BoxError, CancellationToken, Tasks, Urgency};
+use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
+use crate::{sds, secrets, xds};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
+/// How long one certificate request may take, connecting included.
+const SIGNING_LIMIT: Duration = Duration::from_secs(10);
+
+/// The name of the workload socket that the agent serves itself when nobody else does.
+const OWN_SOCKET: &str = "socket";
+
+/// Why the agent cannot start, or had to end.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("agent configured for non-default SDS socket path: {0} but no socket found")]
+    NoWorkloadSocket(String),
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    #[error("the {name} ended, which it must not while the agent runs")]
+    Ended {
+        name: &'static str,
+        #[source]
+        source: Option<BoxError>,
+    },
+}
+
+/// Runs the agent until Envoy has ended, or until it is asked to stop.
+pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+    let (urgency, signals) = lifecycle::signals()?;
+    let agent = Agent::build(config)?;
+    tokio::select! {
+        code = agent.run(urgency) => code,
+        () = signals => Ok(ExitCode::Success),
+    }
+}
+
 /// Everything the agent consists of, built and bound.
 #[derive(Debug)]
-pub struct Agent {
+struct Agent {
     config: Config,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
 
-/// Runs the agent until Envoy has ended, or until it is asked to stop.
-pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
-    Agent::build(config)?.run().await
-}
-
 impl Agent {
-    fn build(config: Config) -> Result<Self, BoxError> {
+    fn build(config: Config) -> Result<Self, Error> {
         let mut agent = Self {
             config,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
-        let istiod = agent.istiod(agent.config.istiod.clone());
+        let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
+        let authority = match agent.config.ca_istiod.clone() {
+            Some(config) => agent.istiod("connection to the certificate authority", config),
+            None => istiod.clone(),
+        };
+        agent.secrets(authority)?;
         agent.discovery(istiod)?;
         Ok(agent)
     }
 
-    fn istiod(&mut self, config: istiod::Config) -> Istiod {
+    fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
         let (istiod, connection) = istiod::new(config, self.shutdown.clone());
-        self.tasks.spawn("connection to istiod", async move {
-            connection.await;
-            Ok::<(), BoxError>(())
-        });
+        self.spawn(name, connection);
         istiod
     }
 
-    fn discovery(&mut self, istiod: Istiod) -> Result<(), unix_socket::BindError> {
-        let config = xds::Config {
-            socket: self.config.xds_socket.clone(),
-            max_request_bytes: self.config.max_request_bytes,
-            cluster_id: "".to_owned(),
+    /// Keeps certificates fresh and serves them, unless somebody else does.
+    fn secrets(&mut self, authority: Istiod) -> Result<(), Error> {
+        let socket = self.config.sds_socket.clone();
+        let listener = match unix_socket::bind(&socket) {
+            Ok(_) if !is_own(&socket) => {
+                return Err(Error::NoWorkloadSocket(socket.display().to_string()));
+            }
+            Ok(listener) => listener,
+            Err(BindError::Live { .. }) => {
+                tracing::info!(
+                    "Existing workload SDS socket found at {}. Default Istio SDS Server will only \
+                     serve files",
+                    socket.display()
+                );
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
         };
-        let listener: Listener = unix_socket::bind(&config.socket)?;
-        let discovery = Discovery::new(config, istiod, Interceptors::default(), self.shutdown.clone());
-        self.tasks.spawn("discovery service", async move {
-            discovery.serve(listener).await;
-            Ok::<(), BoxError>(())
-        });
+        let parameters = &self.config.secrets;
+        let signer = parameters.cert_signer.clone().unwrap_or_default();
+        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
+        let config = secrets::Config {
+            identity: parameters.identity.clone(),
+            key_type: key_type(parameters.key),
+            ttl: parameters.ttl,
+            grace_ratio: parameters.grace_ratio,
+            grace_jitter: parameters.grace_jitter,
+        };
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system());
+        self.spawn_until_shutdown("certificate renewal", renewal);
+        // Without Envoy nobody asks, and the socket is not there.
+        if self.config.envoy.is_some() {
+            tracing::info!(
+                target: "sds",
+                "Starting SDS server for workload certificates, will listen on {:?}",
+                socket.display().to_string()
+            );
+            let serving = sds::serve(listener, secrets, self.shutdown.clone());
+            self.spawn("secret discovery service", serving);
+        }
         Ok(())
     }
 
-    async fn run(mut self) -> Result<ExitCode, BoxError> {
-        let (urgency, signals) = lifecycle::signals()?;
-        let code = self.envoy(urgency, signals).await?;
-        self.shutdown.cancel();
-        self.tasks.drain(STOP_LIMIT).await;
-        Ok(code)
+    fn discovery(&mut self, istiod: Istiod) -> Result<(), Error> {
+        let config = xds::Config {
+            socket: self.config.xds_socket.clone(),
+            max_request_bytes: self.config.max_request_bytes,
+            cluster_id: self.config.cluster_id.clone(),
+        };
+        let listener = unix_socket::bind(&config.socket)?;
+        let interceptors = Interceptors::default();
+        let discovery = Discovery::new(config, istiod, interceptors, self.shutdown.clone());
+        self.spawn("discovery service", discovery.serve(listener));
+        Ok(())
     }
-    async fn envoy(&mut self, urgency: tokio::sync::watch::Receiver<lifecycle::Urgency>, watching: impl Future<Output=()>) -> Result<ExitCode, BoxError> {
-        let Some(envoy) = self.config.envoy.clone() else {
-            let mut urgency = urgency;
-            tokio::select! { _ = urgency.changed() => {}, () = watching => {} };
-            return Ok(ExitCode::Success);
+
+    async fn run(mut self, urgency: watch::Receiver<Urgency>) -> Result<ExitCode, BoxError> {
+        let envoy = envoy_until_its_end(self.config.clone(), urgency);
+        let result = tokio::select! {
+            code = envoy => code,
+            ended = self.tasks.next_ended() => Err(Error::Ended {
+                name: ended.name,
+                source: ended.result.err(),
+            }
+            .into()),
         };
-        let _written = bootstrap::write(&self.config.bootstrap)?;
-        let exit = tokio::select! {
-            exit = envoy::run(envoy, urgency) => exit?,
-            () = watching => Exit::Requested,
-        };
-        Ok(match exit {
-            Exit::Requested => ExitCode::Success,
-            Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
-        })
+        self.shutdown.cancel();
+        let aborted = self.tasks.drain(STOP_LIMIT).await;
+        if aborted > 0 {
+            tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were cut off");
+        }
+        result
+    }
+
+    fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(name, async move {
+            task.await;
+            Ok::<(), BoxError>(())
+        });
+    }
+
+    /// Spawns a task that would never end by itself.
+    fn spawn_until_shutdown(
+        &mut self,
+        name: &'static str,
+        task: impl Future<Output = ()> + Send + 'static,
+    ) {
+        let shutdown = self.shutdown.clone();
+        self.spawn(name, async move {
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = task => {}
+            }
+        });
+    }
+}
+
+/// Writes the bootstrap and runs Envoy on it; without Envoy, waits to be asked to stop.
+async fn envoy_until_its_end(
+    config: Config,
+    mut urgency: watch::Receiver<Urgency>,
+) -> Result<ExitCode, BoxError> {
+    let Some(envoy) = config.envoy else {
+        let asked = urgency.wait_for(|urgency| *urgency != Urgency::Run);
+        let _ = asked.await; // An error is the end of the watch, which is an end as well.
+        return Ok(ExitCode::Success);
+    };
+    let _written = bootstrap::write(&config.bootstrap)?;
+    Ok(match envoy::run(envoy, urgency).await? {
+        Exit::Requested => ExitCode::Success,
+        Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
+    })
+}
+
+fn is_own(socket: &Path) -> bool {
+    socket.file_name().is_some_and(|name| name == OWN_SOCKET)
+}
+
+fn key_type(key: KeyChoice) -> KeyType {
+    match key {
+        KeyChoice::EcdsaP256 => KeyType::P256,
+        KeyChoice::EcdsaP384 => KeyType::P384,
+        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
     }
 }

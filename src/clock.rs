@@ -163,14 +163,12 @@ mod tests {
         let clock = Clock::simulated(start);
         let before = Instant::now();
         let sleeper = clock.clone();
-        let sleep = tokio::spawn(async move {
-            sleeper
-                .sleep_until(start + Duration::from_secs(12 * 3600))
-                .await;
-        });
-        tokio::task::yield_now().await;
-        clock.jump(Duration::from_secs(13 * 3600));
-        sleep.await.expect("the sleeper does not panic");
+        let sleep = sleeper.sleep_until(start + Duration::from_secs(12 * 3600));
+        let jump = async {
+            tokio::task::yield_now().await;
+            clock.jump(Duration::from_secs(13 * 3600));
+        };
+        tokio::join!(sleep, jump);
         assert_eq!(before.elapsed(), Duration::ZERO);
     }
 

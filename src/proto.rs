@@ -4,6 +4,7 @@
 #[allow(
     missing_debug_implementations,
     unreachable_pub,
+    unused_qualifications,
     clippy::unwrap_used,
     clippy::wildcard_imports
 )]

@@ -1,6 +1,6 @@
 //! What the benches share: child processes and their figures, a control plane that sends as fast as
 //! it is read, and an Envoy that only counts.
-#![allow(dead_code, reason = "each bench uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each bench uses its part")]
 
 pub mod baseline;
 pub mod peer;

@@ -24,6 +24,7 @@ use prost::Message;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -69,8 +70,7 @@ impl ControlPlane {
         root_pem: &str,
     ) -> io::Result<impl AsyncRead + AsyncWrite + Unpin + use<>> {
         let mut roots = RootCertStore::empty();
-        let root =
-            tokio_rustls::rustls::pki_types::pem::PemObject::from_pem_slice(root_pem.as_bytes());
+        let root = PemObject::from_pem_slice(root_pem.as_bytes());
         let root: CertificateDer<'static> = root.expect("a certificate");
         roots.add(root).expect("a root");
         let mut config = ClientConfig::builder()

@@ -8,8 +8,6 @@
 pub mod csr;
 pub mod istio;
 
-pub mod csr;
-
 use std::future::Future;
 use std::time::Duration;
 

@@ -40,6 +40,8 @@ pub struct Config {
     pub xds_socket: PathBuf,
     /// Largest message taken from Envoy.
     pub max_request_bytes: usize,
+    /// `ISTIO_META_CLUSTER_ID`.
+    pub cluster_id: String,
     /// Where Envoy asks for secrets.
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
@@ -117,6 +119,7 @@ pub fn load(
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
+    let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
     if !sources.problems.is_empty() {
         return Err(sources.problems);
@@ -132,6 +135,7 @@ pub fn load(
         bootstrap,
         envoy,
         jwt_policy,
+        cluster_id,
         warnings: sources.warnings,
     })
 }

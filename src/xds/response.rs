@@ -42,6 +42,10 @@ pub struct ResponseReader {
 
 /// Where in the stream the next byte stands.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one per stream; a box would cost one per message"
+)]
 enum Place {
     /// In the head of a message, of which these bytes have come.
     Head([u8; HEAD], usize),

@@ -1,6 +1,11 @@
 //! The agent's rooms together, against a real control plane behind real TLS, with a scripted Envoy
 //! on a real socket.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    unreachable_pub
+)]
 
 mod relay;
 mod support;

@@ -131,11 +131,6 @@ impl Envoy {
         frame.into_data().expect("data").len()
     }
 
-    /// The next message, decoded.
-    pub async fn next<M: Message + Default>(&mut self) -> M {
-        M::decode(self.next_bytes().await).unwrap()
-    }
-
     /// The status the stream ends with; what was left of a message is thrown away.
     pub async fn end(mut self) -> Status {
         loop {
