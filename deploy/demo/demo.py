@@ -138,7 +138,8 @@ class Story:
             setattr(self, account, workload)
             times = workload.measure_start(self.mesh.ports[port])
             rows.append([account, *map(screen.milliseconds, times)])
-        screen.table(["from exec of the agent to", "its sockets open", "Envoy LIVE", "Envoy taking requests"], rows)
+        screen.table(["from exec of the agent to", "its sockets open", "Envoy LIVE",
+                      "Envoy taking requests"], rows)
         screen.fact("Envoy", f"{self.client.admin.version()}  {self.mesh.envoy_binary}")
 
     def meet(self):
@@ -292,15 +293,17 @@ class Story:
         self.mesh.istiod.terminate(10)
 
     def leave(self):
-        at, resources = self.mesh.ports, self.mesh.root / "istiod/resources"
+        outbound = f"http://127.0.0.1:{self.mesh.ports['outbound']}"
+        client, server = self.client.admin.address, self.server.admin.address
+        route = self.mesh.root / "istiod/resources/client/outbound-route.yaml"
         screen.say(screen.bold("\nStill running. To poke at it:"))
         for what, command in [
-                ("send a request", f"curl -si http://127.0.0.1:{at['outbound']}/hello"),
-                ("the client's certificate", f"curl -s http://127.0.0.1:{at['client_admin']}/certs"),
-                ("what the client's Envoy holds",
-                 f"curl -s 'http://127.0.0.1:{at['client_admin']}/config_dump?include_eds'"),
-                ("the same of the server's", f"curl -s http://127.0.0.1:{at['server_admin']}/certs"),
-                ("change the route", f"$EDITOR {resources / 'client/outbound-route.yaml'}"),
+                ("send a request", f"curl -si {outbound}/hello"),
+                ("the client's certificate", f"curl -s {client}/certs"),
+                ("the server's", f"curl -s {server}/certs"),
+                ("what the client's Envoy holds", f"curl -s '{client}/config_dump?include_eds'"),
+                ("what the server's Envoy holds", f"curl -s '{server}/config_dump?include_eds'"),
+                ("change the route", f"$EDITOR {route}"),
                 ("follow the logs", f"tail -f {self.mesh.root / 'logs'}/*.log"),
                 ("end it all", "make demo-stop")]:
             screen.fact(what, command)

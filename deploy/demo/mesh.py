@@ -56,10 +56,12 @@ class Mesh:
             "--max-cert-ttl", f"{CERTIFICATE_SECONDS}s"]
         for account in ("client", "server"):
             command += ["--identity", f"{NAMESPACE}/{account}"]
+        log = self.log("local-istiod")
+        before = log.stat().st_size if log.exists() else 0
         self.istiod = self.family.start(
-            "local-istiod", [str(part) for part in command], folder, base_environment(),
-            self.log("local-istiod"))
-        wait_until("local-istiod to listen", lambda: ports.accepts(port), 15, [self.istiod])
+            "local-istiod", [str(part) for part in command], folder, base_environment(), log)
+        said_so = lambda: b"local-istiod listening on" in log.read_bytes()[before:]
+        wait_until("local-istiod to listen", said_so, 15, [self.istiod], pause=0.005)
         return time.monotonic() - self.istiod.started
 
     def write_resources(self, version):
@@ -108,7 +110,7 @@ class Workload:
                 (out / "root-cert.pem", secrets / "istio/root-cert.pem"),
                 (out / f"{NAMESPACE}.{self.name}/istio-token", secrets / "tokens/istio-token")]:
             if not source.exists():
-                raise Refused(f"local-istiod did not write {source}", [self.mesh.log("local-istiod")])
+                raise Refused(f"local-istiod did not write {source}", [self.mesh.istiod.log])
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
 
@@ -127,19 +129,19 @@ class Workload:
 
     def measure_start(self, listener_port):
         """Seconds from exec: the agent's sockets, Envoy LIVE, Envoy's listener taking requests."""
-        pause, since = 0.002, lambda: time.monotonic() - self.agent.started
+        since = lambda: time.monotonic() - self.agent.started
+        wait = lambda what, check: wait_until(what, check, 30, [self.agent], pause=0.002)
         sockets = [self.folder / "etc/istio/proxy/XDS",
                    self.folder / "var/run/secrets/workload-spiffe-uds/socket"]
         listening = lambda: all(ports.accepts_unix(path) for path in sockets)
-        wait_until(f"the {self.name}'s agent to open its sockets", listening, 15, [self.agent], pause)
+        wait(f"the {self.name}'s agent to open its sockets", listening)
         at_sockets = since()
         live = lambda: self.admin.state() == "LIVE"
-        wait_until(f"the {self.name}'s Envoy to be LIVE", live, 30, [self.agent], pause)
+        wait(f"the {self.name}'s Envoy to be LIVE", live)
         at_live = since()
         self.envoy_pid = self.find_envoy()
         open_port = lambda: ports.accepts(listener_port)
-        wait_until(f"the {self.name}'s Envoy to open port {listener_port}", open_port, 30,
-                   [self.agent], pause)
+        wait(f"the {self.name}'s Envoy to open port {listener_port}", open_port)
         return at_sockets, at_live, since()
 
     def find_envoy(self):

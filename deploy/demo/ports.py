@@ -1,4 +1,4 @@
-"""Finds free TCP ports on loopback.
+"""Finds free TCP ports.
 
 Looks below the range the kernel takes ports of outgoing connections from, so that a connection of
 the load cannot take a listener's port while its owner restarts. Does not reserve what it finds.
@@ -29,11 +29,11 @@ def bind_somewhere():
     for port in [*random.sample(range(10000, first_outgoing_port()), 50), 0]:
         listener = socket.socket()
         try:
-            listener.bind(("127.0.0.1", port))
+            listener.bind(("0.0.0.0", port))
             return listener
         except OSError:
             listener.close()
-    raise Refused("found no free TCP port on 127.0.0.1")
+    raise Refused("found no free TCP port")
 
 
 def first_outgoing_port():
@@ -54,7 +54,7 @@ def accepts(port):
 
 
 def accepts_unix(path):
-    """Whether somebody listens on the Unix socket. Goes there by a short path: 107 bytes are all."""
+    """Whether somebody listens on the Unix socket, whose path may be too long to connect to."""
     folder = None
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

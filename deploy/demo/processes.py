@@ -50,7 +50,7 @@ class Process:
         try:
             code = self.child.wait(limit)
         except subprocess.TimeoutExpired:
-            raise Refused(f"{self.name} had not ended {limit} s after SIGTERM", [self.log]) from None
+            raise Refused(f"{self.name} still ran {limit} s after SIGTERM", [self.log]) from None
         return code, time.monotonic() - asked
 
 

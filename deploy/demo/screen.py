@@ -50,7 +50,10 @@ def table(header, rows):
     """Prints rows in columns as wide as their longest cell."""
     rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    line = lambda row: "   " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+    def line(row):
+        return "   " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
     say(dim(line(header)))
     for row in rows:
         say(line(row))
