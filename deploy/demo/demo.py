@@ -326,9 +326,10 @@ def refused_without_certificate(port):
                     raise Refused(f"a caller without a certificate was answered: {answer!r}")
                 return "connection closed"
     except ssl.SSLError as error:
-        return (error.reason or str(error)).lower().replace("_", " ")
+        required = "CERTIFICATE_REQUIRED" in (error.reason or "")
+        return "TLS alert: certificate required" if required else "connection closed"
     except ConnectionError:
-        return "connection reset"
+        return "connection closed"
 
 
 if __name__ == "__main__":
