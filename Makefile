@@ -8,19 +8,21 @@ SHELL := bash
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 
-.PHONY: help build demo demo-stop test bench lint
+.PHONY: help envoy build demo demo-stop test bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
+
+envoy: ## Finds or fetches an Envoy.
+	@deploy/envoy/get-envoy >/dev/null
 
 build: ## Builds the agent as it is shipped, and local-istiod beside it.
 	@# Two builds: the agent must not carry what only local-istiod needs, not even for the demo.
 	@cargo build --release --locked --bin pilot-agent
 	@cargo build --release --locked --features local-istiod --bin local-istiod
 
-demo: ## Shows the agent at work on this machine; KEEP=1 leaves it running.
+demo: envoy build ## Shows the agent at work on this machine; KEEP=1 leaves it running.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
-	$(MAKE) --no-print-directory build; \
 	$(demo) --binaries $(target)/release --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
 
 demo-stop: ## Ends what `make demo KEEP=1` left running.
