@@ -46,14 +46,6 @@ class Admin:
             found[kind] = sorted(describe(kind, entry, state) for entry in entries)
         return found
 
-    def rejected(self):
-        """The reasons for which Envoy refused resources, if any."""
-        dump = json.loads(self.get("/config_dump"))
-        entries = [entry for part in dump["configs"] for member in part.values()
-                   if isinstance(member, list) for entry in member if isinstance(entry, dict)]
-        return [entry["error_state"].get("details", "no reason given")
-                for entry in entries if "error_state" in entry]
-
     def certificate(self):
         """The workload certificate: serial, identity, expiry; None while there is none."""
         for entry in json.loads(self.get("/certs"))["certificates"]:

@@ -20,6 +20,7 @@ from processes import Refused, wait_until
 HERE = pathlib.Path(__file__).resolve().parent
 TRUST_DOMAIN, NAMESPACE = "cluster.local", "demo"
 CERTIFICATE_SECONDS = 30
+DISCOVERED = ["Cluster", "ClusterLoadAssignment", "Listener", "RouteConfiguration"]
 NAMES = ["istiod", "workload", "inbound", "outbound",
          *(f"{workload}_{use}" for workload in ("client", "server")
            for use in ("admin", "status", "health", "metrics"))]
@@ -74,6 +75,20 @@ class Mesh:
             target = self.root / "istiod/resources" / template.parent.name / template.name
             if not target.exists() or target.read_text() != text:
                 put_in_place(target, text, self.root / "istiod")
+
+    def all_acknowledged(self):
+        """Whether both Envoys acknowledged every type, as local-istiod logs it."""
+        self.expect_no_refusal()
+        lines = self.istiod.log.read_text(errors="replace").splitlines()
+        acknowledged = {(line.split()[1], line.split()[-1])
+                        for line in lines if line.startswith("ACK ")}
+        return acknowledged >= {(kind, f"{account}-0.{NAMESPACE}")
+                                for kind in DISCOVERED for account in ("client", "server")}
+
+    def expect_no_refusal(self):
+        for line in self.istiod.log.read_text(errors="replace").splitlines():
+            if line.startswith("NACK "):
+                raise Refused(f"an Envoy refused a resource: {line[:300]}", [self.istiod.log])
 
     # The workloads.
 
@@ -140,7 +155,11 @@ class Workload:
         wait(f"the {self.name}'s Envoy to be LIVE", live)
         at_live = since()
         self.envoy_pid = self.find_envoy()
-        open_port = lambda: ports.accepts(listener_port)
+
+        def open_port():
+            self.mesh.expect_no_refusal()
+            return ports.accepts(listener_port)
+
         wait(f"the {self.name}'s Envoy to open port {listener_port}", open_port)
         return at_sockets, at_live, since()
 
