@@ -1,0 +1,41 @@
+# The commands of the README. Each fetches or builds what it needs; see deploy/envoy/get-envoy for
+# where Envoy comes from.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+target := $(abspath $(or $(CARGO_TARGET_DIR),target))
+demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
+
+.PHONY: help envoy build demo demo-stop test bench lint
+
+help: ## Lists these commands.
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
+
+envoy: ## Finds or fetches an Envoy.
+	@deploy/envoy/get-envoy >/dev/null
+
+build: ## Builds the agent as it is shipped, and local-istiod beside it.
+	@# Two builds: the agent must not carry what only local-istiod needs, not even for the demo.
+	@cargo build --release --locked --bin pilot-agent
+	@cargo build --release --locked --features local-istiod --bin local-istiod
+
+demo: envoy build ## Shows the agent at work on this machine; KEEP=1 leaves it running.
+	@envoy="$$(deploy/envoy/get-envoy)"; \
+	$(demo) --binaries $(target)/release --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
+
+demo-stop: ## Ends what `make demo KEEP=1` left running.
+	@$(demo) --stop
+
+test: ## Runs all tests, those with a real Envoy included.
+	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
+	export ENVOY_BIN; \
+	cargo test --locked --all-features
+
+bench: ## Runs the benchmarks.
+	@cargo bench --locked
+
+lint: ## Checks format and lints; warnings are errors.
+	@cargo fmt --check
+	@cargo clippy --all-targets --all-features --locked -- -D warnings

@@ -1,0 +1,335 @@
+#!/usr/bin/env python3
+"""Shows the agent at work: two workloads, two Envoys, a control plane, all on loopback.
+
+Tells the story in scenes; each prints what it measured and refuses to go on when a step fails.
+Run it with `make demo`. Does not need anything but Python's standard library, an Envoy, and the
+two binaries. `make demo KEEP=1` leaves all running, `make demo-stop` ends what was kept.
+"""
+
+import argparse
+import http.client
+import pathlib
+import signal
+import socket
+import ssl
+import sys
+import time
+
+import load
+import mesh
+import ports
+import processes
+import screen
+from envoy import short
+from processes import Refused, wait_until
+
+OUTAGE_AT_LEAST = 8  # Seconds.
+
+
+def main():
+    options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: asked to end"))
+    root = options.folder.resolve()
+    if options.stop:
+        return stop_kept(root)
+    the_mesh = None
+    keep = False
+    try:
+        the_mesh = mesh.Mesh(options.binaries.resolve(), options.envoy.resolve(), root)
+        Story(the_mesh, options.keep).tell()
+        keep = options.keep
+        return 0
+    except Refused as refusal:
+        explain(refusal, options)
+        return 1
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        explain(Refused(f"{type(error).__name__}: {error}"), options)
+        return 1
+    except KeyboardInterrupt:
+        screen.say("\ndemo: interrupted")
+        return 130
+    finally:
+        if the_mesh and not keep:
+            the_mesh.family.end_all()
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description="Shows the agent at work on this machine.")
+    parser.add_argument("--binaries", type=pathlib.Path, default=pathlib.Path("target/release"))
+    parser.add_argument("--envoy", type=pathlib.Path, default=pathlib.Path("envoy"))
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("target/demo"))
+    parser.add_argument("--keep", action="store_true", help="leave all running at the end")
+    parser.add_argument("--stop", action="store_true", help="end what a kept demo left running")
+    return parser.parse_args()
+
+
+def stop_kept(root):
+    ended = processes.end_kept(root.with_suffix(".running.json"))
+    screen.say(f"ended {', '.join(ended)}" if ended else "no kept demo is running")
+    return 0
+
+
+def explain(refusal, options):
+    """The sentence that says what failed, and the end of the logs that tell why."""
+    for log in refusal.logs:
+        lines = log.read_text(errors="replace").splitlines()[-15:] if log.exists() else []
+        screen.say(screen.dim(f"\nlast lines of {log}:"))
+        screen.say("\n".join(f"   {line}" for line in lines) or "   (empty)")
+    screen.say(screen.red(f"\ndemo failed: {refusal}"))
+    screen.say(f"All logs are in {options.folder / 'logs'}.")
+
+
+class Story:
+    """The scenes, in order, and what one leaves for the next."""
+
+    def __init__(self, the_mesh, keep):
+        self.mesh, self.keep = the_mesh, keep
+        self.client = self.server = self.load = None
+        self.rotated = {}
+
+    def tell(self):
+        self.open()
+        self.start_control_plane()
+        self.start_workloads()
+        self.meet()
+        self.show_resources()
+        self.load = load.Load(self.mesh.ports["outbound"], mesh.identity("client"),
+                              mesh.identity("server"))
+        self.load.start()
+        try:
+            self.rotate()
+            self.push_route()
+            self.lose_control_plane()
+            self.show_memory()
+        finally:
+            self.load.stop()
+        self.sum_up()
+        self.leave() if self.keep else self.end()
+
+    @property
+    def workloads(self):
+        return [self.server, self.client]
+
+    def open(self):
+        screen.say(screen.bold("istio-agent: a request from one workload to another"))
+        screen.say()
+        screen.say("   client workload → client Envoy ══ mTLS ══▶ server Envoy → server workload")
+        screen.say("                        │                         │")
+        screen.say("                   client agent              server agent")
+        screen.say("                        └───── local-istiod ──────┘")
+        if self.mesh.was_kept:
+            screen.say(f"\n(ended the demo kept before: {', '.join(self.mesh.was_kept)})")
+
+    def start_control_plane(self):
+        screen.scene(1, "A control plane starts")
+        self.mesh.write_resources("v1")
+        took = self.mesh.start_istiod()
+        screen.fact("local-istiod listens on", f"127.0.0.1:{self.mesh.ports['istiod']}, "
+                    f"{screen.milliseconds(took)} after exec")
+        screen.fact("it signs certificates for", f"{mesh.CERTIFICATE_SECONDS} s each, "
+                    "so that they rotate while you watch")
+
+    def start_workloads(self):
+        screen.scene(2, "Two workloads start, each an agent that runs an Envoy")
+        self.mesh.start_application()
+        rows = []
+        for account, port in (("server", "inbound"), ("client", "outbound")):
+            workload = self.mesh.start_workload(account)
+            setattr(self, account, workload)
+            times = workload.measure_start(self.mesh.ports[port])
+            rows.append([account, *map(screen.milliseconds, times)])
+        screen.table(["from exec of the agent to", "its sockets open", "Envoy LIVE",
+                      "Envoy taking requests"], rows)
+        screen.fact("Envoy", f"{self.client.admin.version()}  {self.mesh.envoy_binary}")
+
+    def meet(self):
+        screen.scene(3, "They meet: plain HTTP at both ends, mTLS between")
+        answer = wait_until("the first request to be answered", self.first_answer, 15,
+                            [w.agent for w in self.workloads])
+        expect("the server saw the caller", mesh.identity("client"), answer.caller)
+        expect("the client saw the server", mesh.identity("server"), answer.server_identity)
+        screen.fact("the server saw the caller", screen.green(answer.caller))
+        screen.fact("the client saw the server", screen.green(answer.server_identity))
+        why = refused_without_certificate(self.mesh.ports["inbound"])
+        screen.done(f"a caller without a certificate is refused ({why})")
+
+    def first_answer(self):
+        try:
+            answer = load.ask_once(self.mesh.ports["outbound"], "/hello")
+            return answer if answer.status == 200 else None
+        except OSError:
+            return None
+
+    def show_resources(self):
+        screen.scene(4, "What each Envoy accepted from the control plane, through its agent")
+        accepted = {w.name: w.admin.accepted() for w in self.workloads}
+        names = lambda found: ", ".join(sorted({name for name, _ in found})) or "none"
+        screen.table(["", *accepted],
+                     [[kind, *(names(found[kind]) for found in accepted.values())]
+                      for kind in ("listeners", "routes", "clusters", "endpoints", "secrets")])
+        wait_until("each Envoy to acknowledge each type", self.mesh.all_acknowledged, 10,
+                   [self.mesh.istiod])
+        screen.done("each type was acknowledged to local-istiod, none was refused")
+
+    def rotate(self):
+        screen.scene(5, "Certificates rotate under load")
+        before = {w.name: w.certificate() for w in self.workloads}
+        marked = self.load.so_far()
+        self.wait_for_rotation(before)
+        self.wait_for_new_serial_on_the_wire()
+        rows = []
+        for workload in self.workloads:
+            now = workload.certificate()
+            rows.append([workload.name, short(before[workload.name]["serial"]),
+                         short(now["serial"]), now["expires"]])
+        screen.table(["Envoy of", "serial before", "serial after", "valid until"], rows)
+        self.report(marked, "while they rotated")
+
+    def wait_for_rotation(self, before):
+        """Until each Envoy holds another certificate; notes when that was."""
+        def all_rotated():
+            for workload in self.workloads:
+                now = workload.certificate()
+                if now["serial"] != before[workload.name]["serial"]:
+                    self.rotated.setdefault(workload.name, (now["serial"], time.monotonic()))
+            return len(self.rotated) == len(self.workloads)
+        self.rotated = {}
+        wait_until("both certificates to rotate", all_rotated, 2 * mesh.CERTIFICATE_SECONDS,
+                   [w.agent for w in self.workloads], 0.1)
+
+    def wait_for_new_serial_on_the_wire(self):
+        wanted = self.rotated["client"][0]
+        seen = lambda: wanted in self.load.serials_seen()
+        wait_until(f"the server to be shown the client's new certificate {wanted}", seen, 10,
+                   [w.agent for w in self.workloads])
+        screen.done(f"the server was shown the client's certificate {short(wanted)} "
+                    "by connections made since")
+
+    def push_route(self, version="v2", number=6):
+        if number:
+            screen.scene(number, "A changed route takes effect")
+        marked, pushed = self.load.so_far(), time.monotonic()
+        self.mesh.write_resources(version)
+        arrived = lambda: self.load.versions[version] > 0
+        wait_until(f"the route {version} to take effect", arrived, 15,
+                   [w.agent for w in self.workloads])
+        took = time.monotonic() - pushed
+        screen.fact(f"route {version}: file saved to answer", screen.milliseconds(took))
+        self.report(marked, "meanwhile")
+
+    def lose_control_plane(self):
+        screen.scene(7, "The control plane goes away, and nothing breaks")
+        marked, gone = self.load.so_far(), time.monotonic()
+        self.mesh.istiod.terminate(10)
+        if ports.accepts(self.mesh.ports["istiod"]):
+            raise Refused("local-istiod ended, but its port still answers")
+        held = {w.name: w.certificate() for w in self.workloads}
+        away = self.stay_away(gone)
+        self.report(marked, f"in {away:.0f} s without a control plane")
+        self.check_held(held)
+        marked = self.load.so_far()
+        took = self.mesh.start_istiod()
+        screen.fact("it returns", f"same port, listening after {screen.milliseconds(took)}")
+        self.push_route("v3", number=None)
+        self.wait_for_rotation(held)
+        self.wait_for_new_serial_on_the_wire()
+        self.report(marked, "since its return, new certificates included")
+
+    def stay_away(self, gone):
+        """Waits until both certificates have been due for renewal for two seconds."""
+        due = max(at for _, at in self.rotated.values()) + mesh.CERTIFICATE_SECONDS / 2 + 2
+        end = max(due, gone + OUTAGE_AT_LEAST)
+        while (left := end - time.monotonic()) > 0:
+            for workload in self.workloads:
+                workload.agent.check()
+            time.sleep(min(left, 0.2))
+        return time.monotonic() - gone
+
+    def check_held(self, held):
+        for workload in self.workloads:
+            now = workload.certificate()["serial"]
+            expect(f"the {workload.name}'s certificate", held[workload.name]["serial"], now)
+        screen.done("both certificates passed half their life, could not be renewed, and stayed: "
+                    + ", ".join(f"{name} {short(c['serial'])}" for name, c in held.items()))
+
+    def show_memory(self):
+        screen.scene(8, "Memory, under this load")
+        megabytes = lambda size: f"{size / 1e6:.1f} MB"
+        rows = [[w.name, *map(megabytes, w.memory())] for w in self.workloads]
+        screen.table(["resident", "agent", "Envoy"], rows)
+
+    def report(self, marked, when):
+        """What the load counted since `marked`; refuses when a request failed."""
+        now = self.load.so_far()
+        since = {name: now[name] - marked[name] for name in now}
+        if since["failed"]:
+            raise Refused(f"{since['failed']} requests failed {when}: "
+                          + "; ".join(self.load.first_failures()),
+                          [w.agent.log for w in self.workloads])
+        if not (since["kept"] and since["new"] and since["handshakes"]):
+            raise Refused(f"the load came to a standstill {when}: {since}")
+        screen.done(f"{since['kept']} requests on kept connections and {since['new']} on new ones "
+                    f"({since['handshakes']} mTLS handshakes) {when}: 0 failed")
+
+    def sum_up(self):
+        total = self.load.so_far()
+        screen.scene(9, "In all")
+        if total["failed"]:
+            raise Refused(f"{total['failed']} requests failed: "
+                          + "; ".join(self.load.first_failures()))
+        screen.done(f"{total['kept'] + total['new']} requests, {total['handshakes']} mTLS "
+                    "handshakes, 0 failed")
+
+    def end(self):
+        for workload in (self.client, self.server):
+            code, took = workload.agent.terminate(20)
+            expect(f"the exit code of the {workload.name}'s agent after SIGTERM", 0, code)
+            if processes.is_alive(*workload.envoy_pid):
+                raise Refused(f"the {workload.name}'s agent ended but left Envoy (pid "
+                              f"{workload.envoy_pid[0]}) behind", [workload.agent.log])
+            screen.done(f"the {workload.name}'s agent drained, ended its Envoy and exited 0, "
+                        f"{screen.milliseconds(took)} after SIGTERM")
+        self.mesh.istiod.terminate(10)
+
+    def leave(self):
+        outbound = f"http://127.0.0.1:{self.mesh.ports['outbound']}"
+        client, server = self.client.admin.address, self.server.admin.address
+        route = self.mesh.root / "istiod/resources/client/outbound-route.yaml"
+        screen.say(screen.bold("\nStill running. To poke at it:"))
+        for what, command in [
+                ("send a request", f"curl -si {outbound}/hello"),
+                ("the client's certificate", f"curl -s {client}/certs"),
+                ("the server's", f"curl -s {server}/certs"),
+                ("what the client's Envoy holds", f"curl -s '{client}/config_dump?include_eds'"),
+                ("what the server's Envoy holds", f"curl -s '{server}/config_dump?include_eds'"),
+                ("change the route", f"$EDITOR {route}"),
+                ("follow the logs", f"tail -f {self.mesh.root / 'logs'}/*.log"),
+                ("end it all", "make demo-stop")]:
+            screen.fact(what, command)
+
+
+def expect(what, wanted, found):
+    if wanted != found:
+        raise Refused(f"{what}: expected {wanted!r}, found {found!r}")
+
+
+def refused_without_certificate(port):
+    """How the server's Envoy refuses a TLS client that shows no certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+            with context.wrap_socket(plain) as tls:
+                tls.sendall(b"GET /hello HTTP/1.1\r\nhost: server\r\n\r\n")
+                if answer := tls.recv(100):
+                    raise Refused(f"a caller without a certificate was answered: {answer!r}")
+                return "connection closed"
+    except ssl.SSLError as error:
+        required = "CERTIFICATE_REQUIRED" in (error.reason or "")
+        return "TLS alert: certificate required" if required else "connection closed"
+    except ConnectionError:
+        return "connection closed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Finds free TCP ports.
+
+Looks below the range the kernel takes ports of outgoing connections from, so that a connection of
+the load cannot take a listener's port while its owner restarts. Does not reserve what it finds.
+"""
+
+import os
+import pathlib
+import random
+import socket
+
+from processes import Refused
+
+
+def free_ports(names):
+    """A port for each name, all different."""
+    held, ports = [], {}
+    try:
+        for name in names:
+            held.append(bind_somewhere())
+            ports[name] = held[-1].getsockname()[1]
+    finally:
+        for listener in held:
+            listener.close()
+    return ports
+
+
+def bind_somewhere():
+    for port in [*random.sample(range(10000, first_outgoing_port()), 50), 0]:
+        listener = socket.socket()
+        try:
+            listener.bind(("0.0.0.0", port))
+            return listener
+        except OSError:
+            listener.close()
+    raise Refused("found no free TCP port")
+
+
+def first_outgoing_port():
+    try:
+        text = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        return max(int(text.split()[0]), 11000)
+    except OSError:
+        return 32768
+
+
+def accepts(port):
+    """Whether somebody listens on the port."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+    except OSError:
+        return False
+
+
+def accepts_unix(path):
+    """Whether somebody listens on the Unix socket, whose path may be too long to connect to."""
+    folder = None
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(1)
+            client.connect(f"/proc/self/fd/{folder}/{path.name}")
+            return True
+    except OSError:
+        return False
+    finally:
+        if folder is not None:
+            os.close(folder)

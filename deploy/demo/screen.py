@@ -1,0 +1,63 @@
+"""What the demo prints, in a form a person enjoys reading.
+
+Colours only on a terminal. Does not decide what is said: every fact comes from the scenes.
+"""
+
+import os
+import sys
+
+COLOURED = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+
+
+def _paint(code, text):
+    return f"\033[{code}m{text}\033[0m" if COLOURED else text
+
+
+def bold(text):
+    return _paint("1", text)
+
+
+def dim(text):
+    return _paint("2", text)
+
+
+def green(text):
+    return _paint("32", text)
+
+
+def red(text):
+    return _paint("31", text)
+
+
+def say(text=""):
+    print(text, flush=True)
+
+
+def scene(number, title):
+    say()
+    say(bold(f"{number}. {title}"))
+
+
+def fact(label, value):
+    say(f"   {label:<34} {value}")
+
+
+def done(text):
+    say(f"   {green('✓')} {text}")
+
+
+def table(header, rows):
+    """Prints rows in columns as wide as their longest cell."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(row):
+        return "   " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+    say(dim(line(header)))
+    for row in rows:
+        say(line(row))
+
+
+def milliseconds(seconds):
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
