@@ -14,12 +14,16 @@ use std::process::Command;
 use std::time::Instant;
 
 use istio_agent::xds::Protocol;
-use support::peer::{Client, ControlPlane, block_on, request, response};
+use support::block_on;
+use support::peer::{Client, ControlPlane, Shape, request, response};
 use support::table::Table;
 use support::{Process, connect, median};
 
 /// Rounds of each measurement; the median counts.
 const ROUNDS: usize = 5;
+/// Bytes of one resource: of an endpoint list and of a cluster, as meshes have them.
+const ENDPOINTS: usize = 500;
+const CLUSTER: usize = 2_000;
 /// Bytes relayed per round.
 const VOLUME: usize = 600 * 1_000_000;
 
@@ -52,7 +56,7 @@ impl Relays {
     fn start(control_plane: &ControlPlane) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let (address, root) = (&control_plane.address, &control_plane.root_pem);
-        let agent = Process::agent(directory.path(), address, root, None);
+        let agent = Process::relay(directory.path(), address, root);
         let mut all = vec![("agent", agent, directory.path().join("etc/istio/proxy/XDS"))];
         for role in ["pump", "typed"] {
             let socket = directory.path().join(role);
@@ -78,6 +82,7 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
         "relay",
         "protocol",
         "message",
+        "resource",
         "MB/s",
         "of direct",
         "CPU s/GB",
@@ -85,18 +90,18 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
         "of typed",
     ]);
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
-        for size in [1_000_000, 10_000_000, 100_000_000] {
+        for shape in shapes() {
             let mut rates = vec![Vec::new(); 4];
             let mut costs = vec![Vec::new(); 3];
             for _ in 0..ROUNDS {
                 for (index, (_, process, socket)) in relays.all.iter().enumerate() {
                     let io = connect(socket).await;
                     let before = process.cpu();
-                    rates[index].push(pull(io, protocol, size).await);
+                    rates[index].push(pull(io, protocol, shape).await);
                     costs[index].push((process.cpu() - before).as_secs_f64() / VOLUME as f64 * 1e9);
                 }
                 let io = ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
-                rates[3].push(pull(io.await.expect("a connection"), protocol, size).await);
+                rates[3].push(pull(io.await.expect("a connection"), protocol, shape).await);
             }
             let direct = median(rates[3].clone());
             let costs: Vec<f64> = costs.into_iter().map(median).collect();
@@ -105,7 +110,8 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
                 table.row([
                     (*name).to_owned(),
                     format!("{protocol:?}"),
-                    format!("{} MB", size / 1_000_000),
+                    format!("{} MB", shape.bytes / 1_000_000),
+                    format!("{} B", shape.resource),
                     format!("{rate:.0}"),
                     format!("{:.2}", rate / direct),
                     format!("{:.2}", costs[index]),
@@ -118,18 +124,25 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
     table.print();
 }
 
-/// Pulls the volume in messages of `size` and says how many MB a second came.
+fn shapes() -> impl Iterator<Item = Shape> {
+    let sizes = [1_000_000, 10_000_000, 100_000_000];
+    sizes
+        .into_iter()
+        .flat_map(|size| [ENDPOINTS, CLUSTER].map(|r| Shape::new(size, r)))
+}
+
+/// Pulls the volume in messages of one shape and says how many MB a second came.
 async fn pull(
     io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     protocol: Protocol,
-    size: usize,
+    shape: Shape,
 ) -> f64 {
-    let length = response(protocol, size).len();
-    let mut client = Client::open(io, protocol, request(protocol, size)).await;
+    let length = response(protocol, shape).len();
+    let mut client = Client::open(io, protocol, request(protocol, shape)).await;
     client.read(length, None).await;
     let start = Instant::now();
-    for _ in 0..VOLUME / size {
-        client.ask(size).await;
+    for _ in 0..VOLUME / shape.bytes {
+        client.ask(shape).await;
         client.read(length, None).await;
     }
     VOLUME as f64 / start.elapsed().as_secs_f64() / 1e6
@@ -154,7 +167,8 @@ async fn memory(relays: &Relays) {
             } else {
                 100_000_000
             };
-            let length = response(protocol, size).len();
+            let shape = Shape::new(size, CLUSTER);
+            let length = response(protocol, shape).len();
             let before = agent.memory("VmRSS");
             agent.reset_peak();
             let mut client =
@@ -193,13 +207,14 @@ async fn round_trip(
     io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 ) -> f64 {
     let protocol = Protocol::Delta;
-    let length = response(protocol, 2_000).len();
-    let mut client = Client::open(io, protocol, request(protocol, 2_000)).await;
+    let shape = Shape::new(2_000, CLUSTER);
+    let length = response(protocol, shape).len();
+    let mut client = Client::open(io, protocol, request(protocol, shape)).await;
     client.read(length, None).await;
     let mut times = Vec::new();
     for _ in 0..3_000 {
         let start = Instant::now();
-        client.ask(2_000).await;
+        client.ask(shape).await;
         client.read(length, None).await;
         times.push(start.elapsed().as_secs_f64() * 1e6);
     }

@@ -87,7 +87,7 @@ impl AggregatedDiscoveryService for Typed {
 }
 
 /// A connector out of a function; the URI is fixed and of no interest.
-fn tower_service_fn<F, R, I>(dial: F) -> Connector<F>
+pub fn tower_service_fn<F, R, I>(dial: F) -> Connector<F>
 where
     F: Fn() -> R,
     R: Future<Output = std::io::Result<I>>,
@@ -95,7 +95,7 @@ where
     Connector(dial)
 }
 
-struct Connector<F>(F);
+pub struct Connector<F>(F);
 
 impl<F, R, I> tower_service::Service<http::Uri> for Connector<F>
 where

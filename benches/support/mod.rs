@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+pub use peer::block_on;
+
 /// A process under measurement, killed when dropped.
 pub struct Process(Child);
 
@@ -23,25 +25,28 @@ impl Process {
         Self(child)
     }
 
-    /// The agent without Envoy, in `directory`, with istiod's relay at `address`.
-    pub fn agent(directory: &Path, address: &str, root_pem: &str, ca: Option<&str>) -> Self {
-        write(directory, "var/run/secrets/istio/root-cert.pem", root_pem);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+    /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.
+    pub fn relay(directory: &Path, address: &str, root_pem: &str) -> Self {
+        let mut command = agent(directory, root_pem);
         command
-            .args(["proxy", "sidecar", "--log_output_level=default:error"])
-            .current_dir(directory)
-            .env_clear()
             .env("DISABLE_ENVOY", "true")
-            .env("POD_NAME", "bench")
-            .env("POD_NAMESPACE", "default")
-            .env("SERVICE_ACCOUNT", "bench")
-            .env("INSTANCE_IP", "127.0.0.1")
-            .env(
-                "PROXY_CONFIG",
-                format!("{{\"discoveryAddress\": \"{address}\"}}"),
-            )
-            .env("CA_ADDR", ca.unwrap_or("127.0.0.1:9"))
-            .stdout(Stdio::null());
+            .env("CA_ADDR", "127.0.0.1:9")
+            .env("PROXY_CONFIG", format!("{{discoveryAddress: '{address}'}}"));
+        Self::start(&mut command)
+    }
+
+    /// The agent of a sidecar whose Envoy does nothing.
+    pub fn sidecar(directory: &Path, address: &str, root_pem: &str) -> Self {
+        use std::os::unix::fs::PermissionsExt;
+        write(directory, "envoy", "#!/bin/sh\nexec sleep 1000\n");
+        let envoy = directory.join("envoy");
+        fs::set_permissions(&envoy, fs::Permissions::from_mode(0o755)).expect("writable");
+        let envoy = envoy.display();
+        let mut command = agent(directory, root_pem);
+        command.env(
+            "PROXY_CONFIG",
+            format!("{{discoveryAddress: '{address}', binaryPath: '{envoy}'}}"),
+        );
         Self::start(&mut command)
     }
 
@@ -57,6 +62,16 @@ impl Process {
 
     /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
     pub fn memory(&self, name: &str) -> u64 {
+        self.status(name)
+    }
+
+    /// How often the process gave up the processor to wait.
+    pub fn wake_ups(&self) -> u64 {
+        self.status("voluntary_ctxt_switches")
+    }
+
+    /// The number on a line of `/proc/<pid>/status`.
+    pub fn status(&self, name: &str) -> u64 {
         let status = fs::read_to_string(self.proc("status")).expect("the process runs");
         let line = status
             .lines()
@@ -64,17 +79,13 @@ impl Process {
             .expect("a known line");
         line.split_whitespace()
             .nth(1)
-            .and_then(|kib| kib.parse().ok())
+            .and_then(|number| number.parse().ok())
             .expect("a number")
     }
 
     /// Starts the high-water mark again at what is in use now.
     pub fn reset_peak(&self) {
         fs::write(self.proc("clear_refs"), "5").expect("clear_refs is writable");
-    }
-
-    pub fn id(&self) -> u32 {
-        self.0.id()
     }
 
     fn proc(&self, file: &str) -> PathBuf {
@@ -87,6 +98,21 @@ impl Drop for Process {
         let _ = self.0.kill(); // It may have ended.
         let _ = self.0.wait();
     }
+}
+
+/// The agent's command line in `directory`, with the root it trusts.
+fn agent(directory: &Path, root_pem: &str) -> Command {
+    write(directory, "var/run/secrets/istio/root-cert.pem", root_pem);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+    command
+        .args(["proxy", "sidecar", "--log_output_level=default:error"])
+        .current_dir(directory)
+        .env_clear()
+        .envs(["POD_NAME", "SERVICE_ACCOUNT"].map(|name| (name, "bench")))
+        .env("POD_NAMESPACE", "default")
+        .env("INSTANCE_IP", "127.0.0.1")
+        .stdout(Stdio::null());
+    command
 }
 
 /// Writes a file and its directories below `directory`.
@@ -104,11 +130,11 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 
 /// Waits for a socket file somebody answers on.
 pub async fn connect(path: &Path) -> tokio::net::UnixStream {
-    for _ in 0..5_000 {
+    for _ in 0..50_000 {
         if let Ok(stream) = tokio::net::UnixStream::connect(path).await {
             return stream;
         }
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        tokio::time::sleep(Duration::from_micros(100)).await;
     }
     panic!("nobody serves {} after 5 s", path.display());
 }

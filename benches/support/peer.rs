@@ -33,13 +33,17 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 pub const NAME: &str = "istiod.istio-system.svc";
 
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
-/// Bytes of one resource, typical of a cluster in a mesh.
-const RESOURCE: usize = 2_000;
 /// What HTTP/2 puts in one DATA frame anyway.
 const PIECE: usize = 16 * 1024;
 
-/// A control plane on a thread of its own. A request whose type URL is a number gets an answer of
-/// about that many bytes.
+/// A discovery response to ask for: about how many bytes, in resources of about how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub bytes: usize,
+    pub resource: usize,
+}
+
+/// A control plane on a thread of its own. It answers a request whose type URL is a [`Shape`].
 pub struct ControlPlane {
     pub address: String,
     pub root_pem: String,
@@ -123,22 +127,21 @@ async fn answer(request: http::Request<Incoming>) -> Result<http::Response<Answe
 
 async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc::Sender<Bytes>) {
     let mut reader = RequestReader::new(protocol, usize::MAX);
-    let mut cached = (0, Bytes::new());
+    let mut cached: Option<(String, Bytes)> = None;
     while let Some(Ok(frame)) = requests.frame().await {
         let Ok(bytes) = frame.into_data() else {
             continue;
         };
-        let mut sizes = Vec::new();
-        reader
-            .feed(bytes, |request| {
-                sizes.push(request.type_url.parse().unwrap_or(0))
-            })
-            .expect("a request");
-        for size in sizes {
-            if cached.0 != size {
-                cached = (size, response(protocol, size));
+        let mut asked = Vec::new();
+        let read = reader.feed(bytes, |request| asked.push(request.type_url));
+        read.expect("a request");
+        for shape in asked {
+            if cached.as_ref().is_none_or(|(cached, _)| *cached != shape) {
+                let answer = response(protocol, Shape::parse(&shape));
+                cached = Some((shape, answer));
             }
-            let mut rest = cached.1.clone();
+            let Some((_, answer)) = &cached else { return };
+            let mut rest = answer.clone();
             while !rest.is_empty() {
                 let piece = rest.split_to(rest.len().min(PIECE));
                 if answers.send(piece).await.is_err() {
@@ -149,14 +152,26 @@ async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc:
     }
 }
 
-/// A framed response of about `size` bytes.
-pub fn response(protocol: Protocol, size: usize) -> Bytes {
+impl Shape {
+    pub fn new(bytes: usize, resource: usize) -> Self {
+        Self { bytes, resource }
+    }
+
+    fn parse(text: &str) -> Self {
+        let (bytes, resource) = text.split_once('/').expect("a shape");
+        let number = |text: &str| text.parse().expect("a number");
+        Self::new(number(bytes), number(resource))
+    }
+}
+
+/// A framed response.
+pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
     let any = |size| Any {
         type_url: CLUSTER.into(),
         value: vec![b'c'; size],
     };
-    let count = (size / RESOURCE).max(1);
-    let each = (size / count).saturating_sub(70);
+    let count = (shape.bytes / shape.resource).max(1);
+    let each = (shape.bytes / count).saturating_sub(70);
     let message = match protocol {
         Protocol::StateOfTheWorld => DiscoveryResponse {
             version_info: "1".into(),
@@ -183,9 +198,9 @@ pub fn response(protocol: Protocol, size: usize) -> Bytes {
     framed(&message)
 }
 
-/// A framed request for an answer of `size` bytes.
-pub fn request(protocol: Protocol, size: usize) -> Bytes {
-    let type_url = size.to_string();
+/// A framed request for a response.
+pub fn request(protocol: Protocol, shape: Shape) -> Bytes {
+    let type_url = format!("{}/{}", shape.bytes, shape.resource);
     framed(&match protocol {
         Protocol::StateOfTheWorld => DiscoveryRequest {
             type_url,
@@ -260,9 +275,9 @@ impl Client {
         }
     }
 
-    /// Asks for a message of `size` bytes.
-    pub async fn ask(&mut self, size: usize) {
-        let request = request(self.protocol, size);
+    /// Asks for a message.
+    pub async fn ask(&mut self, shape: Shape) {
+        let request = request(self.protocol, shape);
         self.requests
             .send(request)
             .await
