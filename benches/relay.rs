@@ -172,7 +172,7 @@ async fn memory(relays: &Relays) {
             let before = agent.memory("VmRSS");
             agent.reset_peak();
             let mut client =
-                Client::open(connect(socket).await, protocol, request(protocol, size)).await;
+                Client::open(connect(socket).await, protocol, request(protocol, shape)).await;
             client.read(length, rate).await;
             let cells = [before, agent.memory("VmHWM"), agent.memory("VmRSS")];
             let cells = cells.map(|kib| format!("{:.1}", kib as f64 / 1024.0));
