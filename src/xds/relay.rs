@@ -270,7 +270,10 @@ async fn carry(relay: &Relay, mut envoy: Incoming, to_envoy: &mpsc::Sender<Frame
                     return End::EnvoyGone;
                 };
                 permit.send(Frame::data(bytes));
-                note_slow_send(&mut waiting_since, relay, exchange.to_envoy.is_empty());
+                warn_if_slow(waiting_since.take(), relay.id);
+                if !exchange.to_envoy.is_empty() {
+                    waiting_since = Some(Instant::now());
+                }
                 continue;
             }
             Some(done) = intercepting.join_next() => match done {
@@ -305,6 +308,9 @@ async fn carry(relay: &Relay, mut envoy: Incoming, to_envoy: &mpsc::Sender<Frame
             let _ = requests.send(request);
         }
         start_interceptions(&mut exchange, &mut intercepting, &mut busy);
+        if !exchange.to_envoy.is_empty() {
+            waiting_since.get_or_insert_with(Instant::now);
+        }
     }
 }
 
@@ -340,14 +346,12 @@ fn start_interceptions(
     }
 }
 
-/// Warns of an Envoy that was slow to take a response.
-fn note_slow_send(waiting_since: &mut Option<Instant>, relay: &Relay, all_sent: bool) {
-    let now = Instant::now();
-    let since = *waiting_since.get_or_insert(now);
-    if now - since > SLOW_SEND {
-        tracing::warn!(target: "xdsproxy", id = relay.id, "sendDownstream took {:?}", now - since);
+/// Warns of an Envoy that was slow to take what waited for it since then.
+fn warn_if_slow(since: Option<Instant>, id: u32) {
+    let waited = since.map(|since| since.elapsed()).unwrap_or_default();
+    if waited > SLOW_SEND {
+        tracing::warn!(target: "xdsproxy", id, "sendDownstream took {waited:?}");
     }
-    *waiting_since = (!all_sent).then_some(now);
 }
 
 #[cfg(test)]
