@@ -11,6 +11,7 @@ use istio_agent::lifecycle::CancellationToken;
 use istio_agent::local_istiod::{Event, Keys};
 use istio_agent::{sds, secrets, unix_socket};
 use serde_json::{Value, json};
+use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::Status;
@@ -20,7 +21,7 @@ use crate::support::http::Load;
 use crate::support::pod::{BareEnvoy, Pod, Settings, ask};
 use crate::support::resources::secured_listener;
 use crate::support::tls::{Connection, Handshake, client};
-use crate::support::{envoy_binary, eventually, free_port};
+use crate::support::{envoy_binary, eventually, free_port, soon};
 
 /// Mutual handshakes without a pause, once the first has succeeded.
 async fn handshakes(port: u16, keys: &Keys) -> Load {
@@ -38,7 +39,8 @@ async fn handshakes(port: u16, keys: &Keys) -> Load {
         load.tally().failures.is_empty().then_some(())
     })
     .await;
-    Load::default().with(handshake()).with(handshake())
+    let workers = (0..4).map(|_| handshake());
+    workers.fold(Load::default(), Load::with)
 }
 
 fn is_issued(event: &Event) -> bool {
@@ -64,12 +66,19 @@ async fn ten_rotations_fail_no_handshake() {
     load.assert_flawless();
 }
 
+const LIFE: Duration = Duration::from_secs(20);
+
+/// Shortly before the agent renews, at half of the life.
+const DOWN: Duration = Duration::from_secs(9);
+
+/// Shortly before the end, which is rounded down to a second.
+const UP: Duration = Duration::from_millis(17_500);
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_authority_that_is_down_for_the_second_half_of_a_life_fails_no_handshake() {
+async fn an_authority_that_refuses_for_the_second_half_of_a_life_fails_no_handshake() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
-    let life = Duration::from_secs(20);
-    let mut control_plane = ControlPlane::start(&[secured_listener("tls", port)], life).await;
+    let mut control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;
     let settings = Settings {
         envoy: Some(&binary),
         environment: &[],
@@ -78,27 +87,51 @@ async fn an_authority_that_is_down_for_the_second_half_of_a_life_fails_no_handsh
     control_plane.event("a certificate", is_issued).await;
     let issued = Instant::now();
     let load = handshakes(port, &control_plane.keys).await;
-    eventually("handshakes", async || {
-        (load.tally().attempts() > 10).then_some(())
-    })
-    .await;
 
-    // The agent renews at half of the life. The authority is down before that until shortly before
-    // the end, which is rounded down to a second.
-    tokio::time::sleep_until(issued + life.mul_f64(0.45)).await;
+    tokio::time::sleep_until(issued + DOWN).await;
     let down = Status::unavailable("down");
     control_plane.istiod.refuse_certificates(Some(down));
-    tokio::time::sleep_until(issued + life - Duration::from_millis(2500)).await;
+    tokio::time::sleep_until(issued + UP).await;
     assert_eq!(control_plane.istiod.certificates_signed(), 1);
-    assert!(
-        control_plane
-            .told(|event| matches!(event, Event::Refused { .. }))
-            .is_some(),
-        "the agent has not asked"
-    );
+    let refused = control_plane.told(|event| matches!(event, Event::Refused { .. }));
+    assert!(refused.is_some(), "the agent has not asked");
     control_plane.istiod.refuse_certificates(None);
-    // Past the end of the first certificate.
-    tokio::time::sleep_until(issued + life + Duration::from_secs(2)).await;
+    assert_outlived(&load, issued).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_authority_that_hangs_for_the_second_half_of_a_life_fails_no_handshake() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let mut authority = ControlPlane::start(&[], LIFE).await;
+    let keys = authority.keys.clone();
+    let discovery = ControlPlane::of(&[secured_listener("tls", port)]).await;
+    let discovery = discovery.kill().await.replace(keys.clone()).await;
+    let address = authority.address();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("CA_ADDR", &address)],
+    };
+    let _pod = Pod::serving(settings, &discovery).await;
+    authority.event("a certificate", is_issued).await;
+    let issued = Instant::now();
+    let load = handshakes(port, &keys).await;
+
+    tokio::time::sleep_until(issued + DOWN).await;
+    let address = authority.istiod.address;
+    let dead = authority.kill().await;
+    // It takes connections and says nothing.
+    let hung = TcpListener::bind(address).await.unwrap();
+    let held = soon("a dial", hung.accept()).await.unwrap();
+    tokio::time::sleep_until(issued + UP).await;
+    drop((hung, held));
+    let _authority = dead.revive().await;
+    assert_outlived(&load, issued).await;
+}
+
+/// Sees no handshake fail until past the end of the first certificate, and a second one in use.
+async fn assert_outlived(load: &Load, issued: Instant) {
+    tokio::time::sleep_until(issued + LIFE + Duration::from_secs(2)).await;
     let serials = load.assert_flawless().successes.len();
     assert_eq!(serials, 2, "one certificate after the other");
 }
@@ -126,7 +159,7 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
     let tally = load.assert_flawless();
     assert!(control_plane.istiod.certificates_signed() > ROTATIONS);
     let certificates = tally.successes.len();
-    assert!(certificates > 100, "only {certificates} certificates seen");
+    assert!(certificates > 250, "only {certificates} certificates seen");
 }
 
 /// The rooms of the agent that rotate, in this process, in a hurry no production setting allows.

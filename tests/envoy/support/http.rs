@@ -68,9 +68,14 @@ pub async fn exchange(
 
 /// A single exchange on a connection of its own.
 pub async fn get(port: u16) -> Result<String, String> {
-    let connected = TcpStream::connect(local(port)).await;
-    let mut stream = connected.map_err(|error| format!("connect: {error}"))?;
-    exchange(&mut stream).await
+    exchange(&mut connect(port).await?).await
+}
+
+pub async fn connect(port: u16) -> Result<TcpStream, String> {
+    let failed = |error: std::io::Error| format!("connect: {error}");
+    let stream = TcpStream::connect(local(port)).await.map_err(failed)?;
+    stream.set_nodelay(true).map_err(failed)?;
+    Ok(stream)
 }
 
 pub fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
@@ -114,11 +119,11 @@ impl Lasting {
 
 impl Attempt for Lasting {
     async fn attempt(&mut self) -> Result<String, String> {
-        if self.1.is_none() {
-            let connected = TcpStream::connect(local(self.0)).await;
-            self.1 = Some(connected.map_err(|error| format!("connect: {error}"))?);
-        }
-        let result = exchange(self.1.as_mut().unwrap()).await;
+        let stream = match &mut self.1 {
+            Some(stream) => stream,
+            none => none.insert(connect(self.0).await?),
+        };
+        let result = exchange(stream).await;
         if result.is_err() {
             self.1 = None;
         }

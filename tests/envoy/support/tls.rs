@@ -17,12 +17,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 use tempfile::TempDir;
-use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsConnector;
 
 use super::control_plane::{ACCOUNT, NAMESPACE};
-use super::http::{Attempt, exchange};
+use super::http::{Attempt, connect, exchange};
 use super::{PATIENCE, local};
 
 /// Nothing in a test outlives it.
@@ -119,8 +118,7 @@ pub struct Handshake {
 
 impl Attempt for Handshake {
     async fn attempt(&mut self) -> Result<String, String> {
-        let connected = TcpStream::connect(local(self.port)).await;
-        let stream = connected.map_err(|error| format!("connect: {error}"))?;
+        let stream = connect(self.port).await?;
         let name = ServerName::from(local(self.port).ip());
         let connector = TlsConnector::from(Arc::clone(&self.client));
         let shaken = connector.connect(name, stream).await;
