@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
+use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Backend, get, header};
-use crate::support::pod::{Pod, Settings};
+use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::is_alive;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
@@ -64,10 +65,16 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
 async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
     let Some(binary) = envoy_binary() else { return };
     for (signal, expected) in [(Signal::SEGV, 128 + 11), (Signal::KILL, 128 + 9)] {
-        let started = Instant::now();
-        let (mut pod, envoy, ..) = serving(&binary).await;
-        // An end in the first second is a failed start, which has another status.
-        tokio::time::sleep_until(started + Duration::from_millis(1500)).await;
+        let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+        // An end in the first second is a failed start, which has another status. Envoy counts the
+        // second it was started in as a whole one.
+        eventually("an Envoy of a second", async || {
+            let info = ask(&pod.envoy, "/server_info").await?;
+            let info: Value = serde_json::from_str(&info).unwrap();
+            let uptime = info["uptime_current_epoch"].as_str().unwrap();
+            (!["0s", "1s"].contains(&uptime)).then_some(())
+        })
+        .await;
         rustix::process::kill_process(envoy, signal).unwrap();
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(expected), "{signal:?}");
@@ -77,7 +84,7 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
 #[tokio::test]
 async fn envoy_does_not_outlive_a_killed_agent() {
     let Some(binary) = envoy_binary() else { return };
-    let (mut pod, envoy, ..) = serving(&binary).await;
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
     pod.agent.signal(Signal::KILL);
     let killed = Instant::now();
     pod.agent.end().await;
