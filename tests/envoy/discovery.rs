@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryResponse, DiscoveryResponse};
 use istio_agent::envoy::admin::Admin;
+use istio_agent::local_istiod::{Stream, Variant};
+use prost::Message;
 use serde_json::{Value, json};
 use tonic::Status;
 
@@ -13,6 +15,8 @@ use crate::support::control_plane::ControlPlane;
 use crate::support::pod::{BareEnvoy, Pod, Settings, ask};
 use crate::support::resources::{cluster, endpoints, listener, routes, secured, secured_listener};
 use crate::support::{envoy_binary, eventually, free_port, soon};
+
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 
 #[tokio::test]
 async fn state_of_the_world_config_through_the_agent_equals_config_without_it() {
@@ -162,33 +166,48 @@ fn go_direct(cluster: &mut Value, control_plane: &ControlPlane) {
 #[tokio::test]
 async fn streams_that_end_and_certificate_requests_share_one_connection() {
     let Some(binary) = envoy_binary() else { return };
-    let mut control_plane = ControlPlane::scripted(Duration::from_secs(5)).await;
-    let settings = Settings {
-        envoy: Some(&binary),
-        environment: &[
-            ("ISTIO_DELTA_XDS", "false"),
-            ("SECRET_GRACE_PERIOD_RATIO", "1"),
-        ],
-    };
-    let _pod = Pod::start(settings, &control_plane);
-    for _ in 0..8 {
-        let mut stream = soon("a stream", control_plane.istiod.streams.recv())
-            .await
-            .unwrap();
-        let request: DiscoveryRequest = stream.next().await.unwrap().unwrap();
-        let answer = DiscoveryResponse {
-            type_url: request.type_url,
-            nonce: "1".to_owned(),
-            ..Default::default()
+    for delta in ["false", "true"] {
+        let mut control_plane = ControlPlane::scripted(Duration::from_secs(5)).await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &[
+                ("ISTIO_DELTA_XDS", delta),
+                ("SECRET_GRACE_PERIOD_RATIO", "1"),
+            ],
         };
-        // An Envoy that has got an answer comes back soon.
-        stream.send(&answer).await.unwrap();
-        let _: Option<DiscoveryRequest> = stream.next().await.unwrap();
-        stream.end(Status::unavailable("restarting")).await;
+        let _pod = Pod::start(settings, &control_plane);
+        for _ in 0..8 {
+            let stream = soon("a stream", control_plane.istiod.streams.recv());
+            answer_and_end(stream.await.unwrap()).await;
+        }
+        eventually("certificates are renewed", async || {
+            (control_plane.istiod.certificates_signed() >= 4).then_some(())
+        })
+        .await;
+        assert_eq!(control_plane.istiod.connections().len(), 1);
     }
-    eventually("certificates are renewed", async || {
-        (control_plane.istiod.certificates_signed() >= 4).then_some(())
-    })
-    .await;
-    assert_eq!(control_plane.istiod.connections().len(), 1);
+}
+
+/// An Envoy that has got an answer comes back soon.
+async fn answer_and_end(mut stream: Stream) {
+    stream.next_bytes().await.unwrap().unwrap();
+    // Clusters are what Envoy asks for first.
+    let (type_url, nonce) = (CLUSTER.to_owned(), "1".to_owned());
+    let answer = match stream.variant {
+        Variant::StateOfTheWorld => DiscoveryResponse {
+            type_url,
+            nonce,
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        Variant::Delta => DeltaDiscoveryResponse {
+            type_url,
+            nonce,
+            ..Default::default()
+        }
+        .encode_to_vec(),
+    };
+    stream.send_bytes(answer.into()).await.unwrap();
+    soon("the next request", stream.next_bytes()).await.unwrap();
+    stream.end(Status::unavailable("restarting")).await;
 }
