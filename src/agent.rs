@@ -118,6 +118,7 @@ impl Agent {
             ttl: parameters.ttl,
             grace_ratio: parameters.grace_ratio,
             grace_jitter: parameters.grace_jitter,
+            least_pause: secrets::LEAST_PAUSE,
         };
         let (secrets, renewal) = secrets::new(config, authority, Clock::system());
         self.spawn_until_shutdown("certificate renewal", renewal);

@@ -16,6 +16,7 @@ mod schedule;
 mod tests;
 
 use std::future::Future;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -38,7 +39,12 @@ pub struct Config {
     pub grace_ratio: f64,
     /// How far each renewal moves `grace_ratio` at random, either way.
     pub grace_jitter: f64,
+    /// Bounds of the pause between two renewals, a tenth of the life, that no ratio can shorten.
+    pub least_pause: RangeInclusive<Duration>,
 }
+
+/// The bounds an authority can live with.
+pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
 /// Reads the latest secrets. Each clone waits for changes on its own.
 #[derive(Clone, Debug)]

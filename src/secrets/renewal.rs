@@ -111,11 +111,12 @@ impl<C: Ca> Renewal<C> {
         let Config {
             grace_ratio,
             grace_jitter,
+            ref least_pause,
             ..
         } = self.config;
         let ratio = schedule::varied(grace_ratio, grace_jitter, fastrand::f64() * 2.0 - 1.0);
         let now = self.clock.now();
-        let due = schedule::renewal_time(now, workload.certificate.not_after(), ratio);
+        let due = schedule::renewal_time(now, workload.certificate.not_after(), ratio, least_pause);
         let wait = left(due, now);
         tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
         due

@@ -5,6 +5,7 @@
 //!
 //! Does not wait, and does not read a clock.
 
+use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
 /// Ceiling of the first wait after a failure.
@@ -24,14 +25,21 @@ pub(super) fn varied(ratio: f64, jitter: f64, drawn: f64) -> f64 {
 
 /// When `ratio` of the life between `created` and `not_after` is left.
 ///
-/// Never within a tenth of the life (1 to 5 s) of `created`: a clock ahead of the authority's, or a
-/// ratio of 1, would else have it sign without a pause.
-pub(super) fn renewal_time(created: SystemTime, not_after: SystemTime, ratio: f64) -> SystemTime {
+/// Never within a tenth of the life, held within `least_pause`, of `created`: a clock ahead of the
+/// authority's, or a ratio of 1, would else have it sign without a pause.
+pub(super) fn renewal_time(
+    created: SystemTime,
+    not_after: SystemTime,
+    ratio: f64,
+    least_pause: &RangeInclusive<Duration>,
+) -> SystemTime {
     let life = not_after.duration_since(created).unwrap_or_default();
     let used = life.as_secs_f64() * (1.0 - ratio);
     // A ratio that is not a number gives no duration; half of life is the default.
     let wait = Duration::try_from_secs_f64(used).unwrap_or(life / 2);
-    let floor = (life / 10).clamp(Duration::from_secs(1), Duration::from_secs(5));
+    let floor = (life / 10)
+        .max(*least_pause.start())
+        .min(*least_pause.end());
     created + wait.max(floor)
 }
 
@@ -46,13 +54,14 @@ pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::secrets::LEAST_PAUSE;
 
     const HOUR: Duration = Duration::from_secs(3600);
     const MINUTE: Duration = Duration::from_secs(60);
 
     fn delay(ratio: f64, life: Duration) -> Duration {
         let created = SystemTime::UNIX_EPOCH + HOUR;
-        renewal_time(created, created + life, ratio)
+        renewal_time(created, created + life, ratio, &LEAST_PAUSE)
             .duration_since(created)
             .expect("is not before the creation")
     }
@@ -81,7 +90,7 @@ mod tests {
             assert_eq!(delay(ratio, life), expected, "{ratio} of {life:?}");
         }
         let created = SystemTime::UNIX_EPOCH + HOUR;
-        let expired = renewal_time(created, SystemTime::UNIX_EPOCH, 0.5);
+        let expired = renewal_time(created, SystemTime::UNIX_EPOCH, 0.5, &LEAST_PAUSE);
         assert_eq!(expired, created + Duration::from_secs(1));
     }
 

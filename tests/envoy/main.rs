@@ -1,0 +1,20 @@
+//! The agent as a program, between a real Envoy and a real control plane behind real TLS.
+//!
+//! Every test starts its own control plane in this process, and its own agent and Envoy in a
+//! directory of their own. `ENVOY_BIN` or `PATH` names Envoy; where there is none the tests say so
+//! and are not run, except under `CI`, where they fail.
+//!
+//! Does not look into the agent: what counts is what Envoy, its clients and the system see.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    unreachable_pub
+)]
+
+mod certificates;
+mod discovery;
+mod lifecycle;
+mod memory;
+mod outages;
+mod support;

@@ -1,0 +1,197 @@
+//! HTTP through Envoy: a backend, single exchanges, and load that keeps count.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+
+use super::local;
+
+/// An exchange that takes longer has failed.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Leaves the machine to Envoy and the agent between two exchanges.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Answers every request with 200, as long as it is not dropped.
+pub struct Backend {
+    pub port: u16,
+    _serving: JoinSet<()>,
+}
+
+impl Backend {
+    pub async fn start() -> Self {
+        let listener = TcpListener::bind(local(0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(answer_all(stream));
+            }
+        });
+        Self {
+            port,
+            _serving: serving,
+        }
+    }
+}
+
+async fn answer_all(mut stream: TcpStream) {
+    while read_head(&mut stream).await.is_ok() {
+        let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+        if stream.write_all(answer).await.is_err() {
+            break;
+        }
+    }
+}
+
+/// The head of a 200 answer, or what came instead.
+pub async fn exchange(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+) -> Result<String, String> {
+    let request = b"GET / HTTP/1.1\r\nhost: cart\r\n\r\n";
+    let failed = |error: std::io::Error| format!("exchange: {error}");
+    stream.write_all(request).await.map_err(failed)?;
+    let head = read_head(stream).await.map_err(failed)?;
+    if !head.starts_with("HTTP/1.1 200") {
+        return Err(head);
+    }
+    let length = header(&head, "content-length").unwrap_or("0");
+    let mut body = vec![0; length.parse().unwrap()];
+    stream.read_exact(&mut body).await.map_err(failed)?;
+    Ok(head)
+}
+
+/// A single exchange on a connection of its own.
+pub async fn get(port: u16) -> Result<String, String> {
+    exchange(&mut connect(port).await?).await
+}
+
+pub async fn connect(port: u16) -> Result<TcpStream, String> {
+    let failed = |error: std::io::Error| format!("connect: {error}");
+    let stream = TcpStream::connect(local(port)).await.map_err(failed)?;
+    stream.set_nodelay(true).map_err(failed)?;
+    Ok(stream)
+}
+
+pub fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
+    let mut fields = head.lines().filter_map(|line| line.split_once(": "));
+    fields
+        .find(|(found, _)| *found == name)
+        .map(|(_, value)| value)
+}
+
+async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> std::io::Result<String> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    Ok(String::from_utf8_lossy(&head).into_owned())
+}
+
+/// Something done over and over.
+pub trait Attempt: Send + 'static {
+    /// What is worth counting about a success, or what went wrong.
+    fn attempt(&mut self) -> impl Future<Output = Result<String, String>> + Send;
+}
+
+/// A new connection for each request; counts the marks of routes.
+pub struct Fresh(pub u16);
+
+impl Attempt for Fresh {
+    async fn attempt(&mut self) -> Result<String, String> {
+        get(self.0).await.map(|head| mark(&head))
+    }
+}
+
+/// All requests on one connection, which must last.
+pub struct Lasting(u16, Option<TcpStream>);
+
+impl Lasting {
+    pub fn new(port: u16) -> Self {
+        Self(port, None)
+    }
+}
+
+impl Attempt for Lasting {
+    async fn attempt(&mut self) -> Result<String, String> {
+        let stream = match &mut self.1 {
+            Some(stream) => stream,
+            none => none.insert(connect(self.0).await?),
+        };
+        let result = exchange(stream).await;
+        if result.is_err() {
+            self.1 = None;
+        }
+        result.map(|head| mark(&head))
+    }
+}
+
+fn mark(head: &str) -> String {
+    header(head, "x-mark").unwrap_or_default().to_owned()
+}
+
+/// What a load has seen so far.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    pub failures: Vec<String>,
+    /// How often each kind of success came.
+    pub successes: BTreeMap<String, usize>,
+}
+
+impl Tally {
+    fn add(&mut self, outcome: Result<String, String>) {
+        match outcome {
+            Ok(kind) => *self.successes.entry(kind).or_default() += 1,
+            Err(failure) => self.failures.push(failure),
+        }
+    }
+
+    pub fn attempts(&self) -> usize {
+        self.failures.len() + self.successes.values().sum::<usize>()
+    }
+}
+
+/// Attempts in a loop, until it is dropped.
+#[derive(Default)]
+pub struct Load {
+    workers: JoinSet<()>,
+    tally: Arc<Mutex<Tally>>,
+}
+
+impl Load {
+    #[must_use]
+    pub fn with(mut self, mut attempt: impl Attempt) -> Self {
+        let tally = Arc::clone(&self.tally);
+        self.workers.spawn(async move {
+            loop {
+                let done = tokio::time::timeout(LIMIT, attempt.attempt()).await;
+                let outcome = done.unwrap_or_else(|_| Err(format!("no end within {LIMIT:?}")));
+                tally.lock().unwrap().add(outcome);
+                tokio::time::sleep(PAUSE).await;
+            }
+        });
+        self
+    }
+
+    pub fn tally(&self) -> Tally {
+        self.tally.lock().unwrap().clone()
+    }
+
+    /// Sees that every attempt has succeeded.
+    pub fn assert_flawless(&self) -> Tally {
+        let tally = self.tally();
+        assert!(
+            tally.failures.is_empty(),
+            "{} of {} failed, the first with {:?}",
+            tally.failures.len(),
+            tally.attempts(),
+            tally.failures[0]
+        );
+        tally
+    }
+}

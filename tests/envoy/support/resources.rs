@@ -1,0 +1,128 @@
+//! Envoy resources of the shapes istiod sends.
+
+use serde_json::{Value, json};
+
+const TLS: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3";
+const HCM: &str = "type.googleapis.com/envoy.extensions.filters.network.\
+                   http_connection_manager.v3.HttpConnectionManager";
+const ROUTER: &str = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router";
+
+fn ads() -> Value {
+    json!({ "ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s" })
+}
+
+/// A cluster whose endpoints come by themselves, spoken to with the workload's certificate.
+pub fn cluster(name: &str) -> Value {
+    json!({
+        "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+        "name": name,
+        "type": "EDS",
+        "connect_timeout": "1s",
+        "eds_cluster_config": { "eds_config": ads() },
+    })
+}
+
+pub fn secured(mut cluster: Value) -> Value {
+    cluster["transport_socket"] = json!({
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {
+            "@type": format!("{TLS}.UpstreamTlsContext"),
+            "common_tls_context": workload_certificate(),
+        },
+    });
+    cluster
+}
+
+pub fn endpoints(cluster: &str, ports: &[u16]) -> Value {
+    let endpoint = |port: &u16| {
+        let address = json!({ "address": "127.0.0.1", "port_value": port });
+        json!({ "endpoint": { "address": { "socket_address": address } } })
+    };
+    json!({
+        "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+        "cluster_name": cluster,
+        "endpoints": [{ "lb_endpoints": ports.iter().map(endpoint).collect::<Vec<_>>() }],
+    })
+}
+
+/// An inbound listener whose routes come by themselves.
+pub fn listener(name: &str, port: u16, routes: &str) -> Value {
+    let rds = json!({ "route_config_name": routes, "config_source": ads() });
+    inbound(name, port, ("rds", rds))
+}
+
+/// An inbound listener for mutual TLS that answers every request itself.
+pub fn secured_listener(name: &str, port: u16) -> Value {
+    let answer = json!({ "status": 200, "body": { "inline_string": "hello" } });
+    let routes = json!({ "virtual_hosts": [{
+        "name": "all",
+        "domains": ["*"],
+        "routes": [{ "match": { "prefix": "/" }, "direct_response": answer }],
+    }]});
+    let mut listener = inbound(name, port, ("route_config", routes));
+    listener["filter_chains"][0]["transport_socket"] = json!({
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {
+            "@type": format!("{TLS}.DownstreamTlsContext"),
+            "require_client_certificate": true,
+            "common_tls_context": workload_certificate(),
+        },
+    });
+    listener
+}
+
+/// Routes to one cluster; `mark` shows in a header of every answer.
+pub fn routes(name: &str, cluster: &str, mark: &str) -> Value {
+    json!({
+        "@type": "type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
+        "name": name,
+        "response_headers_to_add": [{ "header": { "key": "x-mark", "value": mark } }],
+        "virtual_hosts": [{
+            "name": "all",
+            "domains": ["*"],
+            "routes": [{ "match": { "prefix": "/" }, "route": { "cluster": cluster } }],
+        }],
+    })
+}
+
+fn inbound(name: &str, port: u16, routes: (&str, Value)) -> Value {
+    let mut manager = json!({
+        "@type": HCM,
+        "stat_prefix": name,
+        "http_filters": [{
+            "name": "envoy.filters.http.router",
+            "typed_config": { "@type": ROUTER },
+        }],
+    });
+    manager[routes.0] = routes.1;
+    json!({
+        "@type": "type.googleapis.com/envoy.config.listener.v3.Listener",
+        "name": name,
+        "traffic_direction": "INBOUND",
+        "address": { "socket_address": { "address": "127.0.0.1", "port_value": port } },
+        "filter_chains": [{ "filters": [{
+            "name": "envoy.filters.network.http_connection_manager",
+            "typed_config": manager,
+        }]}],
+    })
+}
+
+fn workload_certificate() -> Value {
+    json!({
+        "tls_certificate_sds_secret_configs": [secret("default")],
+        "validation_context_sds_secret_config": secret("ROOTCA"),
+    })
+}
+
+fn secret(name: &str) -> Value {
+    json!({ "name": name, "sds_config": {
+        "resource_api_version": "V3",
+        "initial_fetch_timeout": "0s",
+        "api_config_source": {
+            "api_type": "GRPC",
+            "transport_api_version": "V3",
+            "set_node_on_first_message_only": true,
+            "grpc_services": [{ "envoy_grpc": { "cluster_name": "sds-grpc" } }],
+        },
+    }})
+}
