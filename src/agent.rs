@@ -123,11 +123,6 @@ impl Agent {
         self.spawn_until_shutdown("certificate renewal", renewal);
         // Without Envoy nobody asks, and the socket is not there.
         if self.config.envoy.is_some() {
-            tracing::info!(
-                target: "sds",
-                "Starting SDS server for workload certificates, will listen on {:?}",
-                socket.display().to_string()
-            );
             let serving = sds::serve(listener, secrets, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
