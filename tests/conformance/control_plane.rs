@@ -44,7 +44,7 @@ async fn a_syntax_error_is_told_with_file_and_line_and_mended_without_a_restart(
         &directory,
         &format!("{GOOD}{}", GOOD.replace("cart", "other-cart")),
     );
-    istiod.logs("2 resources").await;
+    istiod.logs("resources loaded: 2").await;
     istiod.terminate();
     let (code, log) = istiod.ends().await;
     assert_eq!(code, 0, "{log}");

@@ -4,6 +4,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse;
+use envoy_types::pb::google::protobuf::Any;
 use istio_agent::local_istiod::{LocalIstiod, Options, Security};
 use istio_agent::xds::Protocol;
 use serde_json::json;
@@ -177,9 +179,16 @@ async fn garbage_inside_a_stream_and_resets_inside_a_message_end_that_stream_onl
     }
     let mut envoy = ask_for_clusters(&place).await;
     let stream = accepted(&mut istiod).await;
-    let large = [&[0x12, 0x80, 0x80, 0x80, 0x0a], &vec![0; 1000][..]].concat();
-    let sending = stream.send_bytes([large, vec![0; 20 << 20]].concat().into());
-    sending.await.unwrap();
+    let cluster = Any {
+        type_url: CLUSTER.into(),
+        value: vec![1; 20 << 20],
+    };
+    let large = DiscoveryResponse {
+        type_url: CLUSTER.into(),
+        resources: vec![cluster],
+        ..Default::default()
+    };
+    stream.send(&large).await.unwrap();
     assert!(soon(envoy.first_bytes()).await > 0);
     let mut istiod = restarted(istiod, |_| {}).await;
     assert_eq!(envoy.end().await.code(), Code::Unavailable);

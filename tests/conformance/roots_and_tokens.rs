@@ -76,7 +76,7 @@ async fn the_root_of_another_mesh_is_told_apart_and_the_right_one_is_used_once_t
     let place = Place::of(&istiod);
     place.write(ROOT, local_istiod().await.root_pem());
     let agent = place.start().await;
-    agent.logs("UnknownIssuer").await;
+    agent.logs("failed: invalid peer certificate").await;
     place.write(ROOT, istiod.root_pem());
     relays(&place, &mut istiod).await;
 }

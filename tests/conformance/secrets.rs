@@ -2,6 +2,7 @@
 
 use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::Secret;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
 use envoy_types::pb::google::rpc;
 use istio_agent::local_istiod::LocalIstiod;
 use prost::Message;
@@ -11,7 +12,7 @@ use crate::support::child::Child;
 use crate::support::envoy::Envoy;
 use crate::support::place::Place;
 use crate::support::{
-    SECRET, STREAM_SECRETS, ask_for_secrets, local_istiod, next_response, request,
+    SECRET, STREAM_SECRETS, ask_for_secrets, local_istiod, next_response, request, soon,
 };
 
 async fn start() -> (LocalIstiod, Place, Child) {
@@ -155,11 +156,16 @@ async fn too_many_names_and_too_large_requests_end_their_stream() {
 #[tokio::test]
 async fn other_methods_are_not_implemented() {
     let (_istiod, place, _agent) = start().await;
-    for method in ["DeltaSecrets", "FetchSecrets", "Other"] {
-        let path = format!("/envoy.service.secret.v3.SecretDiscoveryService/{method}");
-        let mut envoy = Envoy::open_path(&place.sds_socket(), &path).await;
-        envoy.send(&request(SECRET, &["default"]));
-        envoy.half_close();
-        assert_eq!(envoy.end().await.code(), Code::Unimplemented, "{method}");
+    let address = format!("unix://{}", place.sds_socket().display());
+    let mut client = soon(SecretDiscoveryServiceClient::connect(address))
+        .await
+        .unwrap();
+    let whole = soon(client.fetch_secrets(request(SECRET, &["default"]))).await;
+    let delta = soon(client.delta_secrets(tokio_stream::empty())).await;
+    for status in [whole.map(drop), delta.map(drop)] {
+        assert_eq!(status.unwrap_err().code(), Code::Unimplemented);
     }
+    let service = "/envoy.service.secret.v3.SecretDiscoveryService";
+    let envoy = Envoy::open_path(&place.sds_socket(), &format!("{service}/Other")).await;
+    assert_eq!(envoy.end().await.code(), Code::Unimplemented);
 }
