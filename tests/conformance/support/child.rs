@@ -17,10 +17,6 @@ pub struct Child {
 }
 
 /// The binary that a variable names, or cargo's.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the tests' own environment, not the agent's"
-)]
 pub fn binary(variable: &str, built: Option<&str>) -> OsString {
     let named = std::env::var_os(variable);
     named
