@@ -15,8 +15,8 @@ use tonic::Code;
 use crate::support::envoy::Envoy;
 use crate::support::place::Place;
 use crate::support::{
-    CLUSTER, STREAM_SECRETS, accepted, ask_for_secrets, eventually, framed, local_istiod,
-    next_response, relays, request, soon,
+    CLUSTER, STREAM_SECRETS, accepted, ask_for_clusters, ask_for_secrets, eventually, framed,
+    local_istiod, next_response, relays, request, soon,
 };
 
 /// How much the agent may grow by all floods together.
@@ -24,6 +24,7 @@ const GROWTH: usize = 8 << 20;
 
 /// A good Envoy is served on both sockets.
 async fn serves(place: &Place, istiod: &mut LocalIstiod) {
+    while istiod.streams.try_recv().is_ok() {}
     relays(place, istiod).await;
     let mut secrets = ask_for_secrets(place, &["default", "ROOTCA"]).await;
     assert_eq!(next_response(&mut secrets).await.resources.len(), 2);
@@ -49,6 +50,7 @@ async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was()
         tiny_frames(&place, &mut istiod).await;
     }
     large_secret_requests(&place).await;
+    streams_in_a_row(&place, &mut istiod).await;
     for socket in &sockets {
         let silent = silent_connections(socket).await;
         serves(&place, &mut istiod).await;
@@ -63,6 +65,46 @@ async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was()
     .await;
     println!("grew by {} KiB", after.saturating_sub(before) / 1024);
     assert!(!agent.log().contains("panicked"));
+}
+
+#[tokio::test]
+async fn what_envoy_sends_while_istiod_is_away_is_held_up_and_not_piled_up() {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let options = istiod.kill().await;
+    let agent = place.start().await;
+    agent.logs("Connection refused").await;
+    let before = agent.memory();
+    let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+    let large = request(CLUSTER, &[&"x".repeat(1 << 20)]);
+    for _ in 0..60 {
+        envoy.send(&large);
+    }
+    // A later stream is answered once the agent has taken of the earlier one what it wants.
+    for _ in 0..50 {
+        let other = Envoy::open_path(&place.xds_socket(), "/").await;
+        assert_eq!(other.end().await.code(), Code::Unimplemented);
+    }
+    let grown = agent.memory().saturating_sub(before);
+    assert!(grown < 32 << 20, "grew by {grown} bytes");
+    let mut istiod = LocalIstiod::start(options).await.unwrap();
+    let (mut stream, first) = first_request(&mut istiod).await;
+    assert_eq!(first, large);
+    for _ in 1..60 {
+        let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
+        assert!(got == large, "a request was lost or changed");
+    }
+}
+
+/// A thousand streams, each of which replaces the one before.
+async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
+    let mut newest = ask_for_clusters(place).await;
+    for _ in 1..1_000 {
+        let older = std::mem::replace(&mut newest, ask_for_clusters(place).await);
+        assert_eq!(older.end().await.code(), Code::Ok);
+        while istiod.streams.try_recv().is_ok() {}
+    }
+    drop(newest);
 }
 
 /// Clients that speak no HTTP/2, or stop doing so, are hung up on.
