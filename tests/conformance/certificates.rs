@@ -113,3 +113,30 @@ async fn a_certificate_is_renewed_pushed_and_kept_while_the_authority_is_down() 
     assert!(second != only_secret(&mut another).await);
     assert!(!agent.log().contains("PRIVATE KEY"));
 }
+
+#[tokio::test]
+async fn roots_are_pushed_when_they_change_and_only_then() {
+    let istiod = restarted(local_istiod().await, |options| {
+        options.max_cert_ttl = Duration::from_secs(6);
+    })
+    .await;
+    let place = Place::with_envoy(&istiod);
+    let _agent = place.start().await;
+    let mut leaf = ask_for_secrets(&place, &["default"]).await;
+    let mut roots = ask_for_secrets(&place, &["ROOTCA"]).await;
+    let first = only_secret(&mut roots).await;
+    for _ in 0..2 {
+        only_secret(&mut leaf).await;
+    }
+    istiod.rotate_root().unwrap();
+    let second = only_secret(&mut roots).await;
+    assert!(
+        first != second,
+        "the renewal of the certificate pushed the same roots"
+    );
+    let anchors = |secret: Secret| {
+        let text = String::from_utf8_lossy(&secret.encode_to_vec()).into_owned();
+        text.matches("BEGIN CERTIFICATE").count()
+    };
+    assert_eq!((anchors(first), anchors(second)), (1, 2));
+}

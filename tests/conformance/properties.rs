@@ -102,6 +102,25 @@ fn load(text: &str) -> Result<(), usize> {
     loaded.map(drop).map_err(|problems| problems.len())
 }
 
+#[test]
+fn deep_and_self_multiplying_documents_are_refused() {
+    let mut laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+    for level in 1..12 {
+        let aliases = vec![format!("*a{}", level - 1); 10].join(", ");
+        laughs += &format!("a{level}: &a{level} [{aliases}]\n");
+    }
+    let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
+    for text in deep.iter().chain([&laughs]) {
+        let refused = Document::builtin().overlay_text("PROXY_CONFIG", text);
+        let problem = refused.expect_err("a document nobody has memory for");
+        assert!(
+            problem.to_string().len() < 2_000,
+            "{}",
+            problem.to_string().len()
+        );
+    }
+}
+
 proptest! {
     #[test]
     fn requests_come_out_as_they_went_in_or_are_refused(

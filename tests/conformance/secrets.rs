@@ -169,3 +169,25 @@ async fn other_methods_are_not_implemented() {
     let envoy = Envoy::open_path(&place.sds_socket(), &format!("{service}/Other")).await;
     assert_eq!(envoy.end().await.code(), Code::Unimplemented);
 }
+
+#[tokio::test]
+async fn what_envoy_says_cannot_forge_a_line_of_the_log() {
+    let (_istiod, place, agent) = start().await;
+    let forged = "x\nforged\r\x1b[2Jforged\u{2028}forged";
+    let mut envoy = ask_for_secrets(&place, &["default", forged]).await;
+    let (_, nonce) = next_names(&mut envoy).await;
+    envoy.send(&DiscoveryRequest {
+        error_detail: Some(rpc::Status {
+            message: forged.into(),
+            ..Default::default()
+        }),
+        ..answer(&["default"], &nonce)
+    });
+    agent.logs("ACK ERROR").await;
+    let log = agent.log();
+    let whole = log.lines().filter(|line| line.contains("forged"));
+    assert_eq!(whole.clone().count(), 2, "each is told once, on one line");
+    for line in whole {
+        assert!(line.starts_with("20") && !line.contains(['\r', '\x1b', '\u{2028}']));
+    }
+}

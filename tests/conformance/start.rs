@@ -2,11 +2,13 @@
 
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener;
+use std::time::Duration;
 
 use serde_json::json;
+use tokio::time::Instant;
 
 use crate::support::place::Place;
-use crate::support::{ask_for_secrets, local_istiod, next_response, relays};
+use crate::support::{ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays};
 
 /// Ends with code 255 and a log that has every one of `sentences` in it.
 async fn refuses_to_start(place: &Place, sentences: &[&str]) {
@@ -87,6 +89,12 @@ async fn paths_no_socket_can_have_are_errors_that_name_them() {
     )
     .await;
 
+    // Nobody can make anything there, not even root.
+    let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
+    refuses_to_start(&place, &["cannot create the directory of /sys/agent/XDS"]).await;
+    let place = Place::of(&istiod).proxy("configPath", json!("/sys/kernel"));
+    refuses_to_start(&place, &["cannot bind /sys/kernel/XDS"]).await;
+
     let long = format!("./{}", "x".repeat(120));
     let place = Place::of(&istiod).proxy("configPath", json!(long));
     refuses_to_start(
@@ -152,4 +160,29 @@ async fn unknown_types_are_refused_and_unknown_flags_named_and_left_out() {
     let agent = place.start().await;
     agent.logs("ignoring flag --frobnicate").await;
     relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn an_agent_that_waits_for_everything_still_stops_at_once() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    drop(istiod);
+    let agent = place.start().await;
+    agent.logs("resource:default failed to sign").await;
+    let discovery = ask_for_clusters(&place).await;
+    let secrets = ask_for_secrets(&place, &["default"]).await;
+    agent
+        .logs("is held open until there is a certificate")
+        .await;
+    let asked = Instant::now();
+    agent.terminate();
+    let (code, log) = agent.ends().await;
+    assert_eq!(code, 0, "{log}");
+    assert!(
+        asked.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        asked.elapsed()
+    );
+    assert!(!log.contains("were cut off"), "{log}");
+    drop((discovery.end().await, secrets.end().await));
 }
