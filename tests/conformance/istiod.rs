@@ -166,6 +166,24 @@ async fn every_status_of_istiod_reaches_envoy_with_its_message() {
 }
 
 #[tokio::test]
+async fn a_status_too_long_for_a_header_still_ends_the_stream() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let _agent = place.start().await;
+    for length in [10_000, 100_000, 1_000_000] {
+        let envoy = ask_for_clusters(&place).await;
+        let status = Status::internal("x".repeat(length));
+        accepted(&mut istiod).await.end(status).await;
+        let got = envoy.end().await;
+        match length {
+            10_000 => assert_eq!(got.message().len(), length),
+            _ => assert_ne!(got.code(), Code::Ok, "{length}"),
+        }
+    }
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
 async fn garbage_inside_a_stream_and_resets_inside_a_message_end_that_stream_only() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
