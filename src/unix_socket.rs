@@ -17,6 +17,8 @@ use std::time::Duration;
 use http_body::Body;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::net::RecvFlags;
+use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -133,7 +135,7 @@ impl Listener {
     pub async fn serve<S, B, IO>(
         self,
         service: S,
-        wrap: impl Fn(UnixStream) -> IO,
+        wrap: impl Fn(UnixStream) -> IO + Clone + Send + 'static,
         shutdown: CancellationToken,
     ) where
         S: hyper::service::Service<
@@ -155,8 +157,14 @@ impl Listener {
             };
             match accepted {
                 Ok((stream, _)) => {
-                    let connection = serve_connection(wrap(stream), service.clone(), &tasks);
-                    let shutdown = shutdown.clone();
+                    let (service, wrap) = (service.clone(), wrap.clone());
+                    let (shutdown, streams) = (shutdown.clone(), tasks.clone());
+                    let connection = async move {
+                        // HTTP/2 takes kilobytes, which a client that says nothing is not given.
+                        if speaks(&stream).await {
+                            Box::pin(serve_connection(wrap(stream), service, &streams)).await;
+                        }
+                    };
                     tasks.spawn(async move {
                         tokio::select! {
                             () = shutdown.cancelled() => {}
@@ -183,6 +191,14 @@ impl Drop for Listener {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path); // Gone already, or the next agent replaces it.
     }
+}
+
+/// Waits for the first byte, which stays unread, or for the end: false if none came.
+async fn speaks(stream: &UnixStream) -> bool {
+    let mut byte = [0; 1];
+    let peek = || Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?);
+    let peeked = stream.async_io(Interest::READABLE, peek).await;
+    peeked.is_ok_and(|(read, _)| read > 0)
 }
 
 fn serve_connection<S, B, IO>(

@@ -11,6 +11,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,9 +56,32 @@ struct Arguments {
     state: Option<PathBuf>,
 }
 
+fn main() -> ExitCode {
+    match run(Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("local-istiod: {}", sentence(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The error with those of its causes it does not tell itself.
+fn sentence(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let cause = error.to_string();
+        if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+        source = error.source();
+    }
+    text
+}
+
 #[tokio::main(flavor = "current_thread")]
-async fn main() -> Result<(), BoxError> {
-    let arguments = Arguments::parse();
+async fn run(arguments: Arguments) -> Result<(), BoxError> {
     let (mut terminate, mut interrupt) = (
         signal(SignalKind::terminate())?,
         signal(SignalKind::interrupt())?,

@@ -19,13 +19,16 @@ use crate::identity::SpiffeId;
 use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateService;
 use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
+/// The answer to every request, good or bad; none signs.
+pub(super) type Script = Option<Result<Vec<String>, Status>>;
+
 #[derive(Debug)]
 pub(super) struct Certificates {
     pub(super) authority: Arc<Authority>,
     /// None without TLS, where istiod knows no caller.
     pub(super) authenticator: Option<Authenticator>,
     /// Given to every request instead of a certificate, while set.
-    pub(super) outage: watch::Receiver<Option<Status>>,
+    pub(super) script: watch::Receiver<Script>,
     pub(super) events: Events,
 }
 
@@ -39,9 +42,10 @@ impl IstioCertificateService for Certificates {
         let peer = extensions
             .get::<Peer>()
             .ok_or_else(|| Status::internal("the connection told no peer"))?;
-        let outage = self.outage.borrow().clone();
-        match outage {
-            Some(status) => Err(self.refused(peer.address, status.message(), status.clone())),
+        let script = self.script.borrow().clone();
+        match script {
+            Some(Ok(cert_chain)) => Ok(Response::new(IstioCertificateResponse { cert_chain })),
+            Some(Err(status)) => Err(self.refused(peer.address, status.message(), status.clone())),
             None => self.create(peer, &metadata.into_headers(), &request),
         }
     }

@@ -41,7 +41,7 @@ pub use token::{Claims, TokenKeyError};
 use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateServiceServer;
 use authority::Authority;
 use caller::Authenticator;
-use certificates::Certificates;
+use certificates::{Certificates, Script};
 use server::{Peers, Services, Tls};
 use stream::Acceptor;
 
@@ -88,7 +88,7 @@ pub struct LocalIstiod {
     options: Options,
     keys: Keys,
     authority: Arc<Authority>,
-    outage: watch::Sender<Option<tonic::Status>>,
+    script: watch::Sender<Script>,
     peers: Arc<Peers>,
     stopping: CancellationToken,
     tasks: JoinSet<()>,
@@ -137,17 +137,10 @@ impl LocalIstiod {
             options.max_cert_ttl,
         ));
         let tls = tls(&options, &authority)?;
-        let (outage, outage_seen) = watch::channel(None);
+        let (script, scripted) = watch::channel(None);
         let (accepted, mut streams) = mpsc::channel(WAITING_STREAMS);
         let (stopping, peers) = (CancellationToken::new(), Arc::new(Peers::default()));
-        let services = services(
-            &options,
-            &keys,
-            &authority,
-            outage_seen,
-            accepted,
-            &stopping,
-        );
+        let services = services(&options, &keys, &authority, scripted, accepted, &stopping);
         let mut tasks = JoinSet::new();
         let accepting = server::serve(listener, tls, services, peers.clone(), stopping.clone());
         tasks.spawn(accepting);
@@ -161,7 +154,7 @@ impl LocalIstiod {
             options,
             keys,
             authority,
-            outage,
+            script,
             peers,
             stopping,
             tasks,
@@ -196,7 +189,12 @@ impl LocalIstiod {
 
     /// Answers certificate requests with a status, or signs them again.
     pub fn refuse_certificates(&self, with: Option<tonic::Status>) {
-        self.outage.send_replace(with);
+        self.script.send_replace(with.map(Err));
+    }
+
+    /// Answers certificate requests with these elements, whatever they are, or signs them again.
+    pub fn answer_certificates_with(&self, chain: Option<Vec<String>>) {
+        self.script.send_replace(chain.map(Ok));
     }
 
     /// Certificates signed since the start.
@@ -258,7 +256,7 @@ fn services(
     options: &Options,
     keys: &Keys,
     authority: &Arc<Authority>,
-    outage: watch::Receiver<Option<tonic::Status>>,
+    script: watch::Receiver<Script>,
     accepted: mpsc::Sender<Stream>,
     stopping: &CancellationToken,
 ) -> Services {
@@ -270,7 +268,7 @@ fn services(
     let certificates = Certificates {
         authority: Arc::clone(authority),
         authenticator: secure.then(|| authenticator.clone()),
-        outage,
+        script,
         events: options.events.clone(),
     };
     Services {

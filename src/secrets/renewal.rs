@@ -11,13 +11,12 @@ use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tonic::Code;
 
 use super::certificate::{CertificateError, Workload, rfc3339};
 use super::{Config, Problem, State, schedule};
 use crate::backoff::Backoff;
 use crate::ca::csr::{self, CsrError};
-use crate::ca::{Ca, SignError};
+use crate::ca::{Ca, Retry, SignError};
 use crate::clock::Clock;
 
 /// Why an attempt brought no certificate.
@@ -249,16 +248,7 @@ impl Retries {
 /// operator may have put them right, but not in haste.
 fn may_pass(error: &IssueError) -> bool {
     match error {
-        IssueError::Sign(error) => matches!(
-            error.code,
-            Code::Unavailable
-                | Code::ResourceExhausted
-                | Code::Aborted
-                | Code::Internal
-                | Code::Unknown
-                | Code::DeadlineExceeded
-                | Code::Cancelled
-        ),
+        IssueError::Sign(error) => error.retry() == Retry::Soon,
         IssueError::Silent | IssueError::Interrupted(_) => true,
         IssueError::Request(_) | IssueError::Certificate(_) => false,
     }

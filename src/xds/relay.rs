@@ -39,6 +39,10 @@ const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 /// How many responses may wait for interceptors before istiod is made to wait too.
 const MAX_INTERCEPTED: usize = 8;
 
+/// How many bytes of requests are kept for an istiod that is not there yet. A first round of
+/// requests is far smaller; what goes on sending all the same is made to wait.
+const MAX_HELD: usize = 4 << 20;
+
 /// A response that Envoy took longer than this to accept is worth a warning.
 const SLOW_SEND: Duration = Duration::from_secs(10);
 
@@ -248,13 +252,14 @@ async fn carry(relay: &Relay, mut envoy: Incoming, to_envoy: &mpsc::Sender<Frame
     let mut intercepting: JoinSet<(usize, Captured, Outcome)> = JoinSet::new();
     let mut busy = vec![];
     let mut waiting_since = None;
+    let mut held = 0;
     let mut stopped = pin!(relay.stop.cancelled());
     let mut envoy_gone = pin!(to_envoy.closed());
     loop {
         let event = tokio::select! {
             () = &mut stopped => return End::Stopped,
             () = &mut envoy_gone => return End::EnvoyGone,
-            frame = envoy.frame() => match frame {
+            frame = envoy.frame(), if held < MAX_HELD => match frame {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(bytes) => Event::FromEnvoy(bytes),
                     Err(_trailers) => continue,
@@ -285,6 +290,7 @@ async fn carry(relay: &Relay, mut envoy: Incoming, to_envoy: &mpsc::Sender<Frame
                 FromIstiod::Ended(end) => return end,
                 FromIstiod::Connected(connection) => {
                     let Some(queue) = queue.take() else { continue };
+                    held = 0;
                     istiod = open(relay, connection, queue);
                     continue;
                 }
@@ -304,6 +310,9 @@ async fn carry(relay: &Relay, mut envoy: Incoming, to_envoy: &mpsc::Sender<Frame
             return end;
         }
         for request in exchange.to_istiod.drain(..) {
+            if queue.is_some() {
+                held += request.len();
+            }
             // The queue is gone only when istiod's stream has ended, which the loop is about to see.
             let _ = requests.send(request);
         }

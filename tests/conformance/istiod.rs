@@ -1,0 +1,240 @@
+//! Control planes that refuse, stall, talk nonsense or end: what Envoy is told, what the log says,
+//! and that a good one is found on the same address without a restart.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse;
+use envoy_types::pb::google::protobuf::Any;
+use istio_agent::local_istiod::{LocalIstiod, Options, Security};
+use istio_agent::xds::Protocol;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, JoinSet};
+use tonic::{Code, Status};
+
+use crate::support::envoy::Envoy;
+use crate::support::place::{Place, TOKEN, token};
+use crate::support::{
+    CLUSTER, accepted, answered, ask_for_clusters, local_istiod, relays, request, restarted, soon,
+};
+
+/// Something that is not istiod on istiod's address, until dropped.
+struct Nonsense(AbortHandle);
+
+impl Nonsense {
+    /// Answers whatever comes with `answer`; with none, never. Connections stay open.
+    async fn listen(address: SocketAddr, answer: Option<&'static [u8]>) -> Self {
+        let listener = TcpListener::bind(address).await.unwrap();
+        let serving = tokio::task::spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                connections.spawn(talk(stream, answer));
+            }
+        });
+        Self(serving.abort_handle())
+    }
+}
+
+impl Drop for Nonsense {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn talk(mut stream: TcpStream, answer: Option<&'static [u8]>) {
+    let mut heard = [0; 1024];
+    while let Ok(1..) = stream.read(&mut heard).await {
+        if let Some(answer) = answer
+            && stream.write_all(answer).await.is_err()
+        {
+            return;
+        }
+    }
+}
+
+const HTTP_1: &[u8] = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n";
+const RANDOM: &[u8] = &[
+    0xa7, 0x13, 0xfe, 0x00, 0x91, 0x42, 0x5b, 0xc8, 0x66, 0x0d, 0xe1, 0x3f,
+];
+
+/// Runs an agent against nonsense, waits for `sentence`, and puts a good istiod in its place.
+async fn recovers_from(security: Security, answer: Option<&'static [u8]>, sentence: &str) {
+    let mut options = local_istiod().await.kill().await;
+    options.security = security;
+    let idle = LocalIstiod::start(options).await.unwrap();
+    let mut place = Place::of(&idle);
+    if security == Security::Plaintext {
+        place = place.proxy("controlPlaneAuthPolicy", json!("NONE"));
+    }
+    let options: Options = idle.kill().await;
+    let nonsense = Nonsense::listen(options.listen, answer).await;
+    let agent = place.start().await;
+    let mut envoy = ask_for_clusters(&place).await;
+    agent.logs(sentence).await;
+    drop(nonsense);
+    let mut istiod = started(options).await;
+    answered(&mut envoy, &mut istiod).await;
+}
+
+/// The port is free as soon as the listener's task has ended.
+async fn started(options: Options) -> LocalIstiod {
+    soon(async {
+        loop {
+            match LocalIstiod::start(options.clone()).await {
+                Ok(istiod) => return istiod,
+                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_silent_istiod_is_given_up_in_time() {
+    tokio::join!(
+        recovers_from(
+            Security::Tls,
+            None,
+            "timed out after 10s in the TLS handshake"
+        ),
+        recovers_from(Security::Plaintext, None, "to speak HTTP/2"),
+    );
+}
+
+#[tokio::test]
+async fn an_istiod_that_talks_nonsense_is_told_apart() {
+    tokio::join!(
+        recovers_from(Security::Tls, Some(RANDOM), "TLS handshake with 127.0.0.1"),
+        recovers_from(Security::Tls, Some(HTTP_1), "TLS handshake with 127.0.0.1"),
+        recovers_from(Security::Plaintext, Some(RANDOM), "does not speak HTTP/2: "),
+        recovers_from(Security::Plaintext, Some(HTTP_1), "does not speak HTTP/2: "),
+    );
+}
+
+#[tokio::test]
+async fn a_refusing_istiod_is_named_and_envoys_stream_held_until_it_returns() {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let options = istiod.kill().await;
+    let agent = place.start().await;
+    let mut envoy = ask_for_clusters(&place).await;
+    agent
+        .logs(&format!(
+            "cannot connect to {}: Connection refused",
+            options.listen
+        ))
+        .await;
+    let mut istiod = LocalIstiod::start(options).await.unwrap();
+    answered(&mut envoy, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn a_certificate_of_another_name_is_refused_until_it_has_ours() {
+    let elsewhere = Options {
+        listen: ([127, 0, 0, 2], 0).into(),
+        ..Options::default()
+    };
+    let istiod = LocalIstiod::start(elsewhere).await.unwrap();
+    let place = Place::of(&istiod);
+    let agent = place.start().await;
+    let mut envoy = ask_for_clusters(&place).await;
+    agent.logs("as \"127.0.0.2\" failed: ").await;
+    let mut istiod = restarted(istiod, |options| {
+        options.extra_names.push("127.0.0.2".to_owned());
+    })
+    .await;
+    answered(&mut envoy, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn every_status_of_istiod_reaches_envoy_with_its_message() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let _agent = place.start().await;
+    for code in 1..=16 {
+        let envoy = ask_for_clusters(&place).await;
+        let status = Status::new(Code::from(code), format!("reason {code}: 100 %, é"));
+        accepted(&mut istiod).await.end(status).await;
+        let got = envoy.end().await;
+        assert_eq!(got.code(), Code::from(code));
+        assert_eq!(got.message(), format!("reason {code}: 100 %, é"));
+    }
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn a_status_too_long_for_a_header_still_ends_the_stream() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let _agent = place.start().await;
+    for length in [10_000, 100_000, 1_000_000] {
+        let envoy = ask_for_clusters(&place).await;
+        let status = Status::internal("x".repeat(length));
+        accepted(&mut istiod).await.end(status).await;
+        let got = envoy.end().await;
+        match length {
+            10_000 => assert_eq!(got.message().len(), length),
+            _ => assert_ne!(got.code(), Code::Ok, "{length}"),
+        }
+    }
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn garbage_inside_a_stream_and_resets_inside_a_message_end_that_stream_only() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let _agent = place.start().await;
+    for garbage in [vec![0xff; 100], vec![0x0a, 200, 1], vec![0; 3]] {
+        let envoy = ask_for_clusters(&place).await;
+        let stream = accepted(&mut istiod).await;
+        stream.send_bytes(garbage.into()).await.unwrap();
+        let status = envoy.end().await;
+        assert_eq!(status.code(), Code::Internal, "{}", status.message());
+    }
+    let mut envoy = ask_for_clusters(&place).await;
+    let stream = accepted(&mut istiod).await;
+    let cluster = Any {
+        type_url: CLUSTER.into(),
+        value: vec![1; 20 << 20],
+    };
+    let large = DiscoveryResponse {
+        type_url: CLUSTER.into(),
+        resources: vec![cluster],
+        ..Default::default()
+    };
+    stream.send(&large).await.unwrap();
+    assert!(soon(envoy.first_bytes()).await > 0);
+    let mut istiod = restarted(istiod, |_| {}).await;
+    assert_eq!(envoy.end().await.code(), Code::Unavailable);
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn the_newest_stream_counts_and_each_reads_the_token_anew() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let agent = place.start().await;
+    let mut older: Option<Envoy> = None;
+    for (account, protocol) in [
+        ("first", Protocol::Delta),
+        ("second", Protocol::StateOfTheWorld),
+        ("third", Protocol::Delta),
+    ] {
+        let ttl = Duration::from_secs(600);
+        place.write(TOKEN, istiod.mint_token("default", account, ttl).unwrap());
+        let envoy = Envoy::open(&place.xds_socket(), protocol).await;
+        envoy.send(&request(CLUSTER, &[]));
+        let stream = accepted(&mut istiod).await;
+        assert_eq!(stream.caller.as_ref().unwrap().service_account, account);
+        assert_eq!(stream.headers["clusterid"], "Kubernetes");
+        if let Some(older) = older.replace(envoy) {
+            assert_eq!(older.end().await.code(), Code::Ok);
+        }
+        drop(stream);
+    }
+    assert!(!agent.log().contains(&token(&istiod)[..20]));
+}

@@ -1,0 +1,24 @@
+//! The agent as a whole, from outside: files, sockets, gRPC and exit codes of its binary.
+//!
+//! Each test gives the binary a directory of its own to run in, spoils something, and looks for
+//! what an operator would: a clear sentence in the log, and recovery without a restart once the
+//! input is mended. `AGENT_BIN` and `LOCAL_ISTIOD_BIN` name other binaries to test than cargo's.
+//!
+//! Does not look into the rooms; their own tests do. Only [`properties`] calls the library.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::disallowed_methods,
+    unreachable_pub
+)]
+
+mod certificates;
+mod control_plane;
+mod floods;
+mod istiod;
+mod properties;
+mod roots_and_tokens;
+mod secrets;
+mod start;
+mod support;

@@ -1,0 +1,225 @@
+//! Readers of foreign bytes never panic and never read past their input, whatever they are fed.
+//!
+//! `PROPTEST_CASES` sets how many inputs each property is tried with.
+
+use std::sync::LazyLock;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use istio_agent::cli::{self, Command};
+use istio_agent::config::environment::Environment;
+use istio_agent::config::mesh::Document;
+use istio_agent::config::{self};
+use istio_agent::secrets::certificate::Workload;
+use istio_agent::secrets::name::Name;
+use istio_agent::xds::Protocol;
+use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::request::RequestReader;
+use istio_agent::xds::response::ResponseReader;
+use istio_agent::xds::wire::Walker;
+use proptest::prelude::*;
+use rcgen::{CertificateParams, KeyPair};
+use zeroize::Zeroizing;
+
+/// A key and a self-signed certificate of it.
+static PAIR: LazyLock<(String, String)> = LazyLock::new(|| {
+    let key = KeyPair::generate().unwrap();
+    let certificate = CertificateParams::default().self_signed(&key).unwrap();
+    (key.serialize_pem(), certificate.pem())
+});
+
+fn protocol() -> impl Strategy<Value = Protocol> {
+    prop_oneof![Just(Protocol::StateOfTheWorld), Just(Protocol::Delta)]
+}
+
+/// Bytes that look like frames for a while.
+fn almost_frames() -> impl Strategy<Value = Vec<u8>> {
+    let frame = (
+        any::<bool>(),
+        prop::collection::vec(any::<u8>(), 0..40),
+        0u32..60,
+    )
+        .prop_map(|(honest, message, lie)| {
+            let length = if honest { message.len() as u32 } else { lie };
+            [&[0], &length.to_be_bytes()[..], &message].concat()
+        });
+    let noise = prop::collection::vec(any::<u8>(), 0..40);
+    prop::collection::vec(prop_oneof![4 => frame, 1 => noise], 0..6).prop_map(|all| all.concat())
+}
+
+fn workload(chain: &[String]) -> bool {
+    let key = Zeroizing::new(PAIR.0.clone());
+    Workload::new(chain, key, SystemTime::now()).is_ok()
+}
+
+/// A ProxyConfig that may be one, or nearly.
+fn almost_yaml() -> impl Strategy<Value = String> {
+    let name = prop_oneof![
+        Just("drainDuration"),
+        Just("proxyAdminPort"),
+        Just("discoveryAddress"),
+        Just("concurrency"),
+        Just("proxyMetadata"),
+        Just("binaryPath"),
+        Just("configPath"),
+        Just("controlPlaneAuthPolicy"),
+        Just("statusPort"),
+        Just("drain_duration"),
+        Just("<<"),
+    ];
+    let value = prop_oneof![
+        "[0-9a-z.:\"'\\-]{0,12}",
+        Just("{a: b}".to_owned()),
+        Just("[1, [2]]".to_owned()),
+        Just("{a: {b: [".to_owned()),
+        Just("&x {y: *x}".to_owned()),
+        Just("!!binary =".to_owned()),
+        Just("1e999".to_owned()),
+        Just("99999999999999999999".to_owned()),
+        Just("-1".to_owned()),
+        Just("~".to_owned()),
+        Just("|\n  text\n".to_owned()),
+        ".{0,10}",
+    ];
+    prop::collection::vec((name, value), 0..6).prop_map(|members| {
+        let lines = members
+            .iter()
+            .map(|(name, value)| format!("{name}: {value}\n"));
+        lines.collect()
+    })
+}
+
+/// Loads a configuration with this `PROXY_CONFIG` in an empty directory.
+fn load(text: &str) -> Result<(), usize> {
+    let typed = cli::parse(["pilot-agent", "proxy"].map(str::to_owned))
+        .unwrap()
+        .cli;
+    let Some(Command::Proxy(flags)) = typed.command else {
+        panic!("the command is proxy");
+    };
+    let environment: Environment = [("PROXY_CONFIG", text)].into_iter().collect();
+    let loaded = config::load(&flags, &typed.log, &environment, "/nowhere".as_ref());
+    loaded.map(drop).map_err(|problems| problems.len())
+}
+
+#[test]
+fn deep_and_self_multiplying_documents_are_refused() {
+    let mut laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+    for level in 1..12 {
+        let aliases = vec![format!("*a{}", level - 1); 10].join(", ");
+        laughs += &format!("a{level}: &a{level} [{aliases}]\n");
+    }
+    let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
+    for text in deep.iter().chain([&laughs]) {
+        let refused = Document::builtin().overlay_text("PROXY_CONFIG", text);
+        let problem = refused.expect_err("a document nobody has memory for");
+        assert!(
+            problem.to_string().len() < 2_000,
+            "{}",
+            problem.to_string().len()
+        );
+    }
+}
+
+proptest! {
+    #[test]
+    fn requests_come_out_as_they_went_in_or_are_refused(
+        protocol in protocol(), bytes in almost_frames(), cut in 1usize..20
+    ) {
+        let mut reader = RequestReader::new(protocol, 50);
+        let (mut passed, mut refused) = (Vec::new(), false);
+        for chunk in bytes.chunks(cut) {
+            let fed = reader.feed(Bytes::copy_from_slice(chunk), |request| {
+                passed.extend_from_slice(&request.frame);
+            });
+            refused = fed.is_err();
+            if refused {
+                break;
+            }
+        }
+        prop_assert!(bytes.starts_with(&passed));
+        if !refused && reader.finish().is_ok() {
+            prop_assert_eq!(passed, bytes);
+        }
+    }
+
+    #[test]
+    fn responses_of_any_bytes_pass_or_are_refused(
+        protocol in protocol(), bytes in almost_frames(), cut in 1usize..20
+    ) {
+        let mut reader = ResponseReader::new(protocol, Interceptors::default());
+        let mut outputs = 0;
+        for chunk in bytes.chunks(cut) {
+            if reader.feed(Bytes::copy_from_slice(chunk), |_| outputs += 1).is_err() {
+                break;
+            }
+        }
+        prop_assert!(outputs <= bytes.len() + 1);
+    }
+
+    #[test]
+    fn a_message_reads_the_same_in_any_chunks(
+        protocol in protocol(), bytes in prop::collection::vec(any::<u8>(), 0..120),
+        cut in 1usize..20, request: bool
+    ) {
+        let read = |cut: usize| {
+            let mut walker = if request {
+                Walker::request(protocol, bytes.len() as u64)
+            } else {
+                Walker::response(protocol, bytes.len() as u64)
+            };
+            for chunk in bytes.chunks(cut) {
+                walker.feed(chunk).ok()?;
+            }
+            walker.finish().ok()
+        };
+        prop_assert_eq!(read(cut), read(usize::MAX));
+    }
+
+    #[test]
+    fn an_answer_with_a_changed_byte_is_taken_or_refused(
+        at: prop::sample::Index, byte: u8, element in 0usize..2
+    ) {
+        let mut text = PAIR.1.clone().into_bytes();
+        let at = at.index(text.len());
+        text[at] = byte;
+        let changed = String::from_utf8_lossy(&text).into_owned();
+        let mut chain = vec![PAIR.1.clone(), PAIR.1.clone()];
+        prop_assert!(workload(&chain));
+        chain[element] = changed;
+        workload(&chain);
+    }
+
+    #[test]
+    fn der_of_any_bytes_is_no_certificate(
+        der in prop::collection::vec(any::<u8>(), 0..300), cut: prop::sample::Index
+    ) {
+        let wrap = |der: &[u8]| {
+            let text = base64::Engine::encode(&base64::prelude::BASE64_STANDARD, der);
+            format!("-----BEGIN CERTIFICATE-----\n{text}\n-----END CERTIFICATE-----\n")
+        };
+        prop_assert!(!workload(&[wrap(&der), PAIR.1.clone()]));
+        let mut cut_off = PAIR.1.clone();
+        cut_off.truncate(cut.index(cut_off.len() - 2));
+        prop_assert!(!workload(&[cut_off, PAIR.1.clone()]));
+    }
+
+    #[test]
+    fn two_names_are_served_and_no_other(text in "(default|ROOTCA|.{0,8}){0,3}") {
+        let served = matches!(text.as_str(), "default" | "ROOTCA");
+        prop_assert_eq!(text.parse::<Name>().is_ok(), served);
+    }
+
+    #[test]
+    fn any_text_is_a_proxy_config_or_a_problem_that_names_it(
+        text in prop_oneof![almost_yaml(), ".{0,200}", "[\\[{\\]}:,&*!|>'\"#%@ \n-]{0,200}"]
+    ) {
+        let mut document = Document::builtin();
+        if let Err(problem) = document.overlay_text("PROXY_CONFIG", &text) {
+            prop_assert!(problem.subject.contains("PROXY_CONFIG"));
+        }
+        document.read(&mut Vec::new());
+        // There are no roots in the directory, so one problem is there in any case.
+        prop_assert!(load(&text).is_err_and(|problems| problems > 0) || text.contains("NONE"));
+    }
+}

@@ -1,0 +1,141 @@
+//! Spoilt root certificates and tokens: told in the log, and in use again as soon as mended.
+
+use std::time::Duration;
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
+use tonic::Code;
+
+use crate::support::place::{Place, ROOT, TOKEN, token};
+use crate::support::{
+    answered, ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays, restarted,
+};
+
+fn expired_root() -> String {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.not_before = rcgen::date_time_ymd(2001, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2002, 1, 1);
+    params
+        .self_signed(&KeyPair::generate().unwrap())
+        .unwrap()
+        .pem()
+}
+
+#[tokio::test]
+async fn spoilt_roots_are_named_and_mended_ones_are_used_without_a_restart() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let expired = expired_root();
+    let garbage = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    let cases = [
+        (Some(""), "root-cert.pem is empty"),
+        (None, "cannot read root certificates from ./var/run"),
+        (
+            Some("no roots"),
+            "holds no certificate in 8 bytes, expected PEM",
+        ),
+        (
+            Some(garbage),
+            "no certificate that can be used: 1 broken, 0 expired",
+        ),
+        (
+            Some(&*expired),
+            "no certificate that can be used: 0 broken, 1 expired",
+        ),
+    ];
+    place.write(ROOT, "");
+    let agent = place.start().await;
+    for (content, sentence) in cases {
+        let mut envoy = ask_for_clusters(&place).await;
+        agent.logs(sentence).await;
+        assert!(agent.log().contains(ROOT));
+        place.write(ROOT, istiod.root_pem());
+        answered(&mut envoy, &mut istiod).await;
+        match cases.iter().skip_while(|case| case.0 != content).nth(1) {
+            Some((Some(next), _)) => place.write(ROOT, next),
+            Some((None, _)) => std::fs::remove_file(place.path(ROOT)).unwrap(),
+            None => {}
+        }
+        istiod = restarted(istiod, |_| {}).await;
+    }
+}
+
+#[tokio::test]
+async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
+    let place = Place::of(&local_istiod().await);
+    std::fs::remove_file(place.path(ROOT)).unwrap();
+    let (code, log) = place.ends().await;
+    assert_eq!(code, 255);
+    assert!(log.contains("root file for istiod"), "{log}");
+    assert!(log.contains(ROOT), "{log}");
+}
+
+#[tokio::test]
+async fn the_root_of_another_mesh_is_told_apart_and_the_right_one_is_used_once_there() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    place.write(ROOT, local_istiod().await.root_pem());
+    let agent = place.start().await;
+    agent.logs("failed: invalid peer certificate").await;
+    place.write(ROOT, istiod.root_pem());
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn envoy_is_told_of_a_refused_token_and_a_mended_one_is_used_without_a_restart() {
+    let mut istiod = local_istiod().await;
+    let expired = istiod
+        .mint_token("default", "bench", Duration::ZERO)
+        .unwrap();
+    let foreign = token(&local_istiod().await);
+    let (huge, large) = ("x".repeat(100_000), "y".repeat(60_000));
+    let cases = [
+        (
+            "",
+            "failed to fetch token from file: ./var/run/secrets/tokens/istio-token is empty",
+        ),
+        (&*expired, "request authenticate failure"),
+        (&foreign, "request authenticate failure"),
+        (&huge, "istio-token: more than 65536 bytes"),
+        (
+            "two words",
+            "has byte 0x20 at position 3, which no header may hold",
+        ),
+        (&large, ""),
+    ];
+    for (spoilt, sentence) in cases {
+        let place = Place::with_envoy(&istiod);
+        place.write(TOKEN, spoilt);
+        let agent = place.start().await;
+        let status = ask_for_clusters(&place).await.end().await;
+        if spoilt != large {
+            assert_eq!(status.code(), Code::Unauthenticated, "{sentence}");
+        }
+        agent.logs(sentence).await;
+        agent.logs("resource:default failed to sign").await;
+        let mut secrets = ask_for_secrets(&place, &["default"]).await;
+        let good = token(&istiod);
+        place.write(TOKEN, &good);
+        assert_eq!(next_response(&mut secrets).await.resources.len(), 1);
+        relays(&place, &mut istiod).await;
+        for token in [spoilt, &good].map(|token| &token[..token.len().min(40)]) {
+            let told = !token.is_empty() && agent.log().contains(token);
+            assert!(!told, "the token is in the log");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_missing_token_is_named_and_used_once_it_is_there() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    std::fs::remove_file(place.path(TOKEN)).unwrap();
+    let agent = place.start().await;
+    agent
+        .logs("failed to fetch token from file: ./var/run/secrets/tokens/istio-token: No such file")
+        .await;
+    let status = ask_for_clusters(&place).await.end().await;
+    assert_eq!(status.code(), Code::Unauthenticated);
+    place.write(TOKEN, token(&istiod));
+    relays(&place, &mut istiod).await;
+}

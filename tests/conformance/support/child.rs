@@ -1,0 +1,110 @@
+//! A running program: its log, its memory, its end. It never outlives the test.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::eventually;
+
+/// A child process. Dropping it kills it, and prints its log if the test has failed.
+pub struct Child {
+    process: Mutex<std::process::Child>,
+    log: PathBuf,
+}
+
+/// The binary that a variable names, or cargo's.
+pub fn binary(variable: &str, built: Option<&str>) -> OsString {
+    let named = std::env::var_os(variable);
+    named
+        .or_else(|| built.map(OsString::from))
+        .unwrap_or_else(|| panic!("cargo has not built it and {variable} is not set"))
+}
+
+impl Child {
+    /// Starts a command with both of its outputs in a file.
+    pub fn start(mut command: Command, log: PathBuf) -> Self {
+        let output = File::create(&log).unwrap();
+        let process = command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().unwrap())
+            .stderr(output)
+            .spawn()
+            .unwrap();
+        Self {
+            process: Mutex::new(process),
+            log,
+        }
+    }
+
+    /// All the program has written so far.
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
+    }
+
+    /// Waits for a line with `text` in it.
+    pub async fn logs(&self, text: &str) {
+        eventually(&format!("{text:?} in the log"), || {
+            assert!(self.is_running(), "it ended without saying {text:?}");
+            self.log().contains(text)
+        })
+        .await;
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.code().is_none()
+    }
+
+    fn code(&self) -> Option<i32> {
+        let status = self.process.lock().unwrap().try_wait().unwrap();
+        status.map(|status| status.code().unwrap_or(-1))
+    }
+
+    pub fn terminate(&self) {
+        kill_process(self.pid(), Signal::TERM).unwrap();
+    }
+
+    /// Waits for the end: exit code and log.
+    pub async fn ends(self) -> (i32, String) {
+        let mut code = None;
+        eventually("its end", || {
+            code = self.code();
+            code.is_some()
+        })
+        .await;
+        (code.unwrap(), self.log())
+    }
+
+    /// Resident memory in bytes.
+    pub fn memory(&self) -> usize {
+        let status = format!("/proc/{}/status", self.pid().as_raw_nonzero());
+        let status = std::fs::read_to_string(status).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+        let kib = line.unwrap().split_whitespace().nth(1).unwrap();
+        kib.parse::<usize>().unwrap() * 1024
+    }
+
+    fn pid(&self) -> Pid {
+        let id = self.process.lock().unwrap().id();
+        Pid::from_raw(i32::try_from(id).unwrap()).unwrap()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<_> = log.lines().rev().take(100).collect();
+            eprintln!("--- the end of {}", self.log.display());
+            for line in lines.into_iter().rev() {
+                eprintln!("{}", line.chars().take(400).collect::<String>());
+            }
+        }
+        let process = self.process.get_mut().unwrap();
+        let _ = process.kill(); // It may have ended by itself.
+        process.wait().unwrap();
+    }
+}
