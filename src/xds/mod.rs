@@ -1,7 +1,7 @@
 //! Relays discovery between Envoy and istiod.
 //!
 //! Envoy opens an ADS stream on a Unix socket ([`server`]); the agent opens one of the same kind to
-//! istiod and ties the two ([`relay`]). Messages stay unopened ([`wire`], [`request`],
+//! istiod and ties the two ([`relay`], [`exchange`]). Messages stay unopened ([`wire`], [`request`],
 //! [`response`]): requests pass one by one, so that the agent's own can go between them; responses
 //! are cut through while their bytes arrive, unless their type is one the agent takes for itself,
 //! rewrites, or keeps from Envoy ([`intercept`]).
@@ -9,6 +9,7 @@
 //! Does not know who takes which type: the agent plugs [`intercept::Interceptor`]s in. Keeps no
 //! subscriptions and no responses; when a stream ends, Envoy states its subscriptions anew.
 
+mod exchange;
 pub mod intercept;
 pub(crate) mod relay;
 pub mod request;

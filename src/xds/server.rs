@@ -87,12 +87,13 @@ impl Discovery {
             max_request_bytes: self.0.config.max_request_bytes,
             stop,
         };
-        tracing::debug!(
-            target: "xdsproxy",
-            id = relay.id,
-            "accepted {}XDS connection from Envoy, forwarding to upstream XDS server",
-            protocol.log_prefix()
-        );
+        let accepted = match protocol {
+            Protocol::StateOfTheWorld => {
+                "accepted XDS connection from Envoy, forwarding to upstream XDS server"
+            }
+            Protocol::Delta => "accepted delta xds connection from envoy, forwarding to upstream",
+        };
+        tracing::debug!(target: "xdsproxy", id = relay.id, "{accepted}");
         let (sender, body) = ResponseBody::channel();
         // A relay that has ended counts as stopped, so that the next one replaces nothing.
         let ended = relay.stop.clone().drop_guard();

@@ -15,7 +15,7 @@ pub(crate) enum End {
     /// Istiod ended the stream with these trailers.
     Istiod(HeaderMap),
     /// The connection to istiod, or the stream on it, broke.
-    Lost(Status),
+    Lost { status: Status, expected: bool },
     /// Istiod sent what cannot be relayed.
     BadResponse(Status),
     /// Envoy sent what cannot be relayed.
@@ -31,11 +31,16 @@ pub(crate) enum End {
 }
 
 impl End {
+    /// Whether istiod said that all went well.
+    pub(crate) fn is_success(&self) -> bool {
+        matches!(self, Self::Istiod(trailers) if trailers.get("grpc-status").is_some_and(|s| s == "0"))
+    }
+
     /// The status for Envoy; `None` if it is not there to read one.
     pub(crate) fn trailers(&self) -> Option<HeaderMap> {
         match self {
             Self::Istiod(trailers) => Some(trailers.clone()),
-            Self::Lost(status) | Self::BadResponse(status) | Self::BadRequest(status) => {
+            Self::Lost { status, .. } | Self::BadResponse(status) | Self::BadRequest(status) => {
                 Some(trailers_of(status))
             }
             Self::EnvoyDone | Self::Stopped => Some(trailers_of(&Status::ok(""))),
@@ -58,8 +63,11 @@ impl End {
                 "downstream terminated with unexpected error {}", text(status)
             ),
             Self::BadResponse(status) => warn_istiod(id, status),
-            Self::Lost(status) if expected(status.code()) => debug_istiod(id, status),
-            Self::Lost(status) => warn_istiod(id, status),
+            Self::Lost {
+                status,
+                expected: true,
+            } => debug_istiod(id, status),
+            Self::Lost { status, .. } => warn_istiod(id, status),
             Self::Istiod(trailers) => {
                 let status = Status::from_header_map(trailers)
                     .unwrap_or_else(|| Status::unknown("a status that cannot be read"));
@@ -114,9 +122,10 @@ pub(crate) fn opened(response: http::Response<Incoming>) -> Result<Incoming, End
 /// The end that trailers, or a head that is all, stand for.
 pub(crate) fn of_trailers(mut trailers: HeaderMap) -> End {
     if !trailers.contains_key("grpc-status") {
-        return End::Lost(Status::unavailable(
-            "istiod ended the stream without a status",
-        ));
+        return End::Lost {
+            status: Status::unavailable("istiod ended the stream without a status"),
+            expected: false,
+        };
     }
     let mut kept = HeaderMap::new();
     for name in STATUS_HEADERS {
@@ -128,16 +137,43 @@ pub(crate) fn of_trailers(mut trailers: HeaderMap) -> End {
 }
 
 /// A stream that broke: unavailable, unless its reset says more.
+///
+/// That a connection reaches its greatest age, that istiod goes away or comes to an end of its own,
+/// is a control plane's ordinary life and no warning.
 pub(crate) fn lost(error: hyper::Error) -> End {
     let text = match std::error::Error::source(&error) {
         Some(source) => format!("connection to istiod: {error}: {source}"),
         None => format!("connection to istiod: {error}"),
     };
+    let expected = is_ordinary(&error);
     let code = match Status::from_error(Box::new(error)).code() {
         Code::Unknown | Code::Cancelled | Code::Internal => Code::Unavailable,
         code => code,
     };
-    End::Lost(Status::new(code, text))
+    End::Lost {
+        status: Status::new(code, text),
+        expected,
+    }
+}
+
+fn is_ordinary(error: &hyper::Error) -> bool {
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<h2::Error>());
+    match cause {
+        Some(cause) if cause.is_io() => cause.get_io().is_some_and(is_end_of_connection),
+        Some(cause) => {
+            matches!(
+                cause.reason(),
+                Some(h2::Reason::NO_ERROR | h2::Reason::CANCEL)
+            )
+        }
+        None => error.is_canceled() || error.is_closed(),
+    }
+}
+
+fn is_end_of_connection(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 pub(crate) fn trailers_of(status: &Status) -> HeaderMap {

@@ -1,0 +1,332 @@
+//! The relay without its sockets: events in, bytes out, no waiting.
+//!
+//! [`super::relay`] feeds an [`Exchange`] with what came and carries away what is ready.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use tonic::Status;
+
+use super::Protocol;
+use super::intercept::{Captured, Interceptors, Outcome, acknowledge, frame};
+use super::request::RequestReader;
+use super::response::{Output, ResponseReader};
+use super::status::End;
+
+/// The type whose first request the agent's own subscriptions follow.
+///
+/// Envoy asks for listeners once its clusters are warm, so they never delay its start.
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+
+/// How many responses may wait for interceptors before istiod is made to wait too.
+const MAX_INTERCEPTED: usize = 8;
+
+/// Everything that moves an [`Exchange`].
+#[derive(Debug)]
+pub(super) enum Event {
+    FromEnvoy(Bytes),
+    FromIstiod(Bytes),
+    Intercepted(Captured, Outcome),
+}
+
+/// The relay without its sockets.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    id: u32,
+    protocol: Protocol,
+    pub(super) interceptors: Interceptors,
+    requests: RequestReader,
+    responses: ResponseReader,
+    /// Whether the agent's own subscriptions have been sent on this stream.
+    subscribed: bool,
+    /// Requests that are ready, each a frame.
+    pub(super) to_istiod: Vec<Bytes>,
+    /// Bytes of responses that are ready.
+    pub(super) to_envoy: VecDeque<Bytes>,
+    /// Rewritten messages that arrived in the midst of a passing one.
+    between: VecDeque<Bytes>,
+    /// Responses that wait for their interceptor.
+    pub(super) captured: VecDeque<(usize, Captured)>,
+}
+
+impl Exchange {
+    pub(super) fn new(
+        id: u32,
+        protocol: Protocol,
+        interceptors: Interceptors,
+        max_request_bytes: usize,
+    ) -> Self {
+        Self {
+            id,
+            protocol,
+            requests: RequestReader::new(protocol, max_request_bytes),
+            responses: ResponseReader::new(protocol, interceptors.clone()),
+            interceptors,
+            subscribed: false,
+            to_istiod: Vec::new(),
+            to_envoy: VecDeque::new(),
+            between: VecDeque::new(),
+            captured: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn apply(&mut self, event: Event) -> Result<(), End> {
+        match event {
+            Event::FromEnvoy(bytes) => self.requests(bytes).map_err(End::BadRequest),
+            Event::FromIstiod(bytes) => self.responses(bytes).map_err(End::BadResponse),
+            Event::Intercepted(response, outcome) => {
+                self.intercepted(&response, outcome);
+                Ok(())
+            }
+        }
+    }
+
+    fn requests(&mut self, bytes: Bytes) -> Result<(), Status> {
+        self.requests.feed(bytes, |request| {
+            let type_url = &request.type_url;
+            tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
+            let first_listener = type_url == LISTENER && !self.subscribed;
+            self.to_istiod.push(request.frame);
+            if first_listener {
+                self.subscribed = true;
+                let subscriptions = self.interceptors.subscriptions(self.protocol);
+                self.to_istiod.extend(subscriptions);
+            }
+        })
+    }
+
+    fn responses(&mut self, bytes: Bytes) -> Result<(), Status> {
+        self.responses.feed(bytes, |output| match output {
+            Output::Pass(bytes) => self.to_envoy.push_back(bytes),
+            // Without resources there is nothing to take, and istiod gets no answer, as from
+            // pilot-agent; and nothing to rewrite.
+            Output::Captured(index, response) if response.resources == 0 => {
+                if !self.interceptors.subscribes(index) {
+                    self.between.push_back(frame(&response.message));
+                }
+            }
+            Output::Captured(index, response) => self.captured.push_back((index, response)),
+            Output::Withheld(type_url) => tracing::error!(
+                target: "xdsproxy",
+                "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type"
+            ),
+        })?;
+        self.fill_gap();
+        Ok(())
+    }
+
+    fn intercepted(&mut self, response: &Captured, outcome: Outcome) {
+        match outcome {
+            Outcome::Taken => self.to_istiod.push(acknowledge(response, None)),
+            Outcome::Refused(problem) => {
+                tracing::warn!(
+                    target: "xdsproxy",
+                    id = self.id,
+                    "refusing {} {}: {problem}",
+                    response.type_url,
+                    response.nonce
+                );
+                self.to_istiod.push(acknowledge(response, Some(&problem)));
+            }
+            Outcome::Forward(message) => {
+                self.between.push_back(frame(&message));
+                self.fill_gap();
+            }
+        }
+    }
+
+    /// Lets rewritten messages go, unless one is just passing.
+    fn fill_gap(&mut self) {
+        if !self.responses.passing() {
+            self.to_envoy.append(&mut self.between);
+        }
+    }
+
+    /// Whether there is room for what istiod says next.
+    pub(super) fn wants_responses(&self) -> bool {
+        self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED
+    }
+
+    /// How the exchange ends when Envoy has closed its half.
+    pub(super) fn envoy_done(&self) -> End {
+        match self.requests.finish() {
+            Ok(()) => End::EnvoyDone,
+            Err(status) => End::BadRequest(status),
+        }
+    }
+
+    /// How the exchange ends when istiod has: no success is told of a message in part.
+    pub(super) fn istiod_done(&self, end: End) -> End {
+        if end.is_success() && !self.responses.between_messages() {
+            return End::BadResponse(Status::internal("istiod ended the stream inside a message"));
+        }
+        end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+    use envoy_types::pb::google::protobuf::Any;
+    use prost::Message;
+
+    use super::*;
+    use crate::xds::intercept::{Intercepting, Interceptor};
+
+    const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+    const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+    const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+
+    struct Scripted {
+        type_url: &'static str,
+        subscribes: bool,
+    }
+
+    impl Interceptor for Scripted {
+        fn type_url(&self) -> &str {
+            self.type_url
+        }
+        fn subscribes(&self) -> bool {
+            self.subscribes
+        }
+        fn intercept(&self, _: Captured) -> Intercepting {
+            Box::pin(async { Outcome::Taken })
+        }
+    }
+
+    fn exchange() -> Exchange {
+        let protocol = Protocol::StateOfTheWorld;
+        let interceptors = Interceptors::new(vec![
+            Box::new(Scripted {
+                type_url: NAMES,
+                subscribes: true,
+            }),
+            Box::new(Scripted {
+                type_url: EXTENSION,
+                subscribes: false,
+            }),
+        ]);
+        Exchange::new(1, protocol, interceptors, 1000)
+    }
+
+    fn request(type_url: &str) -> Bytes {
+        let request = DiscoveryRequest {
+            type_url: type_url.into(),
+            ..Default::default()
+        };
+        frame(&request.encode_to_vec())
+    }
+
+    fn response(type_url: &str) -> Bytes {
+        let response = DiscoveryResponse {
+            resources: vec![Any {
+                type_url: type_url.into(),
+                value: vec![1; 40],
+            }],
+            type_url: type_url.into(),
+            nonce: "n".into(),
+            ..Default::default()
+        };
+        frame(&response.encode_to_vec())
+    }
+
+    fn types_to_istiod(exchange: &mut Exchange) -> Vec<String> {
+        let requests = exchange.to_istiod.drain(..);
+        requests
+            .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap().type_url)
+            .collect()
+    }
+
+    #[test]
+    fn own_subscriptions_follow_the_first_listener_request_once() {
+        let mut exchange = exchange();
+        for _ in 0..2 {
+            exchange.apply(Event::FromEnvoy(request(CLUSTER))).unwrap();
+            exchange.apply(Event::FromEnvoy(request(LISTENER))).unwrap();
+        }
+        let types = types_to_istiod(&mut exchange);
+        assert_eq!(types, [CLUSTER, LISTENER, NAMES, CLUSTER, LISTENER]);
+    }
+
+    #[test]
+    fn a_rewritten_message_waits_for_the_gap_behind_a_passing_one() {
+        let mut exchange = exchange();
+        let (passing, own) = (response(CLUSTER), response(EXTENSION));
+        exchange.apply(Event::FromIstiod(own.clone())).unwrap();
+        let (_, captured) = exchange.captured.pop_front().unwrap();
+        assert_eq!(captured.message, own[5..]);
+        exchange
+            .apply(Event::FromIstiod(passing.slice(..80)))
+            .unwrap();
+        let rewritten = Bytes::from_static(b"rewritten");
+        let outcome = Outcome::Forward(rewritten.clone());
+        exchange
+            .apply(Event::Intercepted(captured, outcome))
+            .unwrap();
+        assert_eq!(exchange.to_envoy, [passing.slice(..80)]);
+        exchange
+            .apply(Event::FromIstiod(passing.slice(80..)))
+            .unwrap();
+        let expected = [passing.slice(..80), passing.slice(80..), frame(&rewritten)];
+        assert_eq!(exchange.to_envoy, expected);
+    }
+
+    #[test]
+    fn a_taken_response_is_acknowledged_and_a_refused_one_says_why() {
+        let mut exchange = exchange();
+        exchange.apply(Event::FromIstiod(response(NAMES))).unwrap();
+        let (_, captured) = exchange.captured.pop_front().unwrap();
+        for outcome in [Outcome::Taken, Outcome::Refused("no table".into())] {
+            exchange
+                .apply(Event::Intercepted(captured.clone(), outcome))
+                .unwrap();
+        }
+        let answers: Vec<_> = exchange
+            .to_istiod
+            .iter()
+            .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap())
+            .map(|r| {
+                (
+                    r.response_nonce,
+                    r.error_detail.map(|status| status.message),
+                )
+            })
+            .collect();
+        assert_eq!(
+            answers,
+            [("n".into(), None), ("n".into(), Some("no table".into()))]
+        );
+        assert!(exchange.to_envoy.is_empty());
+    }
+
+    #[test]
+    fn without_resources_an_own_type_gets_no_answer_and_a_rewritten_one_passes() {
+        let empty = |type_url: &str| {
+            let response = DiscoveryResponse {
+                type_url: type_url.into(),
+                ..Default::default()
+            };
+            frame(&response.encode_to_vec())
+        };
+        let mut exchange = exchange();
+        exchange.apply(Event::FromIstiod(empty(NAMES))).unwrap();
+        exchange.apply(Event::FromIstiod(empty(EXTENSION))).unwrap();
+        assert!(exchange.captured.is_empty() && exchange.to_istiod.is_empty());
+        assert_eq!(exchange.to_envoy, [empty(EXTENSION)]);
+    }
+
+    #[test]
+    fn istiod_waits_while_envoy_or_the_interceptors_have_enough() {
+        let mut exchange = exchange();
+        assert!(exchange.wants_responses());
+        exchange
+            .apply(Event::FromIstiod(response(CLUSTER)))
+            .unwrap();
+        assert!(!exchange.wants_responses());
+        exchange.to_envoy.clear();
+        for _ in 0..MAX_INTERCEPTED {
+            exchange.apply(Event::FromIstiod(response(NAMES))).unwrap();
+        }
+        assert!(!exchange.wants_responses());
+    }
+}
