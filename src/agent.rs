@@ -8,6 +8,7 @@
 
 use std::future::Future;
 use std::path::Path;
+use std::pin::pin;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -20,7 +21,7 @@ use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
 use crate::envoy::{self, Exit};
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::{self, BoxError, CancellationToken, Tasks, Urgency};
+use crate::lifecycle::{self, BoxError, CancellationToken, Ended, Tasks, Urgency};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -50,13 +51,23 @@ pub enum Error {
     },
 }
 
+impl Error {
+    fn of(ended: Ended) -> Self {
+        Self::Ended {
+            name: ended.name,
+            source: ended.result.err(),
+        }
+    }
+}
+
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
-    let (urgency, signals) = lifecycle::signals()?;
+    let urgency = watch::Sender::new(Urgency::Run);
+    let signals = lifecycle::signals(urgency.clone())?;
     let agent = Agent::build(config)?;
     tokio::select! {
         code = agent.run(urgency) => code,
-        () = signals => Ok(ExitCode::Success),
+        never = signals => match never {},
     }
 }
 
@@ -76,11 +87,7 @@ impl Agent {
             shutdown: CancellationToken::new(),
         };
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let authority = match agent.config.ca_istiod.clone() {
-            Some(config) => agent.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        agent.secrets(authority)?;
+        agent.secrets(&istiod)?;
         agent.discovery(istiod)?;
         Ok(agent)
     }
@@ -92,22 +99,24 @@ impl Agent {
     }
 
     /// Keeps certificates fresh and serves them, unless somebody else does.
-    fn secrets(&mut self, authority: Istiod) -> Result<(), Error> {
+    fn secrets(&mut self, istiod: &Istiod) -> Result<(), Error> {
         let socket = self.config.sds_socket.clone();
-        let listener = match unix_socket::bind(&socket) {
-            Ok(_) if !is_own(&socket) => {
-                return Err(Error::NoWorkloadSocket(socket.display().to_string()));
-            }
-            Ok(listener) => listener,
-            Err(BindError::Live { .. }) => {
-                tracing::info!(
-                    "Existing workload SDS socket found at {}. Default Istio SDS Server will only \
-                     serve files",
-                    socket.display()
-                );
-                return Ok(());
-            }
-            Err(error) => return Err(error.into()),
+        if unix_socket::is_live(&socket) {
+            tracing::info!(
+                "Existing workload SDS socket found at {}. Default Istio SDS Server will only \
+                 serve files",
+                socket.display()
+            );
+            tracing::warn!("secrets from files are not served yet: Envoy gets all from there");
+            return Ok(());
+        }
+        if !is_own(&socket) {
+            return Err(Error::NoWorkloadSocket(socket.display().to_string()));
+        }
+        let listener = unix_socket::bind(&socket)?;
+        let authority = match self.config.ca_istiod.clone() {
+            Some(config) => self.istiod("connection to the certificate authority", config),
+            None => istiod.clone(),
         };
         let parameters = &self.config.secrets;
         let signer = parameters.cert_signer.clone().unwrap_or_default();
@@ -143,16 +152,25 @@ impl Agent {
         Ok(())
     }
 
-    async fn run(mut self, urgency: watch::Receiver<Urgency>) -> Result<ExitCode, BoxError> {
-        let envoy = envoy_until_its_end(self.config.clone(), urgency);
-        let result = tokio::select! {
-            code = envoy => code,
-            ended = self.tasks.next_ended() => Err(Error::Ended {
-                name: ended.name,
-                source: ended.result.err(),
+    async fn run(mut self, urgency: watch::Sender<Urgency>) -> Result<ExitCode, BoxError> {
+        let mut envoy = pin!(envoy_until_its_end(
+            self.config.clone(),
+            urgency.subscribe()
+        ));
+        let mut broken = None;
+        let mut result = loop {
+            tokio::select! {
+                code = &mut envoy => break code,
+                ended = self.tasks.next_ended(), if broken.is_none() => {
+                    tracing::error!("the {} ended; draining Envoy and stopping", ended.name);
+                    broken = Some(Error::of(ended));
+                    urgency.send_modify(|urgency| *urgency = Urgency::Drain.max(*urgency));
+                }
             }
-            .into()),
         };
+        if let Some(broken) = broken {
+            result = Err(broken.into());
+        }
         self.shutdown.cancel();
         let aborted = self.tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
@@ -191,8 +209,11 @@ async fn envoy_until_its_end(
 ) -> Result<ExitCode, BoxError> {
     let Some(envoy) = config.envoy else {
         let asked = urgency.wait_for(|urgency| *urgency != Urgency::Run);
-        let _ = asked.await; // An error is the end of the watch, which is an end as well.
-        return Ok(ExitCode::Success);
+        tokio::select! {
+            // An error is the end of the watch, which is an end as well.
+            _ = asked => return Ok(ExitCode::Success),
+            never = envoy::orphans::reap(None) => match never {},
+        }
     };
     let _written = bootstrap::write(&config.bootstrap)?;
     Ok(match envoy::run(envoy, urgency).await? {

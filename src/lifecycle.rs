@@ -3,6 +3,7 @@
 //! Every task of the agent runs in a [`Tasks`] set, so none can end unnoticed and none outlives the
 //! agent. A [`CancellationToken`] goes down to everybody; the set hears back from everybody.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -40,11 +41,12 @@ impl Urgency {
 
 /// Turns SIGTERM and SIGINT into urgency: each takes it one step up. The signals are caught from
 /// the call on, and acted upon while the future is polled; it never ends.
-pub fn signals() -> io::Result<(watch::Receiver<Urgency>, impl Future<Output = ()> + Send)> {
+pub fn signals(
+    urgency: watch::Sender<Urgency>,
+) -> io::Result<impl Future<Output = Infallible> + Send> {
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
-    let (urgency, receiver) = watch::channel(Urgency::Run);
-    let watching = async move {
+    Ok(async move {
         loop {
             let name = tokio::select! {
                 _ = terminated.recv() => "terminated",
@@ -53,8 +55,7 @@ pub fn signals() -> io::Result<(watch::Receiver<Urgency>, impl Future<Output = (
             tracing::info!("received signal: {name}");
             urgency.send_modify(|urgency| *urgency = urgency.next());
         }
-    };
-    Ok((receiver, watching))
+    })
 }
 
 /// How one task ended.
@@ -164,7 +165,9 @@ mod tests {
     #[tokio::test]
     async fn each_signal_is_one_step_more_urgent() {
         use rustix::process::{Signal, getpid, kill_process};
-        let (mut urgency, watching) = signals().expect("the signals are caught");
+        let asked = watch::Sender::new(Urgency::Run);
+        let mut urgency = asked.subscribe();
+        let watching = signals(asked).expect("the signals are caught");
         let asking = async {
             for (signal, expected) in [
                 (Signal::TERM, Urgency::Drain),
@@ -179,7 +182,7 @@ mod tests {
         };
         tokio::select! {
             () = asking => {}
-            () = watching => {}
+            never = watching => match never {},
         }
     }
 }

@@ -3,6 +3,8 @@
 //!
 //! Does not hold logic, and opens nothing before the configuration is known to be good.
 
+use std::io::Write;
+
 use istio_agent::cli::{
     self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, version,
 };
@@ -11,7 +13,8 @@ use istio_agent::lifecycle::BoxError;
 use istio_agent::{agent, logging};
 
 fn main() -> std::process::ExitCode {
-    let code = match cli::parse(std::env::args()) {
+    let code = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
+    {
         Ok(typed) => run(typed).unwrap_or_else(|error| fail(error.as_ref())),
         Err(Refused::Help(text)) => print(&text),
         Err(Refused::Error(text)) => fail(BoxError::from(text).as_ref()),
@@ -38,11 +41,14 @@ fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitC
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(agent::run(config))
+    let result = runtime.block_on(agent::run(config));
+    // A name still being resolved must not hold up the end.
+    runtime.shutdown_background();
+    result
 }
 
 fn print(text: &str) -> ExitCode {
-    println!("{text}");
+    let _ = writeln!(std::io::stdout(), "{text}"); // Nobody reads, so nobody misses it.
     ExitCode::Success
 }
 
@@ -52,7 +58,7 @@ fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
         .map(ToString::to_string)
         .collect::<Vec<_>>()
         .join(": ");
-    eprintln!("Error: {text}");
+    let _ = writeln!(std::io::stderr(), "Error: {text}"); // The log line below may get through.
     tracing::error!("{text}");
     ExitCode::CommandFailed
 }

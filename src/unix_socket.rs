@@ -112,7 +112,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
             path: path.to_owned(),
         });
     }
-    if kind.is_socket() && std::os::unix::net::UnixStream::connect(path).is_ok() {
+    if kind.is_socket() && is_live(path) {
         return Err(BindError::Live {
             path: path.to_owned(),
         });
@@ -122,6 +122,21 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
         path: path.to_owned(),
         source,
     })
+}
+
+/// Whether somebody listens on `path`. Does not wait, also for one who accepts nobody.
+pub fn is_live(path: &Path) -> bool {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let (Ok(socket), Ok(address)) = (socket, SocketAddrUnix::new(path)) else {
+        return false;
+    };
+    // EAGAIN says that its queue is full.
+    matches!(
+        rustix::net::connect(&socket, &address),
+        Ok(()) | Err(rustix::io::Errno::AGAIN)
+    )
 }
 
 impl Listener {

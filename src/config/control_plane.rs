@@ -5,12 +5,17 @@
 //! Does not read certificates: their files are read at each dial, and only looked for here.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
 use super::environment as variables;
 use super::{Problem, Sources, members};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
+
+/// What gRPC clients keep between pings at the least: servers take more for an attack.
+const LEAST_INTERVAL: Duration = Duration::from_secs(10);
+const LEAST_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
@@ -67,12 +72,31 @@ impl Sources<'_> {
             security,
             token: token::Source::File(TOKEN.into()),
             metadata: self.metadata(headers),
-            keepalive: Keepalive {
-                interval: self.get(&variables::GRPC_KEEPALIVE_INTERVAL),
-                timeout: self.get(&variables::GRPC_KEEPALIVE_TIMEOUT),
-            },
+            keepalive: self.keepalive(),
             limits: Limits::default(),
         }
+    }
+
+    fn keepalive(&mut self) -> Keepalive {
+        let interval = self.get(&variables::GRPC_KEEPALIVE_INTERVAL);
+        let timeout = self.get(&variables::GRPC_KEEPALIVE_TIMEOUT);
+        Keepalive {
+            interval: self.at_least("GRPC_KEEPALIVE_INTERVAL", interval, LEAST_INTERVAL),
+            timeout: self.at_least("GRPC_KEEPALIVE_TIMEOUT", timeout, LEAST_TIMEOUT),
+        }
+    }
+
+    fn at_least(&mut self, name: &str, found: Duration, least: Duration) -> Duration {
+        let warning = Problem {
+            subject: name.to_owned(),
+            found: format!("{found:?}"),
+            expected: format!("at least {least:?}, which is used"),
+        };
+        // A server with headers of its own asks for the same settings twice.
+        if found < least && !self.warnings.contains(&warning) {
+            self.warnings.push(warning);
+        }
+        found.max(least)
     }
 
     fn metadata(&mut self, prefix: &str) -> Vec<(HeaderName, HeaderValue)> {

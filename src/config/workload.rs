@@ -65,11 +65,11 @@ impl Sources<'_> {
 
     fn rsa(&mut self) -> KeyChoice {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
-        if !(2048..=8192).contains(&bits) {
+        if !matches!(bits, 2048 | 3072 | 4096) {
             self.problem(
                 "WORKLOAD_RSA_KEY_SIZE",
                 &bits.to_string(),
-                "2048 to 8192 bits",
+                "2048, 3072 or 4096 bits",
             );
         }
         KeyChoice::Rsa { bits }

@@ -83,7 +83,7 @@ pub async fn run(config: Config, urgency: watch::Receiver<Urgency>) -> Result<Ex
     };
     let exit = tokio::select! {
         exit = supervision.run(&mut envoy) => exit?,
-        never = orphans::reap(pid) => match never {},
+        never = orphans::reap(Some(pid)) => match never {},
     };
     report(exit, started.elapsed())
 }

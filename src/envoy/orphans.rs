@@ -12,8 +12,8 @@ use std::fs;
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Reaps orphans for ever, except `own`.
-pub async fn reap(own: Pid) -> Infallible {
+/// Reaps orphans for ever, except `own`, whose end somebody else waits for.
+pub async fn reap(own: Option<Pid>) -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
@@ -32,14 +32,14 @@ pub async fn reap(own: Pid) -> Infallible {
     }
 }
 
-fn reap_once(own: Pid) {
+fn reap_once(own: Option<Pid>) {
     let Ok(processes) = fs::read_dir("/proc") else {
         return; // Without /proc there is no telling whose zombie is whose.
     };
     let pids = processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .filter(|pid| *pid != own);
+        .filter(|pid| Some(*pid) != own);
     for pid in pids {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         if stat.is_ok_and(|stat| is_zombie_of_first(&stat)) {

@@ -73,6 +73,20 @@ pub enum Cause {
     Stopping,
 }
 
+impl Cause {
+    /// The cause without the address, which another dial takes from the same name.
+    pub(super) fn whoever_answers(&self) -> String {
+        match self {
+            Self::Connect { to, .. }
+            | Self::Handshake { to, .. }
+            | Self::Alpn { to }
+            | Self::NotHttp2 { to, .. } => self.to_string().replace(&to.to_string(), "istiod"),
+            Self::TimedOut { .. } => "timed out".to_owned(),
+            Self::Tls(_) | Self::Resolve(_) | Self::NoAddress | Self::Stopping => self.to_string(),
+        }
+    }
+}
+
 pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, Driver), Cause> {
     let total = Bound::new(config.limits.total);
     let tls = match &config.security {

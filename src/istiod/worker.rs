@@ -147,11 +147,12 @@ impl Worker {
     fn complain(&mut self, cause: &Cause, wait: Duration) {
         let address = &self.config.address;
         let text = format!("failed to connect to upstream {address}: {cause}");
-        if self.complaint.as_ref() == Some(&text) {
+        let complaint = cause.whoever_answers();
+        if self.complaint.as_ref() == Some(&complaint) {
             tracing::debug!(target: "xdsproxy", "{text}; next dial in {wait:?} at the earliest");
         } else {
             tracing::error!(target: "xdsproxy", "{text}; dialing again while needed");
-            self.complaint = Some(text);
+            self.complaint = Some(complaint);
         }
     }
 }
