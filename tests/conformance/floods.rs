@@ -96,6 +96,26 @@ async fn what_envoy_sends_while_istiod_is_away_is_held_up_and_not_piled_up() {
     }
 }
 
+#[tokio::test]
+async fn an_agent_out_of_descriptors_says_so_and_goes_on_when_it_has_some() {
+    let mut istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let agent = place.start().await;
+    serves(&place, &mut istiod).await;
+    agent.limit_descriptors(60);
+    for socket in [place.xds_socket(), place.sds_socket()] {
+        let mut silent = Vec::new();
+        for _ in 0..100 {
+            silent.push(soon(UnixStream::connect(&socket)).await.unwrap());
+        }
+        agent
+            .logs("failed to accept downstream gRPC connection")
+            .await;
+        drop(silent);
+        serves(&place, &mut istiod).await;
+    }
+}
+
 /// A thousand streams, each of which replaces the one before.
 async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
     let mut newest = ask_for_clusters(place).await;
