@@ -5,6 +5,9 @@ use std::path::Path;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use http_body_util::Empty;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use istio_agent::local_istiod::{LocalIstiod, Stream};
 use istio_agent::xds::Protocol;
 use prost::Message;
@@ -51,6 +54,11 @@ async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was()
     }
     large_secret_requests(&place).await;
     streams_in_a_row(&place, &mut istiod).await;
+    let ads = Protocol::StateOfTheWorld.path();
+    for (socket, path) in sockets.iter().zip([ads, STREAM_SECRETS]) {
+        soon(reset_streams(socket, path)).await;
+        serves(&place, &mut istiod).await;
+    }
     for socket in &sockets {
         let silent = silent_connections(socket).await;
         serves(&place, &mut istiod).await;
@@ -214,6 +222,29 @@ async fn large_secret_requests(place: &Place) {
     for _ in 0..10 {
         let status = ask_for_secrets(place, &[&long]).await.end().await;
         assert_eq!(status.code(), Code::InvalidArgument);
+    }
+}
+
+/// Streams given up as soon as they are opened, until the agent has had enough.
+async fn reset_streams(socket: &Path, path: &str) {
+    let stream = TokioIo::new(UnixStream::connect(socket).await.unwrap());
+    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream)
+        .await
+        .unwrap();
+    let opening = async {
+        for _ in 0..5_000 {
+            let request = http::Request::post(format!("http://agent{path}"));
+            let request = request.body(Empty::<Bytes>::new()).unwrap();
+            if client.ready().await.is_err() {
+                return;
+            }
+            drop(client.send_request(request));
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        _ = connection => {}
+        () = opening => {}
     }
 }
 
