@@ -224,15 +224,14 @@ fn parse(origin: &str, text: &str) -> Result<Option<Map<String, Value>>, Problem
         Ok(Value::Null) => Ok(None),
         Ok(Value::Object(members)) => Ok(Some(members)),
         Ok(other) => Err(problem(other.to_string())),
-        Err(error) => Err(problem(match error.location() {
-            Some(at) => format!("line {}: {}", at.line(), first_line(&error.to_string())),
-            None => first_line(&error.to_string()).to_owned(),
-        })),
+        // The parser tells line and column itself.
+        Err(error) => Err(problem(first_line(&error.to_string()).to_owned())),
     }
 }
 
 fn first_line(text: &str) -> &str {
-    text.lines().next().unwrap_or_default()
+    let line = text.lines().next().unwrap_or_default();
+    line.strip_prefix("error: ").unwrap_or(line)
 }
 
 fn camel_case(name: &str) -> String {

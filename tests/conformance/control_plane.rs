@@ -39,7 +39,9 @@ async fn a_syntax_error_is_told_with_file_and_line_and_mended_without_a_restart(
     let istiod = start(&directory, &["--resources", "resources"]);
     istiod.logs("local-istiod listening on 127.0.0.1:").await;
     write(&directory, BROKEN);
-    istiod.logs("resources/mesh.yaml: line ").await;
+    istiod
+        .logs("resources/mesh.yaml: line 3: unclosed bracket")
+        .await;
     write(
         &directory,
         &format!("{GOOD}{}", GOOD.replace("cart", "other-cart")),

@@ -5,6 +5,9 @@ use std::path::Path;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use http_body_util::Empty;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use istio_agent::local_istiod::{LocalIstiod, Stream};
 use istio_agent::xds::Protocol;
 use prost::Message;
@@ -51,6 +54,11 @@ async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was()
     }
     large_secret_requests(&place).await;
     streams_in_a_row(&place, &mut istiod).await;
+    let ads = Protocol::StateOfTheWorld.path();
+    for (socket, path) in sockets.iter().zip([ads, STREAM_SECRETS]) {
+        soon(reset_streams(socket, path)).await;
+        serves(&place, &mut istiod).await;
+    }
     for socket in &sockets {
         let silent = silent_connections(socket).await;
         serves(&place, &mut istiod).await;
@@ -93,6 +101,26 @@ async fn what_envoy_sends_while_istiod_is_away_is_held_up_and_not_piled_up() {
     for _ in 1..60 {
         let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
         assert!(got == large, "a request was lost or changed");
+    }
+}
+
+#[tokio::test]
+async fn an_agent_out_of_descriptors_says_so_and_goes_on_when_it_has_some() {
+    let mut istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let agent = place.start().await;
+    serves(&place, &mut istiod).await;
+    agent.limit_descriptors(60);
+    for socket in [place.xds_socket(), place.sds_socket()] {
+        let mut silent = Vec::new();
+        for _ in 0..100 {
+            silent.push(soon(UnixStream::connect(&socket)).await.unwrap());
+        }
+        agent
+            .logs("failed to accept downstream gRPC connection")
+            .await;
+        drop(silent);
+        serves(&place, &mut istiod).await;
     }
 }
 
@@ -194,6 +222,29 @@ async fn large_secret_requests(place: &Place) {
     for _ in 0..10 {
         let status = ask_for_secrets(place, &[&long]).await.end().await;
         assert_eq!(status.code(), Code::InvalidArgument);
+    }
+}
+
+/// Streams given up as soon as they are opened, until the agent has had enough.
+async fn reset_streams(socket: &Path, path: &str) {
+    let stream = TokioIo::new(UnixStream::connect(socket).await.unwrap());
+    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream)
+        .await
+        .unwrap();
+    let opening = async {
+        for _ in 0..5_000 {
+            let request = http::Request::post(format!("http://agent{path}"));
+            let request = request.body(Empty::<Bytes>::new()).unwrap();
+            if client.ready().await.is_err() {
+                return;
+            }
+            drop(client.send_request(request));
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        _ = connection => {}
+        () = opening => {}
     }
 }
 

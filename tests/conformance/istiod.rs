@@ -17,7 +17,8 @@ use tonic::{Code, Status};
 use crate::support::envoy::Envoy;
 use crate::support::place::{Place, TOKEN, token};
 use crate::support::{
-    CLUSTER, accepted, answered, ask_for_clusters, local_istiod, relays, request, restarted, soon,
+    CLUSTER, accepted, answered, ask_for_clusters, local_istiod, options, relays, request,
+    restarted, soon,
 };
 
 /// Something that is not istiod on istiod's address, until dropped.
@@ -107,8 +108,8 @@ async fn a_silent_istiod_is_given_up_in_time() {
 #[tokio::test]
 async fn an_istiod_that_talks_nonsense_is_told_apart() {
     tokio::join!(
-        recovers_from(Security::Tls, Some(RANDOM), "TLS handshake with 127.0.0.1"),
-        recovers_from(Security::Tls, Some(HTTP_1), "TLS handshake with 127.0.0.1"),
+        recovers_from(Security::Tls, Some(RANDOM), "TLS handshake with 127.1."),
+        recovers_from(Security::Tls, Some(HTTP_1), "TLS handshake with 127.1."),
         recovers_from(Security::Plaintext, Some(RANDOM), "does not speak HTTP/2: "),
         recovers_from(Security::Plaintext, Some(HTTP_1), "does not speak HTTP/2: "),
     );
@@ -133,19 +134,14 @@ async fn a_refusing_istiod_is_named_and_envoys_stream_held_until_it_returns() {
 
 #[tokio::test]
 async fn a_certificate_of_another_name_is_refused_until_it_has_ours() {
-    let elsewhere = Options {
-        listen: ([127, 0, 0, 2], 0).into(),
-        ..Options::default()
-    };
-    let istiod = LocalIstiod::start(elsewhere).await.unwrap();
+    let mut options = options();
+    let names = std::mem::take(&mut options.extra_names);
+    let istiod = LocalIstiod::start(options).await.unwrap();
     let place = Place::of(&istiod);
     let agent = place.start().await;
     let mut envoy = ask_for_clusters(&place).await;
-    agent.logs("as \"127.0.0.2\" failed: ").await;
-    let mut istiod = restarted(istiod, |options| {
-        options.extra_names.push("127.0.0.2".to_owned());
-    })
-    .await;
+    agent.logs(&format!("as {:?} failed: ", names[0])).await;
+    let mut istiod = restarted(istiod, |options| options.extra_names = names).await;
     answered(&mut envoy, &mut istiod).await;
 }
 

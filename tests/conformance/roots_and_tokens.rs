@@ -139,3 +139,15 @@ async fn a_missing_token_is_named_and_used_once_it_is_there() {
     place.write(TOKEN, token(&istiod));
     relays(&place, &mut istiod).await;
 }
+
+#[tokio::test]
+async fn a_spoilt_client_certificate_is_named_and_the_token_used_instead() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod).set("PROV_CERT", "./certs");
+    place.write("certs/root-cert.pem", istiod.root_pem());
+    place.write("certs/cert-chain.pem", "no certificate");
+    let agent = place.start().await;
+    relays(&place, &mut istiod).await;
+    let sentence = "cannot parse the cert chain, using token instead: ./certs/cert-chain.pem";
+    agent.logs(sentence).await;
+}

@@ -130,7 +130,7 @@ async fn an_envoy_that_cannot_run_is_told_with_the_reason() {
 async fn a_configuration_that_cannot_be_used_is_told_whole() {
     let istiod = local_istiod().await;
     let broken = Place::of(&istiod).set("PROXY_CONFIG", "a: [1, 2\nb: }");
-    refuses_to_start(&broken, &["PROXY_CONFIG"]).await;
+    refuses_to_start(&broken, &["PROXY_CONFIG is \"line 2 column "]).await;
     let wrong = Place::of(&istiod)
         .proxy("drainDuration", json!("soon"))
         .proxy("proxyAdminPort", json!(70_000))

@@ -82,7 +82,7 @@ pub(super) fn version_of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Strin
 pub(super) fn parse(text: &str) -> Result<Vec<Resource>, ResourceError> {
     let tree = Located::parse(text).map_err(|error| ResourceError::Syntax {
         line: error.location().map_or(0, |location| location.line()),
-        message: first_line(&error.to_string()),
+        message: without_place(&first_line(&error.to_string())).to_owned(),
     })?;
     let definitions = DEFINITIONS
         .as_ref()
@@ -259,6 +259,15 @@ fn narrow_message(
         return None;
     }
     Some(narrow(tree, definition, path, definitions))
+}
+
+/// What the parser says, without the line and column it begins with.
+fn without_place(message: &str) -> &str {
+    let text = message.strip_prefix("error: ").unwrap_or(message);
+    match text.split_once(": ") {
+        Some((place, what)) if place.starts_with("line ") => what,
+        _ => text,
+    }
 }
 
 fn first_line(message: &str) -> String {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
 use super::eventually;
 
@@ -85,6 +85,15 @@ impl Child {
         let line = status.lines().find(|line| line.starts_with("VmRSS:"));
         let kib = line.unwrap().split_whitespace().nth(1).unwrap();
         kib.parse::<usize>().unwrap() * 1024
+    }
+
+    /// Lets the program have no more than this many files and sockets.
+    pub fn limit_descriptors(&self, most: u64) {
+        let limit = Rlimit {
+            current: Some(most),
+            maximum: Some(most),
+        };
+        prlimit(Some(self.pid()), Resource::Nofile, limit).unwrap();
     }
 
     fn pid(&self) -> Pid {

@@ -5,6 +5,8 @@ pub mod child;
 pub mod envoy;
 pub mod place;
 
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,7 +27,19 @@ pub const PATIENCE: Duration = Duration::from_secs(40);
 
 /// A control plane that expects streams to be scripted.
 pub async fn local_istiod() -> LocalIstiod {
-    LocalIstiod::start(Options::default()).await.unwrap()
+    LocalIstiod::start(options()).await.unwrap()
+}
+
+/// Each control plane has an address of its own, so that nobody takes its port while it is away.
+pub fn options() -> Options {
+    static NEXT: AtomicU16 = AtomicU16::new(1);
+    let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    let address = Ipv4Addr::new(127, 1, high, low);
+    Options {
+        listen: (address, 0).into(),
+        extra_names: vec![address.to_string()],
+        ..Options::default()
+    }
 }
 
 /// Kills a control plane and starts the same again, changed by `change`.
