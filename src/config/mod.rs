@@ -16,6 +16,7 @@ mod members;
 pub mod mesh;
 mod mesh_file;
 pub mod pod;
+pub mod report;
 mod schema;
 mod statsd;
 mod threads;
@@ -189,10 +190,8 @@ impl Config {
 impl<'a> Sources<'a> {
     fn read(flags: &'a ProxyFlags, env: &'a Environment, root: &'a Path) -> Self {
         let mut notes = Notes::default();
-        let pod_file = |name: &str| root.join("./etc/istio/pod").join(name);
-        let labels = pod::read_pairs(&pod_file("labels"), &mut notes.warnings);
-        let annotations = pod::read_pairs(&pod_file("annotations"), &mut notes.warnings);
-        let annotations = annotations.unwrap_or_default();
+        let labels = pod_pairs(root, "labels", &mut notes);
+        let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
         let document = effective::document(flags, env, root, &annotations, &mut notes);
         let Notes {
             problems,
@@ -236,6 +235,12 @@ impl<'a> Sources<'a> {
             expected: expected.into(),
         });
     }
+}
+
+/// What the downward API says about the pod.
+fn pod_pairs(root: &Path, name: &str, notes: &mut Notes) -> Option<Pairs> {
+    let path = root.join("./etc/istio/pod").join(name);
+    pod::read_pairs(&path, &mut notes.warnings)
 }
 
 #[cfg(test)]
