@@ -224,10 +224,9 @@ impl Rules<'_> {
     }
 
     fn problem(&mut self, path: &str, expected: &str) {
-        let found = match self.at(path) {
-            None if self.document.get(path).is_some() => "empty or zero".to_owned(),
+        // Zero is not written, but may have been set.
+        let found = match self.at(path).or_else(|| self.document.get(path)) {
             None => "not set".to_owned(),
-            Some(Value::String(text)) if text.is_empty() => "empty".to_owned(),
             Some(Value::String(text)) => text.clone(),
             Some(Value::Object(members)) if members.is_empty() => "empty".to_owned(),
             Some(value) => value.to_string(),
@@ -239,7 +238,10 @@ impl Rules<'_> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::config::schema::convert::tests as random;
 
     fn notes(text: &str) -> Notes {
         let mut notes = Notes::default();
@@ -355,5 +357,45 @@ mod tests {
     fn a_setting_that_is_out_of_date_is_a_warning() {
         let notes = notes("{proxyMetadata: {ISTIO_META_DNS_AUTO_ALLOCATE: 'true'}}");
         assert_eq!((notes.problems.len(), notes.warnings.len()), (0, 1));
+    }
+
+    #[test]
+    fn the_line_is_that_of_the_member_or_of_what_should_contain_it() {
+        let text = "tracing:\n  lightstep:\n    address:\n      x\nstatusPort: 0\n";
+        let problems = notes(text).problems.into_iter();
+        let subjects: Vec<_> = problems.map(|problem| problem.subject).collect();
+        let expected = [
+            "statusPort of it line 5",
+            "tracing.lightstep.address of it line 4",
+            "tracing.lightstep.accessToken of it line 3",
+        ];
+        assert_eq!(subjects, expected);
+    }
+
+    proptest! {
+        #[test]
+        fn any_document_is_used_or_refused_by_member(
+            documents in prop::collection::vec(
+                prop::collection::hash_map(random::name(), random::document(), 0..8),
+                1..3,
+            ),
+        ) {
+            let mut notes = Notes::default();
+            let mut document = Document::builtin();
+            for members in documents {
+                let text = Value::Object(members.into_iter().collect()).to_string();
+                document.overlay_text("it", &text, &mut notes);
+            }
+            notes.problems.clear();
+            check(&document, &mut notes);
+            if notes.problems.is_empty() {
+                prop_assert!(document.read().status_port.is_some());
+            }
+            for problem in notes.problems {
+                let (path, origin) = problem.subject.split_once(" of ").expect("an origin");
+                prop_assert!(!path.is_empty());
+                prop_assert!(origin == "default" || origin.starts_with("it line "), "{origin}");
+            }
+        }
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::members::Reader;
-use super::schema::convert::{self, Set};
+use super::schema::convert::{self, Lines, Set};
 use super::schema::{self, Member, PROXY_CONFIG};
 use super::yaml::{self, Node, Tree};
 use super::{Notes, Problem, mesh_file};
@@ -46,6 +46,7 @@ pub struct ProxyConfig {
 #[derive(Clone, Debug)]
 pub(super) struct Document {
     members: BTreeMap<&'static str, Entry>,
+    lines: Lines,
 }
 
 #[derive(Clone, Debug)]
@@ -53,7 +54,6 @@ struct Entry {
     /// In canonical form; zero has been set on purpose.
     value: Value,
     origin: String,
-    line: Option<u64>,
 }
 
 /// The origin of what nobody set.
@@ -76,6 +76,7 @@ impl Document {
         ];
         let mut document = Self {
             members: BTreeMap::new(),
+            lines: Lines::new(),
         };
         for (name, value) in defaults {
             document.set(DEFAULT, name, value);
@@ -109,12 +110,8 @@ impl Document {
     }
 
     fn overlay(&mut self, origin: &str, node: &Node, notes: &mut Notes) {
-        for set in convert::members(origin, node, PROXY_CONFIG, notes) {
-            let Set {
-                member,
-                value,
-                line,
-            } = set;
+        let (sets, lines) = convert::members(origin, node, PROXY_CONFIG, notes);
+        for Set { member, value } in sets {
             for rival in schema::rivals(PROXY_CONFIG, member) {
                 self.members.remove(rival);
             }
@@ -122,23 +119,16 @@ impl Document {
                 Some(old) => merged(member.name, old, value),
                 None => value,
             };
-            self.put(member.name, value, origin, Some(line));
+            self.set(origin, member.name, value);
         }
+        self.lines.extend(lines);
     }
 
     /// Sets one member, given in canonical form.
     pub(super) fn set(&mut self, origin: &str, name: &'static str, value: Value) {
-        self.put(name, value, origin, None);
-    }
-
-    fn put(&mut self, name: &'static str, value: Value, origin: &str, line: Option<u64>) {
         let origin = origin.to_owned();
-        let entry = Entry {
-            value,
-            origin,
-            line,
-        };
-        self.members.insert(name, entry);
+        self.lines.retain(|path, _| member_of(path) != name);
+        self.members.insert(name, Entry { value, origin });
     }
 
     pub(super) fn unset(&mut self, name: &str) {
@@ -155,23 +145,23 @@ impl Document {
         text.filter(|text| !text.is_empty())
     }
 
-    /// Where the member was set last.
-    pub(super) fn origin(&self, name: &str) -> String {
-        match self.members.get(name) {
-            None => DEFAULT.to_owned(),
-            Some(entry) => match entry.line {
-                Some(line) => format!("{} line {line}", entry.origin),
-                None => entry.origin.clone(),
-            },
+    /// Where what is at `path` was set last; of what is not there, where it would be.
+    pub(super) fn origin(&self, path: &str) -> String {
+        let Some(entry) = self.members.get(member_of(path)) else {
+            return DEFAULT.to_owned();
+        };
+        let parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
+        let line = parents.filter_map(|path| self.lines.get(path)).next();
+        match line {
+            Some(line) => format!("{} line {line}", entry.origin),
+            None => entry.origin.clone(),
         }
     }
 
     /// A problem with the value at `path`.
     pub(super) fn problem(&self, path: &str, found: &str, expected: &str) -> Problem {
-        let name = path.split(['.', '[']).next().unwrap_or(path);
-        let origin = self.origin(name);
         Problem {
-            subject: format!("{path} of {origin}"),
+            subject: format!("{path} of {}", self.origin(path)),
             found: found.to_owned(),
             expected: expected.to_owned(),
         }
@@ -215,6 +205,11 @@ impl Document {
             document,
         }
     }
+}
+
+/// The member of ProxyConfig that a path begins with.
+fn member_of(path: &str) -> &str {
+    path.split(['.', '[']).next().unwrap_or(path)
 }
 
 /// What of a message outlives its replacement.

@@ -7,6 +7,8 @@
 //!
 //! Does not refuse values that are of the right type.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Number, Value, json};
 
 use super::{Kind, Member, Variant, rivals};
@@ -18,37 +20,42 @@ use crate::config::{Notes, Problem, duration};
 pub(in crate::config) struct Set {
     pub(in crate::config) member: &'static Member,
     pub(in crate::config) value: Value,
-    pub(in crate::config) line: u64,
 }
+
+/// The line of every member, by its path.
+pub(in crate::config) type Lines = BTreeMap<String, u64>;
 
 struct Conversion<'a> {
     origin: &'a str,
     problems: &'a mut Vec<Problem>,
+    lines: Lines,
     /// What is left out, with its line.
     ignored: Vec<String>,
 }
 
-/// The members `node` sets, in the order of the table. Zero is a setting, `null` is none.
+/// The members `node` sets, in the order of the table, and their lines. Zero is a setting, `null` is none.
 pub(in crate::config) fn members(
     origin: &str,
     node: &Node,
     table: &'static [Member],
     notes: &mut Notes,
-) -> Vec<Set> {
+) -> (Vec<Set>, Lines) {
     let mut conversion = Conversion {
         origin,
         problems: &mut notes.problems,
+        lines: Lines::new(),
         ignored: Vec::new(),
     };
     let sets = conversion.members("", node, table);
+    let lines = std::mem::take(&mut conversion.lines);
     if !conversion.ignored.is_empty() {
         notes.warnings.push(Problem {
-            subject: origin.to_owned(),
+            subject: format!("the part of {origin} that is not known"),
             found: conversion.ignored.join(", "),
-            expected: "members this agent knows, leaving these out".to_owned(),
+            expected: "nothing, leaving it out".to_owned(),
         });
     }
-    sets
+    (sets, lines)
 }
 
 impl Conversion<'_> {
@@ -62,11 +69,8 @@ impl Conversion<'_> {
         for (member, node) in chosen {
             let path = join(path, member.name);
             let value = self.value(&path, node, member.kind);
-            sets.extend(value.map(|value| Set {
-                member,
-                value,
-                line: node.line,
-            }));
+            self.lines.insert(path, node.line);
+            sets.extend(value.map(|value| Set { member, value }));
         }
         sets
     }
@@ -290,4 +294,4 @@ fn snake_case(camel: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::config) mod tests;

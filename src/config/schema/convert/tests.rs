@@ -145,7 +145,7 @@ fn what_no_table_knows_is_left_out_and_named_once() {
 }
 
 /// Any tree of YAML, written as JSON, with names that are often those of a table.
-fn document() -> impl Strategy<Value = Value> {
+pub(in crate::config) fn document() -> impl Strategy<Value = Value> {
     let scalar = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
@@ -163,7 +163,7 @@ fn document() -> impl Strategy<Value = Value> {
     })
 }
 
-fn name() -> impl Strategy<Value = String> {
+pub(in crate::config) fn name() -> impl Strategy<Value = String> {
     let top: Vec<_> = PROXY_CONFIG.iter().map(|m| m.name.to_owned()).collect();
     let inner = [
         "zipkin",
@@ -224,7 +224,7 @@ proptest! {
 }
 
 fn members_of(node: &Node, notes: &mut Notes) -> Map<String, Value> {
-    let sets = members("it", node, PROXY_CONFIG, notes);
+    let (sets, _) = members("it", node, PROXY_CONFIG, notes);
     let sets = sets
         .into_iter()
         .map(|set| (set.member.name.to_owned(), set.value));
