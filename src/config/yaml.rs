@@ -30,12 +30,18 @@ pub(super) enum Tree {
     Map(Vec<(String, Node)>),
 }
 
+/// How many values aliases may repeat. No configuration has as many.
+const MOST_REPEATED: usize = 10_000;
+
 /// The members of a document and the line it begins on, or nothing when it is empty.
 pub(super) fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
     if text.trim().is_empty() {
         return Ok(None);
     }
-    let node = serde_saphyr::from_str::<Node>(text).map_err(|error| {
+    let options = serde_saphyr::options! {
+        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
+    };
+    let node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
         let error = error.without_snippet();
         let line = error.location().map_or(1, |at| at.line());
         let text = error.to_string();
@@ -202,6 +208,48 @@ mod tests {
             let problem = object("it", text).expect_err(text);
             assert_eq!(problem.subject, subject, "{problem}");
             assert!(!problem.to_string().contains("hush"), "{problem}");
+        }
+    }
+
+    #[test]
+    fn a_document_without_end_is_refused() {
+        let deep = format!("a: {}", "[".repeat(100_000));
+        let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+        for level in 1..12 {
+            let alias = format!("*a{}, ", level - 1).repeat(10);
+            bomb += &format!("a{level}: &a{level} [{alias}]\n");
+        }
+        for text in [deep, bomb, "a: &a {b: *a}".to_owned()] {
+            assert!(object("it", &text).is_err());
+        }
+    }
+
+    #[test]
+    fn no_secret_is_in_a_report_of_broken_yaml() {
+        for value in [
+            "*hush",
+            "%hush",
+            "@hush",
+            "\"hush\" x",
+            "!!int hush",
+            "!!bool hush",
+            "`hush",
+            "'hush",
+            "!hush x",
+            "[hush",
+            "{hush: a",
+            "hush: a",
+            "|hush",
+            "\"\\qhush\"",
+            "&hush",
+            "!!binary hush",
+            "!!float hush",
+            "!!null hush",
+            "\"\\uhush\"",
+        ] {
+            if let Err(problem) = object("it", &format!("TOKEN: {value}")) {
+                assert!(!problem.to_string().contains("hush"), "{value}: {problem}");
+            }
         }
     }
 }
