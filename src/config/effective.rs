@@ -91,8 +91,7 @@ fn late_annotations(document: &mut Document, annotations: &Pairs, notes: &mut No
     }
 }
 
-/// A template nobody would fill in must not pass unnoticed. It has no say where Envoy gets a
-/// bootstrap of its own.
+/// A template has no say where Envoy gets a bootstrap that is not ours.
 fn templates(
     document: &mut Document,
     flags: &ProxyFlags,
@@ -103,9 +102,8 @@ fn templates(
     if let Some(custom) = document.text("customConfigFile") {
         if !root.join(custom).is_file() {
             let expected = "an existing file, Envoy's bootstrap";
-            notes
-                .problems
-                .push(document.problem("customConfigFile", custom, expected));
+            let problem = document.problem("customConfigFile", custom, expected);
+            notes.problems.push(problem);
         }
         return;
     }
@@ -113,6 +111,11 @@ fn templates(
         let path = json!(flags.template_file);
         document.set("--templateFile", "proxyBootstrapTemplatePath", path);
     }
+    refuse_templates(document, env, notes);
+}
+
+/// A template nobody would fill in must not pass unnoticed.
+fn refuse_templates(document: &Document, env: &Environment, notes: &mut Notes) {
     let expected = "nothing: this agent writes the bootstrap itself";
     let member = document.text("proxyBootstrapTemplatePath");
     if let Some(path) = member.filter(|path| !is_istios(path)) {

@@ -41,16 +41,17 @@ pub(super) fn set(
         }
     }
     let limit = if variable != 0 { Some(variable) } else { quota };
-    let unlimited = document.get(NAME).and_then(Value::as_u64).unwrap_or(0) == 0;
-    if let (true, Some(limit), Some(cpus)) = (unlimited, limit, online(root))
-        && limit < cpus
-    {
-        let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
-        let found = format!("every one of {cpus} CPUs");
-        notes
-            .warnings
-            .push(document.problem(NAME, &found, &expected));
+    if let (Some(limit), Some(cpus)) = (limit, online(root)) {
+        notes.warnings.extend(throttled(document, limit, cpus));
     }
+}
+
+/// The warning that every thread is more than the limit allows.
+fn throttled(document: &Document, limit: u32, cpus: u32) -> Option<Problem> {
+    let all = document.get(NAME).and_then(Value::as_u64).unwrap_or(0) == 0;
+    let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
+    let found = format!("every one of {cpus} CPUs");
+    (all && limit < cpus).then(|| document.problem(NAME, &found, &expected))
 }
 
 /// CPUs the control group may use, rounded up; nothing when it is not limited.
