@@ -215,7 +215,9 @@ async fn envoy_until_its_end(
             never = envoy::orphans::reap(None) => match never {},
         }
     };
-    let _written = bootstrap::write(&config.bootstrap)?;
+    let ours = !config.has_custom_bootstrap;
+    let written = ours.then(|| bootstrap::write(&config.bootstrap));
+    let _written = written.transpose()?;
     Ok(match envoy::run(envoy, urgency).await? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),

@@ -6,7 +6,8 @@
 use std::io::Write;
 
 use istio_agent::cli::{
-    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, version,
+    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, config::ConfigFlags,
+    version,
 };
 use istio_agent::config::{self, environment::Environment};
 use istio_agent::lifecycle::BoxError;
@@ -27,6 +28,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     match command {
         None => Ok(print(&cli::help())),
         Some(Command::Version(flags)) => Ok(print(&version::text(&flags))),
+        Some(Command::Config(flags)) => Ok(show_config(&flags, &log)),
         Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
     }
 }
@@ -45,6 +47,20 @@ fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitC
     // A name still being resolved must not hold up the end.
     runtime.shutdown_background();
     result
+}
+
+fn show_config(flags: &ConfigFlags, log: &LogFlags) -> ExitCode {
+    let environment = Environment::of_process();
+    let report = config::report::report(&flags.proxy, log, &environment, ".".as_ref());
+    match flags.output.as_str() {
+        "json" => println!("{:#}", report.json()),
+        _ => print!("{}", report.yaml()),
+    }
+    if report.is_usable() {
+        ExitCode::Success
+    } else {
+        ExitCode::CommandFailed
+    }
 }
 
 fn print(text: &str) -> ExitCode {

@@ -6,6 +6,7 @@
 //!
 //! Does not act on anything: `main` does.
 
+pub mod config;
 pub mod unknown;
 pub mod version;
 
@@ -32,6 +33,8 @@ pub enum Command {
     /// Runs the agent and Envoy.
     #[command(after_help = environment::reference())]
     Proxy(ProxyFlags),
+    /// Prints the effective configuration and where each value is from.
+    Config(config::ConfigFlags),
     /// Prints build information.
     Version(version::VersionFlags),
 }

@@ -32,6 +32,8 @@ pub struct Variable<T> {
 pub struct Row {
     pub name: &'static str,
     pub kind: &'static str,
+    /// Whether a text is of the variable's type.
+    pub(super) is_good: fn(&str) -> bool,
     pub default: &'static str,
     pub help: &'static str,
     pub counterpart: Counterpart,
@@ -66,6 +68,7 @@ macro_rules! variables {
         pub const TABLE: &[Row] = &[$(Row {
             name: stringify!($name),
             kind: <$type as Value>::KIND,
+            is_good: |text| <$type as Value>::parse(text).is_some(),
             default: $default,
             help: $help,
             counterpart: $counterpart,
@@ -145,6 +148,11 @@ impl Environment {
     /// Whether the variable is set to something that is not empty.
     pub fn is_set<T>(&self, variable: &Variable<T>) -> bool {
         self.0.get(variable.name).is_some_and(|v| !v.is_empty())
+    }
+
+    /// The variable as it is. Nothing when it is not set, or not to text.
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        self.0.get(name)?.to_str()
     }
 
     /// Variables whose names begin with `prefix`, without it. Values that are not text are left out.

@@ -84,7 +84,11 @@ impl Sources<'_> {
             }));
         Command {
             binary: self.mesh.binary_path.clone(),
-            bootstrap: bootstrap.file(),
+            bootstrap: self
+                .mesh
+                .custom_bootstrap
+                .clone()
+                .unwrap_or_else(|| bootstrap.file()),
             drain_time: self.mesh.drain_duration,
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
             file_flush_interval: self.mesh.file_flush_interval,

@@ -1,137 +1,39 @@
-//! Members of a ProxyConfig, read with types.
+//! Members of the canonical document as types, and addresses.
 //!
-//! A member of the wrong type is reported with its document, its value and what was expected, and
-//! reading goes on with the next.
-//!
-//! Does not know which members there are.
+//! Does not report anything: the document has been checked.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::{Problem, duration};
+use super::duration;
 
-/// Members, where each came from, and what is wrong with them.
-pub(super) struct Reader<'a> {
-    pub(super) members: &'a Map<String, Value>,
-    pub(super) origins: &'a BTreeMap<String, String>,
-    pub(super) problems: &'a mut Vec<Problem>,
-}
+pub(super) struct Reader<'a>(pub(super) &'a Map<String, Value>);
 
 impl Reader<'_> {
-    /// The member as `take` understands it; a problem when it does not.
-    fn member<'m, T>(
-        &mut self,
-        name: &str,
-        expected: &str,
-        take: impl Fn(&'m Value) -> Option<T>,
-    ) -> Option<T>
-    where
-        Self: 'm,
-    {
-        let value = self.members.get(name)?;
-        let taken = take(value);
-        if taken.is_none() {
-            self.problem(name, value.to_string(), expected);
-        }
-        taken
+    /// Empty when unset, as the format has it.
+    pub(super) fn text(&self, name: &str) -> String {
+        let text = self.0.get(name).and_then(Value::as_str);
+        text.unwrap_or_default().to_owned()
     }
 
-    fn problem(&mut self, name: &str, found: String, expected: &str) {
-        let origin = self.origins.get(name).map_or("ProxyConfig", String::as_str);
-        self.problems.push(Problem {
-            subject: format!("{name} of {origin}"),
-            found,
-            expected: expected.to_owned(),
-        });
+    pub(super) fn duration(&self, name: &str) -> Option<Duration> {
+        duration::parse(self.0.get(name)?.as_str()?)
     }
 
-    pub(super) fn text(&mut self, name: &str) -> Option<String> {
-        self.member(name, "a string", |v| v.as_str().map(str::to_owned))
+    pub(super) fn number<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
+        T::try_from(self.0.get(name)?.as_u64()?).ok()
     }
 
-    pub(super) fn some_text(&mut self, name: &str) -> String {
-        let expected = "a string that is not empty";
-        let text = |v: &Value| v.as_str().filter(|s| !s.is_empty()).map(str::to_owned);
-        self.member(name, expected, text).unwrap_or_default()
+    pub(super) fn texts(&self, name: &str) -> BTreeMap<String, String> {
+        let entries = self.0.get(name).and_then(Value::as_object);
+        let texts = entries.into_iter().flatten();
+        let texts =
+            texts.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
+        texts.collect()
     }
-
-    pub(super) fn duration(&mut self, name: &str, default: Duration) -> Duration {
-        let expected = "a duration such as 45s or 1m30s";
-        self.member(name, expected, |v| duration::parse(v.as_str()?))
-            .unwrap_or(default)
-    }
-
-    pub(super) fn whole_seconds(&mut self, name: &str) -> Duration {
-        let expected = "a duration of whole seconds, at least 1s";
-        let whole = |d: &Duration| d.subsec_nanos() == 0 && !d.is_zero();
-        self.member(name, expected, |v| {
-            duration::parse(v.as_str()?).filter(whole)
-        })
-        .unwrap_or_default()
-    }
-
-    pub(super) fn address(&mut self, name: &str) -> String {
-        let expected = "host:port with a port from 1 to 65535";
-        self.member(name, expected, |v| {
-            let text = v.as_str()?;
-            split_address(text).map(|_| text.to_owned())
-        })
-        .unwrap_or_default()
-    }
-
-    pub(super) fn plaintext(&mut self) -> bool {
-        self.member("controlPlaneAuthPolicy", "NONE or MUTUAL_TLS", |v| match v
-            .as_str()
-            .map_or_else(
-                || v.as_i64(),
-                |name| match name {
-                    "NONE" => Some(0),
-                    "MUTUAL_TLS" => Some(1),
-                    _ => None,
-                },
-            )? {
-            0 => Some(true),
-            1 => Some(false),
-            _ => None,
-        })
-        .unwrap_or_default()
-    }
-
-    pub(super) fn port(&mut self, name: &str) -> Option<u16> {
-        let port = |v: &Value| u16::try_from(whole_number(v)?).ok().filter(|p| *p != 0);
-        self.member(name, "a port from 1 to 65535", port)
-    }
-
-    pub(super) fn count(&mut self, name: &str) -> Option<u32> {
-        let count = |v: &Value| u32::try_from(whole_number(v)?).ok();
-        self.member(name, "a whole number, 0 or more", count)
-    }
-
-    /// Only the entry that is no string is shown: the others may be secrets.
-    pub(super) fn texts(&mut self, name: &str) -> BTreeMap<String, String> {
-        let entries = self.member(name, "an object of strings", Value::as_object);
-        let mut texts = BTreeMap::new();
-        for (key, value) in entries.into_iter().flatten() {
-            match value.as_str() {
-                Some(text) => {
-                    texts.insert(key.clone(), text.to_owned());
-                }
-                None => self.problem(name, format!("{key}: {value}"), "an object of strings"),
-            }
-        }
-        texts
-    }
-
-    pub(super) fn refuse(&mut self, name: &str, expected: &str) {
-        self.member(name, expected, |v| (v.as_str() == Some("")).then_some(()));
-    }
-}
-
-/// Numbers may be quoted.
-fn whole_number(value: &Value) -> Option<i64> {
-    value.as_i64().or_else(|| value.as_str()?.parse().ok())
 }
 
 /// Host and port of `host:port`; an IPv6 host stands in brackets, which are taken off.
@@ -144,6 +46,26 @@ pub(super) fn split_address(address: &str) -> Option<(&str, u16)> {
     };
     let named = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
     (!host.is_empty() && host.chars().all(named)).then_some((host, port))
+}
+
+/// Whether the text is `host:port` with a host that is an IP address or a name DNS can have.
+pub(super) fn is_address(address: &str) -> bool {
+    split_address(address).is_some_and(|(host, _)| host.parse::<IpAddr>().is_ok() || is_name(host))
+}
+
+/// Names may end in a dot. The last label is no number, or the name would be a broken IPv4 address.
+fn is_name(host: &str) -> bool {
+    let host = host.strip_suffix('.').unwrap_or(host);
+    let top = host.rsplit('.').next().unwrap_or_default();
+    let numeric = top.chars().all(|c| c.is_ascii_digit());
+    host.len() <= 253 && !numeric && host.split('.').all(is_label)
+}
+
+/// Whether the text is one part of a name between dots.
+pub(super) fn is_label(label: &str) -> bool {
+    let inner = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    let edges = label.starts_with('-') || label.ends_with('-');
+    (1..=63).contains(&label.len()) && !edges && label.chars().all(inner)
 }
 
 #[cfg(test)]
@@ -168,6 +90,32 @@ mod tests {
             "http://a:1",
         ] {
             assert_eq!(split_address(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_address_of_the_configuration_has_a_host_dns_could_know() {
+        for good in [
+            "a:1",
+            "a-1.b.:65535",
+            "10.0.0.1:1",
+            "[::1]:1",
+            "1a:1",
+            "a.b2:3",
+        ] {
+            assert!(is_address(good), "{good}");
+        }
+        for bad in [
+            "a_b:1",
+            "-a:1",
+            "a-:1",
+            "a..b:1",
+            "a.1:1",
+            "10.0.0:1",
+            "[::z]:1",
+            "10.0.0.256:1",
+        ] {
+            assert!(!is_address(bad), "{bad}");
         }
     }
 }

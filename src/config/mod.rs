@@ -9,18 +9,24 @@
 
 mod control_plane;
 pub mod duration;
+mod effective;
 pub mod environment;
 mod envoy;
 mod members;
 pub mod mesh;
+mod mesh_file;
 pub mod pod;
+pub mod report;
+mod schema;
+mod statsd;
+mod threads;
+mod validate;
 mod workload;
+mod yaml;
 
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-
-use serde_json::json;
 
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod};
@@ -45,6 +51,8 @@ pub struct Config {
     /// Where Envoy asks for secrets.
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
+    /// Whether Envoy starts from a bootstrap that is not ours, which is neither written nor removed.
+    pub has_custom_bootstrap: bool,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     /// Only logged: there is one kind of token.
@@ -60,6 +68,15 @@ pub struct Problem {
     pub subject: String,
     pub found: String,
     pub expected: String,
+}
+
+/// What was found wrong so far.
+#[derive(Debug, Default)]
+struct Notes {
+    /// What makes the configuration unusable.
+    problems: Vec<Problem>,
+    /// What is odd and left out, or replaced by a default.
+    warnings: Vec<Problem>,
 }
 
 /// Every problem of a configuration, as one error.
@@ -111,7 +128,6 @@ pub fn load(
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
     let mut sources = Sources::read(flags, env, root);
-    sources.refuse_templates();
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let (istiod, ca_istiod) = sources.control_plane();
@@ -133,6 +149,7 @@ pub fn load(
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         sds_socket,
         bootstrap,
+        has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         envoy,
         jwt_policy,
         cluster_id,
@@ -172,22 +189,20 @@ impl Config {
 
 impl<'a> Sources<'a> {
     fn read(flags: &'a ProxyFlags, env: &'a Environment, root: &'a Path) -> Self {
-        let (mut problems, mut warnings) = (Vec::new(), Vec::new());
-        let pod_file = |name: &str| root.join("./etc/istio/pod").join(name);
-        let labels = pod::read_pairs(&pod_file("labels"), &mut warnings);
-        let annotations = pod::read_pairs(&pod_file("annotations"), &mut warnings);
-        let annotations = annotations.unwrap_or_default();
-        let document = effective(flags, env, root, &annotations, &mut problems, &mut warnings);
-        let mut mesh = document.read(&mut problems);
-        if annotations.get(STATUS_PORT_ANNOTATION).map(String::as_str) == Some("0") {
-            mesh.status_port = None;
-        }
+        let mut notes = Notes::default();
+        let labels = pod_pairs(root, "labels", &mut notes);
+        let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
+        let document = effective::document(flags, env, root, &annotations, &mut notes);
+        let Notes {
+            problems,
+            mut warnings,
+        } = notes;
         let instance_ip = env.get(&environment::INSTANCE_IP, &mut warnings);
         Self {
             flags,
             env,
             root,
-            mesh,
+            mesh: document.read(),
             labels,
             annotations,
             addresses: pod::addresses(&instance_ip, &mut warnings),
@@ -199,21 +214,6 @@ impl<'a> Sources<'a> {
 
     fn get<T>(&mut self, variable: &environment::Variable<T>) -> T {
         self.env.get(variable, &mut self.warnings)
-    }
-
-    /// A template nobody would fill in must not pass unnoticed.
-    fn refuse_templates(&mut self) {
-        let variable = self.get(&environment::ISTIO_BOOTSTRAP);
-        let flag = self.flags.template_file.clone();
-        for (subject, found) in [("ISTIO_BOOTSTRAP", variable), ("--templateFile", flag)] {
-            if !found.is_empty() {
-                self.problem(
-                    subject,
-                    &found,
-                    "nothing: this agent writes the bootstrap itself",
-                );
-            }
-        }
     }
 
     fn sds_socket(&mut self) -> PathBuf {
@@ -237,47 +237,10 @@ impl<'a> Sources<'a> {
     }
 }
 
-const STATUS_PORT_ANNOTATION: &str = "status.sidecar.istio.io/port";
-const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";
-const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
-
-/// Folds the documents, the weakest first.
-fn effective(
-    flags: &ProxyFlags,
-    env: &Environment,
-    root: &Path,
-    annotations: &Pairs,
-    problems: &mut Vec<Problem>,
-    warnings: &mut Vec<Problem>,
-) -> mesh::Document {
-    let mut document = mesh::Document::builtin();
-    let mesh_file = root.join(&flags.mesh_config);
-    let mut note = |result: Result<(), Problem>| problems.extend(result.err());
-    let origin = mesh_file.display().to_string();
-    match std::fs::read_to_string(&mesh_file) {
-        Ok(text) => note(document.overlay_mesh(&origin, &text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => note(Err(Problem {
-            subject: origin,
-            found: error.to_string(),
-            expected: "a readable MeshConfig file, or none".to_owned(),
-        })),
-    }
-    let from_env = env.get(&environment::PROXY_CONFIG, warnings);
-    note(document.overlay_text("PROXY_CONFIG", &from_env));
-    if let Some(text) = annotations.get(CONFIG_ANNOTATION) {
-        note(document.overlay_text(CONFIG_ANNOTATION, text));
-    }
-    if let Some(address) = annotations.get(ADDRESS_ANNOTATION) {
-        document.set(ADDRESS_ANNOTATION, "discoveryAddress", json!(address));
-    }
-    match annotations.get(STATUS_PORT_ANNOTATION).map(String::as_str) {
-        None | Some("0") => {}
-        Some(port) => document.set(STATUS_PORT_ANNOTATION, "statusPort", json!(port)),
-    }
-    let cpus = env.get(&environment::ISTIO_CPU_LIMIT, warnings);
-    document.set_threads(flags.concurrency, cpus);
-    document
+/// What the downward API says about the pod.
+fn pod_pairs(root: &Path, name: &str, notes: &mut Notes) -> Option<Pairs> {
+    let path = root.join("./etc/istio/pod").join(name);
+    pod::read_pairs(&path, &mut notes.warnings)
 }
 
 #[cfg(test)]

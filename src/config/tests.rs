@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
@@ -184,14 +185,18 @@ fn every_problem_is_reported_at_once() {
         ("ECC_SIGNATURE_ALGORITHM", "RSA"),
         ("SECRET_GRACE_PERIOD_RATIO", "1.5"),
         ("WORKLOAD_IDENTITY_SOCKET_FILE", "a/b"),
-        ("PROXY_CONFIG", "{statusPort: x, drainDuration: 45}"),
+        (
+            "PROXY_CONFIG",
+            "{statusPort: x, drainDuration: 45, meshId: 5}",
+        ),
         ("CA_HEADER_bad name", "x"),
         ("ISTIO_BOOTSTRAP", "template.json"),
     ]);
     let subjects = machine.subjects();
     for subject in [
-        "drainDuration of PROXY_CONFIG",
-        "statusPort of PROXY_CONFIG",
+        "drainDuration of PROXY_CONFIG line 1",
+        "statusPort of PROXY_CONFIG line 1",
+        "meshId of PROXY_CONFIG line 1",
         "WORKLOAD_IDENTITY_SOCKET_FILE",
         "PILOT_CERT_PROVIDER",
         "CA_ADDR",
@@ -272,7 +277,8 @@ fn flags_reach_envoy_and_may_switch_it_off() {
     assert_eq!(envoy.command.concurrency, Some(3));
     assert_eq!(envoy.command.log.level.as_deref(), Some("info"));
     assert!(!envoy.drain_inbound_only);
-    assert_eq!(config.warnings.len(), 1);
+    let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
+    assert_eq!(subjects, ["--concurrency", "--proxyLogLevel"]);
     assert!(
         machine(&[("DISABLE_ENVOY", "true")])
             .config()
@@ -282,5 +288,85 @@ fn flags_reach_envoy_and_may_switch_it_off() {
     let problems = machine(&[])
         .load("sidecar --templateFile x")
         .expect_err("refused");
-    assert_eq!(problems[0].subject, "--templateFile");
+    assert_eq!(
+        problems[0].subject,
+        "proxyBootstrapTemplatePath of --templateFile"
+    );
+}
+
+#[test]
+fn late_annotations_win_over_what_was_checked() {
+    let machine = machine(&[("PROXY_CONFIG", "{statusPort: 15099}")]);
+    let annotations = "sidecar.istio.io/discoveryAddress=\"a_b:15012\"\n\
+                       status.sidecar.istio.io/port=\"0\"\n";
+    machine.file("etc/istio/pod/annotations", annotations);
+    let config = machine.config();
+    assert_eq!(config.istiod.address, "a_b:15012");
+    assert_eq!(config.bootstrap.agent_port, None);
+    let document = &config.bootstrap.node.proxy_config;
+    assert!(!document.contains_key("statusPort"), "{document:?}");
+    let bad = "status.sidecar.istio.io/port=\"http\"\n";
+    machine.file("etc/istio/pod/annotations", bad);
+    let config = machine.config();
+    assert_eq!(config.bootstrap.agent_port, Some(15_099));
+    assert_eq!(config.warnings.len(), 1);
+}
+
+#[test]
+fn a_mesh_file_is_read_for_its_default_config_and_refused_when_it_is_broken() {
+    let machine = machine(&[]);
+    machine.file(
+        "etc/istio/config/mesh",
+        "connectTimeout: 2h\ndefaultConfig:\n  statusPort: x\n",
+    );
+    let mesh = "./etc/istio/config/mesh";
+    let expected = [
+        format!("connectTimeout of {mesh} line 1"),
+        format!("statusPort of defaultConfig of {mesh} line 3"),
+    ];
+    assert_eq!(machine.subjects(), expected);
+}
+
+#[test]
+fn the_flag_names_the_service_cluster_only_where_the_configuration_empties_it() {
+    for (document, expected) in [
+        ("{}", json!("istio-proxy")),
+        ("{serviceCluster: ''}", json!("from-flag")),
+        ("{serviceCluster: own}", json!("own")),
+        ("{tracingServiceName: 0}", json!(null)),
+    ] {
+        let config = machine(&[("PROXY_CONFIG", document)])
+            .load("sidecar --serviceCluster from-flag")
+            .expect("good");
+        let found = config.bootstrap.node.proxy_config.get("serviceCluster");
+        assert_eq!(found.unwrap_or(&json!(null)), &expected, "{document}");
+    }
+}
+
+#[test]
+fn a_bootstrap_of_ones_own_is_passed_to_envoy() {
+    let machine = machine(&[
+        ("PROXY_CONFIG", "{customConfigFile: own/envoy.json}"),
+        ("ISTIO_BOOTSTRAP", "not-looked-at.tmpl"),
+    ]);
+    let problem = &machine.load("sidecar").expect_err("missing")[0];
+    assert_eq!(problem.subject, "customConfigFile of PROXY_CONFIG line 1");
+    machine.file("own/envoy.json", "{}");
+    let config = machine.config();
+    assert!(config.has_custom_bootstrap);
+    let envoy = config.envoy.expect("Envoy");
+    assert_eq!(envoy.command.bootstrap, Path::new("own/envoy.json"));
+}
+
+#[test]
+fn istios_own_template_is_recognised_and_no_other() {
+    let path = "var/lib/istio/envoy/envoy_bootstrap_tmpl.json";
+    for prefix in ["", "./", "/"] {
+        let config = machine(&[]).load(&format!("sidecar --templateFile {prefix}{path}"));
+        assert!(!config.expect("good").has_custom_bootstrap);
+    }
+    for template in ["../var/lib/istio/envoy/envoy_bootstrap_tmpl.json", "x"] {
+        let config = machine(&[]).load(&format!("sidecar --templateFile {template}"));
+        assert_eq!(config.expect_err("refused").len(), 1, "{template}");
+    }
 }

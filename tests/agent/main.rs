@@ -8,5 +8,6 @@
     unreachable_pub
 )]
 
+mod custom_bootstrap;
 mod relay;
 mod support;

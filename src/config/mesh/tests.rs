@@ -1,0 +1,181 @@
+//! Documents laid over each other.
+
+use serde_json::json;
+
+use super::*;
+
+fn folded(documents: &[&str]) -> (Document, Notes) {
+    let mut notes = Notes::default();
+    let mut document = Document::builtin();
+    for (index, text) in documents.iter().enumerate() {
+        document.overlay_text(&format!("document {index}"), text, &mut notes);
+    }
+    (document, notes)
+}
+
+fn canonical(documents: &[&str]) -> Map<String, Value> {
+    let (document, notes) = folded(documents);
+    assert_eq!(notes.problems, [], "{documents:?}");
+    document.canonical()
+}
+
+#[test]
+fn empty_documents_change_nothing() {
+    let (document, notes) = folded(&["", "{}\n", "null", "# only a comment\n"]);
+    assert_eq!(notes.problems, []);
+    let config = document.read();
+    assert_eq!(config.discovery_address, "istiod.istio-system.svc:15012");
+    assert_eq!(config.drain_duration, Duration::from_secs(45));
+    assert_eq!(config.document.len(), 10);
+}
+
+#[test]
+fn members_merge_by_their_rule() {
+    for (documents, name, expected) in [
+        (
+            [
+                "tracing: {zipkin: {address: a:1}}",
+                "tracing: {sampling: 5}",
+            ],
+            "tracing",
+            json!({"sampling": 5}),
+        ),
+        (
+            [
+                "proxyMetadata: {C: '1', B: '1'}",
+                "proxyMetadata: {B: '2', A: '2'}",
+            ],
+            "proxyMetadata",
+            json!({"A": "2", "B": "2", "C": "1"}),
+        ),
+        (
+            ["concurrency: 2", "concurrency: null"],
+            "concurrency",
+            json!(2),
+        ),
+        (
+            ["concurrency: 2", "concurrency: 0"],
+            "concurrency",
+            json!(0),
+        ),
+        (
+            ["statusPort: 2", "statusPort: 0"],
+            "statusPort",
+            Value::Null,
+        ),
+        (
+            ["extraStatTags: [a]", "extraStatTags: [b]"],
+            "extraStatTags",
+            json!(["b"]),
+        ),
+        (
+            ["extraStatTags: [a]", "extraStatTags: []"],
+            "extraStatTags",
+            Value::Null,
+        ),
+        (
+            ["runtimeValues: {a: '1'}", "runtimeValues: {b: '1'}"],
+            "runtimeValues",
+            json!({"b": "1"}),
+        ),
+        (
+            [
+                "proxyHeaders: {requestId: {disabled: true}, server: {value: a}, \
+                 forwardedClientCert: SANITIZE, xForwardedHost: {enabled: true}}",
+                "proxyHeaders: {server: {disabled: true}, attemptCount: {}}",
+            ],
+            "proxyHeaders",
+            json!({
+                "server": {"disabled": true},
+                "attemptCount": {},
+                "forwardedClientCert": "SANITIZE",
+                "requestId": {"disabled": true},
+            }),
+        ),
+        (
+            [
+                "serviceCluster: a",
+                "tracingServiceName: APP_LABEL_AND_NAMESPACE",
+            ],
+            "serviceCluster",
+            Value::Null,
+        ),
+        (
+            [
+                "tracingServiceName: CANONICAL_NAME_ONLY",
+                "serviceCluster: a",
+            ],
+            "tracingServiceName",
+            Value::Null,
+        ),
+        (
+            ["controlPlaneAuthPolicy: NONE", "{}"],
+            "controlPlaneAuthPolicy",
+            Value::Null,
+        ),
+    ] {
+        let found = canonical(&documents);
+        let found = found.get(name).unwrap_or(&Value::Null);
+        assert_eq!(found, &expected, "{documents:?}");
+    }
+}
+
+#[test]
+fn a_group_is_written_even_when_it_says_zero() {
+    let found = canonical(&["tracingServiceName: 0"]);
+    assert_eq!(found["tracingServiceName"], "APP_LABEL_AND_NAMESPACE");
+    assert!(!found.contains_key("serviceCluster"));
+    assert_eq!(canonical(&["serviceCluster: ''"])["serviceCluster"], "");
+}
+
+#[test]
+fn the_members_the_agent_uses_have_types() {
+    let text = "{controlPlaneAuthPolicy: 0, status_port: '2', drain_duration: 1m30s, \
+                fileFlushInterval: 10ms, customConfigFile: a.json, concurrency: 3}";
+    let config = folded(&[text]).0.read();
+    assert!(config.plaintext);
+    assert_eq!(config.status_port, Some(2));
+    assert_eq!(config.drain_duration, Duration::from_secs(90));
+    assert_eq!(config.file_flush_interval, Duration::from_millis(10));
+    assert_eq!(config.custom_bootstrap, Some("a.json".into()));
+    assert_eq!(config.concurrency, Some(3));
+    assert_eq!(config.document["drainDuration"], "90s");
+}
+
+#[test]
+fn every_wrong_member_is_named_with_its_document_and_line() {
+    let (_, notes) = folded(&[
+        "drainDuration: 1\nstatusPort: x",
+        "\nproxyMetadata: {A: true}\ncontrolPlaneAuthPolicy: MAYBE",
+        "- 1",
+    ]);
+    let problems = notes.problems.into_iter();
+    let subjects: Vec<_> = problems.map(|problem| problem.subject).collect();
+    assert_eq!(
+        subjects,
+        [
+            "drainDuration of document 0 line 1",
+            "statusPort of document 0 line 2",
+            "controlPlaneAuthPolicy of document 1 line 3",
+            "proxyMetadata.A of document 1 line 2",
+            "document 2 line 1",
+        ]
+    );
+}
+
+#[test]
+fn origins_are_kept() {
+    let (document, _) = folded(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
+    assert_eq!(document.origin("statusPort"), "document 1 line 2");
+    assert_eq!(document.origin("drainDuration"), "document 0 line 2");
+    assert_eq!(document.origin("proxyAdminPort"), "default");
+}
+
+#[test]
+fn the_log_shows_no_secrets() {
+    let text = "{proxyMetadata: {TOKEN: hush, ISTIO_META_A: a}, \
+                tracing: {lightstep: {accessToken: hush, address: 'a:1'}}, \
+                readinessProbe: {httpGet: {httpHeaders: [{name: a, value: hush}]}}}";
+    let text = printable(&canonical(&[text])).to_string();
+    assert!(!text.contains("hush") && text.contains("a:1"), "{text}");
+}

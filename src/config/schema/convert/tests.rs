@@ -1,0 +1,232 @@
+//! Documents by the tables: good ones, broken ones and random ones.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::schema::PROXY_CONFIG;
+use crate::config::yaml;
+
+fn read(text: &str) -> (Map<String, Value>, Notes) {
+    let mut notes = Notes::default();
+    let node = yaml::object("it", text).expect("YAML").expect("an object");
+    (members_of(&node, &mut notes), notes)
+}
+
+#[test]
+fn values_have_one_form() {
+    for (text, canonical) in [
+        ("{status_port: '15021'}", json!({"statusPort": 15021})),
+        ("{statusPort: 15021.0}", json!({"statusPort": 15021})),
+        ("{statusPort: 1, status_port: 2}", json!({"statusPort": 1})),
+        ("{statusPort: 0}", json!({"statusPort": 0})),
+        ("{statusPort: null}", json!({})),
+        ("{drainDuration: 1m30s}", json!({"drainDuration": "90s"})),
+        ("{drainDuration: 100ms}", json!({"drainDuration": "0.100s"})),
+        (
+            "{interceptionMode: 1}",
+            json!({"interceptionMode": "TPROXY"}),
+        ),
+        (
+            "{statsCompression: off}",
+            json!({"statsCompression": false}),
+        ),
+        ("{statsCompression: Yes}", json!({"statsCompression": true})),
+        (
+            "{tracing: {sampling: 5}}",
+            json!({"tracing": {"sampling": 5}}),
+        ),
+        (
+            "{tracing: {sampling: '0.5'}}",
+            json!({"tracing": {"sampling": 0.5}}),
+        ),
+        ("{tracing: {sampling: 0}}", json!({"tracing": {}})),
+        (
+            "{tracing: {stackdriver: {max_number_of_attributes: 7, debug: false}}}",
+            json!({"tracing": {"stackdriver": {"maxNumberOfAttributes": "7"}}}),
+        ),
+        (
+            "{tracing: {custom_tags: {b_c: {literal: {value: x}}, a: {header: {}}}}}",
+            json!({"tracing": {"customTags": {"a": {"header": {}}, "b_c": {"literal": {"value": "x"}}}}}),
+        ),
+        (
+            "{tracing: {open_census_agent: {context: [B3, 1]}}}",
+            json!({"tracing": {"openCensusAgent": {"context": ["B3", "W3C_TRACE_CONTEXT"]}}}),
+        ),
+        (
+            "{sds: {k8s_sa_jwt_path: p}, proxyMetadata: {B: x, A: }}",
+            json!({"proxyMetadata": {"A": "", "B": "x"}, "sds": {"k8sSaJwtPath": "p"}}),
+        ),
+        (
+            "{connection_settings: {http2_initial_stream_window_size: 0, profile: EDGE}}",
+            json!({"connectionSettings": {"profile": "EDGE", "http2InitialStreamWindowSize": 0}}),
+        ),
+        (
+            "{tracing: {tlsSettings: {mode: DISABLE, insecureSkipVerify: false}}}",
+            json!({"tracing": {"tlsSettings": {"insecureSkipVerify": false}}}),
+        ),
+        (
+            "{gatewayTopology: {proxyProtocol: {}}, image: {}}",
+            json!({"gatewayTopology": {"proxyProtocol": {}}, "image": {}}),
+        ),
+    ] {
+        let (found, notes) = read(text);
+        assert_eq!(notes.problems, [], "{text}");
+        assert_eq!(Value::Object(found), canonical, "{text}");
+    }
+}
+
+#[test]
+fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
+    for (text, report) in [
+        (
+            "statusPort: x",
+            r#"statusPort of it line 1 is "x", expected a whole number from -2147483648 to 2147483647"#,
+        ),
+        (
+            "a: 1\ntracing:\n  zipkin:\n    address: 5",
+            r#"tracing.zipkin.address of it line 4 is "the number 5", expected a string"#,
+        ),
+        (
+            "drainDuration: 45",
+            r#"drainDuration of it line 1 is "the number 45", expected a duration such as 45s or 1m30s"#,
+        ),
+        (
+            "\ninterceptionMode: OFTEN",
+            r#"interceptionMode of it line 2 is "OFTEN", expected one of REDIRECT, TPROXY, NONE"#,
+        ),
+        (
+            "extraStatTags:\n- a\n- yes",
+            r#"extraStatTags[1] of it line 3 is "the boolean true", expected a string"#,
+        ),
+        (
+            "extraStatTags: [null]",
+            r#"extraStatTags[0] of it line 1 is "null", expected a string"#,
+        ),
+        (
+            "proxyMetadata:\n  PIN: 1234",
+            r#"proxyMetadata.PIN of it line 2 is "a number (not shown)", expected a string"#,
+        ),
+        (
+            "tracing: 5",
+            r#"tracing of it line 1 is "the number 5", expected an object"#,
+        ),
+        (
+            "statsCompression: 'true'",
+            r#"statsCompression of it line 1 is "true", expected true or false"#,
+        ),
+        (
+            "fileFlushMinSizeKb: -1",
+            r#"fileFlushMinSizeKb of it line 1 is "the number -1", expected a whole number from 0 to 4294967295"#,
+        ),
+    ] {
+        let (_, notes) = read(text);
+        let reports: Vec<_> = notes.problems.iter().map(ToString::to_string).collect();
+        assert_eq!(reports, [report], "{text}");
+    }
+}
+
+#[test]
+fn what_no_table_knows_is_left_out_and_named_once() {
+    let (found, notes) = read(
+        "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\nmeshId: a\nmesh_id: b\nserviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY",
+    );
+    let canonical = json!({
+        "tracingServiceName": "CANONICAL_NAME_ONLY",
+        "tracing": {"sampling": 1},
+        "meshId": "a",
+    });
+    assert_eq!(Value::Object(found), canonical);
+    assert_eq!(notes.problems, []);
+    assert_eq!(notes.warnings.len(), 1);
+    assert_eq!(
+        notes.warnings[0].found,
+        "fromTheFuture line 1, mesh_id line 6, serviceCluster line 7, tracing.other line 4"
+    );
+}
+
+/// Any tree of YAML, written as JSON, with names that are often those of a table.
+pub(in crate::config) fn document() -> impl Strategy<Value = Value> {
+    let scalar = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(|n| json!(n)),
+        "\\PC{0,12}".prop_map(Value::from),
+        prop_oneof![Just("10s"), Just("1"), Just("NONE"), Just("a:1")].prop_map(Value::from),
+    ];
+    scalar.prop_recursive(4, 48, 6, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::hash_map(name(), inner, 0..8)
+                .prop_map(|map| Value::Object(map.into_iter().collect())),
+        ]
+    })
+}
+
+pub(in crate::config) fn name() -> impl Strategy<Value = String> {
+    let top: Vec<_> = PROXY_CONFIG.iter().map(|m| m.name.to_owned()).collect();
+    let inner = [
+        "zipkin",
+        "address",
+        "tlsSettings",
+        "mode",
+        "httpGet",
+        "port",
+    ];
+    let known = top.into_iter().chain(inner.map(str::to_owned));
+    prop_oneof![
+        9 => prop::sample::select(known.collect::<Vec<_>>()),
+        1 => "[a-zA-Z_]{1,8}",
+    ]
+}
+
+proptest! {
+    #[test]
+    fn any_document_ends_in_a_form_or_in_problems_with_member_and_line(
+        members in prop::collection::hash_map(name(), document(), 0..8),
+    ) {
+        let document = Value::Object(members.into_iter().collect());
+        for text in [document.to_string(), format!("{document:#}")] {
+            let Ok(Some(node)) = yaml::object("it", &text) else { continue };
+            let mut notes = Notes::default();
+            members_of(&node, &mut notes);
+            for problem in notes.problems {
+                let (path, line) = problem.subject.split_once(" of it line ").expect("a line");
+                let top = path.split(['.', '[']).next().expect("a member");
+                prop_assert!(PROXY_CONFIG.iter().any(|member| member.name == top), "{path}");
+                let line: usize = line.parse().expect("a number");
+                prop_assert!((1..=text.lines().count()).contains(&line));
+            }
+        }
+    }
+
+    #[test]
+    fn the_canonical_form_reads_back_as_itself(
+        members in prop::collection::hash_map(name(), document(), 0..8),
+    ) {
+        let document = Value::Object(members.into_iter().collect()).to_string();
+        let Ok(Some(node)) = yaml::object("it", &document) else { return Ok(()) };
+        let mut notes = Notes::default();
+        let once = members_of(&node, &mut notes);
+        let text = Value::Object(once.clone()).to_string();
+        let node = yaml::object("it", &text).expect("YAML").expect("an object");
+        let mut notes = Notes::default();
+        prop_assert_eq!(members_of(&node, &mut notes), once);
+        prop_assert_eq!(notes.problems, []);
+    }
+
+    #[test]
+    fn any_text_is_read_without_panic(text in "[\\PC\\n\\t]{0,200}|[a-c:\\[\\]{}&*!|>'\"\\-, \\n]{0,80}") {
+        if let Ok(Some(node)) = yaml::object("it", &text) {
+            members_of(&node, &mut Notes::default());
+        }
+    }
+}
+
+fn members_of(node: &Node, notes: &mut Notes) -> Map<String, Value> {
+    let (sets, _) = members("it", node, PROXY_CONFIG, notes);
+    let sets = sets
+        .into_iter()
+        .map(|set| (set.member.name.to_owned(), set.value));
+    sets.collect()
+}

@@ -1,0 +1,137 @@
+//! The statsd collector, by address: Envoy takes no names for it.
+//!
+//! A name is looked up within a limit, on a thread of its own, because the system's resolver cannot
+//! be interrupted. A name that is not found costs the statistics, not the start.
+//!
+//! Does not look up what is an address already.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::Notes;
+use super::members::{is_address, split_address};
+use super::mesh::Document;
+
+const NAME: &str = "statsdUdpAddress";
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Replaces the name by an address, or unsets it with a warning.
+pub(super) fn resolve(document: &mut Document, notes: &mut Notes) {
+    resolve_by(system, LIMIT, document, notes);
+}
+
+fn resolve_by<F>(look_up: F, limit: Duration, document: &mut Document, notes: &mut Notes)
+where
+    F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
+{
+    // What is no address of any form is reported by the rules.
+    let Some(address) = document.text(NAME).filter(|text| is_address(text)) else {
+        return;
+    };
+    let Some((host, port)) = split_address(address) else {
+        return;
+    };
+    if host.parse::<IpAddr>().is_ok() {
+        return;
+    }
+    match within(limit, host.to_owned(), look_up) {
+        Ok(ip) => {
+            let (origin, address) = (document.origin(NAME), SocketAddr::new(ip, port));
+            let origin = format!("{origin}, looked up");
+            document.set(&origin, NAME, json!(address.to_string()));
+        }
+        Err(reason) => {
+            let found = format!("{address}: {reason}");
+            let expected = "a name that can be looked up, going on without statsd";
+            notes
+                .warnings
+                .push(document.problem(NAME, &found, expected));
+            document.unset(NAME);
+        }
+    }
+}
+
+/// The first IPv4 address, else the last of the others.
+fn within<F>(limit: Duration, host: String, look_up: F) -> Result<IpAddr, String>
+where
+    F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
+{
+    let (answer, answers) = mpsc::channel();
+    let task = move || {
+        // Nobody is left to hear an answer that comes too late.
+        let _ = answer.send(look_up(&host));
+    };
+    let thread = std::thread::Builder::new().name("statsd".to_owned());
+    thread.spawn(task).map_err(|error| error.to_string())?;
+    let found = answers
+        .recv_timeout(limit)
+        .map_err(|_| format!("no answer within {limit:?}"))?
+        .map_err(|error| error.to_string())?;
+    let v4 = found.iter().find(|ip| ip.is_ipv4());
+    let best = v4.or(found.last()).copied();
+    best.ok_or_else(|| "no address".to_owned())
+}
+
+fn system(host: &str) -> io::Result<Vec<IpAddr>> {
+    let found = (host, 0).to_socket_addrs()?;
+    Ok(found.map(|address| address.ip()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolved<F>(text: &str, look_up: F) -> (Option<String>, usize)
+    where
+        F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
+    {
+        let mut notes = Notes::default();
+        let mut document = Document::builtin();
+        document.overlay_text("it", text, &mut notes);
+        resolve_by(
+            look_up,
+            Duration::from_millis(20),
+            &mut document,
+            &mut notes,
+        );
+        let address = document.text(NAME).map(str::to_owned);
+        (address, notes.warnings.len())
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().expect("an address")
+    }
+
+    #[test]
+    fn a_name_becomes_an_address_of_the_first_version_if_it_has_one() {
+        let text = "{statsdUdpAddress: 'statsd:8125'}";
+        let both = |_: &str| Ok(vec![ip("fd00::1"), ip("10.0.0.1"), ip("10.0.0.2")]);
+        assert_eq!(resolved(text, both), (Some("10.0.0.1:8125".into()), 0));
+        let v6 = |_: &str| Ok(vec![ip("fd00::1"), ip("fd00::2")]);
+        assert_eq!(resolved(text, v6), (Some("[fd00::2]:8125".into()), 0));
+    }
+
+    #[test]
+    fn a_name_that_is_not_found_in_time_is_a_warning() {
+        let text = "{statsdUdpAddress: 'statsd:8125'}";
+        let refused = |_: &str| Err(io::Error::other("no such name"));
+        assert_eq!(resolved(text, refused), (None, 1));
+        assert_eq!(resolved(text, |_: &str| Ok(Vec::new())), (None, 1));
+        let (_kept, never) = mpsc::channel::<Vec<IpAddr>>();
+        let silent = move |_: &str| never.recv().map_err(io::Error::other);
+        assert_eq!(resolved(text, silent), (None, 1));
+    }
+
+    #[test]
+    fn addresses_and_nonsense_are_left_alone() {
+        for address in ["10.0.0.1:1", "[fd00::1]:1", "statsd", "a b:1"] {
+            let text = format!("{{statsdUdpAddress: '{address}'}}");
+            let panics = |_: &str| panic!("looked up");
+            assert_eq!(resolved(&text, panics), (Some(address.to_owned()), 0));
+        }
+    }
+}

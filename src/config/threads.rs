@@ -1,0 +1,150 @@
+//! How many worker threads Envoy gets.
+//!
+//! A flag that is not zero wins over the documents. Where neither says anything, the CPU limit of
+//! the pod counts: `ISTIO_CPU_LIMIT`, else the quota of the control group this process is in. Zero in
+//! a document is an answer: every hardware thread.
+//!
+//! Does not look at the pod, or at anything else outside the container.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::mesh::Document;
+use super::{Notes, Problem};
+
+const NAME: &str = "concurrency";
+const GROUPS: &str = "./sys/fs/cgroup";
+const ONLINE: &str = "./sys/devices/system/cpu/online";
+
+/// Settles the concurrency of the document.
+pub(super) fn set(
+    document: &mut Document,
+    flag: u32,
+    variable: u32,
+    root: &Path,
+    notes: &mut Notes,
+) {
+    let quota = quota(root);
+    if flag != 0 {
+        document.set("--concurrency", NAME, json!(flag));
+        notes.warnings.push(Problem {
+            subject: "--concurrency".to_owned(),
+            found: flag.to_string(),
+            expected: "concurrency of ProxyConfig, which this flag overrides".to_owned(),
+        });
+    } else if document.get(NAME).is_none() {
+        match quota {
+            _ if variable != 0 => document.set("ISTIO_CPU_LIMIT", NAME, json!(variable)),
+            Some(quota) => document.set("CPU quota of the control group", NAME, json!(quota)),
+            None => {}
+        }
+    }
+    let limit = if variable != 0 { Some(variable) } else { quota };
+    if let (Some(limit), Some(cpus)) = (limit, online(root)) {
+        notes.warnings.extend(throttled(document, limit, cpus));
+    }
+}
+
+/// The warning that every thread is more than the limit allows.
+fn throttled(document: &Document, limit: u32, cpus: u32) -> Option<Problem> {
+    let all = document.get(NAME).and_then(Value::as_u64).unwrap_or(0) == 0;
+    let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
+    let found = format!("every one of {cpus} CPUs");
+    (all && limit < cpus).then(|| document.problem(NAME, &found, &expected))
+}
+
+/// CPUs the control group may use, rounded up; nothing when it is not limited.
+fn quota(root: &Path) -> Option<u32> {
+    let read = |file: &str| std::fs::read_to_string(root.join(GROUPS).join(file)).ok();
+    if let Some(both) = read("cpu.max") {
+        let (quota, period) = both.trim().split_once(' ')?;
+        return cpus(quota, period);
+    }
+    let quota = read("cpu/cpu.cfs_quota_us")?;
+    cpus(quota.trim(), read("cpu/cpu.cfs_period_us")?.trim())
+}
+
+/// `max` and -1 stand for no limit.
+fn cpus(quota: &str, period: &str) -> Option<u32> {
+    let quota: u64 = quota.parse().ok().filter(|quota| *quota > 0)?;
+    let period: u64 = period.parse().ok().filter(|period| *period > 0)?;
+    u32::try_from(quota.div_ceil(period)).ok()
+}
+
+/// CPUs of the machine, from a list of ranges such as `0-3,8`.
+fn online(root: &Path) -> Option<u32> {
+    let list = std::fs::read_to_string(root.join(ONLINE)).ok()?;
+    let mut count: u32 = 0;
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        count = count.checked_add(last.checked_sub(first)?.checked_add(1)?)?;
+    }
+    Some(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    fn machine(files: &[(&str, &str)]) -> TempDir {
+        let root = TempDir::new().expect("a directory");
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+            fs::write(path, text).expect("written");
+        }
+        root
+    }
+
+    #[test]
+    fn the_strongest_that_says_anything_decides() {
+        for (document, variable, flag, group, threads) in [
+            ("{}", 0, 0, "max 100000", None),
+            ("{}", 4, 0, "max 100000", Some(4)),
+            ("{}", 4, 0, "100000 100000", Some(4)),
+            ("{}", 0, 0, "150000 100000", Some(2)),
+            ("{}", 0, 0, "50000 100000", Some(1)),
+            ("{concurrency: 3}", 4, 0, "50000 100000", Some(3)),
+            ("{concurrency: 0}", 4, 0, "50000 100000", Some(0)),
+            ("{concurrency: 3}", 4, 5, "50000 100000", Some(5)),
+            ("{}", 0, 5, "max 100000", Some(5)),
+        ] {
+            let root = machine(&[("sys/fs/cgroup/cpu.max", group)]);
+            let mut notes = Notes::default();
+            let mut config = Document::builtin();
+            config.overlay_text("it", document, &mut notes);
+            set(&mut config, flag, variable, root.path(), &mut notes);
+            assert_eq!(config.read().concurrency, threads, "{document} {group}");
+            assert_eq!(notes.warnings.len(), usize::from(flag != 0), "{document}");
+        }
+    }
+
+    #[test]
+    fn groups_of_the_first_version_count_as_well() {
+        for (quota, threads) in [("250000", Some(3)), ("-1", None), ("x", None)] {
+            let root = machine(&[
+                ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota),
+                ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
+            ]);
+            assert_eq!(super::quota(root.path()), threads, "{quota}");
+        }
+    }
+
+    #[test]
+    fn every_thread_of_a_larger_machine_is_a_warning() {
+        for (cpus, warnings) in [("0-7", 1), ("0-1", 0), ("0,2,5-6", 1), ("", 0), ("7-0", 0)] {
+            let root = machine(&[("sys/devices/system/cpu/online", cpus)]);
+            let mut notes = Notes::default();
+            let mut config = Document::builtin();
+            config.overlay_text("it", "{concurrency: 0}", &mut notes);
+            set(&mut config, 0, 2, root.path(), &mut notes);
+            assert_eq!(notes.warnings.len(), warnings, "{cpus}");
+        }
+    }
+}

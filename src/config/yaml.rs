@@ -1,0 +1,255 @@
+//! YAML and JSON as a tree that knows its lines.
+//!
+//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. How
+//! deep and how large a document may be is the parser's to limit.
+//!
+//! Does not know what any document means.
+
+use std::fmt;
+
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::Number;
+use serde_saphyr::Spanned;
+
+use super::Problem;
+
+/// A value and the line it stands on.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    pub(super) line: u64,
+    pub(super) tree: Tree,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Tree {
+    Null,
+    Bool(bool),
+    Number(Number),
+    Text(String),
+    List(Vec<Node>),
+    Map(Vec<(String, Node)>),
+}
+
+/// How many values aliases may repeat. No configuration has as many.
+const MOST_REPEATED: usize = 10_000;
+
+/// The members of a document and the line it begins on, or nothing when it is empty.
+pub(super) fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
+    if text.trim().is_empty() {
+        return Ok(None);
+    }
+    let options = serde_saphyr::options! {
+        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
+    };
+    let node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
+        let error = error.without_snippet();
+        let line = error.location().map_or(1, |at| at.line());
+        let text = error.to_string();
+        problem(origin, line, text.lines().next().unwrap_or_default())
+    })?;
+    match node.tree {
+        Tree::Null => Ok(None),
+        Tree::Map(_) => Ok(Some(node)),
+        other => Err(problem(origin, node.line, &other.shown())),
+    }
+}
+
+fn problem(origin: &str, line: u64, found: &str) -> Problem {
+    Problem {
+        subject: format!("{origin} line {line}"),
+        found: found.to_owned(),
+        expected: "a YAML or JSON object".to_owned(),
+    }
+}
+
+impl Tree {
+    /// The value for a report. Text stands for itself, anything else says what it is.
+    pub(super) fn shown(&self) -> String {
+        match self {
+            Self::Bool(value) => format!("the boolean {value}"),
+            Self::Number(number) => format!("the number {number}"),
+            Self::Text(text) => text.clone(),
+            other => other.kind().to_owned(),
+        }
+    }
+
+    /// What the value is, for a report of a value that may be secret.
+    pub(super) fn kind(&self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Bool(_) => "a boolean",
+            Self::Number(_) => "a number",
+            Self::Text(_) => "a string",
+            Self::List(_) => "a list",
+            Self::Map(_) => "an object",
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Node {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let spanned = Spanned::<Tree>::deserialize(deserializer)?;
+        Ok(Self {
+            line: spanned.referenced.line(),
+            tree: spanned.value,
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Tree {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(TreeVisitor)
+    }
+}
+
+struct TreeVisitor;
+
+impl<'de> Visitor<'de> for TreeVisitor {
+    type Value = Tree;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Tree, E> {
+        Ok(Tree::Null)
+    }
+
+    fn visit_none<E: de::Error>(self) -> Result<Tree, E> {
+        Ok(Tree::Null)
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Tree, E> {
+        Ok(Tree::Bool(value))
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Tree, E> {
+        Ok(Tree::Number(value.into()))
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Tree, E> {
+        Ok(Tree::Number(value.into()))
+    }
+
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Tree, E> {
+        let number = Number::from_f64(value).map(Tree::Number);
+        number.ok_or_else(|| E::custom("a number must be finite"))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Tree, E> {
+        Ok(Tree::Text(value.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Tree, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            list.push(item);
+        }
+        Ok(Tree::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Tree, A::Error> {
+        let mut map = Vec::new();
+        while let Some(entry) = entries.next_entry()? {
+            map.push(entry);
+        }
+        Ok(Tree::Map(map))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(node: &Node) -> String {
+        match &node.tree {
+            Tree::Map(entries) => {
+                let entries = entries.iter().map(|(k, v)| format!("{k}={}", shape(v)));
+                format!(
+                    "{{{}}}@{}",
+                    entries.collect::<Vec<_>>().join(" "),
+                    node.line
+                )
+            }
+            Tree::List(items) => {
+                let items: Vec<_> = items.iter().map(shape).collect();
+                format!("[{}]@{}", items.join(" "), node.line)
+            }
+            other => format!("{}@{}", other.shown(), node.line),
+        }
+    }
+
+    #[test]
+    fn every_value_knows_its_line() {
+        let text = "# comment\na: 1\nb:\n  c: [x,\n    'yes']\n  d: yes\n7: ~\n";
+        let node = object("it", text).expect("good").expect("an object");
+        assert_eq!(
+            shape(&node),
+            "{a=the number 1@2 b={c=[x@4 yes@5]@4 d=the boolean true@6}@4 7=null@7}@2"
+        );
+    }
+
+    #[test]
+    fn an_empty_document_is_none() {
+        for text in ["", " \n", "# only a comment\n", "null", "~", "---\n"] {
+            assert!(object("it", text).expect("good").is_none(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_object_is_a_problem_with_its_line_and_no_piece_of_the_document() {
+        for (text, subject) in [
+            ("a: 1\nb: [", "it line 2"),
+            ("\n- 1", "it line 2"),
+            ("a: 1\na: 2", "it line 2"),
+            ("a: .inf", "it line 1"),
+            ("a: 1\ntoken: \"hush", "it line 2"),
+        ] {
+            let problem = object("it", text).expect_err(text);
+            assert_eq!(problem.subject, subject, "{problem}");
+            assert!(!problem.to_string().contains("hush"), "{problem}");
+        }
+    }
+
+    #[test]
+    fn a_document_without_end_is_refused() {
+        let deep = format!("a: {}", "[".repeat(100_000));
+        let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+        for level in 1..12 {
+            let alias = format!("*a{}, ", level - 1).repeat(10);
+            bomb += &format!("a{level}: &a{level} [{alias}]\n");
+        }
+        for text in [deep, bomb, "a: &a {b: *a}".to_owned()] {
+            assert!(object("it", &text).is_err());
+        }
+    }
+
+    #[test]
+    fn no_secret_is_in_a_report_of_broken_yaml() {
+        for value in [
+            "*hush",
+            "%hush",
+            "@hush",
+            "\"hush\" x",
+            "!!int hush",
+            "!!bool hush",
+            "`hush",
+            "'hush",
+            "!hush x",
+            "[hush",
+            "{hush: a",
+            "hush: a",
+            "|hush",
+            "\"\\qhush\"",
+            "&hush",
+            "!!binary hush",
+            "!!float hush",
+            "!!null hush",
+            "\"\\uhush\"",
+        ] {
+            if let Err(problem) = object("it", &format!("TOKEN: {value}")) {
+                assert!(!problem.to_string().contains("hush"), "{value}: {problem}");
+            }
+        }
+    }
+}
