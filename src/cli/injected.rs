@@ -74,11 +74,6 @@ fn sidecar() -> Template {
 }
 
 impl Template {
-    fn without(mut self, name: &str) -> Self {
-        self.variables.retain(|(other, _)| *other != name);
-        self
-    }
-
     fn with(mut self, more: &[(&'static str, &'static str)]) -> Self {
         self.variables.extend(more);
         self
@@ -119,9 +114,9 @@ impl Template {
 }
 
 #[test]
-fn a_sidecar_starts_and_only_what_is_not_there_yet_is_warned_of() {
+fn a_sidecar_starts_without_a_warning() {
     let start = sidecar().start();
-    assert_eq!(start.warnings, ["HOST_IP"]);
+    assert_eq!(start.warnings, [""; 0]);
     let config = start.config;
     assert!(config.ca_istiod.is_none());
     assert!(config.bootstrap.log_as_json);
@@ -134,16 +129,13 @@ fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
     let start = sidecar()
         .with(&[
             ("REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION", "true"),
-            ("COMPLIANCE_POLICY", "fips-140-3"),
             ("GODEBUG", "fips140=only"),
             ("ISTIO_PROMETHEUS_ANNOTATIONS", "{\"scrape\":\"true\"}"),
             ("ISTIO_KUBE_APP_PROBERS", "{}"),
             ("ISTIO_META_DNS_CAPTURE", "true"),
         ])
-        .without("HOST_IP")
         .start();
     let expected = [
-        "COMPLIANCE_POLICY",
         "ISTIO_META_DNS_CAPTURE",
         "ISTIO_KUBE_APP_PROBERS",
         "ISTIO_PROMETHEUS_ANNOTATIONS",
@@ -154,9 +146,7 @@ fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
 
 #[test]
 fn a_gateway_starts_with_flags_as_words_of_their_own() {
-    let mut template = sidecar()
-        .without("HOST_IP")
-        .with(&[("ISTIO_META_REQUESTED_NETWORK_VIEW", "network1")]);
+    let mut template = sidecar().with(&[("ISTIO_META_REQUESTED_NETWORK_VIEW", "network1")]);
     template
         .variables
         .retain(|(name, _)| !["ISTIO_META_POD_PORTS", "ISTIO_META_APP_CONTAINERS"].contains(name));
@@ -186,7 +176,7 @@ fn a_gateway_starts_with_flags_as_words_of_their_own() {
 
 #[test]
 fn a_grpc_agent_starts_without_envoy() {
-    let mut template = sidecar().without("HOST_IP");
+    let mut template = sidecar();
     template.arguments = SIDECAR_ARGUMENTS.to_vec();
     let start = template
         .with(&[

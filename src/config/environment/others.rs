@@ -45,7 +45,7 @@ pub(super) const OTHERS: &[Row] = &[
     row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
 
     // Identity and configuration.
-    row("HOST_IP", "string", "", "Replaces $(HOST_IP) in addresses of collectors.", BOOTSTRAP),
+    row("HOST_IP", "string", "", "Replaces $(HOST_IP) in addresses of collectors.", WithoutEffect("collectors are not part of the bootstrap yet")),
     row("KUBERNETES_SERVICE_HOST", "string", "", "Set by Kubernetes.", WithoutEffect("it picks the mode of certificate files and a Google platform's name, neither of which exists here yet")),
 
     // Connection, certificate authority, certificates.

@@ -77,14 +77,14 @@ fn what_asks_for_more_than_there_is_is_named() {
         ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
         ("OUTPUT_CERTS", ""),
         ("GOMEMLIMIT", "1GiB"),
-        ("PEER_METADATA_DISCOVERY", "false"),
+        ("ISTIO_ENABLE_HTTP2_PROBING", "false"),
         ("SOMETHING_ELSE", "true"),
     ]
     .into_iter()
     .collect();
     assert_eq!(
         env.not_yet(),
-        ["PEER_METADATA_DISCOVERY", "ISTIO_META_DNS_CAPTURE"]
+        ["ISTIO_META_DNS_CAPTURE", "ISTIO_ENABLE_HTTP2_PROBING"]
     );
 }
 
@@ -94,7 +94,7 @@ fn the_help_of_proxy_names_every_variable_and_what_becomes_of_it() {
     for line in [
         "  POD_NAME (string, default \"\")\n",
         "  ISTIO_BOOTSTRAP (string, default \"\") [refused: this agent writes the bootstrap itself]\n",
-        "  DNS_PROXY_ADDR (string, default \"localhost:15053\") [not yet: DNS proxy]\n",
+        "  DNS_FORWARD_TIMEOUT (duration, default \"5s\") [not yet: DNS proxy]\n",
     ] {
         assert!(text.contains(line), "{line}");
     }
