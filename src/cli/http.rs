@@ -7,6 +7,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode, Uri, header};
@@ -128,7 +129,7 @@ impl Target {
         };
         let stream = TokioIo::new(self.connect().await?);
         let (mut sender, connection) = http1::handshake(stream).await.map_err(broke_off)?;
-        let answer = async {
+        let mut answer = pin!(async {
             let mut answer = sender.send_request(request).await.map_err(broke_off)?;
             while let Some(frame) = answer.frame().await {
                 if let Ok(data) = frame.map_err(broke_off)?.into_data() {
@@ -136,10 +137,12 @@ impl Target {
                 }
             }
             Ok(answer.status())
-        };
-        // The answer needs the connection polled; what goes wrong there, the answer hears of.
-        let (answer, _) = tokio::join!(answer, connection);
-        answer
+        });
+        tokio::select! {
+            answer = &mut answer => answer,
+            // The answer hears of what went wrong, and may still be read when all went well.
+            _ = connection => answer.await,
+        }
     }
 }
 

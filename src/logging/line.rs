@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tracing::Level;
 use tracing::field::{Field, Visit};
 
-use super::DEFAULT;
+use super::levels::DEFAULT;
 
 /// Message and labels of an event.
 #[derive(Default)]
