@@ -3,78 +3,93 @@
 //!
 //! Does not hold logic, and opens nothing before the configuration is known to be good.
 
-use std::io::Write;
+use std::io::{self, Write};
 
 use istio_agent::cli::{
-    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, config::ConfigFlags,
-    version,
+    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, absent::Absent, completion,
+    request, show, unknown, version, wait,
 };
 use istio_agent::config::{self, environment::Environment};
 use istio_agent::lifecycle::BoxError;
 use istio_agent::{agent, logging};
 
 fn main() -> std::process::ExitCode {
-    let code = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
-    {
-        Ok(typed) => run(typed).unwrap_or_else(|error| fail(error.as_ref())),
-        Err(Refused::Help(text)) => print(&text),
-        Err(Refused::Error(text)) => fail(BoxError::from(text).as_ref()),
+    let done = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned())) {
+        Ok(typed) => run(typed),
+        Err(Refused::Help(text)) => print(text.trim_end()),
+        Err(Refused::Error(text)) => Err(text.into()),
     };
-    code.into()
+    done.unwrap_or_else(|error| fail(error.as_ref())).into()
 }
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     let Cli { log, command } = typed.cli;
     match command {
-        None => Ok(print(&cli::help())),
-        Some(Command::Version(flags)) => Ok(print(&version::text(&flags))),
-        Some(Command::Config(flags)) => Ok(show_config(&flags, &log)),
+        None => print(cli::help().trim_end()),
         Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
+        Some(Command::Config(flags)) => {
+            let (text, is_usable) = show::config(&flags, &log, &Environment::of_process());
+            print(&text).map(|done| if is_usable { done } else { ExitCode::CommandFailed })
+        }
+        Some(Command::Bootstrap(flags)) => {
+            let environment = Environment::of_process();
+            let text = block_on(show::bootstrap(&flags, &log, &environment))??;
+            text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
+        }
+        Some(Command::Request(flags)) => {
+            block_on(request::run(&flags, &mut io::stdout()))??;
+            Ok(ExitCode::Success)
+        }
+        Some(Command::Wait(flags)) => {
+            logging::init(log.options()?)?;
+            block_on(wait::run(&flags))??;
+            Ok(ExitCode::Success)
+        }
+        Some(Command::Version(flags)) => print(&version::text(&flags)),
+        Some(Command::Completion(flags)) => print(&completion::script(&flags)),
+        Some(Command::Iptables(_)) => Err(Absent::Iptables.into()),
+        Some(Command::CleanIptables(_)) => Err(Absent::CleanIptables.into()),
+        Some(Command::Collateral(_)) => Err(Absent::Collateral.into()),
     }
 }
 
-fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitCode, BoxError> {
+fn proxy(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    unknown: &[unknown::Flag],
+) -> Result<ExitCode, BoxError> {
     logging::init(log.options()?)?;
     cli::announce(flags, log, unknown);
     let environment = Environment::of_process();
+    environment.announce();
     let config = config::load(flags, log, &environment, ".".as_ref()).map_err(config::Unusable)?;
     config.announce();
-    // The kernel ends Envoy with the thread that started it, so there is one thread.
+    block_on(agent::run(config))?
+}
+
+/// The kernel ends Envoy with the thread that started it, so there is one thread.
+fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let result = runtime.block_on(agent::run(config));
-    // A name still being resolved must not hold up the end.
+    let output = runtime.block_on(future);
+    // A resolver that hangs must not hold up the end.
     runtime.shutdown_background();
-    result
+    Ok(output)
 }
 
-fn show_config(flags: &ConfigFlags, log: &LogFlags) -> ExitCode {
-    let environment = Environment::of_process();
-    let report = config::report::report(&flags.proxy, log, &environment, ".".as_ref());
-    match flags.output.as_str() {
-        "json" => println!("{:#}", report.json()),
-        _ => print!("{}", report.yaml()),
-    }
-    if report.is_usable() {
-        ExitCode::Success
-    } else {
-        ExitCode::CommandFailed
-    }
+fn print(text: &str) -> Result<ExitCode, BoxError> {
+    writeln!(io::stdout(), "{text}")?;
+    Ok(ExitCode::Success)
 }
 
-fn print(text: &str) -> ExitCode {
-    let _ = writeln!(std::io::stdout(), "{text}"); // Nobody reads, so nobody misses it.
-    ExitCode::Success
-}
-
+/// Says why on standard error, and in the log.
 fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let text = causes
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(": ");
-    let _ = writeln!(std::io::stderr(), "Error: {text}"); // The log line below may get through.
+    let text = cli::with_causes(error);
+    // Whoever closed standard error does not want to know.
+    let _ = writeln!(io::stderr(), "Error: {text}");
+    // Commands that fail before logging is set up, or never set it up, log by the defaults.
+    let _ = logging::init(logging::Options::default());
     tracing::error!("{text}");
     ExitCode::CommandFailed
 }

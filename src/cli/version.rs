@@ -1,5 +1,8 @@
 //! The `version` command.
 //!
+//! Prints what pilot-agent prints, in its shapes: the Istio release this agent follows, and the
+//! build of this agent beside it.
+//!
 //! Does not ask a running agent: it tells what this binary is.
 
 use clap::Args;
@@ -16,37 +19,125 @@ const REVISION: &str = match option_env!("ISTIO_AGENT_REVISION") {
     None => "unknown",
 };
 
+/// `Clean` or `Modified`, said by whoever builds.
+const STATUS: &str = match option_env!("ISTIO_AGENT_STATUS") {
+    Some(status) => status,
+    None => "unknown",
+};
+
+/// There is no Go in here, and readers of the version expect some word.
+const GOLANG_VERSION: &str = "none";
+
 #[derive(Args, Clone, Debug)]
 pub struct VersionFlags {
     /// Prints the version alone.
-    #[arg(short, long)]
-    pub short: bool,
-    /// Output form: json.
-    #[arg(short, long, value_parser = ["json"])]
-    pub output: Option<String>,
+    #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
+          default_missing_value = "true", value_parser = super::flags::truth,
+          action = clap::ArgAction::Set)]
+    short: bool,
+    /// Output form: yaml or json.
+    #[arg(short, long, default_value = "", value_parser = output)]
+    output: Output,
 }
 
-/// What `version` prints.
+#[derive(Clone, Copy, Debug)]
+enum Output {
+    Text,
+    Json,
+    Yaml,
+}
+
+/// What `version` prints, without its last line feed.
 pub fn text(flags: &VersionFlags) -> String {
-    if flags.output.is_some() {
-        let info = json!({ "clientVersion": {
-            "version": ISTIO_VERSION,
-            "revision": REVISION,
-            "status": "Clean",
-            "tag": AGENT_VERSION,
-        }});
-        return format!("{info:#}\n");
+    match flags.output {
+        Output::Json => json(),
+        Output::Yaml => yaml(),
+        Output::Text if flags.short => format!("client version: {ISTIO_VERSION}"),
+        Output::Text => format!(
+            "client version: version.BuildInfo{{Version:{ISTIO_VERSION:?}, \
+             GitRevision:{REVISION:?}, GolangVersion:{GOLANG_VERSION:?}, \
+             BuildStatus:{STATUS:?}, GitTag:{ISTIO_VERSION:?}}}\n\
+             agent version: istio-agent {AGENT_VERSION}"
+        ),
     }
-    if flags.short {
-        return format!("client version: {ISTIO_VERSION}");
-    }
-    format!(
-        "client version: {} (istio-agent {AGENT_VERSION}, revision {REVISION})",
-        ISTIO_VERSION
-    )
 }
 
 /// One word for the log.
 pub fn full() -> String {
-    format!("{ISTIO_VERSION}-{REVISION}-istio-agent-{AGENT_VERSION}")
+    format!("{ISTIO_VERSION}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
+}
+
+fn output(text: &str) -> Result<Output, String> {
+    match text {
+        "" => Ok(Output::Text),
+        "json" => Ok(Output::Json),
+        "yaml" => Ok(Output::Yaml),
+        _ => Err("--output must be 'yaml' or 'json'".to_owned()),
+    }
+}
+
+const MEMBERS: [(&str, &str); 5] = [
+    ("version", ISTIO_VERSION),
+    ("revision", REVISION),
+    ("golang_version", GOLANG_VERSION),
+    ("status", STATUS),
+    ("tag", ISTIO_VERSION),
+];
+
+fn json() -> String {
+    let client: serde_json::Map<_, _> = MEMBERS
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), json!(value)))
+        .collect();
+    let agent = json!({ "version": AGENT_VERSION });
+    format!(
+        "{:#}\n",
+        json!({ "clientVersion": client, "agentVersion": agent })
+    )
+}
+
+/// Every value in quotes: a revision may look like a number.
+fn yaml() -> String {
+    let client: String = MEMBERS
+        .iter()
+        .map(|(name, value)| format!("  {name}: {value:?}\n"))
+        .collect();
+    format!("clientVersion:\n{client}agentVersion:\n  version: {AGENT_VERSION:?}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn printed(short: bool, output: Output) -> String {
+        text(&VersionFlags { short, output })
+    }
+
+    #[test]
+    fn json_and_yaml_say_the_same_in_istios_shape() {
+        let json: serde_json::Value =
+            serde_json::from_str(&printed(false, Output::Json)).expect("JSON");
+        let yaml: serde_json::Value =
+            serde_saphyr::from_str(&printed(false, Output::Yaml)).expect("YAML");
+        assert_eq!(json, yaml);
+        let client = json["clientVersion"].as_object().expect("an object");
+        let names: Vec<_> = client.keys().map(String::as_str).collect();
+        assert_eq!(
+            names,
+            ["version", "revision", "golang_version", "status", "tag"]
+        );
+        assert_eq!(client["version"], ISTIO_VERSION);
+        assert_eq!(json["agentVersion"]["version"], AGENT_VERSION);
+    }
+
+    #[test]
+    fn text_begins_as_pilot_agents_and_short_is_one_line() {
+        let long = printed(false, Output::Text);
+        let start = format!("client version: version.BuildInfo{{Version:\"{ISTIO_VERSION}\", ");
+        assert!(long.starts_with(&start), "{long}");
+        assert_eq!(
+            printed(true, Output::Text),
+            format!("client version: {ISTIO_VERSION}")
+        );
+    }
 }

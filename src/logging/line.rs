@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tracing::Level;
 use tracing::field::{Field, Visit};
 
-use super::DEFAULT;
+use super::levels::DEFAULT;
 
 /// Message and labels of an event.
 #[derive(Default)]
@@ -19,6 +19,11 @@ pub(super) struct Content {
 }
 
 impl Content {
+    /// Takes over the labels of a span around the event.
+    pub(super) fn inherit(&mut self, span: &Self) {
+        self.labels.extend(span.labels.iter().cloned());
+    }
+
     fn add(&mut self, field: &Field, value: Value) {
         match (field.name(), value) {
             ("message", Value::String(message)) => self.message = message,
@@ -54,6 +59,7 @@ pub(super) struct Line {
     pub(super) time: SystemTime,
     pub(super) level: Level,
     pub(super) scope: &'static str,
+    pub(super) caller: Option<String>,
     pub(super) content: Content,
 }
 
@@ -62,6 +68,10 @@ impl Line {
         let mut line = format!("{}\t{}\t", rfc3339(self.time), level_word(self.level));
         if self.scope != DEFAULT {
             line += self.scope;
+            line.push('\t');
+        }
+        if let Some(caller) = &self.caller {
+            line += caller;
             line.push('\t');
         }
         // One line per entry, whatever a message quotes.
@@ -86,9 +96,13 @@ impl Line {
         if self.scope != DEFAULT {
             members.insert("scope".into(), self.scope.into());
         }
+        if let Some(caller) = &self.caller {
+            members.insert("caller".into(), caller.as_str().into());
+        }
         members.insert("msg".into(), self.content.message.as_str().into());
         for (name, value) in &self.content.labels {
-            members.insert((*name).into(), value.clone());
+            // A label by the name of a column must not replace the column.
+            members.entry(*name).or_insert_with(|| value.clone());
         }
         format!("{}\n", Value::Object(members))
     }
@@ -155,6 +169,7 @@ mod tests {
             time: UNIX_EPOCH + Duration::from_micros(1_709_210_096_000_042),
             level: Level::WARN,
             scope,
+            caller: None,
             content: Content {
                 message: "connected".into(),
                 labels: vec![("id", 7.into()), ("istiod.addr", "a:1".into())],

@@ -2,49 +2,26 @@
 //!
 //! A tracing target is a scope; targets inside this crate belong to scope `default`, and those of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
-//! scope (not for `default`), message, labels. A line that cannot be written is lost.
+//! scope (not for `default`), caller (where asked for), message, labels, those of spans around the
+//! event first. A line that cannot be written is lost.
 //!
-//! Does not rotate files, and prints no stack traces or callers.
+//! Does not rotate files, and prints no stack traces.
 
+mod levels;
 mod line;
 
-use std::collections::BTreeMap;
 use std::io::{self, Write as _};
 use std::sync::Mutex;
 use std::time::SystemTime;
 
 use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
 
+use levels::{Levels, scope_of};
 use line::{Content, Line};
-
-/// Scope of lines that name none.
-const DEFAULT: &str = "default";
-/// Scope of libraries.
-const LIBRARIES: &str = "grpc";
-
-const SCOPES: &[&str] = &[
-    "ads",
-    "ca",
-    "cache",
-    "citadelclient",
-    "default",
-    "dns",
-    "gcecred",
-    "grpc",
-    "healthcheck",
-    "klog",
-    "mockcred",
-    "monitoring",
-    "probes",
-    "sds",
-    "security",
-    "spiffe",
-    "validation",
-    "wasm",
-    "xdsproxy",
-];
 
 /// What to log, how, and where to.
 #[derive(Clone, Debug)]
@@ -52,6 +29,7 @@ pub struct Options {
     levels: Levels,
     targets: Vec<String>,
     json: bool,
+    callers: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -71,18 +49,50 @@ pub enum Error {
 }
 
 impl Options {
-    /// Reads `--log_output_level`, `--log_target` and `--log_as_json`.
-    pub fn parse(levels: &str, targets: &[String], json: bool) -> Result<Self, Error> {
-        let targets = match targets {
-            [] => vec!["stdout".to_owned()],
-            named => named.to_vec(),
-        };
-        Ok(Self {
+    /// Reads `--log_output_level` and `--log_target`.
+    pub fn parse(levels: &str, targets: &[String]) -> Result<Self, Error> {
+        let mut options = Self {
             levels: Levels::parse(levels)?,
-            targets,
-            json,
-        })
+            ..Self::default()
+        };
+        if !targets.is_empty() {
+            options.targets = targets.to_vec();
+        }
+        Ok(options)
     }
+
+    /// `--log_as_json`.
+    #[must_use]
+    pub fn with_json(self, json: bool) -> Self {
+        Self { json, ..self }
+    }
+
+    /// `--log_caller`: scopes whose lines name the place in the source.
+    #[must_use]
+    pub fn with_callers_of(self, scopes: &str) -> Self {
+        let callers = scopes.split(',').map(|scope| scope.trim().to_owned());
+        Self {
+            callers: callers.collect(),
+            ..self
+        }
+    }
+}
+
+impl Default for Options {
+    /// As without any flag.
+    fn default() -> Self {
+        Self {
+            levels: Levels::default(),
+            targets: vec!["stdout".to_owned()],
+            json: false,
+            callers: Vec::new(),
+        }
+    }
+}
+
+/// Whether `flag` has the form of `--log_output_level`; that of other flags is the same.
+pub fn check_levels(flag: &str) -> Result<(), Error> {
+    Levels::parse(flag).map(drop)
 }
 
 /// Logs from here on as `options` say.
@@ -91,6 +101,7 @@ pub fn init(options: Options) -> Result<(), Error> {
     let layer = Lines {
         levels: options.levels,
         json: options.json,
+        callers: options.callers,
         sinks: Mutex::new(sinks.collect::<Result<_, _>>()?),
     };
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer))
@@ -116,93 +127,35 @@ fn open(target: &str) -> Result<Sink, Error> {
     })
 }
 
-/// The level of each scope.
-#[derive(Clone, Debug)]
-struct Levels(BTreeMap<&'static str, LevelFilter>);
-
-impl Levels {
-    /// Later entries win, and those of the flag come after the defaults. Unknown scopes are ignored.
-    fn parse(flag: &str) -> Result<Self, Error> {
-        let mut levels: BTreeMap<_, _> = SCOPES.iter().map(|s| (*s, LevelFilter::INFO)).collect();
-        levels.insert(LIBRARIES, LevelFilter::OFF);
-        for entry in flag
-            .split(',')
-            .map(str::trim)
-            .filter(|entry| !entry.is_empty())
-        {
-            let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
-            let level = level(word).ok_or_else(|| Error::Level {
-                found: entry.to_owned(),
-            })?;
-            for (name, current) in &mut levels {
-                if *name == scope || scope == "all" {
-                    *current = level;
-                }
-            }
-        }
-        Ok(Self(levels))
-    }
-
-    fn of(&self, scope: &str) -> LevelFilter {
-        self.0.get(scope).copied().unwrap_or(LevelFilter::OFF)
-    }
-
-    fn most_verbose(&self) -> LevelFilter {
-        self.0.values().max().copied().unwrap_or(LevelFilter::OFF)
-    }
-}
-
-fn level(word: &str) -> Option<LevelFilter> {
-    Some(match word {
-        "debug" => LevelFilter::DEBUG,
-        "info" => LevelFilter::INFO,
-        "warn" => LevelFilter::WARN,
-        "error" => LevelFilter::ERROR,
-        // No line has this level here: what is fatal is an error and the end of the program.
-        "fatal" | "none" => LevelFilter::OFF,
-        _ => return None,
-    })
-}
-
-fn scope_of(target: &str) -> &'static str {
-    let ours = ["istio_agent", "pilot_agent"];
-    if ours.contains(&target.split("::").next().unwrap_or(target)) {
-        return DEFAULT;
-    }
-    SCOPES
-        .iter()
-        .find(|scope| **scope == target)
-        .copied()
-        .unwrap_or(LIBRARIES)
-}
-
 /// Writes each event as one line.
 struct Lines {
     levels: Levels,
     json: bool,
+    callers: Vec<String>,
     /// Held for one write, so that lines of several threads do not mix.
     sinks: Mutex<Vec<Sink>>,
 }
 
-impl<S: Subscriber> Layer<S> for Lines {
-    fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        *metadata.level() <= self.levels.of(scope_of(metadata.target()))
+impl Lines {
+    /// File and line of the event, when its scope is to say so.
+    fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
+        if !self
+            .callers
+            .iter()
+            .any(|name| name == scope || name == "all")
+        {
+            return None;
+        }
+        let file = metadata.file()?;
+        // The last folder and the file: enough to find it, short enough for a line.
+        let start = file
+            .rmatch_indices('/')
+            .nth(1)
+            .map_or(0, |(slash, _)| slash + 1);
+        Some(format!("{}:{}", &file[start..], metadata.line()?))
     }
 
-    fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.levels.most_verbose())
-    }
-
-    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
-        let mut content = Content::default();
-        event.record(&mut content);
-        let metadata = event.metadata();
-        let line = Line {
-            time: SystemTime::now(),
-            level: *metadata.level(),
-            scope: scope_of(metadata.target()),
-            content,
-        };
+    fn write(&self, line: &Line) {
         let text = if self.json { line.json() } else { line.text() };
         let Ok(mut sinks) = self.sinks.lock() else {
             return; // A writer panicked; there is nowhere left to say so.
@@ -214,41 +167,111 @@ impl<S: Subscriber> Layer<S> for Lines {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
+        *metadata.level() <= self.levels.of(scope_of(metadata.target()))
+    }
 
-    #[test]
-    fn levels_are_per_scope_and_later_ones_win() {
-        for (flag, scope, expected) in [
-            ("", "default", LevelFilter::INFO),
-            ("", "grpc", LevelFilter::OFF),
-            ("debug", "default", LevelFilter::DEBUG),
-            ("debug", "sds", LevelFilter::INFO),
-            ("debug", "grpc", LevelFilter::OFF),
-            ("sds:debug,all:warn", "sds", LevelFilter::WARN),
-            ("default:warn,sds:debug", "sds", LevelFilter::DEBUG),
-            ("all:error", "grpc", LevelFilter::ERROR),
-            ("unheard:debug", "default", LevelFilter::INFO),
-        ] {
-            let levels = Levels::parse(flag).expect("the flag is good");
-            assert_eq!(levels.of(scope), expected, "{flag} {scope}");
-        }
-        for flag in ["loud", "sds:loud", "a:b:info"] {
-            assert!(Levels::parse(flag).is_err(), "{flag}");
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(self.levels.most_verbose())
+    }
+
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        let mut content = Content::default();
+        attributes.record(&mut content);
+        if let Some(span) = context.span(id) {
+            span.extensions_mut().insert(content);
         }
     }
 
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
+        if let Some(span) = context.span(id)
+            && let Some(content) = span.extensions_mut().get_mut::<Content>()
+        {
+            values.record(content);
+        }
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let mut content = Content::default();
+        let spans = context.event_scope(event).into_iter().flatten();
+        for span in spans.collect::<Vec<_>>().iter().rev() {
+            if let Some(of_span) = span.extensions().get::<Content>() {
+                content.inherit(of_span);
+            }
+        }
+        event.record(&mut content);
+        let metadata = event.metadata();
+        let scope = scope_of(metadata.target());
+        self.write(&Line {
+            time: SystemTime::now(),
+            level: *metadata.level(),
+            scope,
+            caller: self.caller(metadata, scope),
+            content,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// Memory to log to.
+    #[derive(Clone, Default)]
+    struct Page(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Page {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            self.0.lock().expect("no panic").write(text)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// What is logged by `options` while `work` runs, without the times.
+    fn logged(options: Options, work: impl FnOnce()) -> Vec<String> {
+        let page = Page::default();
+        let lines = Lines {
+            levels: options.levels,
+            json: options.json,
+            callers: options.callers,
+            sinks: Mutex::new(vec![Box::new(page.clone())]),
+        };
+        let subscriber = tracing_subscriber::registry().with(lines);
+        tracing::subscriber::with_default(subscriber, work);
+        let text = String::from_utf8(page.0.lock().expect("no panic").clone()).expect("text");
+        let without_time = |line: &str| line.split_once('\t').map(|(_, rest)| rest.to_owned());
+        text.lines().filter_map(without_time).collect()
+    }
+
     #[test]
-    fn libraries_share_the_scope_grpc() {
-        for (target, scope) in [
-            ("istio_agent::envoy", "default"),
-            ("pilot_agent", "default"),
-            ("xdsproxy", "xdsproxy"),
-            ("h2::codec", "grpc"),
-            ("rustls", "grpc"),
-        ] {
-            assert_eq!(scope_of(target), scope);
+    fn labels_of_spans_come_before_those_of_the_event() {
+        let lines = logged(Options::default(), || {
+            let outer = tracing::info_span!("stream", id = 7, envoy = tracing::field::Empty);
+            let _outer = outer.enter();
+            outer.record("envoy", "a");
+            let _inner = tracing::info_span!("push", r#type = "LDS").entered();
+            tracing::info!(target: "xdsproxy", size = 3, "sent");
+        });
+        assert_eq!(
+            lines,
+            ["info\txdsproxy\tsent\tid=7 envoy=a type=LDS size=3"]
+        );
+    }
+
+    #[test]
+    fn callers_are_named_for_the_scopes_asked_for() {
+        for (scopes, named) in [("sds,ca", true), ("all", true), ("ca", false), ("", false)] {
+            let lines = logged(Options::default().with_callers_of(scopes), || {
+                tracing::info!(target: "sds", "sent");
+            });
+            let has_caller = lines[0].starts_with("info\tsds\tlogging/mod.rs:");
+            assert_eq!(has_caller, named, "{scopes}: {}", lines[0]);
+            assert!(lines[0].ends_with("\tsent"));
         }
     }
 }

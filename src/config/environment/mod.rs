@@ -3,11 +3,15 @@
 //! [`Environment`] is a snapshot, so the rest of the program takes the environment as an argument
 //! and tests hand in a map. Each variable has a type; a value that does not parse is reported as a
 //! warning and its default is used. An empty string is a value for text and no value for the rest.
+//! The table says of every variable of pilot-agent what becomes of it here.
 //!
 //! Does not decide what a value means; [`super::load`] does.
 
+mod others;
+
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::time::Duration;
 
 use super::Problem;
@@ -37,6 +41,19 @@ pub struct Row {
     pub default: &'static str,
     pub help: &'static str,
     pub counterpart: Counterpart,
+    pub state: State,
+}
+
+/// What becomes of a variable here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Honoured,
+    /// Accepted, and it changes nothing, because.
+    WithoutEffect(&'static str),
+    /// Part of what is still missing: of what.
+    NotYet(&'static str),
+    /// Not wanted, because.
+    Refused(&'static str),
 }
 
 /// How pilot-agent treats the variable of the same name.
@@ -55,7 +72,10 @@ pub trait Value: Sized {
 }
 
 macro_rules! variables {
-    ($($name:ident: $type:ty = $default:literal, $help:literal, $counterpart:expr;)*) => {
+    (@state) => { State::Honoured };
+    (@state $state:expr) => { $state };
+    ($($name:ident: $type:ty = $default:literal, $help:literal, $counterpart:expr
+       $(, $state:expr)?;)*) => {
         $(pub const $name: Variable<$type> = Variable {
             name: stringify!($name),
             default: $default,
@@ -72,6 +92,7 @@ macro_rules! variables {
             default: $default,
             help: $help,
             counterpart: $counterpart,
+            state: variables!(@state $($state)?),
         }),*];
     };
 }
@@ -109,9 +130,15 @@ variables! {
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Keeps Envoy silent on deprecated fields.", Same;
-    ISTIO_BOOTSTRAP: String = "", "A bootstrap template: refused, as this agent writes the bootstrap itself.", Same;
+    ISTIO_BOOTSTRAP: String = "", "A bootstrap template.", Same,
+        State::Refused("this agent writes the bootstrap itself");
     ISTIO_CPU_LIMIT: u32 = "0", "CPUs of the pod: Envoy's concurrency unless configured.", Same;
     DISABLE_ENVOY: bool = "false", "Runs without Envoy.", Same;
+}
+
+/// Every variable of pilot-agent.
+pub fn rows() -> impl Iterator<Item = &'static Row> {
+    TABLE.iter().chain(others::OTHERS)
 }
 
 impl Environment {
@@ -120,6 +147,24 @@ impl Environment {
     pub fn of_process() -> Self {
         let named = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v)));
         Self(named.collect())
+    }
+
+    /// Names the variables that ask for what this agent does not do yet.
+    pub fn announce(&self) {
+        let names = self.not_yet();
+        if !names.is_empty() {
+            tracing::warn!("these variables have no effect yet: {}", names.join(", "));
+        }
+    }
+
+    /// Variables that ask for what this agent does not do yet. One that says no more than its default
+    /// asks for nothing.
+    pub fn not_yet(&self) -> Vec<&'static str> {
+        let asks = |row: &&Row| {
+            let found = self.0.get(row.name);
+            matches!(row.state, State::NotYet(_)) && found.is_some_and(|found| row.changes(found))
+        };
+        rows().filter(asks).map(|row| row.name).collect()
     }
 
     /// The variable's value, or its default: with a warning when what is there is not of its type.
@@ -178,9 +223,9 @@ impl<K: Into<String>, V: Into<OsString>> FromIterator<(K, V)> for Environment {
     }
 }
 
-impl std::fmt::Debug for Environment {
+impl fmt::Debug for Environment {
     /// Values may be secrets, so only names are shown.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
     }
 }
@@ -237,16 +282,50 @@ impl Value for Duration {
     }
 }
 
+impl Row {
+    /// Whether a value is one of the row's kind, and another than the default.
+    fn changes(&self, value: &OsStr) -> bool {
+        let Some(text) = value.to_str() else {
+            return true;
+        };
+        match self.kind {
+            "bool" => differs::<bool>(text, self.default),
+            "int" | "port" | "float" => differs::<f64>(text, self.default),
+            "duration" => differs::<Duration>(text, self.default),
+            _ => text != self.default,
+        }
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Honoured => f.write_str("honoured"),
+            Self::WithoutEffect(why) => write!(f, "no effect: {why}"),
+            Self::NotYet(area) => write!(f, "not yet: {area}"),
+            Self::Refused(why) => write!(f, "refused: {why}"),
+        }
+    }
+}
+
+fn differs<T: Value + PartialEq>(text: &str, default: &str) -> bool {
+    T::parse(text).is_some_and(|value| Some(value) != T::parse(default))
+}
+
 /// The table as lines of text.
 pub fn reference() -> String {
     let mut text = String::from("Environment:\n");
-    for row in TABLE {
+    for row in rows() {
         let there = match row.counterpart {
             Same => String::new(),
             Differs(default) => format!(" pilot-agent's default is {default}."),
         };
+        let state = match row.state {
+            State::Honoured => String::new(),
+            state => format!(" [{state}]"),
+        };
         text += &format!(
-            "  {} ({}, default {:?})\n        {}{there}\n",
+            "  {} ({}, default {:?}){state}\n        {}{there}\n",
             row.name, row.kind, row.default, row.help
         );
     }
@@ -254,60 +333,6 @@ pub fn reference() -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn read<T>(variable: &Variable<T>, value: Option<&str>) -> (T, usize) {
-        let env: Environment = value.map(|v| (variable.name, v)).into_iter().collect();
-        let mut warnings = Vec::new();
-        (env.get(variable, &mut warnings), warnings.len())
-    }
-
-    #[test]
-    fn every_default_is_of_its_variables_type() {
-        for row in TABLE {
-            let good = match row.kind {
-                "string" => true,
-                "bool" => bool::parse(row.default).is_some(),
-                "int" => u32::parse(row.default).is_some(),
-                "port" => u16::parse(row.default).is_some(),
-                "float" => f64::parse(row.default).is_some(),
-                "duration" => Duration::parse(row.default).is_some(),
-                _ => false,
-            };
-            assert!(good, "{}", row.name);
-        }
-    }
-
-    #[test]
-    fn an_empty_string_is_a_value_for_text_and_a_warning_for_the_rest() {
-        assert_eq!(read(&TRUST_DOMAIN, Some("")), (String::new(), 0));
-        assert_eq!(read(&TRUST_DOMAIN, None), ("cluster.local".into(), 0));
-        assert_eq!(read(&ISTIO_DELTA_XDS, Some("")), (true, 1));
-        assert_eq!(read(&ISTIO_CPU_LIMIT, Some("")), (0, 1));
-    }
-
-    #[test]
-    fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
-        assert_eq!(read(&ISTIO_DELTA_XDS, Some("no")), (true, 1));
-        assert_eq!(read(&ISTIO_DELTA_XDS, Some("F")), (false, 0));
-        assert_eq!(read(&ENVOY_STATUS_PORT, Some("70000")), (15021, 1));
-        let day = Duration::from_secs(86_400);
-        assert_eq!(read(&SECRET_TTL, Some("24")), (day, 1));
-        assert_eq!(read(&SECRET_TTL, Some("1m")), (Duration::from_secs(60), 0));
-        assert_eq!(read(&SECRET_GRACE_PERIOD_RATIO, Some("NaN")), (0.5, 1));
-    }
-
-    #[test]
-    fn a_prefix_is_cut_off_and_must_leave_a_name() {
-        let env: Environment = [
-            ("XDS_HEADER_a", "b=c"),
-            ("XDS_HEADER_", "x"),
-            ("OTHER", "y"),
-        ]
-        .into_iter()
-        .collect();
-        let found: Vec<_> = env.with_prefix("XDS_HEADER_").collect();
-        assert_eq!(found, [("a", "b=c")]);
-    }
-}
+mod readme;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,51 @@
+//! The `completion` command.
+//!
+//! The script is made from the same definition the command line is read by.
+//!
+//! Does not install the script.
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+
+use super::Cli;
+
+#[derive(Args, Clone, Debug)]
+pub struct CompletionFlags {
+    /// Shell the script is for: bash, zsh, fish or powershell.
+    #[arg(value_name = "SHELL", value_parser = shell)]
+    shell: Shell,
+}
+
+/// The script, to be sourced by the shell.
+pub fn script(flags: &CompletionFlags) -> String {
+    let mut script = Vec::new();
+    clap_complete::generate(flags.shell, &mut Cli::command(), "pilot-agent", &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
+fn shell(name: &str) -> Result<Shell, String> {
+    match name {
+        "bash" => Ok(Shell::Bash),
+        "zsh" => Ok(Shell::Zsh),
+        "fish" => Ok(Shell::Fish),
+        "powershell" => Ok(Shell::PowerShell),
+        _ => Err("expected bash, zsh, fish or powershell".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shell_learns_every_command_but_the_hidden_one() {
+        for name in ["bash", "zsh", "fish", "powershell"] {
+            let shell = shell(name).expect("a shell");
+            let script = script(&CompletionFlags { shell });
+            for command in ["proxy", "request", "wait", "version"] {
+                assert!(script.contains(command), "{name}: {command}");
+            }
+        }
+        assert!(shell("csh").is_err());
+    }
+}

@@ -1,0 +1,171 @@
+//! The `request` command: one HTTP request to a port of the agent or of Envoy.
+//!
+//! The answer's body goes to standard output as it arrives, followed by a line feed. A status over
+//! 399 is an error that quotes the body, except 404, which counts as an answer.
+//!
+//! Does not reach other hosts or other ports.
+
+use std::io::{self, Write};
+use std::time::Duration;
+
+use clap::Args;
+use http::{Method, StatusCode};
+
+use super::http::{Error as HttpError, Target};
+
+const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
+const LIMIT: Duration = Duration::from_secs(60);
+/// What is quoted of the body that comes with an error.
+const LONGEST_QUOTE: usize = 64 << 10;
+
+#[derive(Args, Clone, Debug)]
+pub struct RequestFlags {
+    /// Port on localhost: 15000 (Envoy's admin), 15004, 15020 (the agent) or 15021 (health).
+    #[arg(long = "debug-port", default_value_t = 15000)]
+    debug_port: i32,
+    /// Method of the request, such as GET or POST.
+    method: String,
+    /// Path, with or without a leading slash.
+    path: String,
+    /// Body of the request.
+    #[arg(default_value = "")]
+    body: String,
+    /// Further words, which pilot-agent ignores too.
+    #[arg(hide = true)]
+    ignored: Vec<String>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("debug port {found} is not in allowed list [15000 15004 15020 15021]")]
+    Port { found: i32 },
+    #[error("{found:?} is no HTTP method")]
+    Method { found: String },
+    #[error("received unsuccessful status code {}: {body}", .status.as_u16())]
+    Status { status: StatusCode, body: String },
+    #[error("no complete answer from port {port} within {LIMIT:?}")]
+    Late { port: i32 },
+    #[error(transparent)]
+    Http(#[from] HttpError),
+    #[error("cannot write the answer")]
+    Output(#[source] io::Error),
+}
+
+/// Sends the request and writes the body of its answer to `output`.
+pub async fn run(flags: &RequestFlags, output: &mut impl Write) -> Result<(), Error> {
+    if !PORTS.contains(&flags.debug_port) {
+        return Err(Error::Port {
+            found: flags.debug_port,
+        });
+    }
+    let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
+    let target = Target::parse(&format!("http://localhost:{}/{path}", flags.debug_port))?;
+    let answer = ask(flags, &target, output);
+    let answer = tokio::time::timeout(LIMIT, answer).await;
+    answer.map_err(|_| Error::Late {
+        port: flags.debug_port,
+    })?
+}
+
+async fn ask(flags: &RequestFlags, target: &Target, output: &mut impl Write) -> Result<(), Error> {
+    let method = Method::from_bytes(flags.method.as_bytes()).map_err(|_| Error::Method {
+        found: flags.method.clone(),
+    })?;
+    let mut quote = Vec::new();
+    let status = target
+        .ask(method, flags.body.clone(), |status, piece| {
+            if is_success(status) {
+                return output.write_all(piece);
+            }
+            let room = LONGEST_QUOTE - quote.len();
+            quote.extend_from_slice(&piece[..piece.len().min(room)]);
+            Ok(())
+        })
+        .await?;
+    if !is_success(status) {
+        let body = String::from_utf8_lossy(&quote).into_owned();
+        return Err(Error::Status { status, body });
+    }
+    output
+        .write_all(b"\n")
+        .and_then(|()| output.flush())
+        .map_err(Error::Output)
+}
+
+fn is_success(status: StatusCode) -> bool {
+    status.as_u16() <= 399 || status == StatusCode::NOT_FOUND
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::answers::serve;
+
+    fn flags(port: i32, path: &str) -> RequestFlags {
+        RequestFlags {
+            debug_port: port,
+            method: "POST".into(),
+            path: path.into(),
+            body: "hello".into(),
+            ignored: Vec::new(),
+        }
+    }
+
+    /// What `request` prints and the server sees, when the server answers `answer`.
+    async fn exchange(answer: &'static str) -> (Result<(), Error>, String, String) {
+        let (url, server) = serve(vec![answer]).await;
+        let target = Target::parse(&format!("{url}drain")).expect("an address");
+        let (mut output, flags) = (Vec::new(), flags(15000, "drain"));
+        let (result, seen) = tokio::join!(ask(&flags, &target, &mut output), server);
+        (
+            result,
+            String::from_utf8(output).expect("text"),
+            seen.concat(),
+        )
+    }
+
+    #[tokio::test]
+    async fn prints_the_body_and_a_line_feed() {
+        let (result, output, seen) =
+            exchange("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK").await;
+        result.expect("an answer");
+        assert_eq!(output, "OK\n");
+        assert!(seen.starts_with("POST /drain HTTP/1.1\r\n"), "{seen}");
+        assert!(seen.ends_with("\r\n\r\nhello"), "{seen}");
+    }
+
+    #[tokio::test]
+    async fn not_found_is_an_answer_and_other_failures_are_errors_with_their_body() {
+        let (result, output, _) =
+            exchange("HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\ngone").await;
+        result.expect("an answer");
+        assert_eq!(output, "gone\n");
+        let (result, output, _) =
+            exchange("HTTP/1.1 503 Busy\r\ncontent-length: 5\r\n\r\nlater").await;
+        let error = result.expect_err("a failure").to_string();
+        assert_eq!(error, "received unsuccessful status code 503: later");
+        assert_eq!(output, "");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_breaks_off_is_an_error() {
+        let (result, ..) = exchange("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nO").await;
+        assert!(matches!(
+            result,
+            Err(Error::Http(HttpError::Exchange { .. }))
+        ));
+    }
+
+    #[tokio::test]
+    async fn other_ports_and_impossible_paths_are_refused() {
+        let error = run(&flags(8080, "x"), &mut Vec::new())
+            .await
+            .expect_err("refused");
+        assert_eq!(
+            error.to_string(),
+            "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
+        );
+        let error = run(&flags(15000, "a b"), &mut Vec::new()).await;
+        assert!(matches!(error, Err(Error::Http(HttpError::Url { .. }))));
+    }
+}

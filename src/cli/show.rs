@@ -1,0 +1,58 @@
+//! The `config` and `bootstrap` commands: what the agent would run with, and start Envoy on.
+//!
+//! Both take the flags of `proxy`, so that they can stand in its place on a command line.
+//!
+//! Does not start the agent, and does not look at a running one.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::config::ConfigFlags;
+use super::{LogFlags, ProxyFlags};
+use crate::bootstrap::{platform, show};
+use crate::config::environment::Environment;
+use crate::config::{self, Unusable};
+use crate::lifecycle::BoxError;
+
+#[derive(Args, Clone, Debug)]
+pub struct BootstrapFlags {
+    #[command(flatten)]
+    pub proxy: ProxyFlags,
+    /// File the bootstrap goes to, instead of standard output.
+    #[arg(long)]
+    pub output: Option<PathBuf>,
+    /// Has Envoy check the bootstrap.
+    #[arg(long)]
+    pub validate: bool,
+}
+
+/// The effective configuration, and whether the agent would start with it.
+pub fn config(flags: &ConfigFlags, log: &LogFlags, environment: &Environment) -> (String, bool) {
+    let report = config::report::report(&flags.proxy, log, environment, ".".as_ref());
+    let text = match flags.output.as_str() {
+        "json" => format!("{:#}", report.json()),
+        _ => report.yaml().trim_end().to_owned(),
+    };
+    (text, report.is_usable())
+}
+
+/// The bootstrap as text, unless it went to a file.
+pub async fn bootstrap(
+    flags: &BootstrapFlags,
+    log: &LogFlags,
+    environment: &Environment,
+) -> Result<Option<String>, BoxError> {
+    let config = config::load(&flags.proxy, log, environment, ".".as_ref());
+    let mut config = config.map_err(Unusable)?;
+    config.bootstrap.node.platform = platform::discover(&config.platform).await;
+    let text = show::show(&config.bootstrap, flags.output.as_deref())?;
+    if flags.validate {
+        let Some(envoy) = config.envoy else {
+            return Err("without Envoy nobody can validate the bootstrap".into());
+        };
+        let over = envoy.command.override_json.as_deref();
+        show::validate(&config.bootstrap, &envoy.command.binary, over)?;
+    }
+    Ok(text)
+}

@@ -1,0 +1,196 @@
+//! Command lines.
+
+use super::*;
+use crate::config::pod::NodeType;
+
+fn typed(line: &str) -> Result<Typed, Refused> {
+    parse(line.split(' ').map(str::to_owned))
+}
+
+fn proxy(line: &str) -> (ProxyFlags, LogFlags, Vec<String>) {
+    let typed = typed(line).expect("the line is understood");
+    match typed.cli.command {
+        Some(Command::Proxy(flags)) => {
+            let unknown = typed.unknown_flags.iter().map(ToString::to_string);
+            (flags, typed.cli.log, unknown.collect())
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn understands_what_the_injector_passes() {
+    let (flags, log, unknown) = proxy(
+        "pilot-agent proxy sidecar --domain shop.svc.cluster.local --proxyLogLevel=warning \
+         --proxyComponentLogLevel=misc:error --log_output_level=default:info --log_as_json \
+         --stsPort=1 --concurrency 2",
+    );
+    assert_eq!(flags.kind, NodeType::Sidecar);
+    assert_eq!(flags.domain, "shop.svc.cluster.local");
+    assert_eq!(flags.proxy_component_log_level, "misc:error");
+    assert_eq!(flags.concurrency, 2);
+    assert_eq!(log.output_level, "default:info");
+    assert!(log.as_json);
+    assert!(unknown.is_empty());
+}
+
+#[test]
+fn an_unknown_flag_of_proxy_is_reported_and_never_costs_the_type() {
+    for (line, named) in [
+        ("pilot-agent proxy --old router", "--old"),
+        ("pilot-agent proxy router --old", "--old"),
+        ("pilot-agent proxy --old=1 router", "--old"),
+        (
+            "pilot-agent proxy --old value router",
+            "--old and the word behind it",
+        ),
+        ("pilot-agent --old proxy router", "--old"),
+        (
+            "pilot-agent --old value proxy router",
+            "--old and the word behind it",
+        ),
+        ("pilot-agent --log_target proxy proxy -x=1 router", "-x"),
+    ] {
+        let (flags, _, unknown) = proxy(line);
+        assert_eq!(flags.kind, NodeType::Router, "{line}");
+        assert_eq!(unknown, [named], "{line}");
+    }
+}
+
+#[test]
+fn refuses_with_one_sentence() {
+    for (line, sentence) in [
+        ("pilot-agent proxy gateway", "invalid proxy Type: gateway"),
+        (
+            "pilot-agent proxy ztunnel",
+            "proxy type ztunnel is not supported",
+        ),
+        ("pilot-agent proxy --concurrency x", "--concurrency"),
+        (
+            "pilot-agent frobnicate",
+            "unknown command \"frobnicate\" for \"pilot-agent\"",
+        ),
+        ("pilot-agent version --old", "unknown flag: --old"),
+        ("pilot-agent --old version", "unknown flag: --old"),
+        ("pilot-agent request GET proxy --old", "unknown flag: --old"),
+        ("pilot-agent request GET", "expected <PATH>"),
+        ("pilot-agent wait now", "unexpected word \"now\""),
+        (
+            "pilot-agent version -o xml",
+            "--output must be 'yaml' or 'json'",
+        ),
+        (
+            "pilot-agent completion csh",
+            "expected bash, zsh, fish or powershell",
+        ),
+    ] {
+        match typed(line) {
+            Err(Refused::Error(text)) => assert!(text.contains(sentence), "{text}"),
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn booleans_take_a_value_only_after_an_equals_sign() {
+    let (flags, ..) = proxy("pilot-agent proxy --profiling=false");
+    assert!(!flags.profiling);
+    let (flags, ..) = proxy("pilot-agent proxy --profiling router");
+    assert!(flags.profiling);
+    assert_eq!(flags.kind, NodeType::Router);
+}
+
+#[test]
+fn a_boolean_has_every_spelling_of_the_environment() {
+    for (text, value) in [("T", true), ("1", true), ("False", false), ("0", false)] {
+        let (_, log, _) = proxy(&format!("pilot-agent proxy --log_as_json={text}"));
+        assert_eq!(log.as_json, value, "{text}");
+    }
+    assert!(typed("pilot-agent proxy --log_as_json=yes").is_err());
+}
+
+#[test]
+fn a_flag_said_twice_has_its_last_value_and_targets_add_up() {
+    let (flags, log, _) = proxy(
+        "pilot-agent --log_target=stderr proxy --concurrency=1 --concurrency=2 \
+         --log_as_json --log_as_json=false --log_target=/tmp/x",
+    );
+    assert_eq!(flags.concurrency, 2);
+    assert!(!log.as_json);
+    assert!(
+        log.target.contains(&"/tmp/x".to_owned()),
+        "{:?}",
+        log.target
+    );
+    let (_, log, _) = proxy("pilot-agent proxy --log_target=stderr --log_target=/tmp/x");
+    assert_eq!(log.target, ["stderr", "/tmp/x"]);
+}
+
+#[test]
+fn flags_of_older_releases_still_start_the_agent() {
+    let (_, log, unknown) = proxy(
+        "pilot-agent proxy --log_rotate /x --log_rotate_max_age=30 --log_rotate_max_size 1 \
+         --log_rotate_max_backups 1 --vklog 4 --log_caller=all --log_stacktrace_level=sds:debug",
+    );
+    assert_eq!(unknown, [""; 0]);
+    log.options().expect("logging is set up");
+    let (_, log, _) = proxy("pilot-agent proxy --log_stacktrace_level=loud");
+    assert!(log.options().is_err());
+}
+
+#[test]
+fn help_is_there_for_the_program_and_each_command() {
+    for line in [
+        "pilot-agent --help",
+        "pilot-agent help",
+        "pilot-agent help wait",
+        "pilot-agent proxy --help",
+        "pilot-agent istio-iptables --help",
+    ] {
+        assert!(matches!(typed(line), Err(Refused::Help(_))), "{line}");
+    }
+    for line in [
+        "pilot-agent",
+        "pilot-agent --old",
+        "pilot-agent --old value",
+    ] {
+        assert!(
+            typed(line).expect("no command").cli.command.is_none(),
+            "{line}"
+        );
+    }
+    assert!(!help().contains("collateral"));
+}
+
+#[test]
+fn absent_commands_take_whatever_they_are_given() {
+    for line in [
+        "pilot-agent istio-iptables -p 15001 -z 15006 -x  -b * --run-validation --log_as_json",
+        "pilot-agent istio-iptables --cleanup-only proxy",
+        "pilot-agent istio-clean-iptables",
+        "pilot-agent collateral --man",
+    ] {
+        let command = typed(line).expect("words").cli.command;
+        let absent = [
+            matches!(command, Some(Command::Iptables(_))),
+            matches!(command, Some(Command::CleanIptables(_))),
+            matches!(command, Some(Command::Collateral(_))),
+        ];
+        assert!(absent.contains(&true), "{line}: {command:?}");
+    }
+}
+
+#[test]
+fn the_hooks_of_the_injector_are_understood() {
+    for line in [
+        "pilot-agent request --debug-port=15020 POST drain",
+        "pilot-agent request GET /stats?filter=x body more words",
+        "pilot-agent wait",
+        "pilot-agent wait --url=http://localhost:15020/healthz/ready --periodMillis 1",
+        "pilot-agent version -s -o yaml",
+        "pilot-agent version --short=false --output=json",
+        "pilot-agent completion fish",
+    ] {
+        typed(line).expect(line);
+    }
+}

@@ -1,0 +1,165 @@
+//! The `wait` command: returns when Envoy is ready, or when its patience ends.
+//!
+//! Asks at once, and on this machine far more often than the period, which stays the longest pause:
+//! a pod's other containers start that much earlier. The pause is a tenth of the time waited so far.
+//!
+//! Does not know what readiness means: status 200 does.
+
+use std::time::Duration;
+
+use clap::Args;
+use http::{Method, StatusCode};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::http::{Error as HttpError, Target};
+use super::with_causes;
+
+/// Bounds of the pause on this machine: asking costs Envoy next to nothing, but not nothing.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_LOCAL_PAUSE: Duration = Duration::from_millis(100);
+
+#[derive(Args, Clone, Debug)]
+pub struct WaitFlags {
+    /// Seconds until waiting ends in an error.
+    #[arg(long = "timeoutSeconds", default_value_t = 60)]
+    timeout_seconds: u32,
+    /// Milliseconds one answer may take; 0 is without limit.
+    #[arg(long = "requestTimeoutMillis", default_value_t = 500)]
+    request_timeout_millis: u32,
+    /// Longest pause between two requests, in milliseconds.
+    #[arg(long = "periodMillis", default_value_t = 500)]
+    period_millis: u32,
+    /// What to ask.
+    #[arg(long, default_value = "http://localhost:15021/healthz/ready")]
+    url: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("timeout waiting for Envoy proxy to become ready. Last error: {last}")]
+    NotReady { last: String },
+    #[error("--url cannot be used")]
+    Url(#[from] HttpError),
+}
+
+/// Returns when the answer is 200.
+pub async fn run(flags: &WaitFlags) -> Result<(), Error> {
+    let target = Target::parse(&flags.url)?;
+    let mut last = "no answer yet".to_owned();
+    let budget = Duration::from_secs(flags.timeout_seconds.into());
+    let ready = timeout(budget, until_ready(flags, &target, &mut last)).await;
+    ready.map_err(|_| Error::NotReady { last })?;
+    tracing::info!("Envoy is ready!");
+    Ok(())
+}
+
+async fn until_ready(flags: &WaitFlags, target: &Target, last: &mut String) {
+    let since = Instant::now();
+    loop {
+        match attempt(flags, target).await {
+            Ok(()) => return,
+            Err(error) => {
+                tracing::debug!("Not ready yet: {error}");
+                *last = error;
+            }
+        }
+        sleep(pause(flags, target.is_local(), since.elapsed())).await;
+    }
+}
+
+async fn attempt(flags: &WaitFlags, target: &Target) -> Result<(), String> {
+    let limit = Duration::from_millis(flags.request_timeout_millis.into());
+    let answer = target.ask(Method::GET, String::new(), |_, _| Ok(()));
+    let answer = if limit.is_zero() {
+        answer.await
+    } else {
+        timeout(limit, answer)
+            .await
+            .map_err(|_| format!("no answer within {limit:?}"))?
+    };
+    match answer {
+        Ok(StatusCode::OK) => Ok(()),
+        Ok(status) => Err(format!("HTTP status code {}", status.as_u16())),
+        Err(error) => Err(with_causes(&error)),
+    }
+}
+
+fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
+    let period = Duration::from_millis(flags.period_millis.into()).max(SHORTEST_PAUSE);
+    if !local {
+        return period;
+    }
+    (waited / 10)
+        .clamp(SHORTEST_PAUSE, LONGEST_LOCAL_PAUSE)
+        .min(period)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::answers::serve;
+
+    const BUSY: &str = "HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n";
+    const READY: &str = "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n";
+
+    fn flags(url: String) -> WaitFlags {
+        WaitFlags {
+            timeout_seconds: 5,
+            request_timeout_millis: 500,
+            period_millis: 500,
+            url,
+        }
+    }
+
+    #[tokio::test]
+    async fn asks_until_the_answer_is_ready() {
+        let (url, server) = serve(vec![BUSY, BUSY, READY]).await;
+        let flags = flags(url);
+        let (ready, seen) = tokio::join!(run(&flags), server);
+        ready.expect("ready");
+        assert_eq!(seen.len(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn gives_up_in_time_with_the_last_error() {
+        // Port 1 is reserved; nobody listens.
+        let flags = flags("http://127.0.0.1:1/".into());
+        let started = Instant::now();
+        let error = run(&flags).await.expect_err("never ready").to_string();
+        assert!(
+            error.starts_with(
+                "timeout waiting for Envoy proxy to become ready. Last error: cannot connect to \
+             127.0.0.1:1: "
+            ),
+            "{error}"
+        );
+        assert_eq!(started.elapsed().as_secs(), 5);
+    }
+
+    #[test]
+    fn pauses_grow_and_never_exceed_the_period() {
+        let flags = flags(String::new());
+        for (local, waited, expected) in [
+            (true, 0, 10),
+            (true, 500, 50),
+            (true, 60_000, 100),
+            (false, 0, 500),
+        ] {
+            let pause = pause(&flags, local, Duration::from_millis(waited));
+            assert_eq!(pause, Duration::from_millis(expected), "{local} {waited}");
+        }
+        let hasty = WaitFlags {
+            period_millis: 20,
+            ..flags
+        };
+        assert_eq!(pause(&hasty, true, Duration::from_secs(9)).as_millis(), 20);
+    }
+
+    #[tokio::test]
+    async fn an_address_that_cannot_be_asked_is_an_error_at_once() {
+        let error = run(&flags("https://localhost/".into()))
+            .await
+            .expect_err("refused");
+        assert!(matches!(error, Error::Url(_)));
+    }
+}

@@ -1,0 +1,135 @@
+//! Variables of pilot-agent this agent knows without reading them by name.
+//!
+//! Families are read by their prefix. The rest have no effect, for good or so far: a row says which
+//! and why. Whoever starts to read one moves its row to the table of [`super`].
+//!
+//! Does not list variables of traffic capture, which only `istio-iptables` reads.
+
+use super::Counterpart::Same;
+use super::Row;
+use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
+
+const STATUS: State = NotYet("status port");
+const CERTIFICATES: State = NotYet("certificates in files");
+const CONNECTION: State = NotYet("connection to istiod");
+const BOOTSTRAP: State = NotYet("Envoy's bootstrap");
+const DNS: State = NotYet("DNS proxy");
+const WASM: State = NotYet("Wasm modules");
+const PLATFORM: State = NotYet("platform discovery");
+const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
+const GO: State = WithoutEffect("there is no Go runtime here");
+
+const fn row(
+    name: &'static str,
+    kind: &'static str,
+    default: &'static str,
+    help: &'static str,
+    state: State,
+) -> Row {
+    Row {
+        name,
+        kind,
+        default,
+        help,
+        counterpart: Same,
+        state,
+    }
+}
+
+#[rustfmt::skip]
+pub(super) const OTHERS: &[Row] = &[
+    // Families.
+    row("ISTIO_META_<KEY>", "string", "", "Member KEY of the node's metadata.", Honoured),
+    row("ISTIO_METAJSON_<ANY>", "JSON", "", "An object whose members join the node's metadata; those of LABELS are labels.", Honoured),
+    row("XDS_HEADER_<NAME>", "string", "", "A further header of discovery calls.", Honoured),
+    row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
+
+    // Identity and configuration.
+    row("HOST_IP", "string", "", "Replaces $(HOST_IP) in addresses of collectors.", WithoutEffect("collectors are not part of the bootstrap yet")),
+    row("KUBERNETES_SERVICE_HOST", "string", "", "Set by Kubernetes.", WithoutEffect("it picks the mode of certificate files and a Google platform's name, neither of which exists here yet")),
+
+    // Connection, certificate authority, certificates.
+    row("CA_PROVIDER", "string", "Citadel", "Kind of certificate authority.", CERTIFICATES),
+    row("FILE_MOUNTED_CERTS", "bool", "false", "Takes certificates from files instead of an authority.", CERTIFICATES),
+    row("OUTPUT_CERTS", "string", "", "Directory certificates are written to.", CERTIFICATES),
+    row("PKCS8_KEY", "bool", "false", "Encodes keys as PKCS #8.", WithoutEffect("keys are always PKCS #8")),
+    row("FILE_DEBOUNCE_DURATION", "duration", "100ms", "Rest after the change of a certificate file.", CERTIFICATES),
+    row("PILOT_ENABLE_CA_CRL", "bool", "true", "Hands Envoy the revocation list beside the roots.", CERTIFICATES),
+    row("CREDENTIAL_FETCHER_TYPE", "string", "JWT", "Where tokens come from.", CONNECTION),
+    row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
+    row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),
+    row("PROXY_CONFIG_XDS_AGENT", "bool", "false", "Takes further roots from istiod's ProxyConfig.", CONNECTION),
+    row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
+    row("COMPLIANCE_POLICY", "string", "", "Limits TLS: fips-140-2, fips-140-3 or pqc.", CONNECTION),
+
+    // Envoy.
+    row("ENVOY_SECURE_METRICS_PORT", "int", "0", "Port of a metrics listener with mTLS.", BOOTSTRAP),
+    row("ENVOY_SECURE_MERGED_METRICS_PORT", "int", "0", "Port of a listener of merged metrics with mTLS.", BOOTSTRAP),
+    row("ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL", "bool", "false", "The health listener takes the PROXY protocol.", BOOTSTRAP),
+    row("ISTIO_ENVOY_ENABLE_CORE_DUMP", "bool", "false", "Lets Envoy dump core.", BOOTSTRAP),
+    row("ISTIO_BOOTSTRAP_OVERRIDE", "string", "", "File merged over the bootstrap.", BOOTSTRAP),
+    row("HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED", "bool", "true", "Envoy cuts fragments off paths.", BOOTSTRAP),
+    row("ISTIO_DUAL_STACK", "bool", "false", "Listeners of both address families.", BOOTSTRAP),
+    row("PEER_METADATA_DISCOVERY", "bool", "", "Loads Envoy's extension that finds peers' metadata.", BOOTSTRAP),
+    row("GRPC_XDS_BOOTSTRAP", "string", "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of proxyless gRPC is written.", NotYet("proxyless gRPC")),
+    row("MINIMUM_DRAIN_DURATION", "duration", "5s", "Shortest drain when it ends with the connections.", NotYet("end of Envoy")),
+    row("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "bool", "false", "The drain ends with the last connection.", NotYet("end of Envoy")),
+    row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", BOOTSTRAP),
+
+    // DNS.
+    row("ISTIO_META_DNS_CAPTURE", "bool", "false", "Answers DNS in sidecars; node metadata too, which works.", DNS),
+    row("ISTIO_META_ENABLE_DNS_SERVER", "bool", "false", "Answers DNS in nodes of any type.", DNS),
+    row("DNS_PROXY_ADDR", "string", "localhost:15053", "Where DNS is answered.", DNS),
+    row("DNS_FORWARD_PARALLEL", "bool", "false", "Asks all resolvers at once.", DNS),
+    row("DNS_FORWARD_TIMEOUT", "duration", "5s", "How long a resolver may take.", DNS),
+
+    // Status port.
+    row("ISTIO_KUBE_APP_PROBERS", "JSON", "", "Probes of the application, taken over by the agent.", STATUS),
+    row("ISTIO_PROMETHEUS_ANNOTATIONS", "JSON", "", "Where the application has its metrics.", STATUS),
+    row("ISTIO_ENABLE_HTTP2_PROBING", "bool", "true", "Probes may speak HTTP/2.", STATUS),
+    row("REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION", "bool", "false", "Probes go to localhost instead of the pod's address.", STATUS),
+    row("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", "bool", "false", "Probes keep their connections.", STATUS),
+    row("METRICS_LOCALHOST_ACCESS_ONLY", "bool", "false", "Metrics for callers on this machine only.", STATUS),
+    row("PILOT_AGENT_MERGE_ENVOY_STATS", "bool", "true", "Envoy's metrics join those of the application.", STATUS),
+    row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
+
+    // Wasm.
+    row("ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION", "bool", "true", "Fetches Wasm modules for Envoy.", WASM),
+    row("WASM_INSECURE_REGISTRIES", "list", "", "Registries that need no certificate.", WASM),
+    row("WASM_MODULE_EXPIRY", "duration", "24h", "Unused modules older than this are removed.", WASM),
+    row("WASM_PURGE_INTERVAL", "duration", "1h", "Pause between removals.", WASM),
+    row("WASM_HTTP_REQUEST_TIMEOUT", "duration", "15s", "How long a module's server may take.", WASM),
+    row("WASM_HTTP_REQUEST_MAX_RETRIES", "int", "5", "Attempts to fetch a module.", WASM),
+    row("ISTIO_WASM_MAX_BINARY_SIZE_BYTES", "int", "268435456", "Largest module.", WASM),
+    row("BLOCKED_CIDRS_IN_WASM_FETCH", "list", "", "Networks modules are never fetched from.", WASM),
+    row("DOCKER_CONFIG", "string", "", "Directory of registry credentials.", WASM),
+
+    // Platform.
+    row("CLOUD_PLATFORM", "string", "", "Platform: aws, azure, gcp or none.", PLATFORM),
+    row("GCP_METADATA", "string", "", "Google project, its number, cluster and zone, joined by |.", PLATFORM),
+    row("GCP_QUOTA_PROJECT", "string", "", "Google project that pays.", PLATFORM),
+    row("GCP_ZONE", "string", "", "Google zone.", PLATFORM),
+    row("GCE_METADATA_HOST", "string", "", "Address of Google's metadata server.", PLATFORM),
+    row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", PLATFORM),
+
+    // Linked into pilot-agent, and idle there.
+    row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
+    row("XDS_AUTH", "bool", "true", "Whether istiod checks who asks.", UNUSED),
+    row("XDS_AUTH_PLAINTEXT", "bool", "false", "The same without TLS.", UNUSED),
+    row("CLUSTER_ID", "string", "Kubernetes", "Name of istiod's cluster.", UNUSED),
+    row("ENABLE_VTPROTOBUF", "bool", "true", "Encoding in istiod.", UNUSED),
+    row("RESOLVE_HOSTNAME_GATEWAYS", "bool", "true", "Resolution in istiod.", UNUSED),
+    row("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS", "bool", "false", "Ends pilot-agent where it contradicts itself.", Refused("a running sidecar is worth more than an assertion")),
+    row("PILOT_<ANY>", "string", "", "Settings of istiod, but for those named here.", UNUSED),
+
+    // Libraries and runtime.
+    row("GOMEMLIMIT", "string", "", "Memory limit of Go.", GO),
+    row("GODEBUG", "string", "", "Debugging of Go.", GO),
+    row("GOMAXPROCS", "int", "", "Threads of Go.", GO),
+    row("HTTP_PROXY", "string", "", "Proxy for outgoing connections.", CONNECTION),
+    row("HTTPS_PROXY", "string", "", "Proxy for outgoing connections with TLS.", CONNECTION),
+    row("NO_PROXY", "string", "", "Hosts reached without a proxy.", WithoutEffect("everything is reached without one")),
+    row("SSL_CERT_FILE", "string", "/etc/ssl/certs/ca-certificates.crt", "File of the system's roots.", CONNECTION),
+    row("SSL_CERT_DIR", "string", "", "Directory of the system's roots.", CONNECTION),
+    row("GRPC_GO_LOG_<ANY>", "string", "", "Logging of Go's gRPC library.", GO),
+];

@@ -1,0 +1,88 @@
+//! The README's list of variables is the table.
+
+use std::fs;
+
+use super::*;
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
+const BEGIN: &str = "<!-- settings: begin -->\n";
+const END: &str = "<!-- settings: end -->\n";
+
+#[test]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how whoever runs the test asks for an update"
+)]
+fn the_readme_lists_every_variable_as_it_is() {
+    let readme = fs::read_to_string(FILE).expect("README.md");
+    let (head, rest) = readme.split_once(BEGIN).expect("where the list begins");
+    let (list, tail) = rest.split_once(END).expect("where the list ends");
+    let expected = list_of_variables();
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        let updated = format!("{head}{BEGIN}{expected}{END}{tail}");
+        fs::write(FILE, updated).expect("written");
+    } else {
+        assert!(
+            list == expected,
+            "README.md is out of date: run this test with UPDATE_GOLDEN=1"
+        );
+    }
+}
+
+fn list_of_variables() -> String {
+    let mut text = String::from("\nRead:\n\n");
+    text += &table(
+        "meaning",
+        |row| matches!(row.state, State::Honoured),
+        |_| None,
+    );
+    text += "\nNot yet; one that is set is named in the log:\n\n";
+    text += &table(
+        "part of",
+        |row| matches!(row.state, State::NotYet(_)),
+        |state| match state {
+            State::NotYet(area) => Some(area),
+            _ => None,
+        },
+    );
+    text += "\nRefused, or taken without effect:\n\n";
+    let rest = |row: &Row| matches!(row.state, State::Refused(_) | State::WithoutEffect(_));
+    text += &table("why", rest, |state| match state {
+        State::Refused(why) | State::WithoutEffect(why) => Some(why),
+        _ => None,
+    });
+    text + "\n"
+}
+
+/// The rows that are `wanted`, with what `last` takes from their state in a column of its own.
+fn table(
+    heading: &str,
+    wanted: fn(&Row) -> bool,
+    last: fn(State) -> Option<&'static str>,
+) -> String {
+    let extra = heading != "meaning";
+    let mut text = String::from("| variable | type | default | meaning |");
+    text += &if extra {
+        format!(" {heading} |\n")
+    } else {
+        "\n".to_owned()
+    };
+    text += if extra {
+        "|---|---|---|---|---|\n"
+    } else {
+        "|---|---|---|---|\n"
+    };
+    for row in rows().filter(|row| wanted(row)) {
+        let default = match (row.default, row.counterpart) {
+            ("", Same) => String::new(),
+            ("", Differs(there)) => format!("(pilot-agent: `{there}`)"),
+            (own, Same) => format!("`{own}`"),
+            (own, Differs(there)) => format!("`{own}` (pilot-agent: `{there}`)"),
+        };
+        let help = row.help.replace('|', "\\|");
+        text += &format!("| `{}` | {} | {default} | {help} |", row.name, row.kind);
+        text += &last(row.state).map_or_else(String::new, |last| format!(" {last} |"));
+        text.push('\n');
+    }
+    text
+}

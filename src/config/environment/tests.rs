@@ -1,0 +1,101 @@
+//! Reading variables, and the table.
+
+use super::*;
+
+fn read<T>(variable: &Variable<T>, value: Option<&str>) -> (T, usize) {
+    let env: Environment = value.map(|v| (variable.name, v)).into_iter().collect();
+    let mut warnings = Vec::new();
+    (env.get(variable, &mut warnings), warnings.len())
+}
+
+#[test]
+fn every_default_is_of_its_variables_type() {
+    for row in rows() {
+        let is_read = TABLE.iter().any(|read| read.name == row.name);
+        let good = match row.kind {
+            "string" | "JSON" | "list" => true,
+            _ if row.default.is_empty() => !is_read,
+            "bool" => bool::parse(row.default).is_some(),
+            "int" => u32::parse(row.default).is_some(),
+            "port" => u16::parse(row.default).is_some(),
+            "float" => f64::parse(row.default).is_some(),
+            "duration" => Duration::parse(row.default).is_some(),
+            _ => false,
+        };
+        assert!(good, "{}", row.name);
+    }
+}
+
+#[test]
+fn an_empty_string_is_a_value_for_text_and_a_warning_for_the_rest() {
+    assert_eq!(read(&TRUST_DOMAIN, Some("")), (String::new(), 0));
+    assert_eq!(read(&TRUST_DOMAIN, None), ("cluster.local".into(), 0));
+    assert_eq!(read(&ISTIO_DELTA_XDS, Some("")), (true, 1));
+    assert_eq!(read(&ISTIO_CPU_LIMIT, Some("")), (0, 1));
+}
+
+#[test]
+fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
+    assert_eq!(read(&ISTIO_DELTA_XDS, Some("no")), (true, 1));
+    assert_eq!(read(&ISTIO_DELTA_XDS, Some("F")), (false, 0));
+    assert_eq!(read(&ENVOY_STATUS_PORT, Some("70000")), (15021, 1));
+    let day = Duration::from_secs(86_400);
+    assert_eq!(read(&SECRET_TTL, Some("24")), (day, 1));
+    assert_eq!(read(&SECRET_TTL, Some("1m")), (Duration::from_secs(60), 0));
+    assert_eq!(read(&SECRET_GRACE_PERIOD_RATIO, Some("NaN")), (0.5, 1));
+}
+
+#[test]
+fn a_prefix_is_cut_off_and_must_leave_a_name() {
+    let env: Environment = [
+        ("XDS_HEADER_a", "b=c"),
+        ("XDS_HEADER_", "x"),
+        ("OTHER", "y"),
+    ]
+    .into_iter()
+    .collect();
+    let found: Vec<_> = env.with_prefix("XDS_HEADER_").collect();
+    assert_eq!(found, [("a", "b=c")]);
+}
+
+#[test]
+fn no_variable_has_two_rows() {
+    let mut names: Vec<_> = rows().map(|row| row.name).collect();
+    names.sort_unstable();
+    let count = names.len();
+    names.dedup();
+    assert_eq!(names.len(), count, "one of them is listed twice: {names:?}");
+}
+
+#[test]
+fn what_asks_for_more_than_there_is_is_named() {
+    let env: Environment = [
+        ("POD_NAME", "cart-0"),
+        ("ISTIO_META_DNS_CAPTURE", "true"),
+        ("DNS_FORWARD_TIMEOUT", "5000ms"),
+        ("DNS_FORWARD_PARALLEL", "F"),
+        ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
+        ("OUTPUT_CERTS", ""),
+        ("GOMEMLIMIT", "1GiB"),
+        ("ISTIO_ENABLE_HTTP2_PROBING", "false"),
+        ("SOMETHING_ELSE", "true"),
+    ]
+    .into_iter()
+    .collect();
+    assert_eq!(
+        env.not_yet(),
+        ["ISTIO_META_DNS_CAPTURE", "ISTIO_ENABLE_HTTP2_PROBING"]
+    );
+}
+
+#[test]
+fn the_help_of_proxy_names_every_variable_and_what_becomes_of_it() {
+    let text = reference();
+    for line in [
+        "  POD_NAME (string, default \"\")\n",
+        "  ISTIO_BOOTSTRAP (string, default \"\") [refused: this agent writes the bootstrap itself]\n",
+        "  DNS_FORWARD_TIMEOUT (duration, default \"5s\") [not yet: DNS proxy]\n",
+    ] {
+        assert!(text.contains(line), "{line}");
+    }
+}

@@ -1,0 +1,145 @@
+//! Scopes and their levels.
+//!
+//! A tracing target that is the name of a scope belongs to it, one inside this crate to scope
+//! `default`, and any other to scope `grpc`, that of libraries.
+//!
+//! Does not write anything.
+
+use std::collections::BTreeMap;
+
+use tracing::level_filters::LevelFilter;
+
+use super::Error;
+
+/// Scope of lines that name none.
+pub(super) const DEFAULT: &str = "default";
+/// Scope of libraries.
+const LIBRARIES: &str = "grpc";
+
+const SCOPES: &[&str] = &[
+    "ads",
+    "ca",
+    "cache",
+    "citadelclient",
+    "default",
+    "dns",
+    "gcecred",
+    "grpc",
+    "healthcheck",
+    "klog",
+    "mockcred",
+    "monitoring",
+    "probes",
+    "sds",
+    "security",
+    "spiffe",
+    "validation",
+    "wasm",
+    "xdsproxy",
+];
+
+/// The level of each scope.
+#[derive(Clone, Debug)]
+pub(super) struct Levels(BTreeMap<&'static str, LevelFilter>);
+
+impl Default for Levels {
+    fn default() -> Self {
+        let mut levels: BTreeMap<_, _> = SCOPES.iter().map(|s| (*s, LevelFilter::INFO)).collect();
+        levels.insert(LIBRARIES, LevelFilter::OFF);
+        Self(levels)
+    }
+}
+
+impl Levels {
+    /// Later entries win, and those of the flag come after the defaults. Unknown scopes are ignored.
+    pub(super) fn parse(flag: &str) -> Result<Self, Error> {
+        let Self(mut levels) = Self::default();
+        for entry in flag
+            .split(',')
+            .map(str::trim)
+            .filter(|entry| !entry.is_empty())
+        {
+            let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
+            let level = level(word).ok_or_else(|| Error::Level {
+                found: entry.to_owned(),
+            })?;
+            for (name, current) in &mut levels {
+                if *name == scope || scope == "all" {
+                    *current = level;
+                }
+            }
+        }
+        Ok(Self(levels))
+    }
+
+    pub(super) fn of(&self, scope: &str) -> LevelFilter {
+        self.0.get(scope).copied().unwrap_or(LevelFilter::OFF)
+    }
+
+    pub(super) fn most_verbose(&self) -> LevelFilter {
+        self.0.values().max().copied().unwrap_or(LevelFilter::OFF)
+    }
+}
+
+fn level(word: &str) -> Option<LevelFilter> {
+    Some(match word {
+        "debug" => LevelFilter::DEBUG,
+        "info" => LevelFilter::INFO,
+        "warn" => LevelFilter::WARN,
+        "error" => LevelFilter::ERROR,
+        // No line has this level here: what is fatal is an error and the end of the program.
+        "fatal" | "none" => LevelFilter::OFF,
+        _ => return None,
+    })
+}
+
+pub(super) fn scope_of(target: &str) -> &'static str {
+    let ours = ["istio_agent", "pilot_agent"];
+    if ours.contains(&target.split("::").next().unwrap_or(target)) {
+        return DEFAULT;
+    }
+    SCOPES
+        .iter()
+        .find(|scope| **scope == target)
+        .copied()
+        .unwrap_or(LIBRARIES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_are_per_scope_and_later_ones_win() {
+        for (flag, scope, expected) in [
+            ("", "default", LevelFilter::INFO),
+            ("", "grpc", LevelFilter::OFF),
+            ("debug", "default", LevelFilter::DEBUG),
+            ("debug", "sds", LevelFilter::INFO),
+            ("debug", "grpc", LevelFilter::OFF),
+            ("sds:debug,all:warn", "sds", LevelFilter::WARN),
+            ("default:warn,sds:debug", "sds", LevelFilter::DEBUG),
+            ("all:error", "grpc", LevelFilter::ERROR),
+            ("unheard:debug", "default", LevelFilter::INFO),
+        ] {
+            let levels = Levels::parse(flag).expect("the flag is good");
+            assert_eq!(levels.of(scope), expected, "{flag} {scope}");
+        }
+        for flag in ["loud", "sds:loud", "a:b:info"] {
+            assert!(Levels::parse(flag).is_err(), "{flag}");
+        }
+    }
+
+    #[test]
+    fn libraries_share_the_scope_grpc() {
+        for (target, scope) in [
+            ("istio_agent::envoy", "default"),
+            ("pilot_agent", "default"),
+            ("xdsproxy", "xdsproxy"),
+            ("h2::codec", "grpc"),
+            ("rustls", "grpc"),
+        ] {
+            assert_eq!(scope_of(target), scope);
+        }
+    }
+}
