@@ -4,11 +4,11 @@
 //! Does not hold logic, and opens nothing before the configuration is known to be good.
 
 use istio_agent::cli::{
-    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, version,
+    self, BootstrapFlags, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, version,
 };
 use istio_agent::config::{self, environment::Environment};
 use istio_agent::lifecycle::BoxError;
-use istio_agent::{agent, logging};
+use istio_agent::{agent, bootstrap, logging};
 
 fn main() -> std::process::ExitCode {
     let code = match cli::parse(std::env::args()) {
@@ -24,6 +24,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     match command {
         None => Ok(print(&cli::help())),
         Some(Command::Version(flags)) => Ok(print(&version::text(&flags))),
+        Some(Command::Bootstrap(flags)) => show_bootstrap(&flags, &log),
         Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
     }
 }
@@ -39,6 +40,26 @@ fn proxy(flags: &ProxyFlags, log: &LogFlags, unknown: &[String]) -> Result<ExitC
         .enable_all()
         .build()?;
     runtime.block_on(agent::run(config))
+}
+
+fn show_bootstrap(flags: &BootstrapFlags, log: &LogFlags) -> Result<ExitCode, BoxError> {
+    let environment = Environment::of_process();
+    let mut config =
+        config::load(&flags.proxy, log, &environment, ".".as_ref()).map_err(config::Unusable)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let platform = bootstrap::platform::discover(&config.platform);
+    config.bootstrap.node.platform = runtime.block_on(platform);
+    let text = bootstrap::show::show(&config.bootstrap, flags.output.as_deref())?;
+    if flags.validate {
+        let envoy = config
+            .envoy
+            .ok_or("without Envoy nobody can validate the bootstrap")?;
+        let over = envoy.command.override_json.as_deref();
+        bootstrap::show::validate(&config.bootstrap, &envoy.command.binary, over)?;
+    }
+    Ok(text.map_or(ExitCode::Success, |text| print(&text)))
 }
 
 fn print(text: &str) -> ExitCode {

@@ -32,6 +32,8 @@ pub enum Command {
     /// Runs the agent and Envoy.
     #[command(after_help = environment::reference())]
     Proxy(ProxyFlags),
+    /// Prints the bootstrap Envoy would be started with, and starts nothing.
+    Bootstrap(BootstrapFlags),
     /// Prints build information.
     Version(version::VersionFlags),
 }
@@ -66,7 +68,7 @@ pub struct LogFlags {
 
 #[derive(Args, Clone, Debug)]
 pub struct ProxyFlags {
-    /// Kind of node: sidecar or router.
+    /// Kind of node: sidecar, router or waypoint.
     #[arg(value_name = "TYPE", default_value = "sidecar", value_parser = node_type)]
     pub kind: NodeType,
     /// Further words, which pilot-agent ignores too.
@@ -106,6 +108,18 @@ pub struct ProxyFlags {
     #[arg(long, num_args = 0..=1, require_equals = true, default_value = "true",
           default_missing_value = "true", action = clap::ArgAction::Set)]
     pub profiling: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct BootstrapFlags {
+    #[command(flatten)]
+    pub proxy: ProxyFlags,
+    /// File the bootstrap goes to, instead of standard output.
+    #[arg(long)]
+    pub output: Option<PathBuf>,
+    /// Has Envoy check the bootstrap.
+    #[arg(long)]
+    pub validate: bool,
 }
 
 /// What was typed, with the flags of `proxy` nobody knows taken out.
@@ -180,7 +194,8 @@ fn node_type(text: &str) -> Result<NodeType, String> {
     match text {
         "sidecar" => Ok(NodeType::Sidecar),
         "router" => Ok(NodeType::Router),
-        "waypoint" | "ztunnel" | "agentgateway" => {
+        "waypoint" => Ok(NodeType::Waypoint),
+        "ztunnel" | "agentgateway" => {
             Err(format!("proxy type {text} is not supported by this agent"))
         }
         _ => Err(format!("invalid proxy Type: {text}")),

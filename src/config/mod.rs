@@ -11,9 +11,12 @@ mod control_plane;
 pub mod duration;
 pub mod environment;
 mod envoy;
+pub mod interfaces;
 mod members;
 pub mod mesh;
+mod node;
 pub mod pod;
+mod stats;
 mod workload;
 
 use std::fmt;
@@ -25,6 +28,7 @@ use serde_json::json;
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod};
 use environment::Environment;
+use interfaces::Interface;
 use mesh::ProxyConfig;
 use pod::Pairs;
 pub use workload::{KeyChoice, SecretsParameters};
@@ -45,6 +49,10 @@ pub struct Config {
     /// Where Envoy asks for secrets.
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
+    /// The bootstrap of gRPC applications.
+    pub grpc: Option<bootstrap::grpc::Config>,
+    /// The cloud to ask where this is.
+    pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     /// Only logged: there is one kind of token.
@@ -110,7 +118,18 @@ pub fn load(
     env: &Environment,
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
-    let mut sources = Sources::read(flags, env, root);
+    load_with(flags, log, env, root, interfaces::of_this_machine())
+}
+
+/// Reads the configuration of a machine with these interfaces.
+pub(crate) fn load_with(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    env: &Environment,
+    root: &Path,
+    interfaces: std::io::Result<Vec<Interface>>,
+) -> Result<Config, Vec<Problem>> {
+    let mut sources = Sources::read(flags, env, root, interfaces);
     sources.refuse_templates();
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
@@ -118,6 +137,8 @@ pub fn load(
     let secrets = sources.secrets();
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
+    let grpc = sources.grpc(&xds_socket);
+    let platform = sources.platform();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -133,6 +154,8 @@ pub fn load(
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         sds_socket,
         bootstrap,
+        grpc,
+        platform,
         envoy,
         jwt_policy,
         cluster_id,
@@ -171,7 +194,12 @@ impl Config {
 }
 
 impl<'a> Sources<'a> {
-    fn read(flags: &'a ProxyFlags, env: &'a Environment, root: &'a Path) -> Self {
+    fn read(
+        flags: &'a ProxyFlags,
+        env: &'a Environment,
+        root: &'a Path,
+        interfaces: std::io::Result<Vec<Interface>>,
+    ) -> Self {
         let (mut problems, mut warnings) = (Vec::new(), Vec::new());
         let pod_file = |name: &str| root.join("./etc/istio/pod").join(name);
         let labels = pod::read_pairs(&pod_file("labels"), &mut warnings);
@@ -183,6 +211,23 @@ impl<'a> Sources<'a> {
             mesh.status_port = None;
         }
         let instance_ip = env.get(&environment::INSTANCE_IP, &mut warnings);
+        let interfaces = interfaces.unwrap_or_else(|error| {
+            warnings.push(Problem {
+                subject: "network interfaces".to_owned(),
+                found: error.to_string(),
+                expected: "a list of them, going on without".to_owned(),
+            });
+            Vec::new()
+        });
+        let excluded = annotations
+            .get(pod::EXCLUDED_INTERFACES)
+            .map(String::as_str);
+        let excluded = excluded
+            .unwrap_or_default()
+            .split(',')
+            .filter(|name| !name.is_empty());
+        let excluded: Vec<_> = excluded.map(str::to_owned).collect();
+        let excluded: Vec<_> = excluded.iter().map(String::as_str).collect();
         Self {
             flags,
             env,
@@ -190,7 +235,7 @@ impl<'a> Sources<'a> {
             mesh,
             labels,
             annotations,
-            addresses: pod::addresses(&instance_ip, &mut warnings),
+            addresses: pod::addresses(&instance_ip, &interfaces, &excluded, &mut warnings),
             namespace: env.get(&environment::POD_NAMESPACE, &mut warnings),
             problems,
             warnings,
