@@ -46,6 +46,7 @@ pub fn validate(
     let written = write(&config)?;
     let status = Command::new(binary)
         .args(["--mode", "validate", "--allow-unknown-static-fields"])
+        .args(["--skip-deprecated-logs", "-l", "warning"])
         .arg("-c")
         .arg(config.file())
         .args(
@@ -54,6 +55,8 @@ pub fn validate(
                 .flat_map(|json| ["--config-yaml", json]),
         )
         .stdin(Stdio::null())
+        // Standard output is the bootstrap's.
+        .stdout(std::io::stderr())
         .status();
     drop(written);
     fs::remove_dir(&config.directory)

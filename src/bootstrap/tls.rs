@@ -114,29 +114,23 @@ fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
     }
 }
 
-/// Envoy takes roots by SDS only together with a secret to ask for, so without one the roots are
-/// the system's.
+/// Envoy takes expected names only together with roots, so without any these are the system's.
 fn validation(settings: &TlsSettings, roots: Option<Value>) -> (&'static str, Value) {
+    if roots.is_none() && settings.insecure_skip_verify {
+        return ("validation_context", json!({}));
+    }
     let names = settings.subject_alt_names.iter();
     let names: Vec<_> = names.map(|name| json!({ "exact": name })).collect();
     let mut expected = Map::new();
     if !names.is_empty() {
         expected.insert("match_subject_alt_names".to_owned(), json!(names));
     }
-    match roots {
-        Some(roots) => (
-            "combined_validation_context",
-            json!({
-                "default_validation_context": expected,
-                "validation_context_sds_secret_config": roots,
-            }),
-        ),
-        None if settings.insecure_skip_verify => ("validation_context", json!({})),
-        None => {
-            expected.insert("system_root_certs".to_owned(), json!({}));
-            ("validation_context", expected.into())
-        }
-    }
+    let combined = json!({
+        "default_validation_context": expected,
+        "validation_context_sds_secret_config":
+            roots.unwrap_or_else(|| from_sds("file-root:system")),
+    });
+    ("combined_validation_context", combined)
 }
 
 fn from_sds(name: &str) -> Value {
@@ -211,19 +205,18 @@ mod tests {
     #[test]
     fn without_roots_the_systems_are_used_unless_nothing_is_to_be_checked() {
         let none = ClientFiles::default();
-        for (settings, validation) in [
-            (
-                json!({"mode": "SIMPLE", "subjectAltNames": ["a"]}),
-                json!({"match_subject_alt_names": [{"exact": "a"}], "system_root_certs": {}}),
-            ),
-            (
-                json!({"mode": "SIMPLE", "insecureSkipVerify": true}),
-                json!({}),
-            ),
-        ] {
-            let context = context(settings, &none, false).expect("TLS");
-            let expected = json!({ "validation_context": validation });
-            assert_eq!(context["common_tls_context"], expected);
-        }
+        let settings = json!({"mode": "SIMPLE", "subjectAltNames": ["a"]});
+        let checked = context(settings, &none, false).expect("TLS");
+        let checked = &checked["common_tls_context"]["combined_validation_context"];
+        assert_eq!(
+            checked["validation_context_sds_secret_config"]["name"],
+            "file-root:system"
+        );
+        let names = &checked["default_validation_context"]["match_subject_alt_names"];
+        assert_eq!(*names, json!([{"exact": "a"}]));
+        let settings = json!({"mode": "SIMPLE", "insecureSkipVerify": true});
+        let unchecked = context(settings, &none, false).expect("TLS");
+        let expected = json!({ "validation_context": {} });
+        assert_eq!(unchecked["common_tls_context"], expected);
     }
 }
