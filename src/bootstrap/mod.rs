@@ -25,7 +25,7 @@ mod tracer;
 
 use std::fs;
 use std::io::{self, Write as _};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -93,6 +93,15 @@ impl Config {
     /// Where [`write`] puts the file. Without a leading `./`, as pilot-agent has it.
     pub fn file(&self) -> PathBuf {
         self.in_directory("envoy-rev.json")
+    }
+
+    /// Where Envoy's admin port is.
+    pub fn admin_host(&self) -> IpAddr {
+        if self.local().host == V6.host {
+            Ipv6Addr::LOCALHOST.into()
+        } else {
+            Ipv4Addr::LOCALHOST.into()
+        }
     }
 
     fn in_directory(&self, name: &str) -> PathBuf {

@@ -157,11 +157,7 @@ impl Sources<'_> {
         let v6 = self.addresses.iter().all(IpAddr::is_ipv6);
         Some(envoy::Config {
             command: self.command(bootstrap, v6),
-            admin_host: if v6 {
-                IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])
-            } else {
-                [127, 0, 0, 1].into()
-            },
+            admin_host: bootstrap.admin_host(),
             admin_port: self.mesh.admin_port,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             drain_call: DRAIN_CALL,

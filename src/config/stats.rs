@@ -83,7 +83,7 @@ impl Sources<'_> {
     fn eviction(&mut self, flush: Option<Duration>) -> Option<Duration> {
         let text = self.stats_annotation("statsEvictionInterval")?.to_owned();
         let flush = flush.unwrap_or(FLUSH).as_nanos();
-        let fits = |eviction: &Duration| eviction.as_nanos() % flush == 0;
+        let fits = |eviction: &Duration| eviction.as_nanos().is_multiple_of(flush);
         let eviction = duration::parse(&text).filter(fits);
         if eviction.is_none() {
             let expected = "a multiple of the flush interval, leaving it out";

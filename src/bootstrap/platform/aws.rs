@@ -10,10 +10,16 @@ use super::http::ask;
 use super::{CALL, Config, Locality, Platform, SERVICE, present};
 
 const TOKEN: &str = "X-aws-ec2-metadata-token";
+const ROLE: &str = "iam/info";
 
+/// Asks in both versions at once: a container may be too many hops away for a token, and the older
+/// version may be switched off.
 pub(super) async fn detected(config: &Config) -> bool {
-    let token = token(config).await;
-    let role = get(config, &token, "iam/info").await;
+    let (token, role) = tokio::join!(token(config), get(config, "", ROLE));
+    let role = match role {
+        None if !token.is_empty() => get(config, &token, ROLE).await,
+        role => role,
+    };
     role.is_some_and(|role| role.contains("arn:aws:iam"))
 }
 
@@ -45,7 +51,7 @@ fn service(config: &Config) -> SocketAddr {
     SERVICE
 }
 
-/// The second version of the service wants a token; the first does not mind one.
+/// The second version of the service wants a token; the first does not mind an empty one.
 async fn token(config: &Config) -> String {
     let lifetime = ("X-aws-ec2-metadata-token-ttl-seconds", "60");
     let answer = ask(
