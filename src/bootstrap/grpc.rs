@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::{Error, make_directory, node, replace};
+use super::file::{make_directory, replace};
+use super::{Error, node};
 
 #[derive(Clone, Debug)]
 pub struct Config {

@@ -16,50 +16,50 @@ pub(super) fn section(config: &Config) -> Value {
         host: local.host,
         more: local.more.map(|more| more.host),
     };
-    let metrics = Listener {
-        filters: if config.settings.stats_compression.unwrap_or(true) {
-            ["brotli", "zstd", "gzip"].map(compressor).into()
-        } else {
-            Vec::new()
-        },
-        ..Listener::new(config.prometheus_port, "stats", METRICS)
-    };
-    let health = Listener {
-        proxy_protocol: config.health_proxy_protocol,
-        ..Listener::new(config.health_port, "agent", &[("/healthz/ready", "agent")])
-    };
-    // Callers of the mesh find these by the one address they know.
-    let secure = Place {
-        more: None,
-        ..everywhere
-    };
-    let secure_ports = [
-        (config.secure_metrics_port, "secure_stats", METRICS),
-        (
-            config.secure_merged_metrics_port,
-            "secure_merged_stats",
-            MERGED_METRICS,
-        ),
-    ];
-    let place = if config.metrics_localhost_only {
+    let mut listeners = vec![metrics(config).section(if config.metrics_localhost_only {
         here
     } else {
         everywhere
+    })];
+    // Callers of the mesh find these by the one address they know.
+    let first = Place {
+        more: None,
+        ..everywhere
     };
-    let mut listeners = vec![metrics.section(place)];
-    listeners.extend(
-        secure_ports
-            .into_iter()
-            .filter_map(|(port, stat_prefix, routes)| {
-                let listener = Listener {
-                    tls: true,
-                    ..Listener::new(port?, stat_prefix, routes)
-                };
-                Some(listener.section(secure))
-            }),
-    );
-    listeners.push(health.section(everywhere));
+    listeners.extend(secure(config).map(|listener| listener.section(first)));
+    listeners.push(health(config).section(everywhere));
     listeners.into()
+}
+
+fn metrics(config: &Config) -> Listener {
+    let mut listener = Listener::new(config.prometheus_port, "stats", METRICS);
+    if config.settings.stats_compression.unwrap_or(true) {
+        listener.filters = ["brotli", "zstd", "gzip"].map(compressor).into();
+    }
+    listener
+}
+
+fn secure(config: &Config) -> impl Iterator<Item = Listener> {
+    let envoys = (config.secure_metrics_port, "secure_stats", METRICS);
+    let merged = (
+        config.secure_merged_metrics_port,
+        "secure_merged_stats",
+        MERGED_METRICS,
+    );
+    let listeners = [envoys, merged].into_iter();
+    listeners.filter_map(|(port, stat_prefix, routes)| {
+        Some(Listener {
+            tls: true,
+            ..Listener::new(port?, stat_prefix, routes)
+        })
+    })
+}
+
+fn health(config: &Config) -> Listener {
+    Listener {
+        proxy_protocol: config.health_proxy_protocol,
+        ..Listener::new(config.health_port, "agent", &[("/healthz/ready", "agent")])
+    }
 }
 
 const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];

@@ -13,7 +13,26 @@ pub(super) fn section(config: &Config) -> Value {
     ]})
 }
 
+/// Istio's switches, and the user's over them.
 fn switches(config: &Config) -> Map<String, Value> {
+    let mut switches = of_istio(config);
+    for (name, value) in &config.settings.runtime_values {
+        let value = match value.as_str() {
+            // The way to take a switch back.
+            "" => {
+                switches.shift_remove(name);
+                continue;
+            }
+            "true" => json!(true),
+            "false" => json!(false),
+            text => json!(text),
+        };
+        switches.insert(name.clone(), value);
+    }
+    switches
+}
+
+fn of_istio(config: &Config) -> Map<String, Value> {
     let mut switches = Map::new();
     let mut set = |name: &str, value: Value| switches.insert(name.to_owned(), value);
     set("re2.max_program_size.error_level", json!("32768"));
@@ -35,17 +54,6 @@ fn switches(config: &Config) -> Map<String, Value> {
     if config.keep_path_fragment {
         let name = feature("http_strip_fragment_from_path_unsafe_if_disabled");
         set(&name, json!("false"));
-    }
-    for (name, value) in &config.settings.runtime_values {
-        match value.as_str() {
-            // The way to take a switch back.
-            "" => {
-                switches.shift_remove(name);
-            }
-            "true" => drop(switches.insert(name.clone(), json!(true))),
-            "false" => drop(switches.insert(name.clone(), json!(false))),
-            text => drop(switches.insert(name.clone(), json!(text))),
-        }
     }
     switches
 }

@@ -6,7 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
-use super::{Config, Error, document, failed, write};
+use super::file::failed;
+use super::{Config, Error, document, write};
 
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {

@@ -41,15 +41,7 @@ pub fn addresses(
     excluded: &[&str],
     warnings: &mut Vec<Problem>,
 ) -> Vec<IpAddr> {
-    for name in excluded {
-        if !interfaces.iter().any(|interface| interface.name == *name) {
-            warnings.push(Problem {
-                subject: EXCLUDED_INTERFACES.to_owned(),
-                found: (*name).to_owned(),
-                expected: "the name of an interface, leaving it out".to_owned(),
-            });
-        }
-    }
+    warn_of_unknown(excluded, interfaces, warnings);
     let first = first_address(instance_ip, warnings);
     let mut found: Vec<IpAddr> = interfaces
         .iter()
@@ -80,6 +72,17 @@ pub fn addresses(
 
 /// Names interfaces whose addresses are not the node's.
 pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
+
+fn warn_of_unknown(excluded: &[&str], interfaces: &[Interface], warnings: &mut Vec<Problem>) {
+    let is_known = |name: &str| interfaces.iter().any(|interface| interface.name == name);
+    for name in excluded.iter().filter(|name| !is_known(name)) {
+        warnings.push(Problem {
+            subject: EXCLUDED_INTERFACES.to_owned(),
+            found: (*name).to_owned(),
+            expected: "the name of an interface, leaving it out".to_owned(),
+        });
+    }
+}
 
 fn first_address(instance_ip: &str, warnings: &mut Vec<Problem>) -> Option<IpAddr> {
     let parsed = instance_ip.parse().ok();
