@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::bootstrap;
+use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
 use crate::cli::ExitCode;
@@ -202,11 +202,16 @@ impl Agent {
     }
 }
 
-/// Writes the bootstrap and runs Envoy on it; without Envoy, waits to be asked to stop.
+/// Writes the bootstrap and runs Envoy on it; without Envoy, waits to be asked to stop. The other
+/// rooms are at work while the cloud is asked where this is.
 async fn envoy_until_its_end(
-    config: Config,
+    mut config: Config,
     mut urgency: watch::Receiver<Urgency>,
 ) -> Result<ExitCode, BoxError> {
+    config.bootstrap.node.platform = platform::discover(&config.platform).await;
+    if let Some(grpc) = &config.grpc {
+        bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
+    }
     let Some(envoy) = config.envoy else {
         let asked = urgency.wait_for(|urgency| *urgency != Urgency::Run);
         tokio::select! {

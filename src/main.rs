@@ -14,7 +14,8 @@ use istio_agent::lifecycle::BoxError;
 use istio_agent::{agent, logging};
 
 fn main() -> std::process::ExitCode {
-    let done = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned())) {
+    let done = match cli::parse(std::env::args_os().map(|word| word.to_string_lossy().into_owned()))
+    {
         Ok(typed) => run(typed),
         Err(Refused::Help(text)) => print(text.trim_end()),
         Err(Refused::Error(text)) => Err(text.into()),
@@ -29,7 +30,13 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
         Some(Command::Config(flags)) => {
             let (text, is_usable) = show::config(&flags, &log, &Environment::of_process());
-            print(&text).map(|done| if is_usable { done } else { ExitCode::CommandFailed })
+            print(&text).map(|done| {
+                if is_usable {
+                    done
+                } else {
+                    ExitCode::CommandFailed
+                }
+            })
         }
         Some(Command::Bootstrap(flags)) => {
             let environment = Environment::of_process();

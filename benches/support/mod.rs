@@ -111,6 +111,7 @@ fn agent(directory: &Path, root_pem: &str) -> Command {
         .envs(["POD_NAME", "SERVICE_ACCOUNT"].map(|name| (name, "bench")))
         .env("POD_NAMESPACE", "default")
         .env("INSTANCE_IP", "127.0.0.1")
+        .env("CLOUD_PLATFORM", "none")
         .stdout(Stdio::null());
     command
 }

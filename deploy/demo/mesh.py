@@ -138,7 +138,7 @@ class Workload:
             "concurrency": 1, "terminationDrainDuration": "1s"}
         return base_environment() | {
             "POD_NAME": f"{self.name}-0", "POD_NAMESPACE": NAMESPACE, "SERVICE_ACCOUNT": self.name,
-            "INSTANCE_IP": "127.0.0.1", "TRUST_DOMAIN": TRUST_DOMAIN,
+            "INSTANCE_IP": "127.0.0.1", "CLOUD_PLATFORM": "none", "TRUST_DOMAIN": TRUST_DOMAIN,
             "ISTIO_META_CLUSTER_ID": "Kubernetes", "ENVOY_STATUS_PORT": own("health"),
             "ENVOY_PROMETHEUS_PORT": own("metrics"), "PROXY_CONFIG": json.dumps(settings)}
 

@@ -1,4 +1,4 @@
-//! Static clusters: Envoy itself, the agent, and the agent's two sockets.
+//! Static clusters: Envoy itself, the agent, the agent's sockets, and who Envoy reports to.
 //!
 //! Does not hold anything istiod sends.
 
@@ -6,18 +6,30 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::Config;
+use super::{Config, services};
 
-pub fn section(config: &Config) -> Value {
+/// The name of the cluster Envoy is a member of.
+pub(super) const OWN: &str = "local_cluster";
+
+pub(super) fn section(config: &Config) -> Value {
     let host = config.local().host;
     // Without a status server the port is refused, and so the health listener answers 503.
     let agent_port = config.agent_port.unwrap_or(15020);
-    json!([
+    let mut clusters = vec![
         cluster("prometheus_stats", "0.250s", tcp(host, config.admin_port)),
         cluster("agent", "0.250s", tcp(host, agent_port)),
-        grpc(cluster("sds-grpc", "1s", pipe(&config.sds_socket))),
-        discovery(grpc(cluster("xds-grpc", "1s", pipe(&config.xds_socket)))),
-    ])
+        grpc("sds-grpc", &config.sds_socket),
+    ];
+    if config.node.raw.contains_key("file-credential") {
+        let socket = Path::new("./var/run/secrets/credential-uds/files-socket");
+        clusters.push(grpc("sds-files-grpc", socket));
+    }
+    clusters.push(discovery(grpc("xds-grpc", &config.xds_socket)));
+    clusters.extend(services::section(config));
+    if config.node.is_true("ENABLE_SELF_DISCOVERY") {
+        clusters.push(own());
+    }
+    clusters.into()
 }
 
 fn cluster(name: &str, connect_timeout: &str, address: Value) -> Value {
@@ -43,14 +55,42 @@ fn pipe(path: &Path) -> Value {
     json!({ "pipe": { "path": path.to_string_lossy() } })
 }
 
-fn grpc(mut cluster: Value) -> Value {
+fn grpc(name: &str, socket: &Path) -> Value {
+    let mut cluster = cluster(name, "1s", pipe(socket));
+    http2(&mut cluster);
+    cluster
+}
+
+/// Makes Envoy speak HTTP/2 to the cluster.
+pub(super) fn http2(cluster: &mut Value) {
     cluster["typed_extension_protocol_options"] = json!({
         "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
             "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
             "explicit_http_config": { "http2_protocol_options": {} },
         },
     });
-    cluster
+}
+
+/// Envoy's own peers, by which it learns how much of its traffic may stay in its zone.
+fn own() -> Value {
+    json!({
+        "name": OWN,
+        "alt_stat_name": format!("{OWN};"),
+        "type": "EDS",
+        "connect_timeout": "1s",
+        "load_balancing_policy": { "policies": [{ "typed_extension_config": {
+            "name": "envoy.load_balancing_policies.least_request",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.\
+                          least_request.v3.LeastRequest",
+                "locality_lb_config": { "zone_aware_lb_config": { "min_cluster_size": "1" } },
+            },
+        }}]},
+        "eds_cluster_config": {
+            "eds_config": { "ads": {}, "resource_api_version": "V3" },
+            "service_name": OWN,
+        },
+    })
 }
 
 /// Discovery streams are many and long; the default limits are for requests.

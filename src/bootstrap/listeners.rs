@@ -1,63 +1,163 @@
-//! The two listeners Envoy has before istiod sends any: metrics and health.
+//! The listeners Envoy has before istiod sends any: metrics and health.
 //!
 //! Does not hold anything istiod sends.
 
 use serde_json::{Value, json};
 
-use super::Config;
+use super::{Config, tls};
 
-pub fn section(config: &Config) -> Value {
-    let wildcard = config.local().wildcard;
-    let metrics = Listener {
-        port: config.prometheus_port,
-        stat_prefix: "stats",
-        route: ("/stats/prometheus", "prometheus_stats"),
-        filters: ["brotli", "zstd", "gzip"]
-            .into_iter()
-            .map(compressor)
-            .collect(),
+pub(super) fn section(config: &Config) -> Value {
+    let local = config.local();
+    let everywhere = Place {
+        host: local.wildcard,
+        more: local.more.map(|more| more.wildcard),
     };
-    let health = Listener {
-        port: config.health_port,
-        stat_prefix: "agent",
-        route: ("/healthz/ready", "agent"),
-        filters: Vec::new(),
+    let here = Place {
+        host: local.host,
+        more: local.more.map(|more| more.host),
     };
-    json!([metrics.section(wildcard), health.section(wildcard)])
+    let mut listeners = vec![metrics(config).section(if config.metrics_localhost_only {
+        here
+    } else {
+        everywhere
+    })];
+    // Callers of the mesh find these by the one address they know.
+    let first = Place {
+        more: None,
+        ..everywhere
+    };
+    listeners.extend(secure(config).map(|listener| listener.section(first)));
+    listeners.push(health(config).section(everywhere));
+    listeners.into()
+}
+
+fn metrics(config: &Config) -> Listener {
+    let mut listener = Listener::new(config.prometheus_port, "stats", METRICS);
+    if config.settings.stats_compression.unwrap_or(true) {
+        listener.filters = ["brotli", "zstd", "gzip"].map(compressor).into();
+    }
+    listener
+}
+
+fn secure(config: &Config) -> impl Iterator<Item = Listener> {
+    let envoys = (config.secure_metrics_port, "secure_stats", METRICS);
+    let merged = (
+        config.secure_merged_metrics_port,
+        "secure_merged_stats",
+        MERGED_METRICS,
+    );
+    let listeners = [envoys, merged].into_iter();
+    listeners.filter_map(|(port, stat_prefix, routes)| {
+        Some(Listener {
+            tls: true,
+            ..Listener::new(port?, stat_prefix, routes)
+        })
+    })
+}
+
+fn health(config: &Config) -> Listener {
+    Listener {
+        proxy_protocol: config.health_proxy_protocol,
+        ..Listener::new(config.health_port, "agent", &[("/healthz/ready", "agent")])
+    }
+}
+
+const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];
+const MERGED_METRICS: &[(&str, &str)] = &[("/stats/prometheus", "agent"), ("/metrics", "agent")];
+
+/// Where a listener is: an address, and that of the other family in a pod with two.
+#[derive(Clone, Copy)]
+struct Place {
+    host: &'static str,
+    more: Option<&'static str>,
 }
 
 struct Listener {
     port: u16,
     stat_prefix: &'static str,
-    /// Path prefix and cluster.
-    route: (&'static str, &'static str),
+    /// Path prefixes and clusters.
+    routes: &'static [(&'static str, &'static str)],
+    /// In front of the router.
     filters: Vec<Value>,
+    tls: bool,
+    /// Takes the PROXY protocol of a load balancer, and connections without it.
+    proxy_protocol: bool,
 }
 
 impl Listener {
-    fn section(self, host: &str) -> Value {
-        json!({
-            "name": format!("{host}_{}", self.port),
-            "address": { "socket_address": {
-                "protocol": "TCP",
-                "address": host,
-                "port_value": self.port,
-            }},
+    fn new(
+        port: u16,
+        stat_prefix: &'static str,
+        routes: &'static [(&'static str, &'static str)],
+    ) -> Self {
+        Self {
+            port,
+            stat_prefix,
+            routes,
+            filters: Vec::new(),
+            tls: false,
+            proxy_protocol: false,
+        }
+    }
+
+    fn section(self, place: Place) -> Value {
+        let mut listener = json!({
+            "name": format!("{}_{}", place.host, self.port),
+            "address": self.address(place.host),
             // A full Envoy must still answer kubelet and Prometheus.
             "ignore_global_conn_limit": true,
             "bypass_overload_manager": true,
-            "filter_chains": [{ "filters": [self.connection_manager()] }],
+        });
+        if let Some(host) = place.more {
+            listener["additional_addresses"] = json!([{ "address": self.address(host) }]);
+        }
+        if self.tls {
+            listener["listener_filters"] = json!([listener_filter(
+                "envoy.filters.listener.tls_inspector",
+                "tls_inspector.v3.TlsInspector",
+            )]);
+        }
+        if self.proxy_protocol {
+            let mut filter = listener_filter(
+                "envoy.listener.proxy_protocol",
+                "proxy_protocol.v3.ProxyProtocol",
+            );
+            filter["typed_config"]["allow_requests_without_proxy_protocol"] = json!(true);
+            listener["listener_filters"] = json!([filter]);
+        }
+        listener["filter_chains"] = json!([self.filter_chain()]);
+        listener
+    }
+
+    fn address(&self, host: &str) -> Value {
+        json!({ "socket_address": {
+            "protocol": "TCP",
+            "address": host,
+            "port_value": self.port,
+        }})
+    }
+
+    fn filter_chain(self) -> Value {
+        if !self.tls {
+            return json!({ "filters": [self.connection_manager()] });
+        }
+        json!({
+            "filter_chain_match": { "transport_protocol": "tls" },
+            "transport_socket": tls::downstream(),
+            "filters": [self.connection_manager()],
         })
     }
 
     fn connection_manager(mut self) -> Value {
-        let (prefix, cluster) = self.route;
         self.filters.push(json!({
             "name": "envoy.filters.http.router",
             "typed_config": {
                 "@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router",
             },
         }));
+        let routes = self.routes.iter().map(|(prefix, cluster)| {
+            json!({ "match": { "prefix": prefix }, "route": { "cluster": cluster } })
+        });
         json!({
             "name": "envoy.filters.network.http_connection_manager",
             "typed_config": {
@@ -68,15 +168,18 @@ impl Listener {
                 "route_config": { "virtual_hosts": [{
                     "name": "backend",
                     "domains": ["*"],
-                    "routes": [{
-                        "match": { "prefix": prefix },
-                        "route": { "cluster": cluster },
-                    }],
+                    "routes": routes.collect::<Vec<_>>(),
                 }]},
                 "http_filters": self.filters,
             },
         })
     }
+}
+
+fn listener_filter(name: &str, message: &str) -> Value {
+    json!({ "name": name, "typed_config": {
+        "@type": format!("type.googleapis.com/envoy.extensions.filters.listener.{message}"),
+    }})
 }
 
 fn compressor(algorithm: &str) -> Value {

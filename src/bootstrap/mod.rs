@@ -1,22 +1,38 @@
 //! The document Envoy starts from.
 //!
 //! Built from typed settings in sections, one file each; written whole or not at all, and removed
-//! when [`Written`] is dropped, which is when Envoy has ended.
+//! when [`Written`] is dropped, which is when Envoy has ended. Beside it: the bootstrap of gRPC
+//! applications ([`grpc`]), and what the cloud tells about the machine ([`platform`]).
 //!
 //! Does not support templates, and does not start Envoy.
 
-pub mod clusters;
-pub mod listeners;
+pub mod address;
+mod clusters;
+mod file;
+pub mod grpc;
+mod listeners;
+mod locality;
+pub mod metadata;
 pub mod node;
+pub mod platform;
+mod runtime;
+mod services;
+pub mod settings;
+pub mod show;
+mod sinks;
 pub mod stats;
+pub mod tls;
+mod tracer;
 
-use std::fs;
-use std::io;
-use std::net::IpAddr;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+
+pub use file::{Error, Written, write};
+use settings::Settings;
+use tracer::Tracer;
 
 /// What differs from one bootstrap to the next. Paths stay as they are: Envoy shares the agent's
 /// working directory.
@@ -31,41 +47,56 @@ pub struct Config {
     pub delta: bool,
     /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
     pub metadata_discovery: bool,
+    /// Whether Envoy binds both families in a pod that has both.
+    pub dual_stack: bool,
     pub log_as_json: bool,
     pub admin_port: u16,
     /// The agent's own port. None while the status server is switched off.
     pub agent_port: Option<u16>,
     pub health_port: u16,
+    pub health_proxy_protocol: bool,
     pub prometheus_port: u16,
+    pub metrics_localhost_only: bool,
+    /// Envoy's metrics for callers of the mesh.
+    pub secure_metrics_port: Option<u16>,
+    /// Those of Envoy, the agent and the workload for callers of the mesh.
+    pub secure_merged_metrics_port: Option<u16>,
     pub outlier_log_path: Option<String>,
-}
-
-/// A bootstrap on disk. Dropping it removes the file.
-#[derive(Debug)]
-pub struct Written {
-    path: PathBuf,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot {action} {}", .path.display())]
-    Write {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    pub settings: Settings,
+    pub stats: stats::Choice,
+    pub client_files: tls::ClientFiles,
+    pub compliance_fips_140_2: bool,
+    pub keep_path_fragment: bool,
+    /// Where Envoy reports its load to.
+    pub load_stats: Option<Value>,
 }
 
 impl Config {
     /// Where [`write`] puts the file. Without a leading `./`, as pilot-agent has it.
     pub fn file(&self) -> PathBuf {
+        self.in_directory("envoy-rev.json")
+    }
+
+    /// Where Envoy's admin port is.
+    pub fn admin_host(&self) -> IpAddr {
+        if self.local().host == V6.host {
+            Ipv6Addr::LOCALHOST.into()
+        } else {
+            Ipv4Addr::LOCALHOST.into()
+        }
+    }
+
+    fn in_directory(&self, name: &str) -> PathBuf {
         let directory = self.directory.strip_prefix("./").unwrap_or(&self.directory);
-        directory.join("envoy-rev.json")
+        directory.join(name)
+    }
+
+    fn token_file(&self) -> PathBuf {
+        self.in_directory("lightstep_access_token.txt")
     }
 
     fn local(&self) -> Local {
-        Local::of(&self.node.addresses)
+        Local::of(&self.node.addresses, self.dual_stack)
     }
 }
 
@@ -74,79 +105,135 @@ impl Config {
 struct Local {
     host: &'static str,
     wildcard: &'static str,
+    /// Families Envoy asks name servers for.
+    dns_family: &'static str,
+    /// The other family, in a pod with two.
+    more: Option<Spelling>,
 }
+
+#[derive(Clone, Copy, Debug)]
+struct Spelling {
+    host: &'static str,
+    wildcard: &'static str,
+}
+
+const V4: Spelling = Spelling {
+    host: "127.0.0.1",
+    wildcard: "0.0.0.0",
+};
+const V6: Spelling = Spelling {
+    host: "::1",
+    wildcard: "::",
+};
 
 impl Local {
-    fn of(addresses: &[IpAddr]) -> Self {
-        if addresses.iter().all(IpAddr::is_ipv6) {
-            Self {
-                host: "::1",
-                wildcard: "::",
-            }
-        } else {
-            Self {
-                host: "127.0.0.1",
-                wildcard: "0.0.0.0",
-            }
-        }
-    }
-}
-
-/// Writes the bootstrap next to its place and moves it there.
-pub fn write(config: &Config) -> Result<Written, Error> {
-    let path = config.file();
-    let failed = |action, path: &Path| {
-        let path = path.to_owned();
-        move |source| Error::Write {
-            action,
-            path,
-            source,
-        }
-    };
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(&config.directory)
-        .map_err(failed("create", &config.directory))?;
-    let unfinished = path.with_extension("json.tmp");
-    let text = format!("{:#}\n", document(config));
-    fs::write(&unfinished, text).map_err(failed("write", &unfinished))?;
-    fs::rename(&unfinished, &path).map_err(failed("move the new bootstrap to", &path))?;
-    Ok(Written { path })
-}
-
-impl Drop for Written {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(%error, path = %self.path.display(), "cannot remove Envoy's bootstrap");
+    fn of(addresses: &[IpAddr], dual_stack: bool) -> Self {
+        let any_v4 = addresses.iter().any(IpAddr::is_ipv4);
+        let any_v6 = addresses.iter().any(IpAddr::is_ipv6);
+        let first_v6 = match addresses.first() {
+            Some(IpAddr::V6(first)) => !first.is_unicast_link_local(),
+            _ => false,
+        };
+        let (spelling, dns_family, more) = match (any_v4, any_v6) {
+            (true, true) if dual_stack && first_v6 => (V6, "ALL", Some(V4)),
+            (true, true) if dual_stack => (V4, "ALL", Some(V6)),
+            (false, true) => (V6, "V6_ONLY", None),
+            _ => (V4, "V4_ONLY", None),
+        };
+        Self {
+            host: spelling.host,
+            wildcard: spelling.wildcard,
+            dns_family,
+            more,
         }
     }
 }
 
 /// The bootstrap as JSON.
 pub fn document(config: &Config) -> Value {
-    let mut document = json!({
-        "application_log_config": log_format(config.log_as_json),
-        "node": node::section(&config.node),
-        "layered_runtime": runtime(),
-        "bootstrap_extensions": extensions(config.metadata_discovery),
-        "stats_config": stats::section(config.metadata_discovery),
-        "admin": admin(config),
-        "dynamic_resources": dynamic_resources(config.delta),
-        "static_resources": {
-            "clusters": clusters::section(config),
-            "listeners": listeners::section(config),
-        },
-        "overload_manager": overload_manager(),
-        "deferred_stat_options": { "enable_deferred_creation_stats": true },
-    });
-    if let Some(path) = &config.outlier_log_path {
-        document["cluster_manager"] = json!({
-            "outlier_detection": { "event_log_path": path },
-            "enable_deferred_cluster_creation": true,
-        });
+    let mut document = Map::new();
+    let mut set = |name: &str, value: Value| drop(document.insert(name.to_owned(), value));
+    set("application_log_config", log_format(config.log_as_json));
+    set("node", node::section(&config.node));
+    set("layered_runtime", runtime::section(config));
+    set(
+        "bootstrap_extensions",
+        extensions(config.metadata_discovery),
+    );
+    for (name, interval) in [
+        ("stats_flush_interval", config.stats.flush),
+        ("stats_eviction_interval", config.stats.eviction),
+    ] {
+        if let Some(interval) = interval {
+            set(name, seconds(interval));
+        }
     }
-    document
+    set("stats_config", stats::section(&stats_sources(config)));
+    set("admin", admin(config));
+    set("dynamic_resources", dynamic_resources(config.delta));
+    let resources = json!({
+        "clusters": clusters::section(config),
+        "listeners": listeners::section(config),
+    });
+    set("static_resources", resources);
+    set(
+        "overload_manager",
+        overload_manager(config.settings.connection_limit()),
+    );
+    if let Some(tracer) = Tracer::of(&config.settings.tracing) {
+        set(
+            "tracing",
+            tracer.section(&config.token_file(), &config.node.cluster),
+        );
+    }
+    let sinks = sinks::section(&config.settings);
+    if !sinks.is_empty() {
+        set("stats_sinks", sinks.into());
+    }
+    if let Some(manager) = cluster_manager(config) {
+        set("cluster_manager", manager);
+    }
+    set(
+        "deferred_stat_options",
+        json!({ "enable_deferred_creation_stats": true }),
+    );
+    document.into()
+}
+
+fn stats_sources(config: &Config) -> stats::Sources<'_> {
+    stats::Sources {
+        choice: &config.stats,
+        addresses: &config.node.addresses,
+        metadata_discovery: config.metadata_discovery,
+        active_connections: config.node.exit_on_zero_connections,
+    }
+}
+
+/// A duration as protobuf reads it.
+fn seconds(duration: Duration) -> Value {
+    match duration.subsec_nanos() {
+        0 => format!("{}s", duration.as_secs()).into(),
+        nanos => format!("{}.{nanos:09}s", duration.as_secs()).into(),
+    }
+}
+
+fn cluster_manager(config: &Config) -> Option<Value> {
+    let mut manager = Map::new();
+    let mut set = |name: &str, value: Value| drop(manager.insert(name.to_owned(), value));
+    if config.node.is_true("ENABLE_SELF_DISCOVERY") {
+        set("local_cluster_name", json!(clusters::OWN));
+    }
+    if let Some(path) = &config.outlier_log_path {
+        set("outlier_detection", json!({ "event_log_path": path }));
+    }
+    if let Some(load_stats) = &config.load_stats {
+        set("load_stats_config", load_stats.clone());
+    }
+    if manager.is_empty() {
+        return None;
+    }
+    manager.insert("enable_deferred_cluster_creation".to_owned(), json!(true));
+    Some(manager.into())
 }
 
 fn log_format(as_json: bool) -> Value {
@@ -162,23 +249,6 @@ fn log_format(as_json: bool) -> Value {
         "caller": "%g:%#",
         "thread": "%t",
     }}})
-}
-
-fn runtime() -> Value {
-    json!({ "layers": [
-        {
-            "name": "global config",
-            "static_layer": {
-                "re2.max_program_size.error_level": "32768",
-                "envoy.deprecated_features:envoy.config.listener.v3.Listener.\
-                 hidden_envoy_deprecated_use_original_dst": true,
-                "envoy.reloadable_features.http_reject_path_with_fragment": false,
-                "envoy.reloadable_features.fixed_heap_use_allocated": true,
-                "envoy.reloadable_features.coalesce_lb_rebuilds_on_batch_update": false,
-            },
-        },
-        { "name": "admin", "admin_layer": {} },
-    ]})
 }
 
 fn extensions(metadata_discovery: bool) -> Value {
@@ -239,13 +309,13 @@ fn dynamic_resources(delta: bool) -> Value {
     })
 }
 
-fn overload_manager() -> Value {
+fn overload_manager(connections: i64) -> Value {
     json!({ "resource_monitors": [{
         "name": "envoy.resource_monitors.global_downstream_max_connections",
         "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.resource_monitors.\
                       downstream_connections.v3.DownstreamConnectionsConfig",
-            "max_active_downstream_connections": i32::MAX,
+            "max_active_downstream_connections": connections,
         },
     }]})
 }

@@ -1,23 +1,29 @@
 //! Who Envoy says it is: id, cluster, locality and the metadata istiod decides by.
 //!
-//! Does not ask the platform where it runs.
+//! What the agent knows wins over what it was told, and what is absent is left out.
+//!
+//! Does not read anything: the sources are handed in.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use serde_json::{Map, Value, json};
 
+use super::locality::Locality;
+use super::metadata;
+use super::platform::Platform;
+
 /// The sources of the node section.
 #[derive(Clone, Debug)]
 pub struct Node {
     pub id: String,
     pub cluster: String,
-    /// Never empty.
+    /// Never empty, each once.
     pub addresses: Vec<IpAddr>,
     pub name: String,
     pub namespace: String,
     pub service_account: String,
-    /// Members from the environment and from `proxyMetadata`, untyped.
+    /// Members from the environment and from `proxyMetadata`, after [`metadata::check`].
     pub raw: Map<String, Value>,
     /// Labels given by the environment. Those of the pod win over them.
     pub static_labels: BTreeMap<String, String>,
@@ -31,69 +37,134 @@ pub struct Node {
     pub sds_socket_file: String,
     pub skip_deprecated_logs: bool,
     pub metadata_discovery: bool,
+    /// The agent ends when Envoy has no connection left.
+    pub exit_on_zero_connections: bool,
+    pub outlier_log_path: String,
+    pub platform: Platform,
 }
 
+/// Ports istiod is told about; zero is none.
 #[derive(Clone, Copy, Debug)]
 pub struct Ports {
     pub health: u16,
     pub prometheus: u16,
+    pub secure_metrics: u16,
+    pub secure_merged_metrics: u16,
+    pub sts: u16,
 }
 
-pub fn section(node: &Node) -> Value {
-    let mut labels = labels(node);
-    let locality = locality(&mut labels);
+impl Node {
+    /// Whether a flag among the members as given is true.
+    pub(super) fn is_true(&self, name: &str) -> bool {
+        self.raw.get(name).is_some_and(|value| value == "true")
+    }
+}
+
+/// The node as Envoy has it.
+pub(super) fn section(node: &Node) -> Value {
+    let (locality, metadata) = described(node);
     json!({
         "id": node.id,
         "cluster": node.cluster,
-        "locality": locality,
-        "metadata": metadata(node, labels),
+        "locality": locality.section(),
+        "metadata": metadata,
     })
 }
 
-/// What the agent knows wins over what it was told, and absent is better than empty.
-fn metadata(node: &Node, labels: BTreeMap<String, String>) -> Value {
-    let addresses: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
-    let mut known = vec![
-        ("ANNOTATIONS", json!(node.annotations)),
-        ("ENVOY_PROMETHEUS_PORT", json!(node.ports.prometheus)),
-        ("ENVOY_STATUS_PORT", json!(node.ports.health)),
-        ("INSTANCE_IPS", json!(addresses.join(","))),
+/// Locality and metadata, which share the labels.
+pub(super) fn described(node: &Node) -> (Locality, BTreeMap<&str, Value>) {
+    let (mut labels, mut static_labels) = (labels(node), node.static_labels.clone());
+    let locality = Locality::of_labels(&mut labels);
+    if node.labels.is_none() {
+        static_labels.clone_from(&labels);
+    }
+    let locality = locality.unwrap_or_else(|| node.platform.locality.clone());
+    (locality, metadata(node, &labels, &static_labels))
+}
+
+fn metadata<'n>(
+    node: &'n Node,
+    labels: &BTreeMap<String, String>,
+    static_labels: &BTreeMap<String, String>,
+) -> BTreeMap<&'n str, Value> {
+    let mut known = of_agent(node);
+    known.extend([
+        ("ANNOTATIONS", json!(annotations(node))),
         ("LABELS", json!(labels)),
-        (
-            "METADATA_DISCOVERY",
-            json!(node.metadata_discovery.to_string()),
-        ),
+        ("STATIC_LABELS", json!(static_labels)),
+        ("PLATFORM_METADATA", json!(node.platform.metadata)),
+        ("PROXY_CONFIG", json!(node.proxy_config)),
         ("NAME", json!(node.name)),
         ("NAMESPACE", json!(node.namespace)),
-        ("PROXY_CONFIG", json!(node.proxy_config)),
         ("SERVICE_ACCOUNT", json!(node.service_account)),
-        ("STATIC_LABELS", json!(node.static_labels)),
-        ("WORKLOAD_IDENTITY_SOCKET_FILE", json!(node.sds_socket_file)),
-    ];
-    if node.skip_deprecated_logs {
-        known.push(("ENVOY_SKIP_DEPRECATED_LOGS", json!("true")));
-    }
-    if let Some(san) = &node.istiod_san {
-        known.push(("PILOT_SAN", json!([san])));
-    }
-    let mut metadata: BTreeMap<&str, Value> = node
-        .raw
-        .iter()
+    ]);
+    let given = node.raw.iter();
+    let mut metadata: BTreeMap<&str, Value> = given
         .map(|(name, value)| (name.as_str(), value.clone()))
         .collect();
     metadata
         .entry("ISTIO_VERSION")
         .or_insert_with(|| json!(node.version));
     metadata.extend(known.into_iter().filter(|(_, value)| !is_empty(value)));
-    json!(metadata)
+    metadata
+}
+
+/// What the agent says of itself and of Envoy.
+fn of_agent(node: &Node) -> Vec<(&'static str, Value)> {
+    let addresses: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
+    let when = |flag: bool| if flag { json!("true") } else { Value::Null };
+    let sts = Some(node.ports.sts).filter(|port| *port != 0);
+    vec![
+        ("ENVOY_PROMETHEUS_PORT", json!(node.ports.prometheus)),
+        (
+            "ENVOY_SECURE_MERGED_METRICS_PORT",
+            json!(node.ports.secure_merged_metrics),
+        ),
+        (
+            "ENVOY_SECURE_METRICS_PORT",
+            json!(node.ports.secure_metrics),
+        ),
+        (
+            "ENVOY_SKIP_DEPRECATED_LOGS",
+            when(node.skip_deprecated_logs),
+        ),
+        ("ENVOY_STATUS_PORT", json!(node.ports.health)),
+        (
+            "EXIT_ON_ZERO_ACTIVE_CONNECTIONS",
+            when(node.exit_on_zero_connections),
+        ),
+        ("INSTANCE_IPS", json!(addresses.join(","))),
+        (
+            "METADATA_DISCOVERY",
+            json!(node.metadata_discovery.to_string()),
+        ),
+        ("OUTLIER_LOG_PATH", json!(node.outlier_log_path)),
+        (
+            "PILOT_SAN",
+            json!(node.istiod_san.as_ref().map(|san| [san])),
+        ),
+        ("STS_PORT", json!(sts.map(|port| port.to_string()))),
+        ("WORKLOAD_IDENTITY_SOCKET_FILE", json!(node.sds_socket_file)),
+    ]
 }
 
 fn is_empty(value: &Value) -> bool {
     match value {
+        Value::Null => true,
         Value::String(text) => text.is_empty(),
         Value::Object(members) => members.is_empty(),
+        Value::Number(number) => number.as_u64() == Some(0),
         _ => false,
     }
+}
+
+/// Annotations of the pod over those given as a whole.
+fn annotations(node: &Node) -> Map<String, Value> {
+    let given = node.raw.get("ANNOTATIONS").and_then(Value::as_object);
+    let mut annotations = given.cloned().unwrap_or_default();
+    let of_pod = node.annotations.iter();
+    annotations.extend(of_pod.map(|(name, text)| (name.clone(), json!(text))));
+    annotations
 }
 
 fn labels(node: &Node) -> BTreeMap<String, String> {
@@ -106,59 +177,10 @@ fn labels(node: &Node) -> BTreeMap<String, String> {
     labels
 }
 
-/// Region, zone and sub-zone from the pod's locality label, which is left in its old spelling too.
-fn locality(labels: &mut BTreeMap<String, String>) -> Value {
-    let found = labels
-        .get("topology.istio.io/locality")
-        .or_else(|| labels.get("istio-locality"))
-        .filter(|text| !text.is_empty());
-    let Some(found) = found else {
-        return json!({});
-    };
-    let text = if found.contains('/') {
-        found.clone()
-    } else {
-        // A label value cannot hold a slash.
-        found.replace('.', "/")
-    };
-    let parts = ["region", "zone", "sub_zone"]
-        .into_iter()
-        .zip(text.split('/'));
-    let locality: Map<_, _> = parts
-        .filter(|(_, part)| !part.is_empty())
-        .map(|(name, part)| (name.to_owned(), part.into()))
-        .collect();
-    labels.insert("istio-locality".to_owned(), text);
-    locality.into()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_locality_label_gives_up_to_three_parts() {
-        for (label, text, expected) in [
-            (
-                "istio-locality",
-                "r.z.s",
-                json!({"region": "r", "zone": "z", "sub_zone": "s"}),
-            ),
-            (
-                "topology.istio.io/locality",
-                "r/z.1",
-                json!({"region": "r", "zone": "z.1"}),
-            ),
-            (
-                "istio-locality",
-                "r/z/s/more",
-                json!({"region": "r", "zone": "z", "sub_zone": "s"}),
-            ),
-            ("istio-locality", "", json!({})),
-            ("other", "r", json!({})),
-        ] {
-            let mut labels = BTreeMap::from([(label.to_owned(), text.to_owned())]);
-            assert_eq!(locality(&mut labels), expected, "{label}={text}");
-        }
-    }
+/// Metadata of a gRPC application: only members with a type, and who made it.
+pub(super) fn of_application(node: &Node) -> (Locality, BTreeMap<&str, Value>) {
+    let (locality, mut metadata) = described(node);
+    metadata.retain(|name, value| metadata::is_typed(name) && !is_empty(value));
+    metadata.insert("GENERATOR", json!("grpc"));
+    (locality, metadata)
 }

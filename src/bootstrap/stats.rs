@@ -2,9 +2,36 @@
 //!
 //! The lists are those Istio's dashboards rely on.
 //!
-//! Does not know about tags or inclusions a user configures.
+//! Does not read the configuration: [`Choice`] is what a user asked for.
 
-use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use serde_json::{Number, Value, json};
+
+/// What a user asked for beyond the lists below.
+#[derive(Clone, Debug, Default)]
+pub struct Choice {
+    /// May hold `{pod_ip}`.
+    pub prefixes: Vec<String>,
+    pub suffixes: Vec<String>,
+    pub expressions: Vec<String>,
+    pub tags: Vec<String>,
+    /// Bounds of buckets by prefix of the name.
+    pub buckets: BTreeMap<String, Vec<Number>>,
+    pub flush: Option<Duration>,
+    pub eviction: Option<Duration>,
+}
+
+/// What decides about statistics.
+pub(super) struct Sources<'a> {
+    pub(super) choice: &'a Choice,
+    pub(super) addresses: &'a [IpAddr],
+    pub(super) metadata_discovery: bool,
+    /// The agent watches connections to know when Envoy has drained.
+    pub(super) active_connections: bool,
+}
 
 /// Tag names and the expressions that find them, in the order Envoy tries them.
 const TAGS: &[(&str, &str)] = &[
@@ -29,6 +56,10 @@ const TAGS: &[(&str, &str)] = &[
         "mongo_prefix",
         r"^mongo\.(.+?)\.(collection|cmd|cx_|op_|delays_|decoding_)(.*?)$",
     ),
+];
+
+/// Those after the tags a user adds.
+const LATER_TAGS: &[(&str, &str)] = &[
     ("cache", r"(cache\.(.+?)\.)"),
     ("component", r"(component\.(.+?)\.)"),
     ("tag", r"(tag\.(.+?);\.)"),
@@ -55,27 +86,66 @@ const SUFFIXES: &[&str] = &[
 
 const EXPRESSIONS: &[&str] = &[r"vhost\..*\.route\..*"];
 
-pub fn section(metadata_discovery: bool) -> Value {
-    let tags = TAGS
-        .iter()
-        .map(|(name, regex)| json!({ "tag_name": name, "regex": regex }));
-    json!({
+pub(super) fn section(sources: &Sources<'_>) -> Value {
+    let tag = |name: &str, regex: &str| json!({ "tag_name": name, "regex": regex });
+    let table = |tags: &[(&str, &str)]| -> Vec<Value> {
+        tags.iter().map(|(name, regex)| tag(name, regex)).collect()
+    };
+    let mut tags = table(TAGS);
+    let asked_for = sources.choice.tags.iter();
+    tags.extend(asked_for.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
+    tags.extend(table(LATER_TAGS));
+    let mut section = json!({
         "use_all_default_tags": false,
-        "stats_tags": tags.collect::<Vec<_>>(),
-        "stats_matcher": { "inclusion_list": { "patterns": patterns(metadata_discovery) } },
-    })
+        "stats_tags": tags,
+        "stats_matcher": { "inclusion_list": { "patterns": patterns(sources) } },
+    });
+    if !sources.choice.buckets.is_empty() {
+        let buckets =
+            sources.choice.buckets.iter().map(
+                |(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }),
+            );
+        section["histogram_bucket_settings"] = buckets.collect();
+    }
+    section
 }
 
-fn patterns(metadata_discovery: bool) -> Vec<Value> {
+fn patterns(sources: &Sources<'_>) -> Vec<Value> {
     let prefix = |text: &str| json!({ "prefix": text });
+    let choice = sources.choice;
+    let all = |chosen: &[String], required: &[&str]| {
+        let chosen = chosen
+            .iter()
+            .flat_map(|text| per_address(text, sources.addresses));
+        let required = required.iter().map(|text| (*text).to_owned());
+        chosen.chain(required).collect::<Vec<_>>()
+    };
     let mut patterns = vec![prefix("reporter=")];
-    if metadata_discovery {
+    if sources.metadata_discovery {
         patterns.push(prefix("workload_discovery"));
     }
-    patterns.extend(PREFIXES.iter().map(|text| prefix(text)));
-    patterns.extend(SUFFIXES.iter().map(|text| json!({ "suffix": text })));
-    let expressions = EXPRESSIONS.iter();
+    let prefixes = all(&choice.prefixes, PREFIXES);
+    patterns.extend(prefixes.iter().map(|text| prefix(text)));
+    let mut suffixes = all(&choice.suffixes, SUFFIXES);
+    if sources.active_connections {
+        suffixes.push("downstream_cx_active".to_owned());
+    }
+    patterns.extend(suffixes.iter().map(|text| json!({ "suffix": text })));
+    let expressions = all(&choice.expressions, EXPRESSIONS);
+    let expressions = expressions.iter();
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
     patterns.extend([prefix("component"), prefix("istio")]);
     patterns
+}
+
+/// The pattern once per address of the pod, if it names one.
+fn per_address(pattern: &str, addresses: &[IpAddr]) -> Vec<String> {
+    const PLACE: &str = "{pod_ip}";
+    if !pattern.contains(PLACE) {
+        return vec![pattern.to_owned()];
+    }
+    let addresses = addresses.iter();
+    addresses
+        .map(|address| pattern.replace(PLACE, &address.to_string()))
+        .collect()
 }

@@ -60,7 +60,7 @@ pub struct RotationFlags {
 
 #[derive(Args, Clone, Debug)]
 pub struct ProxyFlags {
-    /// Kind of node: sidecar or router.
+    /// Kind of node: sidecar, router or waypoint.
     #[arg(value_name = "TYPE", default_value = "sidecar", value_parser = node_type)]
     pub kind: NodeType,
     /// Further words, which pilot-agent ignores too.
@@ -168,7 +168,8 @@ fn node_type(text: &str) -> Result<NodeType, String> {
     match text {
         "sidecar" => Ok(NodeType::Sidecar),
         "router" => Ok(NodeType::Router),
-        "waypoint" | "ztunnel" | "agentgateway" => {
+        "waypoint" => Ok(NodeType::Waypoint),
+        "ztunnel" | "agentgateway" => {
             Err(format!("proxy type {text} is not supported by this agent"))
         }
         _ => Err(format!("invalid proxy Type: {text}")),

@@ -1,4 +1,5 @@
-//! What Envoy is told: its bootstrap and its command line.
+//! What Envoy is told: its bootstrap and its command line. And the two files' worth beside it: the
+//! bootstrap of gRPC applications, and where to ask which cloud this is.
 //!
 //! Does not write or start anything.
 
@@ -6,13 +7,14 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::environment as variables;
-use super::pod::{self, NodeType, Pairs};
-use super::{Problem, Sources, members};
-use crate::bootstrap::{self, node};
-use crate::cli::version::ISTIO_VERSION;
+use super::pod::NodeType;
+use super::{Problem, Sources};
+use crate::bootstrap::settings::Settings;
+use crate::bootstrap::tls::ClientFiles;
+use crate::bootstrap::{self, grpc, node, platform};
 use crate::envoy::command::{Command, IpVersion, LogLevels};
 use crate::envoy::{self, drain};
 
@@ -22,9 +24,6 @@ const DRAIN_CALL: Duration = Duration::from_secs(2);
 const TERMINATE: Duration = Duration::from_secs(5);
 const KILL: Duration = Duration::from_secs(5);
 
-/// What a `serviceCluster` says that says nothing.
-const NO_CLUSTER: &str = "istio-proxy";
-
 impl Sources<'_> {
     pub(super) fn bootstrap(
         &mut self,
@@ -32,21 +31,122 @@ impl Sources<'_> {
         sds_socket: &Path,
         log_as_json: bool,
     ) -> bootstrap::Config {
-        let delta = self.get(&variables::ISTIO_DELTA_XDS);
         let node = self.node(sds_socket);
+        let settings = self.settings();
+        let waypoint = self.flags.kind == NodeType::Waypoint;
+        let delta = self.get(&variables::ISTIO_DELTA_XDS) || waypoint;
+        let port = |port: u16| Some(port).filter(|port| *port != 0);
         bootstrap::Config {
             directory: self.mesh.config_path.clone().into(),
             xds_socket: xds_socket.to_owned(),
             sds_socket: sds_socket.to_owned(),
             delta,
-            metadata_discovery: node.metadata_discovery && delta,
+            metadata_discovery: self.metadata_discovery(&node, delta, waypoint),
+            dual_stack: self.get(&variables::ISTIO_DUAL_STACK),
             log_as_json,
             admin_port: self.mesh.admin_port,
             agent_port: self.mesh.status_port,
             health_port: node.ports.health,
+            health_proxy_protocol: self.get(&variables::ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL),
             prometheus_port: node.ports.prometheus,
+            metrics_localhost_only: self
+                .mesh
+                .metadata
+                .get("METRICS_LOCALHOST_ACCESS_ONLY")
+                .is_some_and(|value| value == "true"),
+            secure_metrics_port: port(node.ports.secure_metrics),
+            secure_merged_metrics_port: port(node.ports.secure_merged_metrics),
             outlier_log_path: Some(self.flags.outlier_log_path.clone()).filter(|p| !p.is_empty()),
+            stats: self.stats(&settings),
+            settings,
+            client_files: client_files(&node),
+            compliance_fips_140_2: self.get(&variables::COMPLIANCE_POLICY) == "fips-140-2",
+            keep_path_fragment: !self
+                .get(&variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED),
+            load_stats: self.load_stats(&node),
             node,
+        }
+    }
+
+    /// What the bootstrap takes from ProxyConfig.
+    fn settings(&mut self) -> Settings {
+        let host_ip = self.get(&variables::HOST_IP);
+        match Settings::read(&self.mesh.document) {
+            Ok(mut settings) => {
+                settings.resolve_host_ip(&host_ip);
+                settings
+            }
+            Err(error) => {
+                self.problem("ProxyConfig", &error.to_string(), "members of their types");
+                Settings::default()
+            }
+        }
+    }
+
+    /// Peers are found over changes only.
+    fn metadata_discovery(&mut self, node: &node::Node, delta: bool, waypoint: bool) -> bool {
+        let wanted = node.metadata_discovery || waypoint;
+        if wanted && !delta {
+            self.warnings.push(Problem {
+                subject: "ISTIO_DELTA_XDS".to_owned(),
+                found: "false".to_owned(),
+                expected: "true for the discovery of peers' metadata, going on without it"
+                    .to_owned(),
+            });
+        }
+        wanted && delta
+    }
+
+    fn load_stats(&mut self, node: &node::Node) -> Option<Value> {
+        const NAME: &str = "LOAD_STATS_CONFIG_JSON";
+        let text = node
+            .raw
+            .get(NAME)?
+            .as_str()
+            .filter(|text| !text.is_empty())?;
+        let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
+        if parsed.is_none() {
+            self.problem(&format!("ISTIO_META_{NAME}"), text, "a JSON object");
+        }
+        parsed
+    }
+
+    /// Where the bootstrap of gRPC applications goes.
+    pub(super) fn grpc(&mut self, xds_socket: &Path) -> Option<grpc::Config> {
+        let path = self.get(&variables::GRPC_XDS_BOOTSTRAP);
+        let certificates = self.get(&variables::OUTPUT_CERTS);
+        (!path.is_empty()).then(|| grpc::Config {
+            path: path.into(),
+            xds_socket: xds_socket.to_owned(),
+            certificates: Some(certificates)
+                .filter(|path| !path.is_empty())
+                .map(Into::into),
+        })
+    }
+
+    /// The cloud to ask where this is.
+    pub(super) fn platform(&mut self) -> platform::Config {
+        let choice = self.get(&variables::CLOUD_PLATFORM);
+        let known = self.get(&variables::GCP_METADATA);
+        let (quota, zone) = (
+            self.get(&variables::GCP_QUOTA_PROJECT),
+            self.get(&variables::GCP_ZONE),
+        );
+        let host = self.get(&variables::GCE_METADATA_HOST);
+        let gcp = platform::StaticGcp::parse(&known, quota, zone);
+        if gcp.is_none() && !known.is_empty() {
+            self.warnings.push(Problem {
+                subject: "GCP_METADATA".to_owned(),
+                found: known,
+                expected: "project|number|cluster|location, going on without it".to_owned(),
+            });
+        }
+        platform::Config {
+            choice: platform::Choice::parse(&choice),
+            gcp,
+            gcp_host: Some(host).filter(|host| !host.is_empty()),
+            root: "/".into(),
+            v6: self.addresses.iter().any(IpAddr::is_ipv6),
         }
     }
 
@@ -57,11 +157,7 @@ impl Sources<'_> {
         let v6 = self.addresses.iter().all(IpAddr::is_ipv6);
         Some(envoy::Config {
             command: self.command(bootstrap, v6),
-            admin_host: if v6 {
-                IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])
-            } else {
-                [127, 0, 0, 1].into()
-            },
+            admin_host: bootstrap.admin_host(),
             admin_port: self.mesh.admin_port,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             drain_call: DRAIN_CALL,
@@ -92,121 +188,82 @@ impl Sources<'_> {
             drain_time: self.mesh.drain_duration,
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
             file_flush_interval: self.mesh.file_flush_interval,
+            file_flush_min_size_kb: bootstrap.settings.file_flush_min_size_kb,
             log,
             skip_deprecated_logs: bootstrap.node.skip_deprecated_logs,
+            core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
+            override_json: self.bootstrap_override(),
             concurrency: self.mesh.concurrency.filter(|threads| *threads != 0),
         }
     }
-
-    fn node(&mut self, sds_socket: &Path) -> node::Node {
-        let name = self.get(&variables::POD_NAME);
-        let (raw, static_labels) = self.raw_metadata();
-        let labels = self.labels.clone();
-        let label = |key: &str| labels.as_ref().unwrap_or(&static_labels).get(key);
-        let hbone = raw
-            .get("ENABLE_HBONE")
-            .and_then(Value::as_str)
-            .unwrap_or_default();
-        let domain = match self.flags.domain.as_str() {
-            "" => format!("{}.svc.cluster.local", self.namespace),
-            domain => domain.to_owned(),
-        };
-        let address = self.addresses[0];
-        node::Node {
-            id: pod::node_id(self.flags.kind, address, &name, &self.namespace, &domain),
-            cluster: self.cluster(label, &raw),
-            addresses: self.addresses.clone(),
-            name,
-            namespace: self.namespace.clone(),
-            service_account: self.get(&variables::SERVICE_ACCOUNT),
-            metadata_discovery: <bool as variables::Value>::parse(hbone) == Some(true),
-            raw,
-            static_labels,
-            labels,
-            annotations: self.annotations.clone(),
-            proxy_config: self.mesh.document.clone(),
-            version: ISTIO_VERSION.to_owned(),
-            ports: node::Ports {
-                health: self.get(&variables::ENVOY_STATUS_PORT),
-                prometheus: self.get(&variables::ENVOY_PROMETHEUS_PORT),
-            },
-            istiod_san: self.istiod_san(),
-            sds_socket_file: sds_socket
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into(),
-            skip_deprecated_logs: self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS),
+    /// The file merged over the bootstrap. Envoy starts without one that cannot be used.
+    fn bootstrap_override(&mut self) -> Option<String> {
+        let path = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
+        let host_ip = self.get(&variables::HOST_IP);
+        if path.is_empty() {
+            return None;
         }
-    }
-
-    fn istiod_san(&self) -> Option<String> {
-        let (host, _) = members::split_address(&self.mesh.discovery_address)?;
-        let name = if host == "localhost" {
-            "istiod.istio-system.svc"
-        } else {
-            host
-        };
-        (!self.mesh.plaintext).then(|| name.to_owned())
-    }
-
-    /// Members of node metadata as given: `proxyMetadata`, then `ISTIO_META_*`, then the members of
-    /// `ISTIO_METAJSON_*`, each over the one before. Labels among them are returned apart.
-    fn raw_metadata(&mut self) -> (Map<String, Value>, Pairs) {
-        let mut raw = Map::new();
-        let of_mesh = self.mesh.metadata.iter();
-        let of_mesh =
-            of_mesh.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.as_str())));
-        for (name, value) in of_mesh.chain(self.env.with_prefix("ISTIO_META_")) {
-            raw.insert(name.to_owned(), value.into());
-        }
-        let mut labels = Pairs::new();
-        for (name, text) in self.env.with_prefix("ISTIO_METAJSON_") {
-            match serde_json::from_str::<Map<String, Value>>(text) {
-                Ok(members) => {
-                    if name == "LABELS" {
-                        let texts = members.iter().filter_map(|(k, v)| Some((k, v.as_str()?)));
-                        labels = texts.map(|(k, v)| (k.clone(), v.to_owned())).collect();
-                    }
-                    raw.extend(members);
-                }
-                Err(error) => self.warnings.push(Problem {
-                    subject: format!("ISTIO_METAJSON_{name}"),
-                    found: error.to_string(),
-                    expected: "a JSON object, leaving it out".to_owned(),
-                }),
+        let read = std::fs::read_to_string(self.root.join(&path)).map_err(|e| e.to_string());
+        let parsed = read.and_then(|text| {
+            serde_saphyr::from_str::<Value>(&text).map_err(|error| error.to_string())
+        });
+        match parsed {
+            Ok(document) if document.is_object() => {
+                Some(with_host_ip(&document.to_string(), &host_ip))
             }
+            Ok(_) => self.no_override("a document that is no object".to_owned()),
+            Err(error) => self.no_override(error),
         }
-        (raw, labels)
     }
 
-    /// The name of Envoy's own cluster: as configured, else after the workload.
-    fn cluster<'l>(
-        &self,
-        label: impl Fn(&str) -> Option<&'l String>,
-        raw: &Map<String, Value>,
-    ) -> String {
-        let configured = self.mesh.service_cluster.as_str();
-        let configured = if configured.is_empty() {
-            &self.flags.service_cluster
-        } else {
-            configured
-        };
-        if !configured.is_empty() && configured != NO_CLUSTER {
-            return configured.to_owned();
-        }
-        let workload = raw.get("WORKLOAD_NAME").and_then(Value::as_str);
-        let name = [
-            "app",
-            "app.kubernetes.io/name",
-            "service.istio.io/canonical-name",
-        ]
-        .into_iter()
-        .find_map(|key| label(key).map(String::as_str))
-        .or(workload.filter(|name| !name.is_empty()));
-        match (name, self.namespace.as_str()) {
-            (None, "") => NO_CLUSTER.to_owned(),
-            (name, namespace) => format!("{}.{namespace}", name.unwrap_or(NO_CLUSTER)),
+    fn no_override(&mut self, found: String) -> Option<String> {
+        self.warnings.push(Problem {
+            subject: "ISTIO_BOOTSTRAP_OVERRIDE".to_owned(),
+            found,
+            expected: "a readable YAML or JSON file, going on without it".to_owned(),
+        });
+        None
+    }
+}
+
+/// An IPv6 address stands in brackets, which may be there already.
+fn with_host_ip(text: &str, host_ip: &str) -> String {
+    const PLACE: &str = "$(HOST_IP)";
+    let bracketed = if host_ip.contains(':') {
+        format!("[{host_ip}]")
+    } else {
+        host_ip.to_owned()
+    };
+    text.replace(&format!("[{PLACE}]"), &bracketed)
+        .replace(PLACE, &bracketed)
+}
+
+fn client_files(node: &node::Node) -> ClientFiles {
+    let path = |name: &str| {
+        let text = node.raw.get(name).and_then(Value::as_str);
+        text.unwrap_or_default().to_owned()
+    };
+    ClientFiles {
+        certificate: path("TLS_CLIENT_CERT_CHAIN"),
+        key: path("TLS_CLIENT_KEY"),
+        roots: path("TLS_CLIENT_ROOT_CERT"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_ip_is_put_in_brackets_once_when_it_is_ipv6() {
+        for (text, host_ip, expected) in [
+            ("$(HOST_IP):1", "10.0.0.1", "10.0.0.1:1"),
+            ("$(HOST_IP):1", "fd00::1", "[fd00::1]:1"),
+            ("[$(HOST_IP)]:1", "fd00::1", "[fd00::1]:1"),
+            ("[$(HOST_IP)]:1", "10.0.0.1", "10.0.0.1:1"),
+            ("$(HOST_IP):1", "", ":1"),
+        ] {
+            assert_eq!(with_host_ip(text, host_ip), expected);
         }
     }
 }

@@ -12,12 +12,15 @@ pub mod duration;
 mod effective;
 pub mod environment;
 mod envoy;
+pub mod interfaces;
 mod members;
 pub mod mesh;
 mod mesh_file;
+mod node;
 pub mod pod;
 pub mod report;
 mod schema;
+mod stats;
 mod statsd;
 mod threads;
 mod validate;
@@ -31,6 +34,7 @@ use std::path::{Path, PathBuf};
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod};
 use environment::Environment;
+use interfaces::Interface;
 use mesh::ProxyConfig;
 use pod::Pairs;
 pub use workload::{KeyChoice, SecretsParameters};
@@ -53,6 +57,10 @@ pub struct Config {
     pub bootstrap: bootstrap::Config,
     /// Whether Envoy starts from a bootstrap that is not ours, which is neither written nor removed.
     pub has_custom_bootstrap: bool,
+    /// The bootstrap of gRPC applications.
+    pub grpc: Option<bootstrap::grpc::Config>,
+    /// The cloud to ask where this is.
+    pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     /// Only logged: there is one kind of token.
@@ -127,13 +135,26 @@ pub fn load(
     env: &Environment,
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
-    let mut sources = Sources::read(flags, env, root);
+    load_with(flags, log, env, root, interfaces::of_this_machine())
+}
+
+/// Reads the configuration of a machine with these interfaces.
+pub(crate) fn load_with(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    env: &Environment,
+    root: &Path,
+    interfaces: std::io::Result<Vec<Interface>>,
+) -> Result<Config, Vec<Problem>> {
+    let mut sources = Sources::read(flags, env, root, interfaces);
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let (istiod, ca_istiod) = sources.control_plane();
     let secrets = sources.secrets();
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
+    let grpc = sources.grpc(&xds_socket);
+    let platform = sources.platform();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -150,6 +171,8 @@ pub fn load(
         sds_socket,
         bootstrap,
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
+        grpc,
+        platform,
         envoy,
         jwt_policy,
         cluster_id,
@@ -188,7 +211,12 @@ impl Config {
 }
 
 impl<'a> Sources<'a> {
-    fn read(flags: &'a ProxyFlags, env: &'a Environment, root: &'a Path) -> Self {
+    fn read(
+        flags: &'a ProxyFlags,
+        env: &'a Environment,
+        root: &'a Path,
+        interfaces: std::io::Result<Vec<Interface>>,
+    ) -> Self {
         let mut notes = Notes::default();
         let labels = pod_pairs(root, "labels", &mut notes);
         let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
@@ -198,6 +226,23 @@ impl<'a> Sources<'a> {
             mut warnings,
         } = notes;
         let instance_ip = env.get(&environment::INSTANCE_IP, &mut warnings);
+        let interfaces = interfaces.unwrap_or_else(|error| {
+            warnings.push(Problem {
+                subject: "network interfaces".to_owned(),
+                found: error.to_string(),
+                expected: "a list of them, going on without".to_owned(),
+            });
+            Vec::new()
+        });
+        let excluded = annotations
+            .get(pod::EXCLUDED_INTERFACES)
+            .map(String::as_str);
+        let excluded = excluded
+            .unwrap_or_default()
+            .split(',')
+            .filter(|name| !name.is_empty());
+        let excluded: Vec<_> = excluded.map(str::to_owned).collect();
+        let excluded: Vec<_> = excluded.iter().map(String::as_str).collect();
         Self {
             flags,
             env,
@@ -205,7 +250,7 @@ impl<'a> Sources<'a> {
             mesh: document.read(),
             labels,
             annotations,
-            addresses: pod::addresses(&instance_ip, &mut warnings),
+            addresses: pod::addresses(&instance_ip, &interfaces, &excluded, &mut warnings),
             namespace: env.get(&environment::POD_NAMESPACE, &mut warnings),
             problems,
             warnings,

@@ -3,14 +3,15 @@
 //! Labels and annotations come from files Kubernetes writes, one `key="value"` per line. A line
 //! that cannot be read is a warning and costs that line only.
 //!
-//! Does not look at network interfaces: without `INSTANCE_IP` the node has the loopback address.
+//! Does not read network interfaces, which [`super::interfaces`] does.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 use super::Problem;
+use super::interfaces::Interface;
 
 pub type Pairs = BTreeMap<String, String>;
 
@@ -19,6 +20,7 @@ pub type Pairs = BTreeMap<String, String>;
 pub enum NodeType {
     Sidecar,
     Router,
+    Waypoint,
 }
 
 impl fmt::Display for NodeType {
@@ -26,23 +28,72 @@ impl fmt::Display for NodeType {
         f.write_str(match self {
             Self::Sidecar => "sidecar",
             Self::Router => "router",
+            Self::Waypoint => "waypoint",
         })
     }
 }
 
-/// The addresses of the node, the most important first. Never empty.
-pub fn addresses(instance_ip: &str, warnings: &mut Vec<Problem>) -> Vec<IpAddr> {
-    if let Ok(address) = instance_ip.parse() {
-        return vec![address];
+/// The addresses of the node, the most important first: `INSTANCE_IP`, then those of interfaces that
+/// are not `excluded`. Never empty, each once.
+pub fn addresses(
+    instance_ip: &str,
+    interfaces: &[Interface],
+    excluded: &[&str],
+    warnings: &mut Vec<Problem>,
+) -> Vec<IpAddr> {
+    warn_of_unknown(excluded, interfaces, warnings);
+    let first = first_address(instance_ip, warnings);
+    let mut found: Vec<IpAddr> = interfaces
+        .iter()
+        .map(|interface| interface.address)
+        .collect();
+    if found.is_empty() {
+        found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
-    if !instance_ip.is_empty() {
+    let is_excluded = |address: &IpAddr| {
+        let named = |interface: &&Interface| excluded.contains(&interface.name.as_str());
+        interfaces
+            .iter()
+            .filter(named)
+            .any(|interface| interface.address == *address)
+    };
+    found.retain(|address| Some(*address) != first && !is_excluded(address));
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    for address in first.into_iter().chain(found) {
+        if !addresses.contains(&address) {
+            addresses.push(address);
+        }
+    }
+    if addresses.is_empty() {
+        addresses.push(Ipv4Addr::LOCALHOST.into());
+    }
+    addresses
+}
+
+/// Names interfaces whose addresses are not the node's.
+pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
+
+fn warn_of_unknown(excluded: &[&str], interfaces: &[Interface], warnings: &mut Vec<Problem>) {
+    let is_known = |name: &str| interfaces.iter().any(|interface| interface.name == name);
+    for name in excluded.iter().filter(|name| !is_known(name)) {
+        warnings.push(Problem {
+            subject: EXCLUDED_INTERFACES.to_owned(),
+            found: (*name).to_owned(),
+            expected: "the name of an interface, leaving it out".to_owned(),
+        });
+    }
+}
+
+fn first_address(instance_ip: &str, warnings: &mut Vec<Problem>) -> Option<IpAddr> {
+    let parsed = instance_ip.parse().ok();
+    if parsed.is_none() && !instance_ip.is_empty() {
         warnings.push(Problem {
             subject: "INSTANCE_IP".to_owned(),
             found: instance_ip.to_owned(),
-            expected: "an IP address, using 127.0.0.1".to_owned(),
+            expected: "an IP address, using those of the interfaces".to_owned(),
         });
     }
-    vec![Ipv4Addr::LOCALHOST.into()]
+    parsed
 }
 
 /// `<type>~<address>~<pod>.<namespace>~<domain>`.
@@ -197,7 +248,7 @@ mod tests {
 
     #[test]
     fn the_node_id_has_four_parts() {
-        let address = addresses("10.1.1.0", &mut Vec::new())[0];
+        let address = [10, 1, 1, 0].into();
         assert_eq!(
             node_id(
                 NodeType::Sidecar,
@@ -211,13 +262,35 @@ mod tests {
     }
 
     #[test]
-    fn an_unusable_instance_ip_is_a_warning() {
-        let mut warnings = Vec::new();
-        assert_eq!(addresses("pod", &mut warnings)[0].to_string(), "127.0.0.1");
-        assert_eq!(warnings.len(), 1);
-        assert_eq!(
-            addresses("FD00::1", &mut warnings)[0].to_string(),
-            "fd00::1"
-        );
+    fn the_instance_ip_comes_before_the_interfaces() {
+        let (eth0, eth1) = (interface("eth0", "10.0.0.2"), interface("eth1", "fd00::2"));
+        let both = [eth0, eth1];
+        for (instance_ip, interfaces, excluded, expected, warned) in [
+            ("FD00::2", &both[..], &[][..], "fd00::2,10.0.0.2", 0),
+            ("", &both, &[], "10.0.0.2,fd00::2", 0),
+            ("pod", &both, &[], "10.0.0.2,fd00::2", 1),
+            ("", &both, &["eth0"], "fd00::2", 0),
+            ("10.0.0.2", &both, &["eth0", "net1"], "10.0.0.2,fd00::2", 1),
+            ("", &both, &["eth0", "eth1"], "127.0.0.1", 0),
+            ("", &[], &[], "127.0.0.1,::1", 0),
+            ("10.9.9.9", &[], &[], "10.9.9.9,127.0.0.1,::1", 0),
+        ] {
+            let mut warnings = Vec::new();
+            let found = addresses(instance_ip, interfaces, excluded, &mut warnings);
+            let found: Vec<_> = found.iter().map(ToString::to_string).collect();
+            assert_eq!(
+                found.join(","),
+                expected,
+                "{instance_ip} without {excluded:?}"
+            );
+            assert_eq!(warnings.len(), warned, "{instance_ip} without {excluded:?}");
+        }
+    }
+
+    fn interface(name: &str, address: &str) -> Interface {
+        Interface {
+            name: name.to_owned(),
+            address: address.parse().expect("an address"),
+        }
     }
 }

@@ -370,3 +370,118 @@ fn istios_own_template_is_recognised_and_no_other() {
         assert_eq!(config.expect_err("refused").len(), 1, "{template}");
     }
 }
+
+#[test]
+fn metadata_of_the_wrong_type_is_a_problem() {
+    let machine = machine(&[
+        ("ISTIO_META_DNS_CAPTURE", "yes"),
+        ("ISTIO_METAJSON_X", r#"{"NETWORK": 7}"#),
+        ("ENVOY_SECURE_METRICS_PORT", "70000"),
+        ("ISTIO_META_LOAD_STATS_CONFIG_JSON", "no"),
+        ("PROXY_CONFIG", "statsdUdpAddress: nowhere"),
+    ]);
+    let subjects = machine.subjects();
+    for subject in [
+        "DNS_CAPTURE of the node metadata",
+        "NETWORK of the node metadata",
+        "ENVOY_SECURE_METRICS_PORT",
+        "ISTIO_META_LOAD_STATS_CONFIG_JSON",
+    ] {
+        assert!(
+            subjects.iter().any(|s| s == subject),
+            "{subject} in {subjects:?}"
+        );
+    }
+    assert_eq!(subjects.len(), 5, "{subjects:?}");
+}
+
+#[test]
+fn a_cluster_is_named_after_the_first_thing_known() {
+    let labels =
+        r#"{"app": "a", "app.kubernetes.io/name": "n", "service.istio.io/canonical-name": "c"}"#;
+    let only = "tracingServiceName: CANONICAL_NAME_ONLY";
+    let both = "tracingServiceName: CANONICAL_NAME_AND_NAMESPACE";
+    for (labels, workload, proxy_config, expected) in [
+        (labels, "w", "", "a.shop"),
+        ("{}", "w", "", "w.shop"),
+        ("{}", "", "", "istio-proxy.shop"),
+        (labels, "w", "serviceCluster: mine", "mine"),
+        (labels, "w", only, "c"),
+        (labels, "w", both, "c.shop"),
+        ("{}", "w", both, "w.shop"),
+        ("{}", "", both, "istio-proxy.shop"),
+        ("{}", "", only, "istio-proxy.shop"),
+    ] {
+        let config = machine(&[
+            ("ISTIO_METAJSON_LABELS", labels),
+            ("ISTIO_META_WORKLOAD_NAME", workload),
+            ("PROXY_CONFIG", proxy_config),
+        ])
+        .config();
+        let found = config.bootstrap.node.cluster;
+        assert_eq!(found, expected, "{labels} {workload} {proxy_config}");
+    }
+}
+
+#[test]
+fn the_override_of_the_bootstrap_is_read_or_left_out() {
+    let variables = [
+        ("ISTIO_BOOTSTRAP_OVERRIDE", "over.yaml"),
+        ("HOST_IP", "fd00::1"),
+    ];
+    let machine = machine(&variables);
+    machine.file("over.yaml", "admin: {profile_path: '$(HOST_IP):1'}\n");
+    let command = machine.config().envoy.expect("Envoy").command;
+    let expected = r#"{"admin":{"profile_path":"[fd00::1]:1"}}"#;
+    assert_eq!(command.override_json.as_deref(), Some(expected));
+    machine.file("over.yaml", "- 1\n");
+    let config = machine.config();
+    assert_eq!(config.envoy.expect("Envoy").command.override_json, None);
+    assert_eq!(config.warnings[0].subject, "ISTIO_BOOTSTRAP_OVERRIDE");
+}
+
+#[test]
+fn a_statistics_annotation_that_makes_no_sense_is_left_out() {
+    for (annotation, value, good) in [
+        ("statsFlushInterval", "10s", true),
+        ("statsFlushInterval", "5m", false),
+        ("statsFlushInterval", "-1s", false),
+        ("statsEvictionInterval", "10s", true),
+        ("statsEvictionInterval", "11s", false),
+        ("statsHistogramBuckets", "[1]", false),
+    ] {
+        let machine = machine(&[]);
+        let line = format!("sidecar.istio.io/{annotation}={value:?}\n");
+        machine.file("etc/istio/pod/annotations", &line);
+        let config = machine.config();
+        assert_eq!(config.warnings.is_empty(), good, "{annotation}={value}");
+        let stats = config.bootstrap.stats;
+        let taken = stats.flush.or(stats.eviction).is_some();
+        assert_eq!(taken, good, "{annotation}={value}");
+    }
+}
+
+#[test]
+fn interfaces_may_be_left_out_of_the_address_list() {
+    let machine = machine(&[]);
+    let annotation = "traffic.sidecar.istio.io/excludeInterfaces=\"net9,none9\"\n";
+    machine.file("etc/istio/pod/annotations", annotation);
+    let subjects: Vec<_> = machine
+        .config()
+        .warnings
+        .into_iter()
+        .map(|w| w.found)
+        .collect();
+    assert_eq!(subjects, ["net9", "none9"]);
+}
+
+#[test]
+fn the_grpc_bootstrap_may_be_switched_off() {
+    assert!(machine(&[]).config().grpc.is_some());
+    assert!(
+        machine(&[("GRPC_XDS_BOOTSTRAP", "")])
+            .config()
+            .grpc
+            .is_none()
+    );
+}

@@ -18,8 +18,13 @@ pub struct Command {
     pub drain_time: Duration,
     pub ip_version: IpVersion,
     pub file_flush_interval: Duration,
+    /// Zero is Envoy's own.
+    pub file_flush_min_size_kb: u32,
     pub log: LogLevels,
     pub skip_deprecated_logs: bool,
+    pub core_dump: bool,
+    /// Merged over the bootstrap.
+    pub override_json: Option<String>,
     /// None lets Envoy use every hardware thread.
     pub concurrency: Option<u32>,
 }
@@ -84,6 +89,10 @@ impl Command {
         flag("--file-flush-interval-msec", Some(flush.to_string()));
         flag("--disable-hot-restart", None);
         flag("--allow-unknown-static-fields", None);
+        if self.file_flush_min_size_kb > 0 {
+            let size = self.file_flush_min_size_kb.to_string();
+            flag("--file-flush-min-size-kb", Some(size));
+        }
         if let Some(level) = &self.log.level {
             flag("-l", Some(level.clone()));
         }
@@ -92,6 +101,12 @@ impl Command {
         }
         if self.skip_deprecated_logs {
             flag("--skip-deprecated-logs", None);
+        }
+        if self.core_dump {
+            flag("--enable-core-dump", None);
+        }
+        if let Some(json) = &self.override_json {
+            flag("--config-yaml", Some(json.clone()));
         }
         if let Some(threads) = self.concurrency {
             flag("--concurrency", Some(threads.to_string()));
@@ -111,8 +126,11 @@ mod tests {
             drain_time: Duration::from_secs(45),
             ip_version: IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
+            file_flush_min_size_kb: 0,
             log: LogLevels::split("warning", "misc:error").0,
             skip_deprecated_logs: true,
+            core_dump: false,
+            override_json: None,
             concurrency: Some(2),
         }
     }
@@ -140,6 +158,21 @@ mod tests {
         assert!(bare.arguments().join(" ").ends_with(
             "--local-address-ip-version v6 --file-flush-interval-msec 1000 \
              --disable-hot-restart --allow-unknown-static-fields"
+        ));
+    }
+
+    #[test]
+    fn what_is_rare_stands_where_pilot_agent_puts_it() {
+        let rare = Command {
+            file_flush_min_size_kb: 64,
+            core_dump: true,
+            override_json: Some("{}".to_owned()),
+            ..command()
+        };
+        assert!(rare.arguments().join(" ").ends_with(
+            "--allow-unknown-static-fields --file-flush-min-size-kb 64 -l warning \
+             --component-log-level misc:error --skip-deprecated-logs --enable-core-dump \
+             --config-yaml {} --concurrency 2"
         ));
     }
 

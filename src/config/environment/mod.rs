@@ -134,6 +134,25 @@ variables! {
         State::Refused("this agent writes the bootstrap itself");
     ISTIO_CPU_LIMIT: u32 = "0", "CPUs of the pod: Envoy's concurrency unless configured.", Same;
     DISABLE_ENVOY: bool = "false", "Runs without Envoy.", Same;
+    ENVOY_SECURE_METRICS_PORT: u32 = "0", "Port of Envoy's metrics for callers of the mesh; 0 is none.", Same;
+    ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of all metrics for callers of the mesh; 0 is none.", Same;
+    ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL: bool = "false", "The health listener takes the PROXY protocol.", Same;
+    ISTIO_ENVOY_ENABLE_CORE_DUMP: bool = "false", "Lets Envoy dump core.", Same;
+    ISTIO_BOOTSTRAP_OVERRIDE: String = "", "File merged over the bootstrap by Envoy.", Same;
+    HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy cuts fragments off paths.", Same;
+    ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families in a pod that has both.", Same;
+    PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension that finds peers' metadata; unset follows ENABLE_HBONE.", Same;
+    EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "Has Envoy count its connections.", Same, State::NotYet("end of Envoy");
+    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
+    OUTPUT_CERTS: String = "", "Directory of certificates named in the bootstrap of gRPC applications.", Same, State::NotYet("certificates in files");
+    COMPLIANCE_POLICY: String = "", "fips-140-2 limits the TLS of Envoy's gRPC library.", Same, State::NotYet("connection to istiod");
+    DNS_PROXY_ADDR: String = "", "Where DNS is answered; told to istiod.", Same, State::NotYet("DNS proxy");
+    HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of collectors.", Same;
+    CLOUD_PLATFORM: String = "", "The cloud to ask where this is: aws, azure, gcp or none; otherwise it is found out.", Same;
+    GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;
+    GCP_QUOTA_PROJECT: String = "", "Google project that pays.", Same;
+    GCP_ZONE: String = "", "Google zone.", Same;
+    GCE_METADATA_HOST: String = "", "Where Google's metadata service is.", Same;
 }
 
 /// Every variable of pilot-agent.

@@ -1,0 +1,124 @@
+//! What is found where.
+
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+
+use super::*;
+
+fn config(root: &TempDir) -> Config {
+    Config {
+        choice: Choice::Find,
+        gcp: None,
+        gcp_host: None,
+        root: root.path().to_owned(),
+        v6: false,
+    }
+}
+
+fn root(files: &[(&str, &str)]) -> TempDir {
+    let root = TempDir::new().expect("a directory");
+    for (path, text) in files {
+        let path = root.path().join(path);
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+        std::fs::write(path, text).expect("written");
+    }
+    root
+}
+
+#[test]
+fn a_platform_nobody_knows_is_looked_for() {
+    for (text, choice) in [
+        ("AWS", Choice::Aws),
+        ("none", Choice::None),
+        ("", Choice::Find),
+        ("mars", Choice::Find),
+    ] {
+        assert_eq!(Choice::parse(text), choice);
+    }
+}
+
+#[tokio::test]
+async fn static_metadata_of_google_needs_no_network() {
+    let root = root(&[(
+        "etc/resolv.conf",
+        "search x.local us-east1-b.c.shop.internal\n",
+    )]);
+    let mut config = config(&root);
+    config.gcp = StaticGcp::parse("shop|7|main|us-east1", String::new(), String::new());
+    let platform = discover(&config).await;
+    assert_eq!(platform.locality.region, "us-east1");
+    assert_eq!(platform.locality.zone, "us-east1-b");
+    assert_eq!(platform.metadata["gcp_project_number"], "7");
+    assert_eq!(
+        platform.metadata["gcp_gke_cluster_url"],
+        "https://container.googleapis.com/v1/projects/shop/locations/us-east1/clusters/main"
+    );
+    assert_eq!(platform.metadata.len(), 5);
+}
+
+#[test]
+fn static_metadata_has_four_parts() {
+    for text in ["", "a|b|c", "a|b|c|d|e"] {
+        assert_eq!(
+            StaticGcp::parse(text, String::new(), String::new()),
+            None,
+            "{text}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn no_platform_is_no_metadata() {
+    let root = root(&[]);
+    let mut config = config(&root);
+    config.choice = Choice::None;
+    assert_eq!(discover(&config).await, Platform::default());
+}
+
+#[tokio::test]
+async fn googles_metadata_service_is_asked_for_what_it_has() {
+    let root = root(&[]);
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
+    let mut config = config(&root);
+    config.gcp_host = Some(listener.local_addr().expect("an address").to_string());
+    let platform = tokio::select! {
+        platform = discover(&config) => platform,
+        () = serve(&listener) => unreachable!("it serves for ever"),
+    };
+    assert_eq!(platform.locality.zone, "europe-west4-a");
+    assert_eq!(platform.metadata["gcp_location"], "europe-west4-a");
+    assert_eq!(platform.metadata["gcp_project"], "shop");
+    assert_eq!(platform.metadata.len(), 2);
+}
+
+/// A metadata service that knows a project and a zone.
+async fn serve(listener: &TcpListener) {
+    loop {
+        let (mut stream, _) = listener.accept().await.expect("a caller");
+        let mut request = [0; 1024];
+        let length = stream.read(&mut request).await.expect("a request");
+        let request = String::from_utf8_lossy(&request[..length]).to_ascii_lowercase();
+        assert!(request.contains("metadata-flavor: google"), "{request}");
+        let path = request.split(' ').nth(1).expect("a path");
+        let (status, text) = match path.rsplit('/').next() {
+            Some("project-id") => ("200 OK", "shop"),
+            Some("zone") => ("200 OK", "projects/7/zones/europe-west4-a"),
+            _ => ("404 Not Found", ""),
+        };
+        let length = text.len();
+        let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{text}");
+        stream.write_all(answer.as_bytes()).await.expect("answered");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_metadata_service_that_never_answers_costs_a_second() {
+    let root = root(&[]);
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
+    let mut config = config(&root);
+    config.gcp_host = Some(listener.local_addr().expect("an address").to_string());
+    let start = tokio::time::Instant::now();
+    assert_eq!(discover(&config).await, Platform::default());
+    assert!(start.elapsed() <= LIMIT + CALL);
+}

@@ -1,0 +1,77 @@
+//! The tracer Envoy reports spans to, before istiod says otherwise.
+//!
+//! Does not hold sampling rates, which istiod sends.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::address::Address;
+use super::settings::{Token, Tracing};
+
+/// The one tracer that is configured, with its address.
+pub(super) enum Tracer<'a> {
+    Zipkin(&'a Address),
+    Lightstep(&'a Address, &'a Token),
+    Datadog(&'a Address),
+}
+
+impl<'a> Tracer<'a> {
+    pub(super) fn of(tracing: &'a Tracing) -> Option<Self> {
+        let lightstep = &tracing.lightstep;
+        let zipkin = tracing.zipkin.address.as_ref().map(Self::Zipkin);
+        zipkin
+            .or_else(|| {
+                let address = lightstep.address.as_ref()?;
+                Some(Self::Lightstep(address, &lightstep.access_token))
+            })
+            .or_else(|| tracing.datadog.address.as_ref().map(Self::Datadog))
+    }
+
+    pub(super) fn cluster(&self) -> &'static str {
+        match self {
+            Self::Zipkin(_) => "zipkin",
+            Self::Lightstep(..) => "lightstep",
+            Self::Datadog(_) => "datadog_agent",
+        }
+    }
+
+    pub(super) fn address(&self) -> &'a Address {
+        match self {
+            Self::Zipkin(address) | Self::Lightstep(address, _) | Self::Datadog(address) => address,
+        }
+    }
+
+    /// `token_file` is where the token of Lightstep lies; `service` names Envoy in Datadog.
+    pub(super) fn section(&self, token_file: &Path, service: &str) -> Value {
+        let (name, message, mut members) = match self {
+            Self::Zipkin(_) => (
+                "zipkin",
+                "ZipkinConfig",
+                json!({
+                    "collector_endpoint": "/api/v2/spans",
+                    "collector_endpoint_version": "HTTP_JSON",
+                    "trace_id_128bit": true,
+                    "shared_span_context": false,
+                }),
+            ),
+            Self::Lightstep(..) => {
+                let file = json!({ "access_token_file": token_file.to_string_lossy() });
+                ("lightstep", "LightstepConfig", file)
+            }
+            Self::Datadog(_) => (
+                "datadog",
+                "DatadogConfig",
+                json!({ "service_name": service }),
+            ),
+        };
+        members["@type"] = json!(format!(
+            "type.googleapis.com/envoy.config.trace.v3.{message}"
+        ));
+        members["collector_cluster"] = json!(self.cluster());
+        json!({ "http": {
+            "name": format!("envoy.tracers.{name}"),
+            "typed_config": members,
+        }})
+    }
+}

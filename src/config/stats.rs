@@ -1,0 +1,102 @@
+//! Which statistics the pod asks for: annotations over ProxyConfig.
+//!
+//! Does not know the statistics everybody gets.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::Number;
+
+use super::{Problem, Sources, duration};
+use crate::bootstrap::settings::Settings;
+use crate::bootstrap::stats::Choice;
+
+const PREFIX: &str = "sidecar.istio.io/";
+/// Envoy's own interval.
+const FLUSH: Duration = Duration::from_secs(5);
+
+impl Sources<'_> {
+    pub(super) fn stats(&mut self, settings: &Settings) -> Choice {
+        let matcher = &settings.proxy_stats_matcher;
+        let flush = self.flush();
+        Choice {
+            prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
+            suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
+            expressions: self.either("statsInclusionRegexps", &matcher.inclusion_regexps),
+            tags: self.tags(&settings.extra_stat_tags),
+            buckets: self.buckets(),
+            flush,
+            eviction: self.eviction(flush),
+        }
+    }
+
+    fn stats_annotation(&self, name: &str) -> Option<&str> {
+        let text = self.annotations.get(&format!("{PREFIX}{name}"))?;
+        Some(text.as_str()).filter(|text| !text.is_empty())
+    }
+
+    /// The annotation's list, or the setting's: never both.
+    fn either(&self, annotation: &str, setting: &[String]) -> Vec<String> {
+        match self.stats_annotation(annotation) {
+            Some(list) => list.split(',').map(str::to_owned).collect(),
+            None => setting.to_vec(),
+        }
+    }
+
+    fn tags(&self, setting: &[String]) -> Vec<String> {
+        let annotation = self.stats_annotation("extraStatTags").unwrap_or_default();
+        let all = setting
+            .iter()
+            .map(String::as_str)
+            .chain(annotation.split(','));
+        let mut tags: Vec<String> = Vec::new();
+        for tag in all.filter(|tag| !tag.is_empty()) {
+            if !tags.iter().any(|known| known == tag) {
+                tags.push(tag.to_owned());
+            }
+        }
+        tags
+    }
+
+    fn buckets(&mut self) -> BTreeMap<String, Vec<Number>> {
+        let text = self.stats_annotation("statsHistogramBuckets");
+        let text = text.unwrap_or("{}").to_owned();
+        serde_json::from_str(&text).unwrap_or_else(|_| {
+            let expected = "a JSON object of lists of numbers, leaving it out";
+            self.odd("statsHistogramBuckets", text, expected);
+            BTreeMap::new()
+        })
+    }
+
+    /// Zero is Envoy's own interval.
+    fn flush(&mut self) -> Option<Duration> {
+        let text = self.stats_annotation("statsFlushInterval")?.to_owned();
+        let taken = |flush: &Duration| flush.is_zero() || (1..300_000).contains(&flush.as_millis());
+        let flush = duration::parse(&text).filter(taken);
+        if flush.is_none() {
+            let expected = "a duration from 1ms to less than 5m, leaving it out";
+            self.odd("statsFlushInterval", text, expected);
+        }
+        flush.filter(|flush| !flush.is_zero())
+    }
+
+    fn eviction(&mut self, flush: Option<Duration>) -> Option<Duration> {
+        let text = self.stats_annotation("statsEvictionInterval")?.to_owned();
+        let flush = flush.unwrap_or(FLUSH).as_nanos();
+        let fits = |eviction: &Duration| eviction.as_nanos().is_multiple_of(flush);
+        let eviction = duration::parse(&text).filter(fits);
+        if eviction.is_none() {
+            let expected = "a multiple of the flush interval, leaving it out";
+            self.odd("statsEvictionInterval", text, expected);
+        }
+        eviction.filter(|eviction| !eviction.is_zero())
+    }
+
+    fn odd(&mut self, annotation: &str, found: String, expected: &str) {
+        self.warnings.push(Problem {
+            subject: format!("{PREFIX}{annotation}"),
+            found,
+            expected: expected.to_owned(),
+        });
+    }
+}
