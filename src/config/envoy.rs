@@ -77,7 +77,10 @@ impl Sources<'_> {
                 settings
             }
             Err(error) => {
-                self.problem("ProxyConfig", &error.to_string(), "members of their types");
+                // What is wrong with a member has been said by its name already.
+                if self.problems.is_empty() {
+                    self.problem("ProxyConfig", &error.to_string(), "members of their types");
+                }
                 Settings::default()
             }
         }

@@ -1,7 +1,7 @@
 //! YAML and JSON as a tree that knows its lines.
 //!
 //! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. How
-//! deep and how large a document may be is the parser's to limit.
+//! deep and how large a document may be is limited.
 //!
 //! Does not know what any document means.
 
@@ -33,12 +33,17 @@ pub(super) enum Tree {
 /// How many values aliases may repeat. No configuration has as many.
 const MOST_REPEATED: usize = 10_000;
 
+/// How deep values may nest. Reading a level takes stack, up to 32 KB without optimization, which no
+/// document may overflow; ProxyConfig needs eight.
+const DEEPEST: usize = 24;
+
 /// The members of a document and the line it begins on, or nothing when it is empty.
 pub(super) fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
     if text.trim().is_empty() {
         return Ok(None);
     }
     let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! { max_depth: DEEPEST },
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
     };
     let node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
@@ -213,13 +218,14 @@ mod tests {
 
     #[test]
     fn a_document_without_end_is_refused() {
-        let deep = format!("a: {}", "[".repeat(100_000));
+        let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
         for level in 1..12 {
             let alias = format!("*a{}, ", level - 1).repeat(10);
             bomb += &format!("a{level}: &a{level} [{alias}]\n");
         }
-        for text in [deep, bomb, "a: &a {b: *a}".to_owned()] {
+        let endless = [bomb, "a: &a {b: *a}".to_owned()];
+        for text in deep.into_iter().chain(endless) {
             assert!(object("it", &text).is_err());
         }
     }

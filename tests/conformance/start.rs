@@ -136,7 +136,7 @@ async fn an_envoy_that_cannot_run_is_told_with_the_reason() {
 async fn a_configuration_that_cannot_be_used_is_told_whole() {
     let istiod = local_istiod().await;
     let broken = Place::of(&istiod).set("PROXY_CONFIG", "a: [1, 2\nb: }");
-    refuses_to_start(&broken, &["PROXY_CONFIG is \"line 2 column "]).await;
+    refuses_to_start(&broken, &["PROXY_CONFIG line 2 is "]).await;
     let wrong = Place::of(&istiod)
         .proxy("drainDuration", json!("soon"))
         .proxy("proxyAdminPort", json!(70_000))
@@ -145,7 +145,7 @@ async fn a_configuration_that_cannot_be_used_is_told_whole() {
         .set("ECC_SIGNATURE_ALGORITHM", "DSA");
     let all = [
         "drainDuration of PROXY_CONFIG",
-        "proxyAdminPort of PROXY_CONFIG is \"70000\", expected a port from 1 to 65535",
+        "proxyAdminPort of PROXY_CONFIG line 1 is \"70000\", expected a port from 1 to 65535",
         "discoveryAddress of PROXY_CONFIG",
         "SECRET_GRACE_PERIOD_RATIO",
         "ECC_SIGNATURE_ALGORITHM",
