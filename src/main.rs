@@ -6,10 +6,11 @@
 use std::io::{self, Write};
 
 use istio_agent::cli::{
-    self, Cli, Command, ExitCode, LogFlags, ProxyFlags, Refused, Typed, absent::Absent, completion,
-    request, show, unknown, version, wait,
+    self, Cli, Command, LogFlags, ProxyFlags, Refused, Typed, absent::Absent, completion, request,
+    show, unknown, version, wait,
 };
 use istio_agent::config::{self, environment::Environment};
+use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::BoxError;
 use istio_agent::{agent, logging};
 

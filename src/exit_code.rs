@@ -1,0 +1,32 @@
+//! How the program ends, as a number. Does not end it: `main` does.
+
+/// Exit codes of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExitCode {
+    Success,
+    /// Any error of a command, as pilot-agent has it.
+    CommandFailed,
+    /// Envoy ended by itself, with this code or, for signal n, 128 + n.
+    Envoy(u8),
+}
+
+impl ExitCode {
+    /// The code of an Envoy that ended by itself.
+    pub fn of_envoy(code: u8) -> Self {
+        if code == 0 {
+            Self::Success
+        } else {
+            Self::Envoy(code)
+        }
+    }
+}
+
+impl From<ExitCode> for std::process::ExitCode {
+    fn from(code: ExitCode) -> Self {
+        Self::from(match code {
+            ExitCode::Success => 0,
+            ExitCode::CommandFailed => 255,
+            ExitCode::Envoy(code) => code,
+        })
+    }
+}
