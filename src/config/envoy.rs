@@ -197,8 +197,13 @@ impl Sources<'_> {
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
             concurrency: self.mesh.concurrency.filter(|threads| *threads != 0),
+            fips_ciphers: matches!(
+                self.get(&variables::COMPLIANCE_POLICY).as_str(),
+                "fips-140-2" | "fips-140-3"
+            ),
         }
     }
+
     /// The file merged over the bootstrap. Envoy starts without one that cannot be used.
     fn bootstrap_override(&mut self) -> Option<String> {
         let path = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);

@@ -27,7 +27,13 @@ pub struct Command {
     pub override_json: Option<String>,
     /// None lets Envoy use every hardware thread.
     pub concurrency: Option<u32>,
+    /// Whether TLS of Envoy's gRPC library is held to the ciphers of FIPS 140.
+    pub fips_ciphers: bool,
 }
+
+/// The cipher suites pilot-agent names under `COMPLIANCE_POLICY` `fips-140-2` and `fips-140-3`.
+const FIPS_CIPHERS: &str = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:\
+                            ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384";
 
 /// Family of the addresses Envoy binds by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +73,12 @@ impl LogLevels {
 }
 
 impl Command {
+    /// What Envoy finds in its environment beside all that the agent found in its own.
+    pub fn environment(&self) -> Option<(&'static str, &'static str)> {
+        self.fips_ciphers
+            .then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))
+    }
+
     /// Everything after the program's name.
     pub fn arguments(&self) -> Vec<String> {
         let ip_version = match self.ip_version {
@@ -132,6 +144,7 @@ mod tests {
             core_dump: false,
             override_json: None,
             concurrency: Some(2),
+            fips_ciphers: false,
         }
     }
 
@@ -159,6 +172,23 @@ mod tests {
             "--local-address-ip-version v6 --file-flush-interval-msec 1000 \
              --disable-hot-restart --allow-unknown-static-fields"
         ));
+    }
+
+    #[test]
+    fn the_ciphers_of_fips_are_named_in_the_environment_only_under_its_policy() {
+        assert_eq!(command().environment(), None);
+        let held = Command {
+            fips_ciphers: true,
+            ..command()
+        };
+        let (name, ciphers) = held.environment().expect("a variable");
+        assert_eq!(name, "GRPC_SSL_CIPHER_SUITES");
+        assert_eq!(ciphers.split(':').count(), 4);
+        assert!(
+            ciphers
+                .split(':')
+                .all(|c| c.starts_with("ECDHE-") && c.contains("-GCM-"))
+        );
     }
 
     #[test]

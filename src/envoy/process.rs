@@ -59,6 +59,7 @@ impl Process {
         let mut start = tokio::process::Command::new(&command.binary);
         start
             .args(command.arguments())
+            .envs(command.environment())
             .stdin(Stdio::null())
             .process_group(0)
             .kill_on_drop(true);

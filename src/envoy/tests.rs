@@ -54,6 +54,7 @@ fn config(binary: PathBuf, bootstrap: PathBuf) -> Config {
             core_dump: false,
             override_json: None,
             concurrency: None,
+            fips_ciphers: false,
         },
         admin_host: Ipv4Addr::LOCALHOST.into(),
         // Nobody listens there; the wait follows all the same.
