@@ -81,6 +81,13 @@ impl Clock {
     }
 }
 
+/// A moment in UTC, to the second, as in `2026-08-22T15:00:18Z`.
+pub(crate) fn rfc3339(time: SystemTime) -> String {
+    let mut timestamp = prost_types::Timestamp::from(time);
+    timestamp.nanos = 0;
+    timestamp.to_string()
+}
+
 /// Returns at `deadline`, or earlier when the clock was set; the caller looks again.
 async fn system_sleep(deadline: SystemTime, left: Duration) {
     match timer::until(deadline) {

@@ -21,7 +21,7 @@ pub struct LogFlags {
     #[arg(long = "log_output_level", global = true, default_value = "")]
     pub output_level: String,
     /// Where log lines go: stdout (the default), stderr or a file. May be repeated.
-    #[arg(long = "log_target", global = true)]
+    #[arg(long = "log_target", global = true, default_value = "stdout")]
     pub target: Vec<String>,
     /// Writes log lines as JSON; Envoy's too.
     #[arg(long = "log_as_json", global = true, num_args = 0..=1, require_equals = true,

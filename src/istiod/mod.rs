@@ -170,7 +170,8 @@ impl Istiod {
     }
 
     /// What is connected now.
-    pub fn watch(&self) -> watch::Receiver<Option<Connection>> {
+    #[cfg(test)]
+    pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
         self.shared.connected.subscribe()
     }
 

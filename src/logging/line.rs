@@ -10,6 +10,7 @@ use tracing::Level;
 use tracing::field::{Field, Visit};
 
 use super::levels::DEFAULT;
+use crate::clock;
 
 /// Message and labels of an event.
 #[derive(Default)]
@@ -65,7 +66,7 @@ pub(super) struct Line {
 
 impl Line {
     pub(super) fn text(&self) -> String {
-        let mut line = format!("{}\t{}\t", rfc3339(self.time), level_word(self.level));
+        let mut line = format!("{}\t{}\t", timestamp(self.time), level_word(self.level));
         if self.scope != DEFAULT {
             line += self.scope;
             line.push('\t');
@@ -92,7 +93,7 @@ impl Line {
     pub(super) fn json(&self) -> String {
         let mut members = Map::new();
         members.insert("level".into(), level_word(self.level).into());
-        members.insert("time".into(), rfc3339(self.time).into());
+        members.insert("time".into(), timestamp(self.time).into());
         if self.scope != DEFAULT {
             members.insert("scope".into(), self.scope.into());
         }
@@ -118,45 +119,11 @@ fn level_word(level: Level) -> &'static str {
 }
 
 /// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.
-fn rfc3339(time: SystemTime) -> String {
+fn timestamp(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = since.as_secs();
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let micros = since.subsec_micros();
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
-}
-
-/// Year, month and day of a day counted from 1970-01-01.
-fn date(mut day: u64) -> (u64, usize, u64) {
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let mut year = 1970;
-    while day >= 365 + u64::from(leap(year)) {
-        day -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let lengths = [
-        31,
-        28 + u64::from(leap(year)),
-        31,
-        30,
-        31,
-        30,
-        31,
-        31,
-        30,
-        31,
-        30,
-        31,
-    ];
-    let mut month = 0;
-    while month < 11 && day >= lengths[month] {
-        day -= lengths[month];
-        month += 1;
-    }
-    (year, month + 1, day + 1)
+    let seconds = clock::rfc3339(UNIX_EPOCH + since);
+    let seconds = seconds.trim_end_matches('Z');
+    format!("{seconds}.{:06}Z", since.subsec_micros())
 }
 
 #[cfg(test)]
@@ -207,7 +174,7 @@ mod tests {
             (1_735_689_599, "2024-12-31T23:59:59.000000Z"),
             (4_107_542_400, "2100-03-01T00:00:00.000000Z"),
         ] {
-            assert_eq!(rfc3339(UNIX_EPOCH + Duration::from_secs(seconds)), text);
+            assert_eq!(timestamp(UNIX_EPOCH + Duration::from_secs(seconds)), text);
         }
     }
 }

@@ -29,10 +29,9 @@ use hyper_util::service::TowerToHyperService;
 use tokio_util::sync::ReusableBoxFuture;
 use tonic::{Code, Status, Streaming};
 
-use crate::clock::Clock;
+use crate::clock::{Clock, rfc3339};
 use crate::lifecycle::CancellationToken;
 use crate::secrets::Secrets;
-use crate::secrets::certificate::rfc3339;
 use crate::unix_socket::Listener;
 use stream::{Stamp, Stream};
 

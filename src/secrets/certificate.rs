@@ -17,6 +17,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
 use super::name::escaped;
+use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 
 /// What a workload proves its identity with, and whom it believes: one answer of the authority.
@@ -56,13 +57,6 @@ pub enum CertificateError {
     },
     #[error("our private key cannot be read")]
     Key(#[source] Box<dyn std::error::Error + Send + Sync>),
-}
-
-/// A moment in UTC, to the second, as in `2026-08-22T15:00:18Z`.
-pub(crate) fn rfc3339(time: SystemTime) -> String {
-    let mut timestamp = prost_types::Timestamp::from(time);
-    timestamp.nanos = 0;
-    timestamp.to_string()
 }
 
 impl Workload {

@@ -12,12 +12,12 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::certificate::{CertificateError, Workload, rfc3339};
+use super::certificate::{CertificateError, Workload};
 use super::{Config, Problem, State, schedule};
 use crate::backoff::Backoff;
 use crate::ca::csr::{self, CsrError};
 use crate::ca::{Ca, Retry, SignError};
-use crate::clock::Clock;
+use crate::clock::{Clock, rfc3339};
 
 /// Why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
