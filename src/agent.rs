@@ -113,7 +113,9 @@ impl Agent {
         if !is_own(&socket) {
             return Err(Error::NoWorkloadSocket(socket.display().to_string()));
         }
-        let listener = unix_socket::bind(&socket)?;
+        // Without Envoy nobody asks, and the socket is not there.
+        let serves = self.config.envoy.is_some();
+        let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
         let authority = match self.config.ca_istiod.clone() {
             Some(config) => self.istiod("connection to the certificate authority", config),
             None => istiod.clone(),
@@ -131,8 +133,7 @@ impl Agent {
         };
         let (secrets, renewal) = secrets::new(config, authority, Clock::system());
         self.spawn_until_shutdown("certificate renewal", renewal);
-        // Without Envoy nobody asks, and the socket is not there.
-        if self.config.envoy.is_some() {
+        if let Some(listener) = listener {
             let serving = sds::serve(listener, secrets, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
