@@ -21,7 +21,7 @@ use crate::config::{Config, KeyChoice};
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::{self, BoxError, CancellationToken, Ended, Tasks, Urgency};
+use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -62,11 +62,11 @@ impl Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
-    let urgency = watch::Sender::new(Urgency::Run);
-    let signals = lifecycle::signals(urgency.clone())?;
+    let stop = Stop::new();
+    let signals = lifecycle::signals(stop.clone())?;
     let agent = Agent::build(config)?;
     tokio::select! {
-        code = agent.run(urgency) => code,
+        code = agent.run(stop) => code,
         never = signals => match never {},
     }
 }
@@ -153,11 +153,8 @@ impl Agent {
         Ok(())
     }
 
-    async fn run(mut self, urgency: watch::Sender<Urgency>) -> Result<ExitCode, BoxError> {
-        let mut envoy = pin!(envoy_until_its_end(
-            self.config.clone(),
-            urgency.subscribe()
-        ));
+    async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
+        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), stop.asked()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -165,7 +162,7 @@ impl Agent {
                 ended = self.tasks.next_ended(), if broken.is_none() => {
                     tracing::error!("the {} ended; draining Envoy and stopping", ended.name);
                     broken = Some(Error::of(ended));
-                    urgency.send_modify(|urgency| *urgency = Urgency::Drain.max(*urgency));
+                    stop.ask(Urgency::Drain, "a part of the agent ended");
                 }
             }
         };
@@ -207,14 +204,14 @@ impl Agent {
 /// rooms are at work while the cloud is asked where this is.
 async fn envoy_until_its_end(
     mut config: Config,
-    mut urgency: watch::Receiver<Urgency>,
+    mut asked: watch::Receiver<Asked>,
 ) -> Result<ExitCode, BoxError> {
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
     let Some(envoy) = config.envoy else {
-        let asked = urgency.wait_for(|urgency| *urgency != Urgency::Run);
+        let asked = asked.wait_for(|asked| asked.urgency != Urgency::Run);
         tokio::select! {
             // An error is the end of the watch, which is an end as well.
             _ = asked => return Ok(ExitCode::Success),
@@ -224,7 +221,7 @@ async fn envoy_until_its_end(
     let ours = !config.has_custom_bootstrap;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
     let _written = written.transpose()?;
-    Ok(match envoy::run(envoy, urgency).await? {
+    Ok(match envoy::run(envoy, asked).await? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })

@@ -36,6 +36,8 @@ pub mod lifecycle;
 
 pub mod logging;
 
+pub mod metrics;
+
 pub mod proto;
 
 #[cfg(feature = "local-istiod")]

@@ -18,9 +18,10 @@ pub use tokio_util::sync::CancellationToken;
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// How urgently the agent has been asked to stop: once, again, and once more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
     /// Nobody has asked.
+    #[default]
     Run,
     Drain,
     Terminate,
@@ -39,21 +40,55 @@ impl Urgency {
     }
 }
 
+/// What the agent has been asked for so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Asked {
+    pub urgency: Urgency,
+    /// Why, in the words of who asked first.
+    pub cause: Option<&'static str>,
+}
+
+/// The way to ask the agent to stop, and to hear that somebody has. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(watch::Sender<Asked>);
+
+impl Stop {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes it one step more urgent.
+    pub fn escalate(&self, cause: &'static str) {
+        let next = self.0.borrow().urgency.next();
+        self.ask(next, cause);
+    }
+
+    /// Makes it at least as urgent as given.
+    pub fn ask(&self, urgency: Urgency, cause: &'static str) {
+        self.0.send_modify(|asked| {
+            asked.urgency = asked.urgency.max(urgency);
+            asked.cause.get_or_insert(cause);
+        });
+    }
+
+    pub fn asked(&self) -> watch::Receiver<Asked> {
+        self.0.subscribe()
+    }
+}
+
 /// Turns SIGTERM and SIGINT into urgency: each takes it one step up. The signals are caught from
 /// the call on, and acted upon while the future is polled; it never ends.
-pub fn signals(
-    urgency: watch::Sender<Urgency>,
-) -> io::Result<impl Future<Output = Infallible> + Send> {
+pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send> {
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     Ok(async move {
         loop {
-            let name = tokio::select! {
-                _ = terminated.recv() => "terminated",
-                _ = interrupted.recv() => "interrupt",
+            let cause = tokio::select! {
+                _ = terminated.recv() => "received signal: terminated",
+                _ = interrupted.recv() => "received signal: interrupt",
             };
-            tracing::info!("received signal: {name}");
-            urgency.send_modify(|urgency| *urgency = urgency.next());
+            tracing::info!("{cause}");
+            stop.escalate(cause);
         }
     })
 }
@@ -165,9 +200,9 @@ mod tests {
     #[tokio::test]
     async fn each_signal_is_one_step_more_urgent() {
         use rustix::process::{Signal, getpid, kill_process};
-        let asked = watch::Sender::new(Urgency::Run);
-        let mut urgency = asked.subscribe();
-        let watching = signals(asked).expect("the signals are caught");
+        let stop = Stop::new();
+        let mut asked = stop.asked();
+        let watching = signals(stop).expect("the signals are caught");
         let asking = async {
             for (signal, expected) in [
                 (Signal::TERM, Urgency::Drain),
@@ -176,8 +211,10 @@ mod tests {
                 (Signal::TERM, Urgency::Kill),
             ] {
                 kill_process(getpid(), signal).expect("the signal is sent");
-                urgency.changed().await.expect("the watch lives");
-                assert_eq!(*urgency.borrow_and_update(), expected);
+                asked.changed().await.expect("the watch lives");
+                let asked = asked.borrow_and_update();
+                assert_eq!(asked.urgency, expected);
+                assert_eq!(asked.cause, Some("received signal: terminated"));
             }
         };
         tokio::select! {

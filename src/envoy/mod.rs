@@ -9,6 +9,7 @@
 pub mod admin;
 pub mod command;
 pub mod drain;
+pub mod handle;
 pub mod orphans;
 pub mod process;
 
@@ -18,7 +19,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::lifecycle::Urgency;
+use crate::lifecycle::{Asked, Urgency};
 use admin::Admin;
 use command::Command;
 use drain::{Action, Descent, Event, Limits, Phase};
@@ -62,9 +63,9 @@ pub enum Error {
     Unkillable(Duration),
 }
 
-/// Runs Envoy until it ends. Each step up of `urgency` takes it one step down: drain, terminate,
+/// Runs Envoy until it ends. Each step up of the urgency takes it one step down: drain, terminate,
 /// kill. Poll it on the main thread, see [`process`].
-pub async fn run(config: Config, urgency: watch::Receiver<Urgency>) -> Result<Exit, Error> {
+pub async fn run(config: Config, requests: watch::Receiver<Asked>) -> Result<Exit, Error> {
     tracing::info!(
         "Envoy command: [{} {}]",
         config.command.binary.display(),
@@ -78,7 +79,7 @@ pub async fn run(config: Config, urgency: watch::Receiver<Urgency>) -> Result<Ex
         descent: Descent::new(config.limits),
         deadline: None,
         config,
-        urgency,
+        requests,
         asked: Urgency::Run,
     };
     let exit = tokio::select! {
@@ -106,7 +107,7 @@ struct Supervision {
     descent: Descent,
     /// End of the current wait.
     deadline: Option<Instant>,
-    urgency: watch::Receiver<Urgency>,
+    requests: watch::Receiver<Asked>,
     /// The urgency acted on so far.
     asked: Urgency,
 }
@@ -136,7 +137,7 @@ impl Supervision {
         tokio::select! {
             biased;
             ended = envoy.ended() => Ok((Event::EnvoyExited, Some(ended?))),
-            () = asked_again(&mut self.urgency, &mut self.asked) => Ok((Event::StopAsked, None)),
+            () = asked_again(&mut self.requests, &mut self.asked) => Ok((Event::StopAsked, None)),
             () = announce(admin, inbound_only), if announcing => Ok((Event::Announced, None)),
             () = reached(deadline) => Ok((Event::Deadline, None)),
         }
@@ -171,9 +172,10 @@ impl Supervision {
 }
 
 /// Returns when the urgency stands above what was acted on, one step at a time.
-async fn asked_again(urgency: &mut watch::Receiver<Urgency>, asked: &mut Urgency) {
+async fn asked_again(requests: &mut watch::Receiver<Asked>, asked: &mut Urgency) {
     let current = *asked;
-    if urgency.wait_for(|now| *now > current).await.is_err() {
+    let higher = requests.wait_for(|now| now.urgency > current).await;
+    if higher.is_err() {
         // Nobody is left who could ask.
         std::future::pending::<()>().await;
     }

@@ -10,6 +10,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 
 use super::*;
+use crate::lifecycle::Stop;
 
 struct Stage {
     directory: TempDir,
@@ -81,12 +82,12 @@ impl Stage {
 
     /// Asks to stop `times` times once Envoy is up.
     async fn run(&mut self, times: u8) -> Result<Exit, Error> {
-        let (urgency, receiver) = watch::channel(Urgency::Run);
-        let envoy = run(self.config.clone(), receiver);
+        let stop = Stop::new();
+        let envoy = run(self.config.clone(), stop.asked());
         let ask = async {
             self.wait_until_ready().await;
             for _ in 0..times {
-                urgency.send_modify(|urgency| *urgency = urgency.next());
+                stop.escalate("a test");
             }
             std::future::pending::<()>().await;
         };
@@ -156,9 +157,9 @@ async fn a_missing_or_unusable_binary_is_named() {
     let path = |name: &str| directory.path().join(name);
     std::fs::write(path("data"), "no program").expect("written");
     for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
-        let (_urgency, receiver) = watch::channel(Urgency::Run);
+        let stop = Stop::new();
         let config = config(path(name), path("envoy-rev.json"));
-        let error = run(config, receiver)
+        let error = run(config, stop.asked())
             .await
             .expect_err("no start")
             .to_string();

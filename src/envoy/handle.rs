@@ -1,0 +1,84 @@
+//! What the rest of the agent may know about Envoy, and ask of it.
+//!
+//! The one who runs Envoy publishes a [`Report`] whenever something changes; everybody with an
+//! [`Envoy`] can read it, wait for the next, or ask for a drain.
+//!
+//! Does not decide anything.
+
+use std::time::SystemTime;
+
+use serde::Serialize;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::admin::Admin;
+
+/// Where Envoy is on its way from start to end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Not started yet.
+    #[default]
+    Initial,
+    /// The process is there; it does not serve yet.
+    Starting,
+    Running,
+    /// Told to send its clients away, and still serving.
+    Draining,
+    /// Told to end.
+    Stopping,
+    /// There is no process.
+    Exited,
+}
+
+/// What is known about Envoy now.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Report {
+    pub state: State,
+    pub pid: Option<i32>,
+    pub epoch: u32,
+    pub started: Option<SystemTime>,
+}
+
+/// A handle to the running Envoy. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Envoy {
+    admin: Admin,
+    report: watch::Receiver<Report>,
+    orders: mpsc::Sender<Order>,
+}
+
+/// What the one who runs Envoy can be asked for.
+#[derive(Debug)]
+pub enum Order {
+    /// Have Envoy send its clients away but not end, and skip the drain when the end comes. Answered
+    /// when Envoy's admin port has, or has failed to.
+    Drain(oneshot::Sender<()>),
+}
+
+impl Envoy {
+    pub fn new(admin: Admin, report: watch::Receiver<Report>, orders: mpsc::Sender<Order>) -> Self {
+        Self {
+            admin,
+            report,
+            orders,
+        }
+    }
+
+    /// The admin port of the Envoy that serves now.
+    pub fn admin(&self) -> Admin {
+        self.admin
+    }
+
+    pub fn report(&self) -> watch::Receiver<Report> {
+        self.report.clone()
+    }
+
+    /// Has Envoy send its clients away; returns when it has been told, or when there is none.
+    pub async fn drain(&self) {
+        let (told, answer) = oneshot::channel();
+        if self.orders.send(Order::Drain(told)).await.is_ok() {
+            // An order dropped unanswered met the end of Envoy.
+            let _ = answer.await;
+        }
+    }
+}

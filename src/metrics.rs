@@ -1,0 +1,439 @@
+//! What the agent counts about itself, and its text form: Prometheus' exposition format 0.0.4.
+//!
+//! A room asks the [`Registry`] for its counters, gauges and histograms by name, and records; asking
+//! again for a name gives the same one. A series appears with its first recording, as pilot-agent's
+//! do, and names are written as given: no suffix is added. Recording is a relaxed atomic operation
+//! once the series is in hand.
+//!
+//! Does not serve anything, and bounds no cardinality: callers give labels from small sets.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// All families. Clones share them.
+#[derive(Clone, Default)]
+pub struct Registry(Arc<Mutex<BTreeMap<&'static str, Family>>>);
+
+/// What a family's name stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Counter,
+    Gauge,
+}
+
+/// A number that only grows.
+#[derive(Clone, Debug)]
+pub struct Counter(Arc<Cell>);
+
+/// A number that goes up and down.
+#[derive(Clone, Debug)]
+pub struct Gauge(Arc<Cell>);
+
+/// Counts values by their size.
+#[derive(Clone, Debug)]
+pub struct Histogram(Arc<Buckets>);
+
+/// Counters that differ in their labels.
+#[derive(Clone, Debug)]
+pub struct Counters<const N: usize>(Labelled<Cell>);
+
+/// Gauges that differ in their labels.
+#[derive(Clone, Debug)]
+pub struct Gauges<const N: usize>(Labelled<Cell>);
+
+/// Writes the series of a family that is computed when it is read.
+pub type Collect = dyn Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync;
+
+#[derive(Clone)]
+struct Family {
+    help: &'static str,
+    kind: &'static str,
+    labels: &'static [&'static str],
+    source: Source,
+}
+
+#[derive(Clone)]
+enum Source {
+    Cells(Labelled<Cell>),
+    Buckets(Arc<Buckets>),
+    Computed(Arc<Collect>),
+}
+
+type Labelled<T> = Arc<Mutex<BTreeMap<Vec<String>, Arc<T>>>>;
+
+/// An `f64` for gauges, a `u64` for counters, and whether anything was recorded yet.
+#[derive(Debug, Default)]
+struct Cell {
+    bits: AtomicU64,
+    is_recorded: AtomicBool,
+    is_float: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Buckets {
+    bounds: &'static [f64],
+    /// One more than bounds: the last holds what is above all of them.
+    counts: Vec<AtomicU64>,
+    sum: AtomicU64,
+}
+
+impl Registry {
+    pub fn counter(&self, name: &'static str, help: &'static str) -> Counter {
+        self.counters::<0>(name, help, &[]).with([])
+    }
+
+    pub fn counters<const N: usize>(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        labels: &'static [&'static str; N],
+    ) -> Counters<N> {
+        Counters(self.cells(name, help, "counter", labels))
+    }
+
+    pub fn gauge(&self, name: &'static str, help: &'static str) -> Gauge {
+        self.gauges::<0>(name, help, &[]).with([])
+    }
+
+    pub fn gauges<const N: usize>(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        labels: &'static [&'static str; N],
+    ) -> Gauges<N> {
+        Gauges(self.cells(name, help, "gauge", labels))
+    }
+
+    /// `bounds` are the upper ends of the buckets, in growing order, without infinity.
+    pub fn histogram(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        bounds: &'static [f64],
+    ) -> Histogram {
+        let buckets = Arc::new(Buckets {
+            bounds,
+            counts: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
+            sum: AtomicU64::new(0),
+        });
+        let source = Source::Buckets(buckets.clone());
+        match self.family(name, help, "histogram", &[], source) {
+            Source::Buckets(buckets) => Histogram(buckets),
+            // Another kind has the name, which stays its own.
+            _ => Histogram(buckets),
+        }
+    }
+
+    /// A family whose series `collect` hands out each time the page is written.
+    pub fn computed(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        kind: Kind,
+        labels: &'static [&'static str],
+        collect: impl Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync + 'static,
+    ) {
+        let kind = match kind {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+        };
+        let source = Source::Computed(Arc::new(collect));
+        self.family(name, help, kind, labels, source);
+    }
+
+    /// The page: families in the order of their names, each with its series.
+    pub fn render(&self) -> String {
+        // Computed families may take a while and must not hold others up.
+        let families: Vec<_> = lock(&self.0).iter().map(|(n, f)| (*n, f.clone())).collect();
+        let mut page = String::new();
+        for (name, family) in families {
+            let series = family.series(name);
+            if !series.is_empty() {
+                // A string takes everything.
+                let _ = writeln!(page, "# HELP {name} {}", family.help);
+                let _ = writeln!(page, "# TYPE {name} {}", family.kind);
+                page.push_str(&series);
+            }
+        }
+        page
+    }
+
+    fn cells(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        kind: &'static str,
+        labels: &'static [&'static str],
+    ) -> Labelled<Cell> {
+        let cells = Labelled::default();
+        match self.family(name, help, kind, labels, Source::Cells(cells.clone())) {
+            Source::Cells(cells) => cells,
+            // Another kind has the name, which stays its own.
+            _ => cells,
+        }
+    }
+
+    /// The source of a name: the given one, unless the name is known already.
+    fn family(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        kind: &'static str,
+        labels: &'static [&'static str],
+        source: Source,
+    ) -> Source {
+        let mut families = lock(&self.0);
+        let family = families.entry(name).or_insert(Family {
+            help,
+            kind,
+            labels,
+            source,
+        });
+        family.source.clone()
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(lock(&self.0).keys()).finish()
+    }
+}
+
+impl<const N: usize> Counters<N> {
+    pub fn with(&self, values: [&str; N]) -> Counter {
+        Counter(cell(&self.0, values))
+    }
+}
+
+impl<const N: usize> Gauges<N> {
+    pub fn with(&self, values: [&str; N]) -> Gauge {
+        Gauge(cell(&self.0, values))
+    }
+
+    /// Takes a series away, of something that is no more.
+    pub fn forget(&self, values: [&str; N]) {
+        lock(&self.0).remove(&values.map(str::to_owned).to_vec());
+    }
+}
+
+impl Counter {
+    pub fn inc(&self) {
+        self.add(1);
+    }
+
+    pub fn add(&self, count: u64) {
+        self.0.bits.fetch_add(count, Ordering::Relaxed);
+        self.0.is_recorded.store(true, Ordering::Relaxed);
+    }
+
+    pub fn get(&self) -> u64 {
+        self.0.bits.load(Ordering::Relaxed)
+    }
+}
+
+impl Gauge {
+    pub fn set(&self, value: f64) {
+        self.0.bits.store(value.to_bits(), Ordering::Relaxed);
+        self.0.is_float.store(true, Ordering::Relaxed);
+        self.0.is_recorded.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Histogram {
+    pub fn observe(&self, value: f64) {
+        let buckets = &self.0;
+        let index = buckets.bounds.partition_point(|bound| *bound < value);
+        let add = |bits| Some((f64::from_bits(bits) + value).to_bits());
+        // The closure always gives a value.
+        let _ = buckets
+            .sum
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        buckets.counts[index].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn cell<const N: usize>(cells: &Labelled<Cell>, values: [&str; N]) -> Arc<Cell> {
+    let values = values.map(str::to_owned).to_vec();
+    lock(cells).entry(values).or_default().clone()
+}
+
+impl Family {
+    fn series(&self, name: &str) -> String {
+        let mut text = String::new();
+        match &self.source {
+            Source::Cells(cells) => {
+                for (values, cell) in lock(cells).iter() {
+                    let values: Vec<_> = values.iter().map(String::as_str).collect();
+                    if let Some(number) = cell.read() {
+                        line(&mut text, name, self.labels, &values, number);
+                    }
+                }
+            }
+            Source::Buckets(buckets) => buckets.write(&mut text, name),
+            Source::Computed(collect) => collect(&mut |values, number| {
+                line(&mut text, name, self.labels, values, Number::Float(number));
+            }),
+        }
+        text
+    }
+}
+
+enum Number {
+    Whole(u64),
+    Float(f64),
+}
+
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(number) => number.fmt(f),
+            Self::Float(number) if number.is_infinite() && *number > 0.0 => f.write_str("+Inf"),
+            Self::Float(number) if number.is_infinite() => f.write_str("-Inf"),
+            Self::Float(number) => number.fmt(f),
+        }
+    }
+}
+
+impl Cell {
+    fn read(&self) -> Option<Number> {
+        let bits = self.bits.load(Ordering::Relaxed);
+        let is_recorded = self.is_recorded.load(Ordering::Relaxed);
+        is_recorded.then(|| {
+            if self.is_float.load(Ordering::Relaxed) {
+                Number::Float(f64::from_bits(bits))
+            } else {
+                Number::Whole(bits)
+            }
+        })
+    }
+}
+
+impl Buckets {
+    fn write(&self, text: &mut String, name: &str) {
+        let counts: Vec<_> = self
+            .counts
+            .iter()
+            .map(|count| count.load(Ordering::Relaxed))
+            .collect();
+        let total: u64 = counts.iter().sum();
+        if total == 0 {
+            return;
+        }
+        let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
+        let mut below = 0;
+        for (bound, count) in bounds.zip(counts) {
+            below += count;
+            let bound = Number::Float(bound).to_string();
+            let bucket = format!("{name}_bucket");
+            line(text, &bucket, &["le"], &[&bound], Number::Whole(below));
+        }
+        let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
+        line(text, &format!("{name}_sum"), &[], &[], Number::Float(sum));
+        line(
+            text,
+            &format!("{name}_count"),
+            &[],
+            &[],
+            Number::Whole(total),
+        );
+    }
+}
+
+/// One sample. Source: Prometheus, "Exposition formats", text format details.
+fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number: Number) {
+    text.push_str(name);
+    for (index, (label, value)) in labels.iter().zip(values).enumerate() {
+        let before = if index == 0 { '{' } else { ',' };
+        let _ = write!(text, "{before}{label}=\""); // A string takes everything.
+        for character in value.chars() {
+            match character {
+                '\\' => text.push_str("\\\\"),
+                '"' => text.push_str("\\\""),
+                '\n' => text.push_str("\\n"),
+                other => text.push(other),
+            }
+        }
+        text.push('"');
+    }
+    if !labels.is_empty() {
+        text.push('}');
+    }
+    let _ = writeln!(text, " {number}"); // A string takes everything.
+}
+
+/// What a panic may have left behind is a number too few, not a broken map.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_series_appears_with_its_first_recording() {
+        let registry = Registry::default();
+        let requests = registry.counter("istio_agent_requests", "Requests.");
+        let ends = registry.counters("istio_agent_ends", "Ends.", &["type"]);
+        assert_eq!(registry.render(), "");
+        requests.add(0);
+        ends.with(["error"]).inc();
+        assert_eq!(
+            registry.render(),
+            "# HELP istio_agent_ends Ends.\n# TYPE istio_agent_ends counter\n\
+             istio_agent_ends{type=\"error\"} 1\n\
+             # HELP istio_agent_requests Requests.\n# TYPE istio_agent_requests counter\n\
+             istio_agent_requests 0\n"
+        );
+    }
+
+    #[test]
+    fn the_same_name_gives_the_same_counter() {
+        let registry = Registry::default();
+        registry.counter("a", "A.").inc();
+        registry.counter("a", "A.").inc();
+        assert_eq!(registry.counter("a", "A.").get(), 2);
+    }
+
+    #[test]
+    fn values_of_labels_are_escaped() {
+        let registry = Registry::default();
+        let gauges = registry.gauges("a", "A.", &["x", "y"]);
+        gauges.with(["\"\\\n", "é"]).set(-0.5);
+        assert!(
+            registry
+                .render()
+                .ends_with("a{x=\"\\\"\\\\\\n\",y=\"é\"} -0.5\n")
+        );
+    }
+
+    #[test]
+    fn buckets_count_everything_up_to_their_bound() {
+        let registry = Registry::default();
+        let histogram = registry.histogram("a", "A.", &[0.1, 1.0]);
+        for value in [0.1, 0.5, 7.0] {
+            histogram.observe(value);
+        }
+        assert_eq!(
+            registry.render(),
+            "# HELP a A.\n# TYPE a histogram\na_bucket{le=\"0.1\"} 1\na_bucket{le=\"1\"} 2\n\
+             a_bucket{le=\"+Inf\"} 3\na_sum 7.6\na_count 3\n"
+        );
+    }
+
+    #[test]
+    fn computed_series_are_asked_for_with_each_page() {
+        let registry = Registry::default();
+        registry.computed("a", "A.", Kind::Gauge, &["n"], |series| {
+            series(&["x"], f64::NAN);
+            series(&["y"], f64::INFINITY);
+        });
+        assert!(
+            registry
+                .render()
+                .ends_with("a{n=\"x\"} NaN\na{n=\"y\"} +Inf\n")
+        );
+    }
+}
