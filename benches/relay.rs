@@ -24,6 +24,9 @@ const ROUNDS: usize = 5;
 /// Bytes of one resource: of an endpoint list and of a cluster, as meshes have them.
 const ENDPOINTS: usize = 500;
 const CLUSTER: usize = 2_000;
+/// Turns of the round trip, and trips in each.
+const TURNS: usize = 15;
+const TRIPS: usize = 500;
 /// Bytes relayed per round.
 const VOLUME: usize = 600 * 1_000_000;
 
@@ -186,17 +189,33 @@ async fn memory(relays: &Relays) {
     table.print();
 }
 
+/// How the kernel places the processes differs from connection to connection by more than a relay
+/// costs, so all are measured in short turns, each turn on new connections.
 async fn latency(control_plane: &ControlPlane, relays: &Relays) {
-    let mut table = Table::new(&["2 KB round trip", "µs", "over direct"]);
-    let dial = || ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
-    let direct = round_trip(dial().await.expect("a connection")).await;
-    table.row(["direct".to_owned(), format!("{direct:.0}"), String::new()]);
-    for (name, _, socket) in &relays.all {
-        let time = round_trip(connect(socket).await).await;
+    let mut times = vec![Vec::new(); relays.all.len() + 1];
+    for _ in 0..TURNS {
+        let io = ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
+        times[0].push(round_trip(io.await.expect("a connection")).await);
+        for (index, (_, _, socket)) in relays.all.iter().enumerate() {
+            times[index + 1].push(round_trip(connect(socket).await).await);
+        }
+    }
+    let mut table = Table::new(&["2 KB round trip", "µs", "over direct", "least", "most"]);
+    let direct = median(times[0].clone());
+    let names = ["direct"]
+        .into_iter()
+        .chain(relays.all.iter().map(|(name, ..)| *name));
+    for (name, times) in names.zip(times) {
+        let time = median(times.clone());
+        let (least, most) = times.iter().fold((f64::MAX, 0_f64), |(least, most), time| {
+            (least.min(*time), most.max(*time))
+        });
         table.row([
-            (*name).to_owned(),
+            name.to_owned(),
             format!("{time:.0}"),
-            format!("+{:.0}", time - direct),
+            format!("{:+.0}", time - direct),
+            format!("{least:.0}"),
+            format!("{most:.0}"),
         ]);
     }
     table.print();
@@ -212,7 +231,7 @@ async fn round_trip(
     let mut client = Client::open(io, protocol, request(protocol, shape)).await;
     client.read(length, None).await;
     let mut times = Vec::new();
-    for _ in 0..3_000 {
+    for _ in 0..TRIPS {
         let start = Instant::now();
         client.ask(shape).await;
         client.read(length, None).await;

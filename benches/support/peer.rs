@@ -24,9 +24,10 @@ use prost::Message;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use tokio_rustls::rustls::crypto::{CryptoProvider, aws_lc_rs};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio_rustls::rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// The name in the control plane's certificate.
@@ -55,10 +56,13 @@ impl ControlPlane {
         let root_pem = certified.cert.pem();
         let key = PrivateKeyDer::try_from(certified.signing_key.serialize_der()).expect("a key");
         let chain: Vec<CertificateDer<'static>> = vec![certified.cert.der().clone()];
-        let mut config = ServerConfig::builder()
+        let mut config = ServerConfig::builder_with_provider(Arc::new(provider()))
+            .with_safe_default_protocol_versions()
+            .expect("TLS versions")
             .with_no_client_auth()
             .with_single_cert(chain, key)
             .expect("a usable certificate");
+        config.ignore_client_order = true;
         config.alpn_protocols = vec![b"h2".to_vec()];
         let acceptor = TlsAcceptor::from(Arc::new(config));
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -88,6 +92,16 @@ impl ControlPlane {
             .connect(name, tcp)
             .await
     }
+}
+
+/// Istiod's taste: a Go server picks AES-128 whatever order the client gives.
+fn provider() -> CryptoProvider {
+    let mut provider = aws_lc_rs::default_provider();
+    let aes_128 = CipherSuite::TLS13_AES_128_GCM_SHA256;
+    provider
+        .cipher_suites
+        .sort_by_key(|suite| suite.suite() != aes_128);
+    provider
 }
 
 /// Runs a future on a runtime of this thread.

@@ -13,6 +13,7 @@ mod dial;
 pub(crate) mod fake;
 mod file;
 mod frames;
+mod paced;
 mod roots;
 pub mod tls;
 pub mod token;

@@ -8,6 +8,9 @@ use bytes::Bytes;
 use http_body::{Body, Frame};
 use tokio::sync::mpsc;
 
+/// Frames between the relay and Envoy's socket: 64 KiB.
+const FRAMES: usize = 4;
+
 /// Requests on their way to istiod, each a gRPC frame. Ends when its sender is dropped.
 #[derive(Debug)]
 pub(crate) struct RequestQueue(mpsc::UnboundedReceiver<Bytes>);
@@ -36,10 +39,10 @@ impl Body for RequestQueue {
 pub struct ResponseBody(Option<mpsc::Receiver<Frame<Bytes>>>);
 
 impl ResponseBody {
-    /// A body fed through a channel of one: the next bytes are taken from istiod only when Envoy has
-    /// taken these.
+    /// A body fed through a channel of a few frames, what is written to the socket at once: further
+    /// bytes are taken from istiod only when Envoy has taken these.
     pub(crate) fn channel() -> (mpsc::Sender<Frame<Bytes>>, Self) {
-        let (sender, receiver) = mpsc::channel(1);
+        let (sender, receiver) = mpsc::channel(FRAMES);
         (sender, Self(Some(receiver)))
     }
 

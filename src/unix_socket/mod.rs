@@ -6,12 +6,16 @@
 //!
 //! Does not know what is served: a caller hands in the service.
 
+mod coalesced;
+
 use std::convert::Infallible;
 use std::fs;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use http_body::Body;
@@ -232,6 +236,7 @@ where
     B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     IO: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 {
+    let (stream, turn) = coalesced::coalesced(stream);
     // No keepalive: the kernel closes a Unix stream when its peer dies.
     let connection = hyper::server::conn::http2::Builder::new(Tracked(tasks.clone()))
         .timer(TokioTimer::new())
@@ -240,8 +245,19 @@ where
         .initial_connection_window_size(CONNECTION_WINDOW)
         .serve_connection(TokioIo::new(stream), service);
     async move {
-        if let Err(error) = connection.await {
-            tracing::debug!(%error, "connection on a local socket ended");
+        let mut connection = pin!(connection);
+        let ended = poll_fn(|context| {
+            if let Poll::Ready(ended) = connection.as_mut().poll(context) {
+                return Poll::Ready(ended.map_err(BoxError::from));
+            }
+            match turn.end(context) {
+                Poll::Ready(Err(error)) => Poll::Ready(Err(error.into())),
+                // Whatever moves the connection on, or makes room for its bytes, wakes this.
+                Poll::Ready(Ok(())) | Poll::Pending => Poll::Pending,
+            }
+        });
+        if let Err(error) = ended.await {
+            tracing::debug!(error, "connection on a local socket ended");
         }
     }
 }
