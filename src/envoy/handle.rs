@@ -11,6 +11,8 @@ use serde::Serialize;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
+use super::crash::Crash;
+use super::plan::{self, Ending};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -35,8 +37,43 @@ pub enum State {
 pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
+    /// How many Envoys this agent has started before this one.
     pub epoch: u32,
+    #[serde(serialize_with = "plan::in_utc_if_any")]
     pub started: Option<SystemTime>,
+    /// What Envoy held in memory when it was last looked at.
+    pub rss_bytes: Option<u64>,
+    /// Whether Envoy was told to send its clients away, and will skip its drain at the end.
+    pub is_drained: bool,
+    /// The way down, once it has begun.
+    pub ending: Option<Ending>,
+    /// When the next Envoy starts, while there is none.
+    #[serde(serialize_with = "plan::in_utc_if_any")]
+    pub restart: Option<SystemTime>,
+    /// The last crash, of this agent's Envoys or of the one before.
+    pub last_crash: Option<Crash>,
+}
+
+impl State {
+    pub(super) const ALL: [Self; 6] = [
+        Self::Initial,
+        Self::Starting,
+        Self::Running,
+        Self::Draining,
+        Self::Stopping,
+        Self::Exited,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Initial => "initial",
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Draining => "draining",
+            Self::Stopping => "stopping",
+            Self::Exited => "exited",
+        }
+    }
 }
 
 /// A handle to the running Envoy. Clones share it.

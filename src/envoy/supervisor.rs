@@ -1,0 +1,517 @@
+//! The one owner of Envoy's process: waits for events, tells the machine, does as it says.
+//!
+//! Calls to Envoy's admin port run beside the waiting, so that neither a signal nor the end of Envoy
+//! waits for an answer. Each step down drops the calls of the step before. Every change is published.
+//!
+//! Does not decide what follows what; [`super::machine`] does.
+
+use std::time::Duration;
+
+use rustix::process::Pid;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::admin::Admin;
+use super::calls::{self, warn};
+use super::crash::Crash;
+use super::handle::{Order, Report};
+use super::machine::{Action, Event, Machine, Phase};
+use super::memory::{self, KillCounter};
+use super::plan::{Ending, WaitsFor};
+use super::process::{Ended, Process};
+use super::restart::Restarts;
+use super::stderr::Tee;
+use super::{Config, Error, Exit, connections, orphans};
+use crate::clock::{self, Clock};
+use crate::lifecycle::{Asked, Urgency};
+use crate::metrics::{Counter, Registry};
+
+/// Half the time for quitting is for the answer, the rest for the end that follows it.
+const QUIT_CALL: u32 = 2;
+
+/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended.
+const SAMPLE: Duration = Duration::from_secs(30);
+
+/// What is counted.
+#[derive(Debug)]
+pub(super) struct Counters {
+    restarts: Counter,
+    drains: Counter,
+}
+
+/// Envoy's process and what is known about it.
+struct Child {
+    process: Process,
+    stderr: Option<Tee>,
+    started: Instant,
+    kills: Option<KillCounter>,
+}
+
+pub(super) struct Supervisor {
+    config: Config,
+    admin: Admin,
+    machine: Machine,
+    child: Option<Child>,
+    epoch: u32,
+    restarts: Restarts,
+    /// How the last Envoy ended, while there is none.
+    last_end: Option<Ended>,
+    /// The pause before the next start, once granted.
+    pause: Duration,
+    /// End of the current wait.
+    deadline: Option<Instant>,
+    /// Calls under way.
+    calls: JoinSet<Event>,
+    /// The order the machine hears of now.
+    order: Option<oneshot::Sender<()>>,
+    requests: watch::Receiver<Asked>,
+    /// The urgency acted on so far.
+    asked: Urgency,
+    orders: mpsc::Receiver<Order>,
+    publish: watch::Sender<Report>,
+    counters: Counters,
+    clock: Clock,
+}
+
+impl Counters {
+    pub(super) fn of(metrics: &Registry) -> Self {
+        Self {
+            restarts: metrics.counter(
+                "istio_agent_envoy_restarts_total",
+                "Starts of Envoy after one that ended by itself.",
+            ),
+            drains: metrics.counter(
+                "istio_agent_envoy_drains_total",
+                "Times Envoy was told to send its clients away.",
+            ),
+        }
+    }
+}
+
+impl Supervisor {
+    pub(super) fn new(
+        config: Config,
+        admin: Admin,
+        requests: watch::Receiver<Asked>,
+        orders: mpsc::Receiver<Order>,
+        publish: watch::Sender<Report>,
+        counters: Counters,
+    ) -> Self {
+        Self {
+            machine: Machine::new(config.limits),
+            restarts: Restarts::new(config.restarts),
+            config,
+            admin,
+            child: None,
+            epoch: 0,
+            last_end: None,
+            pause: Duration::ZERO,
+            deadline: None,
+            calls: JoinSet::new(),
+            order: None,
+            requests,
+            asked: Urgency::Run,
+            orders,
+            publish,
+            counters,
+            clock: Clock::system(),
+        }
+    }
+
+    pub(super) async fn run(mut self) -> Result<Exit, Error> {
+        let report = self.publish.subscribe();
+        let own = move || Pid::from_raw(report.borrow().pid?);
+        tokio::select! {
+            exit = self.until_the_end() => exit,
+            never = orphans::reap(own) => match never {},
+        }
+    }
+
+    async fn until_the_end(&mut self) -> Result<Exit, Error> {
+        tracing::info!(
+            "Envoy command: [{} {}]",
+            self.config.command.binary.display(),
+            self.config.command.arguments().join(" ")
+        );
+        self.recall();
+        self.asked = self.requests.borrow().urgency;
+        let mut event = match self.asked {
+            Urgency::Run => Event::Begin,
+            asked => Event::Asked(asked),
+        };
+        loop {
+            let action = self.tell_machine(event);
+            if action == Action::Leave {
+                return Ok(self.exit());
+            }
+            self.act(action)?;
+            event = self.next().await?;
+        }
+    }
+
+    fn exit(&self) -> Exit {
+        match self.last_end {
+            Some(ended) if !self.machine.is_asked_to_stop() => Exit::ByItself(ended),
+            // Whoever asks before there is an Envoy has what he wants.
+            _ => Exit::Requested,
+        }
+    }
+
+    /// Reads what an agent before this one has left.
+    fn recall(&self) {
+        match Crash::read(&self.config.directory) {
+            Ok(None) => {}
+            Ok(Some(crash)) => {
+                let last = crash.stderr.last();
+                tracing::warn!(
+                    last_line = last,
+                    "previous Envoy ended at {} with {crash}",
+                    crash.when
+                );
+                self.publish
+                    .send_modify(|report| report.last_crash = Some(crash));
+            }
+            Err(error) => warn(&error, "going on without it"),
+        }
+    }
+
+    /// Waits for the next event.
+    async fn next(&mut self) -> Result<Event, Error> {
+        loop {
+            let deadline = self.deadline;
+            tokio::select! {
+                biased;
+                ended = ended(&mut self.child) => return self.ended(ended?).await,
+                urgency = asked_for_more(&mut self.requests, self.asked) => {
+                    self.asked = urgency;
+                    return Ok(Event::Asked(urgency));
+                }
+                Some(Order::Drain(order)) = self.orders.recv() => {
+                    self.order = Some(order);
+                    return Ok(Event::DrainOrdered);
+                }
+                Some(answer) = self.calls.join_next() => match answer {
+                    Ok(event) => return Ok(event),
+                    // Every step has its deadline, so nothing hangs on the answer.
+                    Err(error) => warn(&error, "going on without an answer from Envoy"),
+                },
+                () = reached(deadline) => {
+                    self.deadline = None;
+                    return Ok(Event::Deadline);
+                }
+                () = tokio::time::sleep(SAMPLE), if self.child.is_some() => self.sample(),
+            }
+        }
+    }
+
+    /// Tells the machine, and everybody what has become of it.
+    fn tell_machine(&mut self, event: Event) -> Action {
+        let action = self.machine.apply(event);
+        if action != Action::Tell {
+            // Whoever gave an order that changes nothing has nothing to wait for.
+            self.order = None;
+        }
+        self.sample();
+        let (wait, waits_for) = step(action);
+        if let Some(wait) = wait {
+            self.deadline = Some(Instant::now() + wait);
+        }
+        if action == Action::Pause {
+            self.deadline = Some(Instant::now() + self.pause);
+        }
+        self.report(event, wait, waits_for);
+        action
+    }
+
+    fn report(&self, event: Event, wait: Option<Duration>, waits_for: Option<WaitsFor>) {
+        let now = self.clock.now();
+        let cuts_short = wait.is_some() && matches!(event, Event::Asked(_));
+        let (cause, plan) = (self.cause(), self.machine.plan());
+        if cuts_short {
+            tracing::info!("Envoy is to end ({cause}): {plan}");
+        }
+        let (phase, is_drained) = (self.machine.phase(), self.machine.is_drained());
+        let pause = (phase == Phase::Pausing).then_some(self.pause);
+        self.publish.send_modify(|report| {
+            report.state = phase.state();
+            report.is_drained = is_drained;
+            report.restart = pause.map(|pause| now + pause);
+            if cuts_short {
+                let since = report.ending.as_ref().map_or(now, |ending| ending.since);
+                report.ending = Some(Ending {
+                    cause,
+                    since,
+                    plan,
+                    waits_for: None,
+                    until: None,
+                    connections: None,
+                });
+            }
+            if let (Some(ending), Some(wait)) = (&mut report.ending, wait) {
+                ending.waits_for = waits_for;
+                ending.until = Some(now + wait);
+            }
+        });
+    }
+
+    fn cause(&self) -> &'static str {
+        self.requests.borrow().cause.unwrap_or("nobody said why")
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), Error> {
+        match action {
+            Action::Nothing | Action::Leave => {}
+            Action::Start => self.start()?,
+            Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.pause),
+            Action::Tell => self.tell(),
+            Action::Announce(_) => self.announce(),
+            Action::Wait(wait) => {
+                tracing::info!("Graceful termination period is {wait:?}, starting...");
+            }
+            Action::Count(at_most) => self.count(at_most),
+            Action::Quit(wait) => self.quit(wait),
+            Action::Terminate(_) => {
+                tracing::info!("Terminating Envoy");
+                self.calls = JoinSet::new();
+                self.process(Process::terminate);
+            }
+            Action::Kill(_) => {
+                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
+                self.calls = JoinSet::new();
+                self.process(Process::kill);
+            }
+            Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), Error> {
+        let kills = KillCounter::start();
+        let mut process = Process::start(&self.config.command)?;
+        let pid = process.pid().as_raw_nonzero().get();
+        if self.last_end.take().is_some() {
+            self.epoch += 1;
+            self.counters.restarts.inc();
+        }
+        let (epoch, started) = (self.epoch, Some(self.clock.now()));
+        self.publish.send_modify(|report| {
+            report.pid = Some(pid);
+            report.epoch = epoch;
+            report.started = started;
+        });
+        let stderr = process.take_stderr();
+        self.child = Some(Child {
+            process,
+            stderr: stderr.map(|stderr| Tee::start(stderr, std::io::stderr())),
+            started: Instant::now(),
+            kills,
+        });
+        self.calls = JoinSet::new();
+        self.calls.spawn(calls::live(self.admin));
+        Ok(())
+    }
+
+    /// Has Envoy drain and stay; answers the order when Envoy has been told.
+    fn tell(&mut self) {
+        self.counters.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let order = self.order.take();
+        self.calls.spawn(async move {
+            calls::drain(admin, inbound_only, true).await;
+            if let Some(order) = order {
+                let _ = order.send(()); // Who gave the order may have left.
+            }
+            Event::Answered
+        });
+    }
+
+    fn announce(&mut self) {
+        tracing::info!("Agent draining Proxy for termination");
+        self.counters.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            calls::drain(admin, inbound_only, false).await;
+            Event::Answered
+        });
+    }
+
+    fn count(&mut self, at_most: Duration) {
+        tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
+        let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
+        let publish = self.publish.clone();
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            let counted = |active| {
+                publish.send_modify(|report| {
+                    if let Some(ending) = &mut report.ending {
+                        ending.connections = Some(active);
+                    }
+                });
+            };
+            connections::gone(admin, housekeeping, counted).await;
+            Event::Idle
+        });
+    }
+
+    fn quit(&mut self, wait: Duration) {
+        tracing::info!("Graceful termination is over, asking Envoy to quit");
+        let admin = self.admin.within(wait / QUIT_CALL);
+        self.calls = JoinSet::new();
+        self.calls.spawn(calls::quit(admin));
+    }
+
+    fn process(&self, signal: impl FnOnce(&Process)) {
+        if let Some(child) = &self.child {
+            signal(&child.process);
+        }
+    }
+
+    /// Notes how much memory Envoy holds.
+    fn sample(&self) {
+        let Some(child) = &self.child else { return };
+        let resident = memory::resident(child.process.pid());
+        if resident.is_some() {
+            self.publish
+                .send_modify(|report| report.rss_bytes = resident);
+        }
+    }
+}
+
+/// The end of an Envoy.
+impl Supervisor {
+    async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
+        self.calls = JoinSet::new();
+        self.deadline = None;
+        let child = self.child.take();
+        let after = child
+            .as_ref()
+            .map_or(Duration::ZERO, |c| c.started.elapsed());
+        let was_asked = self.machine.is_asked_to_stop();
+        self.last_end = Some(ended);
+        if is_crash(ended, self.machine.phase()) {
+            self.record(ended, after, child).await;
+        } else if let Some(stderr) = child.and_then(|child| child.stderr) {
+            stderr.last_lines().await;
+            if was_asked {
+                self.forget();
+            }
+        }
+        self.publish.send_modify(|report| {
+            report.pid = None;
+            report.rss_bytes = None;
+        });
+        if was_asked {
+            tracing::info!("Envoy exited normally");
+            return Ok(Event::EnvoyExited { may_restart: false });
+        }
+        let may_restart = self.by_itself(ended, after)?;
+        Ok(Event::EnvoyExited { may_restart })
+    }
+
+    /// Logs an end nobody asked for and says whether another start may follow. An end too early for
+    /// a first start is an error: the next would end like it.
+    fn by_itself(&mut self, ended: Ended, after: Duration) -> Result<bool, Error> {
+        if ended == Ended::Code(0) {
+            // Somebody has asked Envoy, and not the agent.
+            tracing::warn!("Envoy exited by itself with status 0");
+            return Ok(false);
+        }
+        if after < self.config.early && self.epoch == 0 {
+            return Err(Error::AtOnce { ended, after });
+        }
+        tracing::error!("Envoy exited with error: {ended}");
+        let pause = self.restarts.take();
+        self.pause = pause.unwrap_or_default();
+        Ok(pause.is_some())
+    }
+
+    async fn record(&self, ended: Ended, after: Duration, child: Option<Child>) {
+        let Some(child) = child else { return };
+        let kills = child.kills.as_ref().and_then(KillCounter::has_grown);
+        let stderr = match child.stderr {
+            Some(stderr) => stderr.last_lines().await,
+            None => Vec::new(),
+        };
+        let (code, signal) = match ended {
+            Ended::Code(code) => (Some(code), None),
+            Ended::Signal(signal) => (None, Some(signal)),
+        };
+        let crash = Crash {
+            when: clock::rfc3339(self.clock.now()),
+            epoch: self.epoch,
+            pid: child.process.pid().as_raw_nonzero().get(),
+            code,
+            signal,
+            uptime_seconds: after.as_secs_f64(),
+            rss_bytes: self.publish.borrow().rss_bytes,
+            out_of_memory: kills.map(|grown| grown && signal == Some(KILLED)),
+            stderr,
+        };
+        tracing::error!("Envoy crashed: {crash}");
+        if let Err(error) = crash.write(&self.config.directory) {
+            warn(&error, "the next agent will not know");
+        }
+        self.publish
+            .send_modify(|report| report.last_crash = Some(crash));
+    }
+
+    /// The next Envoy's previous one will be this one, which ended well.
+    fn forget(&self) {
+        if let Err(error) = Crash::remove(&self.config.directory) {
+            warn(&error, "the next agent will name an old crash");
+        }
+    }
+}
+
+const KILLED: i32 = 9;
+const TERMINATED: i32 = 15;
+
+/// Whether an end is none that the agent, or somebody else by Envoy's own means, has brought about.
+fn is_crash(ended: Ended, phase: Phase) -> bool {
+    match ended {
+        Ended::Code(0) => false,
+        Ended::Signal(TERMINATED) => phase < Phase::Terminating,
+        Ended::Signal(KILLED) => phase < Phase::Killing,
+        _ => true,
+    }
+}
+
+/// The wait an action begins.
+fn step(action: Action) -> (Option<Duration>, Option<WaitsFor>) {
+    let (wait, waits_for) = match action {
+        Action::Announce(wait) => (wait, WaitsFor::DrainCall),
+        Action::Wait(wait) => (wait, WaitsFor::DrainTime),
+        Action::Count(wait) => (wait, WaitsFor::Connections),
+        Action::Quit(wait) => (wait, WaitsFor::Quit),
+        Action::Terminate(wait) => (wait, WaitsFor::Termination),
+        Action::Kill(wait) => (wait, WaitsFor::Kill),
+        _ => return (None, None),
+    };
+    (Some(wait), Some(waits_for))
+}
+
+async fn ended(child: &mut Option<Child>) -> Result<Ended, super::process::Error> {
+    match child {
+        Some(child) => child.process.ended().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Returns when the urgency stands above what was acted on.
+async fn asked_for_more(requests: &mut watch::Receiver<Asked>, acted_on: Urgency) -> Urgency {
+    let higher = requests.wait_for(|now| now.urgency > acted_on).await;
+    if let Some(urgency) = higher.ok().map(|asked| asked.urgency) {
+        return urgency;
+    }
+    // Nobody is left who could ask.
+    std::future::pending().await
+}
+
+async fn reached(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
