@@ -344,4 +344,18 @@ mod tests {
             assert_eq!(with_host_ip(text, host_ip), expected);
         }
     }
+
+    #[test]
+    fn a_budget_is_so_many_restarts_in_a_duration() {
+        let expected = Budget {
+            restarts: 3,
+            within: Duration::from_secs(600),
+        };
+        assert_eq!(budget("3/10m"), Some(expected));
+        for text in [
+            "", "3", "0/10m", "3/0s", "3/10", "-1/10m", "3/10m/", "many/10m",
+        ] {
+            assert_eq!(budget(text), None, "{text}");
+        }
+    }
 }

@@ -8,6 +8,7 @@
 
 pub mod admin;
 mod calls;
+mod child;
 pub mod command;
 mod connections;
 pub mod crash;

@@ -14,16 +14,15 @@ use tokio::time::Instant;
 
 use super::admin::Admin;
 use super::calls::{self, warn};
+use super::child::{Child, KILLED};
 use super::crash::Crash;
-use super::handle::{Order, Report};
+use super::handle::{Order, Report, State};
 use super::machine::{Action, Event, Machine, Phase};
-use super::memory::{self, KillCounter};
 use super::plan::{Ending, WaitsFor};
-use super::process::{Ended, Process};
+use super::process::{self, Ended, Process};
 use super::restart::Restarts;
-use super::stderr::Tee;
 use super::{Config, Error, Exit, connections, orphans};
-use crate::clock::{self, Clock};
+use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{Counter, Registry};
 
@@ -38,14 +37,6 @@ const SAMPLE: Duration = Duration::from_secs(30);
 pub(super) struct Counters {
     restarts: Counter,
     drains: Counter,
-}
-
-/// Envoy's process and what is known about it.
-struct Child {
-    process: Process,
-    stderr: Option<Tee>,
-    started: Instant,
-    kills: Option<KillCounter>,
 }
 
 pub(super) struct Supervisor {
@@ -122,10 +113,15 @@ impl Supervisor {
     pub(super) async fn run(mut self) -> Result<Exit, Error> {
         let report = self.publish.subscribe();
         let own = move || Pid::from_raw(report.borrow().pid?);
-        tokio::select! {
+        let exit = tokio::select! {
             exit = self.until_the_end() => exit,
             never = orphans::reap(own) => match never {},
+        };
+        if self.child.is_none() {
+            self.publish
+                .send_modify(|report| report.state = State::Exited);
         }
+        exit
     }
 
     async fn until_the_end(&mut self) -> Result<Exit, Error> {
@@ -213,43 +209,45 @@ impl Supervisor {
             self.order = None;
         }
         self.sample();
-        let (wait, waits_for) = step(action);
-        if let Some(wait) = wait {
+        let step = step(action);
+        let pause = (action == Action::Pause).then_some(self.pause);
+        if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
             self.deadline = Some(Instant::now() + wait);
         }
-        if action == Action::Pause {
-            self.deadline = Some(Instant::now() + self.pause);
+        if step.is_some() && matches!(event, Event::Asked(_)) {
+            self.show_plan();
         }
-        self.report(event, wait, waits_for);
+        self.show(step);
         action
     }
 
-    fn report(&self, event: Event, wait: Option<Duration>, waits_for: Option<WaitsFor>) {
-        let now = self.clock.now();
-        let cuts_short = wait.is_some() && matches!(event, Event::Asked(_));
+    /// The way down begins, or somebody has made it shorter.
+    fn show_plan(&self) {
         let (cause, plan) = (self.cause(), self.machine.plan());
-        if cuts_short {
-            tracing::info!("Envoy is to end ({cause}): {plan}");
-        }
-        let (phase, is_drained) = (self.machine.phase(), self.machine.is_drained());
+        tracing::info!("Envoy is to end ({cause}): {plan}");
+        let now = self.clock.now();
+        self.publish.send_modify(|report| {
+            let since = report.ending.as_ref().map_or(now, |ending| ending.since);
+            report.ending = Some(Ending {
+                cause,
+                since,
+                plan,
+                waits_for: None,
+                until: None,
+                connections: None,
+            });
+        });
+    }
+
+    fn show(&self, step: Option<(Duration, WaitsFor)>) {
+        let (now, phase) = (self.clock.now(), self.machine.phase());
         let pause = (phase == Phase::Pausing).then_some(self.pause);
         self.publish.send_modify(|report| {
             report.state = phase.state();
-            report.is_drained = is_drained;
+            report.is_drained = self.machine.is_drained();
             report.restart = pause.map(|pause| now + pause);
-            if cuts_short {
-                let since = report.ending.as_ref().map_or(now, |ending| ending.since);
-                report.ending = Some(Ending {
-                    cause,
-                    since,
-                    plan,
-                    waits_for: None,
-                    until: None,
-                    connections: None,
-                });
-            }
-            if let (Some(ending), Some(wait)) = (&mut report.ending, wait) {
-                ending.waits_for = waits_for;
+            if let (Some(ending), Some((wait, waits_for))) = (&mut report.ending, step) {
+                ending.waits_for = Some(waits_for);
                 ending.until = Some(now + wait);
             }
         });
@@ -287,26 +285,18 @@ impl Supervisor {
     }
 
     fn start(&mut self) -> Result<(), Error> {
-        let kills = KillCounter::start();
-        let mut process = Process::start(&self.config.command)?;
-        let pid = process.pid().as_raw_nonzero().get();
         if self.last_end.take().is_some() {
             self.epoch += 1;
             self.counters.restarts.inc();
         }
+        let child = Child::start(&self.config.command, self.epoch)?;
         let (epoch, started) = (self.epoch, Some(self.clock.now()));
         self.publish.send_modify(|report| {
-            report.pid = Some(pid);
+            report.pid = Some(child.pid());
             report.epoch = epoch;
             report.started = started;
         });
-        let stderr = process.take_stderr();
-        self.child = Some(Child {
-            process,
-            stderr: stderr.map(|stderr| Tee::start(stderr, std::io::stderr())),
-            started: Instant::now(),
-            kills,
-        });
+        self.child = Some(child);
         self.calls = JoinSet::new();
         self.calls.spawn(calls::live(self.admin));
         Ok(())
@@ -356,7 +346,7 @@ impl Supervisor {
     }
 
     fn quit(&mut self, wait: Duration) {
-        tracing::info!("Graceful termination is over, asking Envoy to quit");
+        tracing::info!("Asking Envoy to quit");
         let admin = self.admin.within(wait / QUIT_CALL);
         self.calls = JoinSet::new();
         self.calls.spawn(calls::quit(admin));
@@ -369,13 +359,10 @@ impl Supervisor {
     }
 
     /// Notes how much memory Envoy holds.
-    fn sample(&self) {
-        let Some(child) = &self.child else { return };
-        let resident = memory::resident(child.process.pid());
-        if resident.is_some() {
-            self.publish
-                .send_modify(|report| report.rss_bytes = resident);
-        }
+    fn sample(&mut self) {
+        let resident = self.child.as_mut().and_then(Child::sample);
+        self.publish
+            .send_modify(|report| report.rss_bytes = resident);
     }
 }
 
@@ -384,30 +371,28 @@ impl Supervisor {
     async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
         self.calls = JoinSet::new();
         self.deadline = None;
-        let child = self.child.take();
-        let after = child
-            .as_ref()
-            .map_or(Duration::ZERO, |c| c.started.elapsed());
-        let was_asked = self.machine.is_asked_to_stop();
         self.last_end = Some(ended);
-        if is_crash(ended, self.machine.phase()) {
-            self.record(ended, after, child).await;
-        } else if let Some(stderr) = child.and_then(|child| child.stderr) {
-            stderr.last_lines().await;
-            if was_asked {
-                self.forget();
-            }
-        }
-        self.publish.send_modify(|report| {
-            report.pid = None;
-            report.rss_bytes = None;
-        });
-        if was_asked {
-            tracing::info!("Envoy exited normally");
-            return Ok(Event::EnvoyExited { may_restart: false });
-        }
-        let may_restart = self.by_itself(ended, after)?;
+        let uptime = match self.child.take() {
+            Some(child) => self.take_leave(ended, child).await,
+            None => Duration::ZERO,
+        };
+        self.publish.send_modify(|report| report.pid = None);
+        let wanted = self.machine.is_asked_to_stop();
+        let may_restart = !wanted && self.by_itself(ended, uptime)?;
         Ok(Event::EnvoyExited { may_restart })
+    }
+
+    /// Keeps what is to be kept of an Envoy that has ended; returns how long it lived.
+    async fn take_leave(&self, ended: Ended, mut child: Child) -> Duration {
+        let uptime = child.uptime();
+        let stderr = child.finish().await;
+        if is_crash(ended, self.machine.phase()) {
+            self.record(child.crash(ended, self.clock.now(), stderr));
+        } else if self.machine.is_asked_to_stop() {
+            tracing::info!("Envoy exited normally");
+            self.forget();
+        }
+        uptime
     }
 
     /// Logs an end nobody asked for and says whether another start may follow. An end too early for
@@ -427,31 +412,10 @@ impl Supervisor {
         Ok(pause.is_some())
     }
 
-    async fn record(&self, ended: Ended, after: Duration, child: Option<Child>) {
-        let Some(child) = child else { return };
-        let kills = child.kills.as_ref().and_then(KillCounter::has_grown);
-        let stderr = match child.stderr {
-            Some(stderr) => stderr.last_lines().await,
-            None => Vec::new(),
-        };
-        let (code, signal) = match ended {
-            Ended::Code(code) => (Some(code), None),
-            Ended::Signal(signal) => (None, Some(signal)),
-        };
-        let crash = Crash {
-            when: clock::rfc3339(self.clock.now()),
-            epoch: self.epoch,
-            pid: child.process.pid().as_raw_nonzero().get(),
-            code,
-            signal,
-            uptime_seconds: after.as_secs_f64(),
-            rss_bytes: self.publish.borrow().rss_bytes,
-            out_of_memory: kills.map(|grown| grown && signal == Some(KILLED)),
-            stderr,
-        };
+    fn record(&self, crash: Crash) {
         tracing::error!("Envoy crashed: {crash}");
         if let Err(error) = crash.write(&self.config.directory) {
-            warn(&error, "the next agent will not know");
+            warn(&error, "the next agent will not know of the crash");
         }
         self.publish
             .send_modify(|report| report.last_crash = Some(crash));
@@ -465,7 +429,6 @@ impl Supervisor {
     }
 }
 
-const KILLED: i32 = 9;
 const TERMINATED: i32 = 15;
 
 /// Whether an end is none that the agent, or somebody else by Envoy's own means, has brought about.
@@ -478,21 +441,20 @@ fn is_crash(ended: Ended, phase: Phase) -> bool {
     }
 }
 
-/// The wait an action begins.
-fn step(action: Action) -> (Option<Duration>, Option<WaitsFor>) {
-    let (wait, waits_for) = match action {
+/// The wait an action begins, on the way down.
+fn step(action: Action) -> Option<(Duration, WaitsFor)> {
+    Some(match action {
         Action::Announce(wait) => (wait, WaitsFor::DrainCall),
         Action::Wait(wait) => (wait, WaitsFor::DrainTime),
         Action::Count(wait) => (wait, WaitsFor::Connections),
         Action::Quit(wait) => (wait, WaitsFor::Quit),
         Action::Terminate(wait) => (wait, WaitsFor::Termination),
         Action::Kill(wait) => (wait, WaitsFor::Kill),
-        _ => return (None, None),
-    };
-    (Some(wait), Some(waits_for))
+        _ => return None,
+    })
 }
 
-async fn ended(child: &mut Option<Child>) -> Result<Ended, super::process::Error> {
+async fn ended(child: &mut Option<Child>) -> Result<Ended, process::Error> {
     match child {
         Some(child) => child.process.ended().await,
         None => std::future::pending().await,
