@@ -119,3 +119,58 @@ impl Envoy {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::envoy::plan::{Plan, Step, WaitsFor};
+
+    #[test]
+    fn a_report_is_json_with_moments_in_utc_and_spans_in_seconds() {
+        let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let report = Report {
+            state: State::Draining,
+            pid: Some(42),
+            started: Some(moment),
+            ending: Some(Ending {
+                cause: "received signal: terminated",
+                since: moment,
+                plan: Plan(vec![Step {
+                    waits_for: WaitsFor::DrainTime,
+                    at_most: Duration::from_millis(1500),
+                }]),
+                waits_for: Some(WaitsFor::DrainTime),
+                until: Some(moment),
+                connections: Some(3),
+            }),
+            ..Report::default()
+        };
+        let now = "2001-09-09T01:46:40Z";
+        let expected = json!({
+            "state": "draining",
+            "pid": 42,
+            "epoch": 0,
+            "started": now,
+            "rss_bytes": null,
+            "is_drained": false,
+            "ending": {
+                "cause": "received signal: terminated",
+                "since": now,
+                "plan": [{ "waits_for": "drain_time", "at_most_seconds": 1.5 }],
+                "waits_for": "drain_time",
+                "until": now,
+                "connections": 3,
+            },
+            "restart": null,
+            "last_crash": null,
+        });
+        assert_eq!(json!(report), expected);
+        for state in State::ALL {
+            assert_eq!(json!(state), state.name());
+        }
+    }
+}

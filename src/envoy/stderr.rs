@@ -3,7 +3,8 @@
 //! A pipe takes what Envoy writes; a task copies it on, byte for byte, and remembers the end for the
 //! record of a crash. Whoever reads the agent's output slowly makes Envoy wait, as without the pipe,
 //! but nobody else: the copying then waits outside the agent's thread. There is nothing to do while
-//! Envoy is silent.
+//! Envoy is silent. An agent that is stopped makes Envoy wait, too, once the pipe is full; one that
+//! dies takes Envoy with it anyway.
 //!
 //! Does not touch standard output, where access logs go: that Envoy has by itself.
 

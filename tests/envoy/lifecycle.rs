@@ -142,6 +142,20 @@ async fn a_second_signal_cuts_the_drain_short() {
 }
 
 #[tokio::test]
+async fn a_third_signal_ends_even_an_envoy_that_is_stopped() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+    rustix::process::kill_process(envoy, Signal::STOP).unwrap();
+    for step in ["draining", "Asking Envoy to quit", "Killing Envoy"] {
+        pod.agent.signal(Signal::TERM);
+        eventually(step, async || pod.agent.log().contains(step).then_some(())).await;
+    }
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+#[tokio::test]
 async fn a_drain_until_idle_waits_for_an_open_connection_and_no_longer() {
     let Some(binary) = envoy_binary() else { return };
     let environment = [

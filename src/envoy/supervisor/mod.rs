@@ -5,6 +5,8 @@
 //!
 //! Does not decide what follows what; [`super::machine`] does.
 
+mod end;
+
 use std::time::Duration;
 
 use rustix::process::Pid;
@@ -14,7 +16,7 @@ use tokio::time::Instant;
 
 use super::admin::Admin;
 use super::calls::{self, warn};
-use super::child::{Child, KILLED};
+use super::child::Child;
 use super::crash::Crash;
 use super::handle::{Order, Report, State};
 use super::machine::{Action, Event, Machine, Phase};
@@ -29,7 +31,9 @@ use crate::metrics::{Counter, Registry};
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
 const QUIT_CALL: u32 = 2;
 
-/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended.
+/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
+/// a young Envoy each time its age has doubled, then every half minute.
+const FIRST_SAMPLE: Duration = Duration::from_secs(1);
 const SAMPLE: Duration = Duration::from_secs(30);
 
 /// What is counted.
@@ -176,6 +180,8 @@ impl Supervisor {
     async fn next(&mut self) -> Result<Event, Error> {
         loop {
             let deadline = self.deadline;
+            let age = self.child.as_ref().map(Child::uptime);
+            let sample = age.unwrap_or_default().clamp(FIRST_SAMPLE, SAMPLE);
             tokio::select! {
                 biased;
                 ended = ended(&mut self.child) => return self.ended(ended?).await,
@@ -196,7 +202,7 @@ impl Supervisor {
                     self.deadline = None;
                     return Ok(Event::Deadline);
                 }
-                () = tokio::time::sleep(SAMPLE), if self.child.is_some() => self.sample(),
+                () = tokio::time::sleep(sample), if age.is_some() => self.sample(),
             }
         }
     }
@@ -363,81 +369,6 @@ impl Supervisor {
         let resident = self.child.as_mut().and_then(Child::sample);
         self.publish
             .send_modify(|report| report.rss_bytes = resident);
-    }
-}
-
-/// The end of an Envoy.
-impl Supervisor {
-    async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
-        self.calls = JoinSet::new();
-        self.deadline = None;
-        self.last_end = Some(ended);
-        let uptime = match self.child.take() {
-            Some(child) => self.take_leave(ended, child).await,
-            None => Duration::ZERO,
-        };
-        self.publish.send_modify(|report| report.pid = None);
-        let wanted = self.machine.is_asked_to_stop();
-        let may_restart = !wanted && self.by_itself(ended, uptime)?;
-        Ok(Event::EnvoyExited { may_restart })
-    }
-
-    /// Keeps what is to be kept of an Envoy that has ended; returns how long it lived.
-    async fn take_leave(&self, ended: Ended, mut child: Child) -> Duration {
-        let uptime = child.uptime();
-        let stderr = child.finish().await;
-        if is_crash(ended, self.machine.phase()) {
-            self.record(child.crash(ended, self.clock.now(), stderr));
-        } else if self.machine.is_asked_to_stop() {
-            tracing::info!("Envoy exited normally");
-            self.forget();
-        }
-        uptime
-    }
-
-    /// Logs an end nobody asked for and says whether another start may follow. An end too early for
-    /// a first start is an error: the next would end like it.
-    fn by_itself(&mut self, ended: Ended, after: Duration) -> Result<bool, Error> {
-        if ended == Ended::Code(0) {
-            // Somebody has asked Envoy, and not the agent.
-            tracing::warn!("Envoy exited by itself with status 0");
-            return Ok(false);
-        }
-        if after < self.config.early && self.epoch == 0 {
-            return Err(Error::AtOnce { ended, after });
-        }
-        tracing::error!("Envoy exited with error: {ended}");
-        let pause = self.restarts.take();
-        self.pause = pause.unwrap_or_default();
-        Ok(pause.is_some())
-    }
-
-    fn record(&self, crash: Crash) {
-        tracing::error!("Envoy crashed: {crash}");
-        if let Err(error) = crash.write(&self.config.directory) {
-            warn(&error, "the next agent will not know of the crash");
-        }
-        self.publish
-            .send_modify(|report| report.last_crash = Some(crash));
-    }
-
-    /// The next Envoy's previous one will be this one, which ended well.
-    fn forget(&self) {
-        if let Err(error) = Crash::remove(&self.config.directory) {
-            warn(&error, "the next agent will name an old crash");
-        }
-    }
-}
-
-const TERMINATED: i32 = 15;
-
-/// Whether an end is none that the agent, or somebody else by Envoy's own means, has brought about.
-fn is_crash(ended: Ended, phase: Phase) -> bool {
-    match ended {
-        Ended::Code(0) => false,
-        Ended::Signal(TERMINATED) => phase < Phase::Terminating,
-        Ended::Signal(KILLED) => phase < Phase::Killing,
-        _ => true,
     }
 }
 
