@@ -8,7 +8,7 @@
 
 use std::future::Future;
 use std::path::Path;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -22,6 +22,7 @@ use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::metrics::Registry;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -64,25 +65,38 @@ impl Error {
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config)?;
+    let agent = Agent::build(config, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
     }
 }
 
+/// Envoy from its start to its end; it starts when this is polled.
+type EnvoyLife = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>>;
+
 /// Everything the agent consists of, built and bound.
-#[derive(Debug)]
 struct Agent {
     config: Config,
+    /// Runs Envoy, from its start to its end.
+    envoy_life: Option<EnvoyLife>,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
 
 impl Agent {
-    fn build(config: Config) -> Result<Self, Error> {
+    fn build(config: Config, stop: &Stop) -> Result<Self, Error> {
+        let metrics = Registry::default();
+        let envoy = config.envoy.clone();
+        let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
+        // The status port will take the handle.
+        let (_envoy, envoy_life) = match envoy {
+            Some((handle, life)) => (Some(handle), Some(Box::pin(life) as EnvoyLife)),
+            None => (None, None),
+        };
         let mut agent = Self {
             config,
+            envoy_life,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
@@ -154,7 +168,8 @@ impl Agent {
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
-        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), stop.asked()));
+        let life = self.envoy_life.take();
+        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), life, stop.asked()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -204,24 +219,25 @@ impl Agent {
 /// rooms are at work while the cloud is asked where this is.
 async fn envoy_until_its_end(
     mut config: Config,
+    envoy: Option<EnvoyLife>,
     mut asked: watch::Receiver<Asked>,
 ) -> Result<ExitCode, BoxError> {
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
-    let Some(envoy) = config.envoy else {
+    let Some(envoy) = envoy else {
         let asked = asked.wait_for(|asked| asked.urgency != Urgency::Run);
         tokio::select! {
             // An error is the end of the watch, which is an end as well.
             _ = asked => return Ok(ExitCode::Success),
-            never = envoy::orphans::reap(None) => match never {},
+            never = envoy::orphans::reap(|| None) => match never {},
         }
     };
     let ours = !config.has_custom_bootstrap;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
     let _written = written.transpose()?;
-    Ok(match envoy::run(envoy, asked).await? {
+    Ok(match envoy.await? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })

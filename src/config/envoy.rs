@@ -11,18 +11,26 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources};
+use super::{Problem, Sources, duration};
 use crate::bootstrap::settings::Settings;
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
+use crate::envoy;
 use crate::envoy::command::{Command, IpVersion, LogLevels};
-use crate::envoy::{self, drain};
+use crate::envoy::machine::{Drain, Limits};
+use crate::envoy::restart::Budget;
 
-/// Longest wait for Envoy to answer the drain call.
-const DRAIN_CALL: Duration = Duration::from_secs(2);
+/// Longest wait for an answer of Envoy's admin port.
+const ADMIN_CALL: Duration = Duration::from_secs(2);
 /// Envoy ends within milliseconds of being asked to, unless it is stuck.
+const QUIT: Duration = Duration::from_secs(2);
+/// The same of SIGTERM and SIGKILL.
 const TERMINATE: Duration = Duration::from_secs(5);
 const KILL: Duration = Duration::from_secs(5);
+/// An Envoy that cannot start ends within milliseconds, too.
+const EARLY: Duration = Duration::from_secs(1);
+/// What is left of a pod's grace period for the end itself when the wait for connections is over.
+const RESERVE: Duration = Duration::from_secs(5);
 
 impl Sources<'_> {
     pub(super) fn bootstrap(
@@ -160,16 +168,57 @@ impl Sources<'_> {
         let v6 = self.addresses.iter().all(IpAddr::is_ipv6);
         Some(envoy::Config {
             command: self.command(bootstrap, v6),
+            directory: bootstrap.directory.clone(),
             admin_host: bootstrap.admin_host(),
             admin_port: self.mesh.admin_port,
+            admin_call: ADMIN_CALL,
+            early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
-            drain_call: DRAIN_CALL,
-            limits: drain::Limits {
-                drain: self.mesh.termination_drain_duration,
+            limits: Limits {
+                announce: ADMIN_CALL,
+                drain: self.drain(bootstrap.node.exit_on_zero_connections),
+                quit: QUIT,
                 terminate: TERMINATE,
                 kill: KILL,
             },
+            housekeeping: housekeeping(bootstrap),
+            restarts: self.restarts(),
         })
+    }
+
+    fn drain(&mut self, until_idle: bool) -> Drain {
+        if !until_idle {
+            return Drain::For(self.mesh.termination_drain_duration);
+        }
+        Drain::UntilIdle {
+            at_least: self.get(&variables::MINIMUM_DRAIN_DURATION),
+            at_most: self.drain_ceiling(),
+        }
+    }
+
+    /// The longest a drain may take that ends with the last connection.
+    fn drain_ceiling(&mut self) -> Duration {
+        let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
+        let ceiling = self.get(&variables::ISTIO_AGENT_DRAIN_CEILING);
+        if grace == 0 || self.env.is_set(&variables::ISTIO_AGENT_DRAIN_CEILING) {
+            return ceiling;
+        }
+        let grace = Duration::from_secs(grace.into());
+        grace.saturating_sub(RESERVE).max(grace / 2)
+    }
+
+    fn restarts(&mut self) -> Option<Budget> {
+        let text = self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS);
+        let budget = budget(&text);
+        if budget.is_none() && !text.is_empty() {
+            self.warnings.push(Problem {
+                subject: variables::ISTIO_AGENT_ENVOY_RESTARTS.name.to_owned(),
+                found: text,
+                expected: "restarts in a duration, such as 3/10m, going on without restarts"
+                    .to_owned(),
+            });
+        }
+        budget
     }
 
     fn command(&mut self, bootstrap: &bootstrap::Config, v6: bool) -> Command {
@@ -234,6 +283,27 @@ impl Sources<'_> {
     }
 }
 
+/// Ports of Envoy's own listeners. The one of the admin port has no port in its name.
+fn housekeeping(bootstrap: &bootstrap::Config) -> Vec<u16> {
+    let always = [bootstrap.health_port, bootstrap.prometheus_port];
+    let secure = [
+        bootstrap.secure_metrics_port,
+        bootstrap.secure_merged_metrics_port,
+    ];
+    always
+        .into_iter()
+        .chain(secure.into_iter().flatten())
+        .collect()
+}
+
+/// Restarts in a duration, as in `3/10m`.
+fn budget(text: &str) -> Option<Budget> {
+    let (restarts, within) = text.split_once('/')?;
+    let restarts = restarts.parse().ok().filter(|restarts| *restarts > 0)?;
+    let within = duration::parse(within).filter(|within| !within.is_zero())?;
+    Some(Budget { restarts, within })
+}
+
 /// An IPv6 address stands in brackets, which may be there already.
 fn with_host_ip(text: &str, host_ip: &str) -> String {
     const PLACE: &str = "$(HOST_IP)";
@@ -272,6 +342,20 @@ mod tests {
             ("$(HOST_IP):1", "", ":1"),
         ] {
             assert_eq!(with_host_ip(text, host_ip), expected);
+        }
+    }
+
+    #[test]
+    fn a_budget_is_so_many_restarts_in_a_duration() {
+        let expected = Budget {
+            restarts: 3,
+            within: Duration::from_secs(600),
+        };
+        assert_eq!(budget("3/10m"), Some(expected));
+        for text in [
+            "", "3", "0/10m", "3/0s", "3/10", "-1/10m", "3/10m/", "many/10m",
+        ] {
+            assert_eq!(budget(text), None, "{text}");
         }
     }
 }

@@ -1,12 +1,14 @@
 //! The configuration from whole sets of sources.
 
 use std::fs;
+use std::time::Duration;
 
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
 use crate::cli::{self, Command};
+use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
 struct Machine {
@@ -292,6 +294,40 @@ fn flags_reach_envoy_and_may_switch_it_off() {
         problems[0].subject,
         "proxyBootstrapTemplatePath of --templateFile"
     );
+}
+
+#[test]
+fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_period() {
+    let seconds = Duration::from_secs;
+    for (variables, at_least, at_most) in [
+        (&[][..], 5, 3600),
+        (&[("TERMINATION_GRACE_PERIOD_SECONDS", "120")], 5, 115),
+        (&[("TERMINATION_GRACE_PERIOD_SECONDS", "6")], 5, 3),
+        (
+            &[
+                ("TERMINATION_GRACE_PERIOD_SECONDS", "30"),
+                ("ISTIO_AGENT_DRAIN_CEILING", "2m"),
+                ("MINIMUM_DRAIN_DURATION", "10s"),
+            ],
+            10,
+            120,
+        ),
+    ] {
+        let until_idle = [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true")];
+        let config = machine(&[&until_idle, variables].concat()).config();
+        let expected = Drain::UntilIdle {
+            at_least: seconds(at_least),
+            at_most: seconds(at_most),
+        };
+        let envoy = config.envoy.expect("Envoy");
+        assert_eq!(envoy.limits.drain, expected, "{variables:?}");
+        assert_eq!(envoy.housekeeping, [15021, 15090]);
+        assert_eq!(envoy.restarts, None);
+    }
+    let config = machine(&[("ISTIO_AGENT_ENVOY_RESTARTS", "often")]).config();
+    let envoy = config.envoy.expect("Envoy");
+    assert_eq!(envoy.limits.drain, Drain::For(seconds(5)));
+    assert_eq!(config.warnings[0].subject, "ISTIO_AGENT_ENVOY_RESTARTS");
 }
 
 #[test]

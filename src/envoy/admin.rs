@@ -69,15 +69,19 @@ impl Admin {
     }
 
     /// Tells Envoy to say goodbye to its clients. Of a sidecar only the inbound listeners do: the
-    /// workload itself may still want to call out.
-    pub async fn drain_listeners(&self, inbound_only: bool) -> Result<Answer, Error> {
-        let query = if inbound_only {
-            "inboundonly&graceful"
-        } else {
-            "graceful"
-        };
-        self.request(Method::POST, &format!("/drain_listeners?{query}"))
-            .await
+    /// workload itself may still want to call out. Unless Envoy `stays`, it closes these listeners at
+    /// the end of its drain time.
+    pub async fn drain_listeners(&self, inbound_only: bool, stays: bool) -> Result<Answer, Error> {
+        let inbound_only = if inbound_only { "inboundonly&" } else { "" };
+        let stays = if stays { "&skip_exit" } else { "" };
+        let path = format!("/drain_listeners?{inbound_only}graceful{stays}");
+        self.request(Method::POST, &path).await
+    }
+
+    /// The same port, with another limit.
+    #[must_use]
+    pub fn within(self, limit: Duration) -> Self {
+        Self { limit, ..self }
     }
 
     /// Sends one request without a body.
@@ -144,7 +148,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn asks_a_sidecar_to_drain_inbound_listeners_only() {
+    async fn asks_a_sidecar_to_drain_inbound_listeners_only_and_to_stay() {
         let (listener, admin) = admin(Duration::from_secs(5)).await;
         let envoy = async {
             let (mut stream, _) = listener.accept().await.expect("a connection");
@@ -154,13 +158,16 @@ mod tests {
             stream.write_all(answer).await.expect("answered");
             String::from_utf8_lossy(&request[..length]).into_owned()
         };
-        let (answer, request) = tokio::join!(admin.drain_listeners(true), envoy);
+        let (answer, request) = tokio::join!(admin.drain_listeners(true, true), envoy);
         let answer = answer.expect("an answer");
         assert_eq!(
             (answer.status, answer.body.as_ref()),
             (StatusCode::OK, &b"OK\n"[..])
         );
-        assert!(request.starts_with("POST /drain_listeners?inboundonly&graceful HTTP/1.1\r\n"));
+        assert!(
+            request
+                .starts_with("POST /drain_listeners?inboundonly&graceful&skip_exit HTTP/1.1\r\n")
+        );
     }
 
     #[tokio::test]
@@ -174,7 +181,7 @@ mod tests {
     async fn a_closed_port_is_an_error_and_not_a_crash() {
         let (listener, admin) = admin(Duration::from_secs(5)).await;
         drop(listener);
-        let answer = admin.drain_listeners(false).await;
+        let answer = admin.drain_listeners(false, false).await;
         assert!(matches!(answer, Err(Error::Connect { .. })), "{answer:?}");
     }
 }

@@ -11,6 +11,8 @@ use serde::Serialize;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
+use super::crash::Crash;
+use super::plan::{self, Ending};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -35,8 +37,43 @@ pub enum State {
 pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
+    /// How many Envoys this agent has started before this one.
     pub epoch: u32,
+    #[serde(serialize_with = "plan::in_utc_if_any")]
     pub started: Option<SystemTime>,
+    /// What Envoy held in memory when it was last looked at.
+    pub rss_bytes: Option<u64>,
+    /// Whether Envoy was told to send its clients away, and will skip its drain at the end.
+    pub is_drained: bool,
+    /// The way down, once it has begun.
+    pub ending: Option<Ending>,
+    /// When the next Envoy starts, while there is none.
+    #[serde(serialize_with = "plan::in_utc_if_any")]
+    pub restart: Option<SystemTime>,
+    /// The last crash, of this agent's Envoys or of the one before.
+    pub last_crash: Option<Crash>,
+}
+
+impl State {
+    pub(super) const ALL: [Self; 6] = [
+        Self::Initial,
+        Self::Starting,
+        Self::Running,
+        Self::Draining,
+        Self::Stopping,
+        Self::Exited,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Initial => "initial",
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Draining => "draining",
+            Self::Stopping => "stopping",
+            Self::Exited => "exited",
+        }
+    }
 }
 
 /// A handle to the running Envoy. Clones share it.
@@ -79,6 +116,61 @@ impl Envoy {
         if self.orders.send(Order::Drain(told)).await.is_ok() {
             // An order dropped unanswered met the end of Envoy.
             let _ = answer.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::envoy::plan::{Plan, Step, WaitsFor};
+
+    #[test]
+    fn a_report_is_json_with_moments_in_utc_and_spans_in_seconds() {
+        let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let report = Report {
+            state: State::Draining,
+            pid: Some(42),
+            started: Some(moment),
+            ending: Some(Ending {
+                cause: "received signal: terminated",
+                since: moment,
+                plan: Plan(vec![Step {
+                    waits_for: WaitsFor::DrainTime,
+                    at_most: Duration::from_millis(1500),
+                }]),
+                waits_for: Some(WaitsFor::DrainTime),
+                until: Some(moment),
+                connections: Some(3),
+            }),
+            ..Report::default()
+        };
+        let now = "2001-09-09T01:46:40Z";
+        let expected = json!({
+            "state": "draining",
+            "pid": 42,
+            "epoch": 0,
+            "started": now,
+            "rss_bytes": null,
+            "is_drained": false,
+            "ending": {
+                "cause": "received signal: terminated",
+                "since": now,
+                "plan": [{ "waits_for": "drain_time", "at_most_seconds": 1.5 }],
+                "waits_for": "drain_time",
+                "until": now,
+                "connections": 3,
+            },
+            "restart": null,
+            "last_crash": null,
+        });
+        assert_eq!(json!(report), expected);
+        for state in State::ALL {
+            assert_eq!(json!(state), state.name());
         }
     }
 }

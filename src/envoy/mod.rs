@@ -1,47 +1,68 @@
-//! Runs Envoy: starts it, waits for it, and brings it down gently.
+//! Runs Envoy: starts it, waits for it, brings it down gently, and starts it again if it may.
 //!
-//! [`run`] owns the process from start to reaping. The way down is decided by [`drain::Descent`];
-//! this file carries its actions out. Whatever happens, `run` returns only after Envoy has been
-//! reaped, or after the kernel failed to kill it.
+//! [`new`] gives a handle for everybody and a future that owns the process from start to reaping.
+//! What happens next is decided by [`machine`]; [`supervisor`] carries it out. Whatever happens, the
+//! future ends only after Envoy has been reaped, or after the kernel failed to kill it.
 //!
-//! Does not restart Envoy, and does not write its bootstrap.
+//! Does not write Envoy's bootstrap.
 
 pub mod admin;
+mod calls;
+mod child;
 pub mod command;
-pub mod drain;
+mod connections;
+pub mod crash;
 pub mod handle;
+pub mod machine;
+mod memory;
 pub mod orphans;
+pub mod plan;
 pub mod process;
+pub mod restart;
+mod stderr;
+mod supervisor;
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::sync::{mpsc, watch};
 
-use crate::lifecycle::{Asked, Urgency};
+use crate::lifecycle::Stop;
+use crate::metrics::{Kind, Registry};
 use admin::Admin;
 use command::Command;
-use drain::{Action, Descent, Event, Limits, Phase};
-use process::{Ended, Process};
+use handle::{Envoy, Report, State};
+use machine::Limits;
+use process::Ended;
+use restart::Budget;
+use supervisor::{Counters, Supervisor};
 
-/// An Envoy that fails this early was not able to start.
-const EARLY: Duration = Duration::from_secs(1);
+/// Orders nobody has come to yet; who gives more waits.
+const ORDERS: usize = 8;
 
 /// How Envoy is run.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub command: Command,
+    /// Where the record of a crash is kept.
+    pub directory: PathBuf,
     pub admin_host: IpAddr,
     pub admin_port: u16,
+    /// Longest wait for an answer of the admin port.
+    pub admin_call: Duration,
+    /// A first Envoy that fails earlier was not able to start.
+    pub early: Duration,
     /// Of a sidecar only inbound listeners are drained.
     pub drain_inbound_only: bool,
-    /// Longest wait for an answer to the drain call.
-    pub drain_call: Duration,
     pub limits: Limits,
+    /// Ports of Envoy whose connections are the pod's housekeeping.
+    pub housekeeping: Vec<u16>,
+    /// None leaves restarts to whoever runs the agent.
+    pub restarts: Option<Budget>,
 }
 
-/// Why [`run`] came back.
+/// How Envoy's last end came about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// Envoy was asked to stop and did.
@@ -63,145 +84,36 @@ pub enum Error {
     Unkillable(Duration),
 }
 
-/// Runs Envoy until it ends. Each step up of the urgency takes it one step down: drain, terminate,
-/// kill. Poll it on the main thread, see [`process`].
-pub async fn run(config: Config, requests: watch::Receiver<Asked>) -> Result<Exit, Error> {
-    tracing::info!(
-        "Envoy command: [{} {}]",
-        config.command.binary.display(),
-        config.command.arguments().join(" ")
-    );
-    let started = Instant::now();
-    let mut envoy = Process::start(&config.command)?;
-    let pid = envoy.pid();
-    let supervision = Supervision {
-        admin: Admin::new(config.admin_host, config.admin_port, config.drain_call),
-        descent: Descent::new(config.limits),
-        deadline: None,
-        config,
-        requests,
-        asked: Urgency::Run,
-    };
-    let exit = tokio::select! {
-        exit = supervision.run(&mut envoy) => exit?,
-        never = orphans::reap(Some(pid)) => match never {},
-    };
-    report(exit, started.elapsed())
-}
-
-/// Logs how Envoy ended; an end too early for a start is an error.
-fn report(exit: Exit, after: Duration) -> Result<Exit, Error> {
-    match exit {
-        Exit::Requested => tracing::info!("Envoy exited normally"),
-        Exit::ByItself(Ended::Code(0)) => tracing::warn!("Envoy exited by itself with status 0"),
-        Exit::ByItself(ended) if after < EARLY => return Err(Error::AtOnce { ended, after }),
-        Exit::ByItself(ended) => tracing::error!("Envoy exited with error: {ended}"),
-    }
-    Ok(exit)
-}
-
-/// What there is to know about a running Envoy, apart from its process.
-struct Supervision {
+/// An Envoy yet to be started: by the future, which runs until the end that no restart follows. How
+/// urgently `stop` is asked for says how far down its way Envoy is taken at once. Poll the future on
+/// the main thread, see [`process`].
+pub fn new(
     config: Config,
-    admin: Admin,
-    descent: Descent,
-    /// End of the current wait.
-    deadline: Option<Instant>,
-    requests: watch::Receiver<Asked>,
-    /// The urgency acted on so far.
-    asked: Urgency,
+    stop: &Stop,
+    metrics: &Registry,
+) -> (
+    Envoy,
+    impl Future<Output = Result<Exit, Error>> + Send + 'static,
+) {
+    let admin = Admin::new(config.admin_host, config.admin_port, config.admin_call);
+    let (publish, report) = watch::channel(Report::default());
+    let (give, orders) = mpsc::channel(ORDERS);
+    show_state(metrics, report.clone());
+    let counters = Counters::of(metrics);
+    let handle = Envoy::new(admin, report, give);
+    let supervisor = Supervisor::new(config, admin, stop.asked(), orders, publish, counters);
+    (handle, supervisor.run())
 }
 
-impl Supervision {
-    async fn run(mut self, envoy: &mut Process) -> Result<Exit, Error> {
-        loop {
-            let (event, ended) = self.next(envoy).await?;
-            let was_running = self.descent.phase() == Phase::Running;
-            let action = self.descent.apply(event);
-            if let Some(ended) = ended {
-                return Ok(if was_running {
-                    Exit::ByItself(ended)
-                } else {
-                    Exit::Requested
-                });
-            }
-            self.act(action, envoy)?;
+fn show_state(metrics: &Registry, report: watch::Receiver<Report>) {
+    const HELP: &str = "1 for the state Envoy is in.";
+    let name = "istio_agent_envoy_state";
+    metrics.computed(name, HELP, Kind::Gauge, &["state"], move |series| {
+        let now = report.borrow().state;
+        for state in State::ALL {
+            series(&[state.name()], f64::from(u8::from(state == now)));
         }
-    }
-
-    /// Waits for the next event. The end of Envoy comes with how it ended.
-    async fn next(&mut self, envoy: &mut Process) -> Result<(Event, Option<Ended>), Error> {
-        let announcing = self.descent.phase() == Phase::Announcing;
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let deadline = self.deadline;
-        tokio::select! {
-            biased;
-            ended = envoy.ended() => Ok((Event::EnvoyExited, Some(ended?))),
-            () = asked_again(&mut self.requests, &mut self.asked) => Ok((Event::StopAsked, None)),
-            () = announce(admin, inbound_only), if announcing => Ok((Event::Announced, None)),
-            () = reached(deadline) => Ok((Event::Deadline, None)),
-        }
-    }
-
-    fn act(&mut self, action: Action, envoy: &Process) -> Result<(), Error> {
-        let wait = match action {
-            Action::Nothing => return Ok(()),
-            Action::Announce => {
-                tracing::info!("Agent draining Proxy for termination");
-                return Ok(());
-            }
-            Action::Wait(wait) => {
-                tracing::info!("Graceful termination period is {wait:?}, starting...");
-                wait
-            }
-            Action::TerminateAndWait(wait) => {
-                tracing::info!("Terminating Envoy");
-                envoy.terminate();
-                wait
-            }
-            Action::KillAndWait(wait) => {
-                tracing::warn!("Killing Envoy, which did not heed its termination in time");
-                envoy.kill();
-                wait
-            }
-            Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
-        };
-        self.deadline = Some(Instant::now() + wait);
-        Ok(())
-    }
-}
-
-/// Returns when the urgency stands above what was acted on, one step at a time.
-async fn asked_again(requests: &mut watch::Receiver<Asked>, asked: &mut Urgency) {
-    let current = *asked;
-    let higher = requests.wait_for(|now| now.urgency > current).await;
-    if higher.is_err() {
-        // Nobody is left who could ask.
-        std::future::pending::<()>().await;
-    }
-    *asked = current.next();
-}
-
-/// Tells Envoy to drain. A failure is no reason to keep Envoy: the wait follows either way.
-async fn announce(admin: Admin, inbound_only: bool) {
-    match admin.drain_listeners(inbound_only).await {
-        Ok(answer) if answer.status.is_success() => {}
-        Ok(answer) => tracing::warn!(
-            status = answer.status.as_u16(),
-            "Envoy refused to drain its listeners; waiting all the same"
-        ),
-        Err(error) => {
-            let cause = std::error::Error::source(&error).map(ToString::to_string);
-            tracing::warn!(%error, cause, "failed to drain listeners; waiting all the same");
-        }
-    }
-}
-
-async fn reached(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline).await,
-        None => std::future::pending().await,
-    }
+    });
 }
 
 #[cfg(test)]

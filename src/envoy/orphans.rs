@@ -12,8 +12,8 @@ use std::fs;
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Reaps orphans for ever, except `own`, whose end somebody else waits for.
-pub async fn reap(own: Option<Pid>) -> Infallible {
+/// Reaps orphans for ever, except `own` of that moment, whose end somebody else waits for.
+pub async fn reap(own: impl Fn() -> Option<Pid>) -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
@@ -25,7 +25,7 @@ pub async fn reap(own: Option<Pid>) -> Infallible {
         }
     };
     loop {
-        reap_once(own);
+        reap_once(own());
         if children.recv().await.is_none() {
             return std::future::pending().await;
         }

@@ -1,6 +1,6 @@
 //! Envoy's process: started, signalled and reaped here, the only place that knows its pid.
 //!
-//! Envoy inherits standard output and error, has no input, and leads a process group of its own, so
+//! Envoy inherits standard output, has a pipe for standard error and no input, and leads a process group of its own, so
 //! that a terminal's signals reach the agent alone. When the agent dies without a word, the kernel
 //! terminates Envoy. The kernel watches the *thread* that forked for this: [`Process::start`] must
 //! run on the main thread, which lives as long as the program does; the runtime is single-threaded,
@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal};
+use tokio::process::ChildStderr;
 
 use super::command::Command;
 
@@ -61,6 +62,7 @@ impl Process {
             .args(command.arguments())
             .envs(command.environment())
             .stdin(Stdio::null())
+            .stderr(Stdio::piped())
             .process_group(0)
             .kill_on_drop(true);
         end_with_parent(&mut start);
@@ -79,6 +81,11 @@ impl Process {
 
     pub fn pid(&self) -> Pid {
         self.pid
+    }
+
+    /// What Envoy writes to standard error. Somebody must read it; it is handed out once.
+    pub fn take_stderr(&mut self) -> Option<ChildStderr> {
+        self.child.stderr.take()
     }
 
     /// Waits for the end and reaps it. May be called again.

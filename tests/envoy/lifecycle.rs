@@ -1,5 +1,6 @@
 //! Agent and Envoy end together, whoever ends first.
 
+use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
@@ -7,14 +8,21 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
-use crate::support::http::{Backend, get, header};
+use crate::support::http::{Backend, connect, get, header};
 use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::is_alive;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
 
 /// A pod with a route through Envoy at `port`.
-async fn serving(binary: &std::path::Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
+async fn serving(binary: &Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
+    serving_with(binary, &[]).await
+}
+
+async fn serving_with(
+    binary: &Path,
+    environment: &[(&str, &str)],
+) -> (Pod, Pid, u16, Backend, ControlPlane) {
     let (backend, port) = (Backend::start().await, free_port());
     let control_plane = ControlPlane::of(&[
         cluster("books"),
@@ -25,12 +33,24 @@ async fn serving(binary: &std::path::Path) -> (Pod, Pid, u16, Backend, ControlPl
     .await;
     let settings = Settings {
         envoy: Some(binary),
-        environment: &[],
+        environment,
     };
     let pod = Pod::serving(settings, &control_plane).await;
     eventually("a route in force", async || get(port).await.ok()).await;
     let envoy = pod.envoy_pid().unwrap();
     (pod, envoy, port, backend, control_plane)
+}
+
+/// An end in the first second is a failed start, which has another status. Envoy counts the second it
+/// was started in as a whole one.
+async fn until_it_is_no_failed_start(pod: &Pod) {
+    eventually("an Envoy of a second", async || {
+        let info = ask(&pod.envoy, "/server_info").await?;
+        let info: Value = serde_json::from_str(&info).unwrap();
+        let uptime = info["uptime_current_epoch"].as_str().unwrap();
+        (!["0s", "1s"].contains(&uptime)).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -66,19 +86,97 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
     let Some(binary) = envoy_binary() else { return };
     for (signal, expected) in [(Signal::SEGV, 128 + 11), (Signal::KILL, 128 + 9)] {
         let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
-        // An end in the first second is a failed start, which has another status. Envoy counts the
-        // second it was started in as a whole one.
-        eventually("an Envoy of a second", async || {
-            let info = ask(&pod.envoy, "/server_info").await?;
-            let info: Value = serde_json::from_str(&info).unwrap();
-            let uptime = info["uptime_current_epoch"].as_str().unwrap();
-            (!["0s", "1s"].contains(&uptime)).then_some(())
-        })
-        .await;
+        until_it_is_no_failed_start(&pod).await;
         rustix::process::kill_process(envoy, signal).unwrap();
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(expected), "{signal:?}");
+        let record = std::fs::read_to_string(pod.path("etc/istio/proxy/envoy-crash.json")).unwrap();
+        let record: Value = serde_json::from_str(&record).unwrap();
+        assert_eq!(record["signal"], signal.as_raw(), "{record}");
+        assert_eq!(record["pid"], envoy.as_raw_nonzero().get());
+        assert!(record["rss_bytes"].as_u64().unwrap() > 10 << 20, "{record}");
+        assert_ne!(record["out_of_memory"], true);
+        assert!(pod.agent.log().contains("Envoy crashed: signal"));
     }
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
+    let Some(binary) = envoy_binary() else { return };
+    let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")];
+    let (mut pod, envoy, port, _backend, _control_plane) =
+        serving_with(&binary, &environment).await;
+    until_it_is_no_failed_start(&pod).await;
+    rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
+    eventually("the end of the first", async || {
+        (!is_alive(envoy)).then_some(())
+    })
+    .await;
+    eventually("a route in force again", async || get(port).await.ok()).await;
+    let second = pod.envoy_pid().unwrap();
+    assert_ne!(second, envoy);
+    rustix::process::kill_process(second, Signal::KILL).unwrap();
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(128 + 9), "the budget was for one");
+}
+
+#[tokio::test]
+async fn a_second_signal_cuts_the_drain_short() {
+    let Some(binary) = envoy_binary() else { return };
+    let environment = [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true")];
+    let environment = [environment[0], ("MINIMUM_DRAIN_DURATION", "1h")];
+    let (mut pod, envoy, _port, _backend, _control_plane) =
+        serving_with(&binary, &environment).await;
+    pod.agent.signal(Signal::TERM);
+    eventually("a drain", async || {
+        pod.agent
+            .log()
+            .contains("Graceful termination period")
+            .then_some(())
+    })
+    .await;
+    pod.agent.signal(Signal::TERM);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+#[tokio::test]
+async fn a_third_signal_ends_even_an_envoy_that_is_stopped() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+    rustix::process::kill_process(envoy, Signal::STOP).unwrap();
+    for step in ["draining", "Asking Envoy to quit", "Killing Envoy"] {
+        pod.agent.signal(Signal::TERM);
+        eventually(step, async || pod.agent.log().contains(step).then_some(())).await;
+    }
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+#[tokio::test]
+async fn a_drain_until_idle_waits_for_an_open_connection_and_no_longer() {
+    let Some(binary) = envoy_binary() else { return };
+    let environment = [
+        ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
+        ("MINIMUM_DRAIN_DURATION", "100ms"),
+    ];
+    let (mut pod, _envoy, port, _backend, _control_plane) =
+        serving_with(&binary, &environment).await;
+    let connection = connect(port).await.unwrap();
+    pod.agent.signal(Signal::TERM);
+    eventually("a count", async || {
+        let log = pod.agent.log();
+        log.contains("Envoy still has 1 active connections")
+            .then_some(())
+    })
+    .await;
+    assert!(!pod.agent.has_ended());
+    drop(connection);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(pod.agent.log().contains("no active connections left"));
 }
 
 #[tokio::test]

@@ -62,6 +62,8 @@ pub enum Counterpart {
     Same,
     /// The same meaning, with this default there.
     Default(&'static str),
+    /// It does not know the variable.
+    Own,
 }
 
 /// A type a variable can have.
@@ -97,7 +99,7 @@ macro_rules! variables {
     };
 }
 
-use Counterpart::{Default as Differs, Same};
+use Counterpart::{Default as Differs, Own, Same};
 
 variables! {
     POD_NAME: String = "", "Name of the pod: part of the node id.", Same;
@@ -142,7 +144,11 @@ variables! {
     HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy cuts fragments off paths.", Same;
     ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families in a pod that has both.", Same;
     PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension that finds peers' metadata; unset follows ENABLE_HBONE.", Same;
-    EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "Has Envoy count its connections.", Same, State::NotYet("end of Envoy");
+    EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends with Envoy's last connection.", Same;
+    MINIMUM_DRAIN_DURATION: Duration = "5s", "Shortest drain when it ends with the last connection.", Same;
+    ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Longest drain when it ends with the last connection; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
+    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which the longest drain stays below; 0 is unknown.", Own;
+    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts an Envoy that crashed, so often in so long, such as 3/10m; empty ends the agent with it.", Own;
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
     OUTPUT_CERTS: String = "", "Directory of certificates named in the bootstrap of gRPC applications.", Same, State::NotYet("certificates in files");
     COMPLIANCE_POLICY: String = "", "fips-140-2 limits the TLS of Envoy's gRPC library.", Same, State::NotYet("connection to istiod");
@@ -337,6 +343,7 @@ pub fn reference() -> String {
     for row in rows() {
         let there = match row.counterpart {
             Same => String::new(),
+            Own => " Not known to pilot-agent.".to_owned(),
             Differs(default) => format!(" pilot-agent's default is {default}."),
         };
         let state = match row.state {

@@ -62,7 +62,6 @@ pub(super) const OTHERS: &[Row] = &[
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
 
     // Envoy.
-    row("MINIMUM_DRAIN_DURATION", "duration", "5s", "Shortest drain when it ends with the connections.", NotYet("end of Envoy")),
     row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", BOOTSTRAP),
 
     // DNS.

@@ -75,6 +75,8 @@ fn table(
     for row in rows().filter(|row| wanted(row)) {
         let default = match (row.default, row.counterpart) {
             ("", Same) => String::new(),
+            ("", Own) => "(not in pilot-agent)".to_owned(),
+            (own, Own) => format!("`{own}` (not in pilot-agent)"),
             ("", Differs(there)) => format!("(pilot-agent: `{there}`)"),
             (own, Same) => format!("`{own}`"),
             (own, Differs(there)) => format!("`{own}` (pilot-agent: `{there}`)"),

@@ -1,0 +1,88 @@
+//! One Envoy with what is noted about it while it lives, for the day it ends badly.
+//!
+//! Its standard error is copied on, its start is remembered, and so is the kernel's count of kills
+//! for want of memory. When it has ended, [`Child::crash`] makes a record of all that.
+//!
+//! Does not know whether its end was wanted.
+
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+
+use super::command::Command;
+use super::crash::Crash;
+use super::memory::{self, KillCounter};
+use super::process::{Ended, Error, Process};
+use super::stderr::Tee;
+use crate::clock;
+
+pub(super) const KILLED: i32 = 9;
+
+#[derive(Debug)]
+pub(super) struct Child {
+    pub(super) process: Process,
+    epoch: u32,
+    stderr: Option<Tee>,
+    started: Instant,
+    kills: Option<KillCounter>,
+    resident: Option<u64>,
+}
+
+impl Child {
+    /// Starts Envoy. Call it on the main thread.
+    pub(super) fn start(command: &Command, epoch: u32) -> Result<Self, Error> {
+        let kills = KillCounter::start();
+        let mut process = Process::start(command)?;
+        let stderr = process.take_stderr();
+        Ok(Self {
+            process,
+            epoch,
+            stderr: stderr.map(|stderr| Tee::start(stderr, std::io::stderr())),
+            started: Instant::now(),
+            kills,
+            resident: None,
+        })
+    }
+
+    pub(super) fn pid(&self) -> i32 {
+        self.process.pid().as_raw_nonzero().get()
+    }
+
+    pub(super) fn uptime(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Notes how many bytes Envoy has in memory. The last figure is kept when it has ended.
+    pub(super) fn sample(&mut self) -> Option<u64> {
+        self.resident = memory::resident(self.process.pid()).or(self.resident);
+        self.resident
+    }
+
+    /// Copies on what Envoy wrote last.
+    pub(super) async fn finish(&mut self) -> Vec<String> {
+        match self.stderr.take() {
+            Some(stderr) => stderr.last_lines().await,
+            None => Vec::new(),
+        }
+    }
+
+    /// The record of an end that came `now`.
+    pub(super) fn crash(&self, ended: Ended, now: SystemTime, stderr: Vec<String>) -> Crash {
+        let (code, signal) = match ended {
+            Ended::Code(code) => (Some(code), None),
+            Ended::Signal(signal) => (None, Some(signal)),
+        };
+        let kills = self.kills.as_ref().and_then(KillCounter::has_grown);
+        Crash {
+            when: clock::rfc3339(now),
+            epoch: self.epoch,
+            pid: self.pid(),
+            code,
+            signal,
+            uptime_seconds: self.uptime().as_secs_f64(),
+            rss_bytes: self.resident,
+            out_of_memory: kills.map(|grown| grown && signal == Some(KILLED)),
+            stderr,
+        }
+    }
+}

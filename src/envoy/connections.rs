@@ -1,0 +1,141 @@
+//! Counts the connections an Envoy still has, to end it when the last one is gone.
+//!
+//! The figures are Envoy's own gauges of its listeners, one line each. Those of the pod's own
+//! housekeeping do not count: health checks, scrapes, the admin port that is asked here, and Envoy's
+//! internal listeners. Envoy writes the colons of an IPv6 address as underscores.
+//!
+//! Does not know how long to go on, or what follows.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use http::Method;
+
+use super::admin::Admin;
+
+const PERIOD: Duration = Duration::from_secs(1);
+/// So many failures in a row mean that there will be no figures.
+const FAILURES: u32 = 5;
+/// `$` is escaped: a query must not hold it as it is everywhere.
+const PATH: &str = "/stats?usedonly&filter=downstream_cx_active%24";
+const GAUGE: &str = ".downstream_cx_active";
+
+/// The sum of all that counts; none when there are no figures at all.
+fn sum(statistics: &str, housekeeping: &[u16]) -> Option<u64> {
+    if statistics.trim().is_empty() {
+        return None;
+    }
+    let counted = statistics.lines().filter(|line| !line.trim().is_empty());
+    Some(counted.filter_map(|line| figure(line, housekeeping)).sum())
+}
+
+/// The figure of one line, if it counts.
+fn figure(line: &str, housekeeping: &[u16]) -> Option<u64> {
+    let Some((name, value)) = line.rsplit_once(": ") else {
+        tracing::warn!(line, "Envoy counts connections in a form that is not known");
+        return None;
+    };
+    let listener = name.strip_prefix("listener.")?.strip_suffix(GAUGE)?;
+    if !counts(listener, housekeeping) {
+        return None;
+    }
+    let value = value.trim().parse();
+    if value.is_err() {
+        tracing::warn!(
+            line,
+            "Envoy counts connections by something that is no number"
+        );
+    }
+    value.ok()
+}
+
+fn counts(listener: &str, housekeeping: &[u16]) -> bool {
+    let of_envoy = ["admin", "admin.main_thread"].contains(&listener)
+        || listener.contains("worker_")
+        || listener.starts_with("envoy_internal_");
+    !of_envoy && !port_of_own(listener).is_some_and(|port| housekeeping.contains(&port))
+}
+
+/// The port of a listener that is bound to everywhere or to this machine.
+fn port_of_own(listener: &str) -> Option<u16> {
+    let (address, port) = listener.rsplit_once('_')?;
+    let address = address.trim_matches(['[', ']']).replace('_', ":");
+    let address: IpAddr = address.parse().ok()?;
+    let is_own = address.is_unspecified() || address.is_loopback();
+    port.parse().ok().filter(|_| is_own)
+}
+
+/// Returns when no connection is left, or when Envoy does not say. Tells `counted` of each figure.
+pub(super) async fn gone(admin: Admin, housekeeping: Vec<u16>, counted: impl Fn(u64)) {
+    let mut failures = 0;
+    while failures < FAILURES {
+        tokio::time::sleep(PERIOD).await;
+        match ask(admin).await {
+            Err(problem) => {
+                failures += 1;
+                tracing::warn!(
+                    "cannot count Envoy's connections ({failures} of {FAILURES}): {problem}"
+                );
+            }
+            Ok(statistics) => match sum(&statistics, &housekeeping) {
+                None => return tracing::warn!("Envoy has no figures of its connections"),
+                Some(0) => return tracing::info!("Envoy has no active connections left"),
+                Some(active) => {
+                    failures = 0;
+                    tracing::info!("Envoy still has {active} active connections");
+                    counted(active);
+                }
+            },
+        }
+    }
+}
+
+async fn ask(admin: Admin) -> Result<String, String> {
+    let answer = admin.request(Method::GET, PATH).await;
+    let answer = answer.map_err(|error| error.to_string())?;
+    if !answer.status.is_success() {
+        return Err(format!("status {}, expected 200", answer.status.as_u16()));
+    }
+    Ok(String::from_utf8_lossy(&answer.body).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: [u16; 3] = [15021, 15090, 15443];
+
+    #[test]
+    fn sums_listeners_of_the_workload_and_nothing_else() {
+        let internal = "\
+            listener.envoy_internal_connect_originate.downstream_cx_active: 7\n\
+            listener.admin.downstream_cx_active: 1\n\
+            listener.admin.main_thread.downstream_cx_active: 1\n\
+            listener.0.0.0.0_15021.downstream_cx_active: 2\n\
+            listener.[__]_15021.downstream_cx_active: 2\n\
+            listener.127.0.0.1_15090.downstream_cx_active: 1\n\
+            listener.[__1]_15090.downstream_cx_active: 1\n\
+            listener.0.0.0.0_15443.downstream_cx_active: 1\n\
+            listener.0.0.0.0_8443.worker_0.downstream_cx_active: 6\n\
+            http.ingress.downstream_cx_active: 9\n";
+        let workload = "\
+            listener.0.0.0.0_8443.downstream_cx_active: 6\n\
+            listener.[__]_9093.downstream_cx_active: 8\n\
+            listener.10.0.0.1_80.downstream_cx_active: 1\n\
+            listener.10.0.0.2_80.downstream_cx_active: 1\n\
+            listener.[fd00__1]_80.downstream_cx_active: 2\n\
+            listener.books.downstream_cx_active: 1\n";
+        let both = format!("{internal}{workload}");
+        let odd = "no figure\nlistener.0.0.0.0_1.downstream_cx_active: many\n";
+        for (statistics, expected) in [
+            (both.as_str(), Some(19)),
+            (internal, Some(0)),
+            (odd, Some(0)),
+            ("listener.10.0.0.1_15021.downstream_cx_active: 1", Some(1)),
+            ("\n", None),
+            ("", None),
+        ] {
+            assert_eq!(sum(statistics, &OWN), expected, "{statistics}");
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! Envoy's life as a state machine: up, and every way down.
+//!
+//! Asked to stop, Envoy drains, is asked to quit, terminated, and killed, each step after the one
+//! before has had its time. How urgent the request is says where to begin; a more urgent one goes
+//! further at once and nothing goes back. An Envoy told to drain beforehand skips its drain. One that
+//! ends by itself is started again if the event says that it may be.
+//!
+//! Does not look at a clock, a process or a socket: events in, one action out.
+
+use std::time::Duration;
+
+use super::handle::State;
+use super::plan::{Plan, Step, WaitsFor};
+use crate::lifecycle::Urgency;
+
+/// How long each step may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// For the answer to the drain call.
+    pub announce: Duration,
+    pub drain: Drain,
+    /// Between asking Envoy to quit and SIGTERM.
+    pub quit: Duration,
+    /// Between SIGTERM and SIGKILL.
+    pub terminate: Duration,
+    /// Between SIGKILL and giving up on a process the kernel cannot end.
+    pub kill: Duration,
+}
+
+/// What ends a drain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drain {
+    For(Duration),
+    /// The end of the last connection.
+    UntilIdle {
+        at_least: Duration,
+        at_most: Duration,
+    },
+}
+
+/// Where Envoy is. From `Announcing` on it is on its way down, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// There is no Envoy yet.
+    Initial,
+    /// There is none for a moment: the next is about to start.
+    Pausing,
+    Starting,
+    Running,
+    /// Told to send its clients away ahead of any request to stop.
+    Drained,
+    /// The drain call is under way.
+    Announcing,
+    Draining,
+    /// Drained for as long as it had to; its connections are counted.
+    Counting,
+    Quitting,
+    Terminating,
+    Killing,
+    Exited,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    Begin,
+    /// Envoy serves.
+    Live,
+    /// Somebody wants Envoy drained and not ended.
+    DrainOrdered,
+    /// Somebody wants the end, this urgently.
+    Asked(Urgency),
+    /// The drain call was answered, or given up.
+    Answered,
+    /// No connection is left, or they cannot be counted.
+    Idle,
+    /// Envoy cannot be asked to quit.
+    QuitRefused,
+    /// The wait of the last action is over.
+    Deadline,
+    EnvoyExited {
+        may_restart: bool,
+    },
+}
+
+/// What to do next. The waits are for [`Event::Deadline`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    Nothing,
+    /// Start Envoy and look out for [`Event::Live`].
+    Start,
+    /// Tell Envoy to drain and to stay.
+    Tell,
+    Announce(Duration),
+    Wait(Duration),
+    /// Look out for [`Event::Idle`].
+    Count(Duration),
+    Quit(Duration),
+    Terminate(Duration),
+    Kill(Duration),
+    /// Wait as long as is right before the next start.
+    Pause,
+    /// Envoy is gone, and none will follow.
+    Leave,
+    /// Envoy cannot be ended.
+    GiveUp,
+}
+
+/// From the first start to the last end.
+#[derive(Debug)]
+pub struct Machine {
+    phase: Phase,
+    limits: Limits,
+    asked: Urgency,
+    /// Whether a drain was ordered, so that the end needs none.
+    is_drained: bool,
+}
+
+impl Phase {
+    pub fn state(self) -> State {
+        match self {
+            Self::Initial => State::Initial,
+            Self::Starting => State::Starting,
+            Self::Running => State::Running,
+            Self::Drained | Self::Announcing | Self::Draining | Self::Counting => State::Draining,
+            Self::Quitting | Self::Terminating | Self::Killing => State::Stopping,
+            Self::Pausing | Self::Exited => State::Exited,
+        }
+    }
+}
+
+impl Machine {
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            phase: Phase::Initial,
+            limits,
+            asked: Urgency::Run,
+            is_drained: false,
+        }
+    }
+
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    pub fn is_asked_to_stop(&self) -> bool {
+        self.asked > Urgency::Run
+    }
+
+    pub fn is_drained(&self) -> bool {
+        self.is_drained
+    }
+
+    /// The steps from here to the end, as long as nobody makes it more urgent.
+    pub fn plan(&self) -> Plan {
+        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, Quit, Termination};
+        let (drain, connections) = self.limits.drain.parts();
+        let steps = [
+            (Phase::Announcing, DrainCall, Some(self.limits.announce)),
+            (Phase::Draining, DrainTime, Some(drain)),
+            (Phase::Counting, Connections, connections),
+            (Phase::Quitting, Quit, Some(self.limits.quit)),
+            (Phase::Terminating, Termination, Some(self.limits.terminate)),
+            (Phase::Killing, Kill, Some(self.limits.kill)),
+        ];
+        let step = |(phase, waits_for, limit): (Phase, WaitsFor, Option<Duration>)| {
+            let at_most = limit.filter(|_| phase >= self.phase)?;
+            Some(Step { waits_for, at_most })
+        };
+        Plan(steps.into_iter().filter_map(step).collect())
+    }
+
+    pub fn apply(&mut self, event: Event) -> Action {
+        use Event::{
+            Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, QuitRefused,
+        };
+        use Phase::{Announcing, Counting, Draining, Exited, Initial, Killing, Pausing, Quitting};
+        use Phase::{Running, Starting, Terminating};
+        match (self.phase, event) {
+            (Exited, _) => Action::Nothing,
+            (_, EnvoyExited { may_restart }) => self.exited(may_restart),
+            (_, Event::Asked(urgency)) => self.asked(urgency),
+            (_, DrainOrdered) => self.ordered(),
+            (Initial, Begin) | (Pausing, Deadline) => self.enter(Starting),
+            (Starting, Live) if self.is_drained => self.enter(Phase::Drained),
+            (Starting, Live) => self.enter(Running),
+            (Announcing, Answered | Deadline) => self.enter(Draining),
+            (Draining, Deadline) => match self.limits.drain {
+                Drain::For(_) => self.enter(Quitting),
+                Drain::UntilIdle { .. } => self.enter(Counting),
+            },
+            (Counting, Idle | Deadline) => self.enter(Quitting),
+            (Quitting, QuitRefused | Deadline) => self.enter(Terminating),
+            (Terminating, Deadline) => self.enter(Killing),
+            (Killing, Deadline) => Action::GiveUp,
+            _ => Action::Nothing,
+        }
+    }
+
+    fn asked(&mut self, urgency: Urgency) -> Action {
+        self.asked = self.asked.max(urgency);
+        let target = match self.asked {
+            Urgency::Run => return Action::Nothing,
+            Urgency::Drain if self.is_drained => Phase::Quitting,
+            Urgency::Drain => Phase::Announcing,
+            Urgency::Terminate => Phase::Quitting,
+            Urgency::Kill => Phase::Killing,
+        };
+        match self.phase {
+            Phase::Initial | Phase::Pausing => self.enter(Phase::Exited),
+            phase if phase < target => self.enter(target),
+            _ => Action::Nothing,
+        }
+    }
+
+    fn ordered(&mut self) -> Action {
+        self.is_drained = true;
+        match self.phase {
+            // It will be told again when it serves, should this be too early.
+            Phase::Starting => Action::Tell,
+            Phase::Running | Phase::Drained => self.enter(Phase::Drained),
+            _ => Action::Nothing,
+        }
+    }
+
+    fn exited(&mut self, may_restart: bool) -> Action {
+        let restarts = may_restart && !self.is_asked_to_stop();
+        self.enter(if restarts {
+            Phase::Pausing
+        } else {
+            Phase::Exited
+        })
+    }
+
+    fn enter(&mut self, phase: Phase) -> Action {
+        self.phase = phase;
+        let (drain, connections) = self.limits.drain.parts();
+        match phase {
+            Phase::Initial | Phase::Running => Action::Nothing,
+            Phase::Pausing => Action::Pause,
+            Phase::Starting => Action::Start,
+            Phase::Drained => Action::Tell,
+            Phase::Announcing => Action::Announce(self.limits.announce),
+            Phase::Draining => Action::Wait(drain),
+            Phase::Counting => Action::Count(connections.unwrap_or_default()),
+            Phase::Quitting => Action::Quit(self.limits.quit),
+            Phase::Terminating => Action::Terminate(self.limits.terminate),
+            Phase::Killing => Action::Kill(self.limits.kill),
+            Phase::Exited => Action::Leave,
+        }
+    }
+}
+
+impl Drain {
+    /// The wait for time, and the longest wait for connections after it, if there is one.
+    fn parts(self) -> (Duration, Option<Duration>) {
+        match self {
+            Self::For(time) => (time, None),
+            Self::UntilIdle { at_least, at_most } => {
+                let at_least = at_least.min(at_most);
+                (at_least, Some(at_most - at_least))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

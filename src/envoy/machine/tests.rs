@@ -1,0 +1,284 @@
+//! The ways through the machine: named ones by table, all others by chance.
+
+use proptest::prelude::*;
+
+use super::*;
+use Event::{Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, QuitRefused};
+
+const SECOND: Duration = Duration::from_secs(1);
+const LIMITS: Limits = Limits {
+    announce: SECOND.saturating_mul(2),
+    drain: Drain::For(SECOND.saturating_mul(5)),
+    quit: SECOND,
+    terminate: SECOND.saturating_mul(3),
+    kill: SECOND.saturating_mul(4),
+};
+const UNTIL_IDLE: Limits = Limits {
+    drain: Drain::UntilIdle {
+        at_least: SECOND.saturating_mul(5),
+        at_most: SECOND.saturating_mul(60),
+    },
+    ..LIMITS
+};
+const QUIT: Action = Action::Quit(LIMITS.quit);
+const TERMINATE: Action = Action::Terminate(LIMITS.terminate);
+const KILL: Action = Action::Kill(LIMITS.kill);
+const ASK: Event = Event::Asked(Urgency::Drain);
+const ASK_AGAIN: Event = Event::Asked(Urgency::Terminate);
+const ASK_A_THIRD_TIME: Event = Event::Asked(Urgency::Kill);
+const CRASH: Event = EnvoyExited { may_restart: true };
+const LAST_CRASH: Event = EnvoyExited { may_restart: false };
+
+/// Takes a machine through events, each with what it must lead to.
+fn walk(limits: Limits, way: &[(Event, Action)]) -> Machine {
+    let mut machine = Machine::new(limits);
+    for (at, (event, expected)) in way.iter().enumerate() {
+        let before = machine.phase();
+        let action = machine.apply(*event);
+        assert_eq!(action, *expected, "step {at}: {event:?} in {before:?}");
+    }
+    machine
+}
+
+fn up(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
+    let mut way = vec![(Begin, Action::Start), (Live, Action::Nothing)];
+    way.extend(then);
+    way
+}
+
+#[test]
+fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
+    let announce = Action::Announce(LIMITS.announce);
+    let way = up(&[
+        (ASK, announce),
+        (Answered, Action::Wait(SECOND * 5)),
+        (Deadline, QUIT),
+        (Deadline, TERMINATE),
+        (Deadline, KILL),
+        (Deadline, Action::GiveUp),
+    ]);
+    walk(LIMITS, &way);
+    let unanswered = up(&[
+        (ASK, announce),
+        (Deadline, Action::Wait(SECOND * 5)),
+        (Deadline, QUIT),
+        (QuitRefused, TERMINATE),
+        (LAST_CRASH, Action::Leave),
+    ]);
+    walk(LIMITS, &unanswered);
+}
+
+#[test]
+fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
+    let start = [
+        (ASK, Action::Announce(LIMITS.announce)),
+        (Answered, Action::Wait(SECOND * 5)),
+        (Idle, Action::Nothing),
+        (Deadline, Action::Count(SECOND * 55)),
+    ];
+    for end in [Idle, Deadline, ASK_AGAIN] {
+        let mut way = up(&start);
+        way.push((end, QUIT));
+        walk(UNTIL_IDLE, &way);
+    }
+    let too_long = Drain::UntilIdle {
+        at_least: SECOND * 90,
+        at_most: SECOND * 60,
+    };
+    assert_eq!(too_long.parts(), (SECOND * 60, Some(Duration::ZERO)));
+}
+
+#[test]
+fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
+    let announce = Action::Announce(LIMITS.announce);
+    for way in [
+        up(&[(ASK_AGAIN, QUIT), (ASK, Action::Nothing)]),
+        up(&[(ASK, announce), (ASK_AGAIN, QUIT), (ASK_A_THIRD_TIME, KILL)]),
+        up(&[
+            (ASK, announce),
+            (ASK_AGAIN, QUIT),
+            (Answered, Action::Nothing),
+            (ASK_AGAIN, Action::Nothing),
+        ]),
+        up(&[
+            (ASK_A_THIRD_TIME, KILL),
+            (ASK_A_THIRD_TIME, Action::Nothing),
+        ]),
+        vec![(Begin, Action::Start), (ASK, announce)],
+    ] {
+        walk(LIMITS, &way);
+    }
+}
+
+#[test]
+fn an_envoy_drained_by_order_ends_without_a_further_drain() {
+    let told = (DrainOrdered, Action::Tell);
+    let machine = walk(LIMITS, &up(&[told, told]));
+    assert_eq!(machine.phase().state(), State::Draining);
+    walk(
+        LIMITS,
+        &up(&[told, told, (Deadline, Action::Nothing), (ASK, QUIT)]),
+    );
+    let early = [
+        (DrainOrdered, Action::Nothing),
+        (Begin, Action::Start),
+        told,
+        (Live, Action::Tell),
+        (ASK, QUIT),
+        (DrainOrdered, Action::Nothing),
+    ];
+    walk(LIMITS, &early);
+}
+
+#[test]
+fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the_end() {
+    let again = [(CRASH, Action::Pause), (Deadline, Action::Start)];
+    walk(
+        LIMITS,
+        &up(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
+    );
+    walk(LIMITS, &up(&[again[0], (ASK, Action::Leave)]));
+    let asked = (ASK, Action::Announce(LIMITS.announce));
+    walk(
+        LIMITS,
+        &up(&[asked, (CRASH, Action::Leave), (ASK, Action::Nothing)]),
+    );
+    let drained = [(DrainOrdered, Action::Tell), again[0], again[1]];
+    walk(
+        LIMITS,
+        &[&up(&drained)[..], &[(Live, Action::Tell)]].concat(),
+    );
+    walk(LIMITS, &[(ASK, Action::Leave), (Begin, Action::Nothing)]);
+}
+
+#[test]
+fn the_plan_names_the_steps_that_are_left() {
+    let waits = |machine: &Machine| -> Vec<_> {
+        let steps = machine.plan().0;
+        steps.iter().map(|step| step.waits_for).collect()
+    };
+    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, Quit, Termination};
+    let asked = up(&[(ASK, Action::Announce(LIMITS.announce))]);
+    let machine = walk(LIMITS, &asked);
+    assert_eq!(
+        waits(&machine),
+        [DrainCall, DrainTime, Quit, Termination, Kill]
+    );
+    assert_eq!(machine.plan().at_most(), SECOND * 15);
+    let machine = walk(UNTIL_IDLE, &asked);
+    assert_eq!(waits(&machine)[1..3], [DrainTime, Connections]);
+    assert_eq!(machine.plan().at_most(), SECOND * 70);
+    let machine = walk(LIMITS, &up(&[(ASK_AGAIN, QUIT)]));
+    assert_eq!(waits(&machine), [Quit, Termination, Kill]);
+}
+
+/// What a supervisor would know: whether there is a process, and whether it is over.
+#[derive(Default)]
+struct World {
+    has_child: bool,
+    is_over: bool,
+    was_killed: bool,
+}
+
+impl World {
+    fn step(&mut self, machine: &mut Machine, event: Event) -> Result<(), TestCaseError> {
+        if self.is_over || (matches!(event, EnvoyExited { .. }) && !self.has_child) {
+            return Ok(());
+        }
+        self.has_child &= !matches!(event, EnvoyExited { .. });
+        match machine.apply(event) {
+            Action::Start => {
+                prop_assert!(!self.has_child, "two Envoys");
+                self.has_child = true;
+            }
+            Action::Leave => {
+                prop_assert!(!self.has_child, "an Envoy is left behind");
+                self.is_over = true;
+            }
+            Action::GiveUp => {
+                prop_assert!(self.was_killed, "given up without a kill");
+                self.is_over = true;
+            }
+            Action::Kill(_) => self.was_killed = true,
+            Action::Pause => prop_assert!(!self.has_child),
+            Action::Quit(_) | Action::Terminate(_) | Action::Announce(_) | Action::Tell => {
+                prop_assert!(self.has_child, "nobody to tell");
+            }
+            Action::Nothing | Action::Wait(_) | Action::Count(_) => {}
+        }
+        let is_exited = machine.phase() == Phase::Exited;
+        prop_assert!(!(is_exited && self.has_child));
+        prop_assert_eq!(is_exited, self.is_over && machine.phase() != Phase::Killing);
+        Ok(())
+    }
+}
+
+fn events() -> impl Strategy<Value = Vec<Event>> {
+    let event = prop::sample::select(vec![
+        Begin,
+        Live,
+        DrainOrdered,
+        ASK,
+        ASK_AGAIN,
+        ASK_A_THIRD_TIME,
+        Answered,
+        Idle,
+        QuitRefused,
+        Deadline,
+        CRASH,
+        LAST_CRASH,
+    ]);
+    prop::collection::vec(event, 0..24)
+}
+
+proptest! {
+    #[test]
+    fn whatever_happened_before_a_request_leads_to_the_end(
+        before in events(),
+        until_idle in any::<bool>(),
+    ) {
+        let limits = if until_idle { UNTIL_IDLE } else { LIMITS };
+        let (mut machine, mut world) = (Machine::new(limits), World::default());
+        for event in before {
+            world.step(&mut machine, event)?;
+        }
+        world.step(&mut machine, ASK)?;
+        for _ in 0..limits_in_a_row() {
+            world.step(&mut machine, Deadline)?;
+        }
+        prop_assert!(world.is_over, "still in {:?}", machine.phase());
+    }
+
+    #[test]
+    fn no_event_brings_an_envoy_on_its_way_down_back_up(before in events(), after in events()) {
+        let (mut machine, mut world) = (Machine::new(LIMITS), World::default());
+        for event in before {
+            world.step(&mut machine, event)?;
+        }
+        world.step(&mut machine, ASK)?;
+        let mut last = machine.phase();
+        for event in after {
+            world.step(&mut machine, event)?;
+            prop_assert!(machine.phase() >= last, "{:?} after {:?}", machine.phase(), last);
+            last = machine.phase();
+        }
+    }
+
+    #[test]
+    fn a_further_request_never_makes_it_slower(before in events()) {
+        for request in [ASK, ASK_AGAIN, ASK_A_THIRD_TIME] {
+            let (mut machine, mut world) = (Machine::new(UNTIL_IDLE), World::default());
+            for event in &before {
+                world.step(&mut machine, *event)?;
+            }
+            let left = machine.plan().at_most();
+            world.step(&mut machine, request)?;
+            prop_assert!(machine.plan().at_most() <= left);
+        }
+    }
+}
+
+/// As many waits as there can be on the way from a request to the end.
+fn limits_in_a_row() -> usize {
+    Machine::new(UNTIL_IDLE).plan().0.len()
+}

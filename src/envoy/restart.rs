@@ -1,0 +1,99 @@
+//! Whether an Envoy that ended by itself may be started again, and when.
+//!
+//! A budget allows so many restarts in so much time. The pause before each grows, with jitter, and
+//! is short again after a quiet stretch as long as the budget's.
+//!
+//! Does not start anything.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::backoff::Backoff;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// So many restarts in any stretch of so long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    pub restarts: usize,
+    pub within: Duration,
+}
+
+/// What is left of a budget.
+#[derive(Debug)]
+pub(super) struct Restarts {
+    /// None allows no restart.
+    budget: Option<Budget>,
+    past: VecDeque<Instant>,
+    backoff: Backoff,
+}
+
+impl Restarts {
+    pub(super) fn new(budget: Option<Budget>) -> Self {
+        Self {
+            budget,
+            past: VecDeque::new(),
+            backoff: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
+        }
+    }
+
+    /// Takes one restart out of the budget: the pause before it, or nothing when none is left.
+    pub(super) fn take(&mut self) -> Option<Duration> {
+        let budget = self.budget?;
+        let now = Instant::now();
+        while let Some(oldest) = self.past.front() {
+            if now.duration_since(*oldest) < budget.within {
+                break;
+            }
+            self.past.pop_front();
+        }
+        if self.past.len() >= budget.restarts {
+            tracing::error!(
+                "Envoy was restarted {} times within {:?}, which is all the budget allows",
+                self.past.len(),
+                budget.within
+            );
+            return None;
+        }
+        if self.past.is_empty() {
+            self.backoff.reset();
+        }
+        self.past.push_back(now);
+        Some(self.backoff.next_wait())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn allows_as_many_restarts_as_the_budget_in_any_stretch() {
+        let within = Duration::from_secs(600);
+        let mut restarts = Restarts::new(Some(Budget {
+            restarts: 2,
+            within,
+        }));
+        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
+        tokio::time::advance(Duration::from_secs(300)).await;
+        assert!(
+            restarts
+                .take()
+                .is_some_and(|pause| pause <= FIRST_PAUSE * 2)
+        );
+        assert_eq!(restarts.take(), None);
+        tokio::time::advance(Duration::from_secs(300)).await;
+        assert!(restarts.take().is_some());
+        assert_eq!(restarts.take(), None);
+        tokio::time::advance(within).await;
+        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_a_budget_there_is_no_restart() {
+        assert_eq!(Restarts::new(None).take(), None);
+    }
+}

@@ -1,0 +1,410 @@
+//! The one owner of Envoy's process: waits for events, tells the machine, does as it says.
+//!
+//! Calls to Envoy's admin port run beside the waiting, so that neither a signal nor the end of Envoy
+//! waits for an answer. Each step down drops the calls of the step before. Every change is published.
+//!
+//! Does not decide what follows what; [`super::machine`] does.
+
+mod end;
+
+use std::time::Duration;
+
+use rustix::process::Pid;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::admin::Admin;
+use super::calls::{self, warn};
+use super::child::Child;
+use super::crash::Crash;
+use super::handle::{Order, Report, State};
+use super::machine::{Action, Event, Machine, Phase};
+use super::plan::{Ending, WaitsFor};
+use super::process::{self, Ended, Process};
+use super::restart::Restarts;
+use super::{Config, Error, Exit, connections, orphans};
+use crate::clock::Clock;
+use crate::lifecycle::{Asked, Urgency};
+use crate::metrics::{Counter, Registry};
+
+/// Half the time for quitting is for the answer, the rest for the end that follows it.
+const QUIT_CALL: u32 = 2;
+
+/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
+/// a young Envoy each time its age has doubled, then every half minute.
+const FIRST_SAMPLE: Duration = Duration::from_secs(1);
+const SAMPLE: Duration = Duration::from_secs(30);
+
+/// What is counted.
+#[derive(Debug)]
+pub(super) struct Counters {
+    restarts: Counter,
+    drains: Counter,
+}
+
+pub(super) struct Supervisor {
+    config: Config,
+    admin: Admin,
+    machine: Machine,
+    child: Option<Child>,
+    epoch: u32,
+    restarts: Restarts,
+    /// How the last Envoy ended, while there is none.
+    last_end: Option<Ended>,
+    /// The pause before the next start, once granted.
+    pause: Duration,
+    /// End of the current wait.
+    deadline: Option<Instant>,
+    /// Calls under way.
+    calls: JoinSet<Event>,
+    /// The order the machine hears of now.
+    order: Option<oneshot::Sender<()>>,
+    requests: watch::Receiver<Asked>,
+    /// The urgency acted on so far.
+    asked: Urgency,
+    orders: mpsc::Receiver<Order>,
+    publish: watch::Sender<Report>,
+    counters: Counters,
+    clock: Clock,
+}
+
+impl Counters {
+    pub(super) fn of(metrics: &Registry) -> Self {
+        Self {
+            restarts: metrics.counter(
+                "istio_agent_envoy_restarts_total",
+                "Starts of Envoy after one that ended by itself.",
+            ),
+            drains: metrics.counter(
+                "istio_agent_envoy_drains_total",
+                "Times Envoy was told to send its clients away.",
+            ),
+        }
+    }
+}
+
+impl Supervisor {
+    pub(super) fn new(
+        config: Config,
+        admin: Admin,
+        requests: watch::Receiver<Asked>,
+        orders: mpsc::Receiver<Order>,
+        publish: watch::Sender<Report>,
+        counters: Counters,
+    ) -> Self {
+        Self {
+            machine: Machine::new(config.limits),
+            restarts: Restarts::new(config.restarts),
+            config,
+            admin,
+            child: None,
+            epoch: 0,
+            last_end: None,
+            pause: Duration::ZERO,
+            deadline: None,
+            calls: JoinSet::new(),
+            order: None,
+            requests,
+            asked: Urgency::Run,
+            orders,
+            publish,
+            counters,
+            clock: Clock::system(),
+        }
+    }
+
+    pub(super) async fn run(mut self) -> Result<Exit, Error> {
+        let report = self.publish.subscribe();
+        let own = move || Pid::from_raw(report.borrow().pid?);
+        let exit = tokio::select! {
+            exit = self.until_the_end() => exit,
+            never = orphans::reap(own) => match never {},
+        };
+        if self.child.is_none() {
+            self.publish
+                .send_modify(|report| report.state = State::Exited);
+        }
+        exit
+    }
+
+    async fn until_the_end(&mut self) -> Result<Exit, Error> {
+        tracing::info!(
+            "Envoy command: [{} {}]",
+            self.config.command.binary.display(),
+            self.config.command.arguments().join(" ")
+        );
+        self.recall();
+        self.asked = self.requests.borrow().urgency;
+        let mut event = match self.asked {
+            Urgency::Run => Event::Begin,
+            asked => Event::Asked(asked),
+        };
+        loop {
+            let action = self.tell_machine(event);
+            if action == Action::Leave {
+                return Ok(self.exit());
+            }
+            self.act(action)?;
+            event = self.next().await?;
+        }
+    }
+
+    fn exit(&self) -> Exit {
+        match self.last_end {
+            Some(ended) if !self.machine.is_asked_to_stop() => Exit::ByItself(ended),
+            // Whoever asks before there is an Envoy has what he wants.
+            _ => Exit::Requested,
+        }
+    }
+
+    /// Reads what an agent before this one has left.
+    fn recall(&self) {
+        match Crash::read(&self.config.directory) {
+            Ok(None) => {}
+            Ok(Some(crash)) => {
+                let last = crash.stderr.last();
+                tracing::warn!(
+                    last_line = last,
+                    "previous Envoy ended at {} with {crash}",
+                    crash.when
+                );
+                self.publish
+                    .send_modify(|report| report.last_crash = Some(crash));
+            }
+            Err(error) => warn(&error, "going on without it"),
+        }
+    }
+
+    /// Waits for the next event.
+    async fn next(&mut self) -> Result<Event, Error> {
+        loop {
+            let deadline = self.deadline;
+            let age = self.child.as_ref().map(Child::uptime);
+            let sample = age.unwrap_or_default().clamp(FIRST_SAMPLE, SAMPLE);
+            tokio::select! {
+                biased;
+                ended = ended(&mut self.child) => return self.ended(ended?).await,
+                urgency = asked_for_more(&mut self.requests, self.asked) => {
+                    self.asked = urgency;
+                    return Ok(Event::Asked(urgency));
+                }
+                Some(Order::Drain(order)) = self.orders.recv() => {
+                    self.order = Some(order);
+                    return Ok(Event::DrainOrdered);
+                }
+                Some(answer) = self.calls.join_next() => match answer {
+                    Ok(event) => return Ok(event),
+                    // Every step has its deadline, so nothing hangs on the answer.
+                    Err(error) => warn(&error, "going on without an answer from Envoy"),
+                },
+                () = reached(deadline) => {
+                    self.deadline = None;
+                    return Ok(Event::Deadline);
+                }
+                () = tokio::time::sleep(sample), if age.is_some() => self.sample(),
+            }
+        }
+    }
+
+    /// Tells the machine, and everybody what has become of it.
+    fn tell_machine(&mut self, event: Event) -> Action {
+        let action = self.machine.apply(event);
+        if action != Action::Tell {
+            // Whoever gave an order that changes nothing has nothing to wait for.
+            self.order = None;
+        }
+        self.sample();
+        let step = step(action);
+        let pause = (action == Action::Pause).then_some(self.pause);
+        if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
+            self.deadline = Some(Instant::now() + wait);
+        }
+        if step.is_some() && matches!(event, Event::Asked(_)) {
+            self.show_plan();
+        }
+        self.show(step);
+        action
+    }
+
+    /// The way down begins, or somebody has made it shorter.
+    fn show_plan(&self) {
+        let (cause, plan) = (self.cause(), self.machine.plan());
+        tracing::info!("Envoy is to end ({cause}): {plan}");
+        let now = self.clock.now();
+        self.publish.send_modify(|report| {
+            let since = report.ending.as_ref().map_or(now, |ending| ending.since);
+            report.ending = Some(Ending {
+                cause,
+                since,
+                plan,
+                waits_for: None,
+                until: None,
+                connections: None,
+            });
+        });
+    }
+
+    fn show(&self, step: Option<(Duration, WaitsFor)>) {
+        let (now, phase) = (self.clock.now(), self.machine.phase());
+        let pause = (phase == Phase::Pausing).then_some(self.pause);
+        self.publish.send_modify(|report| {
+            report.state = phase.state();
+            report.is_drained = self.machine.is_drained();
+            report.restart = pause.map(|pause| now + pause);
+            if let (Some(ending), Some((wait, waits_for))) = (&mut report.ending, step) {
+                ending.waits_for = Some(waits_for);
+                ending.until = Some(now + wait);
+            }
+        });
+    }
+
+    fn cause(&self) -> &'static str {
+        self.requests.borrow().cause.unwrap_or("nobody said why")
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), Error> {
+        match action {
+            Action::Nothing | Action::Leave => {}
+            Action::Start => self.start()?,
+            Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.pause),
+            Action::Tell => self.tell(),
+            Action::Announce(_) => self.announce(),
+            Action::Wait(wait) => {
+                tracing::info!("Graceful termination period is {wait:?}, starting...");
+            }
+            Action::Count(at_most) => self.count(at_most),
+            Action::Quit(wait) => self.quit(wait),
+            Action::Terminate(_) => {
+                tracing::info!("Terminating Envoy");
+                self.calls = JoinSet::new();
+                self.process(Process::terminate);
+            }
+            Action::Kill(_) => {
+                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
+                self.calls = JoinSet::new();
+                self.process(Process::kill);
+            }
+            Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), Error> {
+        if self.last_end.take().is_some() {
+            self.epoch += 1;
+            self.counters.restarts.inc();
+        }
+        let child = Child::start(&self.config.command, self.epoch)?;
+        let (epoch, started) = (self.epoch, Some(self.clock.now()));
+        self.publish.send_modify(|report| {
+            report.pid = Some(child.pid());
+            report.epoch = epoch;
+            report.started = started;
+        });
+        self.child = Some(child);
+        self.calls = JoinSet::new();
+        self.calls.spawn(calls::live(self.admin));
+        Ok(())
+    }
+
+    /// Has Envoy drain and stay; answers the order when Envoy has been told.
+    fn tell(&mut self) {
+        self.counters.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let order = self.order.take();
+        self.calls.spawn(async move {
+            calls::drain(admin, inbound_only, true).await;
+            if let Some(order) = order {
+                let _ = order.send(()); // Who gave the order may have left.
+            }
+            Event::Answered
+        });
+    }
+
+    fn announce(&mut self) {
+        tracing::info!("Agent draining Proxy for termination");
+        self.counters.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            calls::drain(admin, inbound_only, false).await;
+            Event::Answered
+        });
+    }
+
+    fn count(&mut self, at_most: Duration) {
+        tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
+        let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
+        let publish = self.publish.clone();
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            let counted = |active| {
+                publish.send_modify(|report| {
+                    if let Some(ending) = &mut report.ending {
+                        ending.connections = Some(active);
+                    }
+                });
+            };
+            connections::gone(admin, housekeeping, counted).await;
+            Event::Idle
+        });
+    }
+
+    fn quit(&mut self, wait: Duration) {
+        tracing::info!("Asking Envoy to quit");
+        let admin = self.admin.within(wait / QUIT_CALL);
+        self.calls = JoinSet::new();
+        self.calls.spawn(calls::quit(admin));
+    }
+
+    fn process(&self, signal: impl FnOnce(&Process)) {
+        if let Some(child) = &self.child {
+            signal(&child.process);
+        }
+    }
+
+    /// Notes how much memory Envoy holds.
+    fn sample(&mut self) {
+        let resident = self.child.as_mut().and_then(Child::sample);
+        self.publish
+            .send_modify(|report| report.rss_bytes = resident);
+    }
+}
+
+/// The wait an action begins, on the way down.
+fn step(action: Action) -> Option<(Duration, WaitsFor)> {
+    Some(match action {
+        Action::Announce(wait) => (wait, WaitsFor::DrainCall),
+        Action::Wait(wait) => (wait, WaitsFor::DrainTime),
+        Action::Count(wait) => (wait, WaitsFor::Connections),
+        Action::Quit(wait) => (wait, WaitsFor::Quit),
+        Action::Terminate(wait) => (wait, WaitsFor::Termination),
+        Action::Kill(wait) => (wait, WaitsFor::Kill),
+        _ => return None,
+    })
+}
+
+async fn ended(child: &mut Option<Child>) -> Result<Ended, process::Error> {
+    match child {
+        Some(child) => child.process.ended().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Returns when the urgency stands above what was acted on.
+async fn asked_for_more(requests: &mut watch::Receiver<Asked>, acted_on: Urgency) -> Urgency {
+    let higher = requests.wait_for(|now| now.urgency > acted_on).await;
+    if let Some(urgency) = higher.ok().map(|asked| asked.urgency) {
+        return urgency;
+    }
+    // Nobody is left who could ask.
+    std::future::pending().await
+}
+
+async fn reached(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}

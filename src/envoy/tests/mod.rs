@@ -1,0 +1,400 @@
+//! Envoy's life with a script that stands in for its process, and a listener for its admin port.
+
+mod fake_admin;
+
+use std::net::Ipv4Addr;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use tempfile::TempDir;
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+
+use super::*;
+use crate::lifecycle::Urgency;
+use fake_admin::{FakeAdmin, Manner};
+use machine::Drain;
+use plan::WaitsFor;
+
+struct Stage {
+    directory: TempDir,
+    config: Config,
+    ready: pipe::Receiver,
+}
+
+/// A fake Envoy of the given mode. Every limit is so long that a test that meets it hangs.
+fn stage(mode: &str) -> Stage {
+    let directory = tempfile::tempdir().expect("a directory");
+    let binary = directory.path().join(format!("fake-envoy.{mode}"));
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agent/fake-envoy");
+    symlink(script, &binary).expect("a link");
+    let pipe = directory.path().join("ready");
+    mknodat(CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).expect("a pipe");
+    // Opened for writing too, so that it does not end between writers.
+    let mut options = pipe::OpenOptions::new();
+    let ready = options
+        .read_write(true)
+        .open_receiver(&pipe)
+        .expect("the pipe opens");
+    let config = config(binary, directory.path());
+    Stage {
+        directory,
+        config,
+        ready,
+    }
+}
+
+fn config(binary: PathBuf, directory: &Path) -> Config {
+    let long = Duration::from_secs(3600);
+    Config {
+        directory: directory.to_owned(),
+        command: Command {
+            binary,
+            bootstrap: directory.join("envoy-rev.json"),
+            drain_time: Duration::from_secs(45),
+            ip_version: command::IpVersion::V4,
+            file_flush_interval: Duration::from_secs(1),
+            log: command::LogLevels::default(),
+            skip_deprecated_logs: true,
+            file_flush_min_size_kb: 0,
+            core_dump: false,
+            override_json: None,
+            concurrency: None,
+            fips_ciphers: false,
+        },
+        admin_host: Ipv4Addr::LOCALHOST.into(),
+        // Nobody listens there; the wait follows all the same.
+        admin_port: 1,
+        admin_call: Duration::from_secs(2),
+        early: Duration::from_secs(1),
+        drain_inbound_only: true,
+        limits: Limits {
+            announce: long,
+            drain: Drain::For(long),
+            quit: long,
+            terminate: long,
+            kill: long,
+        },
+        housekeeping: Vec::new(),
+        restarts: None,
+    }
+}
+
+impl Stage {
+    /// With an admin port.
+    async fn with_admin(mut self, manner: Manner) -> (Self, FakeAdmin) {
+        let admin = FakeAdmin::start(manner).await;
+        self.config.admin_port = admin.port;
+        (self, admin)
+    }
+
+    async fn wait_until_ready(&mut self) {
+        let mut byte = [0];
+        self.ready.read_exact(&mut byte).await.expect("a byte");
+    }
+
+    fn recorded(&self, name: &str) -> String {
+        std::fs::read_to_string(self.directory.path().join(name)).unwrap_or_default()
+    }
+
+    fn start(&self, stop: &Stop) -> (Envoy, Life) {
+        let (envoy, life) = new(self.config.clone(), stop, &Registry::default());
+        (envoy, Box::pin(life))
+    }
+
+    /// Asks to stop `times` times once Envoy is up.
+    async fn run(&mut self, times: u8) -> Result<Exit, Error> {
+        let stop = Stop::new();
+        let (_envoy, life) = self.start(&stop);
+        let ask = async {
+            self.wait_until_ready().await;
+            for _ in 0..times {
+                stop.escalate("a test");
+            }
+        };
+        beside(life, ask).await
+    }
+}
+
+type Life = Pin<Box<dyn Future<Output = Result<Exit, Error>> + Send>>;
+
+/// Runs Envoy until its end, which comes after what else is to happen.
+async fn beside(life: Life, story: impl Future<Output = ()>) -> Result<Exit, Error> {
+    let story = async {
+        story.await;
+        std::future::pending().await
+    };
+    let both = async {
+        tokio::select! {
+            exit = life => exit,
+            never = story => never,
+        }
+    };
+    let patience = tokio::time::timeout(Duration::from_secs(20), both);
+    patience.await.expect("an end")
+}
+
+async fn wait_for(envoy: &Envoy, holds: impl FnMut(&Report) -> bool) -> Report {
+    let mut report = envoy.report();
+    report.wait_for(holds).await.expect("an Envoy").clone()
+}
+
+#[tokio::test]
+async fn terminates_envoy_when_the_drain_time_is_over_and_it_cannot_be_asked() {
+    let mut stage = stage("obeys");
+    stage.config.limits.drain = Drain::For(Duration::from_millis(10));
+    assert_eq!(stage.run(1).await.expect("an end"), Exit::Requested);
+    assert_eq!(stage.recorded("signals"), "term\n");
+    let arguments = stage.config.command.arguments().join(" ");
+    assert_eq!(stage.recorded("arguments").trim(), arguments);
+}
+
+#[tokio::test]
+async fn a_second_request_cuts_the_drain_short() {
+    let mut stage = stage("obeys");
+    assert_eq!(stage.run(2).await.expect("an end"), Exit::Requested);
+    assert_eq!(stage.recorded("signals"), "term\n");
+}
+
+#[tokio::test]
+async fn kills_an_envoy_that_ignores_its_termination() {
+    let mut stage = stage("ignores-sigterm");
+    stage.config.limits.terminate = Duration::from_millis(200);
+    assert_eq!(stage.run(2).await.expect("an end"), Exit::Requested);
+}
+
+#[tokio::test]
+async fn a_third_request_kills_without_waiting() {
+    let mut stage = stage("ignores-sigterm");
+    assert_eq!(stage.run(3).await.expect("an end"), Exit::Requested);
+}
+
+#[tokio::test]
+async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
+    let short = Duration::from_millis(50);
+    let (mut stage, admin) = stage("stopped").with_admin(Manner::Silent).await;
+    stage.config.admin_call = short;
+    stage.config.limits = Limits {
+        announce: short,
+        drain: Drain::For(short),
+        quit: short,
+        terminate: short,
+        kill: Duration::from_secs(3600),
+    };
+    assert_eq!(stage.run(1).await.expect("an end"), Exit::Requested);
+    let asked = admin.asked();
+    assert!(asked.contains(&"/quitquitquit".to_owned()), "{asked:?}");
+    assert_eq!(stage.recorded("signals"), "", "it was asleep");
+}
+
+#[tokio::test]
+async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
+    let (mut stage, admin) = stage("obeys").with_admin(Manner::Answering).await;
+    stage.config.limits.drain = Drain::For(Duration::from_millis(10));
+    let stop = Stop::new();
+    let (envoy, life) = stage.start(&stop);
+    let story = async {
+        stage.wait_until_ready().await;
+        let report = wait_for(&envoy, |report| report.state == State::Running).await;
+        assert!(report.pid.is_some() && report.ending.is_none());
+        stop.escalate("a test");
+        let report = wait_for(&envoy, |report| report.state == State::Draining).await;
+        let ending = report.ending.expect("a plan");
+        assert_eq!(ending.cause, "a test");
+        assert_eq!(ending.plan.0.len(), 5);
+        let report = wait_for(&envoy, |report| report.state == State::Stopping).await;
+        let waits_for = report.ending.expect("a plan").waits_for;
+        assert_eq!(waits_for, Some(WaitsFor::Quit));
+        admin.was_asked("/quitquitquit").await;
+        let envoy = report.pid.and_then(rustix::process::Pid::from_raw);
+        // What Envoy does by itself.
+        let term = rustix::process::Signal::TERM;
+        rustix::process::kill_process(envoy.expect("a pid"), term).expect("signalled");
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+    let drain = "/drain_listeners?inboundonly&graceful";
+    assert_eq!(admin.asked(), ["/ready", drain, "/quitquitquit"]);
+    assert_eq!(envoy.report().borrow().state, State::Exited);
+}
+
+#[tokio::test]
+async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
+    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let stop = Stop::new();
+    let (envoy, life) = stage.start(&stop);
+    let story = async {
+        stage.wait_until_ready().await;
+        wait_for(&envoy, |report| report.state == State::Running).await;
+        envoy.drain().await;
+        envoy.drain().await;
+        let report = envoy.report().borrow().clone();
+        assert!(report.is_drained && report.state == State::Draining);
+        stop.escalate("a test");
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+    let told = "/drain_listeners?inboundonly&graceful&skip_exit";
+    assert_eq!(admin.asked(), ["/ready", told, told, "/quitquitquit"]);
+    // Nobody is left to tell, and nobody waits.
+    envoy.drain().await;
+}
+
+#[tokio::test]
+async fn a_first_request_that_is_urgent_skips_the_drain() {
+    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let stop = Stop::new();
+    let (_envoy, life) = stage.start(&stop);
+    let story = async {
+        stage.wait_until_ready().await;
+        admin.was_asked("/ready").await;
+        stop.ask(Urgency::Terminate, "/quitquitquit called");
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+    assert_eq!(admin.asked().last().expect("a call"), "/quitquitquit");
+    assert!(!admin.asked().iter().any(|path| path.contains("drain")));
+}
+
+#[tokio::test]
+async fn a_drain_until_idle_ends_with_the_last_connection() {
+    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let limits = &mut stage.config.limits;
+    limits.drain = Drain::UntilIdle {
+        at_least: Duration::from_millis(10),
+        at_most: Duration::from_secs(3600),
+    };
+    let stop = Stop::new();
+    let (envoy, life) = stage.start(&stop);
+    admin.set_connections(3);
+    let story = async {
+        stage.wait_until_ready().await;
+        stop.escalate("a test");
+        wait_for(&envoy, |report| {
+            let ending = report.ending.as_ref();
+            ending.is_some_and(|ending| ending.connections == Some(3))
+        })
+        .await;
+        admin.set_connections(0);
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+}
+
+#[tokio::test]
+async fn asked_to_stop_before_its_start_envoy_is_not_started() {
+    let mut stage = stage("obeys");
+    stage.config.command.binary = "missing".into();
+    let stop = Stop::new();
+    stop.escalate("a test");
+    let (_envoy, life) = stage.start(&stop);
+    assert_eq!(life.await.expect("an end"), Exit::Requested);
+}
+
+#[tokio::test]
+async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
+    let error = stage("exits-at-once").run(0).await.expect_err("no start");
+    assert!(error.to_string().contains("exit status 7"), "{error}");
+    let error = stage("crashes").run(0).await.expect_err("no start");
+    assert!(error.to_string().contains("signal 11"), "{error}");
+}
+
+#[tokio::test]
+async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
+    let mut crashing = stage("crashes");
+    crashing.config.early = Duration::ZERO;
+    let crash = Exit::ByItself(Ended::Signal(11));
+    let (envoy, life) = crashing.start(&Stop::new());
+    assert_eq!(life.await.expect("no error"), crash);
+    let record = envoy
+        .report()
+        .borrow()
+        .last_crash
+        .clone()
+        .expect("a record");
+    assert_eq!((record.signal, record.code), (Some(11), None));
+    assert_eq!(record.stderr, ["last words"]);
+
+    let mut next = stage("obeys");
+    next.config.directory = crashing.config.directory.clone();
+    let stop = Stop::new();
+    let (envoy, life) = next.start(&stop);
+    let story = async {
+        next.wait_until_ready().await;
+        assert_eq!(envoy.report().borrow().last_crash, Some(record));
+        stop.ask(Urgency::Terminate, "a test");
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+    let kept = crash::Crash::read(&next.config.directory);
+    assert_eq!(kept.expect("no error"), None);
+}
+
+#[test]
+fn an_end_by_a_signal_has_the_code_a_shell_would_give_it() {
+    assert_eq!(Ended::Signal(11).code(), 139);
+    assert_eq!(Ended::Code(3).code(), 3);
+}
+
+#[tokio::test]
+async fn an_envoy_that_ends_by_itself_without_a_fault_is_no_error_and_no_reason_to_start_again() {
+    let mut stage = stage("exits-cleanly");
+    stage.config.restarts = Some(budget(1));
+    let exit = stage.run(0).await.expect("an end");
+    assert_eq!(exit, Exit::ByItself(Ended::Code(0)));
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashed_is_started_again_within_its_budget() {
+    let mut crashing = stage("crashes");
+    crashing.config.early = Duration::ZERO;
+    crashing.config.restarts = Some(budget(2));
+    let (envoy, life) = crashing.start(&Stop::new());
+    let crash = Exit::ByItself(Ended::Signal(11));
+    assert_eq!(life.await.expect("no error"), crash);
+    assert_eq!(envoy.report().borrow().epoch, 2);
+
+    let mut recovering = stage("crashes-once");
+    recovering.config.early = Duration::ZERO;
+    recovering.config.restarts = Some(budget(1));
+    let exit = recovering.run(2).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+}
+
+fn budget(restarts: usize) -> Budget {
+    Budget {
+        restarts,
+        within: Duration::from_secs(3600),
+    }
+}
+
+#[tokio::test]
+async fn a_missing_or_unusable_binary_is_named() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    std::fs::write(path("data"), "no program").expect("written");
+    for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
+        let config = config(path(name), directory.path());
+        let (_envoy, life) = new(config, &Stop::new(), &Registry::default());
+        let error = life.await.expect_err("no start").to_string();
+        assert!(error.contains(expected) && error.contains(name), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn the_state_is_a_metric() {
+    let mut stage = stage("exits-cleanly");
+    stage.config.early = Duration::ZERO;
+    let metrics = Registry::default();
+    let (_envoy, life) = new(stage.config.clone(), &Stop::new(), &metrics);
+    let line = |state, value| format!("istio_agent_envoy_state{{state=\"{state}\"}} {value}\n");
+    assert!(metrics.render().contains(&line("initial", 1)));
+    life.await.expect("an end");
+    let page = metrics.render();
+    assert!(
+        page.contains(&line("initial", 0)) && page.contains(&line("exited", 1)),
+        "{page}"
+    );
+}
