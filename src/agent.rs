@@ -22,6 +22,7 @@ use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::metrics::Registry;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -75,6 +76,8 @@ pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
 #[derive(Debug)]
 struct Agent {
     config: Config,
+    /// What the agent counts about itself.
+    registry: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -83,6 +86,7 @@ impl Agent {
     fn build(config: Config) -> Result<Self, Error> {
         let mut agent = Self {
             config,
+            registry: Registry::default(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
@@ -93,7 +97,7 @@ impl Agent {
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
-        let (istiod, connection) = istiod::new(config, self.shutdown.clone());
+        let (istiod, connection) = istiod::new(config, &self.registry, self.shutdown.clone());
         self.spawn(name, connection);
         istiod
     }
@@ -148,7 +152,9 @@ impl Agent {
         };
         let listener = unix_socket::bind(&config.socket)?;
         let interceptors = Interceptors::default();
-        let discovery = Discovery::new(config, istiod, interceptors, self.shutdown.clone());
+        let registry = &self.registry;
+        let shutdown = self.shutdown.clone();
+        let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
         self.spawn("discovery service", discovery.serve(listener));
         Ok(())
     }

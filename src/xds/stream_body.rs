@@ -8,13 +8,19 @@ use bytes::Bytes;
 use http_body::{Body, Frame};
 use tokio::sync::mpsc;
 
+use crate::metrics::Counter;
+
 /// Requests on their way to istiod, each a gRPC frame. Ends when its sender is dropped.
 #[derive(Debug)]
-pub(crate) struct RequestQueue(mpsc::UnboundedReceiver<Bytes>);
+pub(crate) struct RequestQueue {
+    queue: mpsc::UnboundedReceiver<Bytes>,
+    /// Counts those that left.
+    sent: Counter,
+}
 
 impl RequestQueue {
-    pub(crate) fn new(queue: mpsc::UnboundedReceiver<Bytes>) -> Self {
-        Self(queue)
+    pub(crate) fn new(queue: mpsc::UnboundedReceiver<Bytes>, sent: Counter) -> Self {
+        Self { queue, sent }
     }
 }
 
@@ -26,8 +32,11 @@ impl Body for RequestQueue {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let request = self.0.poll_recv(context);
-        request.map(|request| request.map(|request| Ok(Frame::data(request))))
+        let request = std::task::ready!(self.queue.poll_recv(context));
+        Poll::Ready(request.map(|request| {
+            self.sent.inc();
+            Ok(Frame::data(request))
+        }))
     }
 }
 

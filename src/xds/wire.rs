@@ -12,11 +12,18 @@ use super::Protocol;
 /// Longest string kept. A longer type URL or nonce is none that any control plane sends.
 const LONGEST_STRING: u64 = 16 * 1024;
 
+/// How much is kept of the reason for a refusal, which may list every resource of a response.
+const LONGEST_REASON: u64 = 1024;
+
 /// What to do with one field of a message.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Keep(Slot),
     Enter(&'static Schema),
+    /// A resource, which is counted, and entered until one has told its type.
+    Resource(&'static Schema),
+    /// What a request holds only if it refuses a response.
+    Refusal(&'static Schema),
     Skip,
 }
 
@@ -31,6 +38,7 @@ enum Slot {
     Nonce,
     Version,
     ResourceType,
+    Reason,
 }
 
 const ANY: Schema = Schema(&[(1, Action::Keep(Slot::ResourceType))]);
@@ -38,24 +46,28 @@ const RESOURCE: Schema = Schema(&[(2, Action::Enter(&ANY))]);
 
 const RESPONSE: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
-    (2, Action::Enter(&ANY)),
+    (2, Action::Resource(&ANY)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
 ]);
 const DELTA_RESPONSE: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
-    (2, Action::Enter(&RESOURCE)),
+    (2, Action::Resource(&RESOURCE)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
 ]);
+/// Source: `google/rpc/status.proto`.
+const STATUS: Schema = Schema(&[(2, Action::Keep(Slot::Reason))]);
 const REQUEST: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
+    (6, Action::Refusal(&STATUS)),
 ]);
 const DELTA_REQUEST: Schema = Schema(&[
     (2, Action::Keep(Slot::TypeUrl)),
     (6, Action::Keep(Slot::Nonce)),
+    (7, Action::Refusal(&STATUS)),
 ]);
 
 /// The bytes are no protobuf message.
@@ -73,6 +85,8 @@ pub struct Fields {
     pub resource_type: Option<String>,
     /// How many resources have begun.
     pub resources: u32,
+    /// Why a request refuses a response, cut to a bounded length; None if it does not.
+    pub refusal: Option<String>,
 }
 
 /// Walks one message.
@@ -148,6 +162,11 @@ impl Walker {
         &self.fields
     }
 
+    /// What has been read so far, of a message that may not be whole or well-formed.
+    pub(super) fn into_fields(self) -> Fields {
+        self.fields
+    }
+
     /// The fields of a message that was fed whole.
     pub fn finish(self) -> Result<Fields, Malformed> {
         match self.levels.as_slice() {
@@ -207,8 +226,9 @@ impl Walker {
                 }
             }
             Step::SkipBytes(left) => *left -= bytes.len() as u64,
-            Step::Keep(_, left, kept) => {
-                kept.extend_from_slice(bytes);
+            Step::Keep(slot, left, kept) => {
+                let room = slot.longest() as usize - kept.len();
+                kept.extend_from_slice(&bytes[..room.min(bytes.len())]);
                 *left -= bytes.len() as u64;
             }
         }
@@ -255,19 +275,24 @@ impl Walker {
         }
         match action {
             Action::Skip => Ok(Step::SkipBytes(length)),
-            Action::Keep(slot) if length <= LONGEST_STRING => {
+            Action::Keep(slot) if slot == Slot::Reason || length <= slot.longest() => {
                 Ok(Step::Keep(slot, length, Vec::new()))
             }
             Action::Keep(_) => Err(Malformed("a type URL, version or nonce over 16 KiB")),
+            Action::Resource(schema) => {
+                self.fields.resources = self.fields.resources.saturating_add(1);
+                Ok(self.enter(schema, length))
+            }
+            Action::Refusal(schema) => {
+                self.fields.refusal = Some(String::new());
+                Ok(self.enter(schema, length))
+            }
             Action::Enter(schema) => Ok(self.enter(schema, length)),
         }
     }
 
-    /// Goes into a resource, if no earlier one has told its type yet.
+    /// Goes into a message within the message, unless a resource before it has told its type.
     fn enter(&mut self, schema: &'static Schema, length: u64) -> Step {
-        if self.levels.len() == 1 {
-            self.fields.resources = self.fields.resources.saturating_add(1);
-        }
         if self.fields.resource_type.is_some() {
             return Step::SkipBytes(length);
         }
@@ -284,12 +309,13 @@ impl Walker {
         match &mut self.step {
             Step::Keep(slot, 0, kept) => {
                 let (slot, kept) = (*slot, std::mem::take(kept));
-                let text = String::from_utf8(kept).map_err(|_| Malformed("a string not UTF-8"))?;
+                let text = slot.text(kept)?;
                 match slot {
                     Slot::TypeUrl => self.fields.type_url = text,
                     Slot::Nonce => self.fields.nonce = text,
                     Slot::Version => self.fields.version = text,
                     Slot::ResourceType => self.fields.resource_type = Some(text),
+                    Slot::Reason => self.fields.refusal = Some(text),
                 }
                 self.step = Step::next();
             }
@@ -321,6 +347,24 @@ impl Step {
     /// The start of the next field.
     fn next() -> Self {
         Self::Tag(Varint::default())
+    }
+}
+
+impl Slot {
+    /// How many bytes of it are kept.
+    const fn longest(self) -> u64 {
+        match self {
+            Self::Reason => LONGEST_REASON,
+            Self::TypeUrl | Self::Nonce | Self::Version | Self::ResourceType => LONGEST_STRING,
+        }
+    }
+
+    /// A reason may be cut within a character, and only people read it.
+    fn text(self, kept: Vec<u8>) -> Result<String, Malformed> {
+        match self {
+            Self::Reason => Ok(String::from_utf8_lossy(&kept).into_owned()),
+            _ => String::from_utf8(kept).map_err(|_| Malformed("a string not UTF-8")),
+        }
     }
 }
 
@@ -443,6 +487,40 @@ mod tests {
             walker.fields().resource_type.as_deref(),
             Some("type.googleapis.com/envoy.X")
         );
+    }
+
+    #[test]
+    fn tells_a_refusal_and_keeps_the_beginning_of_its_reason() {
+        let refused = |message: &str| {
+            let error_detail = Some(envoy_types::pb::google::rpc::Status {
+                code: 13,
+                message: message.to_owned(),
+                details: vec![resource("a.A", 10)],
+            });
+            let (type_url, response_nonce) = ("t".to_owned(), "n".to_owned());
+            DeltaDiscoveryRequest {
+                type_url,
+                response_nonce,
+                error_detail,
+                ..Default::default()
+            }
+        };
+        let long = "é".repeat(20_000);
+        for (message, kept) in [("", ""), ("no port", "no port"), (&long, &long[..1024])] {
+            let bytes = refused(message).encode_to_vec();
+            let walker = Walker::request(Protocol::Delta, bytes.len() as u64);
+            let fields = walk(walker, &bytes, 100).unwrap();
+            assert_eq!(fields.refusal.as_deref(), Some(kept));
+            assert_eq!((&*fields.nonce, fields.resources), ("n", 0));
+        }
+        let bytes = DiscoveryRequest {
+            error_detail: refused("why").error_detail,
+            ..Default::default()
+        }
+        .encode_to_vec();
+        let walker = Walker::request(Protocol::StateOfTheWorld, bytes.len() as u64);
+        let fields = walk(walker, &bytes, 1).unwrap();
+        assert_eq!(fields.refusal.as_deref(), Some("why"));
     }
 
     #[test]

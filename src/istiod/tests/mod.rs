@@ -9,6 +9,8 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
+use crate::metrics::Registry;
+
 use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, token};
 
 fn short(config: &mut Config) {
@@ -289,7 +291,7 @@ async fn the_uri_names_the_server_with_tls_and_the_address_without() {
 async fn ends_when_stopped_or_when_nobody_holds_it() {
     let fake = Fake::start(None).await;
     let stop = CancellationToken::new();
-    let (istiod, run) = super::new(plaintext(fake.address), stop.clone());
+    let (istiod, run) = super::new(plaintext(fake.address), &Registry::default(), stop.clone());
     let ((), ()) = tokio::join!(run, async {
         istiod.connection().await.unwrap();
         stop.cancel();
@@ -298,7 +300,7 @@ async fn ends_when_stopped_or_when_nobody_holds_it() {
     let error = istiod.try_connection().await.unwrap_err();
     assert!(error.to_string().ends_with("the agent is stopping"));
 
-    let (istiod, run) = super::new(plaintext(fake.address), CancellationToken::new());
+    let (istiod, run) = super::new(plaintext(fake.address), &Registry::default(), CancellationToken::new());
     let ((), ()) = tokio::join!(run, async move {
         istiod.connection().await.unwrap();
     });
