@@ -16,13 +16,14 @@ use tokio::sync::watch;
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
+use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
-use crate::metrics::Registry;
+use crate::metrics::{self, Registry};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -86,7 +87,7 @@ impl Agent {
     fn build(config: Config) -> Result<Self, Error> {
         let mut agent = Self {
             config,
-            registry: Registry::default(),
+            registry: registry(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
@@ -135,10 +136,10 @@ impl Agent {
             grace_jitter: parameters.grace_jitter,
             least_pause: secrets::LEAST_PAUSE,
         };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system());
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.registry);
         self.spawn_until_shutdown("certificate renewal", renewal);
         if let Some(listener) = listener {
-            let serving = sds::serve(listener, secrets, self.shutdown.clone());
+            let serving = sds::serve(listener, secrets, &self.registry, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
         Ok(())
@@ -231,6 +232,14 @@ async fn envoy_until_its_end(
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
+}
+
+/// What the agent counts about itself, with what it is and what the kernel knows of it.
+fn registry() -> Registry {
+    let registry = Registry::default();
+    version::publish(&registry);
+    metrics::process::publish(&registry);
+    registry
 }
 
 fn is_own(socket: &Path) -> bool {

@@ -283,7 +283,11 @@ impl Observer {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
         lock(&self.table).of(&request.type_url).requests += 1;
-        self.answered(&request.type_url, &request.nonce, request.refusal.as_deref());
+        self.answered(
+            &request.type_url,
+            &request.nonce,
+            request.refusal.as_deref(),
+        );
     }
 
     /// An answer to the response of this nonce, with the problem if it is a refusal.
@@ -486,7 +490,12 @@ mod tests {
             (vec![("2", None), ("2", None)], 1, 0, Some("version of 2")),
             (vec![("1", None)], 1, 0, Some("version of 1")),
             (vec![("", None), ("old", None)], 0, 0, None),
-            (vec![("1", None), ("2", Some("no"))], 1, 1, Some("version of 1")),
+            (
+                vec![("1", None), ("2", Some("no"))],
+                1,
+                1,
+                Some("version of 1"),
+            ),
             (vec![("old", Some("no"))], 0, 1, None),
         ] {
             let (observer, _) = observer();

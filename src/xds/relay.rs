@@ -164,7 +164,10 @@ impl<'a> Carrier<'a> {
             waiting_since: None,
             istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
             to_istiod,
-            queue: Some(RequestQueue::new(queue, relay.observer.metrics.requests.clone())),
+            queue: Some(RequestQueue::new(
+                queue,
+                relay.observer.metrics.requests.clone(),
+            )),
             held: 0,
             interceptions: Interceptions::default(),
         }

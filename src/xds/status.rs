@@ -266,7 +266,11 @@ mod tests {
         };
         let bad = || Status::internal("bad");
         for (end, expected, reason) in [
-            (of_istiod(Code::Ok), (cancelled, cancelled), "istiod: Ok: why"),
+            (
+                of_istiod(Code::Ok),
+                (cancelled, cancelled),
+                "istiod: Ok: why",
+            ),
             (
                 of_istiod(Code::DeadlineExceeded),
                 (cancelled, cancelled),
@@ -277,10 +281,22 @@ mod tests {
                 (error, cancelled),
                 "istiod: Unauthenticated: why",
             ),
-            (lost(true), (cancelled, cancelled), "istiod: Unavailable: gone"),
+            (
+                lost(true),
+                (cancelled, cancelled),
+                "istiod: Unavailable: gone",
+            ),
             (lost(false), (error, cancelled), "istiod: Unavailable: gone"),
-            (End::BadResponse(bad()), (error, cancelled), "istiod: Internal: bad"),
-            (End::BadRequest(bad()), (cancelled, error), "Envoy: Internal: bad"),
+            (
+                End::BadResponse(bad()),
+                (error, cancelled),
+                "istiod: Internal: bad",
+            ),
+            (
+                End::BadRequest(bad()),
+                (cancelled, error),
+                "Envoy: Internal: bad",
+            ),
             (
                 End::EnvoyGone,
                 (cancelled, cancelled),

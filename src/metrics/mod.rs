@@ -7,6 +7,8 @@
 //!
 //! Does not serve anything, and bounds no cardinality: callers give labels from small sets.
 
+pub(crate) mod process;
+
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
