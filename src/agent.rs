@@ -78,7 +78,7 @@ pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
 struct Agent {
     config: Config,
     /// What the agent counts about itself.
-    registry: Registry,
+    metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -87,7 +87,7 @@ impl Agent {
     fn build(config: Config) -> Result<Self, Error> {
         let mut agent = Self {
             config,
-            registry: registry(),
+            metrics: registry(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
@@ -98,7 +98,7 @@ impl Agent {
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
-        let (istiod, connection) = istiod::new(config, &self.registry, self.shutdown.clone());
+        let (istiod, connection) = istiod::new(config, &self.metrics, self.shutdown.clone());
         self.spawn(name, connection);
         istiod
     }
@@ -136,10 +136,10 @@ impl Agent {
             grace_jitter: parameters.grace_jitter,
             least_pause: secrets::LEAST_PAUSE,
         };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.registry);
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
         if let Some(listener) = listener {
-            let serving = sds::serve(listener, secrets, &self.registry, self.shutdown.clone());
+            let serving = sds::serve(listener, secrets, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
         Ok(())
@@ -153,7 +153,7 @@ impl Agent {
         };
         let listener = unix_socket::bind(&config.socket)?;
         let interceptors = Interceptors::default();
-        let registry = &self.registry;
+        let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
         self.spawn("discovery service", discovery.serve(listener));

@@ -44,6 +44,9 @@ enum Slot {
 const ANY: Schema = Schema(&[(1, Action::Keep(Slot::ResourceType))]);
 const RESOURCE: Schema = Schema(&[(2, Action::Enter(&ANY))]);
 
+/// Field 2 of either response, with a length.
+const RESOURCE_TAG: u8 = 2 << 3 | 2;
+
 const RESPONSE: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
     (2, Action::Resource(&ANY)),
@@ -180,6 +183,12 @@ impl Walker {
     /// Reads the next bytes of the message.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Malformed> {
         while let Some(&byte) = bytes.first() {
+            let skipped = self.skip_resources(bytes);
+            if skipped > 0 {
+                self.charge(skipped as u64)?;
+                bytes = &bytes[skipped..];
+                continue;
+            }
             let used = match &self.step {
                 Step::SkipBytes(left) | Step::Keep(_, left, _) => usize::try_from(*left)
                     .unwrap_or(usize::MAX)
@@ -193,6 +202,26 @@ impl Walker {
             bytes = rest;
         }
         Ok(())
+    }
+
+    /// Counts the resources that lie whole at the start of `bytes`, if there is nothing more to learn
+    /// from them, and returns their length. The same comes out byte by byte, but slower: large
+    /// messages are mostly this.
+    fn skip_resources(&mut self, bytes: &[u8]) -> usize {
+        let [message] = self.levels.as_slice() else {
+            return 0;
+        };
+        if message.groups > 0 || self.fields.resource_type.is_none() || !self.between_fields() {
+            return 0;
+        }
+        let within = usize::try_from(message.left).unwrap_or(usize::MAX);
+        let bytes = &bytes[..within.min(bytes.len())];
+        let mut at = 0;
+        while let Some(length) = resource_length(&bytes[at..]) {
+            at += length;
+            self.fields.resources = self.fields.resources.saturating_add(1);
+        }
+        at
     }
 
     /// Takes `bytes` off what every open message has left.
@@ -375,6 +404,23 @@ impl Schema {
             .find(|(wanted, _)| *wanted == number)
             .map_or(Action::Skip, |(_, action)| *action)
     }
+}
+
+/// How long the resource is that `bytes` begin with, tag and length included, if it lies in them
+/// whole.
+fn resource_length(bytes: &[u8]) -> Option<usize> {
+    let (&RESOURCE_TAG, rest) = bytes.split_first()? else {
+        return None;
+    };
+    let mut varint = Varint::default();
+    for (index, &byte) in rest.iter().enumerate() {
+        // What is no number is found out by whoever reads it byte by byte.
+        if let Some(length) = varint.push(byte).ok()? {
+            let length = usize::try_from(length).ok()?.checked_add(index + 2)?;
+            return (length <= bytes.len()).then_some(length);
+        }
+    }
+    None
 }
 
 impl Varint {
