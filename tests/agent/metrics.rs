@@ -153,8 +153,9 @@ async fn the_end_of_a_stream_counts_once_on_each_side() {
         "istio_agent_istiod_connection_terminations{type=\"error\"} 1",
         "istio_agent_envoy_connection_terminations{type=\"cancelled\"} 2",
     ]);
-    let snapshot = bench.observer.snapshot();
-    assert_eq!(snapshot.last_end.unwrap().reason, "Envoy closed its stream");
+    // Whether the end shows in reading or in writing first is chance.
+    let end = bench.observer.snapshot().last_end.unwrap();
+    assert!(end.reason.starts_with("Envoy"), "{}", end.reason);
     bench.finish().await;
 }
 
