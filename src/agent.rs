@@ -16,13 +16,14 @@ use tokio::sync::watch;
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
+use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
-use crate::metrics::Registry;
+use crate::metrics::{self, Registry};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -80,13 +81,15 @@ struct Agent {
     config: Config,
     /// Runs Envoy, from its start to its end.
     envoy_life: Option<EnvoyLife>,
+    /// What the agent counts about itself.
+    metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
 
 impl Agent {
     fn build(config: Config, stop: &Stop) -> Result<Self, Error> {
-        let metrics = Registry::default();
+        let metrics = registry();
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
         // The status port will take the handle.
@@ -97,6 +100,7 @@ impl Agent {
         let mut agent = Self {
             config,
             envoy_life,
+            metrics,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
@@ -107,7 +111,7 @@ impl Agent {
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
-        let (istiod, connection) = istiod::new(config, self.shutdown.clone());
+        let (istiod, connection) = istiod::new(config, &self.metrics, self.shutdown.clone());
         self.spawn(name, connection);
         istiod
     }
@@ -145,10 +149,10 @@ impl Agent {
             grace_jitter: parameters.grace_jitter,
             least_pause: secrets::LEAST_PAUSE,
         };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system());
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
         if let Some(listener) = listener {
-            let serving = sds::serve(listener, secrets, self.shutdown.clone());
+            let serving = sds::serve(listener, secrets, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
         Ok(())
@@ -162,7 +166,9 @@ impl Agent {
         };
         let listener = unix_socket::bind(&config.socket)?;
         let interceptors = Interceptors::default();
-        let discovery = Discovery::new(config, istiod, interceptors, self.shutdown.clone());
+        let registry = &self.metrics;
+        let shutdown = self.shutdown.clone();
+        let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
         self.spawn("discovery service", discovery.serve(listener));
         Ok(())
     }
@@ -241,6 +247,14 @@ async fn envoy_until_its_end(
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
+}
+
+/// What the agent counts about itself, with what it is and what the kernel knows of it.
+fn registry() -> Registry {
+    let registry = Registry::default();
+    version::publish(&registry);
+    metrics::process::publish(&registry);
+    registry
 }
 
 fn is_own(socket: &Path) -> bool {

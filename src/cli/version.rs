@@ -8,6 +8,8 @@
 use clap::Args;
 use serde_json::json;
 
+use crate::metrics::Registry;
+
 /// The Istio release whose behaviour this agent follows. Istiod decides by it what Envoy's agent
 /// understands.
 pub const ISTIO_VERSION: &str = "1.32.0";
@@ -60,6 +62,15 @@ pub fn text(flags: &VersionFlags) -> String {
              agent version: istio-agent {AGENT_VERSION}"
         ),
     }
+}
+
+/// Has what this binary is on the page of metrics.
+pub(crate) fn publish(registry: &Registry) {
+    const LABELS: &[&str; 4] = &["version", "istio_version", "revision", "status"];
+    let help = "What this agent was built from; always 1.";
+    let builds = registry.gauges("istio_agent_build_info", help, LABELS);
+    let build = builds.with([AGENT_VERSION, ISTIO_VERSION, REVISION, STATUS]);
+    build.set(1.0);
 }
 
 /// One word for the log.
@@ -139,5 +150,18 @@ mod tests {
             printed(true, Output::Text),
             format!("client version: {ISTIO_VERSION}")
         );
+    }
+
+    #[test]
+    fn the_page_of_metrics_says_what_was_built() {
+        let registry = Registry::default();
+        publish(&registry);
+        let page = registry.render();
+        let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"{ISTIO_VERSION}\"");
+        assert!(
+            page.contains(&format!("istio_agent_build_info{{{labels},")),
+            "{page}"
+        );
+        assert!(page.ends_with("} 1\n"), "{page}");
     }
 }

@@ -51,6 +51,7 @@ pub struct About {
 pub struct Negotiated {
     pub version: Option<rustls::ProtocolVersion>,
     pub key_exchange: Option<rustls::NamedGroup>,
+    pub cipher: Option<rustls::CipherSuite>,
 }
 
 impl Connection {
@@ -95,6 +96,7 @@ impl fmt::Display for About {
             Some(Negotiated {
                 version,
                 key_exchange,
+                ..
             }) => write!(f, "{version:?}, {key_exchange:?}"),
         }
     }

@@ -187,6 +187,7 @@ async fn encrypt(
         key_exchange: session
             .negotiated_key_exchange_group()
             .map(|group| group.name()),
+        cipher: session.negotiated_cipher_suite().map(|suite| suite.suite()),
     };
     Ok((Box::new(stream), negotiated))
 }

@@ -27,6 +27,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tower_service::Service;
 
+use crate::metrics::Registry;
+
 use super::{Body, Config, Istiod, Keepalive, Limits, Security, tls, token};
 use crate::proto::istio_v1_auth::istio_certificate_service_server::{
     IstioCertificateService, IstioCertificateServiceServer,
@@ -324,7 +326,7 @@ pub(crate) fn encrypted(address: impl ToString, roots: &Path) -> Config {
 
 /// A handle whose future runs in `JoinSet`.
 pub(crate) fn run(config: Config) -> (Istiod, JoinSet<()>) {
-    let (istiod, future) = super::new(config, CancellationToken::new());
+    let (istiod, future) = super::new(config, &Registry::default(), CancellationToken::new());
     let mut tasks = JoinSet::new();
     tasks.spawn(future);
     (istiod, tasks)

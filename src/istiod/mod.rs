@@ -15,6 +15,7 @@ mod file;
 mod frames;
 mod paced;
 mod roots;
+pub mod status;
 pub mod tls;
 pub mod token;
 mod worker;
@@ -33,7 +34,10 @@ use tokio_util::sync::CancellationToken;
 
 pub use connection::{About, Connection, Negotiated};
 pub use dial::{Cause, DialError, Limits};
+use status::{Record, Status};
 use worker::{Ask, Worker};
+
+use crate::metrics::Registry;
 
 /// The body of a request to istiod.
 pub type Body = tonic::body::Body;
@@ -80,6 +84,7 @@ struct Shared {
     config: Arc<Config>,
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
+    record: Record,
 }
 
 impl fmt::Debug for Config {
@@ -106,16 +111,19 @@ pub struct Closed;
 /// every handle is dropped or `stop` is cancelled.
 pub fn new(
     config: Config,
+    registry: &Registry,
     stop: CancellationToken,
-) -> (Istiod, impl Future<Output = ()> + Send + 'static) {
+) -> (Istiod, impl Future<Output = ()> + Send + 'static + use<>) {
     let config = Arc::new(config);
     let (asks, asked) = mpsc::unbounded_channel();
     let connected = watch::Sender::new(None);
-    let worker = Worker::new(config.clone(), asked, connected.clone());
+    let record = Record::new(registry);
+    let worker = Worker::new(config.clone(), asked, connected.clone(), record.clone());
     let shared = Arc::new(Shared {
         token: token::Reader::new(config.token.clone()),
         config,
         connected: connected.clone(),
+        record,
     });
     let run = async move {
         tokio::select! {
@@ -179,6 +187,13 @@ impl Istiod {
     /// The address as configured.
     pub fn address(&self) -> &str {
         &self.shared.config.address
+    }
+
+    /// What is connected now and what became of the dials.
+    pub fn status(&self) -> Status {
+        let connection = worker::current(&self.shared.connected);
+        let about = connection.as_ref().map(Connection::about);
+        self.shared.record.status(self.address(), about)
     }
 
     /// Has the next asker dial anew, as calls on this connection get no answer. Streams on it may

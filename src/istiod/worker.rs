@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::Config;
 use super::connection::{Connection, Driver, Tasks};
 use super::dial::{Cause, DialError, dial};
+use super::status::Record;
 use crate::backoff::Backoff;
 
 /// Ceiling of the first wait between two dials.
@@ -36,6 +37,7 @@ pub(super) struct Worker {
     config: Arc<Config>,
     asks: mpsc::UnboundedReceiver<Ask>,
     connected: watch::Sender<Option<Connection>>,
+    record: Record,
     tasks: Tasks,
     pace: Pace,
     waiting: Vec<Ask>,
@@ -51,11 +53,13 @@ impl Worker {
         config: Arc<Config>,
         asks: mpsc::UnboundedReceiver<Ask>,
         connected: watch::Sender<Option<Connection>>,
+        record: Record,
     ) -> Self {
         Self {
             config,
             asks,
             connected,
+            record,
             tasks: Tasks::default(),
             pace: Pace::new(),
             waiting: Vec::new(),
@@ -87,6 +91,7 @@ impl Worker {
                 self.pace.waited();
                 continue;
             }
+            self.record.dials();
             let (config, tasks) = (self.config.clone(), self.tasks.owned());
             let dial = async move { dial(&config, tasks).await };
             match self.collect_during(dial).await? {
@@ -139,6 +144,7 @@ impl Worker {
         for ask in self.waiting.extract_if(.., |ask| ask.once) {
             let _ = ask.reply.send(Err(error.clone())); // The asker may have gone meanwhile.
         }
+        self.record.failed(&error.source.to_string());
         let wait = self.pace.failed();
         self.complain(&error.source, wait);
     }

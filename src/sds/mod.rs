@@ -7,6 +7,7 @@
 //! Does not know the certificate authority nor files, and does not check who dials: whoever can
 //! open the socket gets the key.
 
+mod metrics;
 mod secret;
 mod stream;
 #[cfg(test)]
@@ -31,8 +32,10 @@ use tonic::{Code, Status, Streaming};
 
 use crate::clock::{Clock, rfc3339};
 use crate::lifecycle::CancellationToken;
+use crate::metrics::Registry;
 use crate::secrets::Secrets;
 use crate::unix_socket::Listener;
+use metrics::Metrics;
 use stream::{Stamp, Stream};
 
 /// The largest request taken. Envoy's have a few hundred bytes.
@@ -42,21 +45,33 @@ const LARGEST_REQUEST: usize = 4 * 1024 * 1024;
 #[derive(Clone, Debug)]
 pub struct Service {
     secrets: Secrets,
+    metrics: Metrics,
     streams: Arc<AtomicU64>,
     responses: Arc<AtomicU64>,
 }
 
 /// The service, ready for a gRPC server.
-pub fn new(secrets: Secrets) -> Service {
+pub fn new(secrets: Secrets, registry: &Registry) -> Service {
     Service {
         secrets,
+        metrics: Metrics::new(registry),
         streams: Arc::default(),
         responses: Arc::default(),
     }
 }
 
 /// Serves `secrets` on `listener` until `shutdown`.
-pub async fn serve(listener: Listener, secrets: Secrets, shutdown: CancellationToken) {
+pub fn serve(
+    listener: Listener,
+    secrets: Secrets,
+    registry: &Registry,
+    shutdown: CancellationToken,
+) -> impl Future<Output = ()> + Send + use<> {
+    let service = new(secrets, registry);
+    run(listener, service, shutdown)
+}
+
+async fn run(listener: Listener, service: Service, shutdown: CancellationToken) {
     tracing::info!(target: "sds", "Starting SDS grpc server");
     tracing::info!(
         target: "sds",
@@ -64,7 +79,7 @@ pub async fn serve(listener: Listener, secrets: Secrets, shutdown: CancellationT
         listener.path()
     );
     let server =
-        SecretDiscoveryServiceServer::new(new(secrets)).max_decoding_message_size(LARGEST_REQUEST);
+        SecretDiscoveryServiceServer::new(service).max_decoding_message_size(LARGEST_REQUEST);
     listener
         .serve(TowerToHyperService::new(server), |stream| stream, shutdown)
         .await;
@@ -86,7 +101,8 @@ impl SecretDiscoveryService for Service {
             requests: requests.into_inner(),
             secrets: self.secrets.clone(),
             responses: self.responses.clone(),
-            stream: Stream::new(id),
+            stream: Stream::new(id, self.metrics.clone()),
+            metrics: self.metrics.clone(),
         };
         Ok(tonic::Response::new(Responses::new(session)))
     }
@@ -151,6 +167,7 @@ struct Session {
     /// Counts the responses of all streams; part of each version.
     responses: Arc<AtomicU64>,
     stream: Stream,
+    metrics: Metrics,
 }
 
 impl Session {
@@ -185,6 +202,7 @@ impl Session {
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
+        self.metrics.received(request);
         self.stream.apply(request)?;
         let state = self.secrets.latest();
         if let Some(problem) = &state.problem
@@ -215,6 +233,7 @@ impl Session {
                 tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
             }
             _ => {
+                self.metrics.internal_errors.inc();
                 tracing::error!(
                     target: "ads",
                     "ADS: \"\" {id} terminated with error: {code:?}: {message}"

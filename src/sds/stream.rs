@@ -12,6 +12,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use tonic::Status;
 
+use super::metrics::Metrics;
 use super::secret::{self, TYPE_URL, Version};
 use crate::secrets::State;
 use crate::secrets::name::{Name, UnknownName, escaped};
@@ -43,16 +44,18 @@ pub(super) struct Stream {
     nonce: Option<String>,
     /// Hashes of the unknown names that were logged.
     unknown: HashSet<u64>,
+    metrics: Metrics,
 }
 
 impl Stream {
-    pub(super) fn new(id: u64) -> Self {
+    pub(super) fn new(id: u64, metrics: Metrics) -> Self {
         Self {
             id,
             introduced: false,
             watch: None,
             nonce: None,
             unknown: HashSet::new(),
+            metrics,
         }
     }
 
@@ -98,6 +101,7 @@ impl Stream {
         let id = self.id;
         if let Some(refusal) = &request.error_detail {
             let (code, reason) = (refusal.code, escaped(&refusal.message, LONGEST_REASON));
+            self.metrics.rejects.inc();
             tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
             return false;
         }
@@ -107,6 +111,7 @@ impl Stream {
             return false;
         }
         if self.is_stale(&request.response_nonce) {
+            self.metrics.expired_nonces.inc();
             tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
             return false;
         }

@@ -10,9 +10,11 @@ use envoy_types::pb::google::rpc;
 use prost::Message;
 use tonic::{Code, Status};
 
+use super::metrics::Metrics;
 use super::secret::TYPE_URL;
 use super::stream::{Stamp, Stream};
 use crate::ca::{Ca, csr};
+use crate::metrics::Registry;
 use crate::secrets::State;
 use crate::secrets::certificate::Workload;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
@@ -82,9 +84,13 @@ fn names(response: &DiscoveryResponse) -> Vec<String> {
         .collect()
 }
 
+fn metrics() -> Metrics {
+    Metrics::new(&Registry::default())
+}
+
 /// A stream that asked for `first` and got it with nonce "1".
 fn subscribed(first: &[&str], state: &State) -> Stream {
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream.apply(&request(first, "")).expect("is fine");
     sent(&mut stream, state, "1");
     stream
@@ -165,7 +171,7 @@ async fn a_later_request_is_answered_by_the_rules() {
 #[tokio::test]
 async fn a_first_request_is_answered_whatever_its_nonce() {
     let state = signed().await;
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream
         .apply(&request(&["default"], "of an old stream"))
         .expect("is fine");
@@ -177,7 +183,7 @@ async fn a_first_request_is_answered_whatever_its_nonce() {
 
 #[tokio::test]
 async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     let health = DiscoveryRequest {
         type_url: "type.googleapis.com/istio.v1.HealthInformation".to_owned(),
         ..Default::default()
@@ -189,7 +195,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
     };
     let expected = (Code::InvalidArgument, "missing node information".to_owned());
     assert_eq!(ended(stream.apply(&nameless)), expected);
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream.apply(&request(&["default"], "")).expect("is fine");
     stream.apply(&nameless).expect("needs no node any more");
 }
@@ -197,7 +203,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 #[tokio::test]
 async fn a_refusal_as_the_first_request_asks_for_nothing() {
     let state = signed().await;
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream
         .apply(&refusal(&["default"], ""))
         .expect("is survived");
@@ -209,7 +215,7 @@ async fn a_refusal_as_the_first_request_asks_for_nothing() {
 #[tokio::test]
 async fn a_request_waits_until_there_is_a_secret() {
     let nothing = State::default();
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
@@ -254,9 +260,27 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
 }
 
 #[tokio::test]
+async fn refusals_and_answers_to_older_responses_are_counted() {
+    let registry = Registry::default();
+    let state = signed().await;
+    let mut stream = Stream::new(1, Metrics::new(&registry));
+    let first = request(&["default"], "");
+    stream.apply(&first).expect("is fine");
+    sent(&mut stream, &state, "1");
+    assert_eq!(registry.render(), "");
+    let (refused, late) = (refusal(&["default"], "1"), request(&["default"], "0"));
+    for answer in [&refused, &late, &late] {
+        stream.apply(answer).expect("is fine");
+    }
+    let page = registry.render();
+    assert!(page.contains("istio_agent_pilot_total_xds_rejects{type=\"sds\"} 1\n"));
+    assert!(page.contains("istio_agent_pilot_xds_expired_nonce{type=\"sds\"} 2\n"));
+}
+
+#[tokio::test]
 async fn an_unknown_name_never_gets_the_key() {
     let state = signed().await;
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     let (code, message) = ended(stream.apply(&request(&["kubernetes://x"], "")));
     assert_eq!(code, Code::InvalidArgument);
     assert!(message.contains("\"kubernetes://x\""), "{message}");
@@ -264,7 +288,7 @@ async fn an_unknown_name_never_gets_the_key() {
     let (_, message) = ended(stream.apply(&request(&[&long], "")));
     assert!(message.len() < 400, "{}", message.len());
 
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     let mixed = request(&["default", "Default", ""], "");
     stream.apply(&mixed).expect("is answered in part");
     assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
@@ -274,7 +298,7 @@ async fn an_unknown_name_never_gets_the_key() {
 async fn the_names_of_a_stream_are_bounded() {
     let many: Vec<String> = (0..10_001).map(|n| n.to_string()).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     let (code, _) = ended(stream.apply(&request(&many, "")));
     assert_eq!(code, Code::ResourceExhausted);
     let with_known = |names: &[&str]| request(&[names, &["default"]].concat(), "");
@@ -291,7 +315,7 @@ async fn the_names_of_a_stream_are_bounded() {
 #[tokio::test]
 async fn secrets_have_the_shape_envoy_expects() {
     let state = signed().await;
-    let mut stream = Stream::new(1);
+    let mut stream = Stream::new(1, metrics());
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");

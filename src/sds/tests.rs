@@ -21,6 +21,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
+    registry: Registry,
     shutdown: CancellationToken,
     tasks: JoinSet<()>,
     client: SecretDiscoveryServiceClient<Channel>,
@@ -31,20 +32,23 @@ async fn start(answer: Answer) -> Fixture {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     authority.set(answer);
-    let (secrets, renewal) = crate::secrets::new(config(), authority.clone(), clock.clone());
+    let registry = Registry::default();
+    let (secrets, renewal) =
+        crate::secrets::new(config(), authority.clone(), clock.clone(), &registry);
     let directory = tempfile::tempdir().expect("makes a directory");
     let path = directory.path().join("socket");
     let listener = crate::unix_socket::bind(&path).expect("binds");
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    tasks.spawn(serve(listener, secrets, shutdown.clone()));
+    tasks.spawn(serve(listener, secrets, &registry, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
         .await
         .expect("connects");
     Fixture {
         clock,
         authority,
+        registry,
         shutdown,
         tasks,
         client,
@@ -169,6 +173,9 @@ async fn other_methods_and_large_requests_are_refused() {
     stream.next().await;
     stream.send(&"x".repeat(LARGEST_REQUEST), "").await;
     assert_eq!(stream.end().await.code(), Code::OutOfRange);
+    let page = fixture.registry.render();
+    assert!(page.contains("istio_agent_pilot_total_xds_internal_errors 1\n"));
+    assert!(page.contains("istio_agent_pilot_xds_recv_max "), "{page}");
 }
 
 #[tokio::test]

@@ -117,6 +117,10 @@ impl Certificate {
         &self.key_pem
     }
 
+    pub(super) fn not_before(&self) -> SystemTime {
+        self.not_before
+    }
+
     pub fn not_after(&self) -> SystemTime {
         self.not_after
     }
@@ -209,11 +213,11 @@ fn public_key(key_pem: &str) -> Result<Vec<u8>, CertificateError> {
     Ok(key.der_bytes().to_vec())
 }
 
-fn system_time(unix: i64) -> SystemTime {
+pub(super) fn system_time(unix: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
 }
 
-fn uris(leaf: &X509Certificate<'_>) -> Vec<String> {
+pub(super) fn uris(leaf: &X509Certificate<'_>) -> Vec<String> {
     let Ok(Some(names)) = leaf.subject_alternative_name() else {
         return Vec::new(); // Unreadable names are no names: the caller warns.
     };

@@ -9,7 +9,9 @@
 pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;
+mod metrics;
 pub mod name;
+pub mod observe;
 pub mod renewal;
 mod schedule;
 #[cfg(test)]
@@ -26,7 +28,10 @@ use crate::ca::Ca;
 use crate::ca::csr::KeyType;
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
-use renewal::IssueError;
+use crate::metrics::Registry;
+use metrics::Metrics;
+use observe::{Record, Snapshot};
+use renewal::{IssueError, Renewal};
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
@@ -48,7 +53,10 @@ pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Durat
 
 /// Reads the latest secrets. Each clone waits for changes on its own.
 #[derive(Clone, Debug)]
-pub struct Secrets(watch::Receiver<State>);
+pub struct Secrets {
+    state: watch::Receiver<State>,
+    record: Record,
+}
 
 /// What there is to serve at one moment.
 #[derive(Clone, Debug, Default)]
@@ -76,9 +84,24 @@ pub fn new<C: Ca>(
     config: Config,
     ca: C,
     clock: Clock,
-) -> (Secrets, impl Future<Output = ()> + Send) {
-    let (state, secrets) = watch::channel(State::default());
-    (Secrets(secrets), renewal::run(config, ca, clock, state))
+    registry: &Registry,
+) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
+    let (state, published) = watch::channel(State::default());
+    let record = Record::new(clock.clone());
+    metrics::publish(&record, registry);
+    let secrets = Secrets {
+        state: published,
+        record: record.clone(),
+    };
+    let renewal = Renewal {
+        config,
+        ca,
+        clock,
+        state,
+        metrics: Metrics::new(registry),
+        record,
+    };
+    (secrets, renewal.run())
 }
 
 impl Problem {
@@ -95,13 +118,18 @@ impl Problem {
 
 impl Secrets {
     pub fn latest(&self) -> State {
-        self.0.borrow().clone()
+        self.state.borrow().clone()
+    }
+
+    /// What there is, for people to read.
+    pub fn snapshot(&self) -> Snapshot {
+        self.record.snapshot(&self.latest())
     }
 
     /// Returns when there is a state this handle has not waited for yet; never again once the
     /// renewal task has gone, as what it published last stays in force.
     pub async fn changed(&mut self) {
-        if self.0.changed().await.is_err() {
+        if self.state.changed().await.is_err() {
             std::future::pending().await
         }
     }

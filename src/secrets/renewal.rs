@@ -13,6 +13,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::certificate::{CertificateError, Workload};
+use super::metrics::Metrics;
+use super::observe::{Issued, Record};
 use super::{Config, Problem, State, schedule};
 use crate::backoff::Backoff;
 use crate::ca::csr::{self, CsrError};
@@ -42,32 +44,29 @@ const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 /// Envoy of the pod has them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
-/// Renews for ever.
-pub(super) async fn run<C: Ca>(config: Config, ca: C, clock: Clock, state: watch::Sender<State>) {
-    let renewal = Renewal {
-        config,
-        ca,
-        clock,
-        state,
-    };
-    tokio::join!(renewal.keep_fresh(), renewal.withdraw_expired());
-}
-
-struct Renewal<C> {
-    config: Config,
-    ca: C,
-    clock: Clock,
-    state: watch::Sender<State>,
+pub(super) struct Renewal<C> {
+    pub(super) config: Config,
+    pub(super) ca: C,
+    pub(super) clock: Clock,
+    pub(super) state: watch::Sender<State>,
+    pub(super) metrics: Metrics,
+    pub(super) record: Record,
 }
 
 impl<C: Ca> Renewal<C> {
+    /// Renews for ever.
+    pub(super) async fn run(self) {
+        tokio::join!(self.keep_fresh(), self.withdraw_expired());
+    }
+
     async fn keep_fresh(&self) {
         let mut retries = Retries::new();
         loop {
-            match self.issue().await {
+            match self.issue(retries.failures > 0).await {
                 Ok(workload) => {
                     retries = Retries::new();
                     let due = self.renewal_time(&workload);
+                    self.note(&workload, due);
                     self.publish(Arc::new(workload)).await;
                     self.clock.sleep_until(due).await;
                     tracing::debug!(target: "cache", "rotating certificate");
@@ -82,15 +81,12 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// One attempt. A new key each time, so that no key outlives its certificate.
-    async fn issue(&self) -> Result<Workload, IssueError> {
+    async fn issue(&self, is_retry: bool) -> Result<Workload, IssueError> {
         let started = Instant::now();
         let (key_type, identity) = (self.config.key_type, self.config.identity.clone());
         let request =
             tokio::task::spawn_blocking(move || csr::generate(key_type, &identity)).await??;
-        let signed = self.ca.sign(&request.csr_pem, self.config.ttl);
-        let answer = tokio::time::timeout(SIGNING_LIMIT, signed)
-            .await
-            .map_err(|_| IssueError::Silent)??;
+        let answer = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
         let workload = Workload::new(&answer, request.key_pem, now)?;
         for oddity in workload.certificate.oddities(&self.config.identity, now) {
@@ -106,6 +102,18 @@ impl<C: Ca> Renewal<C> {
         Ok(workload)
     }
 
+    async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
+        let started = Instant::now();
+        self.metrics.asks(is_retry);
+        let signed = self.ca.sign(csr_pem, self.config.ttl);
+        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
+            Ok(answer) => answer.map_err(IssueError::Sign),
+            Err(_) => Err(IssueError::Silent),
+        };
+        self.metrics.answered(started.elapsed(), answer.is_ok());
+        answer
+    }
+
     fn renewal_time(&self, workload: &Workload) -> SystemTime {
         let Config {
             grace_ratio,
@@ -119,6 +127,15 @@ impl<C: Ca> Renewal<C> {
         let wait = left(due, now);
         tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
         due
+    }
+
+    fn note(&self, workload: &Workload, due: SystemTime) {
+        self.record.issue(Issued {
+            not_before: workload.certificate.not_before(),
+            not_after: workload.certificate.not_after(),
+            at: self.clock.now(),
+            due,
+        });
     }
 
     async fn publish(&self, workload: Arc<Workload>) {

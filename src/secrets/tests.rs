@@ -13,6 +13,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
+    registry: Registry,
     secrets: Secrets,
     _renewal: JoinSet<()>,
 }
@@ -22,12 +23,14 @@ fn start(config: Config, answer: Answer) -> Fixture {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     authority.set(answer);
-    let (secrets, renewal) = new(config, authority.clone(), clock.clone());
+    let registry = Registry::default();
+    let (secrets, renewal) = new(config, authority.clone(), clock.clone(), &registry);
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
     Fixture {
         clock,
         authority,
+        registry,
         secrets,
         _renewal: tasks,
     }
@@ -262,4 +265,105 @@ async fn every_kind_of_key_is_recognised_in_its_certificate() {
             Err(CertificateError::ForeignKey)
         ));
     }
+}
+
+impl Fixture {
+    fn assert_page(&self, holds: &[&str], lacks: &[&str]) {
+        let page = self.registry.render();
+        for line in holds {
+            assert!(page.contains(&format!("{line}\n")), "{line} in\n{page}");
+        }
+        for text in lacks {
+            assert!(!page.contains(text), "no {text} in\n{page}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn certificate_requests_their_failures_and_retries_are_counted() {
+    let mut fixture = start(config(), Answer::Fails(Code::Unavailable));
+    fixture.assert_page(&[], &["num_", "cert_"]);
+    let failed = |state: &State| state.problem.as_ref().is_some_and(|p| p.failures == 2);
+    fixture.state_after(failed).await;
+    fixture.assert_page(
+        &[
+            "istio_agent_num_outgoing_requests{request_type=\"csr\"} 2",
+            "istio_agent_num_failed_outgoing_requests{request_type=\"csr\"} 2",
+            "istio_agent_num_outgoing_retries{request_type=\"csr\"} 1",
+            "istio_agent_outgoing_latency{request_type=\"csr\"} 0",
+        ],
+        &["cert_"],
+    );
+    fixture.authority.set(Answer::Waits);
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    fixture.authority.set(Answer::Signed);
+    fixture.first().await;
+    fixture.assert_page(
+        &[
+            "istio_agent_num_outgoing_requests{request_type=\"csr\"} 3",
+            "istio_agent_num_failed_outgoing_requests{request_type=\"csr\"} 2",
+            "istio_agent_num_outgoing_retries{request_type=\"csr\"} 2",
+        ],
+        &["istio_agent_outgoing_latency{request_type=\"csr\"} 0\n"],
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_dates_of_the_certificate_are_told_also_when_it_has_expired() {
+    let mut fixture = start(config(), Answer::Signed);
+    fixture.first().await;
+    fixture.authority.set(Answer::Waits);
+    tokio::time::sleep(23 * HOUR).await;
+    const NOW: u64 = 1_770_000_000;
+    let [life, half] = [24, 12].map(|hours| NOW + hours * 3600);
+    let label = "{resource_name=\"default\"}";
+    let dates = [
+        format!("istio_agent_cert_issued_timestamp_seconds{label} {NOW}"),
+        format!(
+            "istio_agent_cert_not_before_timestamp_seconds{label} {}",
+            NOW - 120
+        ),
+        format!("istio_agent_cert_not_after_timestamp_seconds{label} {life}"),
+        format!("istio_agent_cert_next_renewal_timestamp_seconds{label} {half}"),
+    ];
+    let dates = dates.each_ref().map(String::as_str);
+    fixture.assert_page(&dates, &[]);
+    fixture.assert_page(
+        &[&format!("istio_agent_cert_expiry_seconds{label} 3600")],
+        &[],
+    );
+    tokio::time::sleep(2 * HOUR).await;
+    fixture.assert_page(&dates, &[]);
+    fixture.assert_page(
+        &[&format!("istio_agent_cert_expiry_seconds{label} -3600")],
+        &[],
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_snapshot_tells_what_is_served_and_why_nothing_newer_is_and_no_key() {
+    let mut fixture = start(config(), Answer::Signed);
+    let empty = fixture.secrets.snapshot();
+    assert!(empty.secrets.iter().all(|secret| !secret.served));
+    fixture.first().await;
+    fixture.authority.set(Answer::Fails(Code::PermissionDenied));
+    fixture.state_after(|state| state.problem.is_some()).await;
+    let snapshot = fixture.secrets.snapshot();
+    let [leaf, roots] = &snapshot.secrets[..] else {
+        panic!("two secrets")
+    };
+    assert_eq!((leaf.name, roots.name), ("default", "ROOTCA"));
+    assert!(leaf.served && roots.served);
+    let certificate = &leaf.certificates[0];
+    assert_eq!(certificate.spiffe_ids, [config().identity.to_string()]);
+    assert!(!certificate.serial.is_empty());
+    assert_eq!(certificate.not_after, "2026-02-03T02:40:00Z");
+    assert_eq!(leaf.renewed_at.as_deref(), Some("2026-02-02T02:40:00Z"));
+    assert_eq!(leaf.next_renewal.as_deref(), Some("2026-02-02T14:40:00Z"));
+    assert_eq!(certificate.remaining_seconds.round(), 12.0 * 3600.0);
+    assert_eq!(roots.certificates.len(), 1);
+    let problem = snapshot.problem.as_ref().expect("is told");
+    assert!(problem.error.contains("told to fail"), "{problem:?}");
+    let json = serde_json::to_string(&snapshot).expect("is JSON");
+    assert!(!json.contains("PRIVATE KEY"), "{json}");
 }

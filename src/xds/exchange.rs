@@ -9,6 +9,7 @@ use tonic::Status;
 
 use super::Protocol;
 use super::intercept::{Captured, Interceptors, Outcome, acknowledge, frame};
+use super::observe::Observer;
 use super::request::RequestReader;
 use super::response::{Output, ResponseReader};
 use super::status::End;
@@ -35,6 +36,7 @@ pub(super) struct Exchange {
     id: u32,
     protocol: Protocol,
     pub(super) interceptors: Interceptors,
+    observer: Observer,
     requests: RequestReader,
     responses: ResponseReader,
     /// Whether the agent's own subscriptions have been sent on this stream.
@@ -54,6 +56,7 @@ impl Exchange {
         id: u32,
         protocol: Protocol,
         interceptors: Interceptors,
+        observer: Observer,
         max_request_bytes: usize,
     ) -> Self {
         Self {
@@ -62,6 +65,7 @@ impl Exchange {
             requests: RequestReader::new(protocol, max_request_bytes),
             responses: ResponseReader::new(protocol, interceptors.clone()),
             interceptors,
+            observer,
             subscribed: false,
             to_istiod: Vec::new(),
             to_envoy: VecDeque::new(),
@@ -85,6 +89,7 @@ impl Exchange {
         self.requests.feed(bytes, |request| {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
+            self.observer.requested(&request);
             let first_listener = type_url == LISTENER && !self.subscribed;
             self.to_istiod.push(request.frame);
             if first_listener {
@@ -98,6 +103,7 @@ impl Exchange {
     fn responses(&mut self, bytes: Bytes) -> Result<(), Status> {
         self.responses.feed(bytes, |output| match output {
             Output::Pass(bytes) => self.to_envoy.push_back(bytes),
+            Output::Ended(received) => self.observer.received(received),
             // Without resources there is nothing to take, and istiod gets no answer, as from
             // pilot-agent; and nothing to rewrite.
             Output::Captured(index, response) if response.resources == 0 => {
@@ -117,7 +123,7 @@ impl Exchange {
 
     fn intercepted(&mut self, response: &Captured, outcome: Outcome) {
         match outcome {
-            Outcome::Taken => self.to_istiod.push(acknowledge(response, None)),
+            Outcome::Taken => self.answer(response, None),
             Outcome::Refused(problem) => {
                 tracing::warn!(
                     target: "xdsproxy",
@@ -126,13 +132,20 @@ impl Exchange {
                     response.type_url,
                     response.nonce
                 );
-                self.to_istiod.push(acknowledge(response, Some(&problem)));
+                self.answer(response, Some(&problem));
             }
             Outcome::Forward(message) => {
                 self.between.push_back(frame(&message));
                 self.fill_gap();
             }
         }
+    }
+
+    /// Answers a response the agent has taken or refused.
+    fn answer(&mut self, response: &Captured, problem: Option<&str>) {
+        let (type_url, nonce) = (&response.type_url, &response.nonce);
+        self.observer.answered(type_url, nonce, problem);
+        self.to_istiod.push(acknowledge(response, problem));
     }
 
     /// Lets rewritten messages go, unless one is just passing.
@@ -171,6 +184,7 @@ mod tests {
     use prost::Message;
 
     use super::*;
+    use crate::metrics::Registry;
     use crate::xds::intercept::{Intercepting, Interceptor};
 
     const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
@@ -206,7 +220,8 @@ mod tests {
                 subscribes: false,
             }),
         ]);
-        Exchange::new(1, protocol, interceptors, 1000)
+        let observer = Observer::new(&Registry::default());
+        Exchange::new(1, protocol, interceptors, observer, 1000)
     }
 
     fn request(type_url: &str) -> Bytes {
@@ -297,6 +312,8 @@ mod tests {
             [("n".into(), None), ("n".into(), Some("no table".into()))]
         );
         assert!(exchange.to_envoy.is_empty());
+        let seen = &exchange.observer.snapshot().types[NAMES];
+        assert_eq!((seen.responses, seen.acks, seen.nacks), (1, 1, 1));
     }
 
     #[test]

@@ -4,13 +4,15 @@
 //! istiod and ties the two ([`relay`], [`exchange`]). Messages stay unopened ([`wire`], [`request`],
 //! [`response`]): requests pass one by one, so that the agent's own can go between them; responses
 //! are cut through while their bytes arrive, unless their type is one the agent takes for itself,
-//! rewrites, or keeps from Envoy ([`intercept`]).
+//! rewrites, or keeps from Envoy ([`intercept`]). What has passed can be asked of [`observe`].
 //!
 //! Does not know who takes which type: the agent plugs [`intercept::Interceptor`]s in. Keeps no
 //! subscriptions and no responses; when a stream ends, Envoy states its subscriptions anew.
 
 mod exchange;
 pub mod intercept;
+mod metrics;
+pub mod observe;
 pub(crate) mod relay;
 pub mod request;
 pub mod response;

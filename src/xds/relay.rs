@@ -25,6 +25,7 @@ use tonic::Status;
 use super::Protocol;
 use super::exchange::{Event, Exchange};
 use super::intercept::{Captured, Interceptors, Outcome};
+use super::observe::Observer;
 use super::status::{self, End};
 use super::stream_body::RequestQueue;
 use crate::istiod::{Closed, Connection, Istiod};
@@ -43,6 +44,7 @@ pub(crate) struct Relay {
     pub protocol: Protocol,
     pub istiod: Istiod,
     pub interceptors: Interceptors,
+    pub observer: Observer,
     pub max_request_bytes: usize,
     /// Fired when a newer stream takes this one's place, or the agent goes down.
     pub stop: CancellationToken,
@@ -95,6 +97,7 @@ impl IstiodSide {
 
 /// Runs the relay until either stream has ended, and ends the other.
 pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<Frame<Bytes>>) {
+    relay.observer.stream_began(relay.id, relay.protocol);
     let end = Carrier::new(&relay, envoy, &to_envoy).run().await;
     end.log(relay.id);
     if let Some(trailers) = end.trailers() {
@@ -153,6 +156,7 @@ impl<'a> Carrier<'a> {
                 relay.id,
                 relay.protocol,
                 relay.interceptors.clone(),
+                relay.observer.clone(),
                 relay.max_request_bytes,
             ),
             envoy,
@@ -160,13 +164,24 @@ impl<'a> Carrier<'a> {
             waiting_since: None,
             istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
             to_istiod,
-            queue: Some(RequestQueue::new(queue)),
+            queue: Some(RequestQueue::new(
+                queue,
+                relay.observer.metrics.requests.clone(),
+            )),
             held: 0,
             interceptions: Interceptions::default(),
         }
     }
 
     async fn run(mut self) -> End {
+        let end = self.carry().await;
+        let connected = self.queue.is_none();
+        let Relay { id, observer, .. } = self.relay;
+        observer.stream_ended(*id, &end, connected);
+        end
+    }
+
+    async fn carry(&mut self) -> End {
         let mut stopped = pin!(self.relay.stop.cancelled());
         let mut envoy_gone = pin!(self.to_envoy.closed());
         loop {
@@ -221,6 +236,7 @@ impl<'a> Carrier<'a> {
             FromIstiod::Connected(connection) => {
                 if let Some(queue) = self.queue.take() {
                     self.held = 0;
+                    self.relay.observer.istiod_connected(self.relay.id);
                     self.istiod = open(self.relay, connection, queue);
                 }
             }

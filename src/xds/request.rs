@@ -18,6 +18,10 @@ pub struct Request {
     /// Frame and message as they came.
     pub frame: Bytes,
     pub type_url: String,
+    /// The nonce of the response it answers; empty if it answers none.
+    pub nonce: String,
+    /// Why it refuses that response; None if it does not.
+    pub refusal: Option<String>,
 }
 
 /// Collects the bytes of Envoy's requests.
@@ -113,6 +117,8 @@ impl RequestReader {
         Ok(Request {
             frame,
             type_url: fields.type_url,
+            nonce: fields.nonce,
+            refusal: fields.refusal,
         })
     }
 }
@@ -244,7 +250,8 @@ mod tests {
             for part in sent.chunks(chunk) {
                 reader.feed(Bytes::copy_from_slice(part), |request| got.push(request)).unwrap();
             }
-            prop_assert_eq!(got, vec![Request { frame: sent, type_url }]);
+            let (nonce, refusal) = (String::new(), None);
+            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, refusal }]);
         }
     }
 }

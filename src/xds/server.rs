@@ -18,11 +18,13 @@ use tokio_util::task::TaskTracker;
 use tonic::Status;
 
 use super::intercept::Interceptors;
+use super::observe::Observer;
 use super::relay::{self, Relay};
 use super::status;
 use super::stream_body::ResponseBody;
 use super::{Config, Protocol};
 use crate::istiod::Istiod;
+use crate::metrics::Registry;
 use crate::unix_socket::Listener;
 
 /// The discovery service.
@@ -34,6 +36,7 @@ struct Inner {
     config: Config,
     istiod: Istiod,
     interceptors: Interceptors,
+    observer: Observer,
     next_id: AtomicU32,
     /// Stops the relay of the newest stream. Held for a swap only.
     newest: Mutex<Option<CancellationToken>>,
@@ -46,17 +49,24 @@ impl Discovery {
         config: Config,
         istiod: Istiod,
         interceptors: Interceptors,
+        registry: &Registry,
         shutdown: CancellationToken,
     ) -> Self {
         Self(Arc::new(Inner {
             config,
             istiod,
             interceptors,
+            observer: Observer::new(registry),
             next_id: AtomicU32::new(1),
             newest: Mutex::new(None),
             relays: TaskTracker::new(),
             shutdown,
         }))
+    }
+
+    /// Tells what has passed.
+    pub fn observer(&self) -> Observer {
+        self.0.observer.clone()
     }
 
     /// Serves Envoy until the shutdown, then waits for the relays to end.
@@ -84,6 +94,7 @@ impl Discovery {
             protocol,
             istiod: self.0.istiod.clone(),
             interceptors: self.0.interceptors.clone(),
+            observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
             stop,
         };

@@ -30,7 +30,44 @@ pub(crate) enum End {
     Stopped,
 }
 
+/// What the end of a stream counts as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    /// It belongs to ordinary life, or the other stream's end was the cause.
+    Cancelled,
+    Error,
+}
+
 impl End {
+    /// What it counts as for istiod's stream and for Envoy's.
+    pub(crate) fn classes(&self) -> (Class, Class) {
+        match self {
+            Self::BadRequest(_) => (Class::Cancelled, Class::Error),
+            Self::BadResponse(_) => (Class::Error, Class::Cancelled),
+            Self::Lost {
+                expected: false, ..
+            } => (Class::Error, Class::Cancelled),
+            Self::Istiod(trailers) if !expected(status_of(trailers).code()) => {
+                (Class::Error, Class::Cancelled)
+            }
+            _ => (Class::Cancelled, Class::Cancelled),
+        }
+    }
+
+    /// Who ended the streams and why, in one line.
+    pub(crate) fn reason(&self) -> String {
+        match self {
+            Self::Istiod(trailers) => format!("istiod: {}", text(&status_of(trailers))),
+            Self::Lost { status, .. } | Self::BadResponse(status) => {
+                format!("istiod: {}", text(status))
+            }
+            Self::BadRequest(status) => format!("Envoy: {}", text(status)),
+            Self::EnvoyFailed(error) => format!("Envoy: {error}"),
+            Self::EnvoyDone | Self::EnvoyGone => "Envoy closed its stream".to_owned(),
+            Self::Stopped => "replaced by a newer stream, or the agent stops".to_owned(),
+        }
+    }
+
     /// Whether istiod said that all went well.
     pub(crate) fn is_success(&self) -> bool {
         matches!(self, Self::Istiod(trailers) if trailers.get("grpc-status").is_some_and(|s| s == "0"))
@@ -69,8 +106,7 @@ impl End {
             } => debug_istiod(id, status),
             Self::Lost { status, .. } => warn_istiod(id, status),
             Self::Istiod(trailers) => {
-                let status = Status::from_header_map(trailers)
-                    .unwrap_or_else(|| Status::unknown("a status that cannot be read"));
+                let status = status_of(trailers);
                 if expected(status.code()) {
                     debug_istiod(id, &status);
                 } else {
@@ -79,6 +115,11 @@ impl End {
             }
         }
     }
+}
+
+fn status_of(trailers: &HeaderMap) -> Status {
+    Status::from_header_map(trailers)
+        .unwrap_or_else(|| Status::unknown("a status that cannot be read"))
 }
 
 fn warn_istiod(id: u32, status: &Status) {
@@ -212,6 +253,58 @@ mod tests {
             let expected = trailers.clone();
             trailers.insert("x-other", HeaderValue::from_static("dropped"));
             assert_eq!(of_trailers(trailers).trailers(), Some(expected));
+        }
+    }
+
+    #[test]
+    fn ordinary_ends_count_as_cancelled_and_others_as_errors_of_who_made_them() {
+        let (cancelled, error) = (Class::Cancelled, Class::Error);
+        let of_istiod = |code: Code| End::Istiod(trailers_of(&Status::new(code, "why")));
+        let lost = |expected| End::Lost {
+            status: Status::unavailable("gone"),
+            expected,
+        };
+        let bad = || Status::internal("bad");
+        for (end, expected, reason) in [
+            (
+                of_istiod(Code::Ok),
+                (cancelled, cancelled),
+                "istiod: Ok: why",
+            ),
+            (
+                of_istiod(Code::DeadlineExceeded),
+                (cancelled, cancelled),
+                "istiod: DeadlineExceeded: why",
+            ),
+            (
+                of_istiod(Code::Unauthenticated),
+                (error, cancelled),
+                "istiod: Unauthenticated: why",
+            ),
+            (
+                lost(true),
+                (cancelled, cancelled),
+                "istiod: Unavailable: gone",
+            ),
+            (lost(false), (error, cancelled), "istiod: Unavailable: gone"),
+            (
+                End::BadResponse(bad()),
+                (error, cancelled),
+                "istiod: Internal: bad",
+            ),
+            (
+                End::BadRequest(bad()),
+                (cancelled, error),
+                "Envoy: Internal: bad",
+            ),
+            (
+                End::EnvoyGone,
+                (cancelled, cancelled),
+                "Envoy closed its stream",
+            ),
+        ] {
+            assert_eq!(end.classes(), expected, "{end:?}");
+            assert_eq!(end.reason(), reason);
         }
     }
 

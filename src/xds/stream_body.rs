@@ -8,16 +8,22 @@ use bytes::Bytes;
 use http_body::{Body, Frame};
 use tokio::sync::mpsc;
 
+use crate::metrics::Counter;
+
 /// Frames between the relay and Envoy's socket: 64 KiB.
 const FRAMES: usize = 4;
 
 /// Requests on their way to istiod, each a gRPC frame. Ends when its sender is dropped.
 #[derive(Debug)]
-pub(crate) struct RequestQueue(mpsc::UnboundedReceiver<Bytes>);
+pub(crate) struct RequestQueue {
+    queue: mpsc::UnboundedReceiver<Bytes>,
+    /// Counts those that left.
+    sent: Counter,
+}
 
 impl RequestQueue {
-    pub(crate) fn new(queue: mpsc::UnboundedReceiver<Bytes>) -> Self {
-        Self(queue)
+    pub(crate) fn new(queue: mpsc::UnboundedReceiver<Bytes>, sent: Counter) -> Self {
+        Self { queue, sent }
     }
 }
 
@@ -29,8 +35,11 @@ impl Body for RequestQueue {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let request = self.0.poll_recv(context);
-        request.map(|request| request.map(|request| Ok(Frame::data(request))))
+        let request = std::task::ready!(self.queue.poll_recv(context));
+        Poll::Ready(request.map(|request| {
+            self.sent.inc();
+            Ok(Frame::data(request))
+        }))
     }
 }
 

@@ -9,5 +9,6 @@
 )]
 
 mod custom_bootstrap;
+mod metrics;
 mod relay;
 mod support;

@@ -9,6 +9,7 @@ use istio_agent::clock::Clock;
 use istio_agent::identity::SpiffeId;
 use istio_agent::lifecycle::CancellationToken;
 use istio_agent::local_istiod::{Event, Keys};
+use istio_agent::metrics::Registry;
 use istio_agent::{sds, secrets, unix_socket};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -173,11 +174,18 @@ fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         grace_jitter: 0.0,
         least_pause: PAUSE,
     };
-    let (secrets, renewal) = secrets::new(config, connection.authority(), Clock::system());
+    let registry = Registry::default();
+    let (secrets, renewal) =
+        secrets::new(config, connection.authority(), Clock::system(), &registry);
     let listener = unix_socket::bind(socket).unwrap();
     let mut rooms = JoinSet::new();
     rooms.spawn(renewal);
-    rooms.spawn(sds::serve(listener, secrets, CancellationToken::new()));
+    rooms.spawn(sds::serve(
+        listener,
+        secrets,
+        &registry,
+        CancellationToken::new(),
+    ));
     rooms
 }
 

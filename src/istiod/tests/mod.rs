@@ -9,6 +9,8 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
+use crate::metrics::Registry;
+
 use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, token};
 
 fn short(config: &mut Config) {
@@ -68,6 +70,38 @@ async fn one_dial_serves_many_askers_and_nobody_dials_unasked() {
     fake.close();
     until_gone(&istiod).await;
     assert_eq!(fake.seen().connections.len(), 1);
+}
+
+#[tokio::test]
+async fn the_status_tells_the_connection_and_what_became_of_the_dials() {
+    let authority = Authority::new("root");
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", "no certificate");
+    let registry = Registry::default();
+    let config = encrypted(fake.address, &roots);
+    let (istiod, run) = super::new(config, &registry, CancellationToken::new());
+    let _tasks = JoinSet::from_iter([run]);
+    assert_eq!(registry.render(), "");
+    let error = istiod.try_connection().await.unwrap_err();
+    let status = istiod.status();
+    assert_eq!((status.connected, status.dials), (None, 1));
+    assert_eq!(status.last_error.unwrap().error, error.source.to_string());
+    let page = registry.render();
+    assert!(page.ends_with("\nistio_agent_istiod_connection_failures 1\n"));
+    files.write("root.pem", &authority.pem());
+    istiod.connection().await.unwrap();
+    let status = istiod.status();
+    assert_eq!(
+        (status.dials, status.address),
+        (2, fake.address.to_string())
+    );
+    let connected = status.connected.unwrap();
+    assert_eq!(connected.peer, fake.address.to_string());
+    let tls = connected.tls.unwrap();
+    assert_eq!(tls.version.as_deref(), Some("TLSv1_3"));
+    assert_eq!(tls.key_exchange.as_deref(), Some("X25519MLKEM768"));
+    assert!(tls.cipher.unwrap().starts_with("TLS13_AES"));
 }
 
 #[tokio::test]
@@ -289,7 +323,7 @@ async fn the_uri_names_the_server_with_tls_and_the_address_without() {
 async fn ends_when_stopped_or_when_nobody_holds_it() {
     let fake = Fake::start(None).await;
     let stop = CancellationToken::new();
-    let (istiod, run) = super::new(plaintext(fake.address), stop.clone());
+    let (istiod, run) = super::new(plaintext(fake.address), &Registry::default(), stop.clone());
     let ((), ()) = tokio::join!(run, async {
         istiod.connection().await.unwrap();
         stop.cancel();
@@ -298,7 +332,11 @@ async fn ends_when_stopped_or_when_nobody_holds_it() {
     let error = istiod.try_connection().await.unwrap_err();
     assert!(error.to_string().ends_with("the agent is stopping"));
 
-    let (istiod, run) = super::new(plaintext(fake.address), CancellationToken::new());
+    let (istiod, run) = super::new(
+        plaintext(fake.address),
+        &Registry::default(),
+        CancellationToken::new(),
+    );
     let ((), ()) = tokio::join!(run, async move {
         istiod.connection().await.unwrap();
     });

@@ -4,9 +4,9 @@
 //! names the type is written behind all resources. Until then its bytes are held, which for nearly
 //! all messages is a few hundred bytes; a message without resources is held whole and small. From
 //! then on a passing message costs no memory, however large it is, and what leaves are slices of
-//! what came.
+//! what came. Version, nonce and the number of resources are read on the way, for [`Output::Ended`].
 //!
-//! Does not look into a message beyond that: what Envoy cannot decode, Envoy refuses.
+//! Does not judge a message beyond that: what Envoy cannot decode, Envoy refuses.
 
 use bytes::{Bytes, BytesMut};
 use tonic::Status;
@@ -30,6 +30,31 @@ pub enum Output {
     Captured(usize, Captured),
     /// A message nobody wants, by its type.
     Withheld(String),
+    /// A message is complete. Comes before [`Output::Captured`] or [`Output::Withheld`] of the same,
+    /// and not always behind the last of its bytes.
+    Ended(Received),
+}
+
+/// What is known of a message when it is complete.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Received {
+    pub type_url: String,
+    pub version: String,
+    /// Empty if the message is malformed before it.
+    pub nonce: String,
+    pub resources: u32,
+    /// Its length without the head.
+    pub bytes: u64,
+    pub taker: Taker,
+}
+
+/// Who gets a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Taker {
+    Envoy,
+    Agent,
+    Nobody,
 }
 
 /// Splits the bytes of istiod's response stream by the fate of the messages in it.
@@ -55,18 +80,22 @@ enum Place {
 
 #[derive(Debug)]
 struct Body {
+    length: u64,
     left: u64,
     verdict: Verdict,
+    walker: Walker,
+    /// Whether a message that passes has turned out to be malformed, which is Envoy's business.
+    is_broken: bool,
     /// The bytes so far, head included, of a message whose fate is open or that is captured.
     held: BytesMut,
 }
 
 #[derive(Debug)]
 enum Verdict {
-    Open(Walker),
+    Open,
     Pass,
     Withhold(String),
-    Capture(usize, Walker),
+    Capture(usize),
 }
 
 /// The chunk in work, and how far it has been disposed of.
@@ -129,14 +158,8 @@ impl ResponseReader {
         let bytes = &chunk.bytes[chunk.at..chunk.at + used];
         chunk.at += used;
         body.left -= used as u64;
-        match &mut body.verdict {
-            Verdict::Open(walker) => {
-                walker.feed(bytes).map_err(malformed)?;
-                body.decide(&self.interceptors, chunk, out);
-            }
-            Verdict::Capture(_, walker) => walker.feed(bytes).map_err(malformed)?,
-            Verdict::Pass | Verdict::Withhold(_) => {}
-        }
+        body.walk(bytes)?;
+        body.decide(&self.interceptors, chunk, out);
         if body.left == 0 {
             self.end_message(chunk, out)?;
         }
@@ -151,20 +174,20 @@ impl ResponseReader {
         let Place::Body(mut body) = std::mem::replace(&mut self.place, Place::start()) else {
             return Ok(());
         };
-        match body.verdict {
-            Verdict::Open(_) | Verdict::Pass => {}
+        match std::mem::replace(&mut body.verdict, Verdict::Open) {
+            Verdict::Open | Verdict::Pass => out(body.ended(Taker::Envoy)),
             Verdict::Withhold(type_url) => {
+                out(body.ended(Taker::Nobody));
                 out(Output::Withheld(type_url));
                 chunk.kept_from = chunk.at;
             }
-            Verdict::Capture(index, walker) => {
+            Verdict::Capture(index) => {
                 hold(&mut body.held, &chunk.bytes[chunk.message_from..chunk.at])?;
-                let fields = walker.finish().map_err(malformed)?;
-                let message = body.held.freeze().slice(HEAD..);
-                out(Output::Captured(
-                    index,
-                    captured(self.protocol, fields, message),
-                ));
+                let message = std::mem::take(&mut body.held).freeze().slice(HEAD..);
+                let fields = body.walker.clone().finish().map_err(malformed)?;
+                let captured = captured(self.protocol, fields, message);
+                out(body.ended(Taker::Agent));
+                out(Output::Captured(index, captured));
                 chunk.kept_from = chunk.at;
             }
         }
@@ -180,7 +203,7 @@ impl ResponseReader {
             Place::Body(body) => match body.verdict {
                 Verdict::Pass => chunk.pass_until(chunk.at, out),
                 Verdict::Withhold(_) => {}
-                Verdict::Open(_) | Verdict::Capture(..) => {
+                Verdict::Open | Verdict::Capture(_) => {
                     chunk.pass_until(chunk.message_from, out);
                     hold(&mut body.held, &chunk.bytes[chunk.message_from..])?;
                 }
@@ -208,11 +231,44 @@ impl Body {
                 "istiod sent a compressed message, and no compression was offered",
             ));
         }
-        let left = u32::from_be_bytes([l0, l1, l2, l3]).into();
+        let length = u32::from_be_bytes([l0, l1, l2, l3]).into();
         Ok(Self {
-            left,
-            verdict: Verdict::Open(Walker::response(protocol, left)),
+            length,
+            left: length,
+            verdict: Verdict::Open,
+            walker: Walker::response(protocol, length),
+            is_broken: false,
             held: BytesMut::from(&head[..carried]),
+        })
+    }
+
+    /// Reads the next bytes. A message that is not opened for anybody may be malformed.
+    fn walk(&mut self, bytes: &[u8]) -> Result<(), Status> {
+        if self.is_broken {
+            return Ok(());
+        }
+        match (self.walker.feed(bytes), &self.verdict) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Verdict::Pass | Verdict::Withhold(_)) => {
+                self.is_broken = true;
+                Ok(())
+            }
+            (Err(error), Verdict::Open | Verdict::Capture(_)) => Err(malformed(error)),
+        }
+    }
+
+    fn ended(self, taker: Taker) -> Output {
+        let fields = self.walker.into_fields();
+        let of_resource = || fields.resource_type.unwrap_or_default();
+        Output::Ended(Received {
+            type_url: Some(fields.type_url)
+                .filter(|type_url| !type_url.is_empty())
+                .unwrap_or_else(of_resource),
+            version: fields.version,
+            nonce: fields.nonce,
+            resources: fields.resources,
+            bytes: self.length,
+            taker,
         })
     }
 
@@ -223,10 +279,10 @@ impl Body {
         chunk: &mut Chunk,
         out: &mut impl FnMut(Output),
     ) {
-        let Verdict::Open(walker) = &self.verdict else {
+        let Verdict::Open = self.verdict else {
             return;
         };
-        let fields = walker.fields();
+        let fields = self.walker.fields();
         let type_url = match &fields.resource_type {
             Some(resource_type) => resource_type,
             None if !fields.type_url.is_empty() || self.left == 0 => &fields.type_url,
@@ -246,7 +302,7 @@ impl Body {
             }
             Fate::Capture(index) => {
                 chunk.pass_until(chunk.message_from, out);
-                Verdict::Capture(index, walker.clone())
+                Verdict::Capture(index)
             }
         };
     }

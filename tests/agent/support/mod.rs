@@ -9,9 +9,11 @@ use bytes::Bytes;
 use istio_agent::istiod::{self, Istiod, Keepalive, Security, tls, token};
 use istio_agent::lifecycle::{CancellationToken, Tasks};
 use istio_agent::local_istiod::{LocalIstiod, Options, Stream};
+use istio_agent::metrics::Registry;
 use istio_agent::unix_socket;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::observe::Observer;
 use istio_agent::xds::server::Discovery;
 use tempfile::TempDir;
 
@@ -28,6 +30,8 @@ pub struct Bench {
     pub directory: TempDir,
     pub control_plane: LocalIstiod,
     pub istiod: Istiod,
+    pub registry: Registry,
+    pub observer: Observer,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -44,8 +48,9 @@ impl Bench {
         std::fs::write(path.join("root.pem"), control_plane.root_pem()).unwrap();
         let mut tasks = Tasks::new();
         let shutdown = CancellationToken::new();
+        let registry = Registry::default();
         let config = istiod_config(path, &control_plane.address.to_string());
-        let (istiod, connection) = istiod::new(config, shutdown.clone());
+        let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
         tasks.spawn("istiod", async move {
             connection.await;
             Ok::<(), std::io::Error>(())
@@ -56,7 +61,14 @@ impl Bench {
             cluster_id: "Kubernetes".into(),
         };
         let listener = unix_socket::bind(&config.socket).unwrap();
-        let discovery = Discovery::new(config, istiod.clone(), interceptors, shutdown.clone());
+        let discovery = Discovery::new(
+            config,
+            istiod.clone(),
+            interceptors,
+            &registry,
+            shutdown.clone(),
+        );
+        let observer = discovery.observer();
         tasks.spawn("xds", async move {
             discovery.serve(listener).await;
             Ok::<(), std::io::Error>(())
@@ -65,6 +77,8 @@ impl Bench {
             directory,
             control_plane,
             istiod,
+            registry,
+            observer,
             tasks,
             shutdown,
         };

@@ -9,6 +9,7 @@ use istio_agent::identity::SpiffeId;
 use istio_agent::istiod::{self, Istiod, Keepalive, Security};
 use istio_agent::lifecycle::CancellationToken;
 use istio_agent::local_istiod::{Keys, LocalIstiod, Options};
+use istio_agent::metrics::Registry;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
@@ -56,7 +57,7 @@ impl Connection {
             },
             limits: istiod::Limits::default(),
         };
-        let (istiod, open) = istiod::new(config, CancellationToken::new());
+        let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
         let mut tasks = JoinSet::new();
         tasks.spawn(open);
         Self {

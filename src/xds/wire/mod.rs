@@ -12,11 +12,18 @@ use super::Protocol;
 /// Longest string kept. A longer type URL or nonce is none that any control plane sends.
 const LONGEST_STRING: u64 = 16 * 1024;
 
+/// How much is kept of the reason for a refusal, which may list every resource of a response.
+const LONGEST_REASON: u64 = 1024;
+
 /// What to do with one field of a message.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Keep(Slot),
     Enter(&'static Schema),
+    /// A resource, which is counted, and entered until one has told its type.
+    Resource(&'static Schema),
+    /// What a request holds only if it refuses a response.
+    Refusal(&'static Schema),
     Skip,
 }
 
@@ -31,31 +38,39 @@ enum Slot {
     Nonce,
     Version,
     ResourceType,
+    Reason,
 }
 
 const ANY: Schema = Schema(&[(1, Action::Keep(Slot::ResourceType))]);
 const RESOURCE: Schema = Schema(&[(2, Action::Enter(&ANY))]);
 
+/// Field 2 of either response, with a length.
+const RESOURCE_TAG: u8 = 2 << 3 | 2;
+
 const RESPONSE: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
-    (2, Action::Enter(&ANY)),
+    (2, Action::Resource(&ANY)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
 ]);
 const DELTA_RESPONSE: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
-    (2, Action::Enter(&RESOURCE)),
+    (2, Action::Resource(&RESOURCE)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
 ]);
+/// Source: `google/rpc/status.proto`.
+const STATUS: Schema = Schema(&[(2, Action::Keep(Slot::Reason))]);
 const REQUEST: Schema = Schema(&[
     (1, Action::Keep(Slot::Version)),
     (4, Action::Keep(Slot::TypeUrl)),
     (5, Action::Keep(Slot::Nonce)),
+    (6, Action::Refusal(&STATUS)),
 ]);
 const DELTA_REQUEST: Schema = Schema(&[
     (2, Action::Keep(Slot::TypeUrl)),
     (6, Action::Keep(Slot::Nonce)),
+    (7, Action::Refusal(&STATUS)),
 ]);
 
 /// The bytes are no protobuf message.
@@ -73,6 +88,8 @@ pub struct Fields {
     pub resource_type: Option<String>,
     /// How many resources have begun.
     pub resources: u32,
+    /// Why a request refuses a response, cut to a bounded length; None if it does not.
+    pub refusal: Option<String>,
 }
 
 /// Walks one message.
@@ -148,6 +165,11 @@ impl Walker {
         &self.fields
     }
 
+    /// What has been read so far, of a message that may not be whole or well-formed.
+    pub(super) fn into_fields(self) -> Fields {
+        self.fields
+    }
+
     /// The fields of a message that was fed whole.
     pub fn finish(self) -> Result<Fields, Malformed> {
         match self.levels.as_slice() {
@@ -161,6 +183,12 @@ impl Walker {
     /// Reads the next bytes of the message.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Malformed> {
         while let Some(&byte) = bytes.first() {
+            let skipped = self.skip_resources(bytes);
+            if skipped > 0 {
+                self.charge(skipped as u64)?;
+                bytes = &bytes[skipped..];
+                continue;
+            }
             let used = match &self.step {
                 Step::SkipBytes(left) | Step::Keep(_, left, _) => usize::try_from(*left)
                     .unwrap_or(usize::MAX)
@@ -174,6 +202,26 @@ impl Walker {
             bytes = rest;
         }
         Ok(())
+    }
+
+    /// Counts the resources that lie whole at the start of `bytes`, if there is nothing more to learn
+    /// from them, and returns their length. The same comes out byte by byte, but slower: large
+    /// messages are mostly this.
+    fn skip_resources(&mut self, bytes: &[u8]) -> usize {
+        let [message] = self.levels.as_slice() else {
+            return 0;
+        };
+        if message.groups > 0 || self.fields.resource_type.is_none() || !self.between_fields() {
+            return 0;
+        }
+        let within = usize::try_from(message.left).unwrap_or(usize::MAX);
+        let bytes = &bytes[..within.min(bytes.len())];
+        let mut at = 0;
+        while let Some(length) = resource_length(&bytes[at..]) {
+            at += length;
+            self.fields.resources = self.fields.resources.saturating_add(1);
+        }
+        at
     }
 
     /// Takes `bytes` off what every open message has left.
@@ -207,8 +255,9 @@ impl Walker {
                 }
             }
             Step::SkipBytes(left) => *left -= bytes.len() as u64,
-            Step::Keep(_, left, kept) => {
-                kept.extend_from_slice(bytes);
+            Step::Keep(slot, left, kept) => {
+                let room = slot.longest() as usize - kept.len();
+                kept.extend_from_slice(&bytes[..room.min(bytes.len())]);
                 *left -= bytes.len() as u64;
             }
         }
@@ -255,19 +304,24 @@ impl Walker {
         }
         match action {
             Action::Skip => Ok(Step::SkipBytes(length)),
-            Action::Keep(slot) if length <= LONGEST_STRING => {
+            Action::Keep(slot) if slot == Slot::Reason || length <= slot.longest() => {
                 Ok(Step::Keep(slot, length, Vec::new()))
             }
             Action::Keep(_) => Err(Malformed("a type URL, version or nonce over 16 KiB")),
+            Action::Resource(schema) => {
+                self.fields.resources = self.fields.resources.saturating_add(1);
+                Ok(self.enter(schema, length))
+            }
+            Action::Refusal(schema) => {
+                self.fields.refusal = Some(String::new());
+                Ok(self.enter(schema, length))
+            }
             Action::Enter(schema) => Ok(self.enter(schema, length)),
         }
     }
 
-    /// Goes into a resource, if no earlier one has told its type yet.
+    /// Goes into a message within the message, unless a resource before it has told its type.
     fn enter(&mut self, schema: &'static Schema, length: u64) -> Step {
-        if self.levels.len() == 1 {
-            self.fields.resources = self.fields.resources.saturating_add(1);
-        }
         if self.fields.resource_type.is_some() {
             return Step::SkipBytes(length);
         }
@@ -284,12 +338,13 @@ impl Walker {
         match &mut self.step {
             Step::Keep(slot, 0, kept) => {
                 let (slot, kept) = (*slot, std::mem::take(kept));
-                let text = String::from_utf8(kept).map_err(|_| Malformed("a string not UTF-8"))?;
+                let text = slot.text(kept)?;
                 match slot {
                     Slot::TypeUrl => self.fields.type_url = text,
                     Slot::Nonce => self.fields.nonce = text,
                     Slot::Version => self.fields.version = text,
                     Slot::ResourceType => self.fields.resource_type = Some(text),
+                    Slot::Reason => self.fields.refusal = Some(text),
                 }
                 self.step = Step::next();
             }
@@ -324,6 +379,24 @@ impl Step {
     }
 }
 
+impl Slot {
+    /// How many bytes of it are kept.
+    const fn longest(self) -> u64 {
+        match self {
+            Self::Reason => LONGEST_REASON,
+            Self::TypeUrl | Self::Nonce | Self::Version | Self::ResourceType => LONGEST_STRING,
+        }
+    }
+
+    /// A reason may be cut within a character, and only people read it.
+    fn text(self, kept: Vec<u8>) -> Result<String, Malformed> {
+        match self {
+            Self::Reason => Ok(String::from_utf8_lossy(&kept).into_owned()),
+            _ => String::from_utf8(kept).map_err(|_| Malformed("a string not UTF-8")),
+        }
+    }
+}
+
 impl Schema {
     fn action(&self, number: u32) -> Action {
         self.0
@@ -331,6 +404,23 @@ impl Schema {
             .find(|(wanted, _)| *wanted == number)
             .map_or(Action::Skip, |(_, action)| *action)
     }
+}
+
+/// How long the resource is that `bytes` begin with, tag and length included, if it lies in them
+/// whole.
+fn resource_length(bytes: &[u8]) -> Option<usize> {
+    let (&RESOURCE_TAG, rest) = bytes.split_first()? else {
+        return None;
+    };
+    let mut varint = Varint::default();
+    for (index, &byte) in rest.iter().enumerate() {
+        // What is no number is found out by whoever reads it byte by byte.
+        if let Some(length) = varint.push(byte).ok()? {
+            let length = usize::try_from(length).ok()?.checked_add(index + 2)?;
+            return (length <= bytes.len()).then_some(length);
+        }
+    }
+    None
 }
 
 impl Varint {
@@ -346,143 +436,4 @@ impl Varint {
 }
 
 #[cfg(test)]
-mod tests {
-    use envoy_types::pb::envoy::service::discovery::v3::{
-        DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
-        Resource,
-    };
-    use envoy_types::pb::google::protobuf::Any;
-    use proptest::prelude::*;
-    use prost::Message;
-
-    use super::*;
-
-    fn resource(type_url: &str, size: usize) -> Any {
-        Any {
-            type_url: type_url.to_owned(),
-            value: vec![7; size],
-        }
-    }
-
-    fn walk(mut walker: Walker, bytes: &[u8], chunk: usize) -> Result<Fields, Malformed> {
-        for part in bytes.chunks(chunk.max(1)) {
-            walker.feed(part)?;
-        }
-        walker.finish()
-    }
-
-    #[test]
-    fn reads_the_fields_of_all_four_messages() {
-        let response = DiscoveryResponse {
-            version_info: "v".into(),
-            resources: vec![resource("a.A", 300), resource("a.A", 3)],
-            type_url: "t".into(),
-            nonce: "n".into(),
-            ..Default::default()
-        };
-        let delta = DeltaDiscoveryResponse {
-            system_version_info: "v".into(),
-            resources: vec![Resource {
-                name: "a name, not a type".into(),
-                version: "a version, not a type".into(),
-                resource: Some(resource("a.A", 9)),
-                ..Default::default()
-            }],
-            type_url: "t".into(),
-            nonce: "n".into(),
-            ..Default::default()
-        };
-        let request = DiscoveryRequest {
-            version_info: "v".into(),
-            resource_names: vec!["x".into()],
-            type_url: "t".into(),
-            response_nonce: "n".into(),
-            ..Default::default()
-        };
-        let delta_request = DeltaDiscoveryRequest {
-            type_url: "t".into(),
-            initial_resource_versions: [("a".to_owned(), "b".to_owned())].into(),
-            response_nonce: "n".into(),
-            ..Default::default()
-        };
-        let (sotw, inc) = (Protocol::StateOfTheWorld, Protocol::Delta);
-        type Make = fn(Protocol, u64) -> Walker;
-        let (answer, ask): (Make, Make) = (Walker::response, Walker::request);
-        let cases = [
-            (answer, sotw, response.encode_to_vec(), "v", Some("a.A"), 2),
-            (answer, inc, delta.encode_to_vec(), "v", Some("a.A"), 1),
-            (ask, sotw, request.encode_to_vec(), "v", None, 0),
-            (ask, inc, delta_request.encode_to_vec(), "", None, 0),
-        ];
-        for (walker, protocol, bytes, version, resource_type, resources) in cases {
-            for chunk in [1, 2, 7, bytes.len()] {
-                let walker = walker(protocol, bytes.len() as u64);
-                let fields = walk(walker, &bytes, chunk).unwrap();
-                assert_eq!(
-                    (fields.type_url.as_str(), fields.nonce.as_str()),
-                    ("t", "n")
-                );
-                assert_eq!(fields.version, version);
-                assert_eq!(fields.resource_type.as_deref(), resource_type);
-                assert_eq!(fields.resources, resources);
-            }
-        }
-    }
-
-    #[test]
-    fn knows_the_type_once_the_first_resource_has_begun() {
-        let response = DiscoveryResponse {
-            version_info: "2026-11-21T00:00:00Z/1".into(),
-            resources: vec![resource("type.googleapis.com/envoy.X", 1_000_000)],
-            ..Default::default()
-        };
-        let bytes = response.encode_to_vec();
-        let mut walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
-        walker.feed(&bytes[..64]).unwrap();
-        assert_eq!(
-            walker.fields().resource_type.as_deref(),
-            Some("type.googleapis.com/envoy.X")
-        );
-    }
-
-    #[test]
-    fn refuses_what_is_no_message() {
-        let cases: [(&str, &[u8]); 9] = [
-            ("field longer than the message", &[0x22, 5, b'a']),
-            ("resource longer than the message", &[0x12, 0x7f, 0x0a]),
-            ("type longer than its resource", &[0x12, 2, 0x0a, 9, 0, 0]),
-            ("field number 0", &[0x02, 0]),
-            ("wire type 7", &[0x0f, 0]),
-            ("endless tag", &[0xff; 12]),
-            ("group that does not begin", &[0x0c]),
-            ("group that does not end", &[0x0b, 0x08, 1]),
-            ("type not UTF-8", &[0x22, 1, 0xff]),
-        ];
-        for (what, bytes) in cases {
-            let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
-            assert!(walk(walker, bytes, 1).is_err(), "{what}");
-        }
-    }
-
-    #[test]
-    fn steps_over_groups() {
-        // Field 9 as a group that holds a field 4, then the real field 4.
-        let bytes = [0x4b, 0x22, 1, b'x', 0x4c, 0x22, 1, b't'];
-        let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
-        assert_eq!(walk(walker, &bytes, 3).unwrap().type_url, "t");
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_in_any_chunking_end_in_an_answer(
-            bytes in prop::collection::vec(any::<u8>(), 0..200),
-            chunk in 1usize..50,
-            delta in any::<bool>(),
-        ) {
-            let protocol = if delta { Protocol::Delta } else { Protocol::StateOfTheWorld };
-            let whole = walk(Walker::response(protocol, bytes.len() as u64), &bytes, usize::MAX);
-            let parts = walk(Walker::response(protocol, bytes.len() as u64), &bytes, chunk);
-            prop_assert_eq!(whole, parts);
-        }
-    }
-}
+mod tests;

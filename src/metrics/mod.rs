@@ -7,6 +7,8 @@
 //!
 //! Does not serve anything, and bounds no cardinality: callers give labels from small sets.
 
+pub(crate) mod process;
+
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -239,6 +241,15 @@ impl Gauge {
         self.0.is_float.store(true, Ordering::Relaxed);
         self.0.is_recorded.store(true, Ordering::Relaxed);
     }
+
+    /// Sets the value unless it is greater already. Not for negative values.
+    pub fn raise(&self, value: f64) {
+        // Numbers that are not negative stand in the order of their bits.
+        let bits = &self.0.bits;
+        bits.fetch_max(value.max(0.0).to_bits(), Ordering::Relaxed);
+        self.0.is_float.store(true, Ordering::Relaxed);
+        self.0.is_recorded.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Histogram {
@@ -395,6 +406,16 @@ mod tests {
         registry.counter("a", "A.").inc();
         registry.counter("a", "A.").inc();
         assert_eq!(registry.counter("a", "A.").get(), 2);
+    }
+
+    #[test]
+    fn a_raised_gauge_keeps_its_greatest_value() {
+        let registry = Registry::default();
+        let gauge = registry.gauge("a", "A.");
+        for value in [7.0, 1000.5, 20.0, -1.0] {
+            gauge.raise(value);
+        }
+        assert!(registry.render().ends_with("a 1000.5\n"));
     }
 
     #[test]

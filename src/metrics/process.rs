@@ -1,0 +1,179 @@
+//! What the kernel knows of this process, under the names Prometheus' clients use.
+//!
+//! Read from `/proc` and by system calls each time the page is written. What the kernel does not
+//! tell, or not in a form known here, is left out.
+//!
+//! Does not count anything itself.
+
+use std::fs;
+use std::path::Path;
+
+use rustix::process::{Resource, getrlimit};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{Kind, Registry};
+
+/// Ticks of a second in `/proc`: `USER_HZ`, a constant of the kernel's interface.
+const TICKS: f64 = 100.0;
+
+type Value = fn() -> Option<f64>;
+
+/// Name, meaning, kind, and where the value is.
+const FAMILIES: [(&str, &str, Kind, Value); 9] = [
+    (
+        "process_cpu_seconds_total",
+        "Total user and system CPU time spent in seconds.",
+        Kind::Counter,
+        cpu_seconds,
+    ),
+    (
+        "process_open_fds",
+        "Number of open file descriptors.",
+        Kind::Gauge,
+        open_files,
+    ),
+    (
+        "process_max_fds",
+        "Maximum number of open file descriptors.",
+        Kind::Gauge,
+        || Some(limit(Resource::Nofile)),
+    ),
+    (
+        "process_virtual_memory_bytes",
+        "Virtual memory size in bytes.",
+        Kind::Gauge,
+        || memory(&read("self/status")?, "VmSize:"),
+    ),
+    (
+        "process_virtual_memory_max_bytes",
+        "Maximum amount of virtual memory available in bytes.",
+        Kind::Gauge,
+        || Some(limit(Resource::As)),
+    ),
+    (
+        "process_resident_memory_bytes",
+        "Resident memory size in bytes.",
+        Kind::Gauge,
+        || memory(&read("self/status")?, "VmRSS:"),
+    ),
+    (
+        "process_start_time_seconds",
+        "Start time of the process since unix epoch in seconds.",
+        Kind::Gauge,
+        || start_time(&read("self/stat")?, &read("stat")?),
+    ),
+    (
+        "process_network_receive_bytes_total",
+        "Number of bytes received by the process over the network.",
+        Kind::Counter,
+        || network(&read("self/net/netstat")?, "InOctets"),
+    ),
+    (
+        "process_network_transmit_bytes_total",
+        "Number of bytes sent by the process over the network.",
+        Kind::Counter,
+        || network(&read("self/net/netstat")?, "OutOctets"),
+    ),
+];
+
+/// Has the families on the page.
+pub(crate) fn publish(registry: &Registry) {
+    for (name, help, kind, value) in FAMILIES {
+        registry.computed(name, help, kind, &[], move |series| {
+            if let Some(value) = value() {
+                series(&[], value);
+            }
+        });
+    }
+}
+
+fn read(name: &str) -> Option<String> {
+    fs::read_to_string(Path::new("/proc").join(name)).ok()
+}
+
+fn cpu_seconds() -> Option<f64> {
+    let spent = clock_gettime(ClockId::ProcessCPUTime);
+    Some(spent.tv_sec as f64 + spent.tv_nsec as f64 / 1e9)
+}
+
+/// Without the one that lists them.
+fn open_files() -> Option<f64> {
+    let count = fs::read_dir("/proc/self/fd").ok()?.count();
+    Some(count.saturating_sub(1) as f64)
+}
+
+/// No limit is the greatest number, as clients write it.
+fn limit(resource: Resource) -> f64 {
+    getrlimit(resource).current.unwrap_or(u64::MAX) as f64
+}
+
+/// A size in a `status` file of `/proc`.
+fn memory(status: &str, name: &str) -> Option<f64> {
+    let mut lines = status.lines();
+    let value = lines.find_map(|line| line.strip_prefix(name))?;
+    let kibibytes: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes as f64 * 1024.0)
+}
+
+/// When a process began, by its `stat` file and the machine's.
+fn start_time(process: &str, machine: &str) -> Option<f64> {
+    // The program's name stands in parentheses and may hold anything.
+    let (_, fields) = process.rsplit_once(')')?;
+    let after_boot: u64 = fields.split_whitespace().nth(19)?.parse().ok()?;
+    let mut lines = machine.lines();
+    let boot = lines.find_map(|line| line.strip_prefix("btime "))?;
+    let boot: u64 = boot.trim().parse().ok()?;
+    Some(boot as f64 + after_boot as f64 / TICKS)
+}
+
+/// A number of the `IpExt` pair of lines, the first of which has the names.
+fn network(netstat: &str, name: &str) -> Option<f64> {
+    let mut lines = netstat.lines().filter(|line| line.starts_with("IpExt:"));
+    let (names, values) = (lines.next()?, lines.next()?);
+    let mut pairs = names.split_whitespace().zip(values.split_whitespace());
+    let (_, value) = pairs.find(|(found, _)| *found == name)?;
+    Some(value.parse::<u64>().ok()? as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_the_kernel_writes() {
+        let status = "Name:\tVmRSS: x\nVmSize:\t  8192 kB\nVmRSS:\t    12 kB\n";
+        assert_eq!(memory(status, "VmSize:"), Some(8_388_608.0));
+        assert_eq!(memory(status, "VmRSS:"), Some(12_288.0));
+        let fields = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 250 20 21";
+        let stat = format!("7 (a) (b)) {fields}");
+        assert_eq!(start_time(&stat, "cpu 1\nbtime 1000\n"), Some(1002.5));
+        let netstat = "TcpExt: A\nTcpExt: 1\nIpExt: X InOctets OutOctets\nIpExt: 1 20 30\n";
+        assert_eq!(network(netstat, "InOctets"), Some(20.0));
+        assert_eq!(network(netstat, "OutOctets"), Some(30.0));
+    }
+
+    #[test]
+    fn what_is_not_told_is_left_out() {
+        for text in ["", "VmRSS:", "VmRSS: many kB", "VmRSS: 1", "IpExt:", ")"] {
+            assert_eq!(memory(text, "VmRSS:"), None, "{text:?}");
+            assert_eq!(start_time(text, text), None, "{text:?}");
+            assert_eq!(network(text, "InOctets"), None, "{text:?}");
+        }
+        assert_eq!(network("IpExt: InOctets\nIpExt: x\n", "InOctets"), None);
+        assert_eq!(start_time("1 (x) S 1", "btime 1\n"), None);
+    }
+
+    #[test]
+    fn this_process_is_on_the_page() {
+        let registry = Registry::default();
+        publish(&registry);
+        let page = registry.render();
+        for (name, ..) in FAMILIES {
+            let value = page.lines().find_map(|line| {
+                let value = line.strip_prefix(name)?.strip_prefix(' ')?;
+                value.parse::<f64>().ok()
+            });
+            assert!(value.is_some_and(|value| value >= 0.0), "{name} in\n{page}");
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What the secret discovery service counts, under the names of pilot-agent's shared engine.
+//!
+//! The cells are found once, when the service is built.
+//!
+//! Does not time the sending of a response: that ends in a buffer.
+
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use prost::Message;
+
+use crate::metrics::{Counter, Gauge, Registry};
+
+#[derive(Clone, Debug)]
+pub(super) struct Metrics {
+    pub(super) expired_nonces: Counter,
+    pub(super) rejects: Counter,
+    pub(super) internal_errors: Counter,
+    largest_request: Gauge,
+}
+
+impl Metrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);
+        Self {
+            expired_nonces: sds(
+                "istio_agent_pilot_xds_expired_nonce",
+                "Total number of XDS requests with an expired nonce.",
+            ),
+            rejects: sds(
+                "istio_agent_pilot_total_xds_rejects",
+                "Total number of XDS responses from pilot rejected by proxy.",
+            ),
+            internal_errors: registry.counter(
+                "istio_agent_pilot_total_xds_internal_errors",
+                "Total number of internal XDS errors in pilot.",
+            ),
+            // The relay raises it too.
+            largest_request: registry.gauge(
+                "istio_agent_pilot_xds_recv_max",
+                "The maximum size request we have received so far.",
+            ),
+        }
+    }
+
+    pub(super) fn received(&self, request: &DiscoveryRequest) {
+        self.largest_request.raise(request.encoded_len() as f64);
+    }
+}

@@ -1,0 +1,90 @@
+//! What the relay counts.
+//!
+//! The cells are found once, when the discovery service is built; recording is an atomic operation.
+//!
+//! Does not count by type: see [`super::observe`].
+
+use super::status::Class;
+use crate::metrics::{Counter, Gauge, Histogram, Registry};
+
+/// From a few milliseconds to the minutes an Envoy may take to warm up.
+const ACK_BUCKETS: &[f64] = &[
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0,
+];
+
+/// The relay's counters.
+#[derive(Clone, Debug)]
+pub(super) struct Metrics {
+    pub(super) requests: Counter,
+    pub(super) responses: Counter,
+    pub(super) largest_request: Gauge,
+    pub(super) push_to_ack: Histogram,
+    istiod_ends: Ends,
+    envoy_ends: Ends,
+}
+
+#[derive(Clone, Debug)]
+struct Ends {
+    cancelled: Counter,
+    error: Counter,
+}
+
+impl Metrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        Self {
+            requests: registry.counter(
+                "istio_agent_xds_proxy_requests",
+                "The total number of Xds Proxy Requests",
+            ),
+            responses: registry.counter(
+                "istio_agent_xds_proxy_responses",
+                "The total number of Xds Proxy Responses",
+            ),
+            // The secret discovery service raises it too.
+            largest_request: registry.gauge(
+                "istio_agent_pilot_xds_recv_max",
+                "The maximum size request we have received so far.",
+            ),
+            push_to_ack: registry.histogram(
+                "istio_agent_xds_push_to_ack_seconds",
+                "Time from the end of a discovery response to its acknowledgement",
+                ACK_BUCKETS,
+            ),
+            istiod_ends: Ends::new(
+                registry,
+                "istio_agent_istiod_connection_terminations",
+                "The total number of connection errors to Istiod",
+            ),
+            envoy_ends: Ends::new(
+                registry,
+                "istio_agent_envoy_connection_terminations",
+                "The total number of connection errors from envoy",
+            ),
+        }
+    }
+
+    pub(super) fn istiod_ended(&self, class: Class) {
+        self.istiod_ends.count(class);
+    }
+
+    pub(super) fn envoy_ended(&self, class: Class) {
+        self.envoy_ends.count(class);
+    }
+}
+
+impl Ends {
+    fn new(registry: &Registry, name: &'static str, help: &'static str) -> Self {
+        let ends = registry.counters(name, help, &["type"]);
+        Self {
+            cancelled: ends.with(["cancelled"]),
+            error: ends.with(["error"]),
+        }
+    }
+
+    fn count(&self, class: Class) {
+        match class {
+            Class::Cancelled => self.cancelled.inc(),
+            Class::Error => self.error.inc(),
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! What the relay has seen of each type, for `/debug/xdsz` and the metrics.
+//!
+//! The relay tells its [`Observer`] of each message when it is complete, never of parts. Types are
+//! told apart up to [`MOST_TYPES`]; what comes beyond, or under no usable name, is counted together.
+//! A response counts as acknowledged when a request carries its nonce, whoever sends that: Envoy, or
+//! the agent for what it takes itself.
+//!
+//! Does not keep resources, nor what Envoy subscribes to.
+
+mod seen;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use super::Protocol;
+use super::metrics::Metrics;
+use super::request::Request;
+use super::response::Received;
+use super::status::End;
+use crate::clock::{Clock, rfc3339};
+use crate::metrics::{Kind, Registry};
+use seen::Type;
+pub use snapshot::{
+    AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot, StreamSnapshot, TypeSnapshot,
+};
+
+/// How many types are told apart. A mesh has about ten.
+const MOST_TYPES: usize = 64;
+
+/// A type with a longer name is counted with the others.
+const LONGEST_TYPE: usize = 256;
+
+/// How much is kept of a version, a nonce or the reason of an end, in bytes.
+const LONGEST_TEXT: usize = 256;
+
+const OTHER: &str = "other";
+
+/// Hears of what passes, and tells. Clones share what they know.
+#[derive(Clone, Debug)]
+pub struct Observer {
+    table: Arc<Mutex<Table>>,
+    pub(super) metrics: Metrics,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    types: BTreeMap<String, Type>,
+    streams: u64,
+    stream: Option<Stream>,
+    last_end: Option<EndSnapshot>,
+}
+
+#[derive(Debug)]
+struct Stream {
+    id: u32,
+    protocol: Protocol,
+    since: SystemTime,
+    is_open: bool,
+}
+
+type Value = fn(&Type) -> Option<f64>;
+
+/// The metrics that tell types apart: name, meaning, kind, and where the value is.
+const FAMILIES: [(&str, &str, Kind, Value); 5] = [
+    (
+        "istio_agent_xds_pushes_total",
+        "Discovery responses from istiod",
+        Kind::Counter,
+        |of| Some(of.responses as f64),
+    ),
+    (
+        "istio_agent_xds_push_bytes_total",
+        "Bytes of discovery responses from istiod",
+        Kind::Counter,
+        |of| Some(of.bytes as f64),
+    ),
+    (
+        "istio_agent_xds_acks_total",
+        "Discovery responses that were accepted",
+        Kind::Counter,
+        |of| Some(of.acks as f64),
+    ),
+    (
+        "istio_agent_xds_nacks_total",
+        "Discovery responses that were refused",
+        Kind::Counter,
+        |of| Some(of.nacks as f64),
+    ),
+    (
+        "istio_agent_xds_last_push_timestamp_seconds",
+        "When the last discovery response came, as seconds of Unix time",
+        Kind::Gauge,
+        |of| of.last.as_ref().map(|push| unix_seconds(push.at)),
+    ),
+];
+
+impl Observer {
+    pub(super) fn new(registry: &Registry) -> Self {
+        let table = Arc::<Mutex<Table>>::default();
+        for (name, help, kind, value) in FAMILIES {
+            let table = table.clone();
+            registry.computed(name, help, kind, &["type"], move |series| {
+                for (type_url, of) in &lock(&table).types {
+                    if let Some(value) = value(of) {
+                        series(&[type_url], value);
+                    }
+                }
+            });
+        }
+        let metrics = Metrics::new(registry);
+        Self { table, metrics }
+    }
+
+    /// What is known now.
+    pub fn snapshot(&self) -> Snapshot {
+        let table = lock(&self.table);
+        Snapshot {
+            streams: table.streams,
+            stream: table.stream.as_ref().map(Stream::snapshot),
+            last_end: table.last_end.clone(),
+            types: table
+                .types
+                .iter()
+                .map(|(type_url, of)| (type_url.clone(), of.snapshot()))
+                .collect(),
+        }
+    }
+
+    pub(super) fn stream_began(&self, id: u32, protocol: Protocol) {
+        let mut table = lock(&self.table);
+        table.streams += 1;
+        table.stream = Some(Stream {
+            id,
+            protocol,
+            since: now(),
+            is_open: false,
+        });
+    }
+
+    pub(super) fn istiod_connected(&self, id: u32) {
+        let mut table = lock(&self.table);
+        if let Some(stream) = table.stream.as_mut().filter(|stream| stream.id == id) {
+            stream.is_open = true;
+        }
+    }
+
+    /// `connected` says whether istiod's stream was opened at all.
+    pub(super) fn stream_ended(&self, id: u32, end: &End, connected: bool) {
+        let (of_istiod, of_envoy) = end.classes();
+        if connected {
+            self.metrics.istiod_ended(of_istiod);
+        }
+        self.metrics.envoy_ended(of_envoy);
+        let mut table = lock(&self.table);
+        table.stream.take_if(|stream| stream.id == id);
+        table.last_end = Some(EndSnapshot {
+            id,
+            at: rfc3339(now()),
+            reason: cut(end.reason()),
+        });
+    }
+
+    pub(super) fn received(&self, received: Received) {
+        self.metrics.responses.inc();
+        let mut table = lock(&self.table);
+        table.of(&received.type_url).received(received);
+    }
+
+    pub(super) fn requested(&self, request: &Request) {
+        let bytes = request.frame.len().saturating_sub(super::request::HEAD);
+        self.metrics.largest_request.raise(bytes as f64);
+        lock(&self.table).of(&request.type_url).requests += 1;
+        self.answered(
+            &request.type_url,
+            &request.nonce,
+            request.refusal.as_deref(),
+        );
+    }
+
+    /// An answer to the response of this nonce, with the problem if it is a refusal.
+    pub(super) fn answered(&self, type_url: &str, nonce: &str, refusal: Option<&str>) {
+        if nonce.is_empty() {
+            return;
+        }
+        let took = lock(&self.table).of(type_url).answered(nonce, refusal);
+        if let Some(took) = took {
+            self.metrics.push_to_ack.observe(took.as_secs_f64());
+        }
+    }
+}
+
+impl Table {
+    /// The entry of a type, or that of all others.
+    fn of(&mut self, type_url: &str) -> &mut Type {
+        let is_named = (1..=LONGEST_TYPE).contains(&type_url.len());
+        let has_room = self.types.len() < MOST_TYPES;
+        let name = match is_named && (has_room || self.types.contains_key(type_url)) {
+            true => type_url,
+            false => OTHER,
+        };
+        self.types.entry(name.to_owned()).or_default()
+    }
+}
+
+impl Stream {
+    fn snapshot(&self) -> StreamSnapshot {
+        StreamSnapshot {
+            id: self.id,
+            protocol: match self.protocol {
+                Protocol::StateOfTheWorld => "state of the world",
+                Protocol::Delta => "delta",
+            },
+            since: rfc3339(self.since),
+            connected: self.is_open,
+        }
+    }
+}
+
+fn now() -> SystemTime {
+    Clock::system().now()
+}
+
+fn unix_seconds(at: SystemTime) -> f64 {
+    let since = at.duration_since(SystemTime::UNIX_EPOCH);
+    since.unwrap_or_default().as_secs_f64()
+}
+
+/// What is kept of a text.
+fn beginning(text: &str) -> &str {
+    let end = (0..=LONGEST_TEXT.min(text.len())).rfind(|&end| text.is_char_boundary(end));
+    &text[..end.unwrap_or(0)]
+}
+
+fn cut(mut text: String) -> String {
+    text.truncate(beginning(&text).len());
+    text
+}
+
+/// What a panic may have left behind is a number too few, not a broken table.
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}

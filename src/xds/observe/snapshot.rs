@@ -1,0 +1,81 @@
+//! The form in which people and programs read what an [`super::Observer`] knows.
+//!
+//! Moments are in UTC to the second, spans in seconds.
+//!
+//! Does not hold what nobody shows.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::xds::response::Taker;
+
+/// Everything an [`super::Observer`] knows.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Snapshot {
+    /// Streams of Envoy so far.
+    pub streams: u64,
+    /// The newest stream of Envoy, while there is one.
+    pub stream: Option<StreamSnapshot>,
+    pub last_end: Option<EndSnapshot>,
+    /// By type URL.
+    pub types: BTreeMap<String, TypeSnapshot>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StreamSnapshot {
+    pub id: u32,
+    pub protocol: &'static str,
+    pub since: String,
+    /// Whether it is tied to a stream of istiod, or held until there is one.
+    pub connected: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct EndSnapshot {
+    pub id: u32,
+    pub at: String,
+    pub reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TypeSnapshot {
+    /// Who gets its responses.
+    pub taker: Option<Taker>,
+    /// Requests of Envoy, its answers included.
+    pub requests: u64,
+    pub responses: u64,
+    pub bytes: u64,
+    pub acks: u64,
+    pub nacks: u64,
+    pub last_response: Option<PushSnapshot>,
+    pub last_ack: Option<AckSnapshot>,
+    pub last_nack: Option<NackSnapshot>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PushSnapshot {
+    pub version: String,
+    pub nonce: String,
+    pub resources: u32,
+    pub bytes: u64,
+    pub at: String,
+    pub age_seconds: f64,
+    pub answered: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AckSnapshot {
+    pub version: String,
+    pub at: String,
+    /// Since the response was complete.
+    pub after_seconds: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NackSnapshot {
+    /// Unknown if the response was forgotten or one of an earlier stream.
+    pub version: Option<String>,
+    pub reason: String,
+    pub at: String,
+}

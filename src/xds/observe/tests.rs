@@ -1,0 +1,155 @@
+use bytes::Bytes;
+use tonic::Status;
+
+use std::time::Duration;
+
+use super::seen::MOST_UNANSWERED;
+use super::*;
+use crate::xds::response::Taker;
+
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+
+fn observer() -> (Observer, Registry) {
+    let registry = Registry::default();
+    (Observer::new(&registry), registry)
+}
+
+fn response(type_url: &str, nonce: &str) -> Received {
+    Received {
+        type_url: type_url.to_owned(),
+        version: format!("version of {nonce}"),
+        nonce: nonce.to_owned(),
+        resources: 3,
+        bytes: 100,
+        taker: Taker::Envoy,
+    }
+}
+
+fn of(observer: &Observer, type_url: &str) -> TypeSnapshot {
+    observer.snapshot().types.remove(type_url).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_told_by_its_nonce() {
+    // What is answered after two responses, and how often each was then accepted or refused.
+    for (answers, acks, nacks, accepted) in [
+        (vec![("1", None), ("2", None)], 2, 0, Some("version of 2")),
+        (vec![("2", None), ("1", None)], 1, 0, Some("version of 2")),
+        (vec![("2", None), ("2", None)], 1, 0, Some("version of 2")),
+        (vec![("1", None)], 1, 0, Some("version of 1")),
+        (vec![("", None), ("old", None)], 0, 0, None),
+        (
+            vec![("1", None), ("2", Some("no"))],
+            1,
+            1,
+            Some("version of 1"),
+        ),
+        (vec![("old", Some("no"))], 0, 1, None),
+    ] {
+        let (observer, _) = observer();
+        observer.received(response(CLUSTER, "1"));
+        observer.received(response(CLUSTER, "2"));
+        for &(nonce, refusal) in &answers {
+            observer.answered(CLUSTER, nonce, refusal);
+        }
+        let seen = of(&observer, CLUSTER);
+        assert_eq!((seen.acks, seen.nacks), (acks, nacks), "{answers:?}");
+        let version = seen.last_ack.map(|ack| ack.version);
+        assert_eq!(version.as_deref(), accepted, "{answers:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn tells_the_last_response_its_age_and_how_long_its_acknowledgement_took() {
+    let (observer, registry) = observer();
+    observer.received(response(CLUSTER, "1"));
+    tokio::time::advance(Duration::from_millis(20)).await;
+    observer.answered(CLUSTER, "1", None);
+    tokio::time::advance(Duration::from_secs(2)).await;
+    let seen = of(&observer, CLUSTER);
+    let last = seen.last_response.unwrap();
+    assert_eq!((&*last.version, &*last.nonce), ("version of 1", "1"));
+    assert_eq!((last.resources, last.bytes, last.answered), (3, 100, true));
+    assert_eq!(last.age_seconds, 2.02);
+    assert_eq!(seen.last_ack.unwrap().after_seconds, 0.02);
+    let page = registry.render();
+    for line in [
+        "istio_agent_xds_proxy_responses 1",
+        "istio_agent_xds_push_to_ack_seconds_bucket{le=\"0.05\"} 1",
+        "istio_agent_xds_push_to_ack_seconds_sum 0.02",
+        &format!("istio_agent_xds_pushes_total{{type=\"{CLUSTER}\"}} 1"),
+        &format!("istio_agent_xds_push_bytes_total{{type=\"{CLUSTER}\"}} 100"),
+        &format!("istio_agent_xds_acks_total{{type=\"{CLUSTER}\"}} 1"),
+        &format!("istio_agent_xds_nacks_total{{type=\"{CLUSTER}\"}} 0"),
+        &format!("istio_agent_xds_last_push_timestamp_seconds{{type=\"{CLUSTER}\"}} 1"),
+    ] {
+        assert!(page.contains(line), "{line} in\n{page}");
+    }
+}
+
+#[test]
+fn a_refusal_is_told_with_its_version_and_reason() {
+    let (observer, _) = observer();
+    observer.received(response(CLUSTER, "1"));
+    observer.requested(&Request {
+        frame: Bytes::from_static(&[0; 47]),
+        type_url: CLUSTER.to_owned(),
+        nonce: "1".to_owned(),
+        refusal: Some("no such port".to_owned()),
+    });
+    let seen = of(&observer, CLUSTER);
+    assert_eq!((seen.requests, seen.nacks), (1, 1));
+    let refused = seen.last_nack.unwrap();
+    assert_eq!(refused.version.as_deref(), Some("version of 1"));
+    assert_eq!(refused.reason, "no such port");
+    assert!(seen.last_ack.is_none() && seen.last_response.unwrap().answered);
+}
+
+#[test]
+fn nothing_grows_with_what_istiod_and_envoy_send() {
+    let (observer, _) = observer();
+    let long = "é".repeat(1000);
+    for number in 0..1000 {
+        observer.received(response(&format!("type {number}"), &long));
+    }
+    for number in 0..1000 {
+        observer.received(response(&long, &number.to_string()));
+        observer.received(response("type 0", &number.to_string()));
+    }
+    observer.answered("type 1", &long, None);
+    let snapshot = observer.snapshot();
+    assert_eq!(snapshot.types.len(), MOST_TYPES + 1);
+    assert_eq!(snapshot.types[OTHER].responses, 2000 - MOST_TYPES as u64);
+    let last = snapshot.types["type 1"].last_response.clone().unwrap();
+    assert_eq!((last.nonce.len(), last.answered), (LONGEST_TEXT, true));
+    let table = lock(&observer.table);
+    assert_eq!(table.types["type 0"].unanswered.len(), MOST_UNANSWERED);
+}
+
+#[test]
+fn streams_are_told_apart_and_their_ends_counted_once_for_each_side() {
+    let (observer, registry) = observer();
+    observer.stream_began(1, Protocol::Delta);
+    observer.istiod_connected(1);
+    observer.stream_began(2, Protocol::StateOfTheWorld);
+    observer.stream_ended(1, &End::Stopped, true);
+    let snapshot = observer.snapshot();
+    let stream = snapshot.stream.unwrap();
+    assert_eq!((stream.id, stream.connected), (2, false));
+    assert_eq!(snapshot.last_end.unwrap().id, 1);
+    let bad = End::BadRequest(Status::internal("x".repeat(1000)));
+    observer.stream_ended(2, &bad, false);
+    let snapshot = observer.snapshot();
+    assert!(snapshot.stream.is_none());
+    assert_eq!(snapshot.streams, 2);
+    assert_eq!(snapshot.last_end.unwrap().reason.len(), LONGEST_TEXT);
+    let page = registry.render();
+    for line in [
+        "istio_agent_istiod_connection_terminations{type=\"cancelled\"} 1\n",
+        "istio_agent_envoy_connection_terminations{type=\"cancelled\"} 1\n",
+        "istio_agent_envoy_connection_terminations{type=\"error\"} 1\n",
+    ] {
+        assert!(page.contains(line), "{line} in\n{page}");
+    }
+    assert!(!page.contains("istiod_connection_terminations{type=\"error\"}"));
+}
