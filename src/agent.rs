@@ -6,26 +6,31 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
-use std::future::Future;
+use std::convert::Infallible;
+use std::future::{Future, pending};
 use std::path::Path;
 use std::pin::pin;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use tokio::sync::watch;
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
-use crate::envoy::{self, Exit};
+use crate::envoy::handle::{Envoy, Order, Report, State};
+use crate::envoy::{self, Exit, admin::Admin};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::metrics::Registry;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
-use crate::{sds, secrets, xds};
+use crate::{sds, secrets, status, xds};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -43,6 +48,8 @@ pub enum Error {
     NoWorkloadSocket(String),
     #[error(transparent)]
     Bind(#[from] BindError),
+    #[error(transparent)]
+    Status(#[from] status::Error),
     #[error("the {name} ended, which it must not while the agent runs")]
     Ended {
         name: &'static str,
@@ -62,9 +69,10 @@ impl Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+    let started = Instant::now();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config)?;
+    let agent = Agent::build(config, started, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -77,19 +85,54 @@ struct Agent {
     config: Config,
     tasks: Tasks,
     shutdown: CancellationToken,
+    /// The rooms that stay until the others are gone.
+    last_tasks: Tasks,
+    last_shutdown: CancellationToken,
+    /// Where Envoy's runner reports to, and has its orders from.
+    envoy: EnvoyRunner,
+    metrics: Registry,
 }
 
 impl Agent {
-    fn build(config: Config) -> Result<Self, Error> {
+    fn build(config: Config, started: Instant, stop: &Stop) -> Result<Self, Error> {
+        let (envoy, runner) = envoy_handle(config.envoy.as_ref());
         let mut agent = Self {
             config,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
+            last_tasks: Tasks::new(),
+            last_shutdown: CancellationToken::new(),
+            envoy: runner,
+            metrics: Registry::default(),
         };
+        agent.status(envoy, started, stop)?;
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         agent.secrets(&istiod)?;
         agent.discovery(istiod)?;
         Ok(agent)
+    }
+
+    /// Serves the status port, unless it is switched off.
+    fn status(&mut self, envoy: Option<Envoy>, started: Instant, stop: &Stop) -> Result<(), Error> {
+        let Some(config) = self.config.status.clone() else {
+            return Ok(());
+        };
+        let sources = status::Sources {
+            started,
+            stop: stop.clone(),
+            dns_ready: None,
+            metrics: self.metrics.clone(),
+            scrape: status::own_metrics(self.metrics.clone()),
+            drain_plan: drain_plan(self.config.envoy.as_ref()),
+            debug: envoy.iter().map(envoy_page).collect(),
+            envoy,
+        };
+        let serving = status::new(config, sources, self.last_shutdown.clone())?;
+        self.last_tasks.spawn("status port", async move {
+            serving.await;
+            Ok::<(), BoxError>(())
+        });
+        Ok(())
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
@@ -154,12 +197,13 @@ impl Agent {
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
-        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), stop.asked()));
+        let config = self.config.clone();
+        let mut envoy = pin!(envoy_until_its_end(config, stop.asked(), self.envoy));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
                 code = &mut envoy => break code,
-                ended = self.tasks.next_ended(), if broken.is_none() => {
+                ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
                     tracing::error!("the {} ended; draining Envoy and stopping", ended.name);
                     broken = Some(Error::of(ended));
                     stop.ask(Urgency::Drain, "a part of the agent ended");
@@ -173,6 +217,10 @@ impl Agent {
         let aborted = self.tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were cut off");
+        }
+        self.last_shutdown.cancel();
+        if self.last_tasks.drain(STOP_LIMIT).await > 0 {
+            tracing::warn!("the status port did not close within {STOP_LIMIT:?}");
         }
         result
     }
@@ -205,6 +253,7 @@ impl Agent {
 async fn envoy_until_its_end(
     mut config: Config,
     mut asked: watch::Receiver<Asked>,
+    mut runner: EnvoyRunner,
 ) -> Result<ExitCode, BoxError> {
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     if let Some(grpc) = &config.grpc {
@@ -221,10 +270,88 @@ async fn envoy_until_its_end(
     let ours = !config.has_custom_bootstrap;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
     let _written = written.transpose()?;
-    Ok(match envoy::run(envoy, asked).await? {
+    let admin = Admin::new(envoy.admin_host, envoy.admin_port, envoy.drain_call);
+    let inbound_only = envoy.drain_inbound_only;
+    runner.is_started();
+    let exit = tokio::select! {
+        exit = envoy::run(envoy, asked) => exit,
+        never = runner.obey(admin, inbound_only) => match never {},
+    };
+    runner.has_ended();
+    Ok(match exit? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
+}
+
+/// The end of Envoy's handle that belongs to whoever runs it.
+#[derive(Debug)]
+struct EnvoyRunner {
+    report: watch::Sender<Report>,
+    orders: mpsc::Receiver<Order>,
+}
+
+fn envoy_handle(config: Option<&envoy::Config>) -> (Option<Envoy>, EnvoyRunner) {
+    let (report, reports) = watch::channel(Report::default());
+    let (sender, orders) = mpsc::channel(1);
+    let envoy = config.map(|config| {
+        let admin = Admin::new(config.admin_host, config.admin_port, config.drain_call);
+        Envoy::new(admin, reports, sender)
+    });
+    (envoy, EnvoyRunner { report, orders })
+}
+
+impl EnvoyRunner {
+    fn is_started(&self) {
+        self.report.send_modify(|report| {
+            report.state = State::Starting;
+            report.started = Some(SystemTime::now());
+        });
+    }
+
+    fn has_ended(&self) {
+        self.report
+            .send_modify(|report| report.state = State::Exited);
+    }
+
+    /// Carries out orders.
+    async fn obey(&mut self, admin: Admin, inbound_only: bool) -> Infallible {
+        while let Some(Order::Drain(told)) = self.orders.recv().await {
+            if let Err(error) = admin.drain_listeners(inbound_only).await {
+                tracing::warn!("Envoy has not been told to drain: {error}");
+            }
+            let _ = told.send(()); // Whoever asked may have gone.
+        }
+        pending().await
+    }
+}
+
+/// What `GET /drain` says of the end.
+fn drain_plan(envoy: Option<&envoy::Config>) -> serde_json::Value {
+    envoy.map_or(serde_json::Value::Null, |envoy| {
+        json!({
+            "inbound_only": envoy.drain_inbound_only,
+            "drain_seconds": envoy.limits.drain.as_secs_f64(),
+            "terminate_seconds": envoy.limits.terminate.as_secs_f64(),
+            "kill_seconds": envoy.limits.kill.as_secs_f64(),
+        })
+    })
+}
+
+fn envoy_page(envoy: &Envoy) -> status::Page {
+    let report = envoy.report();
+    status::Page {
+        path: "/debug/envoy",
+        content: Box::new(move || json!(*report.borrow())),
+    }
+}
+
+/// The next room of either set that ends.
+async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
+    tokio::select! {
+        ended = tasks.next_ended() => ended,
+        ended = last.next_ended() => ended,
+    }
 }
 
 fn is_own(socket: &Path) -> bool {
