@@ -182,7 +182,10 @@ impl Guest {
         });
         let mut builder = http1::Builder::new();
         // Time is watched below, where pauses between requests are not mistaken for late heads.
-        builder.header_read_timeout(None).max_buf_size(LARGEST_HEAD);
+        builder
+            .header_read_timeout(None)
+            .max_header_size(LARGEST_HEAD)
+            .max_buf_size(LARGEST_HEAD);
         let mut connection = pin!(builder.serve_connection(io, service));
         let mut timer = pin!(sleep_until(self.activity.since()));
         let served = poll_fn(|context| {
