@@ -18,7 +18,8 @@ use protox::prost_reflect::prost_types::{FileDescriptorProto, FileDescriptorSet}
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=proto");
-    let own = protox::compile(["security/v1alpha1/ca.proto"], ["proto"])?;
+    let files = ["security/v1alpha1/ca.proto", "grpc/health/v1/health.proto"];
+    let own = protox::compile(files, ["proto"])?;
     tonic_prost_build::configure()
         .build_transport(false)
         .compile_fds(own)?;

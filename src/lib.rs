@@ -20,6 +20,10 @@ pub mod istiod;
 
 pub mod envoy;
 
+pub mod status;
+
+pub mod probe;
+
 pub mod bootstrap;
 
 pub mod exit_code;

@@ -11,3 +11,15 @@
 pub mod istio_v1_auth {
     tonic::include_proto!("istio.v1.auth");
 }
+
+/// `grpc.health.v1`: the health check of gRPC servers.
+#[allow(
+    missing_debug_implementations,
+    unreachable_pub,
+    unused_qualifications,
+    clippy::unwrap_used,
+    clippy::wildcard_imports
+)]
+pub mod grpc_health_v1 {
+    tonic::include_proto!("grpc.health.v1");
+}

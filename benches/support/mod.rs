@@ -28,6 +28,9 @@ impl Process {
     /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.
     pub fn relay(directory: &Path, address: &str, root_pem: &str) -> Self {
         let mut command = agent(directory, root_pem);
+        // Two agents side by side have one port between them, which no relay needs.
+        let annotation = "status.sidecar.istio.io/port=\"0\"\n";
+        write(directory, "etc/istio/pod/annotations", annotation);
         command
             .env("DISABLE_ENVOY", "true")
             .env("CA_ADDR", "127.0.0.1:9")

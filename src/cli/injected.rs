@@ -135,13 +135,13 @@ fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
             ("ISTIO_META_DNS_CAPTURE", "true"),
         ])
         .start();
-    let expected = [
-        "ISTIO_META_DNS_CAPTURE",
-        "ISTIO_KUBE_APP_PROBERS",
-        "ISTIO_PROMETHEUS_ANNOTATIONS",
-        "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION",
-    ];
+    let expected = ["ISTIO_META_DNS_CAPTURE", "ISTIO_PROMETHEUS_ANNOTATIONS"];
     assert_eq!(start.warnings, expected);
+    let status = start.config.status.expect("a status port");
+    assert_eq!(
+        (status.port, status.application.as_str()),
+        (15020, "localhost")
+    );
 }
 
 #[test]

@@ -22,6 +22,7 @@ pub mod report;
 mod schema;
 mod stats;
 mod statsd;
+mod status;
 mod threads;
 mod validate;
 mod workload;
@@ -63,6 +64,8 @@ pub struct Config {
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
+    /// None when there is no status port.
+    pub status: Option<crate::status::Config>,
     /// Only logged: there is one kind of token.
     pub jwt_policy: String,
     /// What was found odd and replaced by a default.
@@ -154,6 +157,7 @@ pub(crate) fn load_with(
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
+    let status = sources.status(&bootstrap, grpc.as_ref().map(|grpc| grpc.path.clone()));
     let platform = sources.platform();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
@@ -174,6 +178,7 @@ pub(crate) fn load_with(
         grpc,
         platform,
         envoy,
+        status,
         jwt_policy,
         cluster_id,
         warnings: sources.warnings,

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
-use super::plan::{self, Ending};
+use super::plan::{self, Ending, Plan};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -45,6 +45,8 @@ pub struct Report {
     pub rss_bytes: Option<u64>,
     /// Whether Envoy was told to send its clients away, and will skip its drain at the end.
     pub is_drained: bool,
+    /// The steps of an end, from where Envoy is now.
+    pub plan: Plan,
     /// The way down, once it has begun.
     pub ending: Option<Ending>,
     /// When the next Envoy starts, while there is none.
@@ -157,6 +159,7 @@ mod tests {
             "started": now,
             "rss_bytes": null,
             "is_drained": false,
+            "plan": [],
             "ending": {
                 "cause": "received signal: terminated",
                 "since": now,

@@ -14,6 +14,9 @@ fn a_bootstrap_of_ones_own_goes_to_envoy_and_stays() {
     fs::write(root.join("own/envoy.json"), "{}").unwrap();
     let fake = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/agent/fake-envoy");
     symlink(fake, root.join("fake-envoy.exits-cleanly")).unwrap();
+    fs::create_dir_all(root.join("etc/istio/pod")).unwrap();
+    let no_status_port = "status.sidecar.istio.io/port=\"0\"\n";
+    fs::write(root.join("etc/istio/pod/annotations"), no_status_port).unwrap();
     let config = "{customConfigFile: own/envoy.json, binaryPath: ./fake-envoy.exits-cleanly}";
     let ended = Command::new(env!("CARGO_BIN_EXE_pilot-agent"))
         .arg("proxy")

@@ -21,4 +21,5 @@ mod properties;
 mod roots_and_tokens;
 mod secrets;
 mod start;
+mod status;
 mod support;

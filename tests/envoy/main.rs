@@ -17,4 +17,5 @@ mod discovery;
 mod lifecycle;
 mod memory;
 mod outages;
+mod status;
 mod support;

@@ -158,6 +158,11 @@ variables! {
     GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;
     GCP_QUOTA_PROJECT: String = "", "Google project that pays.", Same;
     GCP_ZONE: String = "", "Google zone.", Same;
+    ISTIO_KUBE_APP_PROBERS: String = "", "Probes of the application, taken over by the agent: JSON.", Same;
+    ISTIO_ENABLE_HTTP2_PROBING: bool = "true", "Probes with TLS may speak HTTP/2.", Same;
+    REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Probes go to localhost instead of the pod's address.", Same;
+    ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Probes keep their connections.", Same;
+    METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Metrics for callers on this machine only.", Same;
     GCE_METADATA_HOST: String = "", "Where Google's metadata service is.", Same;
 }
 

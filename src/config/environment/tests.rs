@@ -77,14 +77,14 @@ fn what_asks_for_more_than_there_is_is_named() {
         ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
         ("OUTPUT_CERTS", ""),
         ("GOMEMLIMIT", "1GiB"),
-        ("ISTIO_ENABLE_HTTP2_PROBING", "false"),
+        ("PILOT_AGENT_MERGE_ENVOY_STATS", "false"),
         ("SOMETHING_ELSE", "true"),
     ]
     .into_iter()
     .collect();
     assert_eq!(
         env.not_yet(),
-        ["ISTIO_META_DNS_CAPTURE", "ISTIO_ENABLE_HTTP2_PROBING"]
+        ["ISTIO_META_DNS_CAPTURE", "PILOT_AGENT_MERGE_ENVOY_STATS"]
     );
 }
 

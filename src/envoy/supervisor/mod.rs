@@ -250,6 +250,7 @@ impl Supervisor {
         let pause = (phase == Phase::Pausing).then_some(self.pause);
         self.publish.send_modify(|report| {
             report.state = phase.state();
+            report.plan = self.machine.plan();
             report.is_drained = self.machine.is_drained();
             report.restart = pause.map(|pause| now + pause);
             if let (Some(ending), Some((wait, waits_for))) = (&mut report.ending, step) {

@@ -3,6 +3,7 @@
 pub mod child;
 #[path = "../../agent/support/envoy.rs"]
 pub mod envoy;
+pub mod http;
 pub mod place;
 
 use std::net::Ipv4Addr;

@@ -11,6 +11,7 @@ use tempfile::TempDir;
 
 use super::child::{Child, binary};
 use super::eventually;
+use super::http::free_port;
 
 pub const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
 pub const TOKEN: &str = "var/run/secrets/tokens/istio-token";
@@ -23,6 +24,7 @@ pub struct Place {
     proxy_config: Map<String, Value>,
     environment: Vec<(String, String)>,
     flags: Vec<String>,
+    status_port: u16,
 }
 
 impl Place {
@@ -33,10 +35,13 @@ impl Place {
             proxy_config: Map::new(),
             environment: Vec::new(),
             flags: ["proxy", "sidecar"].map(str::to_owned).into(),
+            status_port: free_port(),
         };
         place.write(ROOT, istiod.root_pem());
         place.write(TOKEN, token(istiod));
+        let status_port = json!(place.status_port);
         place
+            .proxy("statusPort", status_port)
             .proxy("discoveryAddress", json!(istiod.address.to_string()))
             .proxy("terminationDrainDuration", json!("0s"))
             .set("POD_NAME", "bench")
@@ -78,6 +83,10 @@ impl Place {
 
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         self.directory.path().join(path)
+    }
+
+    pub fn status_port(&self) -> u16 {
+        self.status_port
     }
 
     pub fn xds_socket(&self) -> PathBuf {

@@ -29,20 +29,21 @@ pub struct Settings<'a> {
 pub struct Pod {
     pub agent: Process,
     pub envoy: Admin,
+    pub status_port: u16,
     directory: TempDir,
 }
 
 impl Pod {
     pub fn start(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let admin_port = free_port();
+        let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
         write(directory.path(), TOKEN, &control_plane.token());
         let proxy_config = json!({
             "discoveryAddress": control_plane.address(),
             "binaryPath": settings.envoy.unwrap_or(Path::new("none")),
             "proxyAdminPort": admin_port,
-            "statusPort": free_port(),
+            "statusPort": status_port,
             "terminationDrainDuration": "1s",
             "concurrency": 1,
         });
@@ -62,6 +63,7 @@ impl Pod {
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
             envoy: admin(admin_port),
+            status_port,
             directory,
         }
     }

@@ -6,12 +6,15 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod pages;
+
 use std::future::Future;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
@@ -19,15 +22,17 @@ use crate::ca::istio::IstioCa;
 use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
+use crate::envoy::handle::Envoy;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::{self, Registry};
+use crate::secrets::Secrets;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
-use crate::{sds, secrets, xds};
+use crate::{sds, secrets, status, xds};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -45,6 +50,8 @@ pub enum Error {
     NoWorkloadSocket(String),
     #[error(transparent)]
     Bind(#[from] BindError),
+    #[error(transparent)]
+    Status(#[from] status::Error),
     #[error("the {name} ended, which it must not while the agent runs")]
     Ended {
         name: &'static str,
@@ -64,9 +71,10 @@ impl Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+    let started = Instant::now();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, &stop)?;
+    let agent = Agent::build(config, started, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -85,15 +93,17 @@ struct Agent {
     metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
+    /// The rooms that stay until the others are gone.
+    last_tasks: Tasks,
+    last_shutdown: CancellationToken,
 }
 
 impl Agent {
-    fn build(config: Config, stop: &Stop) -> Result<Self, Error> {
+    fn build(config: Config, started: Instant, stop: &Stop) -> Result<Self, Error> {
         let metrics = registry();
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
-        // The status port will take the handle.
-        let (_envoy, envoy_life) = match envoy {
+        let (envoy, envoy_life) = match envoy {
             Some((handle, life)) => (Some(handle), Some(Box::pin(life) as EnvoyLife)),
             None => (None, None),
         };
@@ -103,11 +113,53 @@ impl Agent {
             metrics,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
+            last_tasks: Tasks::new(),
+            last_shutdown: CancellationToken::new(),
         };
+        // Bound before anything else; what it shows comes with the rooms.
+        let port = agent
+            .config
+            .status
+            .as_ref()
+            .map(|config| status::bind(config.port));
+        let port = port.transpose().map_err(status::Error::from)?;
+        let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        agent.secrets(&istiod)?;
-        agent.discovery(istiod)?;
+        pages.push(pages::istiod(&istiod));
+        pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
+        pages.push(agent.discovery(istiod)?);
+        if let Some(port) = port {
+            agent.status(port, envoy, started, stop, pages)?;
+        }
         Ok(agent)
+    }
+
+    fn status(
+        &mut self,
+        port: status::Listener,
+        envoy: Option<Envoy>,
+        started: Instant,
+        stop: &Stop,
+        debug: Vec<status::Page>,
+    ) -> Result<(), Error> {
+        let Some(config) = self.config.status.clone() else {
+            return Ok(());
+        };
+        let sources = status::Sources {
+            started,
+            stop: stop.clone(),
+            dns_ready: None,
+            metrics: self.metrics.clone(),
+            scrape: status::own_metrics(self.metrics.clone()),
+            debug,
+            envoy,
+        };
+        let serving = status::new(config, port, sources, self.last_shutdown.clone())?;
+        self.last_tasks.spawn("status port", async move {
+            serving.await;
+            Ok::<(), BoxError>(())
+        });
+        Ok(())
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {
@@ -117,7 +169,7 @@ impl Agent {
     }
 
     /// Keeps certificates fresh and serves them, unless somebody else does.
-    fn secrets(&mut self, istiod: &Istiod) -> Result<(), Error> {
+    fn secrets(&mut self, istiod: &Istiod) -> Result<Option<Secrets>, Error> {
         let socket = self.config.sds_socket.clone();
         if unix_socket::is_live(&socket) {
             tracing::info!(
@@ -126,7 +178,7 @@ impl Agent {
                 socket.display()
             );
             tracing::warn!("secrets from files are not served yet: Envoy gets all from there");
-            return Ok(());
+            return Ok(None);
         }
         if !is_own(&socket) {
             return Err(Error::NoWorkloadSocket(socket.display().to_string()));
@@ -152,13 +204,18 @@ impl Agent {
         let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
         if let Some(listener) = listener {
-            let serving = sds::serve(listener, secrets, &self.metrics, self.shutdown.clone());
+            let serving = sds::serve(
+                listener,
+                secrets.clone(),
+                &self.metrics,
+                self.shutdown.clone(),
+            );
             self.spawn("secret discovery service", serving);
         }
-        Ok(())
+        Ok(Some(secrets))
     }
 
-    fn discovery(&mut self, istiod: Istiod) -> Result<(), Error> {
+    fn discovery(&mut self, istiod: Istiod) -> Result<status::Page, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
@@ -169,8 +226,9 @@ impl Agent {
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
+        let page = pages::discovery(discovery.observer());
         self.spawn("discovery service", discovery.serve(listener));
-        Ok(())
+        Ok(page)
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
@@ -180,7 +238,7 @@ impl Agent {
         let mut result = loop {
             tokio::select! {
                 code = &mut envoy => break code,
-                ended = self.tasks.next_ended(), if broken.is_none() => {
+                ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
                     tracing::error!("the {} ended; draining Envoy and stopping", ended.name);
                     broken = Some(Error::of(ended));
                     stop.ask(Urgency::Drain, "a part of the agent ended");
@@ -194,6 +252,10 @@ impl Agent {
         let aborted = self.tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were cut off");
+        }
+        self.last_shutdown.cancel();
+        if self.last_tasks.drain(STOP_LIMIT).await > 0 {
+            tracing::warn!("the status port did not close within {STOP_LIMIT:?}");
         }
         result
     }
@@ -255,6 +317,14 @@ fn registry() -> Registry {
     version::publish(&registry);
     metrics::process::publish(&registry);
     registry
+}
+
+/// The next room of either set that ends.
+async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
+    tokio::select! {
+        ended = tasks.next_ended() => ended,
+        ended = last.next_ended() => ended,
+    }
 }
 
 fn is_own(socket: &Path) -> bool {

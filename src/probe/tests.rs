@@ -1,0 +1,430 @@
+//! Probes of applications on this machine.
+
+use std::convert::Infallible;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use ::http::{HeaderValue, Request, Response, Version, header};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+
+use super::*;
+use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
+use crate::proto::grpc_health_v1::health_server::{Health, HealthServer};
+use crate::proto::grpc_health_v1::{HealthCheckRequest, HealthCheckResponse};
+
+const ORIGIN: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
+
+/// An application; gone when dropped.
+struct App {
+    port: u16,
+    _tasks: JoinSet<()>,
+}
+
+impl App {
+    /// Hands each connection to `serve`.
+    async fn start<F: Future<Output = ()> + Send + 'static>(
+        serve: impl Fn(tokio::net::TcpStream, SocketAddr) -> F + Send + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, from)) = listener.accept().await {
+                connections.spawn(serve(stream, from));
+            }
+        });
+        Self {
+            port,
+            _tasks: tasks,
+        }
+    }
+
+    async fn plain() -> Self {
+        Self::start(|stream, from| serve_http(stream, from, false)).await
+    }
+
+    /// Writes these bytes to whoever asks, again and again if `endless`.
+    async fn raw(bytes: &'static [u8], endless: bool) -> Self {
+        Self::start(move |mut stream, _| async move {
+            let mut request = [0; 4096];
+            let _ = stream.read(&mut request).await;
+            while stream.write_all(bytes).await.is_ok() && endless {}
+        })
+        .await
+    }
+
+    async fn tls(alpn: &[&str]) -> Self {
+        let key = rcgen::generate_simple_self_signed(["other".to_owned()]).expect("a pair");
+        let private = PrivatePkcs8KeyDer::from(key.signing_key.serialize_der());
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let mut config = rustls::ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .expect("versions")
+            .with_no_client_auth()
+            .with_single_cert(vec![key.cert.der().clone()], PrivateKeyDer::from(private))
+            .expect("a pair");
+        config.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        Self::start(move |stream, from| {
+            let acceptor = acceptor.clone();
+            async move {
+                if let Ok(stream) = acceptor.accept(stream).await {
+                    let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+                    serve_http(stream, from, is_http2).await;
+                }
+            }
+        })
+        .await
+    }
+
+    async fn asked(&self, path: &str) -> Result<Outcome, Error> {
+        self.asked_with(path, false, &HeaderMap::new()).await
+    }
+
+    async fn asked_with(
+        &self,
+        path: &str,
+        is_https: bool,
+        headers: &HeaderMap,
+    ) -> Result<Outcome, Error> {
+        let path = path.to_owned();
+        let kind = Kind::Http { is_https, path };
+        client(true, false).ask(&self.probe(kind), headers).await
+    }
+
+    fn probe(&self, kind: Kind) -> Probe {
+        Probe {
+            host: "127.0.0.1".to_owned(),
+            port: self.port,
+            kind,
+            timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+async fn serve_http(
+    io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    from: SocketAddr,
+    is_http2: bool,
+) {
+    let service =
+        service_fn(move |request| async move { Ok::<_, Infallible>(answer(&request, from)) });
+    let io = TokioIo::new(io);
+    // The probe decides when a connection ends.
+    let _ = match is_http2 {
+        true => {
+            http2::Builder::new(TokioExecutor::new())
+                .serve_connection(io, service)
+                .await
+        }
+        false => http1::Builder::new().serve_connection(io, service).await,
+    };
+}
+
+fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>> {
+    let path = request.uri().path().trim_start_matches('/');
+    let to = |location: &str| (302, String::new(), Some(location.to_owned()));
+    let (status, body, location) = match path {
+        "from" => (200, from.ip().to_string(), None),
+        "peer" => (200, from.to_string(), None),
+        "version" => (200, format!("{:?}", request.version()), None),
+        "headers" => (200, format!("{:?}", request.headers()), None),
+        "query" => (200, request.uri().query().unwrap_or_default().into(), None),
+        "redirect" => to("/redirected"),
+        "redirected" => (201, "there".into(), None),
+        "redirect-loop" => to("/redirect-loop"),
+        "redirect-away" => to("http://example.com/"),
+        "redirect-badly" => to("http://["),
+        "long" => (200, "x".repeat(20_000), None),
+        status => (status.parse().unwrap_or(404), "echo".into(), None),
+    };
+    let mut answer = Response::new(Full::new(Bytes::from(body)));
+    *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
+    if let Some(location) = location {
+        let location = HeaderValue::from_str(&location).expect("a value");
+        answer.headers_mut().insert(header::LOCATION, location);
+    }
+    answer
+}
+
+fn client(offers_http2: bool, keeps_connections: bool) -> Client {
+    Client::new(Config {
+        origin: Origin(Some(ORIGIN)),
+        offers_http2,
+        keeps_connections,
+    })
+    .expect("a client")
+}
+
+#[tokio::test]
+async fn every_status_goes_back_but_those_of_redirections() {
+    let app = App::plain().await;
+    for status in (200..=511).filter(|status| ![204, 205, 304].contains(status)) {
+        let outcome = app.asked(&status.to_string()).await.expect("an answer");
+        let expected = if (300..400).contains(&status) {
+            200
+        } else {
+            status
+        };
+        assert_eq!(outcome.status.as_u16(), expected);
+        assert_eq!(outcome.body, "echo");
+    }
+    for (path, expected) in [
+        ("304", 200),
+        ("204", 204),
+        ("/redirect", 201),
+        ("redirect-away", 200),
+    ] {
+        let outcome = app.asked(path).await.expect("an answer");
+        assert_eq!(outcome.status.as_u16(), expected, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn redirects_in_a_loop_or_to_nowhere_are_errors() {
+    let app = App::plain().await;
+    for (path, expected) in [
+        ("redirect-loop", "stopped after 10 redirects"),
+        ("redirect-badly", "is no address to be redirected to"),
+    ] {
+        let error = app.asked(path).await.expect_err("an error").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn probes_come_from_their_own_address_with_the_callers_headers() {
+    let app = App::plain().await;
+    let body = |outcome: Result<Outcome, Error>| outcome.expect("an answer").body;
+    assert_eq!(body(app.asked("from").await), "127.0.0.6");
+    assert_eq!(body(app.asked("query?a=b").await), "a=b");
+    assert_eq!(body(app.asked("long").await).len(), 10_240);
+    let mut headers = HeaderMap::new();
+    headers.insert("host", HeaderValue::from_static("cart:80"));
+    headers.append("x-twice", HeaderValue::from_static("1"));
+    headers.append("x-twice", HeaderValue::from_static("2"));
+    let got = body(app.asked_with("headers", false, &headers).await);
+    let expected = "{\"host\": \"cart:80\", \"x-twice\": \"1\", \"x-twice\": \"2\", \"connection\": \"close\"}";
+    assert_eq!(got, expected);
+}
+
+#[tokio::test]
+async fn connections_are_kept_only_where_asked_for() {
+    let app = App::plain().await;
+    for keeps in [false, true] {
+        let client = client(true, keeps);
+        let path = "peer".to_owned();
+        let is_https = false;
+        let probe = app.probe(Kind::Http { is_https, path });
+        let first = client.ask(&probe, &HeaderMap::new()).await.expect("one");
+        let second = client.ask(&probe, &HeaderMap::new()).await.expect("two");
+        assert_eq!(first.body == second.body, keeps);
+    }
+}
+
+#[tokio::test]
+async fn a_kept_connection_the_application_has_closed_is_replaced() {
+    let app = App::start(|mut stream, from| async move {
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request).await;
+        let from = format!("{from:>21}");
+        let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: 21\r\n\r\n{from}");
+        let _ = stream.write_all(answer.as_bytes()).await;
+    })
+    .await;
+    let client = client(true, true);
+    let path = String::new();
+    let is_https = false;
+    let probe = app.probe(Kind::Http { is_https, path });
+    let first = client.ask(&probe, &HeaderMap::new()).await.expect("one");
+    let second = client.ask(&probe, &HeaderMap::new()).await.expect("two");
+    assert_ne!(first.body, second.body);
+}
+
+#[tokio::test]
+async fn tls_takes_any_certificate_and_speaks_what_the_application_does() {
+    let (http1, http2) = (Version::HTTP_11, Version::HTTP_2);
+    for (alpn, offers_http2, expected) in [
+        (&[][..], true, Some(http1)),
+        (&["http/1.1"], true, Some(http1)),
+        (&["h2"], true, Some(http2)),
+        (&["h2", "http/1.1"], true, Some(http2)),
+        (&["h2", "http/1.1"], false, Some(http1)),
+        (&["h2"], false, None),
+        (&["foo"], true, None),
+    ] {
+        let app = App::tls(alpn).await;
+        let path = "version".to_owned();
+        let is_https = true;
+        let probe = app.probe(Kind::Http { is_https, path });
+        let outcome = client(offers_http2, false)
+            .ask(&probe, &HeaderMap::new())
+            .await;
+        match expected {
+            Some(version) => {
+                assert_eq!(outcome.expect("an answer").body, format!("{version:?}"));
+            }
+            None => assert!(outcome.is_err(), "{alpn:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn applications_that_misbehave_are_errors_in_time() {
+    let probe = |app: &App| Probe {
+        timeout: Duration::from_millis(200),
+        ..app.probe(Kind::Http {
+            is_https: false,
+            path: String::new(),
+        })
+    };
+    for (bytes, endless) in [
+        (&b""[..], true),
+        (b"", false),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nO", false),
+        (b"x: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n", true),
+        (b"HTTP/1.1 200 OK\r\nx: y\r\nx: ", true),
+        (b"nonsense\r\n\r\n", false),
+    ] {
+        let app = match bytes {
+            // Neither reads nor writes.
+            b"" if endless => {
+                App::start(|stream, _| async move {
+                    std::future::pending::<()>().await;
+                    drop(stream);
+                })
+                .await
+            }
+            _ => App::raw(bytes, endless).await,
+        };
+        let (client, probe, headers) = (client(true, false), probe(&app), HeaderMap::new());
+        let asked = client.ask(&probe, &headers);
+        let outcome = tokio::time::timeout(Duration::from_secs(5), asked).await;
+        assert!(outcome.expect("in time").is_err(), "{bytes:?}");
+    }
+    let nobody = App::plain().await;
+    let probe = probe(&nobody);
+    drop(nobody);
+    let error = client(true, false).ask(&probe, &HeaderMap::new()).await;
+    assert!(matches!(error, Err(Error::Connect(_))), "{error:?}");
+}
+
+#[tokio::test]
+async fn of_an_endless_body_the_beginning_is_enough() {
+    let app = App::start(|mut stream, _| async move {
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request).await;
+        let _ = stream.write_all(b"HTTP/1.1 503 No\r\n\r\n").await;
+        while stream.write_all(&[b'x'; 4096]).await.is_ok() {}
+    })
+    .await;
+    let outcome = app.asked("/").await.expect("an answer");
+    assert_eq!((outcome.status.as_u16(), outcome.body.len()), (503, 10_240));
+}
+
+#[tokio::test]
+async fn a_tcp_probe_asks_for_a_connection() {
+    let app = App::plain().await;
+    let probe = app.probe(Kind::Tcp);
+    let outcome = client(true, false).ask(&probe, &HeaderMap::new()).await;
+    assert_eq!(outcome.expect("a connection").status, StatusCode::OK);
+    drop(app);
+    let outcome = client(true, false).ask(&probe, &HeaderMap::new()).await;
+    assert!(outcome.is_err());
+}
+
+#[tokio::test]
+async fn a_host_of_the_other_family_and_an_address_nobody_has_are_errors() {
+    let kind = Kind::Tcp;
+    let app = App::plain().await;
+    for (host, origin, expected) in [
+        (
+            "::1",
+            ORIGIN,
+            "::1 has no address of the family of 127.0.0.6",
+        ),
+        (
+            "127.0.0.1",
+            Ipv4Addr::new(192, 0, 2, 1).into(),
+            "cannot bind 192.0.2.1",
+        ),
+    ] {
+        let client = Client::new(Config {
+            origin: Origin(Some(origin)),
+            offers_http2: true,
+            keeps_connections: false,
+        });
+        let probe = Probe {
+            host: host.to_owned(),
+            ..app.probe(kind.clone())
+        };
+        let asked = client
+            .expect("a client")
+            .ask(&probe, &HeaderMap::new())
+            .await;
+        let error = asked.expect_err("an error").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// Says what it is told to by the name of the service, and fails for those it does not know.
+struct Fake;
+
+#[tonic::async_trait]
+impl Health for Fake {
+    async fn check(
+        &self,
+        request: tonic::Request<HealthCheckRequest>,
+    ) -> Result<tonic::Response<HealthCheckResponse>, tonic::Status> {
+        let agent = request.metadata().get("user-agent");
+        let is_kubelet = agent.is_some_and(|agent| agent == "kube-probe/1.30");
+        let status = match request.get_ref().service.as_str() {
+            "" if is_kubelet => ServingStatus::Serving,
+            "down" => ServingStatus::NotServing,
+            "unknown" => ServingStatus::Unknown,
+            _ => return Err(tonic::Status::unimplemented("no such service")),
+        };
+        let status = status.into();
+        Ok(tonic::Response::new(HealthCheckResponse { status }))
+    }
+}
+
+#[tokio::test]
+async fn a_grpc_probe_wants_to_hear_that_the_service_serves() {
+    let app = App::start(|stream, _| async move {
+        let service = hyper_util::service::TowerToHyperService::new(HealthServer::new(Fake));
+        let _ = http2::Builder::new(TokioExecutor::new())
+            .serve_connection(TokioIo::new(stream), service)
+            .await;
+    })
+    .await;
+    let mut headers = HeaderMap::new();
+    let agent = HeaderValue::from_static("kube-probe/1.30");
+    headers.insert(header::USER_AGENT, agent);
+    for (service, expected) in [
+        ("", ""),
+        ("down", "the application says NOT_SERVING, expected SERVING"),
+        ("unknown", "the application says UNKNOWN, expected SERVING"),
+        ("other", "the health check failed"),
+    ] {
+        let service = service.to_owned();
+        let probe = app.probe(Kind::Grpc { service });
+        let found = client(true, false).ask(&probe, &headers).await;
+        let found = found.map_or_else(|error| error.to_string(), |_| String::new());
+        assert_eq!(found, expected);
+    }
+    let silent = App::plain().await;
+    let service = String::new();
+    let probe = silent.probe(Kind::Grpc { service });
+    assert!(client(true, false).ask(&probe, &headers).await.is_err());
+}

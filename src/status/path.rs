@@ -1,0 +1,66 @@
+//! Paths in their one spelling.
+//!
+//! Doubled slashes and dots are taken out, so that no page has two addresses, one of which a rule
+//! forgets; whoever used the other spelling is sent to this one.
+//!
+//! Does not decode anything.
+
+use ::http::Uri;
+
+/// Trees of pages, whose roots end in a slash.
+const TREES: [&str; 2] = ["/app-health", "/app-lifecycle"];
+
+/// Where a request is to go instead, query included. None when its path is in order.
+pub(super) fn cleaned(uri: &Uri) -> Option<String> {
+    let path = uri.path();
+    let mut clean = clean(path);
+    if TREES.contains(&clean.as_str()) {
+        clean.push('/');
+    }
+    if clean == path {
+        return None;
+    }
+    Some(match uri.query() {
+        Some(query) => format!("{clean}?{query}"),
+        None => clean,
+    })
+}
+
+fn clean(path: &str) -> String {
+    let mut kept = Vec::new();
+    for segment in path.split('/') {
+        match segment {
+            "" | "." => {}
+            ".." => {
+                kept.pop();
+            }
+            other => kept.push(other),
+        }
+    }
+    let is_tree = path.ends_with('/') && !kept.is_empty();
+    format!("/{}{}", kept.join("/"), if is_tree { "/" } else { "" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_spelling_is_sent_to_the_one_spelling() {
+        for (path, expected) in [
+            ("/healthz/ready", None),
+            ("/", None),
+            ("/app-health/", None),
+            ("/app-health", Some("/app-health/")),
+            ("/app-lifecycle?a", Some("/app-lifecycle/?a")),
+            ("//debug/envoy", Some("/debug/envoy")),
+            ("/debug/../drain?x=%2e", Some("/drain?x=%2e")),
+            ("/./stats//prometheus", Some("/stats/prometheus")),
+            ("/../..", Some("/")),
+            ("/drain//", Some("/drain/")),
+        ] {
+            let uri = path.parse().expect("a path");
+            assert_eq!(cleaned(&uri).as_deref(), expected, "{path}");
+        }
+    }
+}

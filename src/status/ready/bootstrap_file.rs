@@ -1,0 +1,113 @@
+//! Whether a gRPC application finds its bootstrap, and the certificates that it names.
+//!
+//! The file is read until that succeeds once; the certificates must be there each time.
+//!
+//! Does not look into the certificates.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// Members of a certificate provider that name a file.
+const FILES: [&str; 3] = [
+    "certificate_file",
+    "private_key_file",
+    "ca_certificate_file",
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(in crate::status) enum Missing {
+    #[error("failed loading {path}: {why}", path = .path.display())]
+    Unreadable { path: PathBuf, why: String },
+    #[error("{} does not exist", .0.display())]
+    File(PathBuf),
+}
+
+pub(super) struct BootstrapFile {
+    path: PathBuf,
+    /// The files it names.
+    files: OnceLock<Vec<PathBuf>>,
+}
+
+impl BootstrapFile {
+    pub(super) fn new(path: PathBuf) -> Self {
+        let files = OnceLock::new();
+        Self { path, files }
+    }
+
+    pub(super) fn check(&self) -> Result<(), Missing> {
+        let files = match self.files.get() {
+            Some(files) => files,
+            None => {
+                let files = files_of(&self.path)?;
+                self.files.get_or_init(|| files)
+            }
+        };
+        match files.iter().find(|path| !path.exists()) {
+            Some(path) => Err(Missing::File(path.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+fn files_of(path: &Path) -> Result<Vec<PathBuf>, Missing> {
+    let unreadable = |why| Missing::Unreadable {
+        path: path.to_owned(),
+        why,
+    };
+    let text = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
+    let document: Value =
+        serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
+    let providers = document["certificate_providers"].as_object();
+    let watchers = providers
+        .into_iter()
+        .flat_map(|providers| providers.values())
+        .filter(|provider| provider["plugin_name"] == "file_watcher");
+    let files = watchers
+        .flat_map(|watcher| FILES.map(|name| watcher["config"][name].as_str().map(PathBuf::from)));
+    Ok(files.flatten().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_file_must_be_there_once_and_the_certificates_always() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("bootstrap.json");
+        let file = BootstrapFile::new(path.clone());
+        let missing = file.check().expect_err("no file").to_string();
+        assert!(missing.starts_with(&format!("failed loading {}: ", path.display())));
+        std::fs::write(&path, "{").expect("written");
+        assert!(matches!(file.check(), Err(Missing::Unreadable { .. })));
+
+        let names = FILES.map(|name| directory.path().join(name));
+        let mut config = serde_json::Map::new();
+        for (member, path) in FILES.iter().zip(&names) {
+            config.insert((*member).to_owned(), json!(path));
+        }
+        let provider = json!({ "plugin_name": "file_watcher", "config": config });
+        let document = json!({ "certificate_providers": { "default": provider } });
+        std::fs::write(&path, document.to_string()).expect("written");
+        for name in &names {
+            assert_eq!(file.check(), Err(Missing::File(name.clone())));
+            std::fs::write(name, "").expect("written");
+        }
+        std::fs::remove_file(&path).expect("removed");
+        assert_eq!(file.check(), Ok(()));
+        std::fs::remove_file(&names[1]).expect("removed");
+        assert_eq!(file.check(), Err(Missing::File(names[1].clone())));
+    }
+
+    #[test]
+    fn a_bootstrap_without_certificates_is_enough() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("bootstrap.json");
+        std::fs::write(&path, "{}").expect("written");
+        assert_eq!(BootstrapFile::new(path).check(), Ok(()));
+    }
+}

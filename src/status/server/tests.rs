@@ -1,0 +1,158 @@
+//! Connections that want too much, or too little.
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Duration, Instant};
+
+use super::*;
+use crate::lifecycle::Stop;
+use crate::metrics::Registry;
+use crate::probe;
+use crate::status::{Config, Probers, Sources, own_metrics};
+
+const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
+
+struct Port {
+    address: SocketAddr,
+    stop: CancellationToken,
+    tasks: JoinSet<()>,
+}
+
+async fn port() -> Port {
+    let metrics = Registry::default();
+    let config = Config {
+        port: 0,
+        metrics_localhost_only: false,
+        application: String::new(),
+        probers: Probers::default(),
+        probes: probe::Config {
+            origin: probe::Origin(None),
+            offers_http2: true,
+            keeps_connections: false,
+        },
+        grpc_bootstrap: None,
+    };
+    let sources = Sources {
+        started: Instant::now(),
+        stop: Stop::new(),
+        envoy: None,
+        dns_ready: None,
+        metrics: metrics.clone(),
+        scrape: own_metrics(metrics),
+        debug: Vec::new(),
+    };
+    let listener = bind(0).expect("a port");
+    let port = listener.0.local_addr().expect("an address").port();
+    let router = Arc::new(Router::new(config, sources).expect("a router"));
+    let stop = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(serve(listener, router, stop.clone()));
+    Port {
+        address: (Ipv4Addr::LOCALHOST, port).into(),
+        stop,
+        tasks,
+    }
+}
+
+impl Port {
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.expect("connected")
+    }
+}
+
+/// What comes back for `request`: the status line, or nothing if the connection ends.
+async fn asked(stream: &mut TcpStream, request: &[u8]) -> String {
+    // It may be closed already, which reading tells.
+    let _ = stream.write_all(request).await;
+    let mut answer = [0; 1024];
+    let length = stream.read(&mut answer).await.unwrap_or_default();
+    let text = String::from_utf8_lossy(&answer[..length]).into_owned();
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+#[tokio::test]
+async fn both_families_are_served_and_connections_are_kept() {
+    let port = port().await;
+    let mut stream = port.connect().await;
+    for _ in 0..3 {
+        assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    }
+    let v6 = (Ipv6Addr::LOCALHOST, port.address.port());
+    // Not every machine has IPv6.
+    if let Ok(mut stream) = TcpStream::connect(v6).await {
+        assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    }
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_large_is_refused() {
+    let port = port().await;
+    let head = format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(LARGEST_HEAD));
+    let answer = asked(&mut port.connect().await, head.as_bytes()).await;
+    assert!(answer.contains(" 431 ") || answer.is_empty(), "{answer}");
+    let answer = asked(&mut port.connect().await, b"nonsense\r\n\r\n").await;
+    assert!(answer.contains(" 400 "), "{answer}");
+}
+
+#[tokio::test]
+async fn who_says_nothing_or_little_is_sent_away_and_who_pauses_is_not() {
+    let port = port().await;
+    let mut paused = port.connect().await;
+    assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
+    let mut silent = port.connect().await;
+    let mut slow = port.connect().await;
+    slow.write_all(b"GET / HTTP/1.1\r\n").await.expect("sent");
+    let mut late = port.connect().await;
+    assert_eq!(asked(&mut late, READY).await, "HTTP/1.1 200 OK");
+    late.write_all(b"GET /").await.expect("sent");
+    tokio::time::pause();
+    let before = Instant::now();
+    let mut byte = [0; 1024];
+    assert_eq!(silent.read(&mut byte).await.unwrap_or_default(), 0);
+    assert_eq!(late.read(&mut byte).await.unwrap_or_default(), 0);
+    let took = before.elapsed();
+    assert!(took >= activity::HEAD - Duration::from_secs(1), "{took:?}");
+    assert!(took < 2 * activity::HEAD, "{took:?}");
+    tokio::time::resume();
+    assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
+    assert!(activity::SILENCE > 10 * activity::HEAD);
+}
+
+#[tokio::test]
+async fn in_a_flood_of_idle_connections_the_kubelet_gets_through() {
+    let port = port().await;
+    let mut flood = Vec::new();
+    for _ in 0..2 * MOST_CONNECTIONS {
+        flood.push(port.connect().await);
+        if flood.len() % 100 == 0 {
+            let mut kubelet = port.connect().await;
+            assert_eq!(asked(&mut kubelet, READY).await, "HTTP/1.1 200 OK");
+        }
+    }
+    let mut kubelet = port.connect().await;
+    assert_eq!(asked(&mut kubelet, READY).await, "HTTP/1.1 200 OK");
+    let mut byte = [0; 1];
+    assert_eq!(flood[0].read(&mut byte).await.unwrap_or_default(), 0);
+}
+
+#[tokio::test]
+async fn a_taken_port_is_an_error_that_names_it() {
+    let taken = bind(0).expect("a port");
+    let port = taken.0.local_addr().expect("an address").port();
+    let error = bind(port).expect_err("taken");
+    let expected = format!("cannot listen on the status port {port}");
+    assert_eq!(error.to_string(), expected);
+}
+
+#[tokio::test]
+async fn the_end_of_the_port_ends_its_connections() {
+    let mut port = port().await;
+    let mut stream = port.connect().await;
+    assert_eq!(asked(&mut stream, READY).await, "HTTP/1.1 200 OK");
+    port.stop.cancel();
+    assert_eq!(asked(&mut stream, READY).await, "");
+    port.tasks
+        .join_next()
+        .await
+        .expect("one")
+        .expect("it ended");
+}
