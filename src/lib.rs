@@ -22,6 +22,8 @@ pub mod envoy;
 
 pub mod bootstrap;
 
+pub mod scrape;
+
 pub mod exit_code;
 
 pub mod identity;
