@@ -16,6 +16,7 @@ pub mod interfaces;
 mod members;
 pub mod mesh;
 mod mesh_file;
+mod metrics;
 mod node;
 pub mod pod;
 pub mod report;
@@ -32,7 +33,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
-use crate::{bootstrap, istiod};
+use crate::{bootstrap, istiod, scrape};
 use environment::Environment;
 use interfaces::Interface;
 use mesh::ProxyConfig;
@@ -59,6 +60,8 @@ pub struct Config {
     pub has_custom_bootstrap: bool,
     /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
+    /// What the merged page of metrics consists of.
+    pub scrape: scrape::Config,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -154,6 +157,7 @@ pub(crate) fn load_with(
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
+    let scrape = sources.scrape(&bootstrap);
     let platform = sources.platform();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
@@ -172,6 +176,7 @@ pub(crate) fn load_with(
         bootstrap,
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         grpc,
+        scrape,
         platform,
         envoy,
         jwt_policy,

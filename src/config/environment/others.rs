@@ -73,12 +73,10 @@ pub(super) const OTHERS: &[Row] = &[
 
     // Status port.
     row("ISTIO_KUBE_APP_PROBERS", "JSON", "", "Probes of the application, taken over by the agent.", STATUS),
-    row("ISTIO_PROMETHEUS_ANNOTATIONS", "JSON", "", "Where the application has its metrics.", STATUS),
     row("ISTIO_ENABLE_HTTP2_PROBING", "bool", "true", "Probes may speak HTTP/2.", STATUS),
     row("REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION", "bool", "false", "Probes go to localhost instead of the pod's address.", STATUS),
     row("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", "bool", "false", "Probes keep their connections.", STATUS),
     row("METRICS_LOCALHOST_ACCESS_ONLY", "bool", "false", "Metrics for callers on this machine only.", STATUS),
-    row("PILOT_AGENT_MERGE_ENVOY_STATS", "bool", "true", "Envoy's metrics join those of the application.", STATUS),
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
 
     // Wasm.
