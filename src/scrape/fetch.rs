@@ -22,7 +22,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
 /// What of an answer is held: its head, or a piece of its body.
-const LARGEST_PIECE: usize = 64 << 10;
+const LARGEST_PIECE: usize = 32 << 10;
 const MOST_REDIRECTS: usize = 10;
 /// Most connections kept idle.
 const MOST_IDLE: usize = 32;

@@ -13,8 +13,8 @@ use std::mem;
 use super::family::{Family, Kind, bases};
 use super::line::{self, Format, Line, Sample};
 
-/// What is held back of a source, in bytes.
-const WINDOW: usize = 256 << 10;
+/// What is held back of a source that passes through, in bytes.
+pub(super) const WINDOW: usize = 256 << 10;
 /// Longest line read.
 const LONGEST_LINE: usize = 64 << 10;
 
@@ -34,6 +34,8 @@ pub(super) struct LineTooLong;
 pub(super) struct Filter {
     from: Format,
     to: Format,
+    /// Most that is held back, in bytes.
+    window: usize,
     /// The beginning of a line whose end is still to come.
     partial: Vec<u8>,
     blocks: VecDeque<Block>,
@@ -61,10 +63,11 @@ enum State {
 }
 
 impl Filter {
-    pub(super) fn new(from: Format, to: Format) -> Self {
+    pub(super) fn new(from: Format, to: Format, window: usize) -> Self {
         Self {
             from,
             to,
+            window,
             partial: Vec::new(),
             blocks: VecDeque::new(),
             first: 0,
@@ -152,7 +155,7 @@ impl Filter {
             },
             Some(Line::Sample(sample)) => self.sample(&sample),
         }
-        while self.held > WINDOW {
+        while self.held > self.window {
             self.let_out_first(sink);
         }
     }

@@ -36,7 +36,7 @@ fn merged(page: &[u8], from: Format, to: Format, is_whole: bool) -> (String, u64
             to: Some(to),
             ..Written::default()
         };
-        let mut filter = Filter::new(from, to);
+        let mut filter = Filter::new(from, to, WINDOW);
         for piece in page.chunks(size) {
             filter.push(piece, &mut sink).expect("short lines");
         }
@@ -98,7 +98,7 @@ fn a_line_without_an_end_cuts_the_source_off() {
         to: Some(Format::Text),
         ..Written::default()
     };
-    let mut filter = Filter::new(Format::Text, Format::Text);
+    let mut filter = Filter::new(Format::Text, Format::Text, WINDOW);
     assert_eq!(filter.push(b"a 1\n", &mut sink), Ok(()));
     assert_eq!(filter.push(&[b'x'; LONGEST_LINE], &mut sink), Ok(()));
     assert_eq!(filter.push(b"x", &mut sink), Err(LineTooLong));
@@ -112,7 +112,7 @@ fn a_family_larger_than_the_window_passes_through_it() {
         to: Some(Format::Text),
         ..Written::default()
     };
-    let mut filter = Filter::new(Format::Text, Format::Text);
+    let mut filter = Filter::new(Format::Text, Format::Text, WINDOW);
     let mut expected = 0;
     for number in 0..100_000 {
         let line = format!("big{{n=\"{number}\"}} 1\n");
@@ -135,7 +135,7 @@ fn a_family_that_comes_back_after_it_has_left_is_refused_once() {
         to: Some(Format::Text),
         ..Written::default()
     };
-    let mut filter = Filter::new(Format::Text, Format::Text);
+    let mut filter = Filter::new(Format::Text, Format::Text, WINDOW);
     filter.push(b"a 1\n", &mut sink).expect("short");
     let line = format!("b{{x=\"{}\"}} 1\n", "y".repeat(1000));
     for _ in 0..=WINDOW / 1000 {
@@ -153,7 +153,7 @@ fn metadata_alone_fills_no_memory() {
         to: Some(Format::Text),
         ..Written::default()
     };
-    let mut filter = Filter::new(Format::Text, Format::Text);
+    let mut filter = Filter::new(Format::Text, Format::Text, WINDOW);
     for number in 0..20_000 {
         let line = format!("# HELP a{number} {}\n", "x".repeat(100));
         filter.push(line.as_bytes(), &mut sink).expect("short");

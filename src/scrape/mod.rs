@@ -43,7 +43,7 @@ use counts::{Counts, Origin};
 use encode::Encoder;
 use fetch::Pool;
 use line::Format;
-use merge::{Filter, Sink};
+use merge::{Filter, Sink, WINDOW};
 use negotiate::{ContentType, Encoding};
 use page::Page;
 use source::{Failure, Source, poll_heads};
@@ -178,7 +178,7 @@ impl Scrape {
 impl Inner {
     /// Writes the page: the agent's part, and the others in their order, those that are late last.
     async fn write(self: Arc<Self>, sources: Vec<Source>, deadline: Instant, mut output: Output) {
-        let mut agent = Filter::new(Format::Text, output.page.to);
+        let mut agent = Filter::new(Format::Text, output.page.to, WINDOW);
         if agent
             .push(self.registry.render().as_bytes(), &mut output.page)
             .is_err()
@@ -218,7 +218,7 @@ impl Inner {
                 self.tell(&mut source);
                 continue;
             };
-            let mut filter = Filter::new(from.format(), output.page.to);
+            let mut filter = Filter::new(from.format(), output.page.to, WINDOW);
             let result = loop {
                 match source.piece(until).await {
                     Ok(None) => break ended(&filter, from),
@@ -260,7 +260,7 @@ impl Inner {
             self.tell(&mut source);
             return spool;
         };
-        let mut filter = Filter::new(from.format(), to);
+        let mut filter = Filter::new(from.format(), to, spool::WINDOW);
         let mut left = self.config.limit;
         let result = loop {
             match source.piece(until).await {

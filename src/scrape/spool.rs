@@ -23,7 +23,9 @@ use super::line::{self, Format, Line, Sample};
 use super::merge::Sink;
 use super::page::Names;
 
-const SEGMENT: usize = 64 << 10;
+/// What is held back of a target before it is kept, in bytes: all of them are read at once.
+pub(super) const WINDOW: usize = 32 << 10;
+const SEGMENT: usize = 32 << 10;
 /// Most memory for what is known of families, per target.
 const MOST_KNOWLEDGE: usize = 4 << 20;
 /// Most series of one family that are told apart.
@@ -39,6 +41,8 @@ pub(super) struct Spool {
     segments: Vec<Segment>,
     /// The segment that still grows.
     open: Vec<u8>,
+    /// Room to compress into.
+    packed: Vec<u8>,
 }
 
 struct Held {
@@ -68,12 +72,15 @@ impl Spool {
             knowledge: 0,
             segments: Vec::new(),
             open: Vec::new(),
+            packed: Vec::new(),
         }
     }
 
     fn seal(&mut self) {
         if !self.open.is_empty() {
-            self.segments.push(Segment::of(mem::take(&mut self.open)));
+            self.segments
+                .push(Segment::of(&self.open, &mut self.packed));
+            self.open.clear();
         }
     }
 }
@@ -85,7 +92,7 @@ impl Sink for Spool {
         if fits {
             self.families.push(Held {
                 family: family.clone(),
-                pieces: Vec::new(),
+                pieces: Vec::with_capacity(1),
             });
         } else {
             self.counts.duplicate(Origin::Application, &family.name);
@@ -110,20 +117,19 @@ impl Sink for Spool {
 }
 
 impl Segment {
-    /// What does not get smaller stays as it is.
-    fn of(lines: Vec<u8>) -> Self {
-        let mut packed = Vec::with_capacity(lines.len());
+    /// What does not get half as large stays as it is.
+    fn of(lines: &[u8], packed: &mut Vec<u8>) -> Self {
+        packed.clear();
+        packed.reserve_exact(lines.len() / 2);
         let packing = Compress::new(Compression::fast(), false).compress_vec(
-            &lines,
-            &mut packed,
+            lines,
+            packed,
             FlushCompress::Finish,
         );
         let is_packed = matches!(packing, Ok(Status::StreamEnd));
-        let length = lines.len();
-        let data = if is_packed { packed } else { lines };
         Self {
-            data: data.into_boxed_slice(),
-            length,
+            data: if is_packed { packed } else { lines }.into(),
+            length: lines.len(),
             is_packed,
         }
     }
@@ -215,6 +221,7 @@ impl Reader {
     fn new(mut spool: Spool) -> Self {
         spool.seal();
         spool.names = Names::default();
+        (spool.open, spool.packed) = (Vec::new(), Vec::new());
         Self {
             spool,
             number: None,
