@@ -1,4 +1,12 @@
 //! What the merged page of metrics costs beside fetching the same pages directly.
+//! `benches/README.md` says how to read the table.
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    unreachable_pub
+)]
 
 use std::time::{Duration, Instant};
 
@@ -14,6 +22,7 @@ use support::{block_on, median};
 use tokio::net::TcpStream;
 
 #[path = "../tests/scrape/server.rs"]
+#[allow(dead_code, reason = "the tests use the rest")]
 mod server;
 mod support;
 
@@ -72,7 +81,6 @@ fn scrape(ports: &[u16]) -> Scrape {
     Scrape::new(config, Registry::default())
 }
 
-#[expect(clippy::disallowed_types, reason = "a bench is about real time")]
 fn timed(run: impl FnOnce()) -> Duration {
     let begin = Instant::now();
     run();

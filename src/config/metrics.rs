@@ -40,3 +40,49 @@ impl Sources<'_> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::config::tests::machine;
+
+    const TARGETS: &str = r#"{"targets":[{"port":"8080"},{"port":"9090","path":"/m"}]}"#;
+
+    #[test]
+    fn a_sidecar_merges_the_metrics_of_its_application_and_a_gateway_does_not() {
+        let machine = machine(&[("ISTIO_PROMETHEUS_ANNOTATIONS", TARGETS)]);
+        let config = machine.config().scrape;
+        let ports: Vec<_> = config.targets.iter().map(|target| target.port).collect();
+        assert_eq!((config.envoy_port, ports), (Some(15090), vec![8080, 9090]));
+        assert_eq!((config.limit, config.timeout.as_secs()), (10 << 20, 10));
+        let gateway = machine.load("router").expect("a good configuration");
+        assert!(gateway.scrape.targets.is_empty());
+    }
+
+    #[test]
+    fn targets_nobody_could_scrape_are_a_problem() {
+        for json in ["", "{", r#"{"port":"15020"}"#, r#"{"port":"15099"}"#] {
+            let machine = machine(&[
+                ("ISTIO_PROMETHEUS_ANNOTATIONS", json),
+                ("PROXY_CONFIG", "{statusPort: 15099}"),
+            ]);
+            assert_eq!(
+                machine.subjects(),
+                ["ISTIO_PROMETHEUS_ANNOTATIONS"],
+                "{json}"
+            );
+            assert!(machine.load("router").is_ok(), "{json}");
+        }
+    }
+
+    #[test]
+    fn envoys_metrics_can_be_left_out() {
+        for name in ["PILOT_AGENT_MERGE_ENVOY_STATS", "DISABLE_ENVOY"] {
+            let value = if name == "DISABLE_ENVOY" {
+                "true"
+            } else {
+                "false"
+            };
+            assert_eq!(machine(&[(name, value)]).config().scrape.envoy_port, None);
+        }
+    }
+}

@@ -1,5 +1,7 @@
 //! Lines in, families out.
 
+use proptest::prelude::*;
+
 use super::*;
 
 /// Writes heads and samples down as they come; names that begin with `taken` are refused.
@@ -161,4 +163,64 @@ fn metadata_alone_fills_no_memory() {
     }
     filter.finish(true, &mut sink);
     assert!(sink.text.is_empty() && filter.numbers.is_empty() && filter.held == 0);
+}
+
+/// Pages of lines that nearly are some.
+fn pages() -> impl Strategy<Value = String> {
+    let part = prop::sample::select(vec![
+        "a",
+        "a_total",
+        "b",
+        "b_bucket",
+        "b_count",
+        "{",
+        "}",
+        "le=\"1\"",
+        "x=\"\\\"\"",
+        ",",
+        " ",
+        "1",
+        "NaN",
+        "1.5",
+        "-7",
+        "\n",
+        "\n",
+        "\n",
+        "\n# TYPE ",
+        "\n# HELP ",
+        "# UNIT ",
+        "# EOF",
+        " counter",
+        " gauge",
+        " histogram",
+        " summary",
+        " info",
+        " # {x=\"y\"} 1",
+        "\"",
+        "\\",
+        "é",
+        "\na 1\n",
+        "\nb_bucket{le=\"1\"} 2\n",
+        "\n# TYPE a counter\n",
+        "\na_total 5 7\n",
+    ]);
+    prop::collection::vec(part, 0..60).prop_map(|parts| parts.concat())
+}
+
+proptest! {
+    #[test]
+    fn what_comes_out_is_good_whatever_goes_in(page in pages(), is_whole: bool) {
+        use Format::{OpenMetrics, Text};
+        for (from, to) in [(Text, Text), (Text, OpenMetrics), (OpenMetrics, Text), (OpenMetrics, OpenMetrics)] {
+            let (once, _) = merged(page.as_bytes(), from, to, is_whole);
+            let again = merged(once.as_bytes(), to, to, true);
+            prop_assert_eq!(again, (once, 0));
+        }
+    }
+
+    #[test]
+    fn bytes_of_any_kind_do_no_harm(page: Vec<u8>) {
+        merged(&page, Format::Text, Format::OpenMetrics, true);
+        merged(&page, Format::OpenMetrics, Format::Text, false);
+    }
 }

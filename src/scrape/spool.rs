@@ -11,7 +11,6 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::mem;
 use std::ops::Range;
 
 use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
