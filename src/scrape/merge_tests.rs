@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::scrape::page::Names;
 
 /// Writes heads and samples down as they come; names that begin with `taken` are refused.
 #[derive(Default)]
@@ -11,14 +12,16 @@ struct Written {
     text: Vec<u8>,
     refused: Vec<String>,
     opened: Vec<String>,
+    names: Names,
 }
 
 impl Sink for Written {
     fn open(&mut self, family: &Family) -> bool {
-        let is_new = !self.opened.contains(&family.name) && !family.name.starts_with("taken");
+        let to = self.to.expect("a format");
+        let is_new = !family.name.starts_with("taken") && self.names.take(family, to);
         if is_new {
             self.opened.push(family.name.clone());
-            family.write_head(self.to.expect("a format"), &mut self.text);
+            family.write_head(to, &mut self.text);
         } else {
             self.refused.push(family.name.clone());
         }
