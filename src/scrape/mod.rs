@@ -29,9 +29,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, USER_AGENT, VARY};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderName, HeaderValue, Response, request};
+use http::{HeaderMap, HeaderValue, Response, request};
 use http_body_util::BodyExt;
 use http_body_util::combinators::UnsyncBoxBody;
 use tokio::time::{Instant, timeout_at};
@@ -44,13 +44,12 @@ use encode::Encoder;
 use fetch::Pool;
 use line::Format;
 use merge::{Filter, Sink, WINDOW};
-use negotiate::{ContentType, Encoding};
+use negotiate::{ContentType, Encoding, TIMEOUT};
 use page::Page;
 use source::{Failure, Source, poll_heads};
 use spool::Spool;
 use targets::Target;
 
-const TIMEOUT: HeaderName = HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 /// Pages smaller than this are not encoded.
 const LEAST_ENCODED: usize = 1024;
 /// The part of the scraper's time that is left for the page's way back, and the least of it.
@@ -151,13 +150,10 @@ impl Scrape {
                 Some(query) => format!("/stats/prometheus?{query}"),
                 None => "/stats/prometheus".to_owned(),
             };
-            let headers = passed_on(&request.headers, &negotiate::for_envoy(&request.headers));
+            let headers = negotiate::for_envoy(&request.headers);
             sources.push(self.source(Origin::Envoy, port, path, headers));
         }
-        let headers = passed_on(
-            &request.headers,
-            &negotiate::for_application(&request.headers),
-        );
+        let headers = negotiate::for_application(&request.headers);
         sources.extend(config.targets.iter().map(|target| {
             let path = target.path.clone();
             self.source(Origin::Application, target.port, path, headers.clone())
@@ -337,21 +333,6 @@ fn settle(sources: &[Source]) -> ContentType {
         true => first,
         false => ContentType::Text,
     }
-}
-
-/// The headers of a request for a page.
-fn passed_on(headers: &HeaderMap, accept: &str) -> HeaderMap {
-    let mut passed = HeaderMap::new();
-    for name in [USER_AGENT, TIMEOUT] {
-        if let Some(value) = headers.get(&name) {
-            passed.insert(name, value.clone());
-        }
-    }
-    if let Ok(accept) = HeaderValue::from_str(accept) {
-        passed.insert(ACCEPT, accept);
-    }
-    passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
-    passed
 }
 
 fn answer(

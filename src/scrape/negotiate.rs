@@ -6,10 +6,14 @@
 //!
 //! Does not read pages.
 
-use http::header::{ACCEPT, ACCEPT_ENCODING};
+use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::line::Format;
+
+/// How long a scrape may take, in seconds.
+pub(super) const TIMEOUT: HeaderName =
+    HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 
 const TEXT: &str = "text/plain;version=0.0.4";
 /// Most wishes passed on: their order fits two digits.
@@ -61,23 +65,25 @@ impl ContentType {
     }
 }
 
-/// What Envoy is asked for. It speaks text only.
-pub(super) fn for_envoy(headers: &HeaderMap) -> String {
-    accept(headers, |kind| match kind {
+/// The headers of a request to Envoy, which speaks text only.
+pub(super) fn for_envoy(headers: &HeaderMap) -> HeaderMap {
+    let accept = accept(headers, |kind| match kind {
         "*" | "*/*" => Some(TEXT),
         "text/*" | "text/plain" => Some(""),
         _ => None,
-    })
+    });
+    passed_on(headers, &accept)
 }
 
-/// What the application is asked for.
-pub(super) fn for_application(headers: &HeaderMap) -> String {
-    accept(headers, |kind| match kind {
+/// The headers of a request to the application.
+pub(super) fn for_application(headers: &HeaderMap) -> HeaderMap {
+    let accept = accept(headers, |kind| match kind {
         "*" | "*/*" => Some(TEXT),
         "application/*" => Some("application/openmetrics-text;version=0.0.1"),
         "text/*" | "text/plain" | "application/openmetrics-text" => Some(""),
         _ => None,
-    })
+    });
+    passed_on(headers, &accept)
 }
 
 /// The encoding the scraper likes best: zstd where it likes both the same.
@@ -92,6 +98,21 @@ pub(super) fn encoding(headers: &HeaderMap) -> Encoding {
         (gzip, _) if gzip > 0.0 => Encoding::Gzip,
         _ => Encoding::Identity,
     }
+}
+
+/// What of a scrape's headers goes on: nothing that was meant for us alone.
+fn passed_on(headers: &HeaderMap, accept: &str) -> HeaderMap {
+    let mut passed = HeaderMap::new();
+    for name in [USER_AGENT, TIMEOUT] {
+        if let Some(value) = headers.get(&name) {
+            passed.insert(name, value.clone());
+        }
+    }
+    if let Ok(accept) = HeaderValue::from_str(accept) {
+        passed.insert(ACCEPT, accept);
+    }
+    passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    passed
 }
 
 /// A member of a list such as `Accept`.
@@ -243,8 +264,8 @@ mod tests {
             (Some("text/plain;q=0"), TEXT.into(), TEXT.into()),
         ] {
             let headers = headers(ACCEPT, accept);
-            assert_eq!(for_envoy(&headers), envoy, "{accept:?}");
-            assert_eq!(for_application(&headers), application, "{accept:?}");
+            assert_eq!(for_envoy(&headers)[ACCEPT], envoy, "{accept:?}");
+            assert_eq!(for_application(&headers)[ACCEPT], application, "{accept:?}");
         }
     }
 
@@ -253,6 +274,7 @@ mod tests {
         let wishes: Vec<_> = (0..10).map(|n| format!("text/plain;n={n}")).collect();
         let headers = headers(ACCEPT, Some(&wishes.join(",")));
         let asked = for_envoy(&headers);
+        let asked = asked[ACCEPT].to_str().expect("text");
         assert!(asked.starts_with("text/plain;n=0;q=0.10,text/plain;n=1;q=0.09,"));
         assert!(asked.ends_with(",text/plain;n=9;q=0.01"));
     }

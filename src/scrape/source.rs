@@ -111,7 +111,11 @@ impl Source {
         }
         match timeout_at(until, answer.piece()).await {
             Err(_) => Err(Failure::Late),
-            Ok(piece) => Ok(piece.transpose()?),
+            Ok(piece) => {
+                // A page that is all there must not hold up everybody else.
+                tokio::task::yield_now().await;
+                Ok(piece.transpose()?)
+            }
         }
     }
 

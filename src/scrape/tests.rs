@@ -249,8 +249,8 @@ async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
     assert_eq!(failures(&registry, "envoy"), 1);
 }
 
-/// What a hostile target does, and what is left of its page.
-fn hostile() -> Vec<(&'static str, u16, &'static str)> {
+/// Targets that never end or end early, and what is left of their pages.
+fn endless() -> Vec<(&'static str, u16, &'static str)> {
     let text = || head("text/plain", "");
     let endless = |piece: &'static [u8]| {
         server(move |stream, _| {
@@ -291,6 +291,12 @@ fn hostile() -> Vec<(&'static str, u16, &'static str)> {
             endless(b"\x00\xff\n\x80\x81\n"),
             "",
         ),
+    ]
+}
+
+/// Targets that answer, with what is no page.
+fn unusable() -> Vec<(&'static str, u16, &'static str)> {
+    vec![
         (
             "redirects in a loop",
             server(|stream, _| {
@@ -326,7 +332,7 @@ fn hostile() -> Vec<(&'static str, u16, &'static str)> {
 async fn no_target_takes_the_rest_with_it() {
     let timeout = [("x-prometheus-scrape-timeout-seconds", "0.6")];
     let good = page("text/plain", "good 1\n");
-    for (name, bad, left) in hostile() {
+    for (name, bad, left) in endless().into_iter().chain(unusable()) {
         for (envoy, targets, kind, expected) in [
             (good, vec![bad], "application", format!("good 1\n{left}")),
             (bad, vec![good], "envoy", format!("{left}good 1\n")),
