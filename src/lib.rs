@@ -26,6 +26,8 @@ pub mod probe;
 
 pub mod bootstrap;
 
+pub mod scrape;
+
 pub mod exit_code;
 
 pub mod identity;

@@ -11,6 +11,7 @@ mod pages;
 use std::future::Future;
 use std::path::Path;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -28,6 +29,7 @@ use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::{self, Registry};
+use crate::scrape::Scrape;
 use crate::secrets::Secrets;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
@@ -150,7 +152,7 @@ impl Agent {
             stop: stop.clone(),
             dns_ready: None,
             metrics: self.metrics.clone(),
-            scrape: status::own_metrics(self.metrics.clone()),
+            scrape: self.scrape(),
             debug,
             envoy,
         };
@@ -160,6 +162,15 @@ impl Agent {
             Ok::<(), BoxError>(())
         });
         Ok(())
+    }
+
+    /// The page of all metrics.
+    fn scrape(&self) -> status::Scrape {
+        let scrape = Scrape::new(self.config.scrape.clone(), self.metrics.clone());
+        Arc::new(move |request| {
+            let scrape = scrape.clone();
+            Box::pin(async move { scrape.page(request).await })
+        })
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {

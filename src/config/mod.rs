@@ -16,6 +16,7 @@ pub mod interfaces;
 mod members;
 pub mod mesh;
 mod mesh_file;
+mod metrics;
 mod node;
 pub mod pod;
 pub mod report;
@@ -33,7 +34,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
-use crate::{bootstrap, istiod};
+use crate::{bootstrap, istiod, scrape};
 use environment::Environment;
 use interfaces::Interface;
 use mesh::ProxyConfig;
@@ -60,6 +61,8 @@ pub struct Config {
     pub has_custom_bootstrap: bool,
     /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
+    /// What the merged page of metrics consists of.
+    pub scrape: scrape::Config,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -158,6 +161,7 @@ pub(crate) fn load_with(
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
     let status = sources.status(&bootstrap, grpc.as_ref().map(|grpc| grpc.path.clone()));
+    let scrape = sources.scrape(&bootstrap);
     let platform = sources.platform();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
@@ -176,6 +180,7 @@ pub(crate) fn load_with(
         bootstrap,
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         grpc,
+        scrape,
         platform,
         envoy,
         status,

@@ -11,13 +11,13 @@ use crate::cli::{self, Command};
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
-struct Machine {
+pub(super) struct Machine {
     root: TempDir,
     variables: Vec<(&'static str, &'static str)>,
 }
 
 /// A pod as the injector makes it.
-fn machine(more: &[(&'static str, &'static str)]) -> Machine {
+pub(super) fn machine(more: &[(&'static str, &'static str)]) -> Machine {
     let machine = Machine {
         root: TempDir::new().expect("a directory"),
         variables: [
@@ -43,7 +43,7 @@ impl Machine {
         fs::write(path, text).expect("written");
     }
 
-    fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
+    pub(super) fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
         let line = format!("pilot-agent proxy {flags}");
         let typed = cli::parse(line.split_whitespace().map(str::to_owned)).expect("flags");
         let Some(Command::Proxy(flags)) = typed.cli.command else {
@@ -53,11 +53,11 @@ impl Machine {
         load(&flags, &typed.cli.log, &env, self.root.path())
     }
 
-    fn config(&self) -> Config {
+    pub(super) fn config(&self) -> Config {
         self.load("sidecar").expect("a good configuration")
     }
 
-    fn subjects(&self) -> Vec<String> {
+    pub(super) fn subjects(&self) -> Vec<String> {
         let problems = self.load("sidecar").expect_err("problems");
         problems
             .into_iter()

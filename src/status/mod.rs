@@ -95,14 +95,6 @@ pub enum Error {
     Tls(#[from] rustls::Error),
 }
 
-/// Answers with the agent's own metrics alone.
-pub fn own_metrics(metrics: Registry) -> Scrape {
-    Arc::new(move |_| {
-        let metrics = metrics.clone();
-        Box::pin(async move { reply::metrics(&metrics) })
-    })
-}
-
 /// What serves the port until `stop`.
 pub fn new(
     config: Config,

@@ -10,6 +10,14 @@ use crate::lifecycle::Urgency;
 const HERE: &str = "127.0.0.1:1";
 const THERE: &str = "10.0.0.1:1";
 
+/// A page of all metrics that holds the agent's own alone.
+pub(super) fn own_metrics(metrics: Registry) -> Scrape {
+    Arc::new(move |_| {
+        let metrics = metrics.clone();
+        Box::pin(async move { reply::metrics(&metrics) })
+    })
+}
+
 fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
     let metrics = Registry::default();
     metrics.counter("istio_agent_tests", "Tests.").inc();

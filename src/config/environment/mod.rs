@@ -131,6 +131,10 @@ variables! {
     ISTIO_DELTA_XDS: bool = "true", "Whether Envoy asks for changes only.", Same;
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
+    ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "JSON: where the application has its metrics.", Same;
+    PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Envoy's metrics join those of the application.", Same;
+    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Most that is read of one of several application targets; unknown to pilot-agent, which has this limit.", Same;
+    ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "How long a scrape may take whose scraper does not say; unknown to pilot-agent, which waits for ever.", Same;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Keeps Envoy silent on deprecated fields.", Same;
     ISTIO_BOOTSTRAP: String = "", "A bootstrap template.", Same,
         State::Refused("this agent writes the bootstrap itself");

@@ -9,7 +9,6 @@ use super::Counterpart::Same;
 use super::Row;
 use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 
-const STATUS: State = NotYet("status port");
 const CERTIFICATES: State = NotYet("certificates in files");
 const CONNECTION: State = NotYet("connection to istiod");
 const BOOTSTRAP: State = NotYet("Envoy's bootstrap");
@@ -71,8 +70,6 @@ pub(super) const OTHERS: &[Row] = &[
     row("DNS_FORWARD_TIMEOUT", "duration", "5s", "How long a resolver may take.", DNS),
 
     // Status port.
-    row("ISTIO_PROMETHEUS_ANNOTATIONS", "JSON", "", "Where the application has its metrics.", STATUS),
-    row("PILOT_AGENT_MERGE_ENVOY_STATS", "bool", "true", "Envoy's metrics join those of the application.", STATUS),
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
 
     // Wasm.

@@ -47,7 +47,7 @@ impl Scene {
             envoy: Some(Envoy::new(admin, reports, sender)),
             dns_ready: None,
             metrics: metrics.clone(),
-            scrape: crate::status::own_metrics(metrics.clone()),
+            scrape: crate::status::tests::own_metrics(metrics.clone()),
             debug: Vec::new(),
         };
         Self {

@@ -7,7 +7,8 @@ use super::*;
 use crate::lifecycle::Stop;
 use crate::metrics::Registry;
 use crate::probe;
-use crate::status::{Config, Probers, Sources, own_metrics};
+use crate::status::tests::own_metrics;
+use crate::status::{Config, Probers, Sources};
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 

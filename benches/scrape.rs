@@ -1,0 +1,124 @@
+//! What the merged page of metrics costs beside fetching the same pages directly.
+//! `benches/README.md` says how to read the table.
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    unreachable_pub
+)]
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use istio_agent::metrics::Registry;
+use istio_agent::scrape::targets::Target;
+use istio_agent::scrape::{Config, Scrape};
+use support::table::Table;
+use support::{block_on, median};
+use tokio::net::TcpStream;
+
+#[path = "../tests/scrape/server.rs"]
+#[allow(dead_code, reason = "the tests use the rest")]
+mod server;
+mod support;
+
+const ROUNDS: usize = 9;
+
+fn main() {
+    let mut table = Table::new(&[
+        "lines",
+        "targets",
+        "MB",
+        "direct",
+        "merged",
+        "MB/s",
+        "of direct",
+    ]);
+    for (lines, targets) in [(100, 1), (10_000, 1), (100_000, 1), (100, 2), (100_000, 2)] {
+        let ports: Vec<_> = (0..=targets)
+            .map(|number| {
+                let page = server::large(&format!("source{number}"), lines / (targets + 1));
+                server::page(server::TEXT, page)
+            })
+            .collect();
+        let scrape = scrape(&ports);
+        let (mut bytes, mut direct, mut merged) = (0, Vec::new(), Vec::new());
+        // In turn, so that both meet the same noise.
+        for _ in 0..ROUNDS {
+            direct.push(timed(|| block_on(fetch(&ports))).as_secs_f64());
+            merged.push(timed(|| bytes = block_on(merge(&scrape))).as_secs_f64());
+        }
+        let (direct, merged) = (median(direct), median(merged));
+        let megabytes = bytes as f64 / 1e6;
+        table.row([
+            lines.to_string(),
+            targets.to_string(),
+            format!("{megabytes:.2}"),
+            format!("{:.2} ms", direct * 1e3),
+            format!("{:.2} ms", merged * 1e3),
+            format!("{:.0}", megabytes / merged),
+            format!("{:.1}", merged / direct),
+        ]);
+    }
+    table.print();
+}
+
+fn scrape(ports: &[u16]) -> Scrape {
+    let targets = ports[1..].iter().map(|port| Target {
+        port: *port,
+        path: "/metrics".to_owned(),
+    });
+    let config = Config {
+        envoy_port: Some(ports[0]),
+        targets: targets.collect(),
+        limit: 100 << 20,
+        timeout: Duration::from_secs(60),
+    };
+    Scrape::new(config, Registry::default())
+}
+
+fn timed(run: impl FnOnce()) -> Duration {
+    let begin = Instant::now();
+    run();
+    begin.elapsed()
+}
+
+/// Reads the pages one after the other, and drops what it reads.
+async fn fetch(ports: &[u16]) {
+    for port in ports {
+        let stream = TcpStream::connect(("127.0.0.1", *port))
+            .await
+            .expect("connected");
+        let handshake = http1::handshake(TokioIo::new(stream)).await;
+        let (mut sender, connection) = handshake.expect("a connection");
+        let request = http::Request::get("/metrics").body(Empty::<Bytes>::new());
+        let reading = async {
+            let answer = sender.send_request(request.expect("a request")).await;
+            let mut body = answer.expect("an answer").into_body();
+            while let Some(frame) = body.frame().await {
+                frame.expect("a page");
+            }
+        };
+        tokio::select! {
+            () = reading => {}
+            ended = connection => panic!("the connection ended: {ended:?}"),
+        }
+    }
+}
+
+/// Reads the merged page, and returns how long it is.
+async fn merge(scrape: &Scrape) -> usize {
+    let request = http::Request::get("/stats/prometheus").body(());
+    let request = request.expect("a request").into_parts().0;
+    let mut body = scrape.page(request).await.into_body();
+    let mut length = 0;
+    while let Some(frame) = body.frame().await {
+        let data = frame.expect("a page").into_data();
+        length += data.map_or(0, |data| data.len());
+    }
+    length
+}

@@ -1,0 +1,155 @@
+//! Where the application has its metrics: what the injector wrote down, read and checked.
+//!
+//! A list of targets is followed as it is; without one, port and path stand for a single target.
+//!
+//! Does not ask any of them.
+
+use serde::Deserialize;
+
+/// Ports of Envoy and of the agent: none of them is the application's.
+const RESERVED: [u16; 9] = [
+    15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090,
+];
+const DEFAULT_PORT: &str = "80";
+const DEFAULT_PATH: &str = "/metrics";
+
+/// A page of the application, on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    pub port: u16,
+    /// With its query.
+    pub path: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no JSON object of scrape, port, path and targets, all text: {0}")]
+    Json(#[source] serde_json::Error),
+    #[error("port {0:?}, which is no port from 1 to 65535")]
+    Port(String),
+    #[error("port {0}, which is the agent's own status port")]
+    Status(u16),
+    #[error("port {0}, which is reserved for Envoy and the agent")]
+    Reserved(u16),
+    #[error("path {0:?}, which cannot stand in a request")]
+    Path(String),
+}
+
+#[derive(Deserialize)]
+#[serde(default)]
+struct Annotations {
+    scrape: String,
+    port: String,
+    path: String,
+    targets: Vec<Entry>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct Entry {
+    port: String,
+    path: String,
+}
+
+impl Default for Annotations {
+    fn default() -> Self {
+        Self {
+            scrape: String::new(),
+            port: DEFAULT_PORT.to_owned(),
+            path: String::new(),
+            targets: Vec::new(),
+        }
+    }
+}
+
+/// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
+pub fn parse(json: &str, status_port: u16) -> Result<Vec<Target>, Error> {
+    let found: Annotations = serde_json::from_str(json).map_err(Error::Json)?;
+    if found.scrape == "false" {
+        return Ok(Vec::new());
+    }
+    if !found.targets.is_empty() {
+        let targets = found.targets.iter();
+        return targets
+            .map(|entry| target(&entry.port, &entry.path, status_port))
+            .collect();
+    }
+    let port = match found.port.as_str() {
+        "" => DEFAULT_PORT,
+        port => port,
+    };
+    Ok(vec![target(port, &found.path, status_port)?])
+}
+
+fn target(port: &str, path: &str, status_port: u16) -> Result<Target, Error> {
+    let number: u16 = port.parse().map_err(|_| Error::Port(port.to_owned()))?;
+    match number {
+        0 => return Err(Error::Port(port.to_owned())),
+        port if port == status_port => return Err(Error::Status(port)),
+        port if RESERVED.contains(&port) => return Err(Error::Reserved(port)),
+        _ => {}
+    }
+    let path = match path {
+        "" => DEFAULT_PATH.to_owned(),
+        path if path.starts_with('/') => path.to_owned(),
+        path => format!("/{path}"),
+    };
+    if path.parse::<http::uri::PathAndQuery>().is_err() {
+        return Err(Error::Path(path));
+    }
+    Ok(Target { port: number, path })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_followed_and_port_and_path_stand_for_a_target_without_one() {
+        for (json, expected) in [
+            (r#"{}"#, vec![(80, "/metrics")]),
+            (r#"{"scrape":""}"#, vec![(80, "/metrics")]),
+            (
+                r#"{"scrape":"true","port":"9090","path":"/m?x=y"}"#,
+                vec![(9090, "/m?x=y")],
+            ),
+            (r#"{"scrape":"false","port":"15020"}"#, vec![]),
+            (r#"{"path":"m"}"#, vec![(80, "/m")]),
+            (
+                r#"{"port":"1","targets":[{"port":"2"},{"port":"3","path":"/x"}]}"#,
+                vec![(2, "/metrics"), (3, "/x")],
+            ),
+            (
+                r#"{"port":"1","targets":[{"port":"2","path":""}]}"#,
+                vec![(2, "/metrics")],
+            ),
+        ] {
+            let found = parse(json, 15020).expect(json);
+            let found: Vec<_> = found.iter().map(|t| (t.port, t.path.as_str())).collect();
+            assert_eq!(found, expected, "{json}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_asked_is_named() {
+        for (json, expected) in [
+            ("", "no JSON object"),
+            ("[", "no JSON object"),
+            (r#"{"port":80}"#, "no JSON object"),
+            (r#"{"port":"http"}"#, "port \"http\""),
+            (r#"{"port":"0"}"#, "port \"0\""),
+            (r#"{"port":"65536"}"#, "port \"65536\""),
+            (r#"{"port":"15099"}"#, "the agent's own"),
+            (r#"{"port":"015099"}"#, "the agent's own"),
+            (
+                r#"{"targets":[{"port":"1"},{"port":"015090"}]}"#,
+                "port 15090, which is reserved",
+            ),
+            (r#"{"targets":[{}]}"#, "port \"\""),
+            (r#"{"path":"/a b"}"#, "path \"/a b\""),
+        ] {
+            let error = parse(json, 15099).expect_err(json).to_string();
+            assert!(error.contains(expected), "{json}: {error}");
+        }
+    }
+}

@@ -1,0 +1,442 @@
+//! Whole pages, from real sockets.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use http::Request;
+
+use super::*;
+
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// A server on this machine that gives each request to `serve`, with the connection.
+fn server(serve: impl Fn(&mut TcpStream, &str) + Send + Sync + 'static) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
+    let port = listener.local_addr().expect("bound").port();
+    let serve = Arc::new(serve);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (mut stream, serve) = (stream.expect("accepted"), serve.clone());
+            thread::spawn(move || {
+                while let Some(request) = request(&mut stream) {
+                    serve(&mut stream, &request);
+                }
+            });
+        }
+    });
+    port
+}
+
+fn request(stream: &mut TcpStream) -> Option<String> {
+    let mut text = Vec::new();
+    let mut byte = [0];
+    while !text.ends_with(b"\r\n\r\n") {
+        stream.read_exact(&mut byte).ok()?;
+        text.push(byte[0]);
+    }
+    String::from_utf8(text).ok()
+}
+
+/// Writes to somebody who may have gone.
+fn send(stream: &mut TcpStream, data: &[u8]) -> bool {
+    stream.write_all(data).is_ok()
+}
+
+fn head(kind: &str, more: &str) -> String {
+    format!("HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{more}\r\n")
+}
+
+/// A server of one page.
+fn page(kind: &'static str, body: impl Into<Vec<u8>>) -> u16 {
+    let body = body.into();
+    server(move |stream, _| {
+        let head = head(kind, &format!("content-length: {}\r\n", body.len()));
+        let _ = send(stream, head.as_bytes()) && send(stream, &body);
+    })
+}
+
+/// A port nobody listens on.
+fn nobody() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
+    listener.local_addr().expect("bound").port()
+}
+
+fn scrape(envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
+    let registry = Registry::default();
+    let config = Config {
+        envoy_port: Some(envoy),
+        targets: targets
+            .iter()
+            .map(|port| Target {
+                port: *port,
+                path: "/metrics".to_owned(),
+            })
+            .collect(),
+        limit: 100_000,
+        timeout: Duration::from_secs(10),
+    };
+    (Scrape::new(config, registry.clone()), registry)
+}
+
+async fn answered(scrape: &Scrape, headers: &[(&str, &str)]) -> (HeaderMap, Vec<u8>) {
+    let mut request = Request::get("/stats/prometheus?usedonly&filter=a%20b");
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let (parts, ()) = request.body(()).expect("a request").into_parts();
+    let (answer, body) = scrape.page(parts).await.into_parts();
+    let body = body.collect().await.expect("a body").to_bytes();
+    (answer.headers, body.to_vec())
+}
+
+/// The page without the agent's part.
+async fn others(scrape: &Scrape, headers: &[(&str, &str)]) -> String {
+    let (_, body) = answered(scrape, headers).await;
+    let text = String::from_utf8(body).expect("text");
+    let lines = text.split_inclusive('\n');
+    lines
+        .filter(|line| !line.contains("istio_agent_"))
+        .collect()
+}
+
+fn failures(registry: &Registry, kind: &str) -> u64 {
+    let text = registry.render();
+    let series = format!("istio_agent_scrape_failures_total{{type=\"{kind}\"}} ");
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(series.as_str()));
+    line.map_or(0, |number| number.parse().expect("a number"))
+}
+
+#[tokio::test]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how whoever runs the test asks for an update"
+)]
+async fn every_page_is_merged_as_it_is_written_down() {
+    let cases = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
+    let mut count = 0;
+    for case in fs::read_dir(cases).expect("cases") {
+        let case = case.expect("a case").path();
+        let file = |name: &str| fs::read(case.join(name)).ok();
+        let envoy = page(
+            "text/plain; version=0.0.4",
+            file("envoy").expect("Envoy's page"),
+        );
+        let mut targets = Vec::new();
+        for number in 0.. {
+            let text = file(&format!("app{number}.txt")).map(|body| page("text/plain", body));
+            let metrics = file(&format!("app{number}.om")).map(|body| page(OPENMETRICS, body));
+            match text.or(metrics) {
+                Some(port) => targets.push(port),
+                None => break,
+            }
+        }
+        let (scrape, _) = scrape(envoy, &targets);
+        let (headers, body) = answered(&scrape, &[]).await;
+        let is_text = headers[CONTENT_TYPE]
+            .to_str()
+            .expect("text")
+            .starts_with("text");
+        let name = if is_text {
+            "expected.txt"
+        } else {
+            "expected.om"
+        };
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            fs::write(case.join(name), &body).expect("written");
+        }
+        let expected = file(name).expect("what is expected");
+        let found = String::from_utf8(body).expect("text");
+        assert_eq!(
+            found,
+            String::from_utf8_lossy(&expected),
+            "{}",
+            case.display()
+        );
+        count += 1;
+    }
+    assert!(count > 0 && Path::new(cases).is_dir());
+}
+
+#[tokio::test]
+async fn requests_carry_what_the_scraper_said_and_no_more() {
+    let (asked, hears) = std::sync::mpsc::channel();
+    let tell = std::sync::Mutex::new(asked);
+    let port = server(move |stream, request| {
+        let told = tell.lock().expect("unpoisoned").send(request.to_owned());
+        told.expect("heard");
+        send(stream, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
+    });
+    let (scrape, _) = scrape(port, &[]);
+    let headers = [
+        ("accept", "*/*"),
+        ("user-agent", "Prometheus/3"),
+        ("x-prometheus-scrape-timeout-seconds", "10"),
+        ("authorization", "Bearer secret"),
+    ];
+    answered(&scrape, &headers).await;
+    let request = hears.recv().expect("a request");
+    let mut lines: Vec<_> = request.trim_end().split("\r\n").collect();
+    lines.sort_unstable();
+    let host = format!("host: localhost:{port}");
+    let mut expected = vec![
+        "GET /stats/prometheus?usedonly&filter=a%20b HTTP/1.1",
+        "accept-encoding: identity",
+        "accept: text/plain;q=0.1;version=0.0.4",
+        &host,
+        "user-agent: Prometheus/3",
+        "x-prometheus-scrape-timeout-seconds: 10",
+    ];
+    expected.sort_unstable();
+    assert_eq!(lines, expected);
+}
+
+#[tokio::test]
+async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_closed() {
+    let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = connections.clone();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
+    let port = listener.local_addr().expect("bound").port();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            let mut stream = stream.expect("accepted");
+            // Two requests, then the end.
+            for _ in 0..2 {
+                if request(&mut stream).is_some() {
+                    send(
+                        &mut stream,
+                        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na 1\n",
+                    );
+                }
+            }
+        }
+    });
+    let (scrape, registry) = scrape(port, &[]);
+    for _ in 0..5 {
+        assert_eq!(others(&scrape, &[]).await, "a 1\n");
+    }
+    assert_eq!(connections.load(std::sync::atomic::Ordering::SeqCst), 3);
+    assert_eq!(failures(&registry, "envoy"), 0);
+}
+
+#[tokio::test]
+async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
+    let envoy = page("text/plain", "envoy 1\n");
+    let missing = server(|stream, _| {
+        send(
+            stream,
+            b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+        );
+    });
+    for (port, is_seen) in [(nobody(), true), (missing, true)] {
+        let (scrape, registry) = scrape(envoy, &[port]);
+        let (_, body) = answered(&scrape, &[]).await;
+        let text = String::from_utf8(body).expect("text");
+        let series = "istio_agent_scrape_failures_total{type=\"application\"} 1\n";
+        assert_eq!(text.contains(series), is_seen);
+        assert!(text.ends_with("envoy 1\n"));
+        assert_eq!(failures(&registry, "application"), 1);
+    }
+    let (scrape, registry) = scrape(nobody(), &[]);
+    assert_eq!(others(&scrape, &[]).await, "");
+    assert_eq!(failures(&registry, "envoy"), 1);
+}
+
+/// Targets that never end or end early, and what is left of their pages.
+fn endless() -> Vec<(&'static str, u16, &'static str)> {
+    let text = || head("text/plain", "");
+    let endless = |piece: &'static [u8]| {
+        server(move |stream, _| {
+            send(stream, head("text/plain", "").as_bytes());
+            while send(stream, piece) {}
+        })
+    };
+    vec![
+        ("hangs", server(|_, _| thread::park()), ""),
+        (
+            "hangs in its body",
+            server(move |stream, _| {
+                send(stream, (text() + "app 1\napp{x=\"1\"} 2\nhal").as_bytes());
+                thread::park();
+            }),
+            "app 1\napp{x=\"1\"} 2\n",
+        ),
+        (
+            "closes early",
+            server(move |stream, _| {
+                let head = head("text/plain", "content-length: 100\r\n");
+                send(stream, (head + "app 1\nhal 4").as_bytes());
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+            }),
+            "app 1\n",
+        ),
+        (
+            "never ends its head",
+            server(|stream, _| {
+                send(stream, b"HTTP/1.1 200 OK\r\n");
+                while send(stream, b"x: y\r\n") {}
+            }),
+            "",
+        ),
+        ("never ends its line", endless(&[b'x'; 4096]), ""),
+        (
+            "never ends its garbage",
+            endless(b"\x00\xff\n\x80\x81\n"),
+            "",
+        ),
+    ]
+}
+
+/// Targets that answer, with what is no page.
+fn unusable() -> Vec<(&'static str, u16, &'static str)> {
+    vec![
+        (
+            "redirects in a loop",
+            server(|stream, _| {
+                let head = "HTTP/1.1 302 Found\r\nlocation: /again\r\ncontent-length: 0\r\n\r\n";
+                send(stream, head.as_bytes());
+            }),
+            "",
+        ),
+        (
+            "sends a gzip bomb",
+            server(|stream, _| {
+                let mut bomb =
+                    flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+                bomb.write_all(&vec![b'\n'; 10 << 20]).expect("encoded");
+                let head = head("text/plain", "content-encoding: gzip\r\n");
+                send(stream, head.as_bytes());
+                send(stream, &bomb.finish().expect("encoded"));
+            }),
+            "",
+        ),
+        (
+            "is no HTTP",
+            server(|stream, _| {
+                send(stream, b"\x16\x03\x01\x02\x00\x01\x00");
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+            }),
+            "",
+        ),
+    ]
+}
+
+#[tokio::test]
+async fn no_target_takes_the_rest_with_it() {
+    let timeout = [("x-prometheus-scrape-timeout-seconds", "0.6")];
+    let good = page("text/plain", "good 1\n");
+    for (name, bad, left) in endless().into_iter().chain(unusable()) {
+        for (envoy, targets, kind, expected) in [
+            (good, vec![bad], "application", format!("good 1\n{left}")),
+            (bad, vec![good], "envoy", format!("{left}good 1\n")),
+            (
+                good,
+                vec![bad, bad],
+                "application",
+                format!("good 1\n{left}"),
+            ),
+        ] {
+            let (scrape, registry) = scrape(envoy, &targets);
+            let begin = Instant::now();
+            let found = others(&scrape, &timeout).await;
+            let mut found: Vec<_> = found.lines().collect();
+            let mut expected: Vec<_> = expected.lines().collect();
+            found.sort_unstable();
+            expected.sort_unstable();
+            assert_eq!(found, expected, "{name}, {kind}");
+            assert_eq!(
+                failures(&registry, kind),
+                targets.len() as u64,
+                "{name}, {kind}"
+            );
+            assert!(
+                begin.elapsed() < Duration::from_millis(1500),
+                "{name}, {kind}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_page_is_encoded_as_the_scraper_likes_it_unless_it_is_small() {
+    let mut large = String::new();
+    for number in 0..20_000 {
+        writeln!(large, "a{{n=\"{number}\"}} 1").expect("written");
+    }
+    let (large, small) = (page("text/plain", large), page("text/plain", "a 1\n"));
+    for (port, accepted, expected) in [
+        (large, "gzip", Some("gzip")),
+        (large, "gzip, zstd", Some("zstd")),
+        (large, "br", None),
+        (small, "gzip", None),
+    ] {
+        let (scrape, _) = scrape(port, &[]);
+        let (_, plain) = answered(&scrape, &[]).await;
+        let (scrape, _) = self::scrape(port, &[]);
+        let (headers, body) = answered(&scrape, &[("accept-encoding", accepted)]).await;
+        assert_eq!(headers[VARY], "Accept-Encoding");
+        let encoding = headers
+            .get(CONTENT_ENCODING)
+            .map(|e| e.to_str().expect("text"));
+        assert_eq!(encoding, expected, "{accepted}");
+        let mut read = Vec::new();
+        let mut rest = &body[..];
+        match encoding {
+            Some("gzip") => {
+                let mut decoder = flate2::read::GzDecoder::new(rest);
+                decoder.read_to_end(&mut read).expect("gzip");
+            }
+            Some(_) => {
+                while !rest.is_empty() {
+                    let frame = ruzstd::decoding::StreamingDecoder::new(&mut rest);
+                    frame
+                        .expect("a frame")
+                        .read_to_end(&mut read)
+                        .expect("zstd");
+                }
+            }
+            None => read = body.clone(),
+        }
+        assert!(read == plain, "{accepted}");
+    }
+}
+
+#[tokio::test]
+async fn a_target_over_the_limit_is_cut_off_at_a_line() {
+    let envoy = page("text/plain", "");
+    let line = format!("a{{x=\"{}\"}} 1\n", "y".repeat(90));
+    for (lines, more, failed) in [(1000, "", 0), (1000, "\n", 1), (1001, "", 1)] {
+        assert_eq!(line.len(), 100);
+        let large = page("text/plain", line.repeat(lines) + more);
+        let (scrape, registry) = scrape(envoy, &[large, page("text/plain", "b 1\n")]);
+        let found = others(&scrape, &[]).await;
+        assert_eq!(found.len(), 100_004, "{lines}");
+        assert_eq!(failures(&registry, "application"), failed);
+    }
+}
+
+#[test]
+fn a_scrape_takes_a_little_less_than_the_scrapers_time() {
+    let (scrape, _) = scrape(1, &[]);
+    for (header, expected) in [
+        (None, 9500),
+        (Some("10"), 9500),
+        (Some("0.5"), 450),
+        (Some("0.02"), 10),
+        (Some("soon"), 9500),
+        (Some("-1"), 9500),
+        (Some("NaN"), 9500),
+        (Some("1e300"), 3_420_000),
+    ] {
+        let value = header.map(|value| (TIMEOUT, HeaderValue::from_static(value)));
+        let headers = value.into_iter().collect();
+        assert_eq!(scrape.time(&headers).as_millis(), expected, "{header:?}");
+    }
+}
