@@ -1,0 +1,1 @@
+//! Asks the pod's resolvers.

@@ -1,0 +1,1 @@
+//! The room over real sockets.
