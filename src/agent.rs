@@ -7,11 +7,12 @@
 //! The only place where rooms meet that may not see each other.
 
 use std::future::Future;
+use std::io;
 use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
@@ -22,10 +23,12 @@ use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::metrics::Registry;
+use crate::name_tables::NameTables;
 use crate::unix_socket::{self, BindError};
-use crate::xds::intercept::Interceptors;
+use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
-use crate::{sds, secrets, xds};
+use crate::{dns, sds, secrets, xds};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -43,6 +46,10 @@ pub enum Error {
     NoWorkloadSocket(String),
     #[error(transparent)]
     Bind(#[from] BindError),
+    #[error(transparent)]
+    Dns(#[from] dns::Error),
+    #[error("cannot start the thread of the DNS server")]
+    DnsThread(#[source] io::Error),
     #[error("the {name} ended, which it must not while the agent runs")]
     Ended {
         name: &'static str,
@@ -75,6 +82,7 @@ pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
 #[derive(Debug)]
 struct Agent {
     config: Config,
+    metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -83,12 +91,17 @@ impl Agent {
     fn build(config: Config) -> Result<Self, Error> {
         let mut agent = Self {
             config,
+            metrics: Registry::default(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         agent.secrets(&istiod)?;
-        agent.discovery(istiod)?;
+        let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
+        if let Some(dns) = agent.dns()? {
+            interceptors.push(Box::new(NameTables::new(dns)));
+        }
+        agent.discovery(istiod, interceptors)?;
         Ok(agent)
     }
 
@@ -140,14 +153,49 @@ impl Agent {
         Ok(())
     }
 
-    fn discovery(&mut self, istiod: Istiod) -> Result<(), Error> {
+    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
+    fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
+        let Some(config) = self.config.dns.clone() else {
+            return Ok(None);
+        };
+        let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
+        let (dns, serving) = dns::new(
+            config.server,
+            forwarder,
+            &self.metrics,
+            self.shutdown.clone(),
+        )?;
+        let (done, ended) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(Error::DnsThread)?;
+        let serve = move || {
+            // The agent waits for it, unless it was cut off.
+            let _ = done.send(runtime.block_on(serving));
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("dns".to_owned());
+        // Its end is heard over the channel, and a panic is an end of that.
+        thread.spawn(serve).map_err(Error::DnsThread)?;
+        self.tasks.spawn("DNS server", async move {
+            ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
+        });
+        Ok(Some(dns))
+    }
+
+    fn discovery(
+        &mut self,
+        istiod: Istiod,
+        interceptors: Vec<Box<dyn Interceptor>>,
+    ) -> Result<(), Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
         };
         let listener = unix_socket::bind(&config.socket)?;
-        let interceptors = Interceptors::default();
+        let interceptors = Interceptors::new(interceptors);
         let discovery = Discovery::new(config, istiod, interceptors, self.shutdown.clone());
         self.spawn("discovery service", discovery.serve(listener));
         Ok(())

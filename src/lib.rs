@@ -12,6 +12,8 @@ pub mod xds;
 
 pub mod dns;
 
+mod name_tables;
+
 pub mod sds;
 
 pub mod secrets;

@@ -8,6 +8,7 @@
 //! Does not watch for changes, and opens no connection.
 
 mod control_plane;
+mod dns;
 pub mod duration;
 mod effective;
 pub mod environment;
@@ -33,6 +34,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod};
+pub use dns::DnsParameters;
 use environment::Environment;
 use interfaces::Interface;
 use mesh::ProxyConfig;
@@ -59,6 +61,8 @@ pub struct Config {
     pub has_custom_bootstrap: bool,
     /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
+    /// None where no DNS is answered.
+    pub dns: Option<DnsParameters>,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -155,6 +159,7 @@ pub(crate) fn load_with(
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
     let platform = sources.platform();
+    let dns = sources.dns();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -173,6 +178,7 @@ pub(crate) fn load_with(
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         grpc,
         platform,
+        dns,
         envoy,
         jwt_policy,
         cluster_id,

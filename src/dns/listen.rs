@@ -37,7 +37,6 @@ pub fn address(said: &str, is_root: bool) -> &str {
 
 /// Where to listen for `address`, of [`address`].
 pub fn listen(address: &str, nameservers: &[IpAddr]) -> Listen {
-    let stands_in = address.ends_with(":53");
     let port = address.strip_prefix("localhost:");
     let v4 = nameservers.iter().any(IpAddr::is_ipv4);
     let v6 = nameservers.iter().any(IpAddr::is_ipv6);
@@ -51,8 +50,13 @@ pub fn listen(address: &str, nameservers: &[IpAddr]) -> Listen {
     };
     Listen {
         addresses,
-        stands_in,
+        stands_in: stands_in(address),
     }
+}
+
+/// Whether whoever listens at `address` is what others take for the machine's resolver.
+pub fn stands_in(address: &str) -> bool {
+    address.ends_with(":53")
 }
 
 #[cfg(test)]

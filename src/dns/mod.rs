@@ -37,7 +37,7 @@ use table::{Malformed, Table};
 const RECEIVE_BUFFER: usize = 1 << 20;
 
 /// How a query came, and how it is asked on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
     Udp,
     Tcp,

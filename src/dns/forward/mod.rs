@@ -1,1 +1,0 @@
-//! Asks the pod's resolvers.
