@@ -24,6 +24,8 @@ pub mod istiod;
 
 pub mod envoy;
 
+pub mod dns;
+
 pub mod bootstrap;
 
 pub mod exit_code;
