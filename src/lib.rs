@@ -24,8 +24,6 @@ pub mod istiod;
 
 pub mod envoy;
 
-pub mod dns;
-
 pub mod bootstrap;
 
 pub mod exit_code;

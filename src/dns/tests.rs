@@ -201,7 +201,7 @@ async fn an_answer_of_others_is_cut_for_udp_and_whole_for_tcp() {
     assert!(message.answers.len() == 100 && message.flags[0] & wire::TC == 0);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn nobody_waits_for_a_slow_resolver_but_who_asked_it() {
     let room = with_table().await;
     let udp = room.udp().await;
@@ -281,7 +281,7 @@ async fn a_silent_connection_is_closed() {
     assert_eq!(start.elapsed().as_secs(), 8);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_client_that_closes_its_side_still_gets_its_answers() {
     let room = with_table().await;
     let mut tcp = room.tcp().await;
