@@ -107,8 +107,8 @@ impl Builder {
         let in_domain =
             !self.scope.domain.is_empty() && host.ends_with(self.scope.domain.as_bytes());
         // The absolute form of such a host would end in two dots.
-        let reachable = !(kubernetes && host.ends_with(b".")) && !super::key(host).is_empty();
-        let served = has_addresses && reachable;
+        let unreachable = super::key(host).is_empty() || kubernetes && host.ends_with(b".");
+        let served = has_addresses && !unreachable;
         let aliased = served && kubernetes && in_domain;
         if !aliased {
             self.alts.truncate(alts);

@@ -52,6 +52,10 @@ pub(crate) enum Rcode {
 
 /// What a message turned out to be.
 #[derive(Clone, Copy, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "it lives on the stack, and boxing would allocate for each query"
+)]
 pub(crate) enum Read {
     /// Nothing to answer: a fragment, or itself an answer.
     Nothing,
