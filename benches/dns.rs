@@ -63,6 +63,8 @@ fn main() {
 /// A server that sends back what it gets, with the runtime and the calls the agent uses.
 async fn echo(address: &str) {
     let socket = tokio::net::UdpSocket::bind(address).await.expect("bound");
+    // As the agent does.
+    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 1 << 20).expect("set");
     let mut buffer = vec![0; 65_535];
     loop {
         socket.readable().await.expect("readable");
