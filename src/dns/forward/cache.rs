@@ -138,6 +138,12 @@ impl Cache {
         self.entries.insert(key, entry);
     }
 
+    /// How many entries there are, and what they take.
+    #[cfg(test)]
+    pub(super) fn size(&self) -> (usize, usize) {
+        (self.entries.len(), self.bytes)
+    }
+
     /// How long a reply is fresh, and how long it is of any use. A name that did not exist is not
     /// said to be missing when nobody knows.
     fn lifetimes(&self, life: Life) -> (Duration, Duration) {

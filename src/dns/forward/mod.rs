@@ -95,6 +95,13 @@ impl Forwarder {
     }
 }
 
+#[cfg(test)]
+impl Forwarder {
+    fn kept(&self) -> (usize, usize) {
+        self.0.cache().size()
+    }
+}
+
 impl Forward for Forwarder {
     async fn forward(&self, query: Bytes, transport: Transport) -> Option<Bytes> {
         let query = Query::parse(query)?;
@@ -136,7 +143,7 @@ impl Inner {
     async fn answer(&self, query: &Query, servers: &[SocketAddr], manner: Manner) -> Option<Reply> {
         let mut key = query.key();
         key.push(manner.transport as u8);
-        let seat = match self.in_flight.join(key, query.id()) {
+        let seat = match self.in_flight.join(key, query.id(), query.len()) {
             Ok(seat) => seat,
             Err(reason) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");

@@ -66,6 +66,11 @@ impl Query {
         wire::u16_at(&self.client, 0).unwrap_or_default()
     }
 
+    /// As it came.
+    pub(super) fn len(&self) -> usize {
+        self.client.len()
+    }
+
     pub(super) fn kind(&self) -> u16 {
         wire::u16_at(&self.client, self.question_end - 4).unwrap_or_default()
     }
