@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
+use tokio::net::UdpSocket;
+
 use super::*;
 use upstream::nobody;
 
@@ -178,16 +180,19 @@ async fn a_server_that_refuses_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_server_can_still_answer_its_first_query() {
-    let mut first = None::<Vec<u8>>;
-    let slow = move |query: &[u8]| {
-        // The fourth try brings the answer to the first, to the fourth's port; the ids differ.
-        let reply = first.get_or_insert_with(|| query.to_vec());
-        vec![Answer::address(1).to(reply)]
+async fn a_slow_server_can_still_answer_the_first_try() {
+    let slow = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
+    let bench = Bench::new(&[slow.local_addr().expect("an address")]);
+    let serving = async {
+        let mut buffer = [0; 512];
+        let (length, from) = slow.recv_from(&mut buffer).await.expect("a query");
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        let reply = Answer::address(1).to(&buffer[..length]);
+        slow.send_to(&reply, from).await.expect("it is sent");
     };
-    let upstream = Upstream::new(slow, |_| Vec::new()).await;
-    let bench = Bench::new(&[upstream.address]);
-    assert!(bench.ask(&query(1, "a.test")).await.is_some());
+    let asked = query(1, "a.test");
+    let (answer, ()) = tokio::join!(bench.ask(&asked), serving);
+    assert_eq!(answer.expect("an answer"), Answer::address(1).to(&asked));
 }
 
 #[tokio::test(start_paused = true)]

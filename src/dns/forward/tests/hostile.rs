@@ -116,7 +116,7 @@ fn ports_towards(port: u16) -> Vec<u16> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ids_and_ports_differ_from_try_to_try() {
+async fn ids_differ_from_try_to_try() {
     let upstream = Upstream::silent().await;
     let bench = Bench::new(&[upstream.address]);
     for number in 0..16 {
