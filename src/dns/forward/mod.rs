@@ -1,14 +1,14 @@
 //! Passes questions on to the resolvers the machine was given, and brings back their replies.
 //!
-//! A query goes through: the cache, if the configuration lets it answer; the queries under way, where
-//! the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as they are
-//! but for id, question, OPT record and, from the cache, TTLs: what is not understood cannot be
-//! damaged. Everything that grows is bounded: who waits, sockets, time, what is kept.
+//! A query goes through: the cache, if the configuration lets it answer; the queries under way,
+//! where the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as
+//! they are but for id, question, OPT record and, from the cache, TTLs: what is not understood
+//! cannot be damaged. Everything that grows is bounded: who waits, sockets, time, what is kept.
 //!
-//! By default nothing fresh is answered from the cache: a workload that asks again expects to see what
-//! has changed since, such as the pods of a headless service, and clusters leave their own names
-//! uncached for that reason. An old answer takes the place of a failure alone, for minutes: an
-//! address that has since gone fails as the lookup would have.
+//! By default nothing fresh is answered from the cache: a workload that asks again expects to see
+//! what has changed since, such as the pods of a headless service, and clusters leave their own
+//! names uncached for that reason. An old answer takes the place of a failure alone, for minutes:
+//! an address that has since gone fails as the lookup would have.
 //!
 //! Does not answer anything of its own, nor cut replies to what a client can take.
 

@@ -168,8 +168,8 @@ impl Reply {
         }
     }
 
-    /// For a client that sent no OPT record. What stands behind the record goes with it: names there
-    /// may refer to each other by place, and it is additional. Servers put the record last.
+    /// For a client that sent no OPT record. What stands behind the record goes with it: names
+    /// there may refer to each other by place, and it is additional. Servers put the record last.
     pub(super) fn without_opt(&self) -> Vec<u8> {
         let Some(opt) = self.opt else {
             return self.bytes.to_vec();

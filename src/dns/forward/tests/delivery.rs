@@ -164,6 +164,29 @@ async fn a_dead_server_costs_a_moment_and_then_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn all_servers_are_asked_at_once_where_that_was_asked_for() {
+    let dead = Upstream::silent().await;
+    let good = Upstream::saying(|_| Answer::address(1)).await;
+    for id in 0..8 {
+        let bench = Bench::with(&[dead.address, good.address], |c| c.parallel = true);
+        let (answer, taken) = bench.timed(&query(id, "a.test")).await;
+        assert!(answer.is_some());
+        assert!(taken < Duration::from_millis(100), "{taken:?}");
+    }
+    assert_eq!(dead.seen().len(), 8);
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolv_conf_may_ask_for_tcp() {
+    let over_tcp = |query: &[u8]| upstream::frame(&Answer::address(1).to(query));
+    let upstream = Upstream::new(|_| Vec::new(), over_tcp).await;
+    let text = resolv_conf(&[upstream.address]) + "options use-vc\n";
+    let bench = Bench::reading(&text, |_| {});
+    assert!(bench.ask(&query(1, "a.test")).await.is_some());
+    assert_eq!(upstream.seen().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_server_that_refuses_costs_nothing() {
     let good = Upstream::saying(|_| Answer::address(1)).await;
     let bench = Bench::new(&[nobody().await, good.address]);

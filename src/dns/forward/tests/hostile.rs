@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tokio::net::UdpSocket;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, UdpSocket};
 
 use super::super::query::Query;
 use super::super::reply::Arrival;
@@ -147,7 +148,7 @@ async fn a_server_that_never_answers_takes_the_timeout_and_no_more() {
 #[tokio::test(start_paused = true)]
 async fn replies_over_tcp_that_lie_about_their_length_are_no_answer() {
     let whole = |query: &[u8]| Answer::of_size(60_000, query).to(query);
-    let lies: [(&str, fn(Vec<u8>) -> Vec<u8>); 4] = [
+    let lies: [(&str, Forge); 4] = [
         ("none", |_| Vec::new()),
         ("promises more", |reply| {
             [&[0xff, 0xff], reply.as_slice()].concat()
@@ -166,6 +167,24 @@ async fn replies_over_tcp_that_lie_about_their_length_are_no_answer() {
         assert!(answer.is_none(), "{what}");
         assert!(started.elapsed() <= TIMEOUT * 2, "{what}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_trickles_in_over_tcp_takes_the_timeout_and_no_more() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a socket");
+    let bench = Bench::new(&[listener.local_addr().expect("an address")]);
+    let trickling = async {
+        let (mut stream, _) = listener.accept().await.expect("a connection");
+        // Ends when the other side has had enough.
+        while stream.write_all(&[1]).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    };
+    let asked = query(1, "a.test");
+    let started = Instant::now();
+    let (answer, ()) = tokio::join!(bench.ask_over(&asked, Transport::Tcp), trickling);
+    assert!(answer.is_none());
+    assert!(started.elapsed() < TIMEOUT + Duration::from_secs(2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -339,7 +358,8 @@ proptest! {
         reply.truncate(cut.max(12));
         reply[..2].copy_from_slice(&[0, 1]);
         for query in [&parsed, &plain] {
-            if let Arrival::Reply(reply) | Arrival::Truncated(reply) = Arrival::read(&reply, 1, query) {
+            let arrival = Arrival::read(&reply, 1, query);
+            if let Arrival::Reply(reply) | Arrival::Truncated(reply) = arrival {
                 let _ = (query.restore(&reply), reply.with_ttls(|ttl| ttl / 2));
             }
         }
