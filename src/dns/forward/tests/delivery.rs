@@ -26,21 +26,23 @@ async fn brings_back_the_reply_with_the_clients_id_and_question() {
 
 #[tokio::test(start_paused = true)]
 async fn a_twentieth_of_all_packets_lost_each_way_fails_less_than_one_in_a_thousand() {
-    let mut random = fastrand::Rng::with_seed(0x0d15_ea5e);
-    let lossy = move |query: &[u8]| {
-        let is_lost = random.u8(0..20) == 0 || random.u8(0..20) == 0;
-        let answer = || Answer::address(1).to(query);
-        (!is_lost).then(answer).into_iter().collect()
-    };
-    let upstream = Upstream::new(lossy, |_| Vec::new()).await;
-    let bench = Bench::new(&[upstream.address]);
-    let mut answered = 0;
-    for number in 0..2000 {
-        let asked = query(number, &format!("n{number}.test"));
-        answered += u32::from(bench.ask(&asked).await.is_some());
+    for seed in 0..5 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let lossy = move |query: &[u8]| {
+            let is_lost = random.u8(0..20) == 0 || random.u8(0..20) == 0;
+            let answer = || Answer::address(1).to(query);
+            (!is_lost).then(answer).into_iter().collect()
+        };
+        let upstream = Upstream::new(lossy, |_| Vec::new()).await;
+        let bench = Bench::new(&[upstream.address]);
+        let mut answered = 0;
+        for number in 0..2000 {
+            let asked = query(number, &format!("n{number}.test"));
+            answered += u32::from(bench.ask(&asked).await.is_some());
+        }
+        assert!(answered > 1998, "{answered} of 2000 with seed {seed}");
+        assert!(bench.count("istio_agent_dns_upstream_retries_total") > 150);
     }
-    assert!(answered > 1998, "{answered} of 2000");
-    assert!(bench.count("istio_agent_dns_upstream_retries_total") > 150);
 }
 
 #[tokio::test(start_paused = true)]
@@ -158,7 +160,7 @@ async fn a_dead_server_costs_a_moment_and_then_nothing() {
         let (answer, taken) = bench.timed(&query(id, &format!("n{id}.test"))).await;
         assert!(answer.is_some());
         assert!(taken < Duration::from_millis(500), "{taken:?}");
-        late += u32::from(taken > Duration::from_millis(300));
+        late += u32::from(taken > Duration::from_millis(200));
     }
     assert!(late < 10, "{late} of 200 waited");
 }
