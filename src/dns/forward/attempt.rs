@@ -10,6 +10,7 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rustix::io::Errno;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -56,7 +57,14 @@ pub(super) enum Failed {
 impl Failed {
     /// Whether it is the server's fault.
     pub(super) fn is_of_server(&self) -> bool {
-        matches!(self, Self::Io(_) | Self::Broken | Self::NotOurs)
+        let is_ours = |error: &io::Error| {
+            Errno::from_io_error(error).is_some_and(|e| [Errno::MFILE, Errno::NFILE].contains(&e))
+        };
+        match self {
+            Self::Io(error) => !is_ours(error),
+            Self::Broken | Self::NotOurs => true,
+            Self::NoId | Self::TooManySockets => false,
+        }
     }
 }
 
@@ -112,8 +120,8 @@ impl Means {
         let _permit = self.permit()?;
         let socket = UdpSocket::bind(any_port(server)).await?;
         socket.connect(server).await?;
-        let id = self.id(asked)?;
-        socket.send(&query.with_id(id)).await?;
+        let (id, message) = self.message(asked, query)?;
+        socket.send(&message).await?;
         // Some servers send more than they were asked to. One byte more tells what was cut.
         let mut buffer = vec![0; query.size().max(4096) + 1];
         loop {
@@ -142,8 +150,7 @@ impl Means {
     ) -> Result<Arrival, Failed> {
         let _permit = self.permit()?;
         let mut stream = TcpStream::connect(server).await?;
-        let id = self.id(asked)?;
-        let message = query.with_id(id);
+        let (id, message) = self.message(asked, query)?;
         let length = u16::try_from(message.len()).map_err(io::Error::other)?;
         let framed = [&length.to_be_bytes(), message.as_slice()].concat();
         stream.write_all(&framed).await?;
@@ -170,10 +177,11 @@ impl Means {
             .map_err(|_| Failed::TooManySockets)
     }
 
-    fn id(&self, asked: &Asked<'_>) -> Result<u16, Failed> {
+    fn message(&self, asked: &Asked<'_>, query: &Query) -> Result<(u16, Vec<u8>), Failed> {
         let id = self.ids.next().map_err(|_| Failed::NoId)?;
-        asked.flight.sent_as(id);
-        Ok(id)
+        let message = query.with_id(id);
+        asked.flight.sent_as(id, message.len());
+        Ok((id, message))
     }
 }
 

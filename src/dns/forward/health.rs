@@ -103,3 +103,69 @@ impl Failing {
         self.until = Some(now + pause);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers() -> [SocketAddr; 2] {
+        ["127.0.0.1:1", "127.0.0.1:2"].map(|text| text.parse().expect("an address"))
+    }
+
+    /// How often the first of two servers is asked first, of a hundred times.
+    fn is_first(health: &Health, now: Instant) -> usize {
+        let all = servers();
+        (0..100)
+            .filter(|_| health.order(&all, now)[0] == all[0])
+            .count()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_answer_share_the_queries() {
+        let share = is_first(&Health::default(), Instant::now());
+        assert!((20..80).contains(&share), "{share}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_is_asked_last_after_a_failure_or_several_misses() {
+        let [server, other] = servers();
+        let now = Instant::now();
+        let health = Health::default();
+        health.missed(server, now);
+        health.missed(server, now);
+        assert!(is_first(&health, now) > 0);
+        health.missed(server, now);
+        assert_eq!(is_first(&health, now), 0);
+        health.answered(server);
+        assert!(is_first(&health, now) > 0);
+        health.failed(server, now);
+        assert_eq!(is_first(&health, now), 0);
+        assert!(!health.all_fail(&servers(), now));
+        health.failed(other, now);
+        assert!(health.all_fail(&servers(), now));
+        assert_eq!(health.order(&servers(), now).len(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_query_finds_out_whether_it_answers_again() {
+        let [server, _] = servers();
+        let mut now = Instant::now();
+        let health = Health::default();
+        for pause in [1, 2, 4, 8, 16, 30, 30] {
+            health.failed(server, now);
+            now += Duration::from_secs(pause);
+            assert_eq!(is_first(&health, now - Duration::from_millis(1)), 0);
+            assert_eq!(is_first(&health, now), 1, "after {pause} s");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_are_no_more_are_forgotten() {
+        let [server, other] = servers();
+        let now = Instant::now();
+        let health = Health::default();
+        health.failed(server, now);
+        health.order(&[other], now);
+        assert!(health.lock().is_empty());
+    }
+}

@@ -1,8 +1,9 @@
 //! Queries under way: the same question is asked once, whoever waits for it.
 //!
 //! The first to come asks; if it goes away before there is an answer, the next one asks in its
-//! place. A query that comes with an id under which we have sent the same one ourselves has gone in
-//! a circle. The number of those who wait is bounded.
+//! place. So a query that comes back to us waits for itself, and does not multiply; one that comes
+//! twice under ids of ours has gone in a circle, and is told. The number of those who wait is
+//! bounded.
 //!
 //! Does not ask anybody itself.
 
@@ -28,8 +29,17 @@ struct State {
 /// One question and its answer to be.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
-    ids: Mutex<Vec<u16>>,
+    sent: Mutex<Sent>,
     pub(super) outcome: OnceCell<Option<Reply>>,
+}
+
+/// How a question left us, to know it when it comes back.
+#[derive(Debug, Default)]
+struct Sent {
+    /// Ids and lengths.
+    messages: Vec<(u16, usize)>,
+    /// How many came in that look like ours.
+    returned: u32,
 }
 
 /// The place of one who waits.
@@ -65,11 +75,11 @@ impl InFlight {
         Self { limit, state }
     }
 
-    /// `id` is the one the query came with.
-    pub(super) fn join(&self, key: Vec<u8>, id: u16) -> Result<Seat<'_>, Refused> {
+    /// The query came with this id and length.
+    pub(super) fn join(&self, key: Vec<u8>, id: u16, length: usize) -> Result<Seat<'_>, Refused> {
         let mut state = self.lock();
         if let Some(flight) = state.flights.get(&key)
-            && flight.ids().contains(&id)
+            && flight.is_circling(id, length)
         {
             return Err(Refused::Circle);
         }
@@ -94,13 +104,21 @@ impl InFlight {
 }
 
 impl Flight {
-    /// Remembers an id under which the query was sent.
-    pub(super) fn sent_as(&self, id: u16) {
-        self.ids().push(id);
+    /// Remembers how the question was sent.
+    pub(super) fn sent_as(&self, id: u16, length: usize) {
+        self.sent().messages.push((id, length));
     }
 
-    fn ids(&self) -> MutexGuard<'_, Vec<u16>> {
-        self.ids.lock().unwrap_or_else(PoisonError::into_inner)
+    /// One match may be chance: many clients ask for one name, each with an id of its choice.
+    fn is_circling(&self, id: u16, length: usize) -> bool {
+        let mut sent = self.sent();
+        let is_ours = sent.messages.contains(&(id, length));
+        sent.returned += u32::from(is_ours);
+        is_ours && sent.returned > 1
+    }
+
+    fn sent(&self) -> MutexGuard<'_, Sent> {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

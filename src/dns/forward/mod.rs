@@ -1,14 +1,14 @@
 //! Passes questions on to the resolvers the machine was given, and brings back their replies.
 //!
-//! A query goes through: the cache, if the configuration lets it answer; the queries under way, where
-//! the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as they are
-//! but for id, question, OPT record and, from the cache, TTLs: what is not understood cannot be
-//! damaged. Everything that grows is bounded: who waits, sockets, time, what is kept.
+//! A query goes through: the cache, if the configuration lets it answer; the queries under way,
+//! where the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as
+//! they are but for id, question, OPT record and, from the cache, TTLs: what is not understood
+//! cannot be damaged. Everything that grows is bounded: who waits, sockets, time, what is kept.
 //!
-//! By default nothing fresh is answered from the cache: a workload that asks again expects to see what
-//! has changed since, such as the pods of a headless service, and clusters leave their own names
-//! uncached for that reason. An old answer takes the place of a failure alone, for minutes: an
-//! address that has since gone fails as the lookup would have.
+//! By default nothing fresh is answered from the cache: a workload that asks again expects to see
+//! what has changed since, such as the pods of a headless service, and clusters leave their own
+//! names uncached for that reason. An old answer takes the place of a failure alone, for minutes:
+//! an address that has since gone fails as the lookup would have.
 //!
 //! Does not answer anything of its own, nor cut replies to what a client can take.
 
@@ -95,6 +95,13 @@ impl Forwarder {
     }
 }
 
+#[cfg(test)]
+impl Forwarder {
+    fn kept(&self) -> (usize, usize) {
+        self.0.cache().size()
+    }
+}
+
 impl Forward for Forwarder {
     async fn forward(&self, query: Bytes, transport: Transport) -> Option<Bytes> {
         let query = Query::parse(query)?;
@@ -136,7 +143,7 @@ impl Inner {
     async fn answer(&self, query: &Query, servers: &[SocketAddr], manner: Manner) -> Option<Reply> {
         let mut key = query.key();
         key.push(manner.transport as u8);
-        let seat = match self.in_flight.join(key, query.id()) {
+        let seat = match self.in_flight.join(key, query.id(), query.len()) {
             Ok(seat) => seat,
             Err(reason) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");

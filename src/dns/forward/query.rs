@@ -66,6 +66,11 @@ impl Query {
         wire::u16_at(&self.client, 0).unwrap_or_default()
     }
 
+    /// As it came.
+    pub(super) fn len(&self) -> usize {
+        self.client.len()
+    }
+
     pub(super) fn kind(&self) -> u16 {
         wire::u16_at(&self.client, self.question_end - 4).unwrap_or_default()
     }
@@ -170,4 +175,104 @@ fn add_opt(upstream: &mut Vec<u8>) {
     upstream.extend(wire::OPT.to_be_bytes());
     upstream.extend(SAFE_SIZE.to_be_bytes());
     upstream.extend([0; 6]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{query, query_with_opt};
+    use super::*;
+
+    fn parsed(bytes: Vec<u8>) -> Query {
+        Query::parse(bytes.into()).expect("a query")
+    }
+
+    #[test]
+    fn goes_upstream_with_room_for_answers() {
+        let plain = query(7, "a.test");
+        let cases = [
+            (plain.clone(), query_with_opt(9, "a.test", 1232, &[])),
+            (
+                query_with_opt(7, "a.test", 512, &[]),
+                query_with_opt(9, "a.test", 1232, &[]),
+            ),
+            (
+                query_with_opt(7, "a.test", 4096, &[]),
+                query_with_opt(9, "a.test", 4096, &[]),
+            ),
+            (
+                query_with_opt(7, "a.test", 0, &[0, 10, 0, 1, 5]),
+                query_with_opt(9, "a.test", 1232, &[0, 10, 0, 1, 5]),
+            ),
+        ];
+        for (asked, expected) in cases {
+            assert_eq!(parsed(asked).with_id(9), expected);
+        }
+        let without = parsed(plain.clone()).plain().expect("ours can go");
+        assert_eq!(without.with_id(7), plain);
+        assert!(
+            parsed(query_with_opt(7, "a.test", 512, &[]))
+                .plain()
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn a_signed_query_passes_untouched() {
+        let mut signed = query(7, "a.test");
+        signed[11] = 1;
+        signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
+        let query = parsed(signed.clone());
+        assert_eq!(query.with_id(7), signed);
+        assert_eq!(query.cache_key(), None);
+    }
+
+    #[test]
+    fn the_cache_minds_all_that_may_change_the_answer() {
+        let key = |bytes: Vec<u8>| parsed(bytes).cache_key();
+        let base = key(query(1, "a.test"));
+        assert!(base.is_some());
+        assert_eq!(key(query(2, "A.Test")), base);
+        assert_eq!(key(query_with_opt(1, "a.test", 4096, &[])), base);
+        // Bytes of the message with an OPT record, and what they are changed to.
+        for (what, at, value) in [
+            ("recursion", 2, 0),
+            ("checking disabled", 3, 0x10),
+            ("authentic data", 3, 0x20),
+            ("name", 13, b'b'),
+            ("type", 21, 28),
+            ("class", 23, 3),
+            ("DNSSEC", 31, 0x80),
+        ] {
+            let mut other = query_with_opt(1, "a.test", 4096, &[]);
+            other[at] = value;
+            assert_ne!(key(other), base, "{what}");
+        }
+        assert_eq!(
+            key(query_with_opt(1, "a.test", 4096, &[0, 10, 0, 1, 5])),
+            None
+        );
+        let mut notify = query(1, "a.test");
+        notify[2] |= 0x20;
+        assert_eq!(key(notify), None);
+    }
+
+    #[test]
+    fn what_is_no_single_question_is_not_forwarded() {
+        let whole = query_with_opt(1, "a.test", 1232, &[]);
+        for length in 0..whole.len() {
+            assert!(
+                Query::parse(whole[..length].to_vec().into()).is_none(),
+                "{length}"
+            );
+        }
+        for (at, value) in [(5, 0), (5, 2), (12, 0xc0), (12, 0x40), (11, 2)] {
+            let mut bad = whole.clone();
+            bad[at] = value;
+            assert!(Query::parse(bad.into()).is_none(), "{at} {value}");
+        }
+        let long = vec!["a"; 127].join(".");
+        assert!(Query::parse(query(1, &long).into()).is_some());
+        let longer = vec!["a"; 128].join(".");
+        assert!(Query::parse(query(1, &longer).into()).is_none());
+    }
 }

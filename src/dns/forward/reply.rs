@@ -168,8 +168,8 @@ impl Reply {
         }
     }
 
-    /// For a client that sent no OPT record. What stands behind the record goes with it: names there
-    /// may refer to each other by place, and it is additional. Servers put the record last.
+    /// For a client that sent no OPT record. What stands behind the record goes with it: names
+    /// there may refer to each other by place, and it is additional. Servers put the record last.
     pub(super) fn without_opt(&self) -> Vec<u8> {
         let Some(opt) = self.opt else {
             return self.bytes.to_vec();
@@ -221,5 +221,75 @@ fn sane_ttl(ttl: u32) -> u32 {
         0
     } else {
         ttl
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{Answer, query, query_with_opt};
+    use super::*;
+
+    fn parsed(bytes: Vec<u8>) -> Query {
+        Query::parse(bytes.into()).expect("a query")
+    }
+
+    fn read(bytes: &[u8], query: &Query) -> Reply {
+        match Arrival::read(bytes, 1, query) {
+            Arrival::Reply(reply) => reply,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_client_without_opt_record_gets_none() {
+        let asked = query(1, "a.test");
+        let with_opt = Answer::address(1).to(&query_with_opt(1, "a.test", 1232, &[]));
+        let query = parsed(asked.clone());
+        let restored = query.restore(&read(&with_opt, &query));
+        assert_eq!(restored, Answer::address(1).to(&asked));
+    }
+
+    #[test]
+    fn what_stands_behind_an_opt_record_goes_with_it() {
+        let asked = query(1, "a.test");
+        let mut bytes = Answer::address(1).to(&query_with_opt(1, "a.test", 1232, &[]));
+        bytes[11] = 2;
+        bytes.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 1, 2, 3, 4]);
+        let query = parsed(asked.clone());
+        let restored = query.restore(&read(&bytes, &query));
+        assert_eq!(restored, Answer::address(1).to(&asked));
+    }
+
+    #[test]
+    fn half_a_result_is_not_passed_on_as_another() {
+        let asked = query(1, "a.test");
+        let mut bytes = Answer::address(1).to(&query_with_opt(1, "a.test", 1232, &[]));
+        let extended = bytes.len() - 6;
+        bytes[extended] = 1;
+        let query = parsed(asked);
+        let reply = read(&bytes, &query);
+        assert_eq!(query.restore(&reply)[3] & RCODE, SERVFAIL);
+        assert_eq!(reply.life(), None);
+    }
+
+    #[test]
+    fn bytes_behind_the_last_record_are_cut_off() {
+        let asked = query_with_opt(1, "a.test", 1232, &[]);
+        let mut bytes = Answer::address(1).to(&asked);
+        bytes.extend([1, 2, 3]);
+        let query = parsed(asked.clone());
+        let restored = query.restore(&read(&bytes, &query));
+        assert_eq!(restored, Answer::address(1).to(&asked));
+    }
+
+    #[test]
+    fn a_reply_without_all_it_promises_is_broken() {
+        let asked = query_with_opt(1, "a.test", 1232, &[]);
+        let bytes = Answer::address(1).to(&asked);
+        let query = parsed(asked.clone());
+        for length in asked.len() - 11..bytes.len() {
+            let arrival = Arrival::read(&bytes[..length], 1, &query);
+            assert!(matches!(arrival, Arrival::Broken), "{length}: {arrival:?}");
+        }
     }
 }

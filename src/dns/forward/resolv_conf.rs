@@ -137,3 +137,93 @@ fn index(interface: &str) -> Option<u32> {
         .find(|found| found.name == interface)
         .and_then(|found| found.index)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers(text: &str) -> Vec<String> {
+        let found = ResolvConf::parse(text).nameservers;
+        found.iter().map(SocketAddr::to_string).collect()
+    }
+
+    #[test]
+    fn finds_servers() {
+        let cases: &[(&str, &[&str])] = &[
+            ("nameserver 10.96.0.10\n", &["10.96.0.10:53"]),
+            ("nameserver\t1.1.1.1  2.2.2.2", &["1.1.1.1:53"]),
+            ("  nameserver ::1 # here\r\n", &["[::1]:53"]),
+            ("nameserver fe80::1%7", &["[fe80::1%7]:53"]),
+            (
+                "nameserver [::1]:5353\nnameserver [127.0.0.1]:54",
+                &["[::1]:5353", "127.0.0.1:54"],
+            ),
+            ("nameserver 1.1.1.1\nnameserver 1.1.1.1", &["1.1.1.1:53"]),
+            (
+                "#nameserver 1.1.1.1\n;nameserver 1.1.1.1\nnameservers 1.1.1.1",
+                &[],
+            ),
+            ("", &[]),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(servers(text), *expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn names_lines_that_hold_no_server() {
+        let lines = [
+            "nameserver",
+            "nameserver dns.example",
+            "nameserver 1.2.3",
+            "nameserver [::1]:0",
+            "nameserver [::1]:65536",
+            "nameserver [::1]",
+            "nameserver fe80::1%no-such-interface",
+        ];
+        let found = ResolvConf::parse(&lines.join("\n"));
+        assert_eq!(found.unusable, lines);
+        assert!(found.nameservers.is_empty());
+    }
+
+    #[test]
+    fn the_last_search_or_domain_counts() {
+        let cases: &[(&str, &[&str])] = &[
+            ("search a.b c.d # e", &["a.b", "c.d"]),
+            ("search a\nsearch b", &["b"]),
+            ("search a b\ndomain c d", &["c"]),
+            ("domain a\nsearch", &[]),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(ResolvConf::parse(text).search, *expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn options_are_kept_within_sense() {
+        let options = |text: &str| {
+            let found = ResolvConf::parse(text).options;
+            (found.ndots, found.timeout, found.attempts, found.use_tcp)
+        };
+        assert_eq!(options(""), (1, 5, 2, false));
+        assert_eq!(options("options ndots:5 use-vc"), (5, 5, 2, true));
+        let extreme = "options ndots:99 timeout:0\noptions attempts:0 rotate ndots:x";
+        assert_eq!(options(extreme), (15, 1, 1, false));
+    }
+
+    #[test]
+    fn reads_files_of_sensible_size_only() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), b"nameserver 1.1.1.1\n\xff\xfe").expect("written");
+        let found = ResolvConf::read(file.path()).expect("it is read");
+        assert_eq!(found.nameservers.len(), 1);
+        std::fs::write(file.path(), vec![b'#'; 70_000]).expect("written");
+        let error = ResolvConf::read(file.path()).expect_err("too large");
+        assert_eq!(
+            error.to_string(),
+            "it has 65537 bytes, expected at most 65536"
+        );
+        let error = ResolvConf::read(Path::new("/")).expect_err("a directory");
+        assert_eq!(error.to_string(), "it is not a file");
+    }
+}

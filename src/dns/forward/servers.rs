@@ -2,7 +2,8 @@
 //!
 //! The file is looked at when a query needs it, at most once a second, so an idle agent never wakes
 //! up for it. The last servers that made sense stay in force while the file is missing or says
-//! nothing: a writer may be half way through. Our own addresses are left out, lest we ask ourselves.
+//! nothing: a writer may be half way through. Our own addresses are left out, lest we ask
+//! ourselves.
 //!
 //! Does not know which servers answer.
 
