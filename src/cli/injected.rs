@@ -136,7 +136,6 @@ fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
         ])
         .start();
     let expected = [
-        "ISTIO_META_DNS_CAPTURE",
         "ISTIO_KUBE_APP_PROBERS",
         "ISTIO_PROMETHEUS_ANNOTATIONS",
         "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION",
