@@ -16,11 +16,9 @@ use std::time::{Duration, Instant};
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
-use hyper_util::rt::TokioIo;
 use istio_agent::local_istiod::{LocalIstiod, Options};
 use support::table::Table;
 use support::{Process, block_on, connect, median, write};
-use tonic::transport::{Channel, Endpoint};
 
 /// Starts of each kind; the median counts.
 const ROUNDS: usize = 20;
@@ -86,7 +84,7 @@ fn workdir(token: &str) -> tempfile::TempDir {
 
 /// Asks for the workload's certificate as Envoy does and waits for it.
 async fn first_certificate(socket: &Path) {
-    let mut secrets = SecretDiscoveryServiceClient::new(channel(socket).await);
+    let mut secrets = SecretDiscoveryServiceClient::new(support::channel(socket).await);
     let request = DiscoveryRequest {
         node: Some(Node {
             id: "bench".into(),
@@ -106,23 +104,6 @@ async fn first_certificate(socket: &Path) {
         .expect("no error")
         .expect("an answer");
     assert_eq!(response.resources.len(), 1);
-}
-
-async fn channel(socket: &Path) -> Channel {
-    let socket = socket.to_owned();
-    let connector = support::baseline::tower_service_fn(move || {
-        let socket = socket.clone();
-        async move {
-            tokio::net::UnixStream::connect(socket)
-                .await
-                .map(TokioIo::new)
-        }
-    });
-    let endpoint = Endpoint::from_static("http://sds-grpc");
-    endpoint
-        .connect_with_connector(connector)
-        .await
-        .expect("a connection")
 }
 
 /// Memory and wake-ups of an agent with a certificate and an open stream on each socket.

@@ -10,6 +10,8 @@ pub mod config;
 
 pub mod xds;
 
+pub mod dns;
+
 pub mod sds;
 
 pub mod secrets;

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use hyper_util::rt::TokioIo;
 pub use peer::block_on;
+use tonic::transport::{Channel, Endpoint};
 
 /// A process under measurement, killed when dropped.
 pub struct Process(Child);
@@ -27,10 +29,21 @@ impl Process {
 
     /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.
     pub fn relay(directory: &Path, address: &str, root_pem: &str) -> Self {
+        Self::relay_with(directory, address, root_pem, &[])
+    }
+
+    /// Like [`Process::relay`], with more variables.
+    pub fn relay_with(
+        directory: &Path,
+        address: &str,
+        root_pem: &str,
+        more: &[(&str, String)],
+    ) -> Self {
         let mut command = agent(directory, root_pem);
         // Two agents side by side have one port between them, which no relay needs.
         let annotation = "status.sidecar.istio.io/port=\"0\"\n";
         write(directory, "etc/istio/pod/annotations", annotation);
+        command.envs(more.iter().map(|(name, value)| (name, value)));
         command
             .env("DISABLE_ENVOY", "true")
             .env("CA_ADDR", "127.0.0.1:9")
@@ -124,6 +137,24 @@ pub fn write(directory: &Path, path: &str, content: &str) {
     let path = directory.join(path);
     fs::create_dir_all(path.parent().expect("a file has a directory")).expect("writable");
     fs::write(path, content).expect("writable");
+}
+
+/// A gRPC channel over a Unix socket.
+pub async fn channel(socket: &Path) -> Channel {
+    let socket = socket.to_owned();
+    let connector = baseline::tower_service_fn(move || {
+        let socket = socket.clone();
+        async move {
+            tokio::net::UnixStream::connect(socket)
+                .await
+                .map(TokioIo::new)
+        }
+    });
+    let endpoint = Endpoint::from_static("http://agent");
+    endpoint
+        .connect_with_connector(connector)
+        .await
+        .expect("a connection")
 }
 
 /// The middle value.

@@ -6,15 +6,17 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod name_tables;
 mod pages;
 
 use std::future::Future;
+use std::io;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
@@ -32,9 +34,10 @@ use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
 use crate::unix_socket::{self, BindError};
-use crate::xds::intercept::Interceptors;
+use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
-use crate::{sds, secrets, status, xds};
+use crate::{dns, sds, secrets, status, xds};
+use name_tables::NameTables;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -54,6 +57,10 @@ pub enum Error {
     Bind(#[from] BindError),
     #[error(transparent)]
     Status(#[from] status::Error),
+    #[error(transparent)]
+    Dns(#[from] dns::Error),
+    #[error("cannot start the thread of the DNS server")]
+    DnsThread(#[source] io::Error),
     #[error("the {name} ended, which it must not while the agent runs")]
     Ended {
         name: &'static str,
@@ -129,9 +136,11 @@ impl Agent {
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
         pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
-        pages.push(agent.discovery(istiod)?);
+        let dns = agent.dns()?;
+        pages.extend(dns.as_ref().map(pages::name_table));
+        pages.push(agent.discovery(istiod, dns.clone())?);
         if let Some(port) = port {
-            agent.status(port, envoy, started, stop, pages)?;
+            agent.status(port, envoy, dns.as_ref(), started, stop, pages)?;
         }
         Ok(agent)
     }
@@ -140,6 +149,7 @@ impl Agent {
         &mut self,
         port: status::Listener,
         envoy: Option<Envoy>,
+        dns: Option<&dns::Dns>,
         started: Instant,
         stop: &Stop,
         debug: Vec<status::Page>,
@@ -150,7 +160,7 @@ impl Agent {
         let sources = status::Sources {
             started,
             stop: stop.clone(),
-            dns_ready: None,
+            dns_ready: dns.map(dns::Dns::ready),
             metrics: self.metrics.clone(),
             scrape: self.scrape(),
             debug,
@@ -226,14 +236,45 @@ impl Agent {
         Ok(Some(secrets))
     }
 
-    fn discovery(&mut self, istiod: Istiod) -> Result<status::Page, Error> {
+    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
+    fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
+        let Some(config) = self.config.dns.clone() else {
+            return Ok(None);
+        };
+        let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
+        let shutdown = self.shutdown.clone();
+        let (dns, serving) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
+        let (done, ended) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(Error::DnsThread)?;
+        let serve = move || {
+            // The agent waits for it, unless it was cut off.
+            let _ = done.send(runtime.block_on(serving));
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("dns".to_owned());
+        // Its end is heard over the channel, and a panic is an end of that.
+        thread.spawn(serve).map_err(Error::DnsThread)?;
+        self.tasks.spawn("DNS server", async move {
+            ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
+        });
+        Ok(Some(dns))
+    }
+
+    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<status::Page, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
         };
         let listener = unix_socket::bind(&config.socket)?;
-        let interceptors = Interceptors::default();
+        let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
+        if let Some(dns) = dns {
+            interceptors.push(Box::new(NameTables::new(dns)));
+        }
+        let interceptors = Interceptors::new(interceptors);
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);

@@ -1,7 +1,10 @@
 //! What the status port shows of each room, as JSON.
 
+use std::sync::Arc;
+
 use serde_json::json;
 
+use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::istiod::Istiod;
 use crate::secrets::Secrets;
@@ -12,7 +15,7 @@ pub(super) fn envoy(envoy: &Envoy) -> Page {
     let report = envoy.report();
     Page {
         path: "/debug/envoy",
-        content: Box::new(move || json!(*report.borrow())),
+        content: Arc::new(move || Some(json!(*report.borrow()))),
     }
 }
 
@@ -20,7 +23,7 @@ pub(super) fn istiod(istiod: &Istiod) -> Page {
     let istiod = istiod.clone();
     Page {
         path: "/debug/istiod",
-        content: Box::new(move || json!(istiod.status())),
+        content: Arc::new(move || Some(json!(istiod.status()))),
     }
 }
 
@@ -28,13 +31,21 @@ pub(super) fn certificates(secrets: &Secrets) -> Page {
     let secrets = secrets.clone();
     Page {
         path: "/debug/certs",
-        content: Box::new(move || json!(secrets.snapshot())),
+        content: Arc::new(move || Some(json!(secrets.snapshot()))),
     }
 }
 
 pub(super) fn discovery(observer: Observer) -> Page {
     Page {
         path: "/debug/xdsz",
-        content: Box::new(move || json!(observer.snapshot())),
+        content: Arc::new(move || Some(json!(observer.snapshot()))),
+    }
+}
+
+pub(super) fn name_table(dns: &Dns) -> Page {
+    let dns = dns.clone();
+    Page {
+        path: "/debug/ndsz",
+        content: Arc::new(move || dns.ndsz()),
     }
 }

@@ -135,7 +135,7 @@ fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
             ("ISTIO_META_DNS_CAPTURE", "true"),
         ])
         .start();
-    let expected = ["ISTIO_META_DNS_CAPTURE"];
+    let expected: [&str; 0] = [];
     assert_eq!(start.warnings, expected);
     let status = start.config.status.expect("a status port");
     assert_eq!(

@@ -8,6 +8,7 @@
 //! Does not watch for changes, and opens no connection.
 
 mod control_plane;
+mod dns;
 pub mod duration;
 mod effective;
 pub mod environment;
@@ -35,6 +36,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod, scrape};
+pub use dns::DnsParameters;
 use environment::Environment;
 use interfaces::Interface;
 use mesh::ProxyConfig;
@@ -63,6 +65,8 @@ pub struct Config {
     pub grpc: Option<bootstrap::grpc::Config>,
     /// What the merged page of metrics consists of.
     pub scrape: scrape::Config,
+    /// None where no DNS is answered.
+    pub dns: Option<DnsParameters>,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -163,6 +167,7 @@ pub(crate) fn load_with(
     let status = sources.status(&bootstrap, grpc.as_ref().map(|grpc| grpc.path.clone()));
     let scrape = sources.scrape(&bootstrap);
     let platform = sources.platform();
+    let dns = sources.dns();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -182,6 +187,7 @@ pub(crate) fn load_with(
         grpc,
         scrape,
         platform,
+        dns,
         envoy,
         status,
         jwt_policy,

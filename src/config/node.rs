@@ -24,13 +24,18 @@ const NAME_LABELS: [&str; 3] = [
 ];
 
 impl Sources<'_> {
+    /// The domain in which the pod looks for services.
+    pub(super) fn domain(&self) -> String {
+        match self.flags.domain.as_str() {
+            "" => format!("{}.svc.cluster.local", self.namespace),
+            domain => domain.to_owned(),
+        }
+    }
+
     pub(super) fn node(&mut self, sds_socket: &Path) -> node::Node {
         let name = self.get(&variables::POD_NAME);
         let (raw, static_labels) = self.raw_metadata();
-        let domain = match self.flags.domain.as_str() {
-            "" => format!("{}.svc.cluster.local", self.namespace),
-            domain => domain.to_owned(),
-        };
+        let domain = self.domain();
         let hbone = raw.get("ENABLE_HBONE").is_some_and(|value| value == "true");
         let peers = self.env.is_set(&variables::PEER_METADATA_DISCOVERY);
         let address = self.addresses[0];

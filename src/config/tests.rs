@@ -521,3 +521,47 @@ fn the_grpc_bootstrap_may_be_switched_off() {
             .is_none()
     );
 }
+
+#[test]
+fn dns_is_answered_where_it_is_captured_or_asked_for() {
+    let capture = ("ISTIO_META_DNS_CAPTURE", "true");
+    let server = ("ISTIO_META_ENABLE_DNS_SERVER", "true");
+    for (variables, kind, expected) in [
+        (&[][..], "sidecar", false),
+        (&[capture], "sidecar", true),
+        (&[capture], "router", false),
+        (&[server], "router", true),
+    ] {
+        let config = machine(variables).load(kind).expect("a good configuration");
+        assert_eq!(config.dns.is_some(), expected, "{variables:?} {kind}");
+    }
+}
+
+#[test]
+fn dns_follows_the_pods_resolvers_and_goes_without_them() {
+    let settings = [
+        ("ISTIO_META_DNS_CAPTURE", "true"),
+        ("ISTIO_AGENT_RESOLV_CONF", "resolv.conf"),
+        ("DNS_FORWARD_TIMEOUT", "2s"),
+    ];
+    let machine = machine(&settings);
+    let dns = machine.config();
+    assert_eq!(dns.warnings.len(), 1, "{:?}", dns.warnings);
+    let dns = dns.dns.expect("DNS");
+    assert_eq!(dns.server.addresses, ["localhost:15053"]);
+    machine.file(
+        "resolv.conf",
+        "nameserver fd00::1\nsearch shop.svc.cluster.local\n",
+    );
+    let dns = machine.config().dns.expect("DNS");
+    assert_eq!(dns.server.addresses, ["[::1]:15053"]);
+    assert_eq!(
+        dns.forwarder.own_addresses,
+        ["[::1]:15053".parse().unwrap()]
+    );
+    assert_eq!(dns.forwarder.timeout, Duration::from_secs(2));
+    let search = ["shop.svc.cluster.local".to_owned()];
+    let scope = crate::dns::Scope::new("shop", "shop.svc.cluster.local", &search);
+    assert_eq!(dns.server.scope, scope);
+    assert_eq!(dns.server.policy.ttl, 30);
+}

@@ -55,11 +55,14 @@ impl Control {
         let asked = self.asked.borrow().clone();
         let envoy = self.envoy.as_ref();
         let report = envoy.map(|envoy| envoy.report().borrow().clone());
-        reply::json(&json!({
-            "asked": format!("{:?}", asked.urgency).to_lowercase(),
-            "cause": asked.cause,
-            "envoy": report,
-        }))
+        reply::json(
+            StatusCode::OK,
+            &json!({
+                "asked": format!("{:?}", asked.urgency).to_lowercase(),
+                "cause": asked.cause,
+                "envoy": report,
+            }),
+        )
     }
 }
 

@@ -3,13 +3,15 @@
 //! Does not know what is on them.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde_json::Value;
 
 /// A page under `/debug/`, for callers on this machine.
 pub struct Page {
     pub path: &'static str,
-    pub content: Box<dyn Fn() -> Value + Send + Sync>,
+    /// None while there is nothing to show.
+    pub content: Arc<dyn Fn() -> Option<Value> + Send + Sync>,
 }
 
 impl fmt::Debug for Page {

@@ -165,10 +165,20 @@ impl Router {
             }
             page => match self.debug.iter().find(|debug| debug.path == page) {
                 Some(_) if !is_local => reply::forbidden(),
-                Some(debug) => json(&(debug.content)()),
+                Some(debug) => look_inside(debug).await,
                 None => reply::not_found(),
             },
         }
+    }
+}
+
+/// Makes a page aside, as some take a while.
+async fn look_inside(page: &Page) -> Response<Body> {
+    let content = page.content.clone();
+    match tokio::task::spawn_blocking(move || content()).await {
+        Ok(Some(content)) => json(StatusCode::OK, &content),
+        Ok(None) => json(StatusCode::NOT_FOUND, &serde_json::json!({})),
+        Err(panic) => plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")),
     }
 }
 

@@ -24,8 +24,8 @@ pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body
     reply
 }
 
-pub(super) fn json(value: &Value) -> Response<Body> {
-    let mut reply = bytes(StatusCode::OK, format!("{value:#}\n").into());
+pub(super) fn json(status: StatusCode, value: &Value) -> Response<Body> {
+    let mut reply = bytes(status, value.to_string().into());
     reply.headers_mut().insert(CONTENT_TYPE, JSON);
     let no_store = HeaderValue::from_static("no-store");
     reply.headers_mut().insert(CACHE_CONTROL, no_store);

@@ -15,6 +15,7 @@
 
 mod certificates;
 mod control_plane;
+mod dns;
 mod floods;
 mod istiod;
 mod properties;

@@ -156,7 +156,13 @@ variables! {
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
     OUTPUT_CERTS: String = "", "Directory of certificates named in the bootstrap of gRPC applications.", Same, State::NotYet("certificates in files");
     COMPLIANCE_POLICY: String = "", "fips-140-2 limits the TLS of Envoy's gRPC library.", Same, State::NotYet("connection to istiod");
-    DNS_PROXY_ADDR: String = "", "Where DNS is answered; told to istiod.", Same, State::NotYet("DNS proxy");
+    ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS in sidecars; told to istiod.", Same;
+    ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS in nodes of any type.", Same;
+    DNS_PROXY_ADDR: String = "", "Where DNS is answered; empty is localhost:15053. Told to istiod.", Same;
+    DNS_FORWARD_PARALLEL: bool = "false", "Asks all resolvers at once.", Same;
+    DNS_FORWARD_TIMEOUT: Duration = "5s", "How long a resolver may take.", Same;
+    ISTIO_AGENT_DNS_TTL: u32 = "30", "Seconds an answer about the mesh is good for. This agent's own.", Same;
+    ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers. This agent's own.", Same;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of collectors.", Same;
     CLOUD_PLATFORM: String = "", "The cloud to ask where this is: aws, azure, gcp or none; otherwise it is found out.", Same;
     GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;

@@ -12,7 +12,6 @@ use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 const CERTIFICATES: State = NotYet("certificates in files");
 const CONNECTION: State = NotYet("connection to istiod");
 const BOOTSTRAP: State = NotYet("Envoy's bootstrap");
-const DNS: State = NotYet("DNS proxy");
 const WASM: State = NotYet("Wasm modules");
 const PLATFORM: State = NotYet("platform discovery");
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
@@ -62,12 +61,6 @@ pub(super) const OTHERS: &[Row] = &[
 
     // Envoy.
     row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", BOOTSTRAP),
-
-    // DNS.
-    row("ISTIO_META_DNS_CAPTURE", "bool", "false", "Answers DNS in sidecars; node metadata too, which works.", DNS),
-    row("ISTIO_META_ENABLE_DNS_SERVER", "bool", "false", "Answers DNS in nodes of any type.", DNS),
-    row("DNS_FORWARD_PARALLEL", "bool", "false", "Asks all resolvers at once.", DNS),
-    row("DNS_FORWARD_TIMEOUT", "duration", "5s", "How long a resolver may take.", DNS),
 
     // Status port.
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),

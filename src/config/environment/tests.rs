@@ -71,20 +71,20 @@ fn no_variable_has_two_rows() {
 fn what_asks_for_more_than_there_is_is_named() {
     let env: Environment = [
         ("POD_NAME", "cart-0"),
-        ("ISTIO_META_DNS_CAPTURE", "true"),
-        ("DNS_FORWARD_TIMEOUT", "5000ms"),
-        ("DNS_FORWARD_PARALLEL", "F"),
+        ("PROXY_CONFIG_XDS_AGENT", "true"),
+        ("FILE_DEBOUNCE_DURATION", "100000us"),
+        ("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", "F"),
         ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
         ("OUTPUT_CERTS", ""),
         ("GOMEMLIMIT", "1GiB"),
-        ("PILOT_AGENT_MERGE_ENVOY_STATS", "false"),
+        ("WASM_INSECURE_REGISTRIES", "registry.example"),
         ("SOMETHING_ELSE", "true"),
     ]
     .into_iter()
     .collect();
     assert_eq!(
         env.not_yet(),
-        ["ISTIO_META_DNS_CAPTURE", "PILOT_AGENT_MERGE_ENVOY_STATS"]
+        ["PROXY_CONFIG_XDS_AGENT", "WASM_INSECURE_REGISTRIES"]
     );
 }
 
@@ -94,7 +94,7 @@ fn the_help_of_proxy_names_every_variable_and_what_becomes_of_it() {
     for line in [
         "  POD_NAME (string, default \"\")\n",
         "  ISTIO_BOOTSTRAP (string, default \"\") [refused: this agent writes the bootstrap itself]\n",
-        "  DNS_FORWARD_TIMEOUT (duration, default \"5s\") [not yet: DNS proxy]\n",
+        "  WASM_PURGE_INTERVAL (duration, default \"1h\") [not yet: Wasm modules]\n",
     ] {
         assert!(text.contains(line), "{line}");
     }

@@ -1,0 +1,421 @@
+//! What a DNS lookup costs and how long it takes, beside a bare UDP echo of the same build, and what
+//! large name tables cost. `benches/README.md` says how to read the tables.
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    clippy::disallowed_methods,
+    clippy::disallowed_types
+)]
+
+mod support;
+
+use std::net::{SocketAddr, UdpSocket};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use envoy_types::pb::envoy::service::discovery::v3::aggregated_discovery_service_client::AggregatedDiscoveryServiceClient;
+use istio_agent::dns::Scope;
+use istio_agent::dns::table::Table as NameTable;
+use istio_agent::local_istiod::{LocalIstiod, Options, Resource, Snapshot};
+use support::table::Table;
+use support::{Process, block_on, connect, median, write};
+use tokio::sync::{mpsc, watch};
+
+const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+
+/// Queries a second, and how long they are sent.
+const RATE: u64 = 20_000;
+const ROUND: Duration = Duration::from_secs(4);
+/// Rounds of each kind, taking turns; the median counts.
+const ROUNDS: usize = 5;
+const HOSTS: usize = 10_000;
+const MANY_HOSTS: usize = 100_000;
+/// Of the push that passes meanwhile.
+const PUSH: usize = 100 * 1024 * 1024;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, role, address] = arguments.as_slice()
+        && role == "echo"
+    {
+        return block_on(echo(address));
+    }
+    index();
+    let mesh = Mesh::start();
+    mesh.serve(HOSTS);
+    let (agent, envoy) = mesh.agent();
+    let own = std::env::current_exe().expect("this program");
+    let echo_address = free_port();
+    let echo = Process::start(Command::new(own).args(["echo", &echo_address.to_string()]));
+    wait_for(echo_address);
+    wait_for(mesh.dns);
+    lookups(&agent, mesh.dns, &echo, echo_address);
+    disturbed(&mesh, &agent);
+    drop(envoy);
+}
+
+/// A server that sends back what it gets, with the runtime and the calls the agent uses.
+async fn echo(address: &str) {
+    let socket = tokio::net::UdpSocket::bind(address).await.expect("bound");
+    // As the agent does.
+    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 1 << 20).expect("set");
+    let mut buffer = vec![0; 65_535];
+    loop {
+        socket.readable().await.expect("readable");
+        while let Ok((length, client)) = socket.try_recv_from(&mut buffer) {
+            buffer[2] |= 0x80;
+            // A client that is gone misses nothing.
+            let _ = socket.try_send_to(&buffer[..length], client);
+        }
+    }
+}
+
+/// Time and memory of an index over many hosts.
+fn index() {
+    let encoded = name_table(MANY_HOSTS, 0);
+    let search = ["ns1.svc.cluster.local".to_owned()];
+    let scope = Scope::new("ns1", "ns1.svc.cluster.local", &search);
+    let before = resident();
+    let table = NameTable::build(&encoded, scope.clone()).expect("a table");
+    let memory = resident() - before;
+    let mut times = Vec::new();
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        drop(NameTable::build(&encoded, scope.clone()).expect("a table"));
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    let mut page = Table::new(&["name table", ""]);
+    page.row(["hosts".to_owned(), table.hosts().to_string()]);
+    page.row([
+        "message, MB".to_owned(),
+        format!("{:.1}", encoded.len() as f64 / 1e6),
+    ]);
+    page.row([
+        "index and message, MB".to_owned(),
+        format!("{:.1}", memory as f64 / 1e6),
+    ]);
+    page.row(["build, ms".to_owned(), format!("{:.0}", median(times))]);
+    page.print();
+}
+
+fn lookups(agent: &Process, dns: SocketAddr, echo: &Process, echo_address: SocketAddr) {
+    let mut page = Table::new(&[
+        "20,000 queries/s",
+        "CPU µs/query",
+        "p50 µs",
+        "p99 µs",
+        "lost",
+    ]);
+    let (mut of_echo, mut of_agent) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        of_echo.push(round(echo, echo_address));
+        of_agent.push(round(agent, dns));
+    }
+    let rows = [("bare echo", of_echo), ("agent", of_agent)];
+    let figures = rows.map(|(name, rounds)| {
+        let of = |figure: fn(&Round) -> f64| median(rounds.iter().map(figure).collect());
+        let figures = [of(|r| r.cpu), of(|r| r.p50), of(|r| r.p99)];
+        let lost: u64 = rounds.iter().map(|round| round.lost).sum();
+        let [cpu, p50, p99] = figures.map(|figure| format!("{figure:.2}"));
+        page.row([name.to_owned(), cpu, p50, p99, lost.to_string()]);
+        figures
+    });
+    let [echo, agent] = figures;
+    let ratios: [f64; 3] = std::array::from_fn(|at| agent[at] / echo[at]);
+    let [cpu, p50, p99] = ratios.map(|ratio| format!("{ratio:.2}"));
+    page.row(["of echo".to_owned(), cpu, p50, p99, String::new()]);
+    page.print();
+}
+
+/// Lookups while a large push passes and a large table is swapped every second.
+fn disturbed(mesh: &Mesh, agent: &Process) {
+    let mut page = Table::new(&["meanwhile", "p50 µs", "p99 µs", "lost"]);
+    let mut row = |name: &str, round: Round| {
+        let cells = [round.p50, round.p99].map(|figure| format!("{figure:.1}"));
+        page.row([
+            name.to_owned(),
+            cells[0].clone(),
+            cells[1].clone(),
+            round.lost.to_string(),
+        ]);
+    };
+    row("nothing", round(agent, mesh.dns));
+    let stop = Arc::new(AtomicU64::new(0));
+    let stopped = stop.clone();
+    let snapshots = mesh.snapshots.clone();
+    // Made before, so that only the agent is disturbed by them.
+    let made: Vec<_> = (1..3)
+        .map(|version| snapshot(MANY_HOSTS, version, PUSH))
+        .collect();
+    let pushing = std::thread::spawn(move || {
+        for snapshot in made.iter().cycle() {
+            if stopped.load(Ordering::Relaxed) > 0 {
+                break;
+            }
+            snapshots.send_replace(snapshot.clone());
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    });
+    row(
+        "100 MB of clusters and 100,000 hosts a second",
+        round(agent, mesh.dns),
+    );
+    stop.store(1, Ordering::Relaxed);
+    pushing.join().expect("it ends");
+    page.print();
+}
+
+/// What one round of queries showed.
+struct Round {
+    cpu: f64,
+    p50: f64,
+    p99: f64,
+    lost: u64,
+}
+
+/// Sends queries at a fixed rate and waits for no answer before the next.
+fn round(server: &Process, address: SocketAddr) -> Round {
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+    socket.connect(address).expect("connected");
+    let sent: Arc<[AtomicU64]> = (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect();
+    let start = Instant::now();
+    let receiving = {
+        let (socket, sent) = (socket.try_clone().expect("a clone"), sent.clone());
+        std::thread::spawn(move || receive(&socket, &sent, start))
+    };
+    let cpu = server.cpu();
+    let count = RATE * ROUND.as_secs();
+    for number in 0..count {
+        let due = Duration::from_nanos(number * 1_000_000_000 / RATE);
+        while let Some(early) = due.checked_sub(start.elapsed()) {
+            if early > Duration::from_micros(200) {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        let id = (number % (1 << 16)) as u16;
+        let query = query(id, &host(number as usize * 7919 % HOSTS));
+        sent[usize::from(id)].store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        socket.send(&query).expect("sent");
+    }
+    let mut latencies = receiving.join().expect("answers");
+    let cpu = (server.cpu() - cpu).as_secs_f64() * 1e6;
+    latencies.sort_by(f64::total_cmp);
+    let at = |part: f64| latencies[((latencies.len() - 1) as f64 * part) as usize];
+    Round {
+        cpu: cpu / latencies.len() as f64,
+        p50: at(0.5),
+        p99: at(0.99),
+        lost: count - latencies.len() as u64,
+    }
+}
+
+fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> Vec<f64> {
+    let patience = Some(Duration::from_secs(1));
+    socket.set_read_timeout(patience).expect("a timeout");
+    let mut latencies = Vec::new();
+    let mut reply = [0; 512];
+    while let Ok(length) = socket.recv(&mut reply) {
+        assert!(length > 12 && reply[2] & 0x80 != 0, "no answer");
+        assert_eq!(reply[3] & 0xf, 0, "a failure");
+        let id = usize::from(u16::from_be_bytes([reply[0], reply[1]]));
+        let at = sent[id].load(Ordering::Relaxed);
+        latencies.push((start.elapsed().as_nanos() as u64 - at) as f64 / 1e3);
+    }
+    latencies
+}
+
+/// A control plane that serves snapshots, and where its agent answers DNS.
+struct Mesh {
+    snapshots: watch::Sender<Arc<Snapshot>>,
+    address: String,
+    root: String,
+    dns: SocketAddr,
+    directory: tempfile::TempDir,
+}
+
+impl Mesh {
+    fn start() -> Self {
+        let snapshots = watch::Sender::new(Arc::new(Snapshot::default()));
+        let served = snapshots.subscribe();
+        let (ready, started) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            block_on(async {
+                let options = Options {
+                    snapshots: Some(served),
+                    ..Options::default()
+                };
+                let istiod = LocalIstiod::start(options).await.expect("a control plane");
+                let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
+                let address = format!("localhost:{}", istiod.address.port());
+                let started = (address, istiod.root_pem(), token.expect("a token"));
+                ready.send(started).expect("awaited");
+                std::future::pending::<()>().await;
+            });
+        });
+        let (address, root, token) = started.recv().expect("a control plane");
+        let directory = tempfile::tempdir().expect("a directory");
+        write(
+            directory.path(),
+            "var/run/secrets/tokens/istio-token",
+            &token,
+        );
+        write(
+            directory.path(),
+            "resolv.conf",
+            "search ns1.svc.cluster.local\n",
+        );
+        Self {
+            snapshots,
+            address,
+            root,
+            dns: free_port(),
+            directory,
+        }
+    }
+
+    fn serve(&self, hosts: usize) {
+        self.snapshots.send_replace(snapshot(hosts, 0, 0));
+    }
+
+    /// An agent with an Envoy that reads what it is sent, on a thread that ends with the program.
+    fn agent(&self) -> (Process, std::thread::JoinHandle<()>) {
+        let settings = [
+            ("ISTIO_META_DNS_CAPTURE", "true".to_owned()),
+            ("DNS_PROXY_ADDR", self.dns.to_string()),
+            ("ISTIO_AGENT_RESOLV_CONF", "resolv.conf".to_owned()),
+        ];
+        let path = self.directory.path();
+        let agent = Process::relay_with(path, &self.address, &self.root, &settings);
+        let socket = path.join("etc/istio/proxy/XDS");
+        let envoy = std::thread::spawn(move || block_on(read_everything(&socket)));
+        (agent, envoy)
+    }
+}
+
+/// Subscribes as Envoy does, and acknowledges what comes.
+async fn read_everything(socket: &std::path::Path) {
+    drop(connect(socket).await);
+    let channel = support::channel(socket).await;
+    let mut discovery =
+        AggregatedDiscoveryServiceClient::new(channel).max_decoding_message_size(usize::MAX);
+    let (requests, receiver) = mpsc::unbounded_channel();
+    let node = Some(Node {
+        id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(),
+        ..Default::default()
+    });
+    for type_url in [CLUSTER, LISTENER] {
+        let request = DiscoveryRequest {
+            node: node.clone(),
+            type_url: type_url.into(),
+            ..Default::default()
+        };
+        requests.send(request).expect("awaited");
+    }
+    let requests_stream = tokio_stream::wrappers::UnboundedReceiverStream::new(receiver);
+    let stream = discovery.stream_aggregated_resources(requests_stream);
+    let mut responses = stream.await.expect("a stream").into_inner();
+    while let Ok(Some(response)) = responses.message().await {
+        let request = DiscoveryRequest {
+            version_info: response.version_info,
+            type_url: response.type_url,
+            response_nonce: response.nonce,
+            ..Default::default()
+        };
+        requests.send(request).expect("awaited");
+    }
+}
+
+fn snapshot(hosts: usize, version: u8, clusters: usize) -> Arc<Snapshot> {
+    let mut snapshot = Snapshot::default();
+    let table = Resource::new("", NAME_TABLE, name_table(hosts, version));
+    snapshot.insert("common", table);
+    for number in 0..clusters / 2000 {
+        let cluster = Resource::new(format!("c{number}"), CLUSTER, vec![version; 2000]);
+        snapshot.insert("common", cluster);
+    }
+    Arc::new(snapshot)
+}
+
+fn host(number: usize) -> String {
+    format!(
+        "service-{number}.namespace-{}.svc.cluster.local",
+        number % 50
+    )
+}
+
+/// A table of services as a cluster has them, written by hand: 100,000 messages are slow to build.
+fn name_table(hosts: usize, version: u8) -> Vec<u8> {
+    fn field(into: &mut Vec<u8>, number: u8, value: &[u8]) {
+        into.push(number << 3 | 2);
+        prost::encoding::encode_varint(value.len() as u64, into);
+        into.extend_from_slice(value);
+    }
+    let mut table = Vec::new();
+    for number in 0..hosts {
+        let ip = format!("10.{}.{}.{version}", number / 250 % 250, number % 250);
+        let mut info = Vec::new();
+        field(&mut info, 1, ip.as_bytes());
+        field(&mut info, 2, b"Kubernetes");
+        field(&mut info, 3, format!("service-{number}").as_bytes());
+        field(
+            &mut info,
+            4,
+            format!("namespace-{}", number % 50).as_bytes(),
+        );
+        let mut pair = Vec::new();
+        field(&mut pair, 1, host(number).as_bytes());
+        field(&mut pair, 2, &info);
+        field(&mut table, 1, &pair);
+    }
+    table
+}
+
+fn query(id: u16, name: &str) -> Vec<u8> {
+    let [high, low] = id.to_be_bytes();
+    let mut query = vec![high, low, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    for label in name.split('.') {
+        query.push(label.len() as u8);
+        query.extend(label.as_bytes());
+    }
+    query.extend([0, 0, 1, 0, 1]);
+    query
+}
+
+/// Asks until there is an answer without an error.
+fn wait_for(address: SocketAddr) {
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+    socket.connect(address).expect("connected");
+    let patience = Some(Duration::from_millis(100));
+    socket.set_read_timeout(patience).expect("a timeout");
+    for _ in 0..300 {
+        let mut reply = [0; 512];
+        // Nobody may listen yet.
+        let _ = socket.send(&query(1, &host(0)));
+        match socket.recv(&mut reply) {
+            Ok(_) if reply[3] & 0xf == 0 => return,
+            _ => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+    panic!("nobody answers at {address}");
+}
+
+fn free_port() -> SocketAddr {
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+    socket.local_addr().expect("an address")
+}
+
+/// Resident memory of this process, in bytes.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
+    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1));
+    kib.and_then(|kib| kib.parse::<usize>().ok())
+        .expect("a number")
+        * 1024
+}

@@ -1,0 +1,152 @@
+//! Takes name tables off discovery and hands them to DNS: glue between two rooms that do not know
+//! each other.
+//!
+//! A response holds one table. Its bytes are not copied on their way.
+
+use bytes::Bytes;
+use prost::Message;
+
+use crate::dns::Dns;
+use crate::xds::Protocol;
+use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
+
+const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+
+/// The interceptor of name tables.
+#[derive(Debug)]
+pub(super) struct NameTables(Dns);
+
+/// `google.protobuf.Any`
+#[derive(Clone, PartialEq, Message)]
+struct Any {
+    #[prost(string, tag = "1")]
+    type_url: String,
+    #[prost(bytes = "bytes", tag = "2")]
+    value: Bytes,
+}
+
+/// `envoy.service.discovery.v3.DiscoveryResponse`
+#[derive(Clone, PartialEq, Message)]
+struct StateOfTheWorld {
+    #[prost(message, repeated, tag = "2")]
+    resources: Vec<Any>,
+}
+
+/// `envoy.service.discovery.v3.DeltaDiscoveryResponse`
+#[derive(Clone, PartialEq, Message)]
+struct Delta {
+    #[prost(message, repeated, tag = "2")]
+    resources: Vec<Resource>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Resource {
+    #[prost(message, optional, tag = "2")]
+    resource: Option<Any>,
+}
+
+impl NameTables {
+    pub(super) fn new(dns: Dns) -> Self {
+        Self(dns)
+    }
+}
+
+impl Interceptor for NameTables {
+    fn type_url(&self) -> &str {
+        TYPE_URL
+    }
+
+    fn subscribes(&self) -> bool {
+        true
+    }
+
+    fn intercept(&self, response: Captured) -> Intercepting {
+        let dns = self.0.clone();
+        Box::pin(async move {
+            let taken = match table(response) {
+                Ok(table) => dns.update(table).await.map_err(|error| error.to_string()),
+                Err(error) => Err(error),
+            };
+            match taken {
+                Ok(()) => Outcome::Taken,
+                Err(error) => {
+                    tracing::error!(target: "dns", "{error}, keeping the last one");
+                    Outcome::Refused(error)
+                }
+            }
+        })
+    }
+}
+
+/// The first resource, which is the only one.
+fn table(response: Captured) -> Result<Bytes, String> {
+    let message = response.message;
+    let first = match response.protocol {
+        Protocol::StateOfTheWorld => {
+            StateOfTheWorld::decode(message).map(|message| message.resources.into_iter().next())
+        }
+        Protocol::Delta => Delta::decode(message).map(|message| {
+            message
+                .resources
+                .into_iter()
+                .next()
+                .and_then(|r| r.resource)
+        }),
+    };
+    let first = first.map_err(|error| format!("failed to unmarshal name table: {error}"))?;
+    let first = first.ok_or("failed to unmarshal name table: the resource holds nothing")?;
+    if first.type_url != TYPE_URL {
+        let found = first.type_url;
+        return Err(format!(
+            "failed to unmarshal name table: found a {found:?}, expected {TYPE_URL}"
+        ));
+    }
+    Ok(first.value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn response(protocol: Protocol, any: Option<Any>) -> Captured {
+        let message = match protocol {
+            Protocol::StateOfTheWorld => StateOfTheWorld {
+                resources: any.into_iter().collect(),
+            }
+            .encode_to_vec(),
+            Protocol::Delta => Delta {
+                resources: vec![Resource { resource: any }],
+            }
+            .encode_to_vec(),
+        };
+        Captured {
+            protocol,
+            type_url: TYPE_URL.into(),
+            version: "1".into(),
+            nonce: "1".into(),
+            resources: 1,
+            message: message.into(),
+        }
+    }
+
+    #[test]
+    fn a_table_is_found_in_both_protocols_and_nothing_else_is_one() {
+        for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+            let any = |type_url: &str| Any {
+                type_url: type_url.into(),
+                value: Bytes::from_static(b"table"),
+            };
+            assert_eq!(
+                table(response(protocol, Some(any(TYPE_URL)))),
+                Ok("table".into())
+            );
+            for wrong in [Some(any("other")), None] {
+                let error = table(response(protocol, wrong)).expect_err("no table");
+                assert!(
+                    error.starts_with("failed to unmarshal name table: "),
+                    "{error}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Whether and how the pod's DNS is answered.
+//!
+//! The addresses follow from the families of the pod's resolvers, and short names from its
+//! namespace, domain and first search domain, so resolv.conf is read here once.
+//!
+//! Does not follow later changes of resolv.conf; whoever asks the resolvers does.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use super::environment as variables;
+use super::pod::NodeType;
+use super::{Problem, Sources};
+use crate::dns::forward::resolv_conf::ResolvConf;
+use crate::dns::forward::{self, cache};
+use crate::dns::{self, Policy, Scope, listen};
+
+/// Where a machine keeps its resolvers while its own resolv.conf names the agent.
+const ORIGINAL: &str = "/var/lib/istio/resolv.conf";
+
+/// How DNS is answered, and how others are asked.
+#[derive(Clone, Debug)]
+pub struct DnsParameters {
+    pub server: dns::Config,
+    pub forwarder: forward::Config,
+}
+
+impl Sources<'_> {
+    pub(super) fn dns(&mut self) -> Option<DnsParameters> {
+        let captures = self.get(&variables::ISTIO_META_DNS_CAPTURE);
+        let serves = self.get(&variables::ISTIO_META_ENABLE_DNS_SERVER);
+        if !(serves || captures && self.flags.kind == NodeType::Sidecar) {
+            return None;
+        }
+        let said = self.get(&variables::DNS_PROXY_ADDR);
+        let is_root = rustix::process::getuid().is_root();
+        let address = listen::address(&said, is_root);
+        let path = self.resolv_conf_path(address);
+        let resolv_conf = self.resolv_conf(&path);
+        let nameservers = resolv_conf.nameservers.iter();
+        let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
+        let listen = listen::listen(address, &nameservers);
+        let own = listen.addresses.iter().filter_map(|own| own.parse().ok());
+        let forwarder = forward::Config {
+            resolv_conf: path,
+            parallel: self.get(&variables::DNS_FORWARD_PARALLEL),
+            timeout: self.get(&variables::DNS_FORWARD_TIMEOUT),
+            own_addresses: own.collect(),
+            cache: cache::Config::default(),
+        };
+        let policy = Policy {
+            ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
+            forward_before_first_table: listen.stands_in,
+        };
+        let server = dns::Config {
+            addresses: listen.addresses,
+            scope: Scope::new(&self.namespace, &self.domain(), &resolv_conf.search),
+            policy,
+        };
+        Some(DnsParameters { server, forwarder })
+    }
+
+    fn resolv_conf_path(&mut self, address: &str) -> PathBuf {
+        let named = self.env.is_set(&variables::ISTIO_AGENT_RESOLV_CONF);
+        let original = self.root.join(ORIGINAL);
+        if listen::stands_in(address) && !named && original.exists() {
+            return original;
+        }
+        let path = self.get(&variables::ISTIO_AGENT_RESOLV_CONF);
+        self.root.join(path)
+    }
+
+    /// Without resolvers the names of the mesh are answered all the same.
+    fn resolv_conf(&mut self, path: &Path) -> ResolvConf {
+        ResolvConf::read(path).unwrap_or_else(|error| {
+            self.warnings.push(Problem {
+                subject: path.display().to_string(),
+                found: error.to_string(),
+                expected: "resolvers, answering names of the mesh only".to_owned(),
+            });
+            ResolvConf::default()
+        })
+    }
+}

@@ -1,0 +1,477 @@
+//! Questions and their answers, byte for byte where it matters.
+
+use std::net::IpAddr;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::dns::table::tests::{encode, external, sample, scope};
+
+const POLICY: Policy = Policy {
+    ttl: 30,
+    forward_before_first_table: false,
+};
+
+/// A question with EDNS of this size, if any.
+pub(crate) fn query(name: &str, kind: u16, edns: Option<u16>) -> Vec<u8> {
+    let mut query = vec![
+        0x12,
+        0x34,
+        0x01,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+        u8::from(edns.is_some()),
+    ];
+    for label in name.split('.').filter(|label| !label.is_empty()) {
+        query.push(label.len() as u8);
+        query.extend(label.as_bytes());
+    }
+    query.push(0);
+    query.extend([kind.to_be_bytes(), wire::IN.to_be_bytes()].concat());
+    if let Some(size) = edns {
+        query.extend([0, 0, 41]);
+        query.extend(size.to_be_bytes());
+        query.extend([0, 0, 0x80, 0, 0, 0]);
+    }
+    query
+}
+
+/// A message, taken apart.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Message {
+    pub(crate) flags: [u8; 2],
+    pub(crate) question: String,
+    pub(crate) answers: Vec<(String, u16, u32, String)>,
+    pub(crate) edns: bool,
+}
+
+pub(crate) fn decode(message: &[u8]) -> Message {
+    let word = |at: usize| u16::from_be_bytes([message[at], message[at + 1]]);
+    let mut at = 12;
+    let mut question = String::new();
+    for _ in 0..word(4) {
+        (question, at) = name(message, at);
+        at += 4;
+    }
+    let mut answers = Vec::new();
+    let mut edns = false;
+    for _ in 0..word(6) + word(8) + word(10) {
+        let (owner, fixed) = name(message, at);
+        let length = usize::from(word(fixed + 8));
+        let data = &message[fixed + 10..fixed + 10 + length];
+        at = fixed + 10 + length;
+        let text = match word(fixed) {
+            1 => IpAddr::from(<[u8; 4]>::try_from(data).unwrap()).to_string(),
+            28 => IpAddr::from(<[u8; 16]>::try_from(data).unwrap()).to_string(),
+            5 => name(message, fixed + 10).0,
+            41 => {
+                edns = true;
+                continue;
+            }
+            _ => String::new(),
+        };
+        let ttl = u32::from(word(fixed + 4)) << 16 | u32::from(word(fixed + 6));
+        answers.push((owner, word(fixed), ttl, text));
+    }
+    assert_eq!(at, message.len(), "no more than the header counts");
+    Message {
+        flags: [message[2], message[3]],
+        question,
+        answers,
+        edns,
+    }
+}
+
+fn name(message: &[u8], mut at: usize) -> (String, usize) {
+    let (mut text, mut end) = (String::new(), None);
+    loop {
+        let length = usize::from(message[at]);
+        if length >= 192 {
+            end = end.or(Some(at + 2));
+            at = (length & 63) << 8 | usize::from(message[at + 1]);
+        } else if length == 0 {
+            return (text, end.unwrap_or(at + 1));
+        } else {
+            text += &message[at + 1..at + 1 + length].escape_ascii().to_string();
+            text += ".";
+            at += 1 + length;
+        }
+    }
+}
+
+fn ask(table: Option<&Table>, query: &[u8], policy: Policy) -> (Answer, Vec<u8>) {
+    let mut out = vec![0; 65_535];
+    let answer = answer(query, Transport::Udp, table, policy, &mut out).answer;
+    if let Answer::Reply(length) = answer {
+        out.truncate(length);
+    }
+    (answer, out)
+}
+
+/// What the sample says: owners with their data, in order of the data; nothing if it is passed on.
+fn says(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
+    let query = query(name, kind, None);
+    let (Answer::Reply(_), reply) = ask(Some(&sample()), &query, POLICY) else {
+        return None;
+    };
+    let message = decode(&reply);
+    assert_eq!(message.flags, [0x85, 0x80], "authoritative, no error");
+    assert_eq!(message.question, name);
+    assert_eq!(reply[..2], query[..2], "the id");
+    let is_first = |kind| {
+        message
+            .answers
+            .first()
+            .is_some_and(|answer| answer.1 == kind)
+    };
+    let has_cname = message.answers.iter().any(|answer| answer.1 == 5);
+    assert_eq!(has_cname, is_first(5), "a CNAME stands first");
+    assert!(message.answers.iter().all(|answer| answer.2 == 30));
+    let mut answers: Vec<_> = message.answers.into_iter().map(|a| (a.0, a.3)).collect();
+    let first = usize::from(has_cname);
+    answers[first..].sort();
+    Some(answers)
+}
+
+const SEARCH: &str = "ns1.svc.cluster.local.";
+const V6: &str = "2001:db8::ff00:42:8329";
+
+#[test]
+fn answers_addresses_as_the_table_says() {
+    let remote = "details.ns2.svc.cluster.remote.";
+    for (name, ip) in [
+        ("www.google.com.", "1.1.1.1"),
+        ("productpage.ns1.svc.cluster.local.", "9.9.9.9"),
+        ("productpage.ns1.", "9.9.9.9"),
+        ("productpage.ns1.svc.", "9.9.9.9"),
+        ("productpage.", "9.9.9.9"),
+        ("example.ns2.", "10.10.10.10"),
+        ("example.ns2.svc.cluster.local.", "10.10.10.10"),
+        ("example.ns2.svc.", "10.10.10.10"),
+        ("svc-with-alt.", "15.15.15.15"),
+        ("svc-with-alt.ns1.", "15.15.15.15"),
+        ("svc-with-alt.ns1.svc.", "15.15.15.15"),
+        ("svc-with-alt.ns1.svc.cluster.local.", "15.15.15.15"),
+        ("svc-with-alt.ns1.svc.clusterset.local.", "15.15.15.15"),
+        ("dual.localhost.", "2.2.2.2"),
+        ("foo.wildcard.", "10.10.10.10"),
+        ("a.b.wildcard.", "11.11.11.11"),
+        ("x.a.b.wildcard.", "11.11.11.11"),
+        ("*.wildcard.", "10.10.10.10"),
+        ("foo.svc.mesh.company.net.", "10.1.2.3"),
+        ("foo.foons.svc.mesh.company.net.", "10.1.2.3"),
+        ("example.localhost.", "3.3.3.3"),
+    ] {
+        assert_eq!(
+            says(name, 1),
+            Some(vec![(name.into(), ip.into())]),
+            "{name}"
+        );
+    }
+    let four = [11, 12, 13, 14].map(|n| (remote.to_owned(), format!("{n}.{n}.{n}.{n}")));
+    assert_eq!(says(remote, 1), Some(four.into()));
+    for name in ["dual.localhost.", "ipv6.localhost."] {
+        assert_eq!(says(name, 28), Some(vec![(name.into(), V6.into())]));
+    }
+}
+
+#[test]
+fn a_searched_name_is_another_name_for_what_was_meant() {
+    for (name, target, ip) in [
+        ("www.google.com.", "www.google.com.", "1.1.1.1"),
+        ("productpage.ns1.", "productpage.ns1.", "9.9.9.9"),
+        ("productpage.ns1.svc.", "productpage.ns1.svc.", "9.9.9.9"),
+        (
+            "example.ns2.svc.cluster.local.",
+            "example.ns2.svc.cluster.local.",
+            "10.10.10.10",
+        ),
+        (
+            "details.ns2.svc.cluster.remote.",
+            "details.ns2.svc.cluster.remote.",
+            "11.11.11.11",
+        ),
+        ("foo.wildcard.", "*.wildcard.", "10.10.10.10"),
+        (
+            "foo.svc.mesh.company.net.",
+            "*.svc.mesh.company.net.",
+            "10.1.2.3",
+        ),
+    ] {
+        let searched = format!("{name}{SEARCH}");
+        let said = says(&searched, 1).expect(&searched);
+        assert_eq!(said[0], (searched, target.to_owned()));
+        assert_eq!(said[1], (target.to_owned(), ip.to_owned()));
+    }
+}
+
+#[test]
+fn a_family_without_addresses_is_an_empty_answer() {
+    for (name, kind) in [
+        ("ipv6.localhost.", 1),
+        ("ipv4.localhost.", 28),
+        ("productpage.ns1.ns1.svc.cluster.local.", 28),
+        ("foo.wildcard.", 28),
+    ] {
+        assert_eq!(says(name, kind), Some(vec![]), "{name}");
+    }
+}
+
+#[test]
+fn what_the_table_does_not_know_is_passed_on() {
+    for (name, kind) in [
+        ("www.bing.com.", 1),
+        (
+            "productpage.ns1.svc.cluster.local.ns1.svc.cluster.local.",
+            1,
+        ),
+        ("example.", 1),
+        ("details.ns2.", 1),
+        ("example.ns2.svc.cluster.", 1),
+        ("wildcard.", 1),
+        ("www.google.com.svc.cluster.local.", 1),
+        (".", 1),
+        ("www.google.com.", 15),
+        ("www.google.com.", 16),
+        ("www.google.com.", 33),
+        ("www.google.com.", 64),
+        ("www.google.com.", 65),
+    ] {
+        assert_eq!(says(name, kind), None, "{name} {kind}");
+    }
+    let mut chaos = query("www.google.com", 1, None);
+    *chaos.last_mut().unwrap() = 3;
+    assert!(matches!(
+        ask(Some(&sample()), &chaos, POLICY).0,
+        Answer::Forward
+    ));
+}
+
+#[test]
+fn any_is_answered_with_the_addresses_there_are() {
+    let name = "dual.localhost.".to_owned();
+    let both = vec![
+        (name.clone(), "2.2.2.2".to_owned()),
+        (name.clone(), V6.to_owned()),
+    ];
+    let mut said = says(&name, 255).unwrap();
+    said.sort();
+    assert_eq!(said, both);
+}
+
+#[test]
+fn case_is_kept_in_the_question_and_lower_in_answers() {
+    let (_, reply) = ask(Some(&sample()), &query("wWw.GooGle.coM", 1, None), POLICY);
+    let message = decode(&reply);
+    assert_eq!(message.question, "wWw.GooGle.coM.");
+    assert_eq!(message.answers[0].0, "www.google.com.");
+    let searched = format!("Foo.WildCard.{SEARCH}");
+    let (_, reply) = ask(Some(&sample()), &query(&searched, 1, None), POLICY);
+    let answers = decode(&reply).answers;
+    assert_eq!(answers[0].0, searched.to_lowercase());
+    assert_eq!(
+        (&*answers[0].3, &*answers[1].0),
+        ("*.wildcard.", "*.wildcard.")
+    );
+}
+
+#[test]
+fn a_dot_inside_of_a_label_is_no_dot() {
+    let mut query = query("wwwxgoogle.com", 1, None);
+    query[16] = b'.';
+    assert!(matches!(
+        ask(Some(&sample()), &query, POLICY).0,
+        Answer::Forward
+    ));
+}
+
+#[test]
+fn without_a_table_a_query_fails_or_is_passed_on() {
+    let query = query("www.google.com", 1, None);
+    let (_, reply) = ask(None, &query, POLICY);
+    let message = decode(&reply);
+    assert_eq!(
+        (message.flags, &*message.question),
+        ([0x81, 0x82], "www.google.com.")
+    );
+    let policy = Policy {
+        forward_before_first_table: true,
+        ..POLICY
+    };
+    assert!(matches!(ask(None, &query, policy).0, Answer::Forward));
+}
+
+#[test]
+fn an_answer_is_no_longer_than_the_client_takes() {
+    let ips: Vec<_> = (0..200).map(|n| format!("10.0.0.{n}")).collect();
+    let ips: Vec<_> = ips.iter().map(String::as_str).collect();
+    let table = Table::build(&encode([("giant", external(&ips))]), scope()).unwrap();
+    // 23 bytes of header and question, 11 for EDNS, 16 an address.
+    for (edns, length, count) in [
+        (None, 512, 30),
+        (Some(0), 512, 29),
+        (Some(600), 600, 35),
+        (Some(4096), 3234, 200),
+    ] {
+        let (_, reply) = ask(Some(&table), &query("giant", 1, edns), POLICY);
+        let message = decode(&reply);
+        assert!(reply.len() <= length, "{}", reply.len());
+        assert_eq!(message.answers.len(), count, "{edns:?}");
+        assert_eq!(message.flags[0] & wire::TC != 0, count < 200);
+        assert_eq!(message.edns, edns.is_some());
+    }
+    let mut out = vec![0; 65_535];
+    let query = query("giant", 1, None);
+    let outcome = answer(&query, Transport::Tcp, Some(&table), POLICY, &mut out);
+    assert!(matches!(outcome.answer, Answer::Reply(length) if length == 23 + 200 * 16));
+}
+
+#[test]
+fn addresses_take_turns() {
+    let name = "details.ns2.svc.cluster.remote";
+    let firsts: std::collections::BTreeSet<_> = (0..200)
+        .map(|_| {
+            decode(&ask(Some(&sample()), &query(name, 1, None), POLICY).1).answers[0]
+                .3
+                .clone()
+        })
+        .collect();
+    assert_eq!(firsts.len(), 4);
+}
+
+#[test]
+fn refuses_what_is_no_plain_question() {
+    let good = query("www.google.com", 1, Some(1232));
+    let changed = |at: usize, to: u8| {
+        let mut query = good.clone();
+        query[at] = to;
+        query
+    };
+    let table = sample();
+    // The second byte of flags, which holds the code; nothing where nothing is sent.
+    for (what, query, expected) in [
+        ("a fragment", good[..11].to_vec(), None),
+        ("an answer", changed(2, 0x81), None),
+        ("opcode STATUS", changed(2, 2 << 3), Some((0x84, 0))),
+        ("opcode UPDATE", changed(2, 5 << 3), Some((0x84, 0))),
+        ("no question", changed(5, 0), Some((0x81, 0))),
+        ("two questions", changed(5, 2), Some((0x81, 0))),
+        ("many questions", changed(4, 255), Some((0x81, 0))),
+        ("many answers", changed(7, 2), Some((0x81, 0))),
+        ("many authorities", changed(9, 2), Some((0x81, 0))),
+        ("many additionals", changed(11, 3), Some((0x81, 0))),
+        ("a header alone", good[..12].to_vec(), Some((0x85, 0))),
+        ("half a name", good[..20].to_vec(), Some((0x81, 0))),
+        (
+            "a name without a type",
+            good[..28].to_vec(),
+            Some((0x81, 0)),
+        ),
+        (
+            "half a record",
+            good[..good.len() - 4].to_vec(),
+            Some((0x81, 1)),
+        ),
+        ("a record too few", changed(11, 2), Some((0x81, 1))),
+        ("a pointer to itself", changed(12, 0xc0), Some((0x81, 0))),
+        ("a reserved label", changed(12, 0x40), Some((0x81, 0))),
+        ("a later EDNS", changed(good.len() - 5, 1), Some((0x80, 1))),
+    ] {
+        let (answer, reply) = ask(Some(&table), &query, POLICY);
+        let got = matches!(answer, Answer::Reply(_)).then(|| (reply[3], reply[5]));
+        assert_eq!(got, expected, "{what}");
+        if expected.is_some() {
+            assert_eq!(reply[..2], query[..2], "{what}");
+            decode(&reply);
+        }
+    }
+}
+
+#[test]
+fn a_pointer_loop_behind_the_question_is_an_error() {
+    let mut query = query("www.google.com", 1, Some(1232));
+    let at = query.len() - 11;
+    let [high, low] = (at as u16 | 0xc000).to_be_bytes();
+    query.splice(at..=at, [high, low]);
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(reply[3] & 0xf, 1);
+}
+
+#[test]
+fn a_notification_is_answered_like_a_query() {
+    let mut query = query("www.google.com", 1, None);
+    query[2] = 4 << 3 | 1;
+    query[3] = 0x10;
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(decode(&reply).flags, [0xa4, 0x80]);
+    query[2] = 1;
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(decode(&reply).flags, [0x85, 0x90]);
+}
+
+proptest! {
+    /// Runs for as long as PROPTEST_CASES says.
+    #[test]
+    fn any_bytes_are_answered_or_not(bytes: Vec<u8>) {
+        check(&bytes)?;
+    }
+
+    #[test]
+    fn any_change_of_a_query_is_answered_or_not(
+        changes in prop::collection::vec((0_usize..80, any::<u8>()), 0..4),
+        cut in 0_usize..80,
+        name in prop::sample::select(vec!["www.google.com", "a.wildcard.ns1.svc.cluster.local"]),
+        edns: Option<u16>,
+        kind in 0_u16..260,
+    ) {
+        let mut query = query(name, kind, edns);
+        for (at, to) in changes {
+            if let Some(byte) = query.get_mut(at) {
+                *byte = to;
+            }
+        }
+        check(&query)?;
+        query.truncate(cut);
+        check(&query)?;
+    }
+
+    #[test]
+    fn a_message_is_cut_to_any_length(bytes: Vec<u8>, limit in 0_usize..2000, count: u8) {
+        let mut message = query("giant.example", 1, None);
+        message[7] = count;
+        for n in 0..count {
+            message.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 10, 0, 0, n]);
+        }
+        let mut out = vec![0; 65_535];
+        let length = wire::fit(&message, limit, &mut out);
+        prop_assert!(length <= limit.max(512));
+        decode(&out[..length]);
+        message.extend(bytes.iter().cycle().take(3000));
+        if message.len() > limit.max(512) {
+            let length = wire::fit(&message, limit, &mut out);
+            prop_assert!(length <= limit.max(512) && out[2] & wire::TC != 0);
+        }
+    }
+}
+
+fn check(query: &[u8]) -> Result<(), TestCaseError> {
+    let table = sample();
+    let mut out = vec![0; 65_535];
+    let outcome = answer(query, Transport::Udp, Some(&table), POLICY, &mut out);
+    if let Answer::Reply(length) = outcome.answer {
+        prop_assert_eq!(&out[..2], &query[..2]);
+        prop_assert!(out[2] & wire::QR != 0);
+        decode(&out[..length]);
+    }
+    if let Some(question) = &outcome.question {
+        let length = fail(query, question, &mut out);
+        decode(&out[..length]);
+    }
+    Ok(())
+}

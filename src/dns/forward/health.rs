@@ -1,0 +1,171 @@
+//! Which servers answer.
+//!
+//! Servers are asked in random order. One that refuses, or leaves several queries in a row
+//! unanswered, is asked last for a while; then one query tries it again. The while grows as long as
+//! it fails, and the first answer ends it.
+//!
+//! Does not ask anybody, and never leaves a server out: when all fail, all are tried.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Lost packets do not make a bad server.
+const MISSES: u32 = 3;
+
+const SHORTEST: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// How long one query may find out about a server on behalf of all.
+const PROBE: Duration = Duration::from_secs(1);
+
+#[derive(Debug, Default)]
+pub(super) struct Health(Mutex<HashMap<SocketAddr, Failing>>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Failing {
+    misses: u32,
+    /// Asked last until then.
+    until: Option<Instant>,
+}
+
+impl Health {
+    /// The order in which to ask.
+    pub(super) fn order(&self, servers: &[SocketAddr], now: Instant) -> Vec<SocketAddr> {
+        let mut failing = self.lock();
+        failing.retain(|server, _| servers.contains(server));
+        let mut order = servers.to_vec();
+        fastrand::shuffle(&mut order);
+        order.sort_by_key(|server| failing.get(server).and_then(|f| f.wait(now)));
+        if let Some(probed) = order.first().and_then(|first| failing.get_mut(first))
+            && probed.until.is_some()
+        {
+            probed.until = Some(now + PROBE);
+        }
+        order
+    }
+
+    pub(super) fn all_fail(&self, servers: &[SocketAddr], now: Instant) -> bool {
+        let failing = self.lock();
+        let fails = |server| failing.get(server).is_some_and(|f| f.wait(now).is_some());
+        servers.iter().all(fails)
+    }
+
+    pub(super) fn answered(&self, server: SocketAddr) {
+        if self
+            .lock()
+            .remove(&server)
+            .is_some_and(|f| f.until.is_some())
+        {
+            tracing::info!(target: "dns", "DNS server {server} answers again");
+        }
+    }
+
+    /// A query was not answered in time.
+    pub(super) fn missed(&self, server: SocketAddr, now: Instant) {
+        let mut failing = self.lock();
+        let state = failing.entry(server).or_default();
+        state.misses = state.misses.saturating_add(1);
+        if state.misses >= MISSES {
+            state.put_last(server, "does not answer", now);
+        }
+    }
+
+    /// There is nobody to answer.
+    pub(super) fn failed(&self, server: SocketAddr, now: Instant) {
+        let mut failing = self.lock();
+        let state = failing.entry(server).or_default();
+        state.misses = state.misses.saturating_add(1).max(MISSES);
+        state.put_last(server, "fails", now);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Failing>> {
+        // What a panic may have left behind is a wrong order.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Failing {
+    /// When it may be asked early again; nothing when it may now.
+    fn wait(&self, now: Instant) -> Option<Instant> {
+        self.until.filter(|until| *until > now)
+    }
+
+    fn put_last(&mut self, server: SocketAddr, why: &str, now: Instant) {
+        let doublings = (self.misses - MISSES).min(5);
+        let pause = SHORTEST.saturating_mul(1 << doublings).min(LONGEST);
+        if self.until.is_none() {
+            tracing::info!(target: "dns", "upstream failure: DNS server {server} {why}; asking it last");
+        }
+        self.until = Some(now + pause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers() -> [SocketAddr; 2] {
+        ["127.0.0.1:1", "127.0.0.1:2"].map(|text| text.parse().expect("an address"))
+    }
+
+    /// How often the first of two servers is asked first, of a hundred times.
+    fn is_first(health: &Health, now: Instant) -> usize {
+        let all = servers();
+        (0..100)
+            .filter(|_| health.order(&all, now)[0] == all[0])
+            .count()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_answer_share_the_queries() {
+        let share = is_first(&Health::default(), Instant::now());
+        assert!((20..80).contains(&share), "{share}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_is_asked_last_after_a_failure_or_several_misses() {
+        let [server, other] = servers();
+        let now = Instant::now();
+        let health = Health::default();
+        health.missed(server, now);
+        health.missed(server, now);
+        assert!(is_first(&health, now) > 0);
+        health.missed(server, now);
+        assert_eq!(is_first(&health, now), 0);
+        health.answered(server);
+        assert!(is_first(&health, now) > 0);
+        health.failed(server, now);
+        assert_eq!(is_first(&health, now), 0);
+        assert!(!health.all_fail(&servers(), now));
+        health.failed(other, now);
+        assert!(health.all_fail(&servers(), now));
+        assert_eq!(health.order(&servers(), now).len(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_query_finds_out_whether_it_answers_again() {
+        let [server, _] = servers();
+        let mut now = Instant::now();
+        let health = Health::default();
+        for pause in [1, 2, 4, 8, 16, 30, 30] {
+            health.failed(server, now);
+            now += Duration::from_secs(pause);
+            assert_eq!(is_first(&health, now - Duration::from_millis(1)), 0);
+            assert_eq!(is_first(&health, now), 1, "after {pause} s");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn servers_that_are_no_more_are_forgotten() {
+        let [server, other] = servers();
+        let now = Instant::now();
+        let health = Health::default();
+        health.failed(server, now);
+        health.order(&[other], now);
+        assert!(health.lock().is_empty());
+    }
+}

@@ -1,0 +1,278 @@
+//! A client's query, and the form in which it goes upstream.
+//!
+//! Upstream it has an id of ours and an OPT record that takes answers of 1232 bytes, the most that
+//! passes any network in one piece; both are taken back in the reply. The rest is the client's,
+//! byte for byte.
+//!
+//! Does not judge what is asked.
+
+use bytes::Bytes;
+
+use super::reply::Reply;
+use super::wire;
+
+/// Largest answer that fits the smallest packet of IPv6. Source: DNS flag day 2020.
+pub(super) const SAFE_SIZE: u16 = 1232;
+
+/// What a server may send to who sent no OPT record.
+const PLAIN_SIZE: u16 = 512;
+
+#[derive(Clone, Debug)]
+pub(super) struct Query {
+    client: Bytes,
+    question_end: usize,
+    /// As it goes upstream, but for the id.
+    upstream: Vec<u8>,
+    edns: Edns,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Edns {
+    /// The client's own record, at this place.
+    Client(wire::Record),
+    /// Ours, at the end.
+    Added,
+    /// None: the client signed its query.
+    None,
+}
+
+impl Query {
+    /// Nothing when it is not a message with one question and all the records it announces.
+    pub(super) fn parse(client: Bytes) -> Option<Self> {
+        let question_end = wire::question_end(&client)?;
+        let records = wire::records(&client, question_end)?;
+        let end = records.last().map_or(question_end, |last| last.end);
+        let mut upstream = client[..end].to_vec();
+        wire::put(&mut upstream, 0, &[0, 0]);
+        let find = |kinds: &[u16]| records.iter().copied().find(|r| kinds.contains(&r.kind));
+        let edns = if find(&[wire::TSIG, wire::SIG]).is_some() {
+            Edns::None
+        } else if let Some(own) = find(&[wire::OPT]) {
+            raise_size(&mut upstream, own);
+            Edns::Client(own)
+        } else {
+            add_opt(&mut upstream);
+            Edns::Added
+        };
+        Some(Self {
+            client,
+            question_end,
+            upstream,
+            edns,
+        })
+    }
+
+    pub(super) fn id(&self) -> u16 {
+        wire::u16_at(&self.client, 0).unwrap_or_default()
+    }
+
+    /// As it came.
+    pub(super) fn len(&self) -> usize {
+        self.client.len()
+    }
+
+    pub(super) fn kind(&self) -> u16 {
+        wire::u16_at(&self.client, self.question_end - 4).unwrap_or_default()
+    }
+
+    pub(super) fn question_end(&self) -> usize {
+        self.question_end
+    }
+
+    /// What makes two queries the same: all of it but the id and the case of the name.
+    pub(super) fn key(&self) -> Vec<u8> {
+        let mut key = self.upstream[wire::FLAGS..].to_vec();
+        key[wire::HEADER - wire::FLAGS..self.question_end - 4 - wire::FLAGS].make_ascii_lowercase();
+        key
+    }
+
+    /// What makes two queries the same to the cache, which does not mind how large the answer may
+    /// be. Nothing when the answer may be meant for this client alone.
+    pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
+        let opt = match self.edns {
+            Edns::Client(opt) => opt,
+            Edns::Added => *wire::records(&self.upstream, self.question_end)?.last()?,
+            Edns::None => return None,
+        };
+        let is_query = self.upstream[wire::FLAGS] & 0xf8 == 0;
+        let is_alone = opt.start == self.question_end && opt.end == self.upstream.len();
+        let has_no_options = opt.data_at() == opt.end;
+        let mut key = self.key();
+        wire::put(&mut key, opt.class_at() - wire::FLAGS, &[0, 0]);
+        (is_query && is_alone && has_no_options).then_some(key)
+    }
+
+    /// The bytes to send.
+    pub(super) fn with_id(&self, id: u16) -> Vec<u8> {
+        let mut bytes = self.upstream.clone();
+        wire::put(&mut bytes, 0, &id.to_be_bytes());
+        bytes
+    }
+
+    /// The same without our OPT record, for servers that cannot bear one. Nothing when there is
+    /// none of ours.
+    pub(super) fn plain(&self) -> Option<Self> {
+        let mut plain = self.clone();
+        let records = wire::records(&self.upstream, self.question_end)?;
+        let opt = records
+            .last()
+            .filter(|_| matches!(self.edns, Edns::Added))?;
+        plain.upstream.truncate(opt.start);
+        let count = wire::u16_at(&plain.upstream, wire::ADDITIONALS)?.checked_sub(1)?;
+        wire::put(&mut plain.upstream, wire::ADDITIONALS, &count.to_be_bytes());
+        plain.edns = Edns::None;
+        Some(plain)
+    }
+
+    /// The largest answer a server may send in one datagram.
+    pub(super) fn size(&self) -> usize {
+        let size = match self.edns {
+            Edns::Client(opt) => wire::u16_at(&self.upstream, opt.class_at()),
+            Edns::Added => Some(SAFE_SIZE),
+            Edns::None => Some(PLAIN_SIZE),
+        };
+        size.unwrap_or(PLAIN_SIZE).into()
+    }
+
+    /// Whether the question of a message is this one.
+    pub(super) fn is_asked_in(&self, message: &[u8]) -> bool {
+        let name = wire::HEADER..self.question_end - 4;
+        let fixed = self.question_end - 4..self.question_end;
+        let same_name = |found: &[u8]| found.eq_ignore_ascii_case(&self.client[name.clone()]);
+        wire::u16_at(message, wire::QUESTIONS) == Some(1)
+            && message.get(name.clone()).is_some_and(same_name)
+            && message.get(fixed.clone()) == Some(&self.client[fixed])
+    }
+
+    /// The reply as the client expects it: its id, its question, and an OPT record only if it sent
+    /// one.
+    pub(super) fn restore(&self, reply: &Reply) -> Bytes {
+        let mut bytes = match self.edns {
+            Edns::Added => reply.without_opt(),
+            Edns::Client(_) | Edns::None => reply.bytes().to_vec(),
+        };
+        wire::put(&mut bytes, 0, &self.client[..2]);
+        let question = wire::HEADER..self.question_end;
+        wire::put(&mut bytes, wire::HEADER, &self.client[question]);
+        bytes.into()
+    }
+}
+
+fn raise_size(upstream: &mut [u8], opt: wire::Record) {
+    let size = wire::u16_at(upstream, opt.class_at()).unwrap_or_default();
+    wire::put(upstream, opt.class_at(), &size.max(SAFE_SIZE).to_be_bytes());
+}
+
+/// Source: RFC 6891, section 6.1.2.
+fn add_opt(upstream: &mut Vec<u8>) {
+    let count = wire::u16_at(upstream, wire::ADDITIONALS).unwrap_or_default();
+    wire::put(
+        upstream,
+        wire::ADDITIONALS,
+        &count.saturating_add(1).to_be_bytes(),
+    );
+    upstream.push(0);
+    upstream.extend(wire::OPT.to_be_bytes());
+    upstream.extend(SAFE_SIZE.to_be_bytes());
+    upstream.extend([0; 6]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{query, query_with_opt};
+    use super::*;
+
+    fn parsed(bytes: Vec<u8>) -> Query {
+        Query::parse(bytes.into()).expect("a query")
+    }
+
+    #[test]
+    fn goes_upstream_with_room_for_answers() {
+        let plain = query(7, "a.test");
+        let cases = [
+            (plain.clone(), query_with_opt(9, "a.test", 1232, &[])),
+            (
+                query_with_opt(7, "a.test", 512, &[]),
+                query_with_opt(9, "a.test", 1232, &[]),
+            ),
+            (
+                query_with_opt(7, "a.test", 4096, &[]),
+                query_with_opt(9, "a.test", 4096, &[]),
+            ),
+            (
+                query_with_opt(7, "a.test", 0, &[0, 10, 0, 1, 5]),
+                query_with_opt(9, "a.test", 1232, &[0, 10, 0, 1, 5]),
+            ),
+        ];
+        for (asked, expected) in cases {
+            assert_eq!(parsed(asked).with_id(9), expected);
+        }
+        let without = parsed(plain.clone()).plain().expect("ours can go");
+        assert_eq!(without.with_id(7), plain);
+        assert!(
+            parsed(query_with_opt(7, "a.test", 512, &[]))
+                .plain()
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn a_signed_query_passes_untouched() {
+        let mut signed = query(7, "a.test");
+        signed[11] = 1;
+        signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
+        let query = parsed(signed.clone());
+        assert_eq!(query.with_id(7), signed);
+        assert_eq!(query.cache_key(), None);
+    }
+
+    #[test]
+    fn the_cache_minds_all_that_may_change_the_answer() {
+        let key = |bytes: Vec<u8>| parsed(bytes).cache_key();
+        let base = key(query(1, "a.test"));
+        assert!(base.is_some());
+        assert_eq!(key(query(2, "A.Test")), base);
+        assert_eq!(key(query_with_opt(1, "a.test", 4096, &[])), base);
+        // Bytes of the message with an OPT record, and what they are changed to.
+        for (what, at, value) in [
+            ("recursion", 2, 0),
+            ("checking disabled", 3, 0x10),
+            ("authentic data", 3, 0x20),
+            ("name", 13, b'b'),
+            ("type", 21, 28),
+            ("class", 23, 3),
+            ("DNSSEC", 31, 0x80),
+        ] {
+            let mut other = query_with_opt(1, "a.test", 4096, &[]);
+            other[at] = value;
+            assert_ne!(key(other), base, "{what}");
+        }
+        assert_eq!(
+            key(query_with_opt(1, "a.test", 4096, &[0, 10, 0, 1, 5])),
+            None
+        );
+        let mut notify = query(1, "a.test");
+        notify[2] |= 0x20;
+        assert_eq!(key(notify), None);
+    }
+
+    #[test]
+    fn what_is_no_single_question_is_not_forwarded() {
+        let whole = query_with_opt(1, "a.test", 1232, &[]);
+        for length in 0..whole.len() {
+            assert!(
+                Query::parse(whole[..length].to_vec().into()).is_none(),
+                "{length}"
+            );
+        }
+        for (at, value) in [(5, 0), (5, 2), (12, 0xc0), (12, 0x40), (11, 2)] {
+            let mut bad = whole.clone();
+            bad[at] = value;
+            assert!(Query::parse(bad.into()).is_none(), "{at} {value}");
+        }
+        let long = vec!["a"; 127].join(".");
+        assert!(Query::parse(query(1, &long).into()).is_some());
+        let longer = vec!["a"; 128].join(".");
+        assert!(Query::parse(query(1, &longer).into()).is_none());
+    }
+}

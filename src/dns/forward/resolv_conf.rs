@@ -1,0 +1,229 @@
+//! `resolv.conf`: which servers to ask, and which domains short names are looked for in.
+//!
+//! Read as the C library reads it, and more kindly: a line that makes no sense is reported and left
+//! out, the rest counts. Of repeated `search` and `domain` lines the last one counts. A server may
+//! have a port, written `[address]:port`. Source: resolv.conf(5), resolv.conf(5) of OpenBSD.
+//!
+//! Does not decide what to do without a file, or with one that names no server.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::path::Path;
+
+/// No file of this kind is this large.
+const LARGEST: u64 = 64 * 1024;
+
+const PORT: u16 = 53;
+
+/// What a file says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResolvConf {
+    pub nameservers: Vec<SocketAddr>,
+    pub search: Vec<String>,
+    pub options: Options,
+    /// Lines with a server that is none.
+    pub unusable: Vec<String>,
+}
+
+/// Of the options those that say something to a forwarder, and those that describe its clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// With fewer dots than this, clients try the search list first.
+    pub ndots: u8,
+    /// How long clients wait for a server, in seconds.
+    pub timeout: u32,
+    /// How often clients ask each server.
+    pub attempts: u32,
+    /// Servers are to be asked over TCP only.
+    pub use_tcp: bool,
+}
+
+/// Why a file could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    #[error("cannot read it: {0}")]
+    Io(#[from] io::Error),
+    #[error("it is not a file")]
+    NotAFile,
+    #[error("it has {0} bytes, expected at most {LARGEST}")]
+    TooLarge(u64),
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            ndots: 1,
+            timeout: 5,
+            attempts: 2,
+            use_tcp: false,
+        }
+    }
+}
+
+impl ResolvConf {
+    pub fn read(path: &Path) -> Result<Self, Unreadable> {
+        // Opening a pipe would wait for somebody to write.
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(Unreadable::NotAFile);
+        }
+        let mut bytes = Vec::new();
+        let read = File::open(path)?
+            .take(LARGEST + 1)
+            .read_to_end(&mut bytes)?;
+        if read as u64 > LARGEST {
+            return Err(Unreadable::TooLarge(read as u64));
+        }
+        Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
+    }
+
+    pub fn parse(text: &str) -> Self {
+        let mut found = Self::default();
+        for line in text.lines() {
+            let line = line.split(['#', ';']).next().unwrap_or_default();
+            let mut words = line.split_whitespace();
+            match words.next() {
+                Some("nameserver") => match words.next().and_then(server) {
+                    Some(server) if found.nameservers.contains(&server) => {}
+                    Some(server) => found.nameservers.push(server),
+                    None => found.unusable.push(line.trim().to_owned()),
+                },
+                Some("search") => found.search = words.map(str::to_owned).collect(),
+                Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),
+                Some("options") => words.for_each(|word| found.options.set(word)),
+                _ => {}
+            }
+        }
+        found
+    }
+}
+
+impl Options {
+    fn set(&mut self, word: &str) {
+        let (name, value) = word.split_once(':').unwrap_or((word, ""));
+        let number = value.parse::<u32>();
+        match (name, number) {
+            ("ndots", Ok(number)) => self.ndots = number.min(15) as u8,
+            ("timeout", Ok(number)) => self.timeout = number.max(1),
+            ("attempts", Ok(number)) => self.attempts = number.max(1),
+            ("use-vc", _) => self.use_tcp = true,
+            _ => {}
+        }
+    }
+}
+
+fn server(word: &str) -> Option<SocketAddr> {
+    if let Some((address, port)) = word.strip_prefix('[').and_then(|w| w.split_once("]:")) {
+        let port = port.parse().ok().filter(|port| *port != 0)?;
+        return with_port(address, port);
+    }
+    with_port(word, PORT)
+}
+
+/// An address, of IPv6 perhaps with the interface it is reached by.
+fn with_port(address: &str, port: u16) -> Option<SocketAddr> {
+    if let Some((address, interface)) = address.split_once('%') {
+        let address: Ipv6Addr = address.parse().ok()?;
+        let scope = interface.parse().ok().or_else(|| index(interface))?;
+        return Some(SocketAddrV6::new(address, port, 0, scope).into());
+    }
+    let address: IpAddr = address.parse().ok()?;
+    Some(SocketAddr::new(address, port))
+}
+
+fn index(interface: &str) -> Option<u32> {
+    let all = if_addrs::get_if_addrs().ok()?;
+    all.into_iter()
+        .find(|found| found.name == interface)
+        .and_then(|found| found.index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers(text: &str) -> Vec<String> {
+        let found = ResolvConf::parse(text).nameservers;
+        found.iter().map(SocketAddr::to_string).collect()
+    }
+
+    #[test]
+    fn finds_servers() {
+        let cases: &[(&str, &[&str])] = &[
+            ("nameserver 10.96.0.10\n", &["10.96.0.10:53"]),
+            ("nameserver\t1.1.1.1  2.2.2.2", &["1.1.1.1:53"]),
+            ("  nameserver ::1 # here\r\n", &["[::1]:53"]),
+            ("nameserver fe80::1%7", &["[fe80::1%7]:53"]),
+            (
+                "nameserver [::1]:5353\nnameserver [127.0.0.1]:54",
+                &["[::1]:5353", "127.0.0.1:54"],
+            ),
+            ("nameserver 1.1.1.1\nnameserver 1.1.1.1", &["1.1.1.1:53"]),
+            (
+                "#nameserver 1.1.1.1\n;nameserver 1.1.1.1\nnameservers 1.1.1.1",
+                &[],
+            ),
+            ("", &[]),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(servers(text), *expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn names_lines_that_hold_no_server() {
+        let lines = [
+            "nameserver",
+            "nameserver dns.example",
+            "nameserver 1.2.3",
+            "nameserver [::1]:0",
+            "nameserver [::1]:65536",
+            "nameserver [::1]",
+            "nameserver fe80::1%no-such-interface",
+        ];
+        let found = ResolvConf::parse(&lines.join("\n"));
+        assert_eq!(found.unusable, lines);
+        assert!(found.nameservers.is_empty());
+    }
+
+    #[test]
+    fn the_last_search_or_domain_counts() {
+        let cases: &[(&str, &[&str])] = &[
+            ("search a.b c.d # e", &["a.b", "c.d"]),
+            ("search a\nsearch b", &["b"]),
+            ("search a b\ndomain c d", &["c"]),
+            ("domain a\nsearch", &[]),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(ResolvConf::parse(text).search, *expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn options_are_kept_within_sense() {
+        let options = |text: &str| {
+            let found = ResolvConf::parse(text).options;
+            (found.ndots, found.timeout, found.attempts, found.use_tcp)
+        };
+        assert_eq!(options(""), (1, 5, 2, false));
+        assert_eq!(options("options ndots:5 use-vc"), (5, 5, 2, true));
+        let extreme = "options ndots:99 timeout:0\noptions attempts:0 rotate ndots:x";
+        assert_eq!(options(extreme), (15, 1, 1, false));
+    }
+
+    #[test]
+    fn reads_files_of_sensible_size_only() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), b"nameserver 1.1.1.1\n\xff\xfe").expect("written");
+        let found = ResolvConf::read(file.path()).expect("it is read");
+        assert_eq!(found.nameservers.len(), 1);
+        std::fs::write(file.path(), vec![b'#'; 70_000]).expect("written");
+        let error = ResolvConf::read(file.path()).expect_err("too large");
+        assert_eq!(
+            error.to_string(),
+            "it has 65537 bytes, expected at most 65536"
+        );
+        let error = ResolvConf::read(Path::new("/")).expect_err("a directory");
+        assert_eq!(error.to_string(), "it is not a file");
+    }
+}

@@ -1,0 +1,310 @@
+//! That answers arrive.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::net::UdpSocket;
+
+use super::*;
+use upstream::nobody;
+
+#[tokio::test(start_paused = true)]
+async fn brings_back_the_reply_with_the_clients_id_and_question() {
+    let upstream = Upstream::saying(|_| Answer::address(7)).await;
+    let bench = Bench::new(&[upstream.address]);
+    let asked = query(0x1234, "WwW.Example.Com");
+    let answer = bench.ask(&asked).await.expect("an answer");
+    assert_eq!(answer, Answer::address(7).to(&asked));
+    let sent = &upstream.seen()[0];
+    assert_eq!(sent[2..11], asked[2..11]);
+    assert_eq!(sent[12..asked.len()], asked[12..]);
+    assert_eq!(bench.count("istio_agent_dns_upstream_requests_total"), 1);
+    let answers = "istio_agent_dns_upstream_answers_total{rcode=\"noerror\"}";
+    assert_eq!(bench.count(answers), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_twentieth_of_all_packets_lost_each_way_fails_less_than_one_in_a_thousand() {
+    for seed in 0..5 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let lossy = move |query: &[u8]| {
+            let is_lost = random.u8(0..20) == 0 || random.u8(0..20) == 0;
+            let answer = || Answer::address(1).to(query);
+            (!is_lost).then(answer).into_iter().collect()
+        };
+        let upstream = Upstream::new(lossy, |_| Vec::new()).await;
+        let bench = Bench::new(&[upstream.address]);
+        let mut answered = 0;
+        for number in 0..2000 {
+            let asked = query(number, &format!("n{number}.test"));
+            answered += u32::from(bench.ask(&asked).await.is_some());
+        }
+        assert!(answered > 1998, "{answered} of 2000 with seed {seed}");
+        assert!(bench.count("istio_agent_dns_upstream_retries_total") > 150);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_of_any_size_arrive_whole() {
+    for size in [600, 1400, 4000, 60_000, 65_535] {
+        for transport in [Transport::Udp, Transport::Tcp] {
+            let upstream = Upstream::saying(move |query| Answer::of_size(size, query)).await;
+            let bench = Bench::new(&[upstream.address]);
+            let asked = query_with_opt(9, "large.test", 512, &[]);
+            let answer = bench.ask_over(&asked, transport).await.expect("an answer");
+            assert_eq!(answer.len(), size);
+            assert_eq!(answer, Answer::of_size(size, &asked).to(&asked));
+            let plain = query(9, "large.test");
+            let answer = bench.ask_over(&plain, transport).await.expect("an answer");
+            assert_eq!(answer.len(), size - 11);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_sends_more_than_it_may_is_asked_over_tcp() {
+    let big = |query: &[u8]| Answer::of_size(9000, query).to(query);
+    let over_tcp = move |query: &[u8]| upstream::frame(&big(query));
+    let upstream = Upstream::new(move |query| vec![big(query)], over_tcp).await;
+    let bench = Bench::new(&[upstream.address]);
+    let answer = bench.ask(&query(1, "large.test")).await.expect("an answer");
+    assert_eq!(answer.len(), 9000 - 11);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cut_reply_is_passed_on_where_tcp_fails() {
+    let cut = Answer {
+        is_cut: true,
+        ..Answer::address(1)
+    };
+    // No bytes: the connection stays open and silent.
+    let upstream = Upstream::new(move |query| vec![cut.to(query)], |_| Vec::new()).await;
+    let bench = Bench::new(&[upstream.address]);
+    let answer = bench.ask(&query(1, "large.test")).await.expect("an answer");
+    assert_eq!(answer[2] & 2, 2, "says that there is more");
+    assert_eq!(answer[6..12], [0; 6], "promises no records");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_clients_own_opt_record_passes_with_all_its_options() {
+    let upstream = Upstream::saying(|_| Answer::address(1)).await;
+    let bench = Bench::new(&[upstream.address]);
+    // An option for local use.
+    let asked = query_with_opt(1, "a.test", 4096, &[0xfd, 0xe9, 0, 2, 1, 2]);
+    bench.ask(&asked).await.expect("an answer");
+    assert_eq!(upstream.seen()[0][2..], asked[2..]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_knows_no_opt_record_is_asked_without() {
+    let old = |query: &[u8]| {
+        let is_plain = messages::advertised(query).is_none();
+        let answer = if is_plain {
+            Answer::address(1)
+        } else {
+            Answer::rcode(1)
+        };
+        let mut reply = answer.to(query);
+        if !is_plain {
+            reply.truncate(reply.len() - 11);
+            reply[11] = 0;
+        }
+        vec![reply]
+    };
+    let upstream = Upstream::new(old, |_| Vec::new()).await;
+    let bench = Bench::new(&[upstream.address]);
+    let asked = query(1, "a.test");
+    let answer = bench.ask(&asked).await.expect("an answer");
+    assert_eq!(answer, Answer::address(1).to(&asked));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_query_whose_opt_record_is_swallowed_on_the_way_goes_without() {
+    let swallowing = |query: &[u8]| {
+        let is_plain = messages::advertised(query).is_none();
+        let answer = || Answer::address(1).to(query);
+        is_plain.then(answer).into_iter().collect()
+    };
+    let upstream = Upstream::new(swallowing, |_| Vec::new()).await;
+    let bench = Bench::new(&[upstream.address]);
+    assert!(bench.ask(&query(1, "a.test")).await.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_cannot_answer_is_not_the_last_word_while_there_are_others() {
+    for rcode in [2, 4, 5] {
+        let bad = Upstream::saying(move |_| Answer::rcode(rcode)).await;
+        let good = Upstream::saying(|_| Answer::address(1)).await;
+        for parallel in [false, true] {
+            let bench = Bench::with(&[bad.address, good.address], |c| c.parallel = parallel);
+            for id in 0..8 {
+                let answer = bench.ask(&query(id, "a.test")).await.expect("an answer");
+                assert_eq!(answer[3] & 15, 0, "after {rcode}");
+            }
+        }
+        let bench = Bench::new(&[bad.address]);
+        let (answer, taken) = bench.timed(&query(1, "a.test")).await;
+        assert_eq!(answer.expect("an answer")[3] & 15, rcode);
+        assert!(taken < Duration::from_millis(100), "{taken:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dead_server_costs_a_moment_and_then_nothing() {
+    let dead = Upstream::silent().await;
+    let good = Upstream::saying(|_| Answer::address(1)).await;
+    let bench = Bench::new(&[dead.address, good.address]);
+    let mut late = 0;
+    for id in 0..200 {
+        let (answer, taken) = bench.timed(&query(id, &format!("n{id}.test"))).await;
+        assert!(answer.is_some());
+        assert!(taken < Duration::from_millis(500), "{taken:?}");
+        late += u32::from(taken > Duration::from_millis(200));
+    }
+    assert!(late < 10, "{late} of 200 waited");
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_servers_are_asked_at_once_where_that_was_asked_for() {
+    let dead = Upstream::silent().await;
+    let good = Upstream::saying(|_| Answer::address(1)).await;
+    for id in 0..8 {
+        let bench = Bench::with(&[dead.address, good.address], |c| c.parallel = true);
+        let (answer, taken) = bench.timed(&query(id, "a.test")).await;
+        assert!(answer.is_some());
+        assert!(taken < Duration::from_millis(100), "{taken:?}");
+    }
+    assert_eq!(dead.seen().len(), 8);
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolv_conf_may_ask_for_tcp() {
+    let over_tcp = |query: &[u8]| upstream::frame(&Answer::address(1).to(query));
+    let upstream = Upstream::new(|_| Vec::new(), over_tcp).await;
+    let text = resolv_conf(&[upstream.address]) + "options use-vc\n";
+    let bench = Bench::reading(&text, |_| {});
+    assert!(bench.ask(&query(1, "a.test")).await.is_some());
+    assert_eq!(upstream.seen().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_refuses_costs_nothing() {
+    let good = Upstream::saying(|_| Answer::address(1)).await;
+    let bench = Bench::new(&[nobody().await, good.address]);
+    for id in 0..20 {
+        let (answer, taken) = bench.timed(&query(id, "a.test")).await;
+        assert!(answer.is_some());
+        assert!(taken < Duration::from_millis(100), "{taken:?}");
+    }
+    let bench = Bench::new(&[nobody().await]);
+    let (answer, taken) = bench.timed(&query(1, "a.test")).await;
+    assert!(answer.is_none());
+    assert!(taken < Duration::from_millis(100), "{taken:?}");
+    assert_eq!(bench.count("istio_agent_dns_upstream_failures_total"), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_server_can_still_answer_the_first_try() {
+    let slow = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
+    let bench = Bench::new(&[slow.local_addr().expect("an address")]);
+    let serving = async {
+        let mut buffer = [0; 512];
+        let (length, from) = slow.recv_from(&mut buffer).await.expect("a query");
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        let reply = Answer::address(1).to(&buffer[..length]);
+        slow.send_to(&reply, from).await.expect("it is sent");
+    };
+    let asked = query(1, "a.test");
+    let (answer, ()) = tokio::join!(bench.ask(&asked), serving);
+    assert_eq!(answer.expect("an answer"), Answer::address(1).to(&asked));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_same_question_is_asked_once_for_all_who_wait() {
+    let upstream = Upstream::saying(|_| Answer::address(1)).await;
+    let bench = Bench::new(&[upstream.address]);
+    let (one, two) = (query(1, "a.test"), query(2, "A.TEST"));
+    let other = query(3, "b.test");
+    let (first, second, third) = tokio::join!(bench.ask(&one), bench.ask(&two), bench.ask(&other));
+    assert_eq!(first.expect("an answer"), Answer::address(1).to(&one));
+    assert_eq!(second.expect("an answer"), Answer::address(1).to(&two));
+    assert_eq!(third.expect("an answer"), Answer::address(1).to(&other));
+    assert_eq!(upstream.seen().len(), 2);
+    assert_eq!(bench.count("istio_agent_dns_merged_total"), 1);
+    bench.ask(&one).await.expect("an answer");
+    assert_eq!(upstream.seen().len(), 3, "nothing is kept");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_is_answered_when_the_one_who_asked_goes_away() {
+    let count = Arc::new(AtomicU64::new(0));
+    let counted = count.clone();
+    let second_only = move |query: &[u8]| {
+        let answer = || Answer::address(1).to(query);
+        let is_second = counted.fetch_add(1, Ordering::Relaxed) > 0;
+        is_second.then(answer).into_iter().collect()
+    };
+    let upstream = Upstream::new(second_only, |_| Vec::new()).await;
+    let bench = Bench::new(&[upstream.address]);
+    let asked = query(1, "a.test");
+    let leaving = tokio::time::timeout(Duration::from_millis(100), bench.ask(&asked));
+    let (left, answer) = tokio::join!(leaving, bench.ask(&asked));
+    assert!(left.is_err());
+    assert!(answer.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn fresh_answers_are_given_again_only_where_that_was_asked_for() {
+    for (max_ttl, expected) in [(Duration::ZERO, 2), (Duration::from_secs(10), 1)] {
+        let upstream = Upstream::saying(|_| Answer::address(1)).await;
+        let bench = Bench::with(&[upstream.address], |config| {
+            config.cache = cache::Config {
+                max_ttl,
+                ..cache::Config::default()
+            };
+        });
+        for id in [1, 2] {
+            let asked = query(id, "a.test");
+            let answer = bench.ask(&asked).await.expect("an answer");
+            assert_eq!(answer, Answer::address(1).to(&asked));
+        }
+        assert_eq!(upstream.seen().len(), expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
+    let state = Arc::new(AtomicU8::new(0));
+    let now = state.clone();
+    let upstream = move |query: &[u8]| match now.load(Ordering::Relaxed) {
+        0 => vec![Answer::address(1).to(query)],
+        1 => Vec::new(),
+        rcode => vec![Answer::rcode(rcode).to(query)],
+    };
+    let upstream = Upstream::new(upstream, |_| Vec::new()).await;
+    let bench = Bench::with(&[upstream.address], |config| {
+        config.cache = cache::Config::default();
+    });
+    let asked = query(1, "a.test");
+    bench.ask(&asked).await.expect("an answer");
+    state.store(1, Ordering::Relaxed);
+    let (answer, taken) = bench.timed(&asked).await;
+    let ttl = 12 + asked.len() - 12 + 6;
+    assert_eq!(answer.expect("an old answer")[ttl..ttl + 4], [0, 0, 0, 5]);
+    assert!(taken < TIMEOUT, "before the client gives up: {taken:?}");
+    assert_eq!(
+        bench.count("istio_agent_dns_cache_total{result=\"stale\"}"),
+        1
+    );
+    state.store(2, Ordering::Relaxed);
+    let answer = bench.ask(&asked).await.expect("an answer");
+    assert_eq!(answer[3] & 15, 2);
+    state.store(3, Ordering::Relaxed);
+    assert_eq!(bench.ask(&asked).await.expect("an answer")[3] & 15, 3);
+    state.store(1, Ordering::Relaxed);
+    assert!(
+        bench.ask(&asked).await.is_none(),
+        "the name is known to be gone"
+    );
+}

@@ -1,0 +1,98 @@
+//! The forwarder against servers on loopback. Time is the runtime's, and paused.
+
+mod delivery;
+mod hostile;
+mod messages;
+mod upstream;
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tempfile::NamedTempFile;
+use tokio::time::Instant;
+
+use super::{Config, Forwarder, cache};
+use crate::dns::{Forward, Transport};
+use crate::metrics::Registry;
+
+pub(super) use messages::{Answer, query, query_with_opt};
+pub(super) use upstream::Upstream;
+
+pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const NO_CACHE: cache::Config = cache::Config {
+    max_entries: 0,
+    max_bytes: 0,
+    max_ttl: Duration::ZERO,
+    max_negative_ttl: Duration::ZERO,
+    max_stale: Duration::ZERO,
+};
+
+/// A forwarder and what it lives on.
+pub(super) struct Bench {
+    pub(super) forwarder: Forwarder,
+    pub(super) registry: Registry,
+    pub(super) file: NamedTempFile,
+}
+
+impl Bench {
+    pub(super) fn new(servers: &[SocketAddr]) -> Self {
+        Self::with(servers, |_| {})
+    }
+
+    pub(super) fn with(servers: &[SocketAddr], change: impl FnOnce(&mut Config)) -> Self {
+        Self::reading(&resolv_conf(servers), change)
+    }
+
+    pub(super) fn reading(text: &str, change: impl FnOnce(&mut Config)) -> Self {
+        let mut file = NamedTempFile::new().expect("a file");
+        file.write_all(text.as_bytes()).expect("it is written");
+        let registry = Registry::default();
+        let mut config = Config {
+            resolv_conf: file.path().to_owned(),
+            parallel: false,
+            timeout: TIMEOUT,
+            own_addresses: Vec::new(),
+            cache: NO_CACHE,
+        };
+        change(&mut config);
+        Self {
+            forwarder: Forwarder::new(config, &registry),
+            registry,
+            file,
+        }
+    }
+
+    pub(super) fn rewrite(&self, text: &str) {
+        std::fs::write(self.file.path(), text).expect("it is written");
+    }
+
+    pub(super) async fn ask(&self, query: &[u8]) -> Option<Bytes> {
+        self.ask_over(query, Transport::Udp).await
+    }
+
+    pub(super) async fn ask_over(&self, query: &[u8], transport: Transport) -> Option<Bytes> {
+        let query = Bytes::copy_from_slice(query);
+        self.forwarder.forward(query, transport).await
+    }
+
+    /// The answer, and how long it took.
+    pub(super) async fn timed(&self, query: &[u8]) -> (Option<Bytes>, Duration) {
+        let started = Instant::now();
+        let answer = self.ask(query).await;
+        (answer, started.elapsed())
+    }
+
+    /// A series' value; zero where there is none.
+    pub(super) fn count(&self, series: &str) -> u64 {
+        let page = self.registry.render();
+        let line = page.lines().find_map(|line| line.strip_prefix(series));
+        line.map_or(0, |value| value.trim().parse().expect("a number"))
+    }
+}
+
+pub(super) fn resolv_conf(servers: &[SocketAddr]) -> String {
+    let line = |server: &SocketAddr| format!("nameserver [{}]:{}\n", server.ip(), server.port());
+    servers.iter().map(line).collect()
+}

@@ -1,0 +1,105 @@
+//! Where to listen, from what the operator said and the resolvers the pod has.
+//!
+//! Captured queries are redirected to the loopback address of the family they were sent in, which
+//! is the resolver's. So `localhost` means that address of each family a resolver has.
+//!
+//! Does not bind.
+
+use std::net::IpAddr;
+
+/// Where DNS is answered unless something else is said.
+pub const DEFAULT: &str = "localhost:15053";
+
+/// Where to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listen {
+    /// Host and port, each.
+    pub addresses: Vec<String>,
+    /// Whether the agent stands in for the machine's resolver: others depend on it before istiod
+    /// has been heard.
+    pub stands_in: bool,
+}
+
+/// The address, unless it is the privileged port and the agent is not: that is not to be had.
+pub fn address(said: &str, is_root: bool) -> &str {
+    if said.is_empty() {
+        return DEFAULT;
+    }
+    if said.ends_with(":53") && !is_root {
+        tracing::error!(
+            target: "dns",
+            "DNS_PROXY_ADDR is {said}, which only root may have, using {DEFAULT}"
+        );
+        return DEFAULT;
+    }
+    said
+}
+
+/// Where to listen for `address`, of [`address`].
+pub fn listen(address: &str, nameservers: &[IpAddr]) -> Listen {
+    let port = address.strip_prefix("localhost:");
+    let v4 = nameservers.iter().any(IpAddr::is_ipv4);
+    let v6 = nameservers.iter().any(IpAddr::is_ipv6);
+    let addresses = match port {
+        Some(port) if v4 || v6 => {
+            let v4 = v4.then(|| format!("127.0.0.1:{port}"));
+            let v6 = v6.then(|| format!("[::1]:{port}"));
+            v4.into_iter().chain(v6).collect()
+        }
+        _ => vec![address.to_owned()],
+    };
+    Listen {
+        addresses,
+        stands_in: stands_in(address),
+    }
+}
+
+/// Whether whoever listens at `address` is what others take for the machine's resolver.
+pub fn stands_in(address: &str) -> bool {
+    address.ends_with(":53")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_privileged_port_is_for_root() {
+        for (said, is_root, expected) in [
+            ("", true, DEFAULT),
+            ("127.0.0.1:53", true, "127.0.0.1:53"),
+            ("127.0.0.1:53", false, DEFAULT),
+            ("127.0.0.1:5353", false, "127.0.0.1:5353"),
+        ] {
+            assert_eq!(address(said, is_root), expected, "{said}");
+        }
+    }
+
+    #[test]
+    fn localhost_is_each_family_a_resolver_has() {
+        let v4 = "10.0.0.10";
+        let v6 = "fd00::10";
+        for (said, resolvers, expected, stands_in) in [
+            (
+                "localhost:15053",
+                &[v4][..],
+                &["127.0.0.1:15053"][..],
+                false,
+            ),
+            ("localhost:15053", &[v6], &["[::1]:15053"], false),
+            (
+                "localhost:15053",
+                &[v6, v4, v4],
+                &["127.0.0.1:15053", "[::1]:15053"],
+                false,
+            ),
+            ("localhost:15053", &[], &["localhost:15053"], false),
+            ("127.0.0.5:53", &[v6], &["127.0.0.5:53"], true),
+        ] {
+            let resolvers: Vec<IpAddr> = resolvers.iter().map(|ip| ip.parse().unwrap()).collect();
+            let listen = listen(said, &resolvers);
+            assert_eq!(listen.addresses, expected, "{said} {resolvers:?}");
+            assert_eq!(listen.stands_in, stands_in, "{said}");
+        }
+    }
+}

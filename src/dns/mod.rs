@@ -1,0 +1,199 @@
+//! Answers the pod's DNS: names of the mesh from the name table, all others by asking on.
+//!
+//! [`new`] binds and returns a handle and a future. The handle takes tables from istiod: an index is
+//! built on another thread and put in place whole, so nobody who asks waits for it, and the last one
+//! stays for as long as istiod is away. The future serves; it wants a thread of its own, so that
+//! neither a large push nor a certificate delays an answer.
+//!
+//! Does not know how others are asked, only that they can be: see [`Forward`].
+
+mod answer;
+pub mod forward;
+pub mod listen;
+mod metrics;
+mod scope;
+mod server;
+pub mod table;
+mod wire;
+
+use std::future::Future;
+use std::io;
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::watch;
+
+use crate::lifecycle::CancellationToken;
+use crate::metrics::Registry;
+pub use answer::Policy;
+use metrics::{Metrics, Update};
+pub use scope::Scope;
+use server::Bound;
+use table::{Malformed, Table};
+
+/// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
+/// may, which is twice the default where nothing is configured.
+const RECEIVE_BUFFER: usize = 1 << 20;
+
+/// How a query came, and how it is asked on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transport {
+    Udp,
+    Tcp,
+}
+
+/// Asks others.
+pub trait Forward: Send + Sync + 'static {
+    /// The answer to a query, with its id and its question; none if nobody answers. It may be longer
+    /// than the client takes.
+    fn forward(
+        &self,
+        query: Bytes,
+        transport: Transport,
+    ) -> impl Future<Output = Option<Bytes>> + Send;
+}
+
+/// What the room is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Host and port, each. Port 0 is any.
+    pub addresses: Vec<String>,
+    pub scope: Scope,
+    pub policy: Policy,
+}
+
+/// Why DNS cannot be answered.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("failed to start local DNS server: cannot listen on {protocol} {address}")]
+    Bind {
+        protocol: &'static str,
+        address: String,
+        source: io::Error,
+    },
+    #[error("cannot use the sockets of the DNS server")]
+    Socket(#[source] io::Error),
+}
+
+/// Why a name table is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Refused {
+    #[error("failed to unmarshal name table: {0}")]
+    Malformed(#[from] Malformed),
+    /// The agent is ending.
+    #[error("the name table was not read to its end")]
+    Interrupted,
+}
+
+/// The way to hand in name tables and to look at them. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Dns {
+    tables: watch::Sender<Option<Arc<Table>>>,
+    ready: watch::Sender<bool>,
+    scope: Scope,
+    metrics: Metrics,
+    addresses: Vec<SocketAddr>,
+}
+
+/// Binds everything, and returns what serves there until `shutdown`.
+pub fn new<F: Forward>(
+    config: Config,
+    forwarder: F,
+    registry: &Registry,
+    shutdown: CancellationToken,
+) -> Result<(Dns, impl Future<Output = Result<(), Error>> + Send + use<F>), Error> {
+    let mut bound = Vec::new();
+    for address in &config.addresses {
+        bound.push(bind(address)?);
+    }
+    let addresses = bound.iter().map(|bound| bound.address).collect();
+    let metrics = Metrics::new(registry);
+    let (tables, receiver) = watch::channel(None);
+    let dns = Dns {
+        tables,
+        ready: watch::Sender::new(false),
+        scope: config.scope,
+        metrics: metrics.clone(),
+        addresses,
+    };
+    let shared = server::Shared {
+        forwarder,
+        policy: config.policy,
+        metrics,
+        tables: receiver,
+    };
+    Ok((dns, server::serve(bound, Arc::new(shared), shutdown)))
+}
+
+impl Dns {
+    /// Takes an encoded name table, once its index is built. The one before stays if it cannot be
+    /// read.
+    pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
+        let current = self.tables.borrow().clone();
+        let scope = self.scope.clone();
+        let building = tokio::task::spawn_blocking(move || {
+            if current.is_some_and(|current| current.is_of(&encoded)) {
+                return Ok(None);
+            }
+            Table::build(&encoded, scope).map(Some)
+        });
+        let built = building.await.map_err(|_| Refused::Interrupted)?;
+        let update = match &built {
+            Ok(Some(_)) => Update::Taken,
+            Ok(None) => Update::Same,
+            Err(_) => Update::Refused,
+        };
+        self.metrics.table(update);
+        if let Some(table) = built? {
+            self.metrics.hosts(table.hosts());
+            tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
+            self.tables.send_replace(Some(Arc::new(table)));
+            self.ready.send_replace(true);
+        }
+        Ok(())
+    }
+
+    /// Whether there has been a table.
+    pub fn ready(&self) -> watch::Receiver<bool> {
+        self.ready.subscribe()
+    }
+
+    /// The table as JSON, if there is one. Takes a while with a large one.
+    pub fn ndsz(&self) -> Option<serde_json::Value> {
+        let table = self.tables.borrow().clone();
+        table.map(|table| table.to_json())
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+}
+
+/// Binds both protocols to one port.
+fn bind(address: &str) -> Result<Bound, Error> {
+    let error = |protocol| {
+        let address = address.to_owned();
+        move |source| Error::Bind {
+            protocol,
+            address,
+            source,
+        }
+    };
+    let udp = UdpSocket::bind(address).map_err(error("udp"))?;
+    let address = udp.local_addr().map_err(error("udp"))?;
+    let tcp = TcpListener::bind(address).map_err(error("tcp"))?;
+    udp.set_nonblocking(true).map_err(error("udp"))?;
+    tcp.set_nonblocking(true).map_err(error("tcp"))?;
+    if let Err(error) = rustix::net::sockopt::set_socket_recv_buffer_size(&udp, RECEIVE_BUFFER) {
+        tracing::debug!(target: "dns", "the receive buffer of {address} stays as it is: {error}");
+    }
+    for protocol in ["udp", "tcp"] {
+        tracing::info!(target: "dns", "Starting local {protocol} DNS server on {address}");
+    }
+    Ok(Bound { address, udp, tcp })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,101 @@
+//! From where names are seen: the pod's namespace, its domain, and its first search domain.
+//!
+//! A name of the table has short forms only for those who are in its domain, and expanded forms
+//! only for those who search. The rest of the room asks here.
+//!
+//! Does not know the table.
+
+/// What short names are short for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scope {
+    pub(super) namespace: String,
+    /// Without the namespace it began with: `svc.cluster.local`. Empty where names have no short
+    /// forms.
+    pub(super) domain: String,
+    /// A dot and the first label of the domain, lower case.
+    pub(super) first_label: String,
+    /// The first search domain, lower case, without a dot at its end. Empty without any.
+    pub(super) search: String,
+}
+
+impl Scope {
+    /// `domain` is the one Envoy is told, `search` the list of resolv.conf, of which only the first
+    /// counts: clients try the others themselves.
+    pub fn new(namespace: &str, domain: &str, search: &[String]) -> Self {
+        let (first, rest) = domain.split_once('.').unwrap_or((domain, ""));
+        let domain = if first == namespace { rest } else { domain };
+        let first = domain.split('.').next().unwrap_or_default();
+        let search = search.first().map_or("", String::as_str);
+        Self {
+            namespace: namespace.to_owned(),
+            domain: domain.to_owned(),
+            first_label: format!(".{}", first.to_ascii_lowercase()),
+            search: search.trim_end_matches('.').to_ascii_lowercase(),
+        }
+    }
+
+    /// What `name` was before the search domain was appended. A name that ends in the domain is
+    /// complete, so nobody searches for it.
+    pub(super) fn before_search<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
+        let search = self.search.as_bytes();
+        if search.is_empty() {
+            return None;
+        }
+        let base = name.strip_suffix(search)?.strip_suffix(b".")?;
+        // A bare star is no name, whatever is appended to it.
+        let is_name = !base.is_empty() && base != b"*";
+        (is_name && !base.ends_with(search)).then_some(base)
+    }
+
+    /// `name.namespace` of `name.namespace.svc`.
+    pub(super) fn before_first_label<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
+        let has_label = self.first_label.len() > 1;
+        let base = name.strip_suffix(self.first_label.as_bytes())?;
+        (has_label && !base.is_empty()).then_some(base)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_domain_loses_the_namespace_it_begins_with() {
+        for (namespace, domain, expected, label) in [
+            ("ns1", "ns1.svc.cluster.local", "svc.cluster.local", ".svc"),
+            (
+                "ns2",
+                "ns1.svc.cluster.local",
+                "ns1.svc.cluster.local",
+                ".ns1",
+            ),
+            ("ns1", "ns1", "", "."),
+            ("", ".svc.cluster.local", "svc.cluster.local", ".svc"),
+            ("ns1", "", "", "."),
+        ] {
+            let scope = Scope::new(namespace, domain, &[]);
+            assert_eq!(scope.domain, expected, "{domain}");
+            assert_eq!(scope.first_label, label, "{domain}");
+        }
+    }
+
+    #[test]
+    fn only_the_first_search_domain_is_cut_off_and_only_once() {
+        let search = ["NS1.svc.cluster.local.", "svc.cluster.local"].map(str::to_owned);
+        let scope = Scope::new("ns1", "", &search);
+        for (name, base) in [
+            ("a.b.ns1.svc.cluster.local", Some("a.b")),
+            ("a.svc.cluster.local", None),
+            ("ns1.svc.cluster.local", None),
+            ("a.ns1.svc.cluster.local.ns1.svc.cluster.local", None),
+            ("xns1.svc.cluster.local.ns1.svc.cluster.local", None),
+            ("a", None),
+        ] {
+            assert_eq!(
+                scope.before_search(name.as_bytes()),
+                base.map(str::as_bytes),
+                "{name}"
+            );
+        }
+    }
+}

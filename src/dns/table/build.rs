@@ -1,0 +1,240 @@
+//! Reads an encoded name table into an index.
+//!
+//! The first pass counts, so that everything has its size from the start; the second notes where
+//! each host and its parts are; the third enters the names. The bytes themselves are kept: they hold
+//! every string once, as istiod wrote it.
+//!
+//! Does not answer anything.
+
+use std::cmp::Ordering;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::ops::Range;
+
+use super::index::Index;
+use super::proto::{self, Malformed};
+use super::{Alt, Entry, Kind, LONGEST, Place, Reference, Table};
+use crate::dns::scope::Scope;
+
+/// Most bytes of a table.
+const LARGEST: usize = 1 << 30;
+
+const KUBERNETES: &[u8] = b"Kubernetes";
+
+/// What the passes fill.
+struct Builder {
+    raw: Box<[u8]>,
+    scope: Scope,
+    entries: Vec<Entry>,
+    alts: Vec<Alt>,
+    v4: Vec<Ipv4Addr>,
+    v6: Vec<Ipv6Addr>,
+}
+
+/// The parts of one entry, as they come.
+#[derive(Default)]
+struct Parts {
+    host: Range<usize>,
+    registry: Range<usize>,
+    short: Range<usize>,
+    namespace: Range<usize>,
+}
+
+impl Table {
+    /// Reads an encoded `NameTable`.
+    pub fn build(encoded: &[u8], scope: Scope) -> Result<Self, Malformed> {
+        // Places and references, which hold two bits more than a number, have four bytes.
+        if encoded.len() > LARGEST {
+            return Err(Malformed::TooLarge(encoded.len()));
+        }
+        let count = count(encoded)?;
+        let mut builder = Builder {
+            // A copy of just this size lets go of the message around it.
+            raw: encoded.into(),
+            scope,
+            entries: Vec::with_capacity(count + 1),
+            alts: Vec::new(),
+            v4: Vec::with_capacity(count),
+            v6: Vec::new(),
+        };
+        builder.read()?;
+        Ok(builder.finish())
+    }
+}
+
+fn count(encoded: &[u8]) -> Result<usize, Malformed> {
+    let mut count = 0;
+    for field in proto::fields(encoded, 0..encoded.len()) {
+        let (number, _) = field?;
+        count += usize::from(number == 1);
+    }
+    Ok(count)
+}
+
+impl Builder {
+    fn read(&mut self) -> Result<(), Malformed> {
+        let raw = std::mem::take(&mut self.raw);
+        for field in proto::fields(&raw, 0..raw.len()) {
+            if let (1, place) = field? {
+                self.read_entry(&raw, place)?;
+            }
+        }
+        self.raw = raw;
+        self.close();
+        Ok(())
+    }
+
+    /// One pair of the map: a host, and its `NameInfo`.
+    fn read_entry(&mut self, raw: &[u8], place: Range<usize>) -> Result<(), Malformed> {
+        let mut parts = Parts::default();
+        let mut info = None;
+        for field in proto::fields(raw, place) {
+            match field? {
+                (1, host) => {
+                    proto::text(raw, host.clone())?;
+                    parts.host = host;
+                }
+                (2, place) => info = Some(place),
+                _ => {}
+            }
+        }
+        let (v4, v6, alts) = (self.v4.len(), self.v6.len(), self.alts.len());
+        if let Some(info) = info {
+            self.read_info(raw, info, &mut parts)?;
+        }
+        let has_addresses = (v4, v6) != (self.v4.len(), self.v6.len());
+        let kubernetes = &raw[parts.registry.clone()] == KUBERNETES;
+        let host = &raw[parts.host.clone()];
+        let in_domain =
+            !self.scope.domain.is_empty() && host.ends_with(self.scope.domain.as_bytes());
+        // The absolute form of such a host would end in two dots.
+        let unreachable = super::key(host).is_empty() || kubernetes && host.ends_with(b".");
+        let served = has_addresses && !unreachable;
+        let aliased = served && kubernetes && in_domain;
+        if !aliased {
+            self.alts.truncate(alts);
+        }
+        let namespace = &raw[parts.namespace.clone()];
+        self.entries.push(Entry {
+            host: Place::at(&parts.host),
+            short: Place::at(&parts.short),
+            namespace: Place::at(&parts.namespace),
+            // Shorter than the bytes, which four bytes count.
+            v4: v4 as u32,
+            v6: v6 as u32,
+            served,
+            aliased,
+            own: aliased && namespace == self.scope.namespace.as_bytes(),
+            replaced: false,
+        });
+        Ok(())
+    }
+
+    fn read_info(
+        &mut self,
+        raw: &[u8],
+        info: Range<usize>,
+        parts: &mut Parts,
+    ) -> Result<(), Malformed> {
+        // The entry being read is the next one.
+        let entry = self.entries.len() as u32;
+        for field in proto::fields(raw, info) {
+            let (number, place) = field?;
+            let text = proto::text(raw, place.clone())?;
+            match number {
+                1 => self.read_address(text),
+                2 => parts.registry = place,
+                3 => parts.short = place,
+                4 => parts.namespace = place,
+                5 => self.alts.push(Alt {
+                    entry,
+                    host: Place::at(&place),
+                }),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// What is no address is left out. An IPv4 address written as IPv6 is one of IPv6.
+    fn read_address(&mut self, text: &str) {
+        if let Ok(address) = text.parse() {
+            self.v4.push(address);
+        } else if let Ok(address) = text.parse() {
+            self.v6.push(address);
+        }
+    }
+
+    /// An entry behind the last, where its addresses end.
+    fn close(&mut self) {
+        self.entries.push(Entry {
+            v4: self.v4.len() as u32,
+            v6: self.v6.len() as u32,
+            ..Entry::default()
+        });
+    }
+
+    fn finish(self) -> Table {
+        let count = self.entries.len() - 1;
+        let aliased = self.entries.iter().filter(|entry| entry.aliased).count();
+        let own = self.entries.iter().filter(|entry| entry.own).count();
+        let names = count + aliased + own + self.alts.len();
+        let mut v4 = self.v4;
+        v4.shrink_to_fit();
+        let mut table = Table {
+            raw: self.raw,
+            scope: self.scope,
+            entries: self.entries.into(),
+            alts: self.alts.into(),
+            v4: v4.into(),
+            v6: self.v6.into(),
+            index: Index::new(0),
+            wildcards: false,
+        };
+        let mut index = Index::new(names);
+        // A number of entries, as is counted in four bytes.
+        for entry in 0..count as u32 {
+            table.enter(&mut index, entry);
+        }
+        for alt in 0..table.alts.len() as u32 {
+            table.enter_name(&mut index, Reference::new(Kind::Alt, alt));
+        }
+        table.index = index;
+        table
+    }
+}
+
+impl Table {
+    fn enter(&mut self, index: &mut Index, number: u32) {
+        let entry = self.entries[number as usize];
+        self.enter_name(index, Reference::new(Kind::Host, number));
+        if entry.aliased {
+            self.enter_name(index, Reference::new(Kind::Alias, number));
+        }
+        if entry.own {
+            self.enter_name(index, Reference::new(Kind::Short, number));
+        }
+    }
+
+    fn enter_name(&mut self, index: &mut Index, reference: Reference) {
+        let mut buffer = [0; LONGEST];
+        let Some(name) = self.name(reference, &mut buffer) else {
+            return;
+        };
+        let hash = index.hash(name);
+        let compare = |there, new| self.compare(Reference(there), Reference(new));
+        let replaced = index.insert(hash, reference.0, compare);
+        self.wildcards |= name.starts_with(b"*.");
+        if let (Some(replaced), Kind::Host) = (replaced, reference.kind()) {
+            let entry = Reference(replaced).number();
+            self.entries[entry as usize].replaced = true;
+        }
+    }
+
+    /// How one reference stands to another of the same name; nothing if the names differ. Equal is
+    /// the same host written twice: the later one counts.
+    fn compare(&self, there: Reference, new: Reference) -> Option<Ordering> {
+        let (mut a, mut b) = ([0; LONGEST], [0; LONGEST]);
+        let is_same = self.name(there, &mut a)? == self.name(new, &mut b)?;
+        is_same.then(|| self.precedence(there).cmp(&self.precedence(new)))
+    }
+}

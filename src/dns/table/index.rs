@@ -1,0 +1,138 @@
+//! Where a name is: a hash table of eight bytes a slot, made once.
+//!
+//! A slot holds part of the name's hash and a reference; the names stay where they are, and whoever
+//! looks compares. Hashes are keyed at random, so that nobody who may name a service can choose
+//! names that meet. Of one name no more than [`MOST_OF_ONE`] references are kept, the best ones.
+//!
+//! Does not know what a reference refers to.
+
+use std::cmp::Ordering;
+
+/// Nobody needs several things of one name; a table in which all have the same must not take its
+/// square in time.
+const MOST_OF_ONE: usize = 8;
+
+const FREE: u32 = u32::MAX;
+
+/// References by the hash of their names.
+#[derive(Debug)]
+pub(super) struct Index {
+    slots: Box<[Slot]>,
+    seed: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    hash: u32,
+    reference: u32,
+}
+
+impl Index {
+    /// Room for `count` references.
+    pub(super) fn new(count: usize) -> Self {
+        let free = Slot {
+            hash: 0,
+            reference: FREE,
+        };
+        Self {
+            // Two in three slots are taken, and always one is free, where a search ends.
+            slots: vec![free; count + count / 2 + 1].into(),
+            seed: fastrand::u64(..),
+        }
+    }
+
+    /// The hash of a lower-case name.
+    pub(super) fn hash(&self, name: &[u8]) -> u32 {
+        let mut state = self.seed ^ name.len() as u64;
+        let mut chunks = name.chunks_exact(8);
+        for chunk in &mut chunks {
+            // The chunks are exact.
+            let word = chunk.try_into().map_or(0, u64::from_le_bytes);
+            state = fold(state ^ word);
+        }
+        let mut last = [0; 8];
+        last[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
+        let state = fold(state ^ u64::from_le_bytes(last));
+        (state >> 32) as u32
+    }
+
+    /// Everything that may have the name of this hash.
+    pub(super) fn at(&self, hash: u32) -> impl Iterator<Item = u32> {
+        self.probe(hash)
+            .map(|at| self.slots[at])
+            .take_while(|slot| slot.reference != FREE)
+            .filter(move |slot| slot.hash == hash)
+            .map(|slot| slot.reference)
+    }
+
+    /// Adds a reference. `compare` tells how another stands to it: nothing if it has another name,
+    /// equal if this one replaces it, less if it is the better one of two with the same name.
+    /// Returns what was replaced.
+    pub(super) fn insert(
+        &mut self,
+        hash: u32,
+        reference: u32,
+        compare: impl Fn(u32, u32) -> Option<Ordering>,
+    ) -> Option<u32> {
+        let new = Slot { hash, reference };
+        let mut same = 0;
+        let mut worst = None;
+        let mut free = None;
+        for at in self.probe(hash) {
+            let there = self.slots[at];
+            if there.reference == FREE {
+                free = Some(at);
+                break;
+            }
+            if there.hash != hash {
+                continue;
+            }
+            match compare(there.reference, reference) {
+                None => {}
+                Some(Ordering::Equal) => {
+                    self.slots[at] = new;
+                    return Some(there.reference);
+                }
+                Some(_) => {
+                    same += 1;
+                    let is_worst = worst.is_none_or(|worst: usize| {
+                        let worst = self.slots[worst].reference;
+                        compare(worst, there.reference) == Some(Ordering::Less)
+                    });
+                    if is_worst {
+                        worst = Some(at);
+                    }
+                }
+            }
+            if same == MOST_OF_ONE {
+                break;
+            }
+        }
+        match (free, worst) {
+            (Some(free), _) => self.slots[free] = new,
+            (None, Some(worst)) => {
+                let worse = compare(self.slots[worst].reference, reference);
+                if worse == Some(Ordering::Greater) {
+                    self.slots[worst] = new;
+                }
+            }
+            (None, None) => {}
+        }
+        None
+    }
+
+    /// All slots, from the one a hash belongs in.
+    fn probe(&self, hash: u32) -> impl Iterator<Item = usize> + use<> {
+        let count = self.slots.len();
+        let start = (u64::from(hash) * count as u64) >> 32;
+        // Less than the count, by the shift.
+        let start = start as usize;
+        (start..count).chain(0..start)
+    }
+}
+
+fn fold(word: u64) -> u64 {
+    // An odd number without a pattern: the first 64 bits of pi's fraction.
+    let product = u128::from(word) * 0x243f_6a88_85a3_08d3;
+    (product as u64) ^ ((product >> 64) as u64)
+}

@@ -1,0 +1,414 @@
+//! What is found in a table, against the same rules written out as maps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use proptest::prelude::*;
+use prost::Message;
+
+use super::*;
+
+#[derive(Clone, PartialEq, Message)]
+struct NameTable {
+    #[prost(btree_map = "string, message", tag = "1")]
+    table: BTreeMap<String, NameInfo>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct NameInfo {
+    #[prost(string, repeated, tag = "1")]
+    pub(crate) ips: Vec<String>,
+    #[prost(string, tag = "2")]
+    pub(crate) registry: String,
+    #[prost(string, tag = "3")]
+    pub(crate) shortname: String,
+    #[prost(string, tag = "4")]
+    pub(crate) namespace: String,
+    #[prost(string, repeated, tag = "5")]
+    pub(crate) alt_hosts: Vec<String>,
+}
+
+pub(crate) fn external(ips: &[&str]) -> NameInfo {
+    NameInfo {
+        ips: ips.iter().map(ToString::to_string).collect(),
+        registry: "External".into(),
+        ..NameInfo::default()
+    }
+}
+
+pub(crate) fn kubernetes(shortname: &str, namespace: &str, ips: &[&str]) -> NameInfo {
+    NameInfo {
+        registry: "Kubernetes".into(),
+        shortname: shortname.into(),
+        namespace: namespace.into(),
+        ..external(ips)
+    }
+}
+
+/// Pairs in this order, the same host also twice: messages one behind the other are one message.
+pub(crate) fn encode<'a>(hosts: impl IntoIterator<Item = (&'a str, NameInfo)>) -> Vec<u8> {
+    let mut encoded = Vec::new();
+    for (host, info) in hosts {
+        let table = [(host.to_owned(), info)].into();
+        encoded.extend(NameTable { table }.encode_to_vec());
+    }
+    encoded
+}
+
+pub(crate) fn scope() -> Scope {
+    let search = [
+        "ns1.svc.cluster.local",
+        "svc.cluster.local",
+        "cluster.local",
+    ];
+    Scope::new("ns1", "ns1.svc.cluster.local", &search.map(str::to_owned))
+}
+
+/// A table with one of everything.
+pub(crate) fn sample() -> Table {
+    let v6 = "2001:db8:0:0:0:ff00:42:8329";
+    let mut alt = kubernetes("svc-with-alt", "ns1", &["15.15.15.15"]);
+    alt.alt_hosts = vec!["svc-with-alt.ns1.svc.clusterset.local".into()];
+    let four = ["11.11.11.11", "12.12.12.12", "13.13.13.13", "14.14.14.14"];
+    let encoded = encode([
+        ("www.google.com", external(&["1.1.1.1"])),
+        (
+            "productpage.ns1.svc.cluster.local",
+            kubernetes("productpage", "ns1", &["9.9.9.9"]),
+        ),
+        (
+            "example.ns2.svc.cluster.local",
+            kubernetes("example", "ns2", &["10.10.10.10"]),
+        ),
+        (
+            "details.ns2.svc.cluster.remote",
+            kubernetes("details", "ns2", &four),
+        ),
+        ("svc-with-alt.ns1.svc.cluster.local", alt),
+        ("ipv6.localhost", external(&[v6])),
+        ("dual.localhost", external(&["2.2.2.2", v6])),
+        ("ipv4.localhost", external(&["2.2.2.2"])),
+        ("*.b.wildcard", external(&["11.11.11.11"])),
+        ("*.wildcard", external(&["10.10.10.10"])),
+        ("*.svc.mesh.company.net", external(&["10.1.2.3"])),
+        ("example.localhost.", external(&["3.3.3.3"])),
+    ]);
+    Table::build(&encoded, scope()).expect("a table")
+}
+
+/// The maps that a table stands for: names with their addresses, and names with a target.
+#[derive(Debug, Default)]
+struct Model {
+    names: BTreeMap<String, Vec<(u8, String, Vec<IpAddr>)>>,
+    targets: BTreeMap<String, String>,
+}
+
+impl Model {
+    fn of(hosts: &[(String, NameInfo)], scope: &Scope) -> Self {
+        let mut model = Self::default();
+        let last: BTreeMap<_, _> = hosts.iter().cloned().collect();
+        for (host, info) in &last {
+            model.add(host, info, scope);
+        }
+        for of_name in model.names.values_mut() {
+            of_name.sort();
+        }
+        model
+    }
+
+    fn add(&mut self, host: &str, info: &NameInfo, scope: &Scope) {
+        let ips: Vec<IpAddr> = info.ips.iter().filter_map(|ip| ip.parse().ok()).collect();
+        let variants = variants(host, info, scope);
+        let names: BTreeSet<_> = variants.iter().map(|(_, name)| name.clone()).collect();
+        if ips.is_empty() {
+            return;
+        }
+        for (rank, name) in variants {
+            let of_name = self.names.entry(name.clone()).or_default();
+            of_name.push((rank, host.to_owned(), ips.clone()));
+            let expanded = format!("{name}.{}", scope.search);
+            if !name.ends_with(&scope.search) && !names.contains(&expanded) {
+                self.targets.insert(expanded, name);
+            }
+        }
+    }
+
+    fn exact(&self, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
+        let target = self.targets.get(name);
+        let of_name = self.names.get(target.map_or(name, String::as_str))?;
+        let family = |wanted: fn(&IpAddr) -> bool| {
+            let ips = of_name.iter().map(|(.., ips)| {
+                let ips: Vec<_> = ips.iter().copied().filter(wanted).collect();
+                ips
+            });
+            ips.into_iter()
+                .find(|ips| !ips.is_empty())
+                .unwrap_or_default()
+        };
+        let ips = [family(IpAddr::is_ipv4), family(IpAddr::is_ipv6)].concat();
+        Some((target.cloned(), ips))
+    }
+
+    fn find(&self, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
+        let labels: Vec<_> = name.split('.').collect();
+        let wildcards = (1..labels.len()).map(|at| format!("*.{}", labels[at..].join(".")));
+        std::iter::once(name.to_owned())
+            .chain(wildcards)
+            .find_map(|name| self.exact(&name))
+    }
+}
+
+fn variants(host: &str, info: &NameInfo, scope: &Scope) -> Vec<(u8, String)> {
+    let is_kubernetes = info.registry == "Kubernetes";
+    if is_kubernetes && host.ends_with('.') {
+        return Vec::new();
+    }
+    let mut variants = vec![(0, host.strip_suffix('.').unwrap_or(host).to_owned())];
+    if is_kubernetes && !scope.domain.is_empty() && host.ends_with(&scope.domain) {
+        let alias = format!("{}.{}", info.shortname, info.namespace);
+        variants.push((1, format!("{alias}{}", scope.first_label)));
+        variants.push((2, alias));
+        if info.namespace == scope.namespace {
+            variants.push((3, info.shortname.clone()));
+        }
+        variants.extend(info.alt_hosts.iter().map(|host| (4, host.clone())));
+    }
+    let lower = variants.into_iter();
+    lower
+        .map(|(rank, name)| (rank, name.to_ascii_lowercase()))
+        .collect()
+}
+
+fn found(table: &Table, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
+    let found = table.find(name.as_bytes())?;
+    let v4 = found.v4.iter().map(|ip| IpAddr::V4(*ip));
+    let ips = v4
+        .chain(found.v6.iter().map(|ip| IpAddr::V6(*ip)))
+        .collect();
+    let target = found.target_end.map(|end| {
+        let star = if found.wildcard.is_some() { "*." } else { "" };
+        format!("{star}{}", &name[found.wildcard.unwrap_or(0)..end])
+    });
+    Some((target, ips))
+}
+
+fn label() -> impl Strategy<Value = String> {
+    prop::sample::select(vec!["a", "b", "B", "ns1", "svc", "*", "d"]).prop_map(str::to_owned)
+}
+
+fn host() -> impl Strategy<Value = String> {
+    let ending = ["", ".svc.d", ".ns1.svc.d", ".ns1.d", "xsvc.d", "."];
+    (
+        prop::collection::vec(label(), 1..4),
+        prop::sample::select(ending.to_vec()),
+    )
+        .prop_map(|(labels, ending)| format!("{}{ending}", labels.join(".")))
+        .prop_filter("a bare star is nobody's host", |host| {
+            host != "*" && host != "*."
+        })
+}
+
+fn info() -> impl Strategy<Value = NameInfo> {
+    let ip = prop::sample::select(vec![
+        "1.1.1.1",
+        "2.2.2.2",
+        "::1",
+        "::ffff:1.2.3.4",
+        "x",
+        "1.1.1.1",
+    ]);
+    let registry = prop::sample::select(vec!["Kubernetes", "External"]);
+    let parts = (
+        registry,
+        label(),
+        label(),
+        prop::collection::vec(host(), 0..2),
+    );
+    (prop::collection::vec(ip, 0..3), parts).prop_map(
+        |(ips, (registry, short, namespace, alts))| NameInfo {
+            ips: ips.into_iter().map(str::to_owned).collect(),
+            registry: registry.into(),
+            shortname: short.replace('*', "s"),
+            namespace: namespace.replace('*', "n"),
+            alt_hosts: alts
+                .iter()
+                .map(|alt| alt.trim_end_matches('.').to_owned())
+                .collect(),
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn finds_what_the_written_out_maps_hold(
+        hosts in prop::collection::vec((host(), info()), 0..6),
+        names in prop::collection::vec(host(), 20),
+    ) {
+        let scope = Scope::new("ns1", "ns1.svc.d", &["ns1.svc.d".to_owned()]);
+        let model = Model::of(&hosts, &scope);
+        let pairs = hosts.iter().map(|(host, info)| (host.as_str(), info.clone()));
+        let table = Table::build(&encode(pairs), scope).expect("a table");
+        let known = model.names.keys().chain(model.targets.keys()).cloned();
+        for name in known.chain(names) {
+            let name = name.trim_end_matches('.').to_ascii_lowercase();
+            prop_assert_eq!(found(&table, &name), model.find(&name), "{} in {:?}", name, hosts);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_table_are_an_error_or_a_table(bytes: Vec<u8>) {
+        if let Ok(table) = Table::build(&bytes, scope()) {
+            table.to_json();
+        }
+    }
+}
+
+#[test]
+fn the_order_of_the_message_decides_nothing() {
+    let hosts = [
+        (
+            "a.ns1.svc.cluster.local",
+            kubernetes("x", "ns1", &["1.1.1.1"]),
+        ),
+        (
+            "b.ns1.svc.cluster.local",
+            kubernetes("x", "ns1", &["2.2.2.2", "::2"]),
+        ),
+        ("x.ns1", external(&["3.3.3.3"])),
+        ("X.ns1.", external(&["4.4.4.4"])),
+    ];
+    let forwards = Table::build(&encode(hosts.clone()), scope()).expect("a table");
+    let backwards = Table::build(&encode(hosts.into_iter().rev()), scope()).expect("a table");
+    let ips = |ips: &[&str]| {
+        ips.iter()
+            .map(|ip| ip.parse().unwrap())
+            .collect::<Vec<IpAddr>>()
+    };
+    for (name, expected) in [
+        ("x.ns1", ips(&["4.4.4.4", "::2"])),
+        ("x.ns1.svc", ips(&["1.1.1.1", "::2"])),
+        ("x", ips(&["1.1.1.1", "::2"])),
+    ] {
+        for table in [&forwards, &backwards] {
+            assert_eq!(found(table, name), Some((None, expected.clone())), "{name}");
+        }
+    }
+}
+
+#[test]
+fn the_last_of_one_host_counts_alone() {
+    let times = 20;
+    let mut hosts: Vec<_> = (0..times)
+        .map(|_| {
+            (
+                "a.ns1.svc.cluster.local",
+                kubernetes("old", "ns1", &["1.1.1.1"]),
+            )
+        })
+        .collect();
+    hosts.push((
+        "a.ns1.svc.cluster.local",
+        kubernetes("new", "ns1", &["2.2.2.2"]),
+    ));
+    let table = Table::build(&encode(hosts), scope()).expect("a table");
+    let expected = Some((None, vec!["2.2.2.2".parse().unwrap()]));
+    assert_eq!(found(&table, "a.ns1.svc.cluster.local"), expected);
+    assert_eq!(found(&table, "new"), expected);
+    assert_eq!(found(&table, "old"), None);
+}
+
+#[test]
+fn a_name_all_hosts_have_costs_no_more_than_any_other() {
+    let hosts: Vec<_> = (0..20_000)
+        .map(|n| format!("h{n}.ns1.svc.cluster.local"))
+        .collect();
+    let all = hosts
+        .iter()
+        .map(|host| (host.as_str(), kubernetes("same", "ns1", &["1.1.1.1"])));
+    let table = Table::build(&encode(all), scope()).expect("a table");
+    assert!(
+        found(&table, "same").is_some() && found(&table, "h19999.ns1.svc.cluster.local").is_some()
+    );
+}
+
+#[test]
+fn a_million_hosts_are_a_table() {
+    let mut encoded = Vec::new();
+    for number in 0..1_000_000_u32 {
+        let host = format!("h{number}.x");
+        let pair = [
+            &[10, host.len() as u8],
+            host.as_bytes(),
+            &[18, 9, 10, 7],
+            b"1.1.1.1",
+        ]
+        .concat();
+        encoded.extend([&[10, pair.len() as u8], pair.as_slice()].concat());
+    }
+    let table = Table::build(&encoded, scope()).expect("a table");
+    assert_eq!(table.hosts(), 1_000_000);
+    assert!(found(&table, "h999999.x").is_some() && found(&table, "h1000000.x").is_none());
+}
+
+#[test]
+fn names_nobody_can_ask_for_are_left_out() {
+    let long = "a.".repeat(200) + "com";
+    for host in ["", ".", "a.b.svc.cluster.local.", &long] {
+        let table = Table::build(&encode([(host, kubernetes("", "", &["1.1.1.1"]))]), scope());
+        let table = table.expect("a table");
+        for name in ["", "a.b.svc.cluster.local", &long] {
+            assert_eq!(found(&table, name), None, "{host:?} {name:?}");
+        }
+    }
+}
+
+#[test]
+fn what_is_no_table_is_refused_with_its_place() {
+    for (encoded, expected) in [
+        (&[0x0f][..], "byte 0 begins no protobuf field"),
+        (
+            &[0x0a, 5, 1],
+            "the field at byte 0 is longer than its message",
+        ),
+        (
+            &[0x0a, 3, 0x0a, 1, 0xff],
+            "the string at byte 4 is not UTF-8",
+        ),
+        (&[0x0a, 0x80], "byte 0 begins no protobuf field"),
+    ] {
+        let error = Table::build(encoded, scope())
+            .expect_err("no table")
+            .to_string();
+        assert_eq!(error, expected);
+    }
+}
+
+#[test]
+fn shows_what_came_and_the_forms_made_of_it() {
+    let mut product = kubernetes("Page", "ns1", &["9.9.9.9", "bad", "::1"]);
+    product.alt_hosts = vec!["page.example.com".into()];
+    let table = encode([
+        ("Page.ns1.svc.cluster.local", product),
+        ("www.google.com", external(&["1.1.1.1"])),
+        ("empty.com", NameInfo::default()),
+    ]);
+    let table = Table::build(&table, scope()).expect("a table");
+    let both = serde_json::json!({"ips": ["9.9.9.9", "::1"], "registry": "Kubernetes"});
+    let expected = serde_json::json!({"table": {
+        "Page.ns1.svc.cluster.local": {
+            "ips": ["9.9.9.9", "bad", "::1"], "registry": "Kubernetes", "shortname": "Page",
+            "namespace": "ns1", "altHosts": ["page.example.com"],
+        },
+        "www.google.com": {"ips": ["1.1.1.1"], "registry": "External"},
+        "empty.com": {},
+        "page.ns1.svc.cluster.local.": both,
+        "page.ns1.svc.": both,
+        "page.ns1.": both,
+        "page.": both,
+        "page.example.com.": both,
+        "www.google.com.": {"ips": ["1.1.1.1"], "registry": "Kubernetes"},
+    }});
+    assert_eq!(table.to_json(), expected);
+    let empty = Table::build(&[], scope()).expect("a table");
+    assert_eq!(empty.to_json(), serde_json::json!({}));
+}

@@ -1,0 +1,324 @@
+//! The room over real sockets.
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::time::{Instant, timeout};
+
+use super::answer::tests::{Message, decode, query};
+use super::table::tests::{encode, external, scope};
+use super::*;
+use crate::lifecycle::Tasks;
+
+/// Answers what it is asked by name: `long` with much, `slow` late, `never` never, `fails` not.
+struct Resolver;
+
+impl Forward for Resolver {
+    async fn forward(&self, query: Bytes, transport: Transport) -> Option<Bytes> {
+        let mut reply = query.to_vec();
+        reply[2] |= 0x80;
+        let records = match query[13..].iter().take(5).collect::<Vec<_>>()[..] {
+            [b'l', b'o', b'n', b'g', ..] => 100,
+            [b's', b'l', b'o', b'w', ..] => {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+                1
+            }
+            [b'n', b'e', b'v', b'e', b'r'] => std::future::pending().await,
+            [b'f', b'a', b'i', b'l', b's'] => return None,
+            _ => 1,
+        };
+        let last = if transport == Transport::Tcp { 2 } else { 1 };
+        reply[6..8].copy_from_slice(&u16::to_be_bytes(records));
+        for _ in 0..records {
+            reply.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 9, 0, 4, 4, 4, 4, last]);
+        }
+        Some(reply.into())
+    }
+}
+
+struct Room {
+    dns: Dns,
+    tasks: Tasks,
+    shutdown: CancellationToken,
+    registry: Registry,
+}
+
+fn room() -> Room {
+    let config = Config {
+        addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
+        scope: scope(),
+        policy: Policy {
+            ttl: 30,
+            forward_before_first_table: false,
+        },
+    };
+    let (registry, shutdown) = (Registry::default(), CancellationToken::new());
+    let (dns, serving) = new(config, Resolver, &registry, shutdown.clone()).expect("bound");
+    let mut tasks = Tasks::new();
+    tasks.spawn("dns", serving);
+    Room {
+        dns,
+        tasks,
+        shutdown,
+        registry,
+    }
+}
+
+async fn with_table() -> Room {
+    let room = room();
+    let table = encode([("mesh.local", external(&["1.2.3.4", "::1"]))]);
+    room.dns.update(table.into()).await.expect("a table");
+    room
+}
+
+impl Room {
+    async fn udp(&self) -> UdpSocket {
+        client(self.dns.addresses()[0]).await
+    }
+
+    async fn tcp(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.dns.addresses()[0]).await;
+        stream.expect("a connection")
+    }
+}
+
+async fn client(address: SocketAddr) -> UdpSocket {
+    let own = if address.is_ipv4() {
+        "127.0.0.1:0"
+    } else {
+        "[::1]:0"
+    };
+    let client = UdpSocket::bind(own).await.expect("a socket");
+    client.connect(address).await.expect("connected");
+    client
+}
+
+async fn ask(client: &UdpSocket, query: &[u8]) -> Message {
+    client.send(query).await.expect("sent");
+    decode(&next(client).await)
+}
+
+async fn next(client: &UdpSocket) -> Vec<u8> {
+    let mut reply = vec![0; 65_535];
+    let length = client.recv(&mut reply).await.expect("an answer");
+    reply.truncate(length);
+    reply
+}
+
+async fn send(stream: &mut TcpStream, query: &[u8]) {
+    let framed = [&(query.len() as u16).to_be_bytes(), query].concat();
+    stream.write_all(&framed).await.expect("sent");
+}
+
+async fn receive(stream: &mut TcpStream) -> Message {
+    let mut reply = vec![0; usize::from(stream.read_u16().await.expect("an answer"))];
+    stream.read_exact(&mut reply).await.expect("all of it");
+    decode(&reply)
+}
+
+#[tokio::test]
+async fn answers_both_families_over_both_protocols() {
+    let room = with_table().await;
+    for address in room.dns.addresses() {
+        let udp = client(*address).await;
+        let message = ask(&udp, &query("mesh.local", 1, None)).await;
+        assert_eq!(message.answers[0].3, "1.2.3.4");
+        let message = ask(&udp, &query("other.com", 1, None)).await;
+        assert_eq!(message.answers[0].3, "4.4.4.1");
+        let mut tcp = TcpStream::connect(address).await.expect("a connection");
+        send(&mut tcp, &query("mesh.local", 28, None)).await;
+        assert_eq!(receive(&mut tcp).await.answers[0].3, "::1");
+        send(&mut tcp, &query("other.com", 1, None)).await;
+        assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
+    }
+    let page = room.registry.render();
+    for line in [
+        "istio_agent_dns_requests_total 8\n",
+        "istio_agent_dns_requests_by_type_total{type=\"AAAA\"} 2\n",
+        "istio_agent_dns_responses_total{rcode=\"NOERROR\",source=\"upstream\"} 4\n",
+        "istio_agent_dns_name_tables_total{result=\"taken\"} 1\n",
+        "istio_agent_dns_name_table_hosts 1\n",
+    ] {
+        assert!(page.contains(line), "{line} is not in\n{page}");
+    }
+}
+
+#[tokio::test]
+async fn is_ready_with_the_first_table_even_an_empty_one() {
+    let room = room();
+    let ready = room.dns.ready();
+    let udp = room.udp().await;
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf,
+        2
+    );
+    assert!(!*ready.borrow() && room.dns.ndsz().is_none());
+    room.dns
+        .update(Bytes::from_static(&[0xff]))
+        .await
+        .expect_err("no table");
+    assert!(!*ready.borrow());
+    room.dns.update(Bytes::new()).await.expect("a table");
+    assert!(*ready.borrow() && room.dns.ndsz().is_some());
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
+        "4.4.4.1"
+    );
+}
+
+#[tokio::test]
+async fn a_table_that_cannot_be_read_leaves_the_one_before() {
+    let room = with_table().await;
+    let error = room.dns.update(Bytes::from_static(&[0x0a, 9])).await;
+    let error = error.expect_err("no table").to_string();
+    assert!(
+        error.starts_with("failed to unmarshal name table: "),
+        "{error}"
+    );
+    let udp = room.udp().await;
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
+        "1.2.3.4"
+    );
+    let same = encode([("mesh.local", external(&["1.2.3.4", "::1"]))]);
+    room.dns.update(same.into()).await.expect("the same");
+    let same = "istio_agent_dns_name_tables_total{result=\"same\"} 1\n";
+    assert!(room.registry.render().contains(same));
+}
+
+#[tokio::test]
+async fn an_answer_of_others_is_cut_for_udp_and_whole_for_tcp() {
+    let room = with_table().await;
+    let long = query("long", 1, None);
+    let message = ask(&room.udp().await, &long).await;
+    assert!(message.answers.len() == 30 && message.flags[0] & wire::TC != 0);
+    let message = ask(&room.udp().await, &query("long", 1, Some(4096))).await;
+    assert_eq!(message.answers.len(), 100);
+    let mut tcp = room.tcp().await;
+    send(&mut tcp, &long).await;
+    let message = receive(&mut tcp).await;
+    assert!(message.answers.len() == 100 && message.flags[0] & wire::TC == 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_for_a_slow_resolver_but_who_asked_it() {
+    let room = with_table().await;
+    let udp = room.udp().await;
+    let mut tcp = room.tcp().await;
+    for _ in 0..10 {
+        udp.send(&query("slow", 1, None)).await.expect("sent");
+        send(&mut tcp, &query("slow", 1, None)).await;
+    }
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
+        "1.2.3.4"
+    );
+    send(&mut tcp, &query("mesh.local", 1, None)).await;
+    assert_eq!(receive(&mut tcp).await.answers[0].3, "1.2.3.4");
+    for _ in 0..10 {
+        assert_eq!(decode(&next(&udp).await).answers[0].3, "4.4.4.1");
+        assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
+    }
+}
+
+#[tokio::test]
+async fn a_query_nobody_answers_or_that_finds_too_many_waiting_fails() {
+    let room = with_table().await;
+    let udp = room.udp().await;
+    let fails = query("fails", 1, Some(1232));
+    let message = ask(&udp, &fails).await;
+    assert_eq!((message.flags, message.edns), ([0x81, 0x82], true));
+    for _ in 0..1024 {
+        udp.send(&query("never", 1, None)).await.expect("sent");
+        // So that none is lost in a full buffer.
+        tokio::task::yield_now().await;
+    }
+    let message = ask(&udp, &query("other.com", 1, None)).await;
+    assert_eq!(message.flags[1] & 0xf, 2);
+    assert!(
+        room.registry
+            .render()
+            .contains("istio_agent_dns_overflows_total 1\n")
+    );
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
+        "1.2.3.4"
+    );
+}
+
+#[tokio::test]
+async fn garbage_changes_nothing() {
+    let room = with_table().await;
+    let udp = room.udp().await;
+    for length in 0..2000 {
+        let garbage: Vec<u8> = (0..length).map(|_| fastrand::u8(..)).collect();
+        udp.send(&garbage).await.expect("sent");
+        tokio::task::yield_now().await;
+    }
+    udp.send(&vec![1; 60_000]).await.expect("sent");
+    let udp = room.udp().await;
+    assert_eq!(
+        ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
+        "1.2.3.4"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_connection_is_closed() {
+    let room = with_table().await;
+    let mut silent = room.tcp().await;
+    let start = Instant::now();
+    assert_eq!(silent.read(&mut [0; 8]).await.ok(), Some(0));
+    assert_eq!(start.elapsed().as_secs(), 2);
+    let mut half = room.tcp().await;
+    send(&mut half, &query("mesh.local", 1, None)).await;
+    receive(&mut half).await;
+    let start = Instant::now();
+    // A query of which a byte comes now and then is no query.
+    half.write_all(&[0, 40, 1]).await.expect("sent");
+    assert_eq!(half.read(&mut [0; 8]).await.ok(), Some(0));
+    assert_eq!(start.elapsed().as_secs(), 8);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_closes_its_side_still_gets_its_answers() {
+    let room = with_table().await;
+    let mut tcp = room.tcp().await;
+    send(&mut tcp, &query("slow", 1, None)).await;
+    tcp.shutdown().await.expect("closed");
+    assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
+    assert_eq!(tcp.read(&mut [0; 8]).await.ok(), Some(0));
+}
+
+#[tokio::test]
+async fn ends_when_told_to() {
+    let mut room = with_table().await;
+    let _open = room.tcp().await;
+    room.shutdown.cancel();
+    let ended = timeout(Duration::from_secs(5), room.tasks.next_ended()).await;
+    assert!(ended.expect("it ends").result.is_ok());
+}
+
+#[tokio::test]
+async fn an_address_in_use_is_an_error_that_names_it() {
+    let room = room();
+    let address = room.dns.addresses()[0].to_string();
+    let config = Config {
+        addresses: vec![address.clone()],
+        scope: scope(),
+        policy: Policy {
+            ttl: 30,
+            forward_before_first_table: false,
+        },
+    };
+    let error = new(
+        config,
+        Resolver,
+        &Registry::default(),
+        CancellationToken::new(),
+    );
+    let error = error.err().expect("in use").to_string();
+    let expected = format!("failed to start local DNS server: cannot listen on udp {address}");
+    assert_eq!(error, expected);
+}
