@@ -9,6 +9,7 @@
 use std::future::Future;
 use std::path::Path;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -18,11 +19,13 @@ use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
+use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::Registry;
+use crate::reload::{self, Inputs, Load};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::Interceptors;
 use crate::xds::server::Discovery;
@@ -62,10 +65,12 @@ impl Error {
 }
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
-pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+///
+/// `load` reads the configuration anew, for the Envoy that is to follow the first.
+pub async fn run(config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, &stop)?;
+    let agent = Agent::build(config, load, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -78,6 +83,8 @@ type EnvoyLife = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>
 /// Everything the agent consists of, built and bound.
 struct Agent {
     config: Config,
+    /// What Envoys start from, when one is to follow the other.
+    inputs: Option<Arc<Inputs>>,
     /// Runs Envoy, from its start to its end.
     envoy_life: Option<EnvoyLife>,
     tasks: Tasks,
@@ -85,21 +92,32 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(config: Config, stop: &Stop) -> Result<Self, Error> {
+    fn build(config: Config, load: Load, stop: &Stop) -> Result<Self, BoxError> {
         let metrics = Registry::default();
+        let inputs = Inputs::of(&config, load).map(Arc::new);
         let envoy = config.envoy.clone();
-        let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
-        // The status port will take the handle.
-        let (_envoy, envoy_life) = match envoy {
+        let envoy = envoy.map(|config| {
+            let inputs = inputs
+                .clone()
+                .map(|inputs| inputs as Arc<dyn envoy::epochs::Inputs>);
+            envoy::new(config, inputs, stop, &metrics)
+        });
+        // The status port will take the handle, too.
+        let (envoy, envoy_life) = match envoy {
             Some((handle, life)) => (Some(handle), Some(Box::pin(life) as EnvoyLife)),
             None => (None, None),
         };
         let mut agent = Self {
             config,
+            inputs,
             envoy_life,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
         };
+        if let (Some(_), Some(envoy)) = (&agent.inputs, envoy) {
+            let changes = reload::changes(envoy, &agent.config.inputs)?;
+            agent.spawn_until_shutdown("watch for changes", changes);
+        }
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         agent.secrets(&istiod)?;
         agent.discovery(istiod)?;
@@ -169,7 +187,8 @@ impl Agent {
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
         let life = self.envoy_life.take();
-        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), life, stop.asked()));
+        let (config, inputs) = (self.config.clone(), self.inputs.clone());
+        let mut envoy = pin!(envoy_until_its_end(config, inputs, life, stop.asked()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -219,6 +238,7 @@ impl Agent {
 /// rooms are at work while the cloud is asked where this is.
 async fn envoy_until_its_end(
     mut config: Config,
+    inputs: Option<Arc<Inputs>>,
     envoy: Option<EnvoyLife>,
     mut asked: watch::Receiver<Asked>,
 ) -> Result<ExitCode, BoxError> {
@@ -226,15 +246,20 @@ async fn envoy_until_its_end(
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
+    let writes_by_itself = inputs.is_some();
+    if let Some(inputs) = inputs {
+        // Where this is does not change.
+        inputs.set_platform(config.bootstrap.node.platform.clone());
+    }
     let Some(envoy) = envoy else {
         let asked = asked.wait_for(|asked| asked.urgency != Urgency::Run);
         tokio::select! {
             // An error is the end of the watch, which is an end as well.
             _ = asked => return Ok(ExitCode::Success),
-            never = envoy::orphans::reap(|| None) => match never {},
+            never = envoy::orphans::reap(Own::default()) => match never {},
         }
     };
-    let ours = !config.has_custom_bootstrap;
+    let ours = !config.has_custom_bootstrap && !writes_by_itself;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
     let _written = written.transpose()?;
     Ok(match envoy.await? {

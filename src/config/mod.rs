@@ -59,6 +59,8 @@ pub struct Config {
     pub has_custom_bootstrap: bool,
     /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
+    /// Files the bootstrap and Envoy itself come from, which may change.
+    pub inputs: Vec<PathBuf>,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -155,6 +157,7 @@ pub(crate) fn load_with(
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
     let platform = sources.platform();
+    let inputs = sources.inputs();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -172,6 +175,7 @@ pub(crate) fn load_with(
         bootstrap,
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         grpc,
+        inputs,
         platform,
         envoy,
         jwt_policy,

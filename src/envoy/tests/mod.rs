@@ -53,6 +53,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
         command: Command {
             binary,
             bootstrap: directory.join("envoy-rev.json"),
+            mode: command::Mode::Alone,
             drain_time: Duration::from_secs(45),
             ip_version: command::IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
@@ -78,6 +79,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             kill: long,
         },
         housekeeping: Vec::new(),
+        hot_restart: None,
         restarts: None,
     }
 }
@@ -100,7 +102,7 @@ impl Stage {
     }
 
     fn start(&self, stop: &Stop) -> (Envoy, Life) {
-        let (envoy, life) = new(self.config.clone(), stop, &Registry::default());
+        let (envoy, life) = new(self.config.clone(), None, stop, &Registry::default());
         (envoy, Box::pin(life))
     }
 
