@@ -379,7 +379,7 @@ async fn a_missing_or_unusable_binary_is_named() {
     std::fs::write(path("data"), "no program").expect("written");
     for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
         let config = config(path(name), directory.path());
-        let (_envoy, life) = new(config, &Stop::new(), &Registry::default());
+        let (_envoy, life) = new(config, None, &Stop::new(), &Registry::default());
         let error = life.await.expect_err("no start").to_string();
         assert!(error.contains(expected) && error.contains(name), "{error}");
     }
@@ -390,7 +390,7 @@ async fn the_state_is_a_metric() {
     let mut stage = stage("exits-cleanly");
     stage.config.early = Duration::ZERO;
     let metrics = Registry::default();
-    let (_envoy, life) = new(stage.config.clone(), &Stop::new(), &metrics);
+    let (_envoy, life) = new(stage.config.clone(), None, &Stop::new(), &metrics);
     let line = |state, value| format!("istio_agent_envoy_state{{state=\"{state}\"}} {value}\n");
     assert!(metrics.render().contains(&line("initial", 1)));
     life.await.expect("an end");

@@ -49,7 +49,11 @@ impl Pod {
             "concurrency": 1,
         });
         // What a test says of its own is over that.
-        for (_, text) in settings.environment.iter().filter(|(name, _)| *name == PROXY_CONFIG) {
+        for (_, text) in settings
+            .environment
+            .iter()
+            .filter(|(name, _)| *name == PROXY_CONFIG)
+        {
             let more: serde_json::Map<String, Value> = serde_json::from_str(text).unwrap();
             proxy_config.as_object_mut().unwrap().extend(more);
         }
