@@ -210,6 +210,8 @@ async fn nobody_notices_one_hot_restart_after_another_and_one_envoy_is_left() {
     assert!(after.1 <= before.1 + 12, "{after:?} after {before:?}");
     assert!(after.2 <= before.2 + 6, "{after:?} after {before:?}");
     drop(load);
+    // Two Envoys at once do not take each other's stream.
+    assert!(!stage.pod.agent.log().contains("overlapping stream"));
     let info = stage.info().await.unwrap();
     let base_id = info["command_line_options"]["base_id"].as_str().unwrap();
     let memory = shared_memory(base_id.parse().unwrap());

@@ -6,18 +6,18 @@
 //! Does not decide what follows what; [`super::super::epochs::machine`] does.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::super::Error;
 use super::super::calls;
 use super::super::child::Child;
-use super::super::epochs::machine::{self, Action, Method, Phase, Verdict};
+use super::super::epochs::base::Base;
+use super::super::epochs::machine::{self, Action, Method, Phase};
 use super::super::epochs::{Beside, Epochs, News, Run};
-use super::super::handle::{Epoch, Outcome, Restart, Role};
+use super::super::handle::Outcome;
 use super::super::machine::{Event, Phase as Life};
-use super::super::process::Process;
 use super::Supervisor;
 use super::start::new_base;
 
@@ -49,7 +49,7 @@ impl Supervisor {
         let phase = self.machine.phase();
         match event {
             Event::Live if phase == Life::Running => {
-                self.full_restart_is_over();
+                self.say_full_restart_is_over();
                 self.learn_base();
                 self.apply(machine::Event::Ready)?;
             }
@@ -85,7 +85,7 @@ impl Supervisor {
     }
 
     /// Something under way has ended.
-    pub(super) fn hear(&mut self, news: News) -> Result<Option<Event>, Error> {
+    pub(super) async fn hear(&mut self, news: News) -> Result<Option<Event>, Error> {
         let uptime = self.child.as_ref().map(Child::uptime);
         let Some(epochs) = &mut self.epochs else {
             return Ok(None);
@@ -95,13 +95,14 @@ impl Supervisor {
             News::Checked(verdict, problem) => self.say_checked(*verdict, problem.clone()),
             News::NextEnded(ended) => {
                 epochs.drop_calls();
-                epochs.next = None;
-                self.say_failed(format!("it ended before it served: {ended}"));
+                let last = last_line(epochs.next.take()).await;
+                self.say_failed(format!("it ended before it served: {ended}, {last:?}"));
             }
             News::OldEnded(ended) => {
-                let old = epochs.old.take();
                 epochs.deadline = None;
-                let epoch = old.map(|old| old.epoch).unwrap_or_default();
+                let old = epochs.old.take();
+                let epoch = old.as_ref().map(|old| old.epoch).unwrap_or_default();
+                last_line(old).await;
                 tracing::info!("Envoy epoch {epoch} has left: {ended}");
             }
             News::Deadline if epochs.next.is_some() => {
@@ -118,9 +119,9 @@ impl Supervisor {
         let Some(epochs) = &mut self.epochs else {
             return Ok(None);
         };
-        let action = epochs.machine.apply(event);
-        match action {
-            Action::Nothing | Action::Relaunch => {}
+        match epochs.machine.apply(event) {
+            Action::Nothing => {}
+            Action::Relaunch => self.relaunch(),
             Action::Check => self.check(),
             Action::Start(method) => {
                 if let Err(error) = self.start_next(method) {
@@ -135,12 +136,9 @@ impl Supervisor {
                 tracing::warn!(
                     "Envoy is replaced by a full restart: it ends, then the next starts"
                 );
-                self.method(Method::Full);
+                self.say_method(Method::Full);
                 return Ok(Some(Event::Replace(farewell)));
             }
-        }
-        if action == Action::Relaunch {
-            self.relaunch();
         }
         self.show_epochs();
         Ok(None)
@@ -148,87 +146,9 @@ impl Supervisor {
 
     fn check(&mut self) {
         tracing::info!("checking what Envoy would start from now ({})", self.reason);
-        let restart = Restart {
-            reason: self.reason,
-            when: Some(self.clock.now()),
-            method: None,
-            outcome: Outcome::UnderWay,
-            problem: None,
-        };
-        self.publish
-            .send_modify(|report| report.last_restart = Some(restart));
+        self.say_begun(self.reason, None);
         if let Some(epochs) = &mut self.epochs {
             epochs.check(self.count, self.admin, self.own.clone());
-        }
-    }
-
-    fn say_checked(&mut self, verdict: Verdict, problem: Option<String>) {
-        match verdict {
-            Verdict::Same => {
-                tracing::info!("nothing has changed for Envoy, which goes on");
-                self.conclude(Outcome::Unchanged, "unchanged", None);
-            }
-            Verdict::Refused => {
-                let problem = problem.unwrap_or_default();
-                tracing::error!("Envoy is not restarted and serves on: {problem}");
-                self.conclude(Outcome::Refused, "refused", Some(problem));
-            }
-            Verdict::Good(_) => {}
-        }
-    }
-
-    fn say_failed(&mut self, problem: String) {
-        let is_told = self
-            .publish
-            .borrow()
-            .last_restart
-            .as_ref()
-            .is_none_or(|restart| restart.outcome != Outcome::UnderWay);
-        if is_told {
-            return;
-        }
-        tracing::error!(
-            "the next Envoy has failed and the one before serves on: {problem}; hot restart cannot \
-             be used until an overlapping or a full restart"
-        );
-        self.conclude(Outcome::Failed, "failed", Some(problem));
-    }
-
-    fn conclude(&self, outcome: Outcome, result: &str, problem: Option<String>) {
-        self.counters.changes.with([result]).inc();
-        self.publish.send_modify(|report| {
-            if let Some(restart) = &mut report.last_restart {
-                restart.outcome = outcome;
-                restart.problem = problem;
-            }
-        });
-    }
-
-    fn method(&self, method: Method) {
-        let now = self.clock.now();
-        self.publish.send_modify(|report| {
-            let restart = report.last_restart.take();
-            let restart = restart.filter(|restart| restart.outcome == Outcome::UnderWay);
-            // The agent's own decision when an old Envoy has died early.
-            let own = Restart {
-                reason: "the Envoy before died before its time",
-                when: Some(now),
-                method: None,
-                outcome: Outcome::UnderWay,
-                problem: None,
-            };
-            report.last_restart = Some(Restart {
-                method: Some(method),
-                ..restart.unwrap_or(own)
-            });
-        });
-    }
-
-    fn full_restart_is_over(&self) {
-        let restart = self.publish.borrow().last_restart.clone();
-        let is_full = |restart: &Restart| restart.method == Some(Method::Full);
-        if restart.is_some_and(|r| is_full(&r) && r.outcome == Outcome::UnderWay) {
-            self.conclude(Outcome::Succeeded, "full", None);
         }
     }
 
@@ -257,40 +177,35 @@ impl Supervisor {
             epoch,
             started: self.clock.now(),
         });
-        self.method(method);
+        self.say_method(method);
         Ok(())
     }
 
     /// The next one serves; the one that did so is old.
     fn promote(&mut self, method: Method) {
+        let started = self.publish.borrow().started;
+        let stay = self.stay(method);
         let Some(epochs) = &mut self.epochs else {
             return;
         };
         epochs.drop_calls();
-        let Some(next) = epochs.next.take() else {
+        let (Some(next), Some(served)) = (epochs.next.take(), self.child.take()) else {
             return;
         };
-        let (epoch, started) = (next.epoch, self.publish.borrow().started);
-        let served = epochs.serving.replace(next.run);
-        let mut stay = epochs.limits.parent_shutdown + OVERDUE;
-        if method == Method::Overlap {
-            stay = self.config.limits.terminate;
-        }
-        epochs.deadline = Some(Instant::now() + stay);
-        let old_epoch = std::mem::replace(&mut self.epoch, epoch);
-        let old = self.child.replace(next.child);
         if method == Method::Overlap {
             // It has lost its admin port, and shares what comes in for as long as it lives.
-            old.as_ref().map(|old| &old.process).map(Process::terminate);
+            served.process.terminate();
         }
-        if let (Some(epochs), Some((child, run))) = (&mut self.epochs, old.zip(served)) {
-            epochs.old = Some(Beside {
-                child,
-                run,
-                epoch: old_epoch,
-                started: started.unwrap_or(SystemTime::UNIX_EPOCH),
-            });
-        }
+        epochs.deadline = Some(Instant::now() + stay);
+        let old_epoch = std::mem::replace(&mut self.epoch, next.epoch);
+        epochs.old = epochs.serving.replace(next.run).map(|run| Beside {
+            child: served,
+            run,
+            epoch: old_epoch,
+            started: started.unwrap_or(next.started),
+        });
+        self.child = Some(next.child);
+        let epoch = self.epoch;
         tracing::info!("Envoy epoch {epoch} serves; epoch {old_epoch} leaves within {stay:?}");
         self.show_current(Some(next.started));
         let result = if method == Method::Hot {
@@ -300,6 +215,14 @@ impl Supervisor {
         };
         self.conclude(Outcome::Succeeded, result, None);
         self.repeat_drain();
+    }
+
+    /// How long an old Envoy may stay.
+    fn stay(&self, method: Method) -> Duration {
+        match &self.epochs {
+            Some(epochs) if method == Method::Hot => epochs.limits.parent_shutdown + OVERDUE,
+            _ => self.config.limits.terminate,
+        }
     }
 
     /// An Envoy that takes the place of one that was told to drain is told, too.
@@ -315,8 +238,8 @@ impl Supervisor {
 
     /// The Envoy that serves is started again at its place.
     fn relaunch(&mut self) {
+        let stay = self.stay(Method::Hot);
         if let Some(epochs) = &mut self.epochs {
-            let stay = epochs.limits.parent_shutdown + OVERDUE;
             epochs.deadline = Some(Instant::now() + stay);
             epochs.is_relaunch = true;
             tracing::warn!("the Envoy before still lives, so its successor starts again at once");
@@ -342,46 +265,14 @@ impl Supervisor {
         }
         self.show_epochs();
     }
+}
 
-    /// Publishes which Envoy serves.
-    pub(super) fn show_current(&self, started: Option<SystemTime>) {
-        let (pid, epoch) = (self.child.as_ref().map(Child::pid), self.epoch);
-        self.publish.send_modify(|report| {
-            report.pid = pid;
-            report.epoch = epoch;
-            report.started = started;
-        });
-        self.show_epochs();
-    }
-
-    /// Publishes which Envoys there are.
-    pub(super) fn show_epochs(&self) {
-        let epochs = self.epochs.as_ref();
-        let beside = |beside: Option<&Beside>, state| {
-            beside.map(|beside| Epoch {
-                epoch: beside.epoch,
-                restart_epoch: beside.run.place,
-                pid: beside.child.pid(),
-                state,
-                started: Some(beside.started),
-                config: beside.run.prepared.command.bootstrap.clone(),
-            })
-        };
-        let old = beside(epochs.and_then(|e| e.old.as_ref()), Role::Leaving);
-        let next = beside(epochs.and_then(|e| e.next.as_ref()), Role::Next);
-        let run = epochs.and_then(|epochs| epochs.serving.as_ref());
-        let command = run.map_or(&self.config.command, |run| &run.prepared.command);
-        let current = self.child.as_ref().map(|child| Epoch {
-            epoch: self.epoch,
-            restart_epoch: run.map_or(0, |run| run.place),
-            pid: child.pid(),
-            state: Role::Current,
-            started: self.publish.borrow().started,
-            config: command.bootstrap.clone(),
-        });
-        let all = old.into_iter().chain(current).chain(next).collect();
-        self.publish.send_modify(|report| report.epochs = all);
-    }
+/// What an Envoy that has ended wrote last; all of it is copied on.
+async fn last_line(beside: Option<Beside>) -> String {
+    let Some(mut beside) = beside else {
+        return String::new();
+    };
+    beside.child.finish().await.pop().unwrap_or_default()
 }
 
 fn kill(beside: Option<&Beside>) {
@@ -393,11 +284,7 @@ fn kill(beside: Option<&Beside>) {
 
 impl Epochs {
     /// What the next Envoy runs on: in the line of the one that serves, or as the first of another.
-    fn next_run(
-        &mut self,
-        method: Method,
-        new: Option<Arc<super::super::epochs::base::Base>>,
-    ) -> Option<Run> {
+    fn next_run(&mut self, method: Method, new: Option<Arc<Base>>) -> Option<Run> {
         let prepared = Arc::new(self.prepared.take()?);
         let serving = self.serving.as_ref()?;
         Some(match method {

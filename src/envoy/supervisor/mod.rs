@@ -8,6 +8,7 @@
 mod end;
 mod epochs;
 mod start;
+mod tell;
 
 use std::time::Duration;
 
@@ -158,11 +159,6 @@ impl Supervisor {
     }
 
     async fn until_the_end(&mut self) -> Result<Exit, Error> {
-        tracing::info!(
-            "Envoy command: [{} {}]",
-            self.config.command.binary.display(),
-            self.config.command.arguments().join(" ")
-        );
         self.recall();
         self.asked = self.told.requests.borrow().urgency;
         let mut event = match self.asked {
@@ -227,7 +223,7 @@ impl Supervisor {
                     Order::Restart { reason } => self.want(reason)?,
                 },
                 news = news(&mut self.epochs) => {
-                    if let Some(event) = self.hear(news?)? {
+                    if let Some(event) = self.hear(news?).await? {
                         return Ok(event);
                     }
                 }

@@ -19,6 +19,13 @@ impl Supervisor {
             self.counters.restarts.inc();
         }
         let command = self.command()?;
+        if self.count == 0 {
+            tracing::info!(
+                "Envoy command: [{} {}]",
+                command.binary.display(),
+                command.arguments().join(" ")
+            );
+        }
         self.epoch = self.count;
         self.count += 1;
         let child = Child::start(&command, self.epoch, &self.own)?;

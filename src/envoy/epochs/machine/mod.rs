@@ -113,6 +113,8 @@ pub struct Machine {
     phase: Phase,
     is_ready: bool,
     is_wanted: bool,
+    /// Whether no Envoy is wanted any more.
+    is_stopped: bool,
     /// Whether Envoys can share memory here.
     can_share: bool,
     /// Whether the line of the one that serves can be continued.
@@ -126,6 +128,7 @@ impl Machine {
             phase: Phase::Idle,
             is_ready: false,
             is_wanted: false,
+            is_stopped: false,
             can_share,
             is_continuable: can_share,
             is_relaunched: false,
@@ -191,7 +194,8 @@ impl Machine {
     }
 
     fn next(&mut self) -> Action {
-        if self.phase != Phase::Idle || !self.is_ready || !self.is_wanted {
+        let may_begin = self.is_ready && !self.is_stopped;
+        if self.phase != Phase::Idle || !may_begin || !self.is_wanted {
             return Action::Nothing;
         }
         self.is_wanted = false;
@@ -237,7 +241,7 @@ impl Machine {
 
     fn stop(&mut self) -> Action {
         self.is_ready = false;
-        self.is_wanted = false;
+        self.is_stopped = true;
         match self.phase {
             Phase::Starting(Starting::Awaited(_)) => self.fail(),
             Phase::Checking => self.rest(),
@@ -246,7 +250,7 @@ impl Machine {
     }
 
     fn serving_exited(&mut self) -> Action {
-        let may_relaunch = self.is_ready && !self.is_relaunched;
+        let may_relaunch = self.is_ready && !self.is_stopped && !self.is_relaunched;
         self.is_ready = false;
         match self.phase {
             Phase::Leaving(Method::Hot) if may_relaunch => {
@@ -258,6 +262,10 @@ impl Machine {
         match self.phase {
             Phase::Leaving(_) => {
                 self.phase = Phase::Clearing;
+                if self.is_stopped {
+                    // The one that was asked to end has sent it away.
+                    return Action::Nothing;
+                }
                 Action::KillOld
             }
             Phase::Starting(Starting::Awaited(_)) => self.fail(),

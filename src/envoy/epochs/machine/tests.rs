@@ -124,6 +124,8 @@ fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
         (NextExited, Action::Nothing),
     ];
     after(&STARTED, &stopped);
+    let taken_along = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
+    after(&PROMOTED, &taken_along);
     after(
         &STARTED[..2],
         &[(Stop, Action::Nothing), (GOOD, Action::Nothing)],
