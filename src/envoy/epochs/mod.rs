@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::Instant;
 
 use super::admin::Admin;
@@ -97,7 +97,7 @@ pub(super) enum News {
 
 #[derive(Debug)]
 enum Call {
-    Checked(check::Checked),
+    Checked(Box<check::Checked>),
     Live,
 }
 
@@ -146,7 +146,7 @@ impl Epochs {
         };
         self.calls = JoinSet::new();
         self.calls
-            .spawn(async move { Call::Checked(check.run().await) });
+            .spawn(async move { Call::Checked(Box::new(check.run().await)) });
     }
 
     /// Looks out for the Envoy at this place of its line.
@@ -167,27 +167,27 @@ impl Epochs {
 
     /// Waits for what is under way. May be dropped and called again.
     pub(super) async fn news(&mut self) -> Result<News, process::Error> {
-        loop {
-            let deadline = self.deadline;
-            tokio::select! {
-                ended = ended(&mut self.next) => return ended.map(News::NextEnded),
-                ended = ended(&mut self.old) => return ended.map(News::OldEnded),
-                Some(call) = self.calls.join_next() => match call {
-                    Ok(Call::Live) => return Ok(News::Live),
-                    Ok(Call::Checked(checked)) => {
-                        self.prepared = checked.prepared;
-                        return Ok(News::Checked(checked.verdict, checked.reason));
-                    }
-                    Err(error) => {
-                        let reason = Some(error.to_string());
-                        return Ok(News::Checked(Verdict::Refused, reason));
-                    }
-                },
-                () = super::supervisor::reached(deadline) => {
-                    self.deadline = None;
-                    return Ok(News::Deadline);
-                }
+        let deadline = self.deadline;
+        tokio::select! {
+            ended = ended(&mut self.next) => ended.map(News::NextEnded),
+            ended = ended(&mut self.old) => ended.map(News::OldEnded),
+            Some(call) = self.calls.join_next() => Ok(self.called(call)),
+            () = super::supervisor::reached(deadline) => {
+                self.deadline = None;
+                Ok(News::Deadline)
             }
+        }
+    }
+
+    fn called(&mut self, call: Result<Call, JoinError>) -> News {
+        match call {
+            Ok(Call::Live) => News::Live,
+            Ok(Call::Checked(checked)) => {
+                self.prepared = checked.prepared;
+                News::Checked(checked.verdict, checked.reason)
+            }
+            // Looking out ends at its deadline.
+            Err(error) => News::Checked(Verdict::Refused, Some(error.to_string())),
         }
     }
 
