@@ -39,7 +39,7 @@ impl Supervisor {
         Ok(Event::EnvoyExited { may_restart })
     }
 
-    /// Whether the Envoy before has not left yet, so that its successor must be started again at once.
+    /// Whether the Envoy before is still leaving, so that its successor is started again at once.
     fn is_relaunched_after(&mut self, ended: Ended) -> Result<bool, Error> {
         if ended == Ended::Code(0) {
             // It was asked to end, and has sent the one before away.

@@ -1,4 +1,4 @@
-//! Replaces the Envoy that serves: carries out what the machine of epochs says, and tells how it went.
+//! Replaces the Envoy that serves: carries out what the machine of epochs says.
 //!
 //! The next Envoy is started beside the one that serves; once it serves itself the two change
 //! places. What happens is logged where it happens and published with it.
@@ -114,7 +114,7 @@ impl Supervisor {
         self.apply(news.event(is_early))
     }
 
-    /// Has the machine decide and does as it says. What it wants of the Envoy that serves is returned.
+    /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
     pub(super) fn apply(&mut self, event: machine::Event) -> Result<Option<Event>, Error> {
         let Some(epochs) = &mut self.epochs else {
             return Ok(None);
