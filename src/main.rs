@@ -4,6 +4,7 @@
 //! Does not hold logic, and opens nothing before the configuration is known to be good.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use istio_agent::cli::{
     self, Cli, Command, LogFlags, ProxyFlags, Refused, Typed, absent::Absent, completion, request,
@@ -72,7 +73,9 @@ fn proxy(
     environment.announce();
     let config = config::load(flags, log, &environment, ".".as_ref()).map_err(config::Unusable)?;
     config.announce();
-    block_on(agent::run(config))?
+    let (flags, log) = (flags.clone(), log.clone());
+    let load = move || config::load(&flags, &log, &environment, ".".as_ref());
+    block_on(agent::run(config, Arc::new(load)))?
 }
 
 /// The kernel ends Envoy with the thread that started it, so there is one thread.

@@ -8,6 +8,7 @@
 
 mod name_tables;
 mod pages;
+pub mod reload;
 
 use std::future::Future;
 use std::io;
@@ -26,6 +27,7 @@ use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
 use crate::envoy::handle::Envoy;
+use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
@@ -38,6 +40,7 @@ use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
 use crate::{dns, sds, secrets, status, xds};
 use name_tables::NameTables;
+use reload::{Inputs, Load};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -79,11 +82,13 @@ impl Error {
 }
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
-pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+///
+/// `load` reads the configuration anew, for the Envoy that is to follow the first.
+pub async fn run(config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let started = Instant::now();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, started, &stop)?;
+    let agent = Agent::build(config, load, started, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -96,6 +101,8 @@ type EnvoyLife = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>
 /// Everything the agent consists of, built and bound.
 struct Agent {
     config: Config,
+    /// What Envoys start from, when one is to follow the other.
+    inputs: Option<Arc<Inputs>>,
     /// Runs Envoy, from its start to its end.
     envoy_life: Option<EnvoyLife>,
     /// What the agent counts about itself.
@@ -108,16 +115,23 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(config: Config, started: Instant, stop: &Stop) -> Result<Self, Error> {
+    fn build(config: Config, load: Load, started: Instant, stop: &Stop) -> Result<Self, BoxError> {
         let metrics = registry();
+        let inputs = Inputs::of(&config, load).map(Arc::new);
         let envoy = config.envoy.clone();
-        let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
+        let envoy = envoy.map(|config| {
+            let inputs = inputs
+                .clone()
+                .map(|inputs| inputs as Arc<dyn envoy::epochs::Inputs>);
+            envoy::new(config, inputs, stop, &metrics)
+        });
         let (envoy, envoy_life) = match envoy {
             Some((handle, life)) => (Some(handle), Some(Box::pin(life) as EnvoyLife)),
             None => (None, None),
         };
         let mut agent = Self {
             config,
+            inputs,
             envoy_life,
             metrics,
             tasks: Tasks::new(),
@@ -133,6 +147,10 @@ impl Agent {
             .map(|config| status::bind(config.port));
         let port = port.transpose().map_err(status::Error::from)?;
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
+        if let (Some(_), Some(envoy)) = (&agent.inputs, envoy.clone()) {
+            let changes = reload::changes(envoy, &agent.config.inputs)?;
+            agent.spawn_until_shutdown("watch for changes", changes);
+        }
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
         pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
@@ -285,7 +303,8 @@ impl Agent {
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
         let life = self.envoy_life.take();
-        let mut envoy = pin!(envoy_until_its_end(self.config.clone(), life, stop.asked()));
+        let (config, inputs) = (self.config.clone(), self.inputs.clone());
+        let mut envoy = pin!(envoy_until_its_end(config, inputs, life, stop.asked()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -339,6 +358,7 @@ impl Agent {
 /// rooms are at work while the cloud is asked where this is.
 async fn envoy_until_its_end(
     mut config: Config,
+    inputs: Option<Arc<Inputs>>,
     envoy: Option<EnvoyLife>,
     mut asked: watch::Receiver<Asked>,
 ) -> Result<ExitCode, BoxError> {
@@ -346,15 +366,20 @@ async fn envoy_until_its_end(
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
+    let writes_by_itself = inputs.is_some();
+    if let Some(inputs) = inputs {
+        // Where this is does not change.
+        inputs.set_platform(config.bootstrap.node.platform.clone());
+    }
     let Some(envoy) = envoy else {
         let asked = asked.wait_for(|asked| asked.urgency != Urgency::Run);
         tokio::select! {
             // An error is the end of the watch, which is an end as well.
             _ = asked => return Ok(ExitCode::Success),
-            never = envoy::orphans::reap(|| None) => match never {},
+            never = envoy::orphans::reap(Own::default()) => match never {},
         }
     };
-    let ours = !config.has_custom_bootstrap;
+    let ours = !config.has_custom_bootstrap && !writes_by_itself;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
     let _written = written.transpose()?;
     Ok(match envoy.await? {

@@ -40,6 +40,8 @@ use tracer::Tracer;
 pub struct Config {
     /// Directory of the file.
     pub directory: PathBuf,
+    /// Of which Envoy it is, where several have files of their own.
+    pub revision: Option<u32>,
     pub node: node::Node,
     pub xds_socket: PathBuf,
     pub sds_socket: PathBuf,
@@ -74,7 +76,7 @@ pub struct Config {
 impl Config {
     /// Where [`write`] puts the file. Without a leading `./`, as pilot-agent has it.
     pub fn file(&self) -> PathBuf {
-        self.in_directory("envoy-rev.json")
+        self.in_directory(&format!("envoy-rev{}.json", self.revision_text()))
     }
 
     /// Where Envoy's admin port is.
@@ -92,7 +94,12 @@ impl Config {
     }
 
     fn token_file(&self) -> PathBuf {
-        self.in_directory("lightstep_access_token.txt")
+        let revision = self.revision_text();
+        self.in_directory(&format!("lightstep_access_token{revision}.txt"))
+    }
+
+    fn revision_text(&self) -> String {
+        self.revision.map(|n| n.to_string()).unwrap_or_default()
     }
 
     fn local(&self) -> Local {

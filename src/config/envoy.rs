@@ -4,7 +4,7 @@
 //! Does not write or start anything.
 
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -16,7 +16,8 @@ use crate::bootstrap::settings::Settings;
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
 use crate::envoy;
-use crate::envoy::command::{Command, IpVersion, LogLevels};
+use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
+use crate::envoy::epochs;
 use crate::envoy::machine::{Drain, Limits};
 use crate::envoy::restart::Budget;
 
@@ -29,6 +30,10 @@ const TERMINATE: Duration = Duration::from_secs(5);
 const KILL: Duration = Duration::from_secs(5);
 /// An Envoy that cannot start ends within milliseconds, too.
 const EARLY: Duration = Duration::from_secs(1);
+/// Envoy itself waits up to 30 s for its configuration, where it does not wait for ever.
+const NEXT_LIVE: Duration = Duration::from_secs(45);
+/// A name server may take a while, and so may an Envoy on a busy machine.
+const CHECK: Duration = Duration::from_secs(15);
 /// What is left of a pod's grace period for the end itself when the wait for connections is over.
 const RESERVE: Duration = Duration::from_secs(5);
 
@@ -46,6 +51,7 @@ impl Sources<'_> {
         let port = |port: u16| Some(port).filter(|port| *port != 0);
         bootstrap::Config {
             directory: self.mesh.config_path.clone().into(),
+            revision: None,
             xds_socket: xds_socket.to_owned(),
             sds_socket: sds_socket.to_owned(),
             delta,
@@ -182,8 +188,49 @@ impl Sources<'_> {
                 kill: KILL,
             },
             housekeeping: housekeeping(bootstrap),
+            hot_restart: self.hot_restart(),
             restarts: self.restarts(),
         })
+    }
+
+    fn hot_restart(&mut self) -> Option<epochs::Limits> {
+        if !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
+            return None;
+        }
+        let wanted = self.get(&variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME);
+        let least = self.mesh.drain_duration + Duration::from_secs(1);
+        if wanted < least {
+            self.warnings.push(Problem {
+                subject: variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name.to_owned(),
+                found: format!("{wanted:?}"),
+                expected: format!("more than the drain duration, using {least:?}"),
+            });
+        }
+        Some(epochs::Limits {
+            parent_shutdown: wanted.max(least),
+            live: NEXT_LIVE,
+            check: CHECK,
+        })
+    }
+
+    /// Files Envoy is started from.
+    pub(super) fn inputs(&mut self) -> Vec<PathBuf> {
+        let overriding = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
+        let pod = Path::new("./etc/istio/pod");
+        let fixed = [pod.join("labels"), pod.join("annotations")];
+        let named = [
+            self.flags.mesh_config.clone(),
+            self.mesh.binary_path.clone(),
+            self.mesh.custom_bootstrap.clone().unwrap_or_default(),
+            overriding.into(),
+        ];
+        // A program without a path is found elsewhere.
+        let named = named.into_iter().filter(|path| {
+            let is_program = *path == self.mesh.binary_path;
+            !is_program || path.components().count() > 1
+        });
+        let files = fixed.into_iter().chain(named);
+        files.filter(|file| !file.as_os_str().is_empty()).collect()
     }
 
     fn drain(&mut self, until_idle: bool) -> Drain {
@@ -237,6 +284,7 @@ impl Sources<'_> {
                 .custom_bootstrap
                 .clone()
                 .unwrap_or_else(|| bootstrap.file()),
+            mode: Mode::Alone,
             drain_time: self.mesh.drain_duration,
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
             file_flush_interval: self.mesh.file_flush_interval,

@@ -67,6 +67,8 @@ pub struct Config {
     pub scrape: scrape::Config,
     /// None where no DNS is answered.
     pub dns: Option<DnsParameters>,
+    /// Files the bootstrap and Envoy itself come from, which may change.
+    pub inputs: Vec<PathBuf>,
     /// The cloud to ask where this is.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
@@ -168,6 +170,7 @@ pub(crate) fn load_with(
     let scrape = sources.scrape(&bootstrap);
     let platform = sources.platform();
     let dns = sources.dns();
+    let inputs = sources.inputs();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
@@ -186,6 +189,7 @@ pub(crate) fn load_with(
         has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
         grpc,
         scrape,
+        inputs,
         platform,
         dns,
         envoy,

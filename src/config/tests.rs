@@ -331,6 +331,50 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
 }
 
 #[test]
+fn hot_restart_is_off_unless_asked_for_and_an_old_envoy_outstays_its_drain() {
+    assert!(
+        machine(&[])
+            .config()
+            .envoy
+            .expect("Envoy")
+            .hot_restart
+            .is_none()
+    );
+    let seconds = Duration::from_secs;
+    for (time, drain, expected, warnings) in [
+        ("60s", "45s", 60, 0),
+        ("3s", "1s", 3, 0),
+        ("45s", "45s", 46, 1),
+        ("1s", "45s", 46, 1),
+    ] {
+        let proxy_config = format!("{{drainDuration: {drain}}}");
+        let machine = machine(&[
+            ("ISTIO_AGENT_HOT_RESTART", "true"),
+            ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", time),
+            ("PROXY_CONFIG", proxy_config.leak()),
+            ("ISTIO_BOOTSTRAP_OVERRIDE", "in/override.json"),
+        ]);
+        machine.file("in/override.json", "{}");
+        let config = machine.config();
+        let limits = config.envoy.expect("Envoy").hot_restart.expect("on");
+        assert_eq!(limits.parent_shutdown, seconds(expected));
+        assert_eq!(config.warnings.len(), warnings, "{:?}", config.warnings);
+        let inputs: Vec<_> = config.inputs.iter().map(|path| path.display()).collect();
+        let inputs: Vec<_> = inputs.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            inputs,
+            [
+                "./etc/istio/pod/labels",
+                "./etc/istio/pod/annotations",
+                "./etc/istio/config/mesh",
+                "/usr/local/bin/envoy",
+                "in/override.json",
+            ]
+        );
+    }
+}
+
+#[test]
 fn late_annotations_win_over_what_was_checked() {
     let machine = machine(&[("PROXY_CONFIG", "{statusPort: 15099}")]);
     let annotations = "sidecar.istio.io/discoveryAddress=\"a_b:15012\"\n\

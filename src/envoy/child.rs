@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::command::Command;
 use super::crash::Crash;
 use super::memory::{self, KillCounter};
+use super::orphans::{Claim, Own};
 use super::process::{Ended, Error, Process};
 use super::stderr::Tee;
 use crate::clock;
@@ -26,13 +27,15 @@ pub(super) struct Child {
     started: Instant,
     kills: Option<KillCounter>,
     resident: Option<u64>,
+    _claim: Claim,
 }
 
 impl Child {
     /// Starts Envoy. Call it on the main thread.
-    pub(super) fn start(command: &Command, epoch: u32) -> Result<Self, Error> {
+    pub(super) fn start(command: &Command, epoch: u32, own: &Own) -> Result<Self, Error> {
         let kills = KillCounter::start();
         let mut process = Process::start(command)?;
+        let claim = own.claim(process.pid());
         let stderr = process.take_stderr();
         Ok(Self {
             process,
@@ -41,6 +44,7 @@ impl Child {
             started: Instant::now(),
             kills,
             resident: None,
+            _claim: claim,
         })
     }
 

@@ -14,6 +14,7 @@ pub struct Command {
     /// With a slash: a path. Without: looked up in `PATH`.
     pub binary: PathBuf,
     pub bootstrap: PathBuf,
+    pub mode: Mode,
     /// Envoy's own drain time; whole seconds are used.
     pub drain_time: Duration,
     pub ip_version: IpVersion,
@@ -29,6 +30,29 @@ pub struct Command {
     pub concurrency: Option<u32>,
     /// Whether TLS of Envoy's gRPC library is held to the ciphers of FIPS 140.
     pub fips_ciphers: bool,
+}
+
+/// What Envoy is to do with others of its kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Know of none.
+    #[default]
+    Alone,
+    /// Read its configuration and end.
+    Validate,
+    /// Begin a line of Envoys that take over from each other.
+    First {
+        /// Where Envoy writes which base id it took.
+        base_id_file: PathBuf,
+        parent_shutdown: Duration,
+    },
+    /// Take over from the one before.
+    Next {
+        base_id: u32,
+        /// Its number in the line.
+        epoch: u32,
+        parent_shutdown: Duration,
+    },
 }
 
 /// The cipher suites pilot-agent names under `COMPLIANCE_POLICY` `fips-140-2` and `fips-140-3`.
@@ -99,7 +123,9 @@ impl Command {
         flag("--local-address-ip-version", Some(ip_version.to_owned()));
         let flush = self.file_flush_interval.as_millis();
         flag("--file-flush-interval-msec", Some(flush.to_string()));
-        flag("--disable-hot-restart", None);
+        for word in self.mode.arguments() {
+            flag(&word, None);
+        }
         flag("--allow-unknown-static-fields", None);
         if self.file_flush_min_size_kb > 0 {
             let size = self.file_flush_min_size_kb.to_string();
@@ -127,6 +153,39 @@ impl Command {
     }
 }
 
+impl Mode {
+    fn arguments(&self) -> Vec<String> {
+        let words = match self {
+            Self::Alone => "--disable-hot-restart".to_owned(),
+            Self::Validate => "--disable-hot-restart --mode validate".to_owned(),
+            Self::First {
+                base_id_file,
+                parent_shutdown,
+            } => {
+                let seconds = parent_shutdown.as_secs();
+                let words = format!("--parent-shutdown-time-s {seconds} --use-dynamic-base-id");
+                let mut words: Vec<_> = words.split(' ').map(str::to_owned).collect();
+                // The path may hold blanks.
+                words.extend([
+                    "--base-id-path".to_owned(),
+                    base_id_file.display().to_string(),
+                ]);
+                return words;
+            }
+            Self::Next {
+                base_id,
+                epoch,
+                parent_shutdown,
+            } => format!(
+                "--parent-shutdown-time-s {} --base-id {base_id} --restart-epoch {epoch} \
+                 --skip-hot-restart-parent-stats",
+                parent_shutdown.as_secs()
+            ),
+        };
+        words.split(' ').map(str::to_owned).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,6 +194,7 @@ mod tests {
         Command {
             binary: "/usr/local/bin/envoy".into(),
             bootstrap: "etc/istio/proxy/envoy-rev.json".into(),
+            mode: Mode::Alone,
             drain_time: Duration::from_secs(45),
             ip_version: IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
@@ -157,6 +217,47 @@ mod tests {
              --allow-unknown-static-fields -l warning --component-log-level misc:error \
              --skip-deprecated-logs --concurrency 2"
         );
+    }
+
+    #[test]
+    fn a_line_of_envoys_shares_a_base_id_and_each_has_its_number() {
+        let parent_shutdown = Duration::from_secs(60);
+        let first = Mode::First {
+            base_id_file: "etc/istio proxy/id".into(),
+            parent_shutdown,
+        };
+        let next = Mode::Next {
+            base_id: 7,
+            epoch: 3,
+            parent_shutdown,
+        };
+        let time = ["--parent-shutdown-time-s", "60"];
+        for (mode, expected) in [
+            (
+                first,
+                &[
+                    "--use-dynamic-base-id",
+                    "--base-id-path",
+                    "etc/istio proxy/id",
+                ][..],
+            ),
+            (
+                next,
+                &[
+                    "--base-id",
+                    "7",
+                    "--restart-epoch",
+                    "3",
+                    "--skip-hot-restart-parent-stats",
+                ],
+            ),
+        ] {
+            assert_eq!(mode.arguments(), [&time[..], expected].concat());
+            let words = Command { mode, ..command() }.arguments();
+            assert!(!words.contains(&"--disable-hot-restart".to_owned()));
+        }
+        let words = Mode::Validate.arguments().join(" ");
+        assert_eq!(words, "--disable-hot-restart --mode validate");
     }
 
     #[test]

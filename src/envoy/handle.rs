@@ -5,6 +5,7 @@
 //!
 //! Does not decide anything.
 
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use serde::Serialize;
@@ -12,6 +13,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
+use super::epochs::machine::Method;
 use super::plan::{self, Ending, Plan};
 
 /// Where Envoy is on its way from start to end.
@@ -52,8 +54,64 @@ pub struct Report {
     /// When the next Envoy starts, while there is none.
     #[serde(serialize_with = "plan::in_utc_if_any")]
     pub restart: Option<SystemTime>,
+    /// Every Envoy there is, the one that serves among them.
+    pub epochs: Vec<Epoch>,
+    /// How the last restart somebody wanted went.
+    pub last_restart: Option<Restart>,
     /// The last crash, of this agent's Envoys or of the one before.
     pub last_crash: Option<Crash>,
+}
+
+/// One of the Envoys there are.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Epoch {
+    /// Its number among all of this agent.
+    pub epoch: u32,
+    /// Its number among those that took over from each other, which Envoy goes by.
+    pub restart_epoch: u32,
+    pub pid: i32,
+    pub state: Role,
+    #[serde(serialize_with = "plan::in_utc_if_any")]
+    pub started: Option<SystemTime>,
+    pub config: PathBuf,
+}
+
+/// What an Envoy is there for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// The next: it does not serve yet.
+    Next,
+    Current,
+    /// It has been replaced, and finishes what it has begun.
+    Leaving,
+}
+
+/// A restart somebody wanted.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Restart {
+    /// Why, in the words of who wanted it last.
+    pub reason: &'static str,
+    #[serde(serialize_with = "plan::in_utc_if_any")]
+    pub when: Option<SystemTime>,
+    /// None before it is known whether there is anything to start.
+    pub method: Option<Method>,
+    pub outcome: Outcome,
+    /// What stood in its way.
+    pub problem: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    UnderWay,
+    Succeeded,
+    /// There was nothing new to start.
+    Unchanged,
+    /// What was there to start could not be used.
+    Refused,
+    /// The next Envoy did not get as far as serving.
+    Failed,
 }
 
 impl State {
@@ -92,6 +150,8 @@ pub enum Order {
     /// Have Envoy send its clients away but not end, and skip the drain when the end comes. Answered
     /// when Envoy's admin port has, or has failed to.
     Drain(oneshot::Sender<()>),
+    /// Replace Envoy by one that starts from what there is now, if that has changed.
+    Restart { reason: &'static str },
 }
 
 impl Envoy {
@@ -122,6 +182,14 @@ impl Envoy {
     }
 }
 
+impl Envoy {
+    /// Has Envoy replaced if what it starts from has changed. The report tells how it went.
+    pub async fn restart(&self, reason: &'static str) {
+        // Whoever runs Envoy has ended, and Envoy with it.
+        let _ = self.orders.send(Order::Restart { reason }).await;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -149,6 +217,21 @@ mod tests {
                 until: Some(moment),
                 connections: Some(3),
             }),
+            epochs: vec![Epoch {
+                epoch: 2,
+                restart_epoch: 1,
+                pid: 42,
+                state: Role::Current,
+                started: Some(moment),
+                config: "etc/istio/proxy/envoy-rev2.json".into(),
+            }],
+            last_restart: Some(Restart {
+                reason: "received signal: hangup",
+                when: Some(moment),
+                method: Some(Method::Hot),
+                outcome: Outcome::UnderWay,
+                problem: None,
+            }),
             ..Report::default()
         };
         let now = "2001-09-09T01:46:40Z";
@@ -169,6 +252,21 @@ mod tests {
                 "connections": 3,
             },
             "restart": null,
+            "epochs": [{
+                "epoch": 2,
+                "restart_epoch": 1,
+                "pid": 42,
+                "state": "current",
+                "started": now,
+                "config": "etc/istio/proxy/envoy-rev2.json",
+            }],
+            "last_restart": {
+                "reason": "received signal: hangup",
+                "when": now,
+                "method": "hot",
+                "outcome": "under_way",
+                "problem": null,
+            },
             "last_crash": null,
         });
         assert_eq!(json!(report), expected);

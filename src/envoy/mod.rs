@@ -12,6 +12,7 @@ mod child;
 pub mod command;
 mod connections;
 pub mod crash;
+pub mod epochs;
 pub mod handle;
 pub mod machine;
 mod memory;
@@ -24,19 +25,21 @@ mod supervisor;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
-use crate::lifecycle::Stop;
+use crate::lifecycle::{BoxError, Stop};
 use crate::metrics::{Kind, Registry};
 use admin::Admin;
 use command::Command;
+use epochs::{Epochs, Inputs};
 use handle::{Envoy, Report, State};
 use machine::Limits;
 use process::Ended;
 use restart::Budget;
-use supervisor::{Counters, Supervisor};
+use supervisor::{Counters, Supervisor, Told};
 
 /// Orders nobody has come to yet; who gives more waits.
 const ORDERS: usize = 8;
@@ -58,6 +61,8 @@ pub struct Config {
     pub limits: Limits,
     /// Ports of Envoy whose connections are the pod's housekeeping.
     pub housekeeping: Vec<u16>,
+    /// None replaces no Envoy while it serves.
+    pub hot_restart: Option<epochs::Limits>,
     /// None leaves restarts to whoever runs the agent.
     pub restarts: Option<Budget>,
 }
@@ -80,15 +85,22 @@ pub enum Error {
         .after.as_millis()
     )]
     AtOnce { ended: Ended, after: Duration },
+    #[error("cannot prepare what Envoy starts from")]
+    Inputs {
+        #[source]
+        source: BoxError,
+    },
     #[error("Envoy did not end within {0:?} of being killed")]
     Unkillable(Duration),
 }
 
 /// An Envoy yet to be started: by the future, which runs until the end that no restart follows. How
 /// urgently `stop` is asked for says how far down its way Envoy is taken at once. Poll the future on
-/// the main thread, see [`process`].
+/// the main thread, see [`process`]. With `inputs`, and where it is configured, Envoy can be replaced
+/// while it serves.
 pub fn new(
     config: Config,
+    inputs: Option<Arc<dyn Inputs>>,
     stop: &Stop,
     metrics: &Registry,
 ) -> (
@@ -101,7 +113,13 @@ pub fn new(
     show_state(metrics, report.clone());
     let counters = Counters::of(metrics);
     let handle = Envoy::new(admin, report, give);
-    let supervisor = Supervisor::new(config, admin, stop.asked(), orders, publish, counters);
+    let epochs = config.hot_restart.zip(inputs);
+    let epochs = epochs.map(|(limits, inputs)| Epochs::new(limits, inputs));
+    let told = Told {
+        requests: stop.asked(),
+        orders,
+    };
+    let supervisor = Supervisor::new(config, admin, epochs, told, publish, counters);
     (handle, supervisor.run())
 }
 

@@ -8,12 +8,48 @@
 
 use std::convert::Infallible;
 use std::fs;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Reaps orphans for ever, except `own` of that moment, whose end somebody else waits for.
-pub async fn reap(own: impl Fn() -> Option<Pid>) -> Infallible {
+/// Processes whose end somebody waits for. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Own(Arc<Mutex<Vec<Pid>>>);
+
+/// The claim to hear of a process' end oneself, given up when dropped.
+#[derive(Debug)]
+pub struct Claim {
+    own: Own,
+    pid: Pid,
+}
+
+impl Own {
+    pub fn claim(&self, pid: Pid) -> Claim {
+        self.lock().push(pid);
+        Claim {
+            own: self.clone(),
+            pid,
+        }
+    }
+
+    fn contains(&self, pid: Pid) -> bool {
+        self.lock().contains(&pid)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.own.lock().retain(|pid| *pid != self.pid);
+    }
+}
+
+/// Reaps orphans for ever, except for `own`.
+pub async fn reap(own: Own) -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
@@ -25,21 +61,21 @@ pub async fn reap(own: impl Fn() -> Option<Pid>) -> Infallible {
         }
     };
     loop {
-        reap_once(own());
+        reap_once(&own);
         if children.recv().await.is_none() {
             return std::future::pending().await;
         }
     }
 }
 
-fn reap_once(own: Option<Pid>) {
+fn reap_once(own: &Own) {
     let Ok(processes) = fs::read_dir("/proc") else {
         return; // Without /proc there is no telling whose zombie is whose.
     };
     let pids = processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .filter(|pid| Some(*pid) != own);
+        .filter(|pid| !own.contains(*pid));
     for pid in pids {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         if stat.is_ok_and(|stat| is_zombie_of_first(&stat)) {
@@ -59,6 +95,17 @@ fn is_zombie_of_first(stat: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_claim_lasts_until_it_is_dropped() {
+        let own = Own::default();
+        let (first, second) = (Pid::from_raw(41), Pid::from_raw(42));
+        let (first, second) = (first.expect("a pid"), second.expect("a pid"));
+        let (claim, _other) = (own.claim(first), own.claim(second));
+        assert!(own.contains(first) && own.contains(second));
+        drop(claim);
+        assert!(!own.contains(first) && own.contains(second));
+    }
 
     #[test]
     fn only_zombies_of_the_first_process_are_reaped() {

@@ -49,6 +49,11 @@ pub struct Listener {
     path: PathBuf,
 }
 
+/// The process at the other end of a connection, in each of its requests' extensions. None where the
+/// kernel does not tell, as of a process in another pod.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Peer(Option<i32>);
+
 /// Why a socket could not be had at a path.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
@@ -181,6 +186,8 @@ impl Listener {
                     let connection = async move {
                         // HTTP/2 takes kilobytes, which a client that says nothing is not given.
                         if speaks(&stream).await {
+                            let peer = Peer::of(&stream);
+                            let service = WithPeer { service, peer };
                             Box::pin(serve_connection(wrap(stream), service, &streams)).await;
                         }
                     };
@@ -218,6 +225,31 @@ async fn speaks(stream: &UnixStream) -> bool {
     let peek = || Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?);
     let peeked = stream.async_io(Interest::READABLE, peek).await;
     peeked.is_ok_and(|(read, _)| read > 0)
+}
+
+impl Peer {
+    fn of(stream: &UnixStream) -> Self {
+        Self(stream.peer_cred().ok().and_then(|peer| peer.pid()))
+    }
+}
+
+/// A service that is told with each request whose it is.
+struct WithPeer<S> {
+    service: S,
+    peer: Peer,
+}
+
+impl<S: hyper::service::Service<http::Request<Incoming>>>
+    hyper::service::Service<http::Request<Incoming>> for WithPeer<S>
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn call(&self, mut request: http::Request<Incoming>) -> S::Future {
+        request.extensions_mut().insert(self.peer);
+        self.service.call(request)
+    }
 }
 
 fn serve_connection<S, B, IO>(

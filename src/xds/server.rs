@@ -1,10 +1,12 @@
 //! The discovery service Envoy dials: two streaming methods on a Unix socket.
 //!
-//! The newest stream is the one that counts: it replaces an older one, of either protocol, whose
-//! Envoy is told OK. Everything else is unimplemented.
+//! The newest stream of an Envoy is the one that counts: it replaces an older one, of either
+//! protocol, which is told OK. While one Envoy follows another both have a stream. Everything else is
+//! unimplemented.
 //!
 //! Takes nothing from Envoy's request headers to istiod: the agent speaks there in its own name.
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,7 +27,7 @@ use super::stream_body::ResponseBody;
 use super::{Config, Protocol};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
-use crate::unix_socket::Listener;
+use crate::unix_socket::{Listener, Peer};
 
 /// The discovery service.
 #[derive(Clone, Debug)]
@@ -38,8 +40,8 @@ struct Inner {
     interceptors: Interceptors,
     observer: Observer,
     next_id: AtomicU32,
-    /// Stops the relay of the newest stream. Held for a swap only.
-    newest: Mutex<Option<CancellationToken>>,
+    /// Stops the relays of the newest streams, one of each Envoy. Held for a swap only.
+    newest: Mutex<BTreeMap<Peer, CancellationToken>>,
     relays: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -58,7 +60,7 @@ impl Discovery {
             interceptors,
             observer: Observer::new(registry),
             next_id: AtomicU32::new(1),
-            newest: Mutex::new(None),
+            newest: Mutex::default(),
             relays: TaskTracker::new(),
             shutdown,
         }))
@@ -86,9 +88,9 @@ impl Discovery {
     }
 
     /// Starts a relay for a stream of Envoy.
-    fn relay(&self, protocol: Protocol, requests: Incoming) -> ResponseBody {
+    fn relay(&self, protocol: Protocol, peer: Peer, requests: Incoming) -> ResponseBody {
         let stop = self.0.shutdown.child_token();
-        self.replace_newest(stop.clone());
+        self.replace_newest(peer, stop.clone());
         let relay = Relay {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,
@@ -115,11 +117,10 @@ impl Discovery {
         body
     }
 
-    fn replace_newest(&self, stop: CancellationToken) {
+    fn replace_newest(&self, peer: Peer, stop: CancellationToken) {
         let mut newest = self.0.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(older) = newest.replace(stop)
-            && !older.is_cancelled()
-        {
+        newest.retain(|_, older| !older.is_cancelled());
+        if let Some(older) = newest.insert(peer, stop) {
             tracing::warn!(target: "xdsproxy", "registered overlapping stream; closing previous");
             older.cancel();
         }
@@ -133,7 +134,10 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let mut response = match Protocol::from_path(request.uri().path()) {
-            Some(protocol) => Response::new(self.relay(protocol, request.into_body())),
+            Some(protocol) => {
+                let peer = request.extensions().get().copied().unwrap_or_default();
+                Response::new(self.relay(protocol, peer, request.into_body()))
+            }
             None => {
                 let status =
                     Status::unimplemented(format!("unknown method {}", request.uri().path()));

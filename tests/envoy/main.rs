@@ -14,6 +14,7 @@
 
 mod certificates;
 mod discovery;
+mod hot_restart;
 mod lifecycle;
 mod memory;
 mod outages;

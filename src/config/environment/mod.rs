@@ -153,6 +153,8 @@ variables! {
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Longest drain when it ends with the last connection; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
     TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which the longest drain stays below; 0 is unknown.", Own;
     ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts an Envoy that crashed, so often in so long, such as 3/10m; empty ends the agent with it.", Own;
+    ISTIO_AGENT_HOT_RESTART: bool = "false", "Replaces Envoy while it serves, on SIGHUP and when its binary or what its bootstrap is made of changes.", Own;
+    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "How long a replaced Envoy may finish what it has begun; longer than the drain duration.", Own;
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
     OUTPUT_CERTS: String = "", "Directory of certificates named in the bootstrap of gRPC applications.", Same, State::NotYet("certificates in files");
     COMPLIANCE_POLICY: String = "", "fips-140-2 limits the TLS of Envoy's gRPC library.", Same, State::NotYet("connection to istiod");

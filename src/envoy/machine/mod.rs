@@ -69,6 +69,8 @@ pub enum Event {
     DrainOrdered,
     /// Somebody wants the end, this urgently.
     Asked(Urgency),
+    /// Another Envoy is to take this one's place, once this one has ended.
+    Replace(Farewell),
     /// The drain call was answered, or given up.
     Answered,
     /// No connection is left, or they cannot be counted.
@@ -80,6 +82,15 @@ pub enum Event {
     EnvoyExited {
         may_restart: bool,
     },
+}
+
+/// How an Envoy ends that is to be replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Farewell {
+    /// On its usual way down.
+    Usual,
+    /// Drained, then killed: asked to quit it would hang.
+    Killed,
 }
 
 /// What to do next. The waits are for [`Event::Deadline`].
@@ -113,6 +124,8 @@ pub struct Machine {
     asked: Urgency,
     /// Whether a drain was ordered, so that the end needs none.
     is_drained: bool,
+    /// Whether and how Envoy ends for the next.
+    replaced: Option<Farewell>,
 }
 
 impl Phase {
@@ -135,6 +148,7 @@ impl Machine {
             limits,
             asked: Urgency::Run,
             is_drained: false,
+            replaced: None,
         }
     }
 
@@ -144,6 +158,11 @@ impl Machine {
 
     pub fn is_asked_to_stop(&self) -> bool {
         self.asked > Urgency::Run
+    }
+
+    /// Whether Envoy is on its way down because the agent wants it to.
+    pub fn expects_the_end(&self) -> bool {
+        self.is_asked_to_stop() || self.replaced.is_some()
     }
 
     pub fn is_drained(&self) -> bool {
@@ -181,6 +200,10 @@ impl Machine {
             (_, Event::Asked(urgency)) => self.asked(urgency),
             (_, DrainOrdered) => self.ordered(),
             (Initial, Begin) | (Pausing, Deadline) => self.enter(Starting),
+            (Running | Phase::Drained, Event::Replace(farewell)) => {
+                self.replaced = Some(farewell);
+                self.enter(Announcing)
+            }
             (Starting, Live) if self.is_drained => self.enter(Phase::Drained),
             (Starting, Live) => self.enter(Running),
             (Announcing, Answered | Deadline) => self.enter(Draining),
@@ -223,6 +246,7 @@ impl Machine {
     }
 
     fn exited(&mut self, may_restart: bool) -> Action {
+        let may_restart = self.replaced.take().is_some() || may_restart;
         let restarts = may_restart && !self.is_asked_to_stop();
         self.enter(if restarts {
             Phase::Pausing
@@ -232,6 +256,11 @@ impl Machine {
     }
 
     fn enter(&mut self, phase: Phase) -> Action {
+        let hangs = self.replaced == Some(Farewell::Killed);
+        let phase = match phase {
+            Phase::Quitting | Phase::Terminating if hangs => Phase::Killing,
+            phase => phase,
+        };
         self.phase = phase;
         let (drain, connections) = self.limits.drain.parts();
         match phase {

@@ -152,6 +152,30 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the
 }
 
 #[test]
+fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_wanted() {
+    let announce = Action::Announce(LIMITS.announce);
+    let wait = (Answered, Action::Wait(SECOND * 5));
+    for (farewell, end) in [(Farewell::Usual, QUIT), (Farewell::Killed, KILL)] {
+        let way = [(Event::Replace(farewell), announce), wait, (Deadline, end)];
+        let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
+        let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
+        let machine = walk(LIMITS, &up(&[&way[..], &next, &after].concat()));
+        assert!(machine.expects_the_end());
+        let ended = [(ASK, Action::Nothing), (LAST_CRASH, Action::Leave)];
+        walk(LIMITS, &up(&[&way[..], &ended].concat()));
+        let urgent = [(ASK_A_THIRD_TIME, KILL), (LAST_CRASH, Action::Leave)];
+        walk(LIMITS, &up(&[&way[..2], &urgent].concat()));
+    }
+    walk(
+        LIMITS,
+        &[
+            (Begin, Action::Start),
+            (Event::Replace(Farewell::Usual), Action::Nothing),
+        ],
+    );
+}
+
+#[test]
 fn the_plan_names_the_steps_that_are_left() {
     let waits = |machine: &Machine| -> Vec<_> {
         let steps = machine.plan().0;
@@ -227,6 +251,8 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         Deadline,
         CRASH,
         LAST_CRASH,
+        Event::Replace(Farewell::Usual),
+        Event::Replace(Farewell::Killed),
     ]);
     prop::collection::vec(event, 0..24)
 }

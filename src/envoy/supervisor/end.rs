@@ -9,27 +9,47 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 
-use super::super::Error;
 use super::super::calls::warn;
 use super::super::child::{Child, KILLED};
 use super::super::crash::Crash;
 use super::super::machine::{Event, Phase};
 use super::super::process::Ended;
+use super::super::{Error, epochs};
 use super::Supervisor;
 
 impl Supervisor {
     pub(super) async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
         self.calls = JoinSet::new();
         self.deadline = None;
-        self.last_end = Some(ended);
+        let is_wanted = self.machine.expects_the_end();
+        self.last_end = (!is_wanted).then_some(ended);
         let uptime = match self.child.take() {
             Some(child) => self.take_leave(ended, child).await,
             None => Duration::ZERO,
         };
         self.publish.send_modify(|report| report.pid = None);
-        let wanted = self.machine.is_asked_to_stop();
-        let may_restart = !wanted && self.by_itself(ended, uptime)?;
+        self.show_epochs();
+        let is_relaunched = self.is_relaunched_after(ended)?;
+        let may_restart = if is_wanted || is_relaunched {
+            self.pause = Duration::ZERO;
+            true
+        } else {
+            self.by_itself(ended, uptime)?
+        };
         Ok(Event::EnvoyExited { may_restart })
+    }
+
+    /// Whether the Envoy before is still leaving, so that its successor is started again at once.
+    fn is_relaunched_after(&mut self, ended: Ended) -> Result<bool, Error> {
+        if ended == Ended::Code(0) {
+            // It was asked to end, and has sent the one before away.
+            self.apply(epochs::machine::Event::Unready)?;
+        }
+        self.apply(epochs::machine::Event::ServingExited)?;
+        Ok(self
+            .epochs
+            .as_ref()
+            .is_some_and(|epochs| epochs.is_relaunch))
     }
 
     /// Keeps what is to be kept of an Envoy that has ended; returns how long it lived.
@@ -38,7 +58,7 @@ impl Supervisor {
         let stderr = child.finish().await;
         if is_crash(ended, self.machine.phase()) {
             self.record(child.crash(ended, self.clock.now(), stderr));
-        } else if self.machine.is_asked_to_stop() {
+        } else if self.machine.expects_the_end() {
             tracing::info!("Envoy exited normally");
             self.forget();
         }

@@ -6,10 +6,12 @@
 //! Does not decide what follows what; [`super::machine`] does.
 
 mod end;
+mod epochs;
+mod start;
+mod tell;
 
 use std::time::Duration;
 
-use rustix::process::Pid;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -18,15 +20,17 @@ use super::admin::Admin;
 use super::calls::{self, warn};
 use super::child::Child;
 use super::crash::Crash;
+use super::epochs::{Epochs, News};
 use super::handle::{Order, Report, State};
 use super::machine::{Action, Event, Machine, Phase};
+use super::orphans::Own;
 use super::plan::{Ending, WaitsFor};
 use super::process::{self, Ended, Process};
 use super::restart::Restarts;
 use super::{Config, Error, Exit, connections, orphans};
 use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
-use crate::metrics::{Counter, Registry};
+use crate::metrics::{self, Counter, Registry};
 
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
 const QUIT_CALL: u32 = 2;
@@ -41,6 +45,13 @@ const SAMPLE: Duration = Duration::from_secs(30);
 pub(super) struct Counters {
     restarts: Counter,
     drains: Counter,
+    changes: metrics::Counters<1>,
+}
+
+/// How the supervisor hears what others want.
+pub(super) struct Told {
+    pub(super) requests: watch::Receiver<Asked>,
+    pub(super) orders: mpsc::Receiver<Order>,
 }
 
 pub(super) struct Supervisor {
@@ -48,7 +59,15 @@ pub(super) struct Supervisor {
     admin: Admin,
     machine: Machine,
     child: Option<Child>,
+    /// The number of that Envoy.
     epoch: u32,
+    /// How many have been started.
+    count: u32,
+    /// What can replace that Envoy while it serves.
+    epochs: Option<Epochs>,
+    /// Why it was last to be replaced.
+    reason: &'static str,
+    own: Own,
     restarts: Restarts,
     /// How the last Envoy ended, while there is none.
     last_end: Option<Ended>,
@@ -60,10 +79,9 @@ pub(super) struct Supervisor {
     calls: JoinSet<Event>,
     /// The order the machine hears of now.
     order: Option<oneshot::Sender<()>>,
-    requests: watch::Receiver<Asked>,
+    told: Told,
     /// The urgency acted on so far.
     asked: Urgency,
-    orders: mpsc::Receiver<Order>,
     publish: watch::Sender<Report>,
     counters: Counters,
     clock: Clock,
@@ -80,6 +98,11 @@ impl Counters {
                 "istio_agent_envoy_drains_total",
                 "Times Envoy was told to send its clients away.",
             ),
+            changes: metrics.counters(
+                "istio_agent_envoy_hot_restarts_total",
+                "Restarts of an Envoy that serves, by how they went.",
+                &["result"],
+            ),
         }
     }
 }
@@ -88,8 +111,8 @@ impl Supervisor {
     pub(super) fn new(
         config: Config,
         admin: Admin,
-        requests: watch::Receiver<Asked>,
-        orders: mpsc::Receiver<Order>,
+        epochs: Option<Epochs>,
+        told: Told,
         publish: watch::Sender<Report>,
         counters: Counters,
     ) -> Self {
@@ -100,14 +123,17 @@ impl Supervisor {
             admin,
             child: None,
             epoch: 0,
+            count: 0,
+            epochs,
+            reason: "",
+            own: Own::default(),
             last_end: None,
             pause: Duration::ZERO,
             deadline: None,
             calls: JoinSet::new(),
             order: None,
-            requests,
+            told,
             asked: Urgency::Run,
-            orders,
             publish,
             counters,
             clock: Clock::system(),
@@ -115,10 +141,14 @@ impl Supervisor {
     }
 
     pub(super) async fn run(mut self) -> Result<Exit, Error> {
-        let report = self.publish.subscribe();
-        let own = move || Pid::from_raw(report.borrow().pid?);
+        let own = self.own.clone();
+        let to_the_end = async {
+            let exit = self.until_the_end().await;
+            self.end_others().await;
+            exit
+        };
         let exit = tokio::select! {
-            exit = self.until_the_end() => exit,
+            exit = to_the_end => exit,
             never = orphans::reap(own) => match never {},
         };
         if self.child.is_none() {
@@ -129,13 +159,8 @@ impl Supervisor {
     }
 
     async fn until_the_end(&mut self) -> Result<Exit, Error> {
-        tracing::info!(
-            "Envoy command: [{} {}]",
-            self.config.command.binary.display(),
-            self.config.command.arguments().join(" ")
-        );
         self.recall();
-        self.asked = self.requests.borrow().urgency;
+        self.asked = self.told.requests.borrow().urgency;
         let mut event = match self.asked {
             Urgency::Run => Event::Begin,
             asked => Event::Asked(asked),
@@ -146,6 +171,7 @@ impl Supervisor {
                 return Ok(self.exit());
             }
             self.act(action)?;
+            self.tell_epochs(event)?;
             event = self.next().await?;
         }
     }
@@ -185,13 +211,21 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 ended = ended(&mut self.child) => return self.ended(ended?).await,
-                urgency = asked_for_more(&mut self.requests, self.asked) => {
+                urgency = asked_for_more(&mut self.told.requests, self.asked) => {
                     self.asked = urgency;
                     return Ok(Event::Asked(urgency));
                 }
-                Some(Order::Drain(order)) = self.orders.recv() => {
-                    self.order = Some(order);
-                    return Ok(Event::DrainOrdered);
+                Some(order) = self.told.orders.recv() => match order {
+                    Order::Drain(order) => {
+                        self.order = Some(order);
+                        return Ok(Event::DrainOrdered);
+                    }
+                    Order::Restart { reason } => self.want(reason)?,
+                },
+                news = news(&mut self.epochs) => {
+                    if let Some(event) = self.hear(news?).await? {
+                        return Ok(event);
+                    }
                 }
                 Some(answer) = self.calls.join_next() => match answer {
                     Ok(event) => return Ok(event),
@@ -261,7 +295,11 @@ impl Supervisor {
     }
 
     fn cause(&self) -> &'static str {
-        self.requests.borrow().cause.unwrap_or("nobody said why")
+        self.told
+            .requests
+            .borrow()
+            .cause
+            .unwrap_or("nobody said why")
     }
 
     fn act(&mut self, action: Action) -> Result<(), Error> {
@@ -288,24 +326,6 @@ impl Supervisor {
             }
             Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
         }
-        Ok(())
-    }
-
-    fn start(&mut self) -> Result<(), Error> {
-        if self.last_end.take().is_some() {
-            self.epoch += 1;
-            self.counters.restarts.inc();
-        }
-        let child = Child::start(&self.config.command, self.epoch)?;
-        let (epoch, started) = (self.epoch, Some(self.clock.now()));
-        self.publish.send_modify(|report| {
-            report.pid = Some(child.pid());
-            report.epoch = epoch;
-            report.started = started;
-        });
-        self.child = Some(child);
-        self.calls = JoinSet::new();
-        self.calls.spawn(calls::live(self.admin));
         Ok(())
     }
 
@@ -403,7 +423,14 @@ async fn asked_for_more(requests: &mut watch::Receiver<Asked>, acted_on: Urgency
     std::future::pending().await
 }
 
-async fn reached(deadline: Option<Instant>) {
+async fn news(epochs: &mut Option<Epochs>) -> Result<News, process::Error> {
+    match epochs {
+        Some(epochs) => epochs.news().await,
+        None => std::future::pending().await,
+    }
+}
+
+pub(super) async fn reached(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
         None => std::future::pending().await,

@@ -53,6 +53,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
         command: Command {
             binary,
             bootstrap: directory.join("envoy-rev.json"),
+            mode: command::Mode::Alone,
             drain_time: Duration::from_secs(45),
             ip_version: command::IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
@@ -78,6 +79,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             kill: long,
         },
         housekeeping: Vec::new(),
+        hot_restart: None,
         restarts: None,
     }
 }
@@ -100,7 +102,7 @@ impl Stage {
     }
 
     fn start(&self, stop: &Stop) -> (Envoy, Life) {
-        let (envoy, life) = new(self.config.clone(), stop, &Registry::default());
+        let (envoy, life) = new(self.config.clone(), None, stop, &Registry::default());
         (envoy, Box::pin(life))
     }
 
@@ -377,7 +379,7 @@ async fn a_missing_or_unusable_binary_is_named() {
     std::fs::write(path("data"), "no program").expect("written");
     for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
         let config = config(path(name), directory.path());
-        let (_envoy, life) = new(config, &Stop::new(), &Registry::default());
+        let (_envoy, life) = new(config, None, &Stop::new(), &Registry::default());
         let error = life.await.expect_err("no start").to_string();
         assert!(error.contains(expected) && error.contains(name), "{error}");
     }
@@ -388,7 +390,7 @@ async fn the_state_is_a_metric() {
     let mut stage = stage("exits-cleanly");
     stage.config.early = Duration::ZERO;
     let metrics = Registry::default();
-    let (_envoy, life) = new(stage.config.clone(), &Stop::new(), &metrics);
+    let (_envoy, life) = new(stage.config.clone(), None, &Stop::new(), &metrics);
     let line = |state, value| format!("istio_agent_envoy_state{{state=\"{state}\"}} {value}\n");
     assert!(metrics.render().contains(&line("initial", 1)));
     life.await.expect("an end");

@@ -12,11 +12,13 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::control_plane::{ACCOUNT, ControlPlane, NAMESPACE};
-use super::process::{Process, child_of};
+use super::process::{Process, child_of, children_of};
 use super::{eventually, free_port, local};
 
 const TOKEN: &str = "var/run/secrets/tokens/istio-token";
 const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
+
+const PROXY_CONFIG: &str = "PROXY_CONFIG";
 
 /// What may differ from one agent to the next.
 #[derive(Clone, Copy, Default)]
@@ -39,7 +41,7 @@ impl Pod {
         let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
         write(directory.path(), TOKEN, &control_plane.token());
-        let proxy_config = json!({
+        let mut proxy_config = json!({
             "discoveryAddress": control_plane.address(),
             "binaryPath": settings.envoy.unwrap_or(Path::new("none")),
             "proxyAdminPort": admin_port,
@@ -47,6 +49,15 @@ impl Pod {
             "terminationDrainDuration": "1s",
             "concurrency": 1,
         });
+        // What a test says of its own is over that.
+        for (_, text) in settings
+            .environment
+            .iter()
+            .filter(|(name, _)| *name == PROXY_CONFIG)
+        {
+            let more: serde_json::Map<String, Value> = serde_json::from_str(text).unwrap();
+            proxy_config.as_object_mut().unwrap().extend(more);
+        }
         let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
         command
             .args([
@@ -58,8 +69,8 @@ impl Pod {
             .env_clear()
             .envs(base_environment())
             .env("DISABLE_ENVOY", settings.envoy.is_none().to_string())
-            .env("PROXY_CONFIG", proxy_config.to_string())
-            .envs(settings.environment.iter().copied());
+            .envs(settings.environment.iter().copied())
+            .env(PROXY_CONFIG, proxy_config.to_string());
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
             envoy: admin(admin_port),
@@ -98,7 +109,7 @@ impl Pod {
         serde_json::from_str(&text).unwrap()
     }
 
-    fn replace(&self, path: &str, content: &str) {
+    pub fn replace(&self, path: &str, content: &str) {
         write(self.directory.path(), "new", content);
         fs::rename(self.path("new"), self.path(path)).unwrap();
     }
@@ -107,7 +118,7 @@ impl Pod {
 impl Drop for Pod {
     fn drop(&mut self) {
         // An agent that is killed has no time to end its Envoy.
-        if let Some(envoy) = self.envoy_pid() {
+        for envoy in children_of(self.agent.pid()) {
             let _ = rustix::process::kill_process(envoy, Signal::KILL); // It may just have ended.
         }
     }

@@ -93,10 +93,16 @@ impl Drop for Process {
 
 /// The only child of a process that is not a zombie.
 pub fn child_of(parent: Pid) -> Option<Pid> {
+    children_of(parent).into_iter().next()
+}
+
+/// The children of a process that are not zombies.
+pub fn children_of(parent: Pid) -> Vec<Pid> {
     let processes = fs::read_dir("/proc").unwrap();
-    let mut pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    pids.find(|pid| parent_of(*pid) == Some(parent))
-        .and_then(Pid::from_raw)
+    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| parent_of(*pid) == Some(parent))
+        .filter_map(Pid::from_raw)
+        .collect()
 }
 
 pub fn is_alive(pid: Pid) -> bool {

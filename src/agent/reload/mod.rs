@@ -1,0 +1,202 @@
+//! What Envoy starts from, read anew while the agent runs, and who notices that it has changed.
+//!
+//! [`Inputs`] reads the configuration as the agent did at its start, and writes a bootstrap for the
+//! Envoy of a number. [`changes`] orders a restart on SIGHUP and when one of the files changes.
+//!
+//! Does not decide whether Envoy is replaced; what cannot change while the agent runs is refused.
+
+mod watch;
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use aws_lc_rs::digest::{self, SHA256};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::bootstrap::{self, platform::Platform};
+use crate::config::{Config, Problem, Unusable};
+use crate::envoy::command::Command;
+use crate::envoy::epochs::{self, Prepared};
+use crate::envoy::handle::Envoy;
+use crate::lifecycle::BoxError;
+use watch::Watch;
+
+/// What changes together, such as the files of one volume, is read once.
+const SETTLES: Duration = Duration::from_secs(2);
+
+/// Reads the configuration anew. May block.
+pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
+
+/// What Envoys of this agent start from.
+pub(crate) struct Inputs {
+    first: Config,
+    load: Load,
+    /// Where this is.
+    platform: OnceLock<Platform>,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{what} cannot change while the agent runs")]
+    Fixed { what: &'static str },
+    #[error("{0}, which was good when the agent started")]
+    Worse(Problem),
+    #[error("cannot read the bootstrap {}", .path.display())]
+    Custom {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Inputs {
+    /// None where Envoy is not replaced while it serves.
+    pub(crate) fn of(config: &Config, load: Load) -> Option<Self> {
+        config.envoy.as_ref()?.hot_restart?;
+        Some(Self {
+            first: config.clone(),
+            load,
+            platform: OnceLock::new(),
+        })
+    }
+
+    /// To be told once, before an Envoy starts.
+    pub(crate) fn set_platform(&self, platform: Platform) {
+        // A second time would say the same.
+        let _ = self.platform.set(platform);
+    }
+
+    /// Puts on disk what the Envoy of this number starts from.
+    fn prepare(&self, config: &Config, number: u32) -> Result<Prepared, BoxError> {
+        let envoy = config.envoy.as_ref();
+        let envoy = envoy.ok_or(Error::Fixed {
+            what: "DISABLE_ENVOY",
+        })?;
+        let mut bootstrap = config.bootstrap.clone();
+        bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
+        let mut command = envoy.command.clone();
+        let (document, files) = if config.has_custom_bootstrap {
+            let path = command.bootstrap.clone();
+            let read = fs::read(&path);
+            let document = read.map_err(|source| Error::Custom { path, source })?;
+            (document, None)
+        } else {
+            let document = bootstrap::document(&bootstrap).to_string().into_bytes();
+            bootstrap.revision = Some(number);
+            let written = bootstrap::write(&bootstrap)?;
+            (document, Some(Box::new(written) as Box<dyn Send + Sync>))
+        };
+        let digest = digest_of(&document, &command);
+        if !config.has_custom_bootstrap {
+            command.bootstrap = bootstrap.file();
+        }
+        Ok(Prepared {
+            command,
+            digest,
+            files,
+        })
+    }
+
+    /// Sees that nothing has changed that others rely on.
+    fn check(&self, config: &Config) -> Result<(), Error> {
+        let first = &self.first;
+        let fixed = [
+            (
+                "proxyAdminPort",
+                first.bootstrap.admin_port == config.bootstrap.admin_port,
+            ),
+            ("configPath", first.xds_socket == config.xds_socket),
+            (
+                "WORKLOAD_IDENTITY_SOCKET_FILE",
+                first.sds_socket == config.sds_socket,
+            ),
+        ];
+        if let Some((what, _)) = fixed.into_iter().find(|(_, is_same)| !is_same) {
+            return Err(Error::Fixed { what });
+        }
+        // At the start there is nothing better than to go on without; now there is.
+        let is_new = |warning: &&Problem| !first.warnings.contains(warning);
+        match config.warnings.iter().find(is_new) {
+            Some(warning) => Err(Error::Worse(warning.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+impl epochs::Inputs for Inputs {
+    fn first(&self) -> Result<Prepared, BoxError> {
+        self.prepare(&self.first, 0)
+    }
+
+    fn read(&self, number: u32) -> Result<Prepared, BoxError> {
+        let config = (self.load)().map_err(Unusable)?;
+        self.check(&config)?;
+        self.prepare(&config, number)
+    }
+}
+
+/// The same for what would run alike: bootstrap, command line, and program.
+fn digest_of(document: &[u8], command: &Command) -> Vec<u8> {
+    let mut context = digest::Context::new(&SHA256);
+    context.update(document);
+    for word in command.arguments() {
+        context.update(word.as_bytes());
+        context.update(&[0]);
+    }
+    context.update(format!("{:?}", command.environment()).as_bytes());
+    context.update(program(&command.binary).as_bytes());
+    context.finish().as_ref().to_vec()
+}
+
+/// What tells a program from another at the same path. A name without a path is looked up by others.
+fn program(path: &Path) -> String {
+    fs::metadata(path).map_or_else(
+        |_| String::new(),
+        |file| {
+            let modified = (file.mtime(), file.mtime_nsec());
+            format!("{} {} {modified:?} {}", file.dev(), file.ino(), file.len())
+        },
+    )
+}
+
+/// Orders a restart on SIGHUP, and when one of the files changes. The signal is caught from the call
+/// on; the future never ends.
+pub(crate) fn changes(
+    envoy: Envoy,
+    files: &[PathBuf],
+) -> io::Result<impl Future<Output = ()> + Send + use<>> {
+    let hangups = signal(SignalKind::hangup())?;
+    let files = match Watch::of(files) {
+        Ok(watch) => Some(watch),
+        Err(error) => {
+            tracing::warn!(%error, "cannot watch what Envoy starts from; waiting for SIGHUP alone");
+            None
+        }
+    };
+    Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(files, &envoy)).0 })
+}
+
+async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
+    while hangups.recv().await.is_some() {
+        envoy.restart("received signal: hangup").await;
+    }
+}
+
+async fn on_change(files: Option<Watch>, envoy: &Envoy) {
+    let Some(mut files) = files else { return };
+    loop {
+        if let Err(error) = files.changed().await {
+            tracing::warn!(%error, "cannot watch what Envoy starts from any more");
+            return;
+        }
+        tokio::time::sleep(SETTLES).await;
+        envoy.restart("a file has changed").await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

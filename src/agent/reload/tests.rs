@@ -1,0 +1,156 @@
+//! What is read anew, with a configuration of a directory of its own.
+
+use std::sync::Mutex;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::cli::{self, Command as Typed};
+use crate::config;
+use crate::envoy::epochs::Inputs as _;
+
+/// A directory, and what the environment says at the moment.
+struct Place {
+    root: TempDir,
+    environment: Arc<Mutex<Vec<(&'static str, String)>>>,
+}
+
+impl Place {
+    fn new() -> Self {
+        let root = tempfile::tempdir().expect("a directory");
+        let roots = root.path().join("var/run/secrets/istio");
+        fs::create_dir_all(&roots).expect("made");
+        fs::write(roots.join("root-cert.pem"), "").expect("written");
+        fs::write(root.path().join("envoy"), "1").expect("written");
+        let place = Self {
+            root,
+            environment: Arc::default(),
+        };
+        place.set("ISTIO_AGENT_HOT_RESTART", "true");
+        place.set("INSTANCE_IP", "10.0.0.9");
+        place.proxy_config("");
+        place
+    }
+
+    fn set(&self, name: &'static str, value: &str) {
+        let mut environment = self.environment.lock().expect("no panic");
+        environment.retain(|(found, _)| *found != name);
+        environment.push((name, value.to_owned()));
+    }
+
+    fn proxy_config(&self, more: &str) {
+        let path = |name: &str| self.root.path().join(name).display().to_string();
+        let (directory, envoy) = (path("proxy"), path("envoy"));
+        let text = format!("{{configPath: {directory}, binaryPath: {envoy}{more}}}");
+        self.set("PROXY_CONFIG", &text);
+    }
+
+    fn load(&self) -> Load {
+        let typed = cli::parse(["pilot-agent", "proxy"].map(str::to_owned));
+        let typed = typed.expect("flags").cli;
+        let Some(Typed::Proxy(flags)) = typed.command else {
+            panic!("no proxy");
+        };
+        let (environment, root) = (Arc::clone(&self.environment), self.root.path().to_owned());
+        Arc::new(move || {
+            let variables = environment.lock().expect("no panic").clone();
+            let environment = variables.into_iter().collect();
+            config::load(&flags, &typed.log, &environment, &root)
+        })
+    }
+
+    fn inputs(&self) -> Inputs {
+        let load = self.load();
+        let config = load().expect("a good configuration");
+        Inputs::of(&config, load).expect("hot restart")
+    }
+}
+
+#[test]
+fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
+    let place = Place::new();
+    for (name, value) in [
+        ("DISABLE_ENVOY", "true"),
+        ("ISTIO_AGENT_HOT_RESTART", "false"),
+    ] {
+        place.set(name, value);
+        let load = place.load();
+        let config = load().expect("a good configuration");
+        assert!(Inputs::of(&config, load).is_none(), "{name}");
+    }
+}
+
+#[test]
+fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_changes() {
+    let place = Place::new();
+    let inputs = place.inputs();
+    let first = inputs.first().expect("prepared");
+    let same = inputs.read(1).expect("prepared");
+    assert_eq!(first.digest, same.digest);
+    for (prepared, name) in [(&first, "envoy-rev0.json"), (&same, "envoy-rev1.json")] {
+        assert_eq!(
+            prepared.command.bootstrap,
+            place.root.path().join("proxy").join(name)
+        );
+        assert!(prepared.command.bootstrap.exists());
+    }
+    let file = same.command.bootstrap.clone();
+    drop(same);
+    assert!(!file.exists() && first.command.bootstrap.exists());
+    place.set("ISTIO_META_COLOUR", "red");
+    let bootstrap = inputs.read(1).expect("prepared").digest;
+    place.proxy_config(", concurrency: 7");
+    let command = inputs.read(1).expect("prepared").digest;
+    fs::write(place.root.path().join("envoy"), "another").expect("written");
+    let program = inputs.read(1).expect("prepared").digest;
+    let digests = [&first.digest, &bootstrap, &command, &program];
+    for (at, digest) in digests.iter().enumerate() {
+        assert!(!digests[..at].contains(digest), "{at}");
+    }
+}
+
+#[test]
+fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
+    let place = Place::new();
+    let over = place.root.path().join("override.json");
+    fs::write(&over, "{}").expect("written");
+    place.set("ISTIO_BOOTSTRAP_OVERRIDE", &over.display().to_string());
+    let inputs = place.inputs();
+    let refused = |inputs: &Inputs| {
+        let error = inputs.read(1).expect_err("refused");
+        error.to_string()
+    };
+    place.proxy_config(", proxyAdminPort: 15999");
+    let expected = "proxyAdminPort cannot change while the agent runs";
+    assert_eq!(refused(&inputs), expected);
+    place.proxy_config(", concurrency: -1");
+    assert!(refused(&inputs).starts_with("the configuration cannot be used: "));
+    place.proxy_config("");
+    fs::write(&over, "{").expect("written");
+    let worse = refused(&inputs);
+    assert!(worse.starts_with("ISTIO_BOOTSTRAP_OVERRIDE is "), "{worse}");
+    assert!(
+        worse.ends_with("which was good when the agent started"),
+        "{worse}"
+    );
+    fs::write(&over, "{}").expect("written");
+    inputs.read(1).expect("good again");
+}
+
+#[test]
+fn a_bootstrap_of_somebody_else_is_read_where_it_is_and_stays() {
+    let place = Place::new();
+    let custom = place.root.path().join("custom.json");
+    fs::write(&custom, "{}").expect("written");
+    place.proxy_config(&format!(", customConfigFile: {}", custom.display()));
+    let inputs = place.inputs();
+    let first = inputs.first().expect("prepared");
+    assert_eq!(first.command.bootstrap, custom);
+    fs::write(&custom, "{ }").expect("written");
+    assert_ne!(inputs.read(1).expect("prepared").digest, first.digest);
+    drop(first);
+    assert!(custom.exists());
+    fs::remove_file(&custom).expect("removed");
+    let error = inputs.read(1).expect_err("gone").to_string();
+    assert!(error.contains("custom.json"), "{error}");
+}

@@ -1,0 +1,104 @@
+//! What a line of Envoys shares: its number, and a piece of shared memory of that name.
+//!
+//! The first of the line picks a free number and writes it to a file; those after it are told. Envoy
+//! never removes the memory, so this does, when nobody is to continue the line.
+//!
+//! Does not look into the memory.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use rustix::fs::Access;
+
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// Envoy multiplies its number by this.
+const SPREAD: u64 = 10;
+
+/// The number of a line. Dropping it removes what the line leaves behind.
+#[derive(Debug)]
+pub(in crate::envoy) struct Base {
+    file: PathBuf,
+    id: OnceLock<u32>,
+}
+
+/// Whether Envoys can share memory at all.
+pub(in crate::envoy) fn can_share() -> bool {
+    rustix::fs::access(SHARED_MEMORY, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+}
+
+impl Base {
+    /// Of a line whose first Envoy is about to be started.
+    pub(in crate::envoy) fn at(file: PathBuf) -> Self {
+        remove(&file);
+        Self {
+            file,
+            id: OnceLock::new(),
+        }
+    }
+
+    pub(in crate::envoy) fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// The number, once Envoy has written it.
+    pub(in crate::envoy) fn id(&self) -> Option<u32> {
+        if let Some(id) = self.id.get() {
+            return Some(*id);
+        }
+        let id = fs::read_to_string(&self.file).ok()?.trim().parse().ok()?;
+        Some(*self.id.get_or_init(|| id))
+    }
+}
+
+impl Drop for Base {
+    fn drop(&mut self) {
+        if let Some(id) = self.id() {
+            remove(&memory(id));
+        }
+        remove(&self.file);
+    }
+}
+
+fn memory(id: u32) -> PathBuf {
+    let number = u64::from(id) * SPREAD;
+    Path::new(SHARED_MEMORY).join(format!("envoy_shared_memory_{number}"))
+}
+
+fn remove(path: &Path) {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, path = %path.display(), "cannot remove what Envoy has left");
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_is_known_once_it_is_written_and_its_file_goes_with_it() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("envoy-base-id");
+        fs::write(&file, "1").expect("left by another");
+        let base = Base::at(file.clone());
+        assert_eq!(base.id(), None);
+        // No Envoy takes so high a number, so no memory of this name can be anybody's.
+        for text in ["", "-1", "4294967296", "a"] {
+            fs::write(&file, text).expect("written");
+            assert_eq!(base.id(), None, "{text}");
+        }
+        fs::write(&file, "4294967295").expect("written");
+        assert_eq!(base.id(), Some(u32::MAX));
+        assert_eq!(
+            memory(u32::MAX),
+            Path::new("/dev/shm/envoy_shared_memory_42949672950")
+        );
+        drop(base);
+        assert!(!file.exists());
+    }
+}

@@ -1,0 +1,242 @@
+//! The ways from one Envoy to the next: named ones by table, all others by chance.
+
+use proptest::prelude::*;
+
+use super::*;
+use Event::{Checked, Deadline, Live, NextExited, OldExited, Ready, ServingExited, Stop, Wanted};
+
+const GOOD: Event = Checked(Verdict::Good(Neighbour::Live));
+const WITHOUT_PORT: Event = Checked(Verdict::Good(Neighbour::WithoutPort));
+const ODD: Event = Checked(Verdict::Good(Neighbour::Odd));
+const LEFT: Event = OldExited { early: false };
+const LEFT_EARLY: Event = OldExited { early: true };
+const HOT: Action = Action::Start(Method::Hot);
+const OVERLAP: Action = Action::Start(Method::Overlap);
+const PROMOTE: Action = Action::Promote(Method::Hot);
+
+/// Takes a machine through events, each with what it must lead to.
+fn walk(way: &[(Event, Action)]) -> Machine {
+    let mut machine = Machine::new(true);
+    for (at, (event, expected)) in way.iter().enumerate() {
+        let before = machine.phase();
+        let action = machine.apply(*event);
+        assert_eq!(action, *expected, "step {at}: {event:?} in {before:?}");
+    }
+    machine
+}
+
+fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
+    walk(&[start, then].concat())
+}
+
+const STARTED: [(Event, Action); 3] = [
+    (Ready, Action::Nothing),
+    (Wanted, Action::Check),
+    (GOOD, HOT),
+];
+const PROMOTED: [(Event, Action); 4] = [STARTED[0], STARTED[1], STARTED[2], (Live, PROMOTE)];
+
+#[test]
+fn a_change_is_checked_started_taken_over_and_the_old_one_leaves() {
+    let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
+    assert_eq!(machine.phase(), Phase::Idle);
+    assert!(machine.is_continuable());
+}
+
+#[test]
+fn what_is_wanted_during_a_change_waits_until_the_old_one_has_left() {
+    let again = [
+        (Wanted, Action::Nothing),
+        (Wanted, Action::Nothing),
+        (LEFT, Action::Check),
+        (Checked(Verdict::Same), Action::Nothing),
+    ];
+    after(&PROMOTED, &again);
+    walk(&[(Wanted, Action::Nothing), (Ready, Action::Check)]);
+}
+
+#[test]
+fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
+    for verdict in [Verdict::Same, Verdict::Refused] {
+        let machine = after(&STARTED[..2], &[(Checked(verdict), Action::Nothing)]);
+        assert_eq!(machine.phase(), Phase::Idle);
+        assert!(machine.is_continuable());
+    }
+}
+
+#[test]
+fn a_next_one_that_fails_leaves_a_line_that_ends_and_another_way_is_taken() {
+    let killed = [(Deadline, Action::KillNext), (NextExited, Action::Nothing)];
+    for failure in [&killed[..], &[(NextExited, Action::Nothing)]] {
+        let failed = [&STARTED[..], failure].concat();
+        let machine = walk(&failed);
+        assert!(!machine.is_continuable());
+        let full = Action::Replace(Farewell::Usual);
+        for (neighbour, expected) in [(GOOD, full), (ODD, full), (WITHOUT_PORT, OVERLAP)] {
+            after(&failed, &[(Wanted, Action::Check), (neighbour, expected)]);
+        }
+        let overlapped = [
+            (Wanted, Action::Check),
+            (WITHOUT_PORT, OVERLAP),
+            (Live, Action::Promote(Method::Overlap)),
+            (LEFT, Action::Nothing),
+            (Wanted, Action::Check),
+            (GOOD, HOT),
+        ];
+        after(&failed, &overlapped);
+    }
+}
+
+#[test]
+fn a_new_one_that_dies_while_the_old_one_leaves_is_started_again_once() {
+    let again = [
+        (ServingExited, Action::Relaunch),
+        (Ready, Action::Nothing),
+        (ServingExited, Action::KillOld),
+        (LEFT, Action::Nothing),
+        (Ready, Action::Nothing),
+    ];
+    assert!(after(&PROMOTED, &again).is_continuable());
+}
+
+#[test]
+fn an_old_one_that_dies_early_has_its_successor_replaced_before_it_hangs() {
+    let early = (LEFT_EARLY, Action::Replace(Farewell::Killed));
+    after(&PROMOTED, &[early]);
+    // A successor that is gone or going needs no replacement.
+    after(
+        &PROMOTED,
+        &[(Stop, Action::Nothing), (LEFT_EARLY, Action::Nothing)],
+    );
+}
+
+#[test]
+fn an_old_one_that_stays_too_long_is_killed() {
+    let late = [(Deadline, Action::KillOld), (LEFT, Action::Nothing)];
+    after(&PROMOTED, &late);
+}
+
+#[test]
+fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
+    let stopped = [
+        (Stop, Action::KillNext),
+        (Wanted, Action::Nothing),
+        (NextExited, Action::Nothing),
+    ];
+    after(&STARTED, &stopped);
+    let taken_along = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
+    after(&PROMOTED, &taken_along);
+    after(
+        &STARTED[..2],
+        &[(Stop, Action::Nothing), (GOOD, Action::Nothing)],
+    );
+}
+
+#[test]
+fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
+    let mut machine = Machine::new(false);
+    machine.apply(Ready);
+    machine.apply(Wanted);
+    assert_eq!(machine.apply(GOOD), Action::Replace(Farewell::Usual));
+    machine.apply(ServingExited);
+    assert!(!machine.is_continuable());
+}
+
+/// What a supervisor would know.
+#[derive(Debug, Default)]
+struct World {
+    serving: bool,
+    next: bool,
+    old: bool,
+    is_checking: bool,
+    /// Whether the wait for the old one is over.
+    is_overdue: bool,
+    is_stopped: bool,
+}
+
+impl World {
+    /// Whether the event can come now.
+    fn allows(&self, event: Event) -> bool {
+        match event {
+            Ready => self.serving && !self.is_stopped,
+            ServingExited => self.serving,
+            Live | NextExited => self.next,
+            OldExited { .. } => self.old,
+            Checked(_) => self.is_checking,
+            _ => true,
+        }
+    }
+
+    fn step(&mut self, machine: &mut Machine, event: Event) -> Result<(), TestCaseError> {
+        if !self.allows(event) {
+            return Ok(());
+        }
+        match event {
+            ServingExited => self.serving = false,
+            NextExited => self.next = false,
+            OldExited { .. } => self.old = false,
+            Checked(_) => self.is_checking = false,
+            Deadline => self.is_overdue = self.old,
+            Stop => self.is_stopped = true,
+            _ => {}
+        }
+        let before = machine.phase();
+        match machine.apply(event) {
+            Action::Nothing => {}
+            Action::Check => {
+                prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
+                self.is_checking = true;
+            }
+            Action::Start(_) => {
+                prop_assert!(self.serving, "beside nobody");
+                prop_assert!(!self.next && !self.old, "a third Envoy");
+                self.next = true;
+            }
+            Action::KillNext => prop_assert!(self.next),
+            Action::Promote(_) => {
+                prop_assert!(self.next && self.serving && !self.old);
+                (self.next, self.old) = (false, true);
+            }
+            Action::KillOld => {
+                let is_successor_alive = self.serving && !self.is_overdue;
+                prop_assert!(!is_successor_alive, "killed in {before:?}");
+            }
+            Action::Relaunch => {
+                prop_assert!(self.old && !self.serving && !self.is_stopped);
+                self.serving = true;
+            }
+            Action::Replace(_) => prop_assert!(self.serving && !self.next && !self.old),
+        }
+        if !self.old {
+            self.is_overdue = false;
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #[test]
+    fn there_is_one_next_at_most_and_no_old_one_is_killed_under_its_successor(
+        events in prop::collection::vec(prop::sample::select(vec![
+            Ready, Event::Unready, Event::Unshared, Wanted, GOOD, WITHOUT_PORT, ODD,
+            Checked(Verdict::Same), Checked(Verdict::Refused), Live, Deadline, NextExited, LEFT,
+            LEFT_EARLY, ServingExited, Stop,
+        ]), 0..40),
+    ) {
+        let mut machine = Machine::new(true);
+        let mut world = World { serving: true, ..World::default() };
+        for event in events {
+            world.step(&mut machine, event)?;
+            // The supervisor starts another where one has ended by itself.
+            world.serving |= !world.is_stopped;
+        }
+        // Every change ends: what is asked for comes, and who is waited for goes.
+        for event in [Checked(Verdict::Refused), Deadline, NextExited, LEFT] {
+            world.step(&mut machine, event)?;
+        }
+        if world.is_checking {
+            world.step(&mut machine, Checked(Verdict::Refused))?;
+        }
+        prop_assert_eq!(machine.phase(), Phase::Idle);
+    }
+}

@@ -1,0 +1,229 @@
+//! From one Envoy to the next while both run: on request, what Envoy starts from is read anew, and
+//! if it has changed the next Envoy takes over from the one that serves.
+//!
+//! [`Inputs`] reads; [`machine`] decides; [`Epochs`] owns the Envoys that do not serve, the next and
+//! the old one, and the checks under way. The supervisor owns the one that serves, and carries out
+//! what the machine says. Each Envoy has a file of its own, which goes with it.
+//!
+//! Does not notice changes; who does orders a restart.
+
+pub(super) mod base;
+mod check;
+pub mod machine;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::Instant;
+
+use super::admin::Admin;
+use super::child::Child;
+use super::command::Command;
+use super::orphans::Own;
+use super::process::{self, Ended};
+use crate::lifecycle::BoxError;
+use base::Base;
+use check::Check;
+use machine::{Event, Machine, Verdict};
+
+/// How long the parts of a change may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// How long an old Envoy may stay; longer than its drain time. Whole seconds are used.
+    pub parent_shutdown: Duration,
+    /// Until the next Envoy serves; longer than its own waits for configuration.
+    pub live: Duration,
+    /// For reading the inputs and Envoy's opinion on them.
+    pub check: Duration,
+}
+
+/// What Envoys are started from.
+pub trait Inputs: Send + Sync {
+    /// As they were when the agent started.
+    fn first(&self) -> Result<Prepared, BoxError>;
+    /// As they are now, for the Envoy of this number. May block.
+    fn read(&self, number: u32) -> Result<Prepared, BoxError>;
+}
+
+/// All that one Envoy needs, on disk and ready.
+pub struct Prepared {
+    pub command: Command,
+    /// The same for two that would run alike.
+    pub digest: Vec<u8>,
+    /// Removes what is on disk when dropped.
+    pub files: Option<Box<dyn Send + Sync>>,
+}
+
+impl fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepared")
+            .field("bootstrap", &self.command.bootstrap)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What an Envoy was started on.
+#[derive(Clone, Debug)]
+pub(super) struct Run {
+    pub(super) prepared: Arc<Prepared>,
+    /// None of an Envoy that shares nothing.
+    pub(super) base: Option<Arc<Base>>,
+    /// Its number in its line.
+    pub(super) place: u32,
+}
+
+/// An Envoy that does not serve, yet or any more.
+#[derive(Debug)]
+pub(super) struct Beside {
+    pub(super) child: Child,
+    pub(super) run: Run,
+    /// Its number among all of this agent.
+    pub(super) epoch: u32,
+    pub(super) started: SystemTime,
+}
+
+/// How something under way has ended.
+#[derive(Debug)]
+pub(super) enum News {
+    /// With the reason, where what was read cannot be used.
+    Checked(Verdict, Option<String>),
+    Live,
+    Deadline,
+    NextEnded(Ended),
+    OldEnded(Ended),
+}
+
+#[derive(Debug)]
+enum Call {
+    Checked(Box<check::Checked>),
+    Live,
+}
+
+/// Everything about changes but the Envoy that serves.
+pub(super) struct Epochs {
+    pub(super) limits: Limits,
+    pub(super) inputs: Arc<dyn Inputs>,
+    pub(super) machine: Machine,
+    /// What the one that serves runs on.
+    pub(super) serving: Option<Run>,
+    /// What has been found good and is to be started.
+    pub(super) prepared: Option<Prepared>,
+    pub(super) next: Option<Beside>,
+    pub(super) old: Option<Beside>,
+    pub(super) deadline: Option<Instant>,
+    /// Whether the Envoy started next takes its predecessor's place in the line.
+    pub(super) is_relaunch: bool,
+    calls: JoinSet<Call>,
+}
+
+impl Epochs {
+    pub(super) fn new(limits: Limits, inputs: Arc<dyn Inputs>) -> Self {
+        Self {
+            limits,
+            inputs,
+            machine: Machine::new(base::can_share()),
+            serving: None,
+            prepared: None,
+            next: None,
+            old: None,
+            deadline: None,
+            is_relaunch: false,
+            calls: JoinSet::new(),
+        }
+    }
+
+    /// Finds out whether there is something to start as the Envoy of this number.
+    pub(super) fn check(&mut self, number: u32, admin: Admin, own: Own) {
+        let check = Check {
+            inputs: Arc::clone(&self.inputs),
+            serving: self.serving.clone(),
+            number,
+            admin,
+            limit: self.limits.check,
+            own,
+        };
+        self.calls = JoinSet::new();
+        self.calls
+            .spawn(async move { Call::Checked(Box::new(check.run().await)) });
+    }
+
+    /// Looks out for the Envoy at this place of its line.
+    pub(super) fn await_live(&mut self, admin: Admin, place: u32) {
+        self.deadline = Some(Instant::now() + self.limits.live);
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            check::live_at(admin, place).await;
+            Call::Live
+        });
+    }
+
+    /// Gives up what is under way.
+    pub(super) fn drop_calls(&mut self) {
+        self.calls = JoinSet::new();
+        self.deadline = None;
+    }
+
+    /// Waits for what is under way. May be dropped and called again.
+    pub(super) async fn news(&mut self) -> Result<News, process::Error> {
+        let deadline = self.deadline;
+        tokio::select! {
+            ended = ended(&mut self.next) => ended.map(News::NextEnded),
+            ended = ended(&mut self.old) => ended.map(News::OldEnded),
+            Some(call) = self.calls.join_next() => Ok(self.called(call)),
+            () = super::supervisor::reached(deadline) => {
+                self.deadline = None;
+                Ok(News::Deadline)
+            }
+        }
+    }
+
+    fn called(&mut self, call: Result<Call, JoinError>) -> News {
+        match call {
+            Ok(Call::Live) => News::Live,
+            Ok(Call::Checked(checked)) => {
+                self.prepared = checked.prepared;
+                News::Checked(checked.verdict, checked.reason)
+            }
+            // Looking out ends at its deadline.
+            Err(error) => News::Checked(Verdict::Refused, Some(error.to_string())),
+        }
+    }
+
+    /// Whether the old one has ended before its successor, this old, has sent it away.
+    pub(super) fn is_early(&self, successor: Duration) -> bool {
+        successor < Duration::from_secs(self.limits.parent_shutdown.as_secs())
+    }
+}
+
+impl News {
+    pub(super) fn event(&self, early: bool) -> Event {
+        match self {
+            Self::Checked(verdict, _) => Event::Checked(*verdict),
+            Self::Live => Event::Live,
+            Self::Deadline => Event::Deadline,
+            Self::NextEnded(_) => Event::NextExited,
+            Self::OldEnded(_) => Event::OldExited { early },
+        }
+    }
+}
+
+impl Beside {
+    /// Ends it now and waits until it has, but not for ever.
+    pub(super) async fn end(mut self, limit: Duration) {
+        self.child.process.kill();
+        let ended = tokio::time::timeout(limit, self.child.process.ended()).await;
+        if ended.is_err() {
+            let pid = self.child.pid();
+            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
+        }
+    }
+}
+
+async fn ended(beside: &mut Option<Beside>) -> Result<Ended, process::Error> {
+    match beside {
+        Some(beside) => beside.child.process.ended().await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,303 @@
+//! Replaces the Envoy that serves: carries out what the machine of epochs says.
+//!
+//! The next Envoy is started beside the one that serves; once it serves itself the two change
+//! places. What happens is logged where it happens and published with it.
+//!
+//! Does not decide what follows what; [`super::super::epochs::machine`] does.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::super::Error;
+use super::super::calls;
+use super::super::child::Child;
+use super::super::epochs::base::Base;
+use super::super::epochs::machine::{self, Action, Method, Phase};
+use super::super::epochs::{Beside, Epochs, News, Run};
+use super::super::handle::Outcome;
+use super::super::machine::{Event, Phase as Life};
+use super::Supervisor;
+use super::start::new_base;
+
+/// How much longer than it should an old Envoy may stay.
+const OVERDUE: Duration = Duration::from_secs(10);
+/// What an old Envoy is given when its successor has ended as it was asked to.
+const FOLLOWS: Duration = Duration::from_secs(1);
+
+impl Supervisor {
+    /// Somebody wants another Envoy.
+    pub(super) fn want(&mut self, reason: &'static str) -> Result<(), Error> {
+        let Some(epochs) = &self.epochs else {
+            tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
+            return Ok(());
+        };
+        if epochs.machine.phase() != Phase::Idle {
+            tracing::info!("Envoy is to be restarted ({reason}) after the change under way");
+        }
+        self.reason = reason;
+        self.apply(machine::Event::Wanted)?;
+        Ok(())
+    }
+
+    /// Tells what the life of the Envoy that serves means for the next.
+    pub(super) fn tell_epochs(&mut self, event: Event) -> Result<(), Error> {
+        if self.epochs.is_none() {
+            return Ok(());
+        }
+        let phase = self.machine.phase();
+        match event {
+            Event::Live if phase == Life::Running => {
+                self.say_full_restart_is_over();
+                self.learn_base();
+                self.apply(machine::Event::Ready)?;
+            }
+            Event::Asked(_) => {
+                self.drop_check();
+                self.apply(machine::Event::Stop)?;
+            }
+            _ if phase != Life::Running => {
+                self.apply(machine::Event::Unready)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn drop_check(&mut self) {
+        if let Some(epochs) = &mut self.epochs
+            && epochs.machine.phase() == Phase::Checking
+        {
+            epochs.drop_calls();
+        }
+    }
+
+    fn learn_base(&mut self) {
+        let Some(epochs) = &mut self.epochs else {
+            return;
+        };
+        let base = epochs.serving.as_ref().and_then(|run| run.base.as_ref());
+        if base.and_then(|base| base.id()).is_none() {
+            tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
+            epochs.machine.apply(machine::Event::Unshared);
+        }
+    }
+
+    /// Something under way has ended.
+    pub(super) async fn hear(&mut self, news: News) -> Result<Option<Event>, Error> {
+        let uptime = self.child.as_ref().map(Child::uptime);
+        let Some(epochs) = &mut self.epochs else {
+            return Ok(None);
+        };
+        let is_early = uptime.is_some_and(|uptime| epochs.is_early(uptime));
+        match &news {
+            News::Checked(verdict, problem) => self.say_checked(*verdict, problem.clone()),
+            News::NextEnded(ended) => {
+                epochs.drop_calls();
+                let last = last_line(epochs.next.take()).await;
+                self.say_failed(format!("it ended before it served: {ended}, {last:?}"));
+            }
+            News::OldEnded(ended) => {
+                epochs.deadline = None;
+                let old = epochs.old.take();
+                let epoch = old.as_ref().map(|old| old.epoch).unwrap_or_default();
+                last_line(old).await;
+                tracing::info!("Envoy epoch {epoch} has left: {ended}");
+            }
+            News::Deadline if epochs.next.is_some() => {
+                let limit = epochs.limits.live;
+                self.say_failed(format!("it did not serve within {limit:?}"));
+            }
+            News::Live | News::Deadline => {}
+        }
+        self.apply(news.event(is_early))
+    }
+
+    /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
+    pub(super) fn apply(&mut self, event: machine::Event) -> Result<Option<Event>, Error> {
+        let Some(epochs) = &mut self.epochs else {
+            return Ok(None);
+        };
+        match epochs.machine.apply(event) {
+            Action::Nothing => {}
+            Action::Relaunch => self.relaunch(),
+            Action::Check => self.check(),
+            Action::Start(method) => {
+                if let Err(error) = self.start_next(method) {
+                    self.say_failed(error.to_string());
+                    return self.apply(machine::Event::NextExited);
+                }
+            }
+            Action::KillNext => kill(epochs.next.as_ref()),
+            Action::KillOld => kill(epochs.old.as_ref()),
+            Action::Promote(method) => self.promote(method),
+            Action::Replace(farewell) => {
+                tracing::warn!(
+                    "Envoy is replaced by a full restart: it ends, then the next starts"
+                );
+                self.say_method(Method::Full);
+                return Ok(Some(Event::Replace(farewell)));
+            }
+        }
+        self.show_epochs();
+        Ok(None)
+    }
+
+    fn check(&mut self) {
+        tracing::info!("checking what Envoy would start from now ({})", self.reason);
+        self.say_begun(self.reason, None);
+        if let Some(epochs) = &mut self.epochs {
+            epochs.check(self.count, self.admin, self.own.clone());
+        }
+    }
+
+    fn start_next(&mut self, method: Method) -> Result<(), Error> {
+        let epoch = self.count;
+        let base = new_base(&self.config, epoch);
+        let Some(epochs) = &mut self.epochs else {
+            return Ok(());
+        };
+        let Some(run) = epochs.next_run(method, base) else {
+            return Ok(());
+        };
+        let how = match method {
+            Method::Hot => "hot restart: it takes the sockets over",
+            Method::Overlap | Method::Full => {
+                "overlapping restart, as hot restart cannot be used: it shares the ports"
+            }
+        };
+        tracing::info!("starting Envoy epoch {epoch} beside the one that serves ({how})");
+        let child = Child::start(&epochs.command_of(&run), epoch, &self.own)?;
+        self.count += 1;
+        epochs.await_live(self.admin, run.place);
+        epochs.next = Some(Beside {
+            child,
+            run,
+            epoch,
+            started: self.clock.now(),
+        });
+        self.say_method(method);
+        Ok(())
+    }
+
+    /// The next one serves; the one that did so is old.
+    fn promote(&mut self, method: Method) {
+        let started = self.publish.borrow().started;
+        let stay = self.stay(method);
+        let Some(epochs) = &mut self.epochs else {
+            return;
+        };
+        epochs.drop_calls();
+        let (Some(next), Some(served)) = (epochs.next.take(), self.child.take()) else {
+            return;
+        };
+        if method == Method::Overlap {
+            // It has lost its admin port, and shares what comes in for as long as it lives.
+            served.process.terminate();
+        }
+        epochs.deadline = Some(Instant::now() + stay);
+        let old_epoch = std::mem::replace(&mut self.epoch, next.epoch);
+        epochs.old = epochs.serving.replace(next.run).map(|run| Beside {
+            child: served,
+            run,
+            epoch: old_epoch,
+            started: started.unwrap_or(next.started),
+        });
+        self.child = Some(next.child);
+        let epoch = self.epoch;
+        tracing::info!("Envoy epoch {epoch} serves; epoch {old_epoch} leaves within {stay:?}");
+        self.show_current(Some(next.started));
+        let result = if method == Method::Hot {
+            "hot"
+        } else {
+            "overlap"
+        };
+        self.conclude(Outcome::Succeeded, result, None);
+        self.repeat_drain();
+    }
+
+    /// How long an old Envoy may stay.
+    fn stay(&self, method: Method) -> Duration {
+        match &self.epochs {
+            Some(epochs) if method == Method::Hot => epochs.limits.parent_shutdown + OVERDUE,
+            _ => self.config.limits.terminate,
+        }
+    }
+
+    /// An Envoy that takes the place of one that was told to drain is told, too.
+    fn repeat_drain(&mut self) {
+        if self.machine.is_drained() {
+            let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+            self.calls.spawn(async move {
+                calls::drain(admin, inbound_only, true).await;
+                Event::Answered
+            });
+        }
+    }
+
+    /// The Envoy that serves is started again at its place.
+    fn relaunch(&mut self) {
+        let stay = self.stay(Method::Hot);
+        if let Some(epochs) = &mut self.epochs {
+            epochs.deadline = Some(Instant::now() + stay);
+            epochs.is_relaunch = true;
+            tracing::warn!("the Envoy before still lives, so its successor starts again at once");
+        }
+    }
+
+    /// Ends whoever is left when no Envoy is to serve any more.
+    pub(super) async fn end_others(&mut self) {
+        let limit = self.config.limits.kill;
+        let Some(epochs) = &mut self.epochs else {
+            return;
+        };
+        epochs.drop_calls();
+        if let Some(next) = epochs.next.take() {
+            next.end(limit).await;
+        }
+        if let Some(mut old) = epochs.old.take() {
+            // Its successor has sent it away.
+            let left = tokio::time::timeout(FOLLOWS, old.child.process.ended()).await;
+            if left.is_err() {
+                old.end(limit).await;
+            }
+        }
+        self.show_epochs();
+    }
+}
+
+/// What an Envoy that has ended wrote last; all of it is copied on.
+async fn last_line(beside: Option<Beside>) -> String {
+    let Some(mut beside) = beside else {
+        return String::new();
+    };
+    beside.child.finish().await.pop().unwrap_or_default()
+}
+
+fn kill(beside: Option<&Beside>) {
+    if let Some(beside) = beside {
+        tracing::warn!("killing Envoy epoch {}", beside.epoch);
+        beside.child.process.kill();
+    }
+}
+
+impl Epochs {
+    /// What the next Envoy runs on: in the line of the one that serves, or as the first of another.
+    fn next_run(&mut self, method: Method, new: Option<Arc<Base>>) -> Option<Run> {
+        let prepared = Arc::new(self.prepared.take()?);
+        let serving = self.serving.as_ref()?;
+        Some(match method {
+            Method::Hot => Run {
+                prepared,
+                base: serving.base.clone(),
+                place: serving.place + 1,
+            },
+            Method::Overlap | Method::Full => Run {
+                prepared,
+                base: new,
+                place: 0,
+            },
+        })
+    }
+}
