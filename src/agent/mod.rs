@@ -6,7 +6,9 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod milestones;
 mod name_tables;
+mod overview;
 mod pages;
 
 use std::future::Future;
@@ -17,7 +19,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{oneshot, watch};
-use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
@@ -25,7 +26,6 @@ use crate::ca::istio::IstioCa;
 use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
-use crate::envoy::handle::Envoy;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
@@ -33,11 +33,14 @@ use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Ta
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
+use crate::timeline::{Milestone, Timeline};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
 use crate::{dns, sds, secrets, status, xds};
 use name_tables::NameTables;
+use overview::Rooms;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -80,10 +83,10 @@ impl Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
-    let started = Instant::now();
+    let timeline = Timeline::start();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, started, &stop)?;
+    let agent = Agent::build(config, timeline, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -108,7 +111,7 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(config: Config, started: Instant, stop: &Stop) -> Result<Self, Error> {
+    fn build(config: Config, timeline: Timeline, stop: &Stop) -> Result<Self, Error> {
         let metrics = registry();
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
@@ -135,12 +138,25 @@ impl Agent {
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
+        let secrets = agent.secrets(&istiod)?;
+        pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
-        pages.push(agent.discovery(istiod, dns.clone())?);
+        let observer = agent.discovery(istiod.clone(), dns.clone())?;
+        pages.push(pages::discovery(observer.clone()));
+        timeline.mark(Milestone::SocketsBound);
+        let rooms = Rooms {
+            node: agent.config.bootstrap.node.id.clone(),
+            timeline,
+            envoy,
+            istiod,
+            secrets,
+            discovery: observer,
+            dns,
+        };
+        agent.spawn_until_shutdown("watch of the start", milestones::watch(&rooms));
         if let Some(port) = port {
-            agent.status(port, envoy, dns.as_ref(), started, stop, pages)?;
+            agent.status(port, rooms, stop, pages)?;
         }
         Ok(agent)
     }
@@ -148,9 +164,7 @@ impl Agent {
     fn status(
         &mut self,
         port: status::Listener,
-        envoy: Option<Envoy>,
-        dns: Option<&dns::Dns>,
-        started: Instant,
+        rooms: Rooms,
         stop: &Stop,
         debug: Vec<status::Page>,
     ) -> Result<(), Error> {
@@ -158,13 +172,14 @@ impl Agent {
             return Ok(());
         };
         let sources = status::Sources {
-            started,
+            timeline: rooms.timeline.clone(),
             stop: stop.clone(),
-            dns_ready: dns.map(dns::Dns::ready),
+            dns_ready: rooms.dns.as_ref().map(dns::Dns::ready),
             metrics: self.metrics.clone(),
             scrape: self.scrape(),
             debug,
-            envoy,
+            envoy: rooms.envoy.clone(),
+            glance: Arc::new(rooms),
         };
         let serving = status::new(config, port, sources, self.last_shutdown.clone())?;
         self.last_tasks.spawn("status port", async move {
@@ -263,7 +278,7 @@ impl Agent {
         Ok(Some(dns))
     }
 
-    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<status::Page, Error> {
+    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<Observer, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
@@ -278,9 +293,9 @@ impl Agent {
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
-        let page = pages::discovery(discovery.observer());
+        let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));
-        Ok(page)
+        Ok(observer)
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {

@@ -42,13 +42,14 @@ impl Scene {
         let (sender, orders) = mpsc::channel(1);
         let (stop, metrics) = (Stop::new(), Registry::default());
         let sources = Sources {
-            started: Instant::now(),
+            timeline: Timeline::start(),
             stop: stop.clone(),
             envoy: Some(Envoy::new(admin, reports, sender)),
             dns_ready: None,
             metrics: metrics.clone(),
             scrape: crate::status::tests::own_metrics(metrics.clone()),
             debug: Vec::new(),
+            glance: Arc::new(crate::status::tests::OfReadiness),
         };
         Self {
             ready: Arc::new(Readiness::new(None, &sources)),
