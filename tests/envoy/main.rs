@@ -17,5 +17,6 @@ mod discovery;
 mod lifecycle;
 mod memory;
 mod outages;
+mod page;
 mod status;
 mod support;

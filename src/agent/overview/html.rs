@@ -63,7 +63,22 @@ impl Html {
         json: &'static str,
         content: impl FnOnce(&mut Self),
     ) {
-        self.markup("<section><h2>").markup(title);
+        self.markup("<section>").part(title, json, content);
+    }
+
+    /// One that takes all of the width.
+    pub(super) fn wide_section(
+        &mut self,
+        title: &'static str,
+        json: &'static str,
+        content: impl FnOnce(&mut Self),
+    ) {
+        self.markup("<section class=wide>")
+            .part(title, json, content);
+    }
+
+    fn part(&mut self, title: &'static str, json: &'static str, content: impl FnOnce(&mut Self)) {
+        self.markup("<h2>").markup(title);
         self.markup(" <a href=\"").markup(json);
         self.markup("\">JSON</a></h2>\n");
         content(self);
@@ -85,8 +100,8 @@ impl Html {
         self.markup("\n");
     }
 
-    /// Things of a kind, one in each row. Below other such tables on a narrow screen, a cell is told
-    /// apart by its place, so the first is the name.
+    /// Things of a kind, one in each row; on a narrow screen, one below the other. The first cell is
+    /// the name.
     pub(super) fn list(&mut self, head: &[&'static str], rows: impl FnOnce(&mut Self)) {
         self.markup("<table class=list>\n<tr>");
         for title in head {

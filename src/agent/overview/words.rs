@@ -34,6 +34,12 @@ pub(super) fn size(bytes: u64) -> String {
     }
 }
 
+/// How many there are of a thing.
+pub(super) fn counted(count: usize, thing: &str) -> String {
+    let s = if count == 1 { "" } else { "s" };
+    format!("{count} {thing}{s}")
+}
+
 /// The moment of a log line or of a snapshot, without what programs need: `2026-01-31 12:00:59`.
 pub(super) fn moment(rfc3339: &str) -> String {
     let to_the_second = rfc3339.get(..19).unwrap_or(rfc3339);

@@ -62,7 +62,7 @@ fn rows(html: &mut Html, secret: &Secret, is_late: bool) {
             .text(&moment(&certificate.not_after))
             .markup(" UTC");
         if let Some(renewal) = secret.next_renewal.as_deref().filter(|_| place == 0) {
-            html.note(&format!("renewed {} UTC", moment(renewal)));
+            html.note(&format!("renewal {} UTC", moment(renewal)));
         }
         html.note(&format!("serial {}", certificate.serial))
             .markup("\n");

@@ -2,7 +2,7 @@
 //!
 //! Does not show resources.
 
-use super::words::{moment, resource_type, size, span};
+use super::words::{counted, moment, resource_type, size, span};
 use crate::agent::overview::html::{Html, Tone};
 use crate::xds::observe::{NackSnapshot, Snapshot, StreamSnapshot, TypeSnapshot};
 
@@ -30,13 +30,12 @@ pub(super) fn state(html: &mut Html, snapshot: &Snapshot) {
             html.badge(Tone::Good, "accepted")
         }
         0 => html.badge(Tone::Warn, "none yet"),
-        1 => html.badge(Tone::Bad, "1 type refused"),
-        more => html.badge(Tone::Bad, &format!("{more} types refused")),
+        some => html.badge(Tone::Bad, &format!("{} refused", counted(some, "type"))),
     };
 }
 
 pub(super) fn section(html: &mut Html, snapshot: &Snapshot) {
-    html.section("Discovery (xDS)", "xdsz", |html| {
+    html.wide_section("Discovery (xDS)", "xdsz", |html| {
         html.markup("<p>");
         stream(html, snapshot.stream.as_ref());
         if let (None, Some(end)) = (&snapshot.stream, &snapshot.last_end) {
@@ -91,8 +90,8 @@ fn row(html: &mut Html, url: &str, of_type: &TypeSnapshot) {
     html.markup("<td>");
     if let Some(response) = response {
         html.text(&span(response.age_seconds)).markup(" ago");
-        let resources = response.resources;
-        html.note(&format!("{resources} resources, {}", size(response.bytes)));
+        let resources = counted(response.resources as usize, "resource");
+        html.note(&format!("{resources}, {}", size(response.bytes)));
     }
     html.markup("\n");
 }

@@ -175,7 +175,11 @@ fn warnings(html: &mut Html, entries: &[Entry]) {
 fn warning(html: &mut Html, entry: &Entry) {
     html.markup("<tr><td>").text(&moment(&entry.last));
     if entry.times > 1 {
-        html.note(&format!("{} times", entry.times));
+        html.note(&format!(
+            "{} times since {}",
+            entry.times,
+            moment(&entry.first)
+        ));
     }
     let tone = match entry.level {
         "error" => Tone::Bad,
