@@ -77,12 +77,23 @@ impl Browser {
     }
 
     async fn screenshot(&self, name: &str, size: &str) {
+        self.screenshot_in(name, size, "light").await;
+    }
+
+    async fn screenshot_in(&self, name: &str, size: &str, scheme: &str) {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("debug-page");
         std::fs::create_dir_all(&folder).unwrap();
         let file = folder.join(format!("{name}.png"));
         let _ = std::fs::remove_file(&file); // There may be none.
         let options = [
             format!("--window-size={size}"),
+            format!(
+                "--blink-settings=preferredColorScheme={}",
+                match scheme {
+                    "dark" => 0,
+                    _ => 1,
+                }
+            ),
             format!("--screenshot={}", file.display()),
         ];
         self.look(&options).await;
@@ -174,4 +185,7 @@ async fn a_person_sees_at_a_glance_how_a_pod_is() {
         .screenshot("troubled-phone-whole", WHOLE_PHONE)
         .await;
     browser.screenshot("troubled-desk", DESK).await;
+    browser
+        .screenshot_in("troubled-desk-dark", DESK, "dark")
+        .await;
 }

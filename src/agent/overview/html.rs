@@ -100,8 +100,8 @@ impl Html {
         self.markup("\n");
     }
 
-    /// Things of a kind, one in each row; on a narrow screen, one below the other. The first cell is
-    /// the name.
+    /// Things of a kind, one in each row; on a narrow screen, one below the other, where a cell that
+    /// needs its column's name has it as `data-of`.
     pub(super) fn list(&mut self, head: &[&'static str], rows: impl FnOnce(&mut Self)) {
         self.markup("<table class=list>\n<tr>");
         for title in head {

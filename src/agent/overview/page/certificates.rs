@@ -58,14 +58,13 @@ fn rows(html: &mut Html, secret: &Secret, is_late: bool) {
         };
         html.markup("<td>");
         life(html, certificate, is_late);
-        html.markup("<td>")
+        html.markup("<td data-of=Expires>")
             .text(&moment(&certificate.not_after))
             .markup(" UTC");
         if let Some(renewal) = secret.next_renewal.as_deref().filter(|_| place == 0) {
             html.note(&format!("renewal {} UTC", moment(renewal)));
         }
-        html.note(&format!("serial {}", certificate.serial))
-            .markup("\n");
+        html.markup("\n");
     }
     if let Some(more) = secret.certificates.len().checked_sub(MOST + 1) {
         html.markup("<tr><td>")

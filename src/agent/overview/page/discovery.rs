@@ -83,7 +83,7 @@ fn row(html: &mut Html, url: &str, of_type: &TypeSnapshot) {
         html.note(name);
     }
     let response = of_type.last_response.as_ref();
-    html.markup("<td>")
+    html.markup("<td data-of=Version>")
         .text(response.map_or("", |response| &response.version));
     html.markup("<td>");
     said(html, of_type);

@@ -45,11 +45,11 @@ pub(super) fn page(overview: &Overview) -> String {
     html.markup("<main>\n");
     process::envoy(&mut html, overview);
     istiod(&mut html, &overview.istiod);
+    process::end(&mut html, overview.envoy.as_ref());
     certificates::section(&mut html, overview.certificates.as_ref());
     start_up(&mut html, &overview.start_up);
-    process::end(&mut html, overview.envoy.as_ref());
-    discovery::section(&mut html, &overview.discovery);
     dns(&mut html, overview);
+    discovery::section(&mut html, &overview.discovery);
     warnings(&mut html, &overview.warnings);
     html.markup("</main>\n").markup(LINKS);
     html.into_text()
