@@ -70,7 +70,13 @@ async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
         environment: &[],
     };
     let pod = Pod::start(settings, &control_plane);
-    let envoy = eventually("a pid", async || pod.envoy_pid()).await;
+    // Stopped before it is Envoy, it would hold up the agent, which waits for that.
+    let envoy = eventually("a process that is Envoy", async || {
+        let envoy = pod.envoy_pid()?;
+        let program = format!("/proc/{}/exe", envoy.as_raw_nonzero());
+        (std::fs::read_link(program).ok()? == binary).then_some(envoy)
+    })
+    .await;
     rustix::process::kill_process(envoy, rustix::process::Signal::STOP).unwrap();
     eventually("an answer in time", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
