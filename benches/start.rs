@@ -182,7 +182,13 @@ async fn first_certificate(socket: &Path) {
 /// Memory and wake-ups of an agent with a certificate and an open stream on each socket.
 async fn at_rest(address: &str, root: &str, token: &str) {
     let directory = workdir(token);
-    let agent = Process::sidecar(directory.path(), address, root);
+    // An Envoy that does not become live is asked again and again.
+    let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let admin_port = admin.local_addr().expect("an address").port();
+    let mut envoy = JoinSet::new();
+    envoy.spawn(act_as_envoy(admin, Arc::new(AtomicBool::new(true))));
+    let ports = format!("proxyAdminPort: {admin_port}");
+    let agent = Process::sidecar_with(directory.path(), address, root, &ports);
     let secrets = directory
         .path()
         .join("var/run/secrets/workload-spiffe-uds/socket");
