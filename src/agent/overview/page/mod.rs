@@ -159,7 +159,7 @@ fn dns(html: &mut Html, overview: &Overview) {
 }
 
 fn warnings(html: &mut Html, entries: &[Entry]) {
-    html.section("Recent warnings", "overview", |html| {
+    html.wide_section("Recent warnings", "overview", |html| {
         if entries.is_empty() {
             html.markup("<p>")
                 .badge(Tone::Good, "none")
