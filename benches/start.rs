@@ -1,5 +1,5 @@
 //! What the agent costs before it does anything: size, time to listen, time to the first
-//! certificate, memory and wake-ups at rest. `benches/README.md` says how to read the table.
+//! certificate, from a live Envoy to readiness, memory and wake-ups at rest. `benches/README.md` says how to read the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -11,6 +11,8 @@ mod support;
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use envoy_types::pb::envoy::config::core::v3::Node;
@@ -19,6 +21,9 @@ use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client
 use istio_agent::local_istiod::{LocalIstiod, Options};
 use support::table::Table;
 use support::{Process, block_on, connect, median, write};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 
 /// Starts of each kind; the median counts.
 const ROUNDS: usize = 20;
@@ -60,6 +65,15 @@ fn main() {
         }
         row(&mut table, "exec to both sockets listening, ms", listening);
         row(&mut table, "exec to first certificate, ms", certified);
+        let mut ready = Vec::new();
+        for _ in 0..ROUNDS {
+            ready.push(until_ready(&address, &root, &token).await.as_secs_f64() * 1e3);
+        }
+        row(
+            &mut table,
+            "Envoy live to ready on the status port, ms",
+            ready,
+        );
         table.print();
         at_rest(&address, &root, &token).await;
     });
@@ -70,6 +84,65 @@ fn row(table: &mut Table, what: &str, values: Vec<f64>) {
     let most = values.iter().copied().fold(0.0, f64::max);
     let cells = [median(values), least, most].map(|value| format!("{value:.1}"));
     table.row(std::iter::once(what.to_owned()).chain(cells));
+}
+
+/// The time from an Envoy that is live and configured to an agent that says so.
+async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
+    let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let admin_port = admin.local_addr().expect("an address").port();
+    let status = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let status_port = status.local_addr().expect("an address").port();
+    drop(status);
+    let is_live = Arc::new(AtomicBool::new(false));
+    let mut envoy = JoinSet::new();
+    envoy.spawn(act_as_envoy(admin, is_live.clone()));
+    let directory = workdir(token);
+    let ports = format!("proxyAdminPort: {admin_port}, statusPort: {status_port}");
+    let _agent = Process::sidecar_with(directory.path(), address, root, &ports);
+    while !is_answer(status_port, "config not received").await {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    is_live.store(true, Ordering::Relaxed);
+    let live = Instant::now();
+    while !is_answer(status_port, "HTTP/1.1 200").await {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    live.elapsed()
+}
+
+/// An admin port with the statistics of an Envoy that becomes live when told so.
+async fn act_as_envoy(listener: TcpListener, is_live: Arc<AtomicBool>) {
+    const LIVE: &str = "cluster_manager.cds.update_success: 1\n\
+                        listener_manager.lds.update_success: 1\n\
+                        server.state: 0\nlistener_manager.workers_started: 1\n";
+    loop {
+        let (mut stream, _) = listener.accept().await.expect("a connection");
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request).await; // Whatever is asked.
+        let body = if is_live.load(Ordering::Relaxed) {
+            LIVE
+        } else {
+            ""
+        };
+        let length = body.len();
+        let answer = format!(
+            "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
+        );
+        let _ = stream.write_all(answer.as_bytes()).await; // Who went away does not want it.
+    }
+}
+
+/// Whether the answer to a readiness probe has `text` in it.
+async fn is_answer(port: u16, text: &str) -> bool {
+    let asked = async {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
+        let request = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        stream.write_all(request).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok::<_, std::io::Error>(answer)
+    };
+    asked.await.is_ok_and(|answer| answer.contains(text))
 }
 
 fn workdir(token: &str) -> tempfile::TempDir {
@@ -109,7 +182,13 @@ async fn first_certificate(socket: &Path) {
 /// Memory and wake-ups of an agent with a certificate and an open stream on each socket.
 async fn at_rest(address: &str, root: &str, token: &str) {
     let directory = workdir(token);
-    let agent = Process::sidecar(directory.path(), address, root);
+    // An Envoy that does not become live is asked again and again.
+    let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let admin_port = admin.local_addr().expect("an address").port();
+    let mut envoy = JoinSet::new();
+    envoy.spawn(act_as_envoy(admin, Arc::new(AtomicBool::new(true))));
+    let ports = format!("proxyAdminPort: {admin_port}");
+    let agent = Process::sidecar_with(directory.path(), address, root, &ports);
     let secrets = directory
         .path()
         .join("var/run/secrets/workload-spiffe-uds/socket");

@@ -42,6 +42,8 @@ pub mod unix_socket;
 
 pub mod lifecycle;
 
+pub mod timeline;
+
 pub mod logging;
 
 pub mod metrics;

@@ -46,7 +46,8 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
         }
         Some(Command::Request(flags)) => {
-            block_on(request::run(&flags, &mut io::stdout()))??;
+            let status_port = || config::status_port(&Environment::of_process(), ".".as_ref());
+            block_on(request::run(&flags, status_port, &mut io::stdout()))??;
             Ok(ExitCode::Success)
         }
         Some(Command::Wait(flags)) => {

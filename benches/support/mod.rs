@@ -53,6 +53,11 @@ impl Process {
 
     /// The agent of a sidecar whose Envoy does nothing.
     pub fn sidecar(directory: &Path, address: &str, root_pem: &str) -> Self {
+        Self::sidecar_with(directory, address, root_pem, "")
+    }
+
+    /// Like [`Process::sidecar`], with more members of ProxyConfig.
+    pub fn sidecar_with(directory: &Path, address: &str, root_pem: &str, more: &str) -> Self {
         use std::os::unix::fs::PermissionsExt;
         write(directory, "envoy", "#!/bin/sh\nexec sleep 1000\n");
         let envoy = directory.join("envoy");
@@ -61,7 +66,7 @@ impl Process {
         let mut command = agent(directory, root_pem);
         command.env(
             "PROXY_CONFIG",
-            format!("{{discoveryAddress: '{address}', binaryPath: '{envoy}'}}"),
+            format!("{{discoveryAddress: '{address}', binaryPath: '{envoy}', {more}}}"),
         );
         Self::start(&mut command)
     }

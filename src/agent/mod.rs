@@ -6,7 +6,9 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod milestones;
 mod name_tables;
+mod overview;
 mod pages;
 pub mod reload;
 
@@ -18,7 +20,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{oneshot, watch};
-use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::ca::csr::KeyType;
@@ -26,7 +27,6 @@ use crate::ca::istio::IstioCa;
 use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, KeyChoice};
-use crate::envoy::handle::Envoy;
 use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -35,11 +35,14 @@ use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Ta
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
+use crate::timeline::{Milestone, Timeline};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
 use crate::{dns, sds, secrets, status, xds};
 use name_tables::NameTables;
+use overview::Rooms;
 use reload::{Inputs, Load};
 
 /// How long the rooms may take to end once Envoy is gone.
@@ -85,10 +88,10 @@ impl Error {
 ///
 /// `load` reads the configuration anew, for the Envoy that is to follow the first.
 pub async fn run(config: Config, load: Load) -> Result<ExitCode, BoxError> {
-    let started = Instant::now();
+    let timeline = Timeline::start();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, load, started, &stop)?;
+    let agent = Agent::build(config, load, timeline, &stop)?;
     tokio::select! {
         code = agent.run(stop) => code,
         never = signals => match never {},
@@ -115,7 +118,12 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(config: Config, load: Load, started: Instant, stop: &Stop) -> Result<Self, BoxError> {
+    fn build(
+        config: Config,
+        load: Load,
+        timeline: Timeline,
+        stop: &Stop,
+    ) -> Result<Self, BoxError> {
         let metrics = registry();
         let inputs = Inputs::of(&config, load).map(Arc::new);
         let envoy = config.envoy.clone();
@@ -153,12 +161,25 @@ impl Agent {
         }
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
+        let secrets = agent.secrets(&istiod)?;
+        pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
-        pages.push(agent.discovery(istiod, dns.clone())?);
+        let observer = agent.discovery(istiod.clone(), dns.clone())?;
+        pages.push(pages::discovery(observer.clone()));
+        timeline.mark(Milestone::SocketsBound);
+        let rooms = Rooms {
+            node: agent.config.bootstrap.node.id.clone(),
+            timeline,
+            envoy,
+            istiod,
+            secrets,
+            discovery: observer,
+            dns,
+        };
+        agent.spawn_until_shutdown("watch of the start", milestones::watch(&rooms));
         if let Some(port) = port {
-            agent.status(port, envoy, dns.as_ref(), started, stop, pages)?;
+            agent.status(port, rooms, stop, pages)?;
         }
         Ok(agent)
     }
@@ -166,9 +187,7 @@ impl Agent {
     fn status(
         &mut self,
         port: status::Listener,
-        envoy: Option<Envoy>,
-        dns: Option<&dns::Dns>,
-        started: Instant,
+        rooms: Rooms,
         stop: &Stop,
         debug: Vec<status::Page>,
     ) -> Result<(), Error> {
@@ -176,13 +195,14 @@ impl Agent {
             return Ok(());
         };
         let sources = status::Sources {
-            started,
+            timeline: rooms.timeline.clone(),
             stop: stop.clone(),
-            dns_ready: dns.map(dns::Dns::ready),
+            dns_ready: rooms.dns.as_ref().map(dns::Dns::ready),
             metrics: self.metrics.clone(),
             scrape: self.scrape(),
             debug,
-            envoy,
+            envoy: rooms.envoy.clone(),
+            glance: Arc::new(rooms),
         };
         let serving = status::new(config, port, sources, self.last_shutdown.clone())?;
         self.last_tasks.spawn("status port", async move {
@@ -281,7 +301,7 @@ impl Agent {
         Ok(Some(dns))
     }
 
-    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<status::Page, Error> {
+    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<Observer, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
@@ -296,9 +316,9 @@ impl Agent {
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
-        let page = pages::discovery(discovery.observer());
+        let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));
-        Ok(page)
+        Ok(observer)
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {

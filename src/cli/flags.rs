@@ -58,6 +58,9 @@ pub struct RotationFlags {
     max_backups: Option<i64>,
 }
 
+/// Where the mesh file is unless a flag says otherwise.
+pub(crate) const MESH_CONFIG: &str = "./etc/istio/config/mesh";
+
 #[derive(Args, Clone, Debug)]
 pub struct ProxyFlags {
     /// Kind of node: sidecar, router or waypoint.
@@ -70,7 +73,7 @@ pub struct ProxyFlags {
     #[arg(long, default_value = "")]
     pub domain: String,
     /// MeshConfig file.
-    #[arg(long = "meshConfig", default_value = "./etc/istio/config/mesh")]
+    #[arg(long = "meshConfig", default_value = MESH_CONFIG)]
     pub mesh_config: PathBuf,
     /// Service cluster, when the configuration sets an empty one.
     #[arg(long = "serviceCluster", default_value = "istio-proxy")]

@@ -3,6 +3,9 @@
 //! The answer's body goes to standard output as it arrives, followed by a line feed. A status over
 //! 399 is an error that quotes the body, except 404, which counts as an answer.
 //!
+//! Ports other than Istio's own are refused, but for the status port this pod has chosen: a native
+//! sidecar is drained over it by this command.
+//!
 //! Does not reach other hosts or other ports.
 
 use std::io::{self, Write};
@@ -20,7 +23,8 @@ const LONGEST_QUOTE: usize = 64 << 10;
 
 #[derive(Args, Clone, Debug)]
 pub struct RequestFlags {
-    /// Port on localhost: 15000 (Envoy's admin), 15004, 15020 (the agent) or 15021 (health).
+    /// Port on localhost: 15000 (Envoy's admin), 15004, 15020 (the agent), 15021 (health), or the
+    /// agent's own where the pod has another.
     #[arg(long = "debug-port", default_value_t = 15000)]
     debug_port: i32,
     /// Method of the request, such as GET or POST.
@@ -51,9 +55,15 @@ pub enum Error {
     Output(#[source] io::Error),
 }
 
-/// Sends the request and writes the body of its answer to `output`.
-pub async fn run(flags: &RequestFlags, output: &mut impl Write) -> Result<(), Error> {
-    if !PORTS.contains(&flags.debug_port) {
+/// Sends the request and writes the body of its answer to `output`. The status port of this pod is
+/// asked for when the port is none of those every pod has.
+pub async fn run(
+    flags: &RequestFlags,
+    status_port: impl FnOnce() -> Option<u16>,
+    output: &mut impl Write,
+) -> Result<(), Error> {
+    let is_own = || status_port().map(i32::from) == Some(flags.debug_port);
+    if !PORTS.contains(&flags.debug_port) && !is_own() {
         return Err(Error::Port {
             found: flags.debug_port,
         });
@@ -157,15 +167,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_status_port_of_the_pod_is_not_refused() {
+        // Port 1 is reserved; nobody listens.
+        let answer = run(&flags(1, "drain"), || Some(1), &mut Vec::new()).await;
+        let error = answer.expect_err("nobody listens");
+        assert!(!matches!(error, Error::Port { .. }), "{error}");
+    }
+
+    #[tokio::test]
     async fn other_ports_and_impossible_paths_are_refused() {
-        let error = run(&flags(8080, "x"), &mut Vec::new())
-            .await
-            .expect_err("refused");
-        assert_eq!(
-            error.to_string(),
-            "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
-        );
-        let error = run(&flags(15000, "a b"), &mut Vec::new()).await;
+        for status_port in [None, Some(15020)] {
+            let error = run(&flags(8080, "x"), || status_port, &mut Vec::new())
+                .await
+                .expect_err("refused");
+            assert_eq!(
+                error.to_string(),
+                "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
+            );
+        }
+        let error = run(&flags(15000, "a b"), || None, &mut Vec::new()).await;
         assert!(matches!(error, Err(Error::Http(HttpError::Url { .. }))));
     }
 }

@@ -16,6 +16,7 @@ use super::mesh::Document;
 use super::pod::Pairs;
 use super::{Notes, Problem, statsd, threads, validate};
 use crate::cli::ProxyFlags;
+use crate::cli::flags::MESH_CONFIG;
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
 const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";
@@ -32,13 +33,7 @@ pub(super) fn document(
     annotations: &Pairs,
     notes: &mut Notes,
 ) -> Document {
-    let mut document = Document::builtin();
-    mesh_file(&mut document, &flags.mesh_config, root, notes);
-    let variable = env.get(&environment::PROXY_CONFIG, &mut notes.warnings);
-    document.overlay_text("PROXY_CONFIG", &variable, notes);
-    if let Some(text) = annotations.get(CONFIG_ANNOTATION) {
-        document.overlay_text(CONFIG_ANNOTATION, text, notes);
-    }
+    let mut document = without_flags(&flags.mesh_config, env, root, annotations, notes);
     let cpus = env.get(&environment::ISTIO_CPU_LIMIT, &mut notes.warnings);
     threads::set(&mut document, flags.concurrency, cpus, root, notes);
     if document.get("serviceCluster") == Some(&json!("")) {
@@ -52,6 +47,33 @@ pub(super) fn document(
     validate::check(&document, notes);
     late_annotations(&mut document, annotations, notes);
     templates(&mut document, flags, env, root, notes);
+    document
+}
+
+/// The status port, which no flag changes. Notes are for those who fold all sources.
+pub(super) fn status_port(env: &Environment, root: &Path, annotations: &Pairs) -> Option<u16> {
+    let mut notes = Notes::default();
+    let path = Path::new(MESH_CONFIG);
+    let mut document = without_flags(path, env, root, annotations, &mut notes);
+    late_annotations(&mut document, annotations, &mut notes);
+    document.read().status_port
+}
+
+/// What files, environment and annotations say.
+fn without_flags(
+    mesh_config: &Path,
+    env: &Environment,
+    root: &Path,
+    annotations: &Pairs,
+    notes: &mut Notes,
+) -> Document {
+    let mut document = Document::builtin();
+    mesh_file(&mut document, mesh_config, root, notes);
+    let variable = env.get(&environment::PROXY_CONFIG, &mut notes.warnings);
+    document.overlay_text("PROXY_CONFIG", &variable, notes);
+    if let Some(text) = annotations.get(CONFIG_ANNOTATION) {
+        document.overlay_text(CONFIG_ANNOTATION, text, notes);
+    }
     document
 }
 

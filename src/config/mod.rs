@@ -150,6 +150,13 @@ pub fn load(
     load_with(flags, log, env, root, interfaces::of_this_machine())
 }
 
+/// The status port of an agent that runs in `root`, for commands beside it. What is wrong with the
+/// configuration is for that agent to say.
+pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
+    let annotations = pod_pairs(root, "annotations", &mut Notes::default());
+    effective::status_port(env, root, &annotations.unwrap_or_default())
+}
+
 /// Reads the configuration of a machine with these interfaces.
 pub(crate) fn load_with(
     flags: &ProxyFlags,

@@ -385,10 +385,14 @@ fn late_annotations_win_over_what_was_checked() {
     assert_eq!(config.bootstrap.agent_port, None);
     let document = &config.bootstrap.node.proxy_config;
     assert!(!document.contains_key("statusPort"), "{document:?}");
+    let env = machine.variables.iter().copied().collect();
+    let of_command = || status_port(&env, machine.root.path());
+    assert_eq!(of_command(), None);
     let bad = "status.sidecar.istio.io/port=\"http\"\n";
     machine.file("etc/istio/pod/annotations", bad);
     let config = machine.config();
     assert_eq!(config.bootstrap.agent_port, Some(15_099));
+    assert_eq!(of_command(), Some(15_099));
     assert_eq!(config.warnings.len(), 1);
 }
 

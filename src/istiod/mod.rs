@@ -179,7 +179,6 @@ impl Istiod {
     }
 
     /// What is connected now.
-    #[cfg(test)]
     pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
         self.shared.connected.subscribe()
     }

@@ -10,6 +10,7 @@ use tracing::Level;
 use tracing::field::{Field, Visit};
 
 use super::levels::DEFAULT;
+use super::recent::Recent;
 use crate::clock;
 
 /// Message and labels of an event.
@@ -23,6 +24,21 @@ impl Content {
     /// Takes over the labels of a span around the event.
     pub(super) fn inherit(&mut self, span: &Self) {
         self.labels.extend(span.labels.iter().cloned());
+    }
+
+    /// Message and labels in one line, whatever they quote, with `gap` between them.
+    fn text(&self, gap: char) -> String {
+        let mut text = self.message.replace('\n', "\\n");
+        let mut separator = gap;
+        for (name, value) in &self.labels {
+            let value = value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned);
+            let value = value.replace('\n', "\\n");
+            let _ = write!(text, "{separator}{name}={value}"); // A String takes everything.
+            separator = ' ';
+        }
+        text
     }
 
     fn add(&mut self, field: &Field, value: Value) {
@@ -75,19 +91,17 @@ impl Line {
             line += caller;
             line.push('\t');
         }
-        // One line per entry, whatever a message quotes.
-        line += &self.content.message.replace('\n', "\\n");
-        let mut separator = '\t';
-        for (name, value) in &self.content.labels {
-            let value = value
-                .as_str()
-                .map_or_else(|| value.to_string(), str::to_owned);
-            let value = value.replace('\n', "\\n");
-            let _ = write!(line, "{separator}{name}={value}"); // A String takes everything.
-            separator = ' ';
-        }
+        line += &self.content.text('\t');
         line.push('\n');
         line
+    }
+
+    /// Notes the line among the recent ones, if it is a warning or worse.
+    pub(super) fn note(&self, recent: &Recent) {
+        if self.level <= Level::WARN {
+            let (level, time) = (level_word(self.level), timestamp(self.time));
+            recent.add(level, self.scope, &self.content.text(' '), time);
+        }
     }
 
     pub(super) fn json(&self) -> String {

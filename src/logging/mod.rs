@@ -9,9 +9,10 @@
 
 mod levels;
 mod line;
+mod recent;
 
 use std::io::{self, Write as _};
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 use std::time::SystemTime;
 
 use tracing::level_filters::LevelFilter;
@@ -22,6 +23,8 @@ use tracing_subscriber::registry::LookupSpan;
 
 use levels::{Levels, scope_of};
 use line::{Content, Line};
+pub use recent::Entry;
+use recent::Recent;
 
 /// What to log, how, and where to.
 #[derive(Clone, Debug)]
@@ -95,6 +98,14 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
     Levels::parse(flag).map(drop)
 }
 
+/// What the one log of this process has seen last.
+static RECENT: OnceLock<Recent> = OnceLock::new();
+
+/// The warnings and errors logged last, the newest first.
+pub fn recent() -> Vec<Entry> {
+    RECENT.get().map(Recent::entries).unwrap_or_default()
+}
+
 /// Logs from here on as `options` say.
 pub fn init(options: Options) -> Result<(), Error> {
     let sinks = options.targets.iter().map(|target| open(target));
@@ -103,6 +114,7 @@ pub fn init(options: Options) -> Result<(), Error> {
         json: options.json,
         callers: options.callers,
         sinks: Mutex::new(sinks.collect::<Result<_, _>>()?),
+        recent: RECENT.get_or_init(Recent::default).clone(),
     };
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer))
         .map_err(|_| Error::Twice)
@@ -134,6 +146,7 @@ struct Lines {
     callers: Vec<String>,
     /// Held for one write, so that lines of several threads do not mix.
     sinks: Mutex<Vec<Sink>>,
+    recent: Recent,
 }
 
 impl Lines {
@@ -203,13 +216,15 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
         event.record(&mut content);
         let metadata = event.metadata();
         let scope = scope_of(metadata.target());
-        self.write(&Line {
+        let line = Line {
             time: SystemTime::now(),
             level: *metadata.level(),
             scope,
             caller: self.caller(metadata, scope),
             content,
-        });
+        };
+        self.write(&line);
+        line.note(&self.recent);
     }
 }
 
@@ -234,12 +249,17 @@ mod tests {
 
     /// What is logged by `options` while `work` runs, without the times.
     fn logged(options: Options, work: impl FnOnce()) -> Vec<String> {
+        logged_and_kept(options, &Recent::default(), work)
+    }
+
+    fn logged_and_kept(options: Options, recent: &Recent, work: impl FnOnce()) -> Vec<String> {
         let page = Page::default();
         let lines = Lines {
             levels: options.levels,
             json: options.json,
             callers: options.callers,
             sinks: Mutex::new(vec![Box::new(page.clone())]),
+            recent: recent.clone(),
         };
         let subscriber = tracing_subscriber::registry().with(lines);
         tracing::subscriber::with_default(subscriber, work);
@@ -273,5 +293,27 @@ mod tests {
             assert_eq!(has_caller, named, "{scopes}: {}", lines[0]);
             assert!(lines[0].ends_with("\tsent"));
         }
+    }
+
+    #[test]
+    fn warnings_and_errors_that_are_logged_are_kept_and_nothing_else() {
+        let recent = Recent::default();
+        let options = Options::parse("default:info,ca:error", &[]).expect("levels");
+        logged_and_kept(options, &recent, || {
+            tracing::info!(target: "sds", "fine");
+            tracing::warn!(target: "ca", "not logged");
+            tracing::warn!(target: "sds", id = 7, "odd\nthing");
+            tracing::error!("broken");
+        });
+        let entries = recent.entries();
+        let shown: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.level, entry.scope, &*entry.message))
+            .collect();
+        let expected = [
+            ("error", "default", "broken"),
+            ("warn", "sds", "odd\\nthing id=7"),
+        ];
+        assert_eq!(shown, expected);
     }
 }

@@ -9,7 +9,8 @@
 //! | `/drain` | POST | loopback | has Envoy send its clients away |
 //! | `/drain` | GET | loopback | JSON: what the end will look like, and how far it is |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | what the application says |
-//! | `/debug/…` | any | loopback | JSON |
+//! | `/debug/` | any | loopback | HTML: everything at one glance, for people |
+//! | `/debug/…` | any | loopback | JSON; the same as `/debug/overview` |
 //!
 //! [`bind`] takes the port, before the rooms are built; the future of [`new`] serves it until it is
 //! told to stop, which is last of all.
@@ -36,15 +37,15 @@ use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use crate::envoy::handle::Envoy;
 use crate::lifecycle::{BoxError, CancellationToken, Stop};
 use crate::metrics::Registry;
 use crate::probe;
+use crate::timeline::Timeline;
 use app_probe::AppProbes;
 use control::Control;
-pub use debug::Page;
+pub use debug::{Glance, Page, Ready};
 pub use probers::{Prober, Probers};
 use ready::Readiness;
 use reply::{json, plain};
@@ -75,8 +76,8 @@ pub struct Config {
 
 /// What the rooms provide.
 pub struct Sources {
-    /// When the agent came to life.
-    pub started: Instant,
+    /// How the start went, from when the agent came to life.
+    pub timeline: Timeline,
     pub stop: Stop,
     /// None where the agent runs without Envoy.
     pub envoy: Option<Envoy>,
@@ -85,6 +86,7 @@ pub struct Sources {
     pub metrics: Registry,
     pub scrape: Scrape,
     pub debug: Vec<Page>,
+    pub glance: Arc<dyn Glance>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -121,6 +123,7 @@ struct Router {
     metrics: Registry,
     scrape: Scrape,
     debug: Vec<Page>,
+    glance: Arc<dyn Glance>,
 }
 
 impl Router {
@@ -133,6 +136,7 @@ impl Router {
             metrics: sources.metrics,
             scrape: sources.scrape,
             debug: sources.debug,
+            glance: sources.glance,
         })
     }
 
@@ -163,6 +167,15 @@ impl Router {
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
+            "/debug/" | "/debug/overview" if !is_local => reply::forbidden(),
+            "/debug/" => {
+                self.at_a_glance(|glance, ready| reply::html(glance.html(ready)))
+                    .await
+            }
+            "/debug/overview" => {
+                self.at_a_glance(|glance, ready| json(StatusCode::OK, &glance.json(ready)))
+                    .await
+            }
             page => match self.debug.iter().find(|debug| debug.path == page) {
                 Some(_) if !is_local => reply::forbidden(),
                 Some(debug) => look_inside(debug).await,
@@ -170,16 +183,32 @@ impl Router {
             },
         }
     }
+
+    /// A form of the page of everything. Readiness is not logged, as nobody probes.
+    async fn at_a_glance(&self, form: fn(&dyn Glance, Ready) -> Response<Body>) -> Response<Body> {
+        let ready = self.ready.check().await;
+        let ready = ready.map_err(|missing| missing.to_string());
+        let glance = self.glance.clone();
+        let reply = aside(move || form(&*glance, ready)).await;
+        reply.unwrap_or_else(|failure| failure)
+    }
+}
+
+async fn look_inside(page: &Page) -> Response<Body> {
+    let content = page.content.clone();
+    match aside(move || content()).await {
+        Ok(Some(content)) => json(StatusCode::OK, &content),
+        Ok(None) => json(StatusCode::NOT_FOUND, &serde_json::json!({})),
+        Err(failure) => failure,
+    }
 }
 
 /// Makes a page aside, as some take a while.
-async fn look_inside(page: &Page) -> Response<Body> {
-    let content = page.content.clone();
-    match tokio::task::spawn_blocking(move || content()).await {
-        Ok(Some(content)) => json(StatusCode::OK, &content),
-        Ok(None) => json(StatusCode::NOT_FOUND, &serde_json::json!({})),
-        Err(panic) => plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")),
-    }
+async fn aside<C: Send + 'static>(
+    make: impl FnOnce() -> C + Send + 'static,
+) -> Result<C, Response<Body>> {
+    let made = tokio::task::spawn_blocking(make).await;
+    made.map_err(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
 }
 
 impl fmt::Debug for Sources {

@@ -8,7 +8,7 @@
 use ::http::Uri;
 
 /// Trees of pages, whose roots end in a slash.
-const TREES: [&str; 2] = ["/app-health", "/app-lifecycle"];
+const TREES: [&str; 3] = ["/app-health", "/app-lifecycle", "/debug"];
 
 /// Where a request is to go instead, query included. None when its path is in order.
 pub(super) fn cleaned(uri: &Uri) -> Option<String> {
@@ -53,6 +53,8 @@ mod tests {
             ("/app-health/", None),
             ("/app-health", Some("/app-health/")),
             ("/app-lifecycle?a", Some("/app-lifecycle/?a")),
+            ("/debug", Some("/debug/")),
+            ("/debug/", None),
             ("//debug/envoy", Some("/debug/envoy")),
             ("/debug/../drain?x=%2e", Some("/drain?x=%2e")),
             ("/./stats//prometheus", Some("/stats/prometheus")),

@@ -1,10 +1,13 @@
 //! The small answers.
 //!
-//! Text, JSON and the errors that every page shares.
+//! Text, JSON, HTML and the errors that every page shares.
 //!
 //! Does not decide which of them to give.
 
-use ::http::header::{CACHE_CONTROL, CONTENT_TYPE, LOCATION, X_CONTENT_TYPE_OPTIONS};
+use ::http::header::{
+    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
+    X_CONTENT_TYPE_OPTIONS,
+};
 use ::http::{HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -29,6 +32,24 @@ pub(super) fn json(status: StatusCode, value: &Value) -> Response<Body> {
     reply.headers_mut().insert(CONTENT_TYPE, JSON);
     let no_store = HeaderValue::from_static("no-store");
     reply.headers_mut().insert(CACHE_CONTROL, no_store);
+    reply
+}
+
+/// A page that consists of itself alone: whatever got into it, nothing is run, loaded or sent.
+pub(super) fn html(text: String) -> Response<Body> {
+    let mut reply = bytes(StatusCode::OK, text.into());
+    let policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
+                  form-action 'none'; frame-ancestors 'none'";
+    for (name, value) in [
+        (CONTENT_TYPE, "text/html; charset=utf-8"),
+        (CACHE_CONTROL, "no-store"),
+        (CONTENT_SECURITY_POLICY, policy),
+        (REFERRER_POLICY, "no-referrer"),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    ] {
+        let value = HeaderValue::from_static(value);
+        reply.headers_mut().insert(name, value);
+    }
     reply
 }
 

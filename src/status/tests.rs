@@ -18,6 +18,19 @@ pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     })
 }
 
+/// A page that holds nothing but readiness.
+pub(super) struct OfReadiness;
+
+impl Glance for OfReadiness {
+    fn json(&self, ready: Ready) -> serde_json::Value {
+        json!({ "missing": ready.err() })
+    }
+
+    fn html(&self, ready: Ready) -> String {
+        format!("<p>{ready:?}")
+    }
+}
+
 fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
     let metrics = Registry::default();
     metrics.counter("istio_agent_tests", "Tests.").inc();
@@ -35,7 +48,7 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
         grpc_bootstrap: None,
     };
     let sources = Sources {
-        started: Instant::now(),
+        timeline: Timeline::start(),
         stop: stop.clone(),
         envoy: None,
         dns_ready: None,
@@ -45,6 +58,7 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
             path: "/debug/x",
             content: Arc::new(|| Some(json!({ "a": 1 }))),
         }],
+        glance: Arc::new(OfReadiness),
     };
     Router::new(config, sources).expect("a router")
 }
@@ -81,6 +95,11 @@ async fn each_page_answers_whom_and_as_it_should() {
         ("POST /drain", "[::1]:1", 200, "OK"),
         ("GET /debug/x", THERE, 403, forbidden),
         ("GET /debug/x", HERE, 200, r#"{"a":1}"#),
+        ("GET /debug/", THERE, 403, forbidden),
+        ("GET /debug/", HERE, 200, "<p>Ok(())"),
+        ("GET /debug/overview", THERE, 403, forbidden),
+        ("GET /debug/overview", HERE, 200, r#"{"missing":null}"#),
+        ("GET /debug", HERE, 301, "see /debug/\n"),
         ("GET /debug/pprof/", HERE, 404, "404 page not found\n"),
         ("GET /app-health/a/livez", THERE, 500, ""),
         (
@@ -123,6 +142,18 @@ async fn errors_are_text_and_other_spellings_are_redirected() {
         (status, &head.headers()["location"]),
         (301, &HeaderValue::from_static("/debug/x?y"))
     );
+}
+
+#[tokio::test]
+async fn the_page_for_people_runs_and_loads_nothing_and_is_never_old() {
+    let router = router(&Stop::new(), false);
+    let (_, _, head) = asked(&router, "GET /debug/", HERE).await;
+    let header = |name: &str| head.headers()[name].to_str().expect("text").to_owned();
+    assert_eq!(header("content-type"), "text/html; charset=utf-8");
+    assert_eq!(header("cache-control"), "no-store");
+    let policy = header("content-security-policy");
+    assert!(policy.starts_with("default-src 'none'; "), "{policy}");
+    assert!(!policy.contains("script"), "{policy}");
 }
 
 #[tokio::test]

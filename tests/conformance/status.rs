@@ -93,6 +93,9 @@ async fn every_path_answers_as_it_should() {
         ("GET /", 404, None),
         ("GET //healthz/ready", 301, None),
         ("GET /app-health", 301, None),
+        ("GET /debug", 301, None),
+        ("GET /debug/", 200, None),
+        ("GET /debug/overview", 200, None),
     ] {
         let answer = ask(port, line).await;
         assert_eq!(answer.status, status, "{line}: {answer:?}");
@@ -110,6 +113,15 @@ async fn every_path_answers_as_it_should() {
     let drain = ask(port, "GET /drain").await;
     let drain: Value = serde_json::from_str(&drain.body).unwrap();
     assert_eq!(drain["asked"], "run");
+    let overview = ask(port, "GET /debug/overview").await;
+    let overview: Value = serde_json::from_str(&overview.body).unwrap();
+    assert_eq!(overview["ready"], true);
+    assert!(overview["envoy"].is_null(), "{overview}");
+    let milestones = overview["start_up"].as_array().unwrap();
+    let named = |name: &str| milestones.iter().any(|each| each["milestone"] == name);
+    assert!(named("sockets bound") && named("ready"), "{milestones:?}");
+    let page = ask(port, "GET /debug/").await;
+    assert!(page.body.starts_with("<!doctype html>"), "{page:?}");
 }
 
 #[tokio::test]

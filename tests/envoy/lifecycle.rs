@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use http::Method;
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -13,6 +14,12 @@ use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::is_alive;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
+
+/// An end that would take for ever, were it to drain.
+const ENDLESS: [(&str, &str); 2] = [
+    ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
+    ("MINIMUM_DRAIN_DURATION", "1h"),
+];
 
 /// A pod with a route through Envoy at `port`.
 async fn serving(binary: &Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
@@ -43,12 +50,21 @@ async fn serving_with(
 
 /// An end in the first second is a failed start, which has another status. Envoy counts the second it
 /// was started in as a whole one.
-async fn until_it_is_no_failed_start(pod: &Pod) {
+pub async fn until_it_is_no_failed_start(pod: &Pod) {
     eventually("an Envoy of a second", async || {
         let info = ask(&pod.envoy, "/server_info").await?;
         let info: Value = serde_json::from_str(&info).unwrap();
         let uptime = info["uptime_current_epoch"].as_str().unwrap();
         (!["0s", "1s"].contains(&uptime)).then_some(())
+    })
+    .await;
+}
+
+/// Envoy asks its clients to leave.
+async fn says_goodbye(port: u16) {
+    eventually("goodbyes to clients", async || {
+        let head = get(port).await.ok()?;
+        (header(&head, "connection") == Some("close")).then_some(())
     })
     .await;
 }
@@ -59,11 +75,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     let (mut pod, envoy, port, _backend, _control_plane) = serving(&binary).await;
     let asked = Instant::now();
     pod.agent.signal(Signal::TERM);
-    eventually("goodbyes to clients", async || {
-        let head = get(port).await.ok()?;
-        (header(&head, "connection") == Some("close")).then_some(())
-    })
-    .await;
+    says_goodbye(port).await;
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(0), "{status}");
     assert!(!is_alive(envoy));
@@ -123,10 +135,7 @@ async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
 #[tokio::test]
 async fn a_second_signal_cuts_the_drain_short() {
     let Some(binary) = envoy_binary() else { return };
-    let environment = [("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true")];
-    let environment = [environment[0], ("MINIMUM_DRAIN_DURATION", "1h")];
-    let (mut pod, envoy, _port, _backend, _control_plane) =
-        serving_with(&binary, &environment).await;
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     pod.agent.signal(Signal::TERM);
     eventually("a drain", async || {
         pod.agent
@@ -189,4 +198,77 @@ async fn envoy_does_not_outlive_a_killed_agent() {
     eventually("Envoy is gone", async || (!is_alive(envoy)).then_some(())).await;
     let took = killed.elapsed();
     assert!(took <= Duration::from_secs(2), "{took:?}");
+}
+
+/// As the hook before the end of a native sidecar's container, and what follows it.
+#[tokio::test]
+async fn a_native_sidecar_drains_ahead_of_the_end_and_then_ends_at_once() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    // Not one of the ports every pod has.
+    let status_port = format!("--debug-port={}", pod.status_port);
+    pod.run(&["request", &status_port, "POST", "drain"]).await;
+    says_goodbye(port).await;
+    let is_ready = pod.status(Method::GET, "/healthz/ready").await;
+    assert!(is_ready.is_some(), "the application still runs");
+    assert!(!pod.agent.has_ended());
+    assert!(get(port).await.is_ok(), "its clients are still served");
+    pod.agent.signal(Signal::TERM);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+/// As the last thing the application of a job does.
+#[tokio::test]
+async fn a_job_that_is_done_ends_agent_and_envoy_at_once_and_well() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    let _open = connect(port).await.unwrap();
+    let answer = pod.status(Method::POST, "/quitquitquit").await;
+    assert_eq!(answer.as_deref(), Some("OK"));
+    let asked = Instant::now();
+    let status = pod.agent.end().await;
+    let took = asked.elapsed();
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+    // Envoy ends by itself when asked; the first step that would make it is later.
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only() {
+    let Some(binary) = envoy_binary() else { return };
+    for (role, drains_outbound) in [("router", true), ("sidecar", false)] {
+        let (backend, inbound, outbound) = (Backend::start().await, free_port(), free_port());
+        let mut to_others = listener("outbound", outbound, "all");
+        to_others["traffic_direction"] = "OUTBOUND".into();
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            listener("inbound", inbound, "all"),
+            to_others,
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &ENDLESS,
+        };
+        let mut pod = Pod::start_as(role, settings, &control_plane);
+        for port in [inbound, outbound] {
+            eventually("a route in force", async || get(port).await.ok()).await;
+        }
+        pod.agent.signal(Signal::TERM);
+        says_goodbye(inbound).await;
+        if drains_outbound {
+            says_goodbye(outbound).await;
+        } else {
+            let head = get(outbound).await.unwrap();
+            assert_eq!(header(&head, "connection"), None, "{role}: {head}");
+        }
+        pod.agent.signal(Signal::TERM);
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{role}: {status}");
+    }
 }

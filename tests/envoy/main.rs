@@ -18,5 +18,6 @@ mod hot_restart;
 mod lifecycle;
 mod memory;
 mod outages;
+mod page;
 mod status;
 mod support;

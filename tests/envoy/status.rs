@@ -1,10 +1,14 @@
 //! Readiness as the kubelet sees it: through Envoy's health listener.
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use std::time::Duration;
 
-use crate::support::control_plane::ControlPlane;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::Instant;
+
+use crate::support::control_plane::{ControlPlane, Dead};
 use crate::support::http::connect;
 use crate::support::pod::{Pod, Settings};
+use crate::support::process::Process;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
 
@@ -30,21 +34,13 @@ async fn becomes(port: u16, path: &str, expected: u16) {
 #[tokio::test]
 async fn a_pod_is_ready_through_envoy_once_that_is_configured() {
     let Some(binary) = envoy_binary() else { return };
-    let dead = ControlPlane::of(&[
-        cluster("books"),
-        endpoints("books", &[free_port()]),
-        listener("plain", free_port(), "all"),
-        routes("all", "books", "0"),
-    ])
-    .await;
     let health = free_port();
     let port = health.to_string();
     let settings = Settings {
         envoy: Some(&binary),
         environment: &[("ENVOY_STATUS_PORT", &port)],
     };
-    let pod = Pod::start(settings, &dead);
-    let dead = dead.kill().await;
+    let (pod, dead) = without_istiod(settings).await;
     // Without a configuration Envoy may listen or not, but is not ready.
     eventually("an agent that answers", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
@@ -74,7 +70,13 @@ async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
         environment: &[],
     };
     let pod = Pod::start(settings, &control_plane);
-    let envoy = eventually("a pid", async || pod.envoy_pid()).await;
+    // Stopped before it is Envoy, it would hold up the agent, which waits for that.
+    let envoy = eventually("a process that is Envoy", async || {
+        let envoy = pod.envoy_pid()?;
+        let program = format!("/proc/{}/exe", envoy.as_raw_nonzero());
+        (std::fs::read_link(program).ok()? == binary).then_some(envoy)
+    })
+    .await;
     rustix::process::kill_process(envoy, rustix::process::Signal::STOP).unwrap();
     eventually("an answer in time", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
@@ -82,4 +84,55 @@ async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
         Some(())
     })
     .await;
+}
+
+/// A pod whose control plane has all it needs, but is dead for the moment.
+async fn without_istiod(settings: Settings<'_>) -> (Pod, Dead) {
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[free_port()]),
+        listener("plain", free_port(), "all"),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let pod = Pod::start(settings, &control_plane);
+    (pod, control_plane.kill().await)
+}
+
+/// A command beside the agent, in the same container.
+fn beside(pod: &Pod, arguments: &[&str]) -> Process {
+    let mut command = pod.command();
+    command.args(arguments);
+    Process::start(&mut command, &pod.path("command.log"))
+}
+
+/// As the hook after the start of the agent's container: those after it are started when it ends.
+#[tokio::test]
+async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
+    let Some(binary) = envoy_binary() else { return };
+    let health = free_port();
+    let port = health.to_string();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("ENVOY_STATUS_PORT", &port)],
+    };
+    let (pod, dead) = without_istiod(settings).await;
+    let url = format!("--url=http://localhost:{health}/healthz/ready");
+    let mut wait = beside(&pod, &["wait", &url]);
+    eventually("an Envoy that has started", async || {
+        ask(pod.status_port, "/debug/overview")
+            .await
+            .filter(|(_, body)| body.contains("Envoy started"))
+    })
+    .await;
+    // Longer than its pauses.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!wait.has_ended(), "Envoy has no configuration");
+    let _control_plane = dead.revive().await;
+    becomes(health, "/healthz/ready", 200).await;
+    let ready = Instant::now();
+    let status = wait.end().await;
+    let took = ready.elapsed();
+    assert!(status.success(), "{}", wait.log());
+    assert!(took < Duration::from_millis(500), "{took:?} is a long poll");
 }

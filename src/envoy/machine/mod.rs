@@ -182,10 +182,18 @@ impl Machine {
             (Phase::Killing, Kill, Some(self.limits.kill)),
         ];
         let step = |(phase, waits_for, limit): (Phase, WaitsFor, Option<Duration>)| {
-            let at_most = limit.filter(|_| phase >= self.phase)?;
+            let at_most = limit.filter(|_| phase >= self.next_step())?;
             Some(Step { waits_for, at_most })
         };
         Plan(steps.into_iter().filter_map(step).collect())
+    }
+
+    /// Where the steps of an end begin: a drain that was ordered is not repeated.
+    fn next_step(&self) -> Phase {
+        match self.phase {
+            early if self.is_drained && early < Phase::Announcing => Phase::Quitting,
+            phase => phase,
+        }
     }
 
     pub fn apply(&mut self, event: Event) -> Action {

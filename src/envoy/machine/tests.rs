@@ -196,6 +196,16 @@ fn the_plan_names_the_steps_that_are_left() {
     assert_eq!(waits(&machine), [Quit, Termination, Kill]);
 }
 
+#[test]
+fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
+    let steps = |machine: &Machine| machine.plan().0.len();
+    let drained = walk(LIMITS, &up(&[(DrainOrdered, Action::Tell)]));
+    assert_eq!(steps(&drained), 3);
+    let asked = (ASK, Action::Announce(LIMITS.announce));
+    let late = (DrainOrdered, Action::Nothing);
+    assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 5);
+}
+
 /// What a supervisor would know: whether there is a process, and whether it is over.
 #[derive(Default)]
 struct World {

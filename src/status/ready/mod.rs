@@ -23,6 +23,7 @@ use super::Sources;
 use crate::envoy::handle::{Envoy, Report, State};
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::Gauge;
+use crate::timeline::{Milestone, Timeline};
 use bootstrap_file::BootstrapFile;
 
 /// Pauses of the watch while Envoy starts, and when it takes long.
@@ -48,7 +49,7 @@ pub(super) enum NotReady {
 }
 
 pub(super) struct Readiness {
-    started: Instant,
+    timeline: Timeline,
     asked: watch::Receiver<Asked>,
     envoy: Option<Envoy>,
     grpc: Option<BootstrapFile>,
@@ -79,7 +80,7 @@ impl Readiness {
             "The time from the process starting to being marked ready.",
         );
         Self {
-            started: sources.started,
+            timeline: sources.timeline.clone(),
             asked: sources.stop.asked(),
             envoy: sources.envoy.clone(),
             grpc: grpc.map(BootstrapFile::new),
@@ -104,7 +105,7 @@ impl Readiness {
         ready
     }
 
-    async fn check(&self) -> Result<(), NotReady> {
+    pub(super) async fn check(&self) -> Result<(), NotReady> {
         if let Some(envoy) = &self.envoy {
             self.envoy_is_ready(envoy).await?;
         }
@@ -113,15 +114,24 @@ impl Readiness {
             file.check()?;
         }
         match &self.dns {
-            Some(ready) if !*ready.borrow() => Err(NotReady::Dns),
-            _ => Ok(()),
+            Some(ready) if !*ready.borrow() => return Err(NotReady::Dns),
+            _ => {}
         }
+        self.timeline.mark(Milestone::Ready);
+        Ok(())
     }
 
-    /// Asks Envoy again and again until it is live, so that the moment is known when nobody asks.
+    /// Asks Envoy again and again until it is live, so that the moment is known when nobody asks,
+    /// and that of readiness with it.
     pub(super) async fn watch(&self) -> Infallible {
         if let Some(envoy) = &self.envoy {
             self.until_live(envoy).await;
+        }
+        if let Some(ready) = &self.dns {
+            let _ = ready.clone().wait_for(|ready| *ready).await; // Checked below.
+        }
+        if let Err(missing) = self.check().await {
+            tracing::debug!("Envoy is live and the pod is not ready: {missing}");
         }
         std::future::pending().await
     }
@@ -173,6 +183,7 @@ impl Readiness {
             stats::is_configured(envoy.admin()).await?;
             proof.is_configured = true;
             self.keep(proof);
+            self.timeline.mark(Milestone::ConfigReceived);
         }
         self.not_terminating()?;
         if !proof.is_live {
@@ -187,7 +198,8 @@ impl Readiness {
     /// Records how long the first start took.
     fn mark_start(&self) {
         if !self.has_started.swap(true, Ordering::Relaxed) {
-            let took = self.started.elapsed();
+            let took = self.timeline.elapsed();
+            self.timeline.mark(Milestone::EnvoyLive);
             self.startup.set(took.as_secs_f64());
             tracing::info!("Readiness succeeded in {took:?}");
         }

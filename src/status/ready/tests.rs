@@ -20,6 +20,7 @@ const LIVE: &str = "server.state: 0\nlistener_manager.workers_started: 1\n";
 struct Scene {
     stop: Stop,
     metrics: Registry,
+    timeline: Timeline,
     report: watch::Sender<Report>,
     /// What the admin port says; nothing is a hung one.
     says: watch::Sender<Option<(u16, String)>>,
@@ -41,19 +42,22 @@ impl Scene {
         let (report, reports) = watch::channel(started(0, 1));
         let (sender, orders) = mpsc::channel(1);
         let (stop, metrics) = (Stop::new(), Registry::default());
+        let timeline = Timeline::start();
         let sources = Sources {
-            started: Instant::now(),
+            timeline: timeline.clone(),
             stop: stop.clone(),
             envoy: Some(Envoy::new(admin, reports, sender)),
             dns_ready: None,
             metrics: metrics.clone(),
             scrape: crate::status::tests::own_metrics(metrics.clone()),
             debug: Vec::new(),
+            glance: Arc::new(crate::status::tests::OfReadiness),
         };
         Self {
             ready: Arc::new(Readiness::new(None, &sources)),
             stop,
             metrics,
+            timeline,
             report,
             says,
             asked,
@@ -202,4 +206,14 @@ async fn the_watch_marks_the_moment_when_nobody_asks_and_rests_then() {
         page.contains("\nistio_agent_startup_duration_seconds "),
         "{page}"
     );
+    let all_marked = async {
+        while scene.timeline.reached().len() < 3 {
+            tokio::task::yield_now().await;
+        }
+    };
+    let all_marked = tokio::time::timeout(Duration::from_secs(30), all_marked).await;
+    all_marked.expect("marked as ready, too");
+    let reached = scene.timeline.reached();
+    let names: Vec<_> = reached.iter().map(|reached| reached.milestone).collect();
+    assert_eq!(names, ["configuration received", "Envoy live", "ready"]);
 }

@@ -7,8 +7,9 @@ use super::*;
 use crate::lifecycle::Stop;
 use crate::metrics::Registry;
 use crate::probe;
-use crate::status::tests::own_metrics;
+use crate::status::tests::{OfReadiness, own_metrics};
 use crate::status::{Config, Probers, Sources};
+use crate::timeline::Timeline;
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
@@ -33,13 +34,14 @@ async fn port() -> Port {
         grpc_bootstrap: None,
     };
     let sources = Sources {
-        started: Instant::now(),
+        timeline: Timeline::start(),
         stop: Stop::new(),
         envoy: None,
         dns_ready: None,
         metrics: metrics.clone(),
         scrape: own_metrics(metrics),
         debug: Vec::new(),
+        glance: Arc::new(OfReadiness),
     };
     let listener = bind(0).expect("a port");
     let port = listener.0.local_addr().expect("an address").port();

@@ -28,12 +28,33 @@ pub fn envoy_binary() -> Option<PathBuf> {
     found
 }
 
+/// Where Chromium is; none means that the test is not to be run.
+pub fn chromium_binary() -> Option<PathBuf> {
+    let found = match variable("CHROMIUM_BIN") {
+        Some(path) => vec![path.into()],
+        None => on_path(&["chromium", "chromium-browser", "google-chrome"]),
+    };
+    let found = found.into_iter().find(|path| path.is_file());
+    if found.is_none() {
+        let sentence = "There is no Chromium: set CHROMIUM_BIN to the path of one, or install it.";
+        assert!(variable("CI").is_none(), "{sentence}");
+        eprintln!("{sentence} This test is not run.");
+    }
+    found
+}
+
+fn on_path(names: &[&str]) -> Vec<PathBuf> {
+    let path = variable("PATH").unwrap_or_default();
+    let directories = std::env::split_paths(&path);
+    directories
+        .flat_map(|directory| names.iter().map(move |name| directory.join(name)))
+        .collect()
+}
+
 fn find_envoy() -> Option<PathBuf> {
     let candidates: Vec<PathBuf> = match variable("ENVOY_BIN") {
         Some(path) => vec![path.into()],
-        None => std::env::split_paths(&variable("PATH")?)
-            .map(|directory| directory.join("envoy"))
-            .collect(),
+        None => on_path(&["envoy"]),
     };
     let file = candidates.into_iter().find(|path| path.is_file())?;
     // Agents run in directories of their own.
@@ -42,7 +63,7 @@ fn find_envoy() -> Option<PathBuf> {
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "the suite is told by its environment where Envoy is"
+    reason = "the suite is told by its environment where Envoy and Chromium are"
 )]
 pub fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())

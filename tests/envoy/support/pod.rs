@@ -33,10 +33,16 @@ pub struct Pod {
     pub envoy: Admin,
     pub status_port: u16,
     directory: TempDir,
+    proxy_config: String,
 }
 
 impl Pod {
     pub fn start(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
+        Self::start_as("sidecar", settings, control_plane)
+    }
+
+    /// Starts one that is a `router`, say.
+    pub fn start_as(role: &str, settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
@@ -58,11 +64,12 @@ impl Pod {
             let more: serde_json::Map<String, Value> = serde_json::from_str(text).unwrap();
             proxy_config.as_object_mut().unwrap().extend(more);
         }
+        let proxy_config = proxy_config.to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
         command
             .args([
                 "proxy",
-                "sidecar",
+                role,
                 "--log_output_level=default:info,xdsproxy:debug",
             ])
             .current_dir(directory.path())
@@ -70,13 +77,37 @@ impl Pod {
             .envs(base_environment())
             .env("DISABLE_ENVOY", settings.envoy.is_none().to_string())
             .envs(settings.environment.iter().copied())
-            .env(PROXY_CONFIG, proxy_config.to_string());
+            .env(PROXY_CONFIG, &proxy_config);
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
             envoy: admin(admin_port),
             status_port,
             directory,
+            proxy_config,
         }
+    }
+
+    /// A command in the container of the agent, whose arguments are to come.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+        command
+            .current_dir(self.directory.path())
+            .env_clear()
+            .env("PROXY_CONFIG", &self.proxy_config);
+        command
+    }
+
+    /// Runs one to its end, which must be a good one.
+    pub async fn run(&self, arguments: &[&str]) {
+        let mut command = self.command();
+        command.args(arguments);
+        let mut process = Process::start(&mut command, &self.path("command.log"));
+        let status = process.end().await;
+        assert!(
+            status.success(),
+            "{arguments:?}: {status}: {}",
+            process.log()
+        );
     }
 
     /// Starts one and waits until Envoy serves.
@@ -97,6 +128,16 @@ impl Pod {
 
     pub fn replace_token(&self, token: &str) {
         self.replace(TOKEN, token);
+    }
+
+    /// What the status port says, if it answers with 200.
+    pub async fn status(&self, method: Method, path: &str) -> Option<String> {
+        // As talkative as Envoy's admin port, and as far away.
+        let answer = admin(self.status_port).request(method, path).await.ok()?;
+        answer
+            .status
+            .is_success()
+            .then(|| String::from_utf8(answer.body.to_vec()).unwrap())
     }
 
     pub fn envoy_pid(&self) -> Option<Pid> {

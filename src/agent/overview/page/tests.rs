@@ -1,0 +1,319 @@
+//! The page of pods that are well, that are not, and that somebody would like to abuse.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use super::*;
+use crate::agent::overview::{About, Dns};
+use crate::envoy::crash::Crash;
+use crate::envoy::handle::{Report, State};
+use crate::envoy::plan::{Ending, Plan, WaitsFor};
+use crate::istiod::status::Failure;
+use crate::secrets::observe::{Certificate, Problem, Secret, Snapshot as Certificates};
+use crate::xds::observe::{
+    AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot as Discovery, StreamSnapshot,
+    TypeSnapshot,
+};
+
+const HOSTILE: &str = "\"'><script>alert(1)</script>&<img src=x onerror=alert(2)>";
+
+fn hostile() -> String {
+    HOSTILE.to_owned()
+}
+
+/// A pod with as little as there may be.
+fn bare() -> Overview {
+    Overview {
+        now: "2026-01-31T12:00:00Z".to_owned(),
+        agent: About {
+            node: "node".to_owned(),
+            version: "1".to_owned(),
+            uptime_seconds: 1.0,
+        },
+        ready: false,
+        missing: None,
+        envoy: None,
+        envoy_uptime_seconds: None,
+        istiod: Status {
+            address: "istiod:15012".to_owned(),
+            connected: None,
+            dials: 0,
+            last_error: None,
+        },
+        certificates: None,
+        discovery: Discovery {
+            streams: 0,
+            stream: None,
+            last_end: None,
+            types: BTreeMap::new(),
+        },
+        dns: None,
+        start_up: Vec::new(),
+        warnings: Vec::new(),
+    }
+}
+
+/// A type whose last response has this version and was answered so.
+fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>) -> TypeSnapshot {
+    TypeSnapshot {
+        taker: None,
+        requests: 1,
+        responses: 1,
+        bytes: 1,
+        acks: 1,
+        nacks: 1,
+        last_response: Some(PushSnapshot {
+            version: version.to_owned(),
+            nonce: hostile(),
+            resources: 1,
+            bytes: 1,
+            at: "1".to_owned(),
+            age_seconds: 1.0,
+            answered: ack.or(nack).is_some(),
+        }),
+        last_ack: ack.map(|(version, at)| AckSnapshot {
+            version: version.to_owned(),
+            at: at.to_owned(),
+            after_seconds: 0.002,
+        }),
+        last_nack: nack.map(|(version, at)| NackSnapshot {
+            version: Some(version.to_owned()),
+            reason: HOSTILE.to_owned(),
+            at: at.to_owned(),
+        }),
+    }
+}
+
+fn of_types(types: &[(&str, TypeSnapshot)]) -> Overview {
+    let mut overview = bare();
+    let types = types.iter().cloned();
+    overview.discovery.types = types.map(|(url, of)| (url.to_owned(), of)).collect();
+    overview
+}
+
+/// A pod whose every word comes from somebody with bad intentions.
+fn abused() -> Overview {
+    let mut overview = of_types(&[(HOSTILE, answered(HOSTILE, None, Some((HOSTILE, HOSTILE))))]);
+    overview.agent.node = hostile();
+    overview.agent.version = hostile();
+    overview.missing = Some(hostile());
+    overview.istiod.address = hostile();
+    overview.istiod.connected = Some(Connected {
+        peer: hostile(),
+        since: hostile(),
+        tls: Some(Tls {
+            version: Some(hostile()),
+            key_exchange: None,
+            cipher: Some(hostile()),
+        }),
+    });
+    overview.istiod.last_error = Some(Failure {
+        at: hostile(),
+        error: hostile(),
+    });
+    overview.certificates = Some(Certificates {
+        secrets: vec![Secret {
+            name: "default",
+            served: true,
+            renewed_at: Some(hostile()),
+            next_renewal: Some(hostile()),
+            certificates: vec![certificate(-90.0)],
+        }],
+        problem: Some(Problem {
+            error: hostile(),
+            failures: 1,
+            next_attempt: hostile(),
+        }),
+    });
+    overview.discovery.last_end = Some(EndSnapshot {
+        id: 1,
+        at: hostile(),
+        reason: hostile(),
+    });
+    overview.envoy = Some(crashed());
+    overview.warnings = vec![Entry {
+        level: "warn",
+        scope: "sds",
+        message: hostile(),
+        times: 2,
+        first: hostile(),
+        last: hostile(),
+    }];
+    overview
+}
+
+fn certificate(remaining_seconds: f64) -> Certificate {
+    Certificate {
+        serial: hostile(),
+        subject: hostile(),
+        spiffe_ids: vec![hostile()],
+        not_before: hostile(),
+        not_after: hostile(),
+        remaining_seconds,
+    }
+}
+
+fn crashed() -> Report {
+    Report {
+        state: State::Exited,
+        last_crash: Some(Crash {
+            when: hostile(),
+            epoch: 0,
+            pid: 7,
+            code: None,
+            signal: Some(11),
+            uptime_seconds: 3.0,
+            rss_bytes: None,
+            out_of_memory: None,
+            stderr: vec![hostile()],
+        }),
+        ..Report::default()
+    }
+}
+
+/// All of `text` between `<` and `>`, as a browser sees it.
+fn tags(html: &str) -> Vec<&str> {
+    html.split('<')
+        .skip(1)
+        .filter_map(|rest| rest.split('>').next())
+        .collect()
+}
+
+#[test]
+fn what_comes_from_outside_is_never_markup() {
+    let html = page(&abused());
+    let foreign: Vec<_> = tags(&html)
+        .into_iter()
+        .filter(|tag| {
+            let name = tag.trim_start_matches('/').split([' ', '\n']).next();
+            matches!(name, Some("script" | "img")) || tag.contains("alert")
+        })
+        .collect();
+    // A title names the type in full, which is escaped there too.
+    let foreign: Vec<_> = foreign
+        .into_iter()
+        .filter(|tag| !tag.starts_with("span title=\"&quot;&#39;&gt;&lt;script"))
+        .collect();
+    assert!(foreign.is_empty(), "{foreign:?}");
+    assert!(html.contains("&lt;script&gt;"));
+}
+
+#[test]
+fn the_page_needs_nothing_but_itself() {
+    for overview in [bare(), abused()] {
+        let html = page(&overview);
+        for needed in [
+            "<script", "<link", "<img", "url(", "@import", "http://", "https://",
+        ] {
+            assert!(!html.contains(needed), "{needed}");
+        }
+        assert!(html.contains("<meta http-equiv=refresh content=5>"));
+    }
+}
+
+#[test]
+fn elements_that_must_be_closed_are() {
+    for overview in [bare(), abused()] {
+        let html = page(&overview);
+        let tags = tags(&html);
+        for name in [
+            "section", "table", "b", "small", "h1", "h2", "p", "ul", "main", "a", "div", "span",
+            "title", "style", "footer", "progress",
+        ] {
+            let opens = |tag: &&&str| tag.split([' ', '\n']).next() == Some(name);
+            let closes = |tag: &&&str| tag.strip_prefix('/') == Some(name);
+            let (open, closed) = (tags.iter().filter(opens), tags.iter().filter(closes));
+            assert_eq!(open.count(), closed.count(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn states_are_said_in_words() {
+    let html = page(&bare());
+    for words in [
+        "Pod <b class=bad>not ready</b>",
+        "Envoy <b>not run by the agent</b>",
+        "istiod <b class=bad>not connected</b>",
+        "Certificate <b>served by somebody else</b>",
+        "Configuration <b class=warn>none yet</b>",
+        "<b class=bad>no stream of Envoy</b>",
+        "<b class=good>none</b>",
+    ] {
+        assert!(html.contains(words), "{words}: {html}");
+    }
+    let html = page(&abused());
+    for words in [
+        "Envoy <b class=bad>exited</b>",
+        "istiod <b class=good>connected</b>",
+        "Certificate <b class=bad>expired 1 min 30 s ago</b>",
+        "Configuration <b class=bad>1 type refused</b>",
+        "<b class=bad>signal 11 after 3.0 s</b>",
+        "<b class=bad>no new certificate</b>",
+        "<b class=warn>warn</b> <small>sds</small>",
+    ] {
+        assert!(html.contains(words), "{words}: {html}");
+    }
+}
+
+#[test]
+fn the_answer_shown_is_that_to_the_last_response() {
+    let (old, new) = (Some(("1", "10:00")), Some(("2", "10:00")));
+    let later = Some(("2", "11:00"));
+    for (snapshot, expected, state) in [
+        (answered("2", None, None), "awaited", "none yet"),
+        (answered("2", new, None), "ACK", "accepted"),
+        (answered("2", new, old), "ACK", "accepted"),
+        (answered("2", old, new), "NACK", "1 type refused"),
+        (answered("2", old, later), "NACK", "1 type refused"),
+        (answered("2", later, old), "ACK", "accepted"),
+        (answered("2", None, new), "NACK", "1 type refused"),
+    ] {
+        let html = page(&of_types(&[("a.b/c.Listener", snapshot.clone())]));
+        assert!(html.contains(&format!(">{expected}</b>")), "{snapshot:?}");
+        let tone = match state {
+            "accepted" => "good",
+            "none yet" => "warn",
+            _ => "bad",
+        };
+        let at_a_glance = format!("Configuration <b class={tone}>{state}</b>");
+        assert!(html.contains(&at_a_glance), "{snapshot:?}");
+    }
+}
+
+#[test]
+fn an_end_under_way_says_what_it_waits_for() {
+    let mut overview = bare();
+    let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+    overview.envoy = Some(Report {
+        state: State::Draining,
+        ending: Some(Ending {
+            cause: "received signal: terminated",
+            since: moment,
+            plan: Plan::default(),
+            waits_for: Some(WaitsFor::Connections),
+            until: Some(moment),
+            connections: Some(3),
+        }),
+        ..Report::default()
+    });
+    overview.dns = Some(Dns { ready: false });
+    overview.discovery.stream = Some(StreamSnapshot {
+        id: 2,
+        protocol: "delta",
+        since: "2026-01-31T12:00:00Z".to_owned(),
+        connected: false,
+    });
+    let html = page(&overview);
+    for words in [
+        "ending",
+        "received signal: terminated",
+        "last connection",
+        "2001-09-09 01:46:40 UTC",
+        "<th scope=row>Connections<td>3",
+        "not received yet",
+        "stream waits for istiod",
+    ] {
+        assert!(html.contains(words), "{words}: {html}");
+    }
+}

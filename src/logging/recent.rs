@@ -1,0 +1,110 @@
+//! The warnings and errors logged last, for people who look into the agent.
+//!
+//! A line that was logged before moves to the end and is counted, so that one that repeats does not
+//! drive out the others. The number of lines and the length of each are bounded.
+//!
+//! Does not hold more than the log: what was not logged is not here.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::Serialize;
+
+/// How many lines are kept, and how much of each, in characters.
+const MOST: usize = 50;
+const LONGEST: usize = 1000;
+
+/// A warning or an error, and when it was logged.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Entry {
+    pub level: &'static str,
+    pub scope: &'static str,
+    /// With its labels.
+    pub message: String,
+    pub times: u64,
+    pub first: String,
+    pub last: String,
+}
+
+/// The lines logged last. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Recent(Arc<Mutex<VecDeque<Entry>>>);
+
+impl Recent {
+    /// Notes a line logged at `time`.
+    pub(super) fn add(
+        &self,
+        level: &'static str,
+        scope: &'static str,
+        message: &str,
+        time: String,
+    ) {
+        let message: String = message.chars().take(LONGEST).collect();
+        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = |entry: &Entry| {
+            (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
+        };
+        let earlier = entries.iter().position(is_same);
+        let entry = match earlier.and_then(|index| entries.remove(index)) {
+            Some(entry) => Entry {
+                times: entry.times + 1,
+                last: time,
+                ..entry
+            },
+            None => Entry {
+                level,
+                scope,
+                message,
+                times: 1,
+                first: time.clone(),
+                last: time,
+            },
+        };
+        if entries.len() == MOST {
+            entries.pop_front();
+        }
+        entries.push_back(entry);
+    }
+
+    /// The newest first.
+    pub(super) fn entries(&self) -> Vec<Entry> {
+        let entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.iter().rev().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(recent: &Recent, message: &str, time: &str) {
+        recent.add("warn", "sds", message, time.to_owned());
+    }
+
+    #[test]
+    fn a_line_that_repeats_is_one_entry_and_the_newest() {
+        let recent = Recent::default();
+        for (message, time) in [("a", "1"), ("b", "2"), ("a", "3")] {
+            add(&recent, message, time);
+        }
+        let entries = recent.entries();
+        let shown: Vec<_> = entries
+            .iter()
+            .map(|entry| (&*entry.message, entry.times, &*entry.first, &*entry.last))
+            .collect();
+        assert_eq!(shown, [("a", 2, "1", "3"), ("b", 1, "2", "2")]);
+    }
+
+    #[test]
+    fn many_lines_and_long_ones_are_cut() {
+        let recent = Recent::default();
+        for number in 0..2 * MOST {
+            add(&recent, &format!("{number} {}", "ü".repeat(LONGEST)), "1");
+        }
+        let entries = recent.entries();
+        assert_eq!(entries.len(), MOST);
+        assert!(entries[0].message.starts_with("99 "));
+        let is_cut = |entry: &Entry| entry.message.chars().count() == LONGEST;
+        assert!(entries.iter().all(is_cut));
+    }
+}
