@@ -348,7 +348,6 @@ fn answer(
     let name = match encoding {
         Encoding::Identity => None,
         Encoding::Gzip => Some("gzip"),
-        Encoding::Zstd => Some("zstd"),
     };
     pieces.encode(Encoder::new(encoding));
     let mut response = Response::new(pieces.boxed_unsync());

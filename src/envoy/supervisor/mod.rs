@@ -19,7 +19,7 @@ use super::calls::{self, warn};
 use super::child::Child;
 use super::crash::Crash;
 use super::handle::{Order, Report, State};
-use super::machine::{Action, Event, Machine, Phase};
+use super::machine::{Action, Drain, Event, Machine, Phase};
 use super::plan::{Ending, WaitsFor};
 use super::process::{self, Ended, Process};
 use super::restart::Restarts;
@@ -271,10 +271,12 @@ impl Supervisor {
             Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.pause),
             Action::Tell => self.tell(),
             Action::Announce(_) => self.announce(),
-            Action::Wait(wait) => {
-                tracing::info!("Graceful termination period is {wait:?}, starting...");
+            Action::Wait(_) => {
+                let whole = self.config.limits.drain.at_most();
+                tracing::info!("Graceful termination period is {whole:?}, starting...");
             }
             Action::Count(at_most) => self.count(at_most),
+            Action::Close(at_most) => self.close(at_most),
             Action::Quit(wait) => self.quit(wait),
             Action::Terminate(_) => {
                 tracing::info!("Terminating Envoy");
@@ -336,10 +338,15 @@ impl Supervisor {
 
     fn count(&mut self, at_most: Duration) {
         tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
+        self.calls = JoinSet::new();
+        self.calls.spawn(self.until_idle(connections::PERIOD));
+    }
+
+    /// Waits for the end of the last connection, and tells everybody how many there are.
+    fn until_idle(&self, period: Duration) -> impl Future<Output = Event> + Send + use<> {
         let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
         let publish = self.publish.clone();
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
+        async move {
             let counted = |active| {
                 publish.send_modify(|report| {
                     if let Some(ending) = &mut report.ending {
@@ -347,8 +354,24 @@ impl Supervisor {
                     }
                 });
             };
-            connections::gone(admin, housekeeping, counted).await;
+            connections::gone(admin, housekeeping, period, counted).await;
             Event::Idle
+        }
+    }
+
+    fn close(&mut self, at_most: Duration) {
+        tracing::info!("closing Envoy's listeners; requests under way have {at_most:?} to end");
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        // Who drains for a time may call out until that is over.
+        let ends_early = matches!(self.config.limits.drain, Drain::UntilIdle { .. });
+        let until_idle = self.until_idle(connections::LAST_PERIOD);
+        self.calls = JoinSet::new();
+        self.calls.spawn(async move {
+            calls::close(admin, inbound_only).await;
+            match ends_early {
+                true => until_idle.await,
+                false => Event::Answered,
+            }
         });
     }
 
@@ -379,6 +402,7 @@ fn step(action: Action) -> Option<(Duration, WaitsFor)> {
         Action::Announce(wait) => (wait, WaitsFor::DrainCall),
         Action::Wait(wait) => (wait, WaitsFor::DrainTime),
         Action::Count(wait) => (wait, WaitsFor::Connections),
+        Action::Close(wait) => (wait, WaitsFor::LastRequests),
         Action::Quit(wait) => (wait, WaitsFor::Quit),
         Action::Terminate(wait) => (wait, WaitsFor::Termination),
         Action::Kill(wait) => (wait, WaitsFor::Kill),
