@@ -14,6 +14,7 @@
 
 mod certificates;
 mod discovery;
+mod drain;
 mod lifecycle;
 mod memory;
 mod outages;

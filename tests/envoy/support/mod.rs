@@ -44,7 +44,7 @@ fn find_envoy() -> Option<PathBuf> {
     clippy::disallowed_methods,
     reason = "the suite is told by its environment where Envoy is"
 )]
-fn variable(name: &str) -> Option<std::ffi::OsString> {
+pub fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 

@@ -35,6 +35,11 @@ pub struct Pod {
 
 impl Pod {
     pub fn start(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
+        Self::draining_for("1s", settings, control_plane)
+    }
+
+    /// Starts one whose drain takes as long as given.
+    pub fn draining_for(drain: &str, settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
@@ -44,7 +49,7 @@ impl Pod {
             "binaryPath": settings.envoy.unwrap_or(Path::new("none")),
             "proxyAdminPort": admin_port,
             "statusPort": status_port,
-            "terminationDrainDuration": "1s",
+            "terminationDrainDuration": drain,
             "concurrency": 1,
         });
         let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
@@ -71,8 +76,12 @@ impl Pod {
     /// Starts one and waits until Envoy serves.
     pub async fn serving(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         let pod = Self::start(settings, control_plane);
-        ready(&pod.envoy).await;
+        pod.serves().await;
         pod
+    }
+
+    pub async fn serves(&self) {
+        ready(&self.envoy).await;
     }
 
     pub fn path(&self, path: &str) -> PathBuf {
