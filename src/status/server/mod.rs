@@ -2,8 +2,8 @@
 //!
 //! HTTP/1.1 on both address families. The number of connections is bounded; where there is no room,
 //! the one that has been silent longest makes it, so that a flood of idle ones does not keep the
-//! kubelet out. A request's head must come within [`activity::HEAD`]; between requests there may be a
-//! pause longer than any probe or scrape makes.
+//! kubelet out. A request's head must come within [`activity::HEAD`], and an answer be read within
+//! [`activity::READING`]; between requests there may be a pause longer than any probe or scrape makes.
 //!
 //! Does not look at paths.
 
