@@ -17,6 +17,7 @@ mod line;
 mod merge;
 mod negotiate;
 mod page;
+mod scan;
 mod source;
 mod spool;
 pub mod targets;
