@@ -6,6 +6,7 @@
 //! Does not decide what follows what; [`super::machine`] does.
 
 mod end;
+mod steps;
 
 use std::time::Duration;
 
@@ -19,11 +20,11 @@ use super::calls::{self, warn};
 use super::child::Child;
 use super::crash::Crash;
 use super::handle::{Order, Report, State};
-use super::machine::{Action, Drain, Event, Machine, Phase};
+use super::machine::{Action, Event, Machine, Phase};
 use super::plan::{Ending, WaitsFor};
 use super::process::{self, Ended, Process};
 use super::restart::Restarts;
-use super::{Config, Error, Exit, connections, orphans};
+use super::{Config, Error, Exit, orphans};
 use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{Counter, Registry};
@@ -309,77 +310,6 @@ impl Supervisor {
         self.calls = JoinSet::new();
         self.calls.spawn(calls::live(self.admin));
         Ok(())
-    }
-
-    /// Has Envoy drain and stay; answers the order when Envoy has been told.
-    fn tell(&mut self) {
-        self.counters.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let order = self.order.take();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, true).await;
-            if let Some(order) = order {
-                let _ = order.send(()); // Who gave the order may have left.
-            }
-            Event::Answered
-        });
-    }
-
-    fn announce(&mut self) {
-        tracing::info!("Agent draining Proxy for termination");
-        self.counters.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, false).await;
-            Event::Answered
-        });
-    }
-
-    fn count(&mut self, at_most: Duration) {
-        tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
-        self.calls = JoinSet::new();
-        self.calls.spawn(self.until_idle(connections::PERIOD));
-    }
-
-    /// Waits for the end of the last connection, and tells everybody how many there are.
-    fn until_idle(&self, period: Duration) -> impl Future<Output = Event> + Send + use<> {
-        let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
-        let publish = self.publish.clone();
-        async move {
-            let counted = |active| {
-                publish.send_modify(|report| {
-                    if let Some(ending) = &mut report.ending {
-                        ending.connections = Some(active);
-                    }
-                });
-            };
-            connections::gone(admin, housekeeping, period, counted).await;
-            Event::Idle
-        }
-    }
-
-    fn close(&mut self, at_most: Duration) {
-        tracing::info!("closing Envoy's listeners; requests under way have {at_most:?} to end");
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        // Who drains for a time may call out until that is over.
-        let ends_early = matches!(self.config.limits.drain, Drain::UntilIdle { .. });
-        let until_idle = self.until_idle(connections::LAST_PERIOD);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            calls::close(admin, inbound_only).await;
-            match ends_early {
-                true => until_idle.await,
-                false => Event::Answered,
-            }
-        });
-    }
-
-    fn quit(&mut self, wait: Duration) {
-        tracing::info!("Asking Envoy to quit");
-        let admin = self.admin.within(wait / QUIT_CALL);
-        self.calls = JoinSet::new();
-        self.calls.spawn(calls::quit(admin));
     }
 
     fn process(&self, signal: impl FnOnce(&Process)) {
