@@ -29,9 +29,6 @@ use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{Counter, Registry};
 
-/// Half the time for quitting is for the answer, the rest for the end that follows it.
-const QUIT_CALL: u32 = 2;
-
 /// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
 /// a young Envoy each time its age has doubled, then every half minute.
 const FIRST_SAMPLE: Duration = Duration::from_secs(1);

@@ -10,7 +10,10 @@ use tokio::task::JoinSet;
 
 use super::super::machine::{Drain, Event};
 use super::super::{calls, connections};
-use super::{QUIT_CALL, Supervisor};
+use super::Supervisor;
+
+/// Half the time for quitting is for the answer, the rest for the end that follows it.
+const QUIT_CALL: u32 = 2;
 
 impl Supervisor {
     /// Has Envoy drain and stay; answers the order when Envoy has been told.
