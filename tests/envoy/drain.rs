@@ -31,6 +31,8 @@ const RUNS: usize = 6;
 /// Agents at a time.
 const TOGETHER: usize = 3;
 const DRAIN: Duration = Duration::from_secs(2);
+/// A request that takes no longer is never lost, as nothing new comes in for longer than that.
+const SHORT: Duration = Duration::from_millis(50);
 /// How much of a request's time may be on its way, on a machine that is busy.
 const ON_THE_WAY: Duration = Duration::from_millis(100);
 /// How much later than the drain's end an agent may end on such a machine.
@@ -201,8 +203,9 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
             (Some(_), Some(line)) => {
                 let sent = outcome.sent.duration_since(asked);
                 let end = sent + outcome.takes + ON_THE_WAY;
+                let is_short = outcome.takes <= SHORT;
                 assert!(
-                    end > DRAIN,
+                    end > DRAIN && !is_short,
                     "sent {sent:?} after the signal and lost: {outcome:?}, {line}"
                 );
                 figures.too_long += 1;
