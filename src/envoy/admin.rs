@@ -78,6 +78,14 @@ impl Admin {
         self.request(Method::POST, &path).await
     }
 
+    /// Has Envoy close its listeners, of a sidecar the inbound ones: nothing new comes in, and what
+    /// is under way goes on.
+    pub async fn close_listeners(&self, inbound_only: bool) -> Result<Answer, Error> {
+        let inbound_only = if inbound_only { "?inboundonly" } else { "" };
+        let path = format!("/drain_listeners{inbound_only}");
+        self.request(Method::POST, &path).await
+    }
+
     /// The same port, with another limit.
     #[must_use]
     pub fn within(self, limit: Duration) -> Self {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use http::Method;
 use tokio::time::Instant;
 
-use super::admin::{Admin, Error};
+use super::admin::{Admin, Answer, Error};
 use super::machine::Event;
 
 /// How often a starting Envoy is asked whether it serves, and for how long that often. An Envoy that
@@ -34,13 +34,25 @@ pub(super) async fn live(admin: Admin) -> Event {
 
 /// Tells Envoy to drain. A failure is no reason to keep Envoy: what follows does either way.
 pub(super) async fn drain(admin: Admin, inbound_only: bool, stays: bool) {
-    match admin.drain_listeners(inbound_only, stays).await {
+    note(admin.drain_listeners(inbound_only, stays).await, "drain");
+}
+
+/// Has Envoy let in nothing new. A failure is no reason to keep Envoy either.
+pub(super) async fn close(admin: Admin, inbound_only: bool) {
+    note(admin.close_listeners(inbound_only).await, "close");
+}
+
+fn note(answer: Result<Answer, Error>, what: &str) {
+    match answer {
         Ok(answer) if answer.status.is_success() => {}
         Ok(answer) => tracing::warn!(
             status = answer.status.as_u16(),
-            "Envoy refused to drain its listeners; going on all the same"
+            "Envoy refused to {what} its listeners; going on all the same"
         ),
-        Err(error) => warn(&error, "failed to drain listeners; going on all the same"),
+        Err(error) => warn(
+            &error,
+            &format!("failed to {what} listeners; going on all the same"),
+        ),
     }
 }
 

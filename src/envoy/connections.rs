@@ -13,7 +13,9 @@ use http::Method;
 
 use super::admin::Admin;
 
-const PERIOD: Duration = Duration::from_secs(1);
+pub(super) const PERIOD: Duration = Duration::from_secs(1);
+/// The same when nothing new comes in.
+pub(super) const LAST_PERIOD: Duration = Duration::from_millis(100);
 /// So many failures in a row mean that there will be no figures.
 const FAILURES: u32 = 5;
 /// `$` is escaped: a query must not hold it as it is everywhere.
@@ -65,11 +67,17 @@ fn port_of_own(listener: &str) -> Option<u16> {
     port.parse().ok().filter(|_| is_own)
 }
 
-/// Returns when no connection is left, or when Envoy does not say. Tells `counted` of each figure.
-pub(super) async fn gone(admin: Admin, housekeeping: Vec<u16>, counted: impl Fn(u64)) {
+/// Looks once a period, and returns when no connection is left or when Envoy does not say. Tells
+/// `counted` of each figure.
+pub(super) async fn gone(
+    admin: Admin,
+    housekeeping: Vec<u16>,
+    period: Duration,
+    counted: impl Fn(u64),
+) {
     let mut failures = 0;
     while failures < FAILURES {
-        tokio::time::sleep(PERIOD).await;
+        tokio::time::sleep(period).await;
         match ask(admin).await {
             Err(problem) => {
                 failures += 1;

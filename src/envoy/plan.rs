@@ -22,6 +22,8 @@ pub enum WaitsFor {
     DrainTime,
     /// The end of the last connection.
     Connections,
+    /// The end of requests under way, after nothing new is let in.
+    LastRequests,
     /// The end of an Envoy that was asked to quit.
     Quit,
     /// The end after SIGTERM.
@@ -80,6 +82,7 @@ impl fmt::Display for WaitsFor {
             Self::DrainCall => "drain call",
             Self::DrainTime => "drain time",
             Self::Connections => "last connection",
+            Self::LastRequests => "last requests",
             Self::Quit => "quit call",
             Self::Termination => "SIGTERM",
             Self::Kill => "SIGKILL",

@@ -17,7 +17,7 @@ use super::encode::Encoder;
 use super::page::Page;
 use crate::lifecycle::BoxError;
 
-/// How much is written before it is handed on. Zstd finds repetitions within one piece only.
+/// How much is written before it is handed on.
 const PIECE: usize = 32 << 10;
 
 type Writing = Pin<Box<dyn Future<Output = ()> + Send>>;

@@ -1,7 +1,6 @@
 //! The page encoded piece by piece on its way to the scraper.
 //!
-//! Gzip is one stream. Zstd is a row of frames, one for each piece, which together are a body of that
-//! encoding. What an encoder needs is there only while its page is on its way.
+//! Gzip is one stream. What its encoder needs is there only while its page is on its way.
 //!
 //! Does not decide which encoding it is.
 
@@ -10,14 +9,12 @@ use std::io::{self, Write};
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 
 use super::negotiate::Encoding;
 
 pub(super) enum Encoder {
     Identity,
     Gzip(Option<GzEncoder<Vec<u8>>>),
-    Zstd,
 }
 
 impl Encoder {
@@ -25,7 +22,6 @@ impl Encoder {
         match encoding {
             Encoding::Identity => Self::Identity,
             Encoding::Gzip => Self::Gzip(Some(GzEncoder::new(Vec::new(), Compression::fast()))),
-            Encoding::Zstd => Self::Zstd,
         }
     }
 
@@ -38,7 +34,6 @@ impl Encoder {
                 encoder.write_all(&data)?;
                 Ok(std::mem::take(encoder.get_mut()).into())
             }
-            Self::Zstd => Ok(compress_to_vec(&data[..], CompressionLevel::Fastest).into()),
         }
     }
 
@@ -48,7 +43,7 @@ impl Encoder {
                 Some(encoder) => Ok(encoder.finish()?.into()),
                 None => Ok(Bytes::new()),
             },
-            Self::Identity | Self::Zstd => Ok(Bytes::new()),
+            Self::Identity => Ok(Bytes::new()),
         }
     }
 }
@@ -81,13 +76,5 @@ mod tests {
             .read_to_end(&mut read)
             .expect("gzip");
         assert!(read == whole && gzip.len() < 1000);
-        let zstd = encoded(Encoding::Zstd, &pieces);
-        let mut rest = &zstd[..];
-        let mut read = Vec::new();
-        while !rest.is_empty() {
-            let mut frame = ruzstd::decoding::StreamingDecoder::new(&mut rest).expect("a frame");
-            frame.read_to_end(&mut read).expect("zstd");
-        }
-        assert!(read == whole && zstd.len() < 1000);
     }
 }

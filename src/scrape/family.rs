@@ -139,8 +139,12 @@ impl Family {
         let Some(suffix) = sample.strip_prefix(self.name.as_str()) else {
             return false;
         };
-        let kind = self.kind.unwrap_or(Kind::Unknown);
-        kind.suffixes(to).contains(&suffix)
+        let suffixes = self.kind.unwrap_or(Kind::Unknown).suffixes(to);
+        match suffix.is_empty() {
+            // Most samples are called like their family, and every call counts.
+            true => suffixes.iter().any(|known| known.is_empty()),
+            false => suffixes.contains(&suffix),
+        }
     }
 
     /// Whether a sample only says when another was created, on a page that has no place for it.

@@ -8,6 +8,8 @@
 
 use std::borrow::Cow;
 
+use super::scan;
+
 /// The two formats pages come in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
@@ -41,9 +43,9 @@ pub(super) struct Sample<'a> {
 
 /// Reads a line without its end. None is no line of the format.
 pub(super) fn parse(line: &[u8], format: Format) -> Option<Line<'_>> {
-    let line = std::str::from_utf8(line).ok()?;
-    let line = line.trim_end_matches(['\r', ' ', '\t']);
-    let start = line.trim_start_matches([' ', '\t']);
+    let is_text = |byte: &u8| !matches!(byte, b'\r' | b' ' | b'\t');
+    let end = line.iter().rposition(is_text).map_or(0, |last| last + 1);
+    let start = blanks(std::str::from_utf8(&line[..end]).ok()?);
     match start.strip_prefix('#') {
         Some(" EOF") if format == Format::OpenMetrics => Some(Line::End),
         Some(comment) => metadata(comment),
@@ -54,7 +56,7 @@ pub(super) fn parse(line: &[u8], format: Format) -> Option<Line<'_>> {
 
 /// Whether a name may stand without quotes.
 pub(super) fn is_plain(name: &str) -> bool {
-    !name.is_empty() && name_length(name, ":") == name.len()
+    !name.is_empty() && name_length(name, true) == name.len()
 }
 
 /// The labels of `a="b",c="d"`, in order.
@@ -90,7 +92,7 @@ fn metadata(comment: &str) -> Option<Line<'_>> {
 }
 
 fn sample(line: &str, format: Format) -> Option<Sample<'_>> {
-    let (name, rest) = line.split_at(name_length(line, ":"));
+    let (name, rest) = line.split_at(name_length(line, true));
     let (inner, rest) = match blanks(rest).strip_prefix('{') {
         Some(rest) => inner(rest)?,
         None if blanks(rest).len() == rest.len() => return None,
@@ -101,11 +103,13 @@ fn sample(line: &str, format: Format) -> Option<Sample<'_>> {
         (name, None) if !name.is_empty() => name,
         _ => return None,
     };
-    let (figures, exemplar) = match rest.split_once(" # ") {
-        Some((figures, exemplar)) if format == Format::OpenMetrics => {
-            (figures, Some(exemplar).filter(|text| is_exemplar(text)))
-        }
-        _ => (rest, None),
+    let divided = match format {
+        Format::OpenMetrics => rest.split_once(" # "),
+        Format::Text => None,
+    };
+    let (figures, exemplar) = match divided {
+        Some((figures, exemplar)) => (figures, Some(exemplar).filter(|text| is_exemplar(text))),
+        None => (rest, None),
     };
     let (value, rest) = word(blanks(figures));
     let (time, rest) = word(rest);
@@ -146,7 +150,7 @@ fn inner(text: &str) -> Option<(Inner<'_>, &str)> {
         }
     }
     let begin = rest;
-    let mut names = Vec::with_capacity(8);
+    let mut names = Vec::with_capacity(32);
     let mut is_least = true;
     let mut end = begin;
     let after = loop {
@@ -179,7 +183,7 @@ fn inner(text: &str) -> Option<(Inner<'_>, &str)> {
 fn label(text: &str) -> Option<(&str, &str, &str)> {
     let length = match text.strip_prefix('"') {
         Some(quoted) => quoted_length(quoted)? + 2,
-        None => name_length(text, ""),
+        None => name_length(text, false),
     };
     let (name, rest) = text.split_at(length);
     let value = blanks(blanks(rest).strip_prefix('=')?).strip_prefix('"')?;
@@ -202,8 +206,39 @@ fn least(text: &str) -> String {
 }
 
 fn is_each_once(names: &mut [&str]) -> bool {
-    names.sort_unstable();
-    names.windows(2).all(|pair| pair[0] != pair[1])
+    // As many as fit are told apart by what costs least to look at.
+    const FEW: usize = 32;
+    if names.len() > FEW {
+        names.sort_unstable();
+        return names.windows(2).all(|pair| pair[0] != pair[1]);
+    }
+    let mut marks = [0; FEW];
+    for (index, name) in names.iter().enumerate() {
+        let mark = mark(name);
+        let same = marks[..index].iter().zip(&*names);
+        if same
+            .into_iter()
+            .any(|(other, known)| *other == mark && known == name)
+        {
+            return false;
+        }
+        marks[index] = mark;
+    }
+    true
+}
+
+/// The same for names that are, and mostly another for others.
+fn mark(name: &str) -> u32 {
+    let bytes = name.as_bytes();
+    let byte = |index: usize| bytes.get(index).copied().unwrap_or_default();
+    let length = bytes.len();
+    let last = byte(length.saturating_sub(1));
+    u32::from_be_bytes([
+        (length % 256) as u8,
+        byte(length / 2),
+        byte(length / 3),
+        last,
+    ])
 }
 
 fn is_exemplar(text: &str) -> bool {
@@ -228,10 +263,22 @@ fn is_number(text: &str) -> bool {
     text.parse::<f64>().is_ok()
 }
 
-/// How much of the text is a name; `more` may stand in it besides letters, digits and `_`.
-fn name_length(text: &str, more: &str) -> usize {
-    let is_part =
-        |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || more.as_bytes().contains(&byte);
+/// The bytes of names.
+const IN_NAME: [bool; 256] = {
+    let mut table = [false; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        // The index of a table of all bytes is one.
+        let character = byte as u8;
+        table[byte] = character.is_ascii_alphanumeric() || character == b'_';
+        byte += 1;
+    }
+    table
+};
+
+/// How much of the text is a name, in which colons may stand or not.
+fn name_length(text: &str, colons: bool) -> usize {
+    let is_part = |byte: u8| IN_NAME[usize::from(byte)] || colons && byte == b':';
     match text.bytes().next() {
         Some(first) if !first.is_ascii_digit() => text
             .bytes()
@@ -243,25 +290,35 @@ fn name_length(text: &str, more: &str) -> usize {
 
 /// How far it is to the closing quote. None when there is none, or an escape nobody knows.
 fn quoted_length(text: &str) -> Option<usize> {
-    let mut bytes = text.bytes().enumerate();
-    while let Some((index, byte)) = bytes.next() {
-        match byte {
-            b'"' => return Some(index),
-            b'\\' if !matches!(bytes.next(), Some((_, b'\\' | b'"' | b'n'))) => return None,
-            _ => {}
+    let bytes = text.as_bytes();
+    let mut end = 0;
+    loop {
+        end += scan::position(&bytes[end..], |byte| byte == b'"' || byte == b'\\')?;
+        if bytes[end] == b'"' {
+            return Some(end);
         }
+        if !matches!(bytes.get(end + 1), Some(b'\\' | b'"' | b'n')) {
+            return None;
+        }
+        end += 2;
     }
-    None
 }
 
 /// The text up to a blank, and what follows the blanks.
 fn word(text: &str) -> (&str, &str) {
-    let end = text.find([' ', '\t']).unwrap_or(text.len());
+    let end = text.bytes().position(|byte| is_blank(&byte));
+    let end = end.unwrap_or(text.len());
     (&text[..end], blanks(&text[end..]))
 }
 
 fn blanks(text: &str) -> &str {
-    text.trim_start_matches([' ', '\t'])
+    // There mostly are none, or one.
+    let count = text.bytes().take_while(is_blank).count();
+    &text[count..]
+}
+
+fn is_blank(byte: &u8) -> bool {
+    matches!(byte, b' ' | b'\t')
 }
 
 #[cfg(test)]

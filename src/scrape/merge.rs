@@ -12,6 +12,7 @@ use std::mem;
 
 use super::family::{Family, Kind, bases};
 use super::line::{self, Format, Line, Sample};
+use super::scan;
 
 /// What is held back of a source that passes through, in bytes.
 pub(super) const WINDOW: usize = 256 << 10;
@@ -92,7 +93,7 @@ impl Filter {
 
     pub(super) fn push(&mut self, data: &[u8], sink: &mut impl Sink) -> Result<(), LineTooLong> {
         let mut rest = data;
-        while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+        while let Some(end) = scan::position(rest, |byte| byte == b'\n') {
             let (line, after) = rest.split_at(end);
             rest = &after[1..];
             if self.partial.len() + line.len() > LONGEST_LINE {

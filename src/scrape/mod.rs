@@ -17,6 +17,7 @@ mod line;
 mod merge;
 mod negotiate;
 mod page;
+mod scan;
 mod source;
 mod spool;
 pub mod targets;
@@ -348,7 +349,6 @@ fn answer(
     let name = match encoding {
         Encoding::Identity => None,
         Encoding::Gzip => Some("gzip"),
-        Encoding::Zstd => Some("zstd"),
     };
     pieces.encode(Encoder::new(encoding));
     let mut response = Response::new(pieces.boxed_unsync());

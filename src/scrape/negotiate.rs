@@ -32,7 +32,6 @@ pub(super) enum ContentType {
 pub(super) enum Encoding {
     Identity,
     Gzip,
-    Zstd,
 }
 
 impl ContentType {
@@ -86,16 +85,12 @@ pub(super) fn for_application(headers: &HeaderMap) -> HeaderMap {
     passed_on(headers, &accept)
 }
 
-/// The encoding the scraper likes best: zstd where it likes both the same.
+/// Gzip for whoever takes it.
 pub(super) fn encoding(headers: &HeaderMap) -> Encoding {
     let entries = entries(headers, ACCEPT_ENCODING);
-    let quality = |name: &str| {
-        let named = entries.iter().find(|entry| entry.kind == name);
-        named.map_or(0.0, Entry::quality)
-    };
-    match (quality("gzip"), quality("zstd")) {
-        (gzip, zstd) if zstd > 0.0 && zstd >= gzip => Encoding::Zstd,
-        (gzip, _) if gzip > 0.0 => Encoding::Gzip,
+    let gzip = entries.iter().find(|entry| entry.kind == "gzip");
+    match gzip.map(Entry::quality) {
+        Some(quality) if quality > 0.0 => Encoding::Gzip,
         _ => Encoding::Identity,
     }
 }
@@ -309,12 +304,12 @@ mod tests {
     }
 
     #[test]
-    fn the_best_liked_encoding_is_chosen() {
+    fn a_scraper_that_takes_gzip_gets_it() {
         for (accept, expected) in [
             (None, Encoding::Identity),
             (Some("gzip"), Encoding::Gzip),
-            (Some("zstd"), Encoding::Zstd),
-            (Some("gzip, zstd"), Encoding::Zstd),
+            (Some("zstd"), Encoding::Identity),
+            (Some("gzip, zstd"), Encoding::Gzip),
             (Some("deflate, gzip;q=1.0, zstd;q=0.5"), Encoding::Gzip),
             (Some("br, lz4"), Encoding::Identity),
             (Some("gzip;q=0"), Encoding::Identity),

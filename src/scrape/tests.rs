@@ -373,7 +373,7 @@ async fn the_page_is_encoded_as_the_scraper_likes_it_unless_it_is_small() {
     let (large, small) = (page("text/plain", large), page("text/plain", "a 1\n"));
     for (port, accepted, expected) in [
         (large, "gzip", Some("gzip")),
-        (large, "gzip, zstd", Some("zstd")),
+        (large, "zstd, gzip;q=0.5", Some("gzip")),
         (large, "br", None),
         (small, "gzip", None),
     ] {
@@ -387,20 +387,10 @@ async fn the_page_is_encoded_as_the_scraper_likes_it_unless_it_is_small() {
             .map(|e| e.to_str().expect("text"));
         assert_eq!(encoding, expected, "{accepted}");
         let mut read = Vec::new();
-        let mut rest = &body[..];
         match encoding {
-            Some("gzip") => {
-                let mut decoder = flate2::read::GzDecoder::new(rest);
-                decoder.read_to_end(&mut read).expect("gzip");
-            }
             Some(_) => {
-                while !rest.is_empty() {
-                    let frame = ruzstd::decoding::StreamingDecoder::new(&mut rest);
-                    frame
-                        .expect("a frame")
-                        .read_to_end(&mut read)
-                        .expect("zstd");
-                }
+                let mut decoder = flate2::read::GzDecoder::new(&body[..]);
+                decoder.read_to_end(&mut read).expect("gzip");
             }
             None => read = body.clone(),
         }

@@ -116,15 +116,23 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
 async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
     let Some(binary) = envoy_binary() else { return };
     let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")];
+    let started = Instant::now();
     let (mut pod, envoy, port, _backend, _control_plane) =
         serving_with(&binary, &environment).await;
+    let start = started.elapsed();
     until_it_is_no_failed_start(&pod).await;
+    let crashed = Instant::now();
     rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
     eventually("the end of the first", async || {
         (!is_alive(envoy)).then_some(())
     })
     .await;
     eventually("a route in force again", async || get(port).await.ok()).await;
+    let again = crashed.elapsed();
+    assert!(
+        again <= start + Duration::from_secs(1),
+        "{again:?} from the crash on, and {start:?} the first time"
+    );
     let second = pod.envoy_pid().unwrap();
     assert_ne!(second, envoy);
     rustix::process::kill_process(second, Signal::KILL).unwrap();

@@ -14,6 +14,7 @@
 
 mod certificates;
 mod discovery;
+mod drain;
 mod hot_restart;
 mod lifecycle;
 mod memory;

@@ -1,7 +1,7 @@
 //! Envoy's life as a state machine: up, and every way down.
 //!
-//! Asked to stop, Envoy drains, is asked to quit, terminated, and killed, each step after the one
-//! before has had its time. How urgent the request is says where to begin; a more urgent one goes
+//! Asked to stop, Envoy drains, closes its listeners, is asked to quit, terminated, and killed, each
+//! step after the one before has had its time. How urgent the request is says where to begin; a more urgent one goes
 //! further at once and nothing goes back. An Envoy told to drain beforehand skips its drain. One that
 //! ends by itself is started again if the event says that it may be.
 //!
@@ -38,6 +38,19 @@ pub enum Drain {
     },
 }
 
+/// The last part of a drain is for requests under way, as nothing new is let in: a quarter, and no
+/// longer than this.
+const LAST_REQUESTS: Duration = Duration::from_secs(1);
+
+/// A drain cut into its steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Parts {
+    time: Duration,
+    /// The longest wait for connections, if they are waited for.
+    connections: Option<Duration>,
+    last_requests: Duration,
+}
+
 /// Where Envoy is. From `Announcing` on it is on its way down, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
@@ -54,6 +67,8 @@ pub enum Phase {
     Draining,
     /// Drained for as long as it had to; its connections are counted.
     Counting,
+    /// Nothing new is let in; requests under way may end.
+    Closing,
     Quitting,
     Terminating,
     Killing,
@@ -105,6 +120,8 @@ pub enum Action {
     Wait(Duration),
     /// Look out for [`Event::Idle`].
     Count(Duration),
+    /// Have Envoy close its listeners, and look out for [`Event::Idle`].
+    Close(Duration),
     Quit(Duration),
     Terminate(Duration),
     Kill(Duration),
@@ -134,7 +151,9 @@ impl Phase {
             Self::Initial => State::Initial,
             Self::Starting => State::Starting,
             Self::Running => State::Running,
-            Self::Drained | Self::Announcing | Self::Draining | Self::Counting => State::Draining,
+            Self::Drained | Self::Announcing | Self::Draining | Self::Counting | Self::Closing => {
+                State::Draining
+            }
             Self::Quitting | Self::Terminating | Self::Killing => State::Stopping,
             Self::Pausing | Self::Exited => State::Exited,
         }
@@ -171,12 +190,13 @@ impl Machine {
 
     /// The steps from here to the end, as long as nobody makes it more urgent.
     pub fn plan(&self) -> Plan {
-        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, Quit, Termination};
-        let (drain, connections) = self.limits.drain.parts();
+        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, Quit, Termination};
+        let parts = self.limits.drain.parts();
         let steps = [
             (Phase::Announcing, DrainCall, Some(self.limits.announce)),
-            (Phase::Draining, DrainTime, Some(drain)),
-            (Phase::Counting, Connections, connections),
+            (Phase::Draining, DrainTime, Some(parts.time)),
+            (Phase::Counting, Connections, parts.connections),
+            (Phase::Closing, LastRequests, Some(parts.last_requests)),
             (Phase::Quitting, Quit, Some(self.limits.quit)),
             (Phase::Terminating, Termination, Some(self.limits.terminate)),
             (Phase::Killing, Kill, Some(self.limits.kill)),
@@ -200,8 +220,8 @@ impl Machine {
         use Event::{
             Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, QuitRefused,
         };
-        use Phase::{Announcing, Counting, Draining, Exited, Initial, Killing, Pausing, Quitting};
-        use Phase::{Running, Starting, Terminating};
+        use Phase::{Announcing, Closing, Counting, Draining, Exited, Initial, Killing, Pausing};
+        use Phase::{Quitting, Running, Starting, Terminating};
         match (self.phase, event) {
             (Exited, _) => Action::Nothing,
             (_, EnvoyExited { may_restart }) => self.exited(may_restart),
@@ -216,10 +236,11 @@ impl Machine {
             (Starting, Live) => self.enter(Running),
             (Announcing, Answered | Deadline) => self.enter(Draining),
             (Draining, Deadline) => match self.limits.drain {
-                Drain::For(_) => self.enter(Quitting),
+                Drain::For(_) => self.enter(Closing),
                 Drain::UntilIdle { .. } => self.enter(Counting),
             },
-            (Counting, Idle | Deadline) => self.enter(Quitting),
+            (Counting, Idle | Deadline) => self.enter(Closing),
+            (Closing, Idle | Deadline) => self.enter(Quitting),
             (Quitting, QuitRefused | Deadline) => self.enter(Terminating),
             (Terminating, Deadline) => self.enter(Killing),
             (Killing, Deadline) => Action::GiveUp,
@@ -270,15 +291,16 @@ impl Machine {
             phase => phase,
         };
         self.phase = phase;
-        let (drain, connections) = self.limits.drain.parts();
+        let parts = self.limits.drain.parts();
         match phase {
             Phase::Initial | Phase::Running => Action::Nothing,
             Phase::Pausing => Action::Pause,
             Phase::Starting => Action::Start,
             Phase::Drained => Action::Tell,
             Phase::Announcing => Action::Announce(self.limits.announce),
-            Phase::Draining => Action::Wait(drain),
-            Phase::Counting => Action::Count(connections.unwrap_or_default()),
+            Phase::Draining => Action::Wait(parts.time),
+            Phase::Counting => Action::Count(parts.connections.unwrap_or_default()),
+            Phase::Closing => Action::Close(parts.last_requests),
             Phase::Quitting => Action::Quit(self.limits.quit),
             Phase::Terminating => Action::Terminate(self.limits.terminate),
             Phase::Killing => Action::Kill(self.limits.kill),
@@ -288,14 +310,29 @@ impl Machine {
 }
 
 impl Drain {
-    /// The wait for time, and the longest wait for connections after it, if there is one.
-    fn parts(self) -> (Duration, Option<Duration>) {
+    /// The longest it may last.
+    pub(super) fn at_most(self) -> Duration {
         match self {
-            Self::For(time) => (time, None),
-            Self::UntilIdle { at_least, at_most } => {
-                let at_least = at_least.min(at_most);
-                (at_least, Some(at_most - at_least))
+            Self::For(time) => time,
+            Self::UntilIdle { at_most, .. } => at_most,
+        }
+    }
+
+    /// Its steps, which together take no longer than the whole.
+    fn parts(self) -> Parts {
+        let last_requests = LAST_REQUESTS.min(self.at_most() / 4);
+        let rest = self.at_most() - last_requests;
+        let (time, connections) = match self {
+            Self::For(_) => (rest, None),
+            Self::UntilIdle { at_least, .. } => {
+                let at_least = at_least.min(rest);
+                (at_least, Some(rest - at_least))
             }
+        };
+        Parts {
+            time,
+            connections,
+            last_requests,
         }
     }
 }

@@ -51,7 +51,9 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
     let announce = Action::Announce(LIMITS.announce);
     let way = up(&[
         (ASK, announce),
-        (Answered, Action::Wait(SECOND * 5)),
+        (Answered, Action::Wait(SECOND * 4)),
+        (Deadline, Action::Close(SECOND)),
+        (Answered, Action::Nothing),
         (Deadline, QUIT),
         (Deadline, TERMINATE),
         (Deadline, KILL),
@@ -60,7 +62,8 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
     walk(LIMITS, &way);
     let unanswered = up(&[
         (ASK, announce),
-        (Deadline, Action::Wait(SECOND * 5)),
+        (Deadline, Action::Wait(SECOND * 4)),
+        (Deadline, Action::Close(SECOND)),
         (Deadline, QUIT),
         (QuitRefused, TERMINATE),
         (LAST_CRASH, Action::Leave),
@@ -74,18 +77,46 @@ fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
         (ASK, Action::Announce(LIMITS.announce)),
         (Answered, Action::Wait(SECOND * 5)),
         (Idle, Action::Nothing),
-        (Deadline, Action::Count(SECOND * 55)),
+        (Deadline, Action::Count(SECOND * 54)),
     ];
-    for end in [Idle, Deadline, ASK_AGAIN] {
+    for end in [Idle, Deadline] {
         let mut way = up(&start);
-        way.push((end, QUIT));
+        way.extend([(end, Action::Close(SECOND)), (end, QUIT)]);
         walk(UNTIL_IDLE, &way);
     }
+    walk(
+        UNTIL_IDLE,
+        &[&up(&start)[..], &[(ASK_AGAIN, QUIT)]].concat(),
+    );
     let too_long = Drain::UntilIdle {
         at_least: SECOND * 90,
         at_most: SECOND * 60,
     };
-    assert_eq!(too_long.parts(), (SECOND * 60, Some(Duration::ZERO)));
+    let expected = Parts {
+        time: SECOND * 59,
+        connections: Some(Duration::ZERO),
+        last_requests: SECOND,
+    };
+    assert_eq!(too_long.parts(), expected);
+}
+
+#[test]
+fn a_drain_keeps_a_part_of_its_time_for_the_last_requests() {
+    let millis = Duration::from_millis;
+    for (whole, time, last_requests) in [
+        (millis(0), millis(0), millis(0)),
+        (millis(10), millis(7500) / 1000, millis(2500) / 1000),
+        (millis(2000), millis(1500), millis(500)),
+        (millis(5000), millis(4000), millis(1000)),
+        (millis(60_000), millis(59_000), millis(1000)),
+    ] {
+        let expected = Parts {
+            time,
+            connections: None,
+            last_requests,
+        };
+        assert_eq!(Drain::For(whole).parts(), expected);
+    }
 }
 
 #[test]
@@ -181,16 +212,19 @@ fn the_plan_names_the_steps_that_are_left() {
         let steps = machine.plan().0;
         steps.iter().map(|step| step.waits_for).collect()
     };
-    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, Quit, Termination};
+    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, Quit, Termination};
     let asked = up(&[(ASK, Action::Announce(LIMITS.announce))]);
     let machine = walk(LIMITS, &asked);
     assert_eq!(
         waits(&machine),
-        [DrainCall, DrainTime, Quit, Termination, Kill]
+        [DrainCall, DrainTime, LastRequests, Quit, Termination, Kill]
     );
     assert_eq!(machine.plan().at_most(), SECOND * 15);
     let machine = walk(UNTIL_IDLE, &asked);
-    assert_eq!(waits(&machine)[1..3], [DrainTime, Connections]);
+    assert_eq!(
+        waits(&machine)[1..4],
+        [DrainTime, Connections, LastRequests]
+    );
     assert_eq!(machine.plan().at_most(), SECOND * 70);
     let machine = walk(LIMITS, &up(&[(ASK_AGAIN, QUIT)]));
     assert_eq!(waits(&machine), [Quit, Termination, Kill]);
@@ -235,7 +269,11 @@ impl World {
             }
             Action::Kill(_) => self.was_killed = true,
             Action::Pause => prop_assert!(!self.has_child),
-            Action::Quit(_) | Action::Terminate(_) | Action::Announce(_) | Action::Tell => {
+            Action::Announce(_)
+            | Action::Close(_)
+            | Action::Quit(_)
+            | Action::Terminate(_)
+            | Action::Tell => {
                 prop_assert!(self.has_child, "nobody to tell");
             }
             Action::Nothing | Action::Wait(_) | Action::Count(_) => {}

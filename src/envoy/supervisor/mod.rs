@@ -8,6 +8,7 @@
 mod end;
 mod epochs;
 mod start;
+mod steps;
 mod tell;
 
 use std::time::Duration;
@@ -17,7 +18,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::admin::Admin;
-use super::calls::{self, warn};
+use super::calls::warn;
 use super::child::Child;
 use super::crash::Crash;
 use super::epochs::{Epochs, News};
@@ -27,13 +28,10 @@ use super::orphans::Own;
 use super::plan::{Ending, WaitsFor};
 use super::process::{self, Ended, Process};
 use super::restart::Restarts;
-use super::{Config, Error, Exit, connections, orphans};
+use super::{Config, Error, Exit, orphans};
 use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{self, Counter, Registry};
-
-/// Half the time for quitting is for the answer, the rest for the end that follows it.
-const QUIT_CALL: u32 = 2;
 
 /// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
 /// a young Envoy each time its age has doubled, then every half minute.
@@ -309,10 +307,12 @@ impl Supervisor {
             Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.pause),
             Action::Tell => self.tell(),
             Action::Announce(_) => self.announce(),
-            Action::Wait(wait) => {
-                tracing::info!("Graceful termination period is {wait:?}, starting...");
+            Action::Wait(_) => {
+                let whole = self.config.limits.drain.at_most();
+                tracing::info!("Graceful termination period is {whole:?}, starting...");
             }
             Action::Count(at_most) => self.count(at_most),
+            Action::Close(at_most) => self.close(at_most),
             Action::Quit(wait) => self.quit(wait),
             Action::Terminate(_) => {
                 tracing::info!("Terminating Envoy");
@@ -327,56 +327,6 @@ impl Supervisor {
             Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
         }
         Ok(())
-    }
-
-    /// Has Envoy drain and stay; answers the order when Envoy has been told.
-    fn tell(&mut self) {
-        self.counters.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let order = self.order.take();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, true).await;
-            if let Some(order) = order {
-                let _ = order.send(()); // Who gave the order may have left.
-            }
-            Event::Answered
-        });
-    }
-
-    fn announce(&mut self) {
-        tracing::info!("Agent draining Proxy for termination");
-        self.counters.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, false).await;
-            Event::Answered
-        });
-    }
-
-    fn count(&mut self, at_most: Duration) {
-        tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
-        let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
-        let publish = self.publish.clone();
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            let counted = |active| {
-                publish.send_modify(|report| {
-                    if let Some(ending) = &mut report.ending {
-                        ending.connections = Some(active);
-                    }
-                });
-            };
-            connections::gone(admin, housekeeping, counted).await;
-            Event::Idle
-        });
-    }
-
-    fn quit(&mut self, wait: Duration) {
-        tracing::info!("Asking Envoy to quit");
-        let admin = self.admin.within(wait / QUIT_CALL);
-        self.calls = JoinSet::new();
-        self.calls.spawn(calls::quit(admin));
     }
 
     fn process(&self, signal: impl FnOnce(&Process)) {
@@ -399,6 +349,7 @@ fn step(action: Action) -> Option<(Duration, WaitsFor)> {
         Action::Announce(wait) => (wait, WaitsFor::DrainCall),
         Action::Wait(wait) => (wait, WaitsFor::DrainTime),
         Action::Count(wait) => (wait, WaitsFor::Connections),
+        Action::Close(wait) => (wait, WaitsFor::LastRequests),
         Action::Quit(wait) => (wait, WaitsFor::Quit),
         Action::Terminate(wait) => (wait, WaitsFor::Termination),
         Action::Kill(wait) => (wait, WaitsFor::Kill),

@@ -194,7 +194,7 @@ async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
 #[tokio::test]
 async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
     let (mut stage, admin) = stage("obeys").with_admin(Manner::Answering).await;
-    stage.config.limits.drain = Drain::For(Duration::from_millis(10));
+    stage.config.limits.drain = Drain::For(Duration::from_secs(1));
     let stop = Stop::new();
     let (envoy, life) = stage.start(&stop);
     let story = async {
@@ -205,7 +205,7 @@ async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
         let report = wait_for(&envoy, |report| report.state == State::Draining).await;
         let ending = report.ending.expect("a plan");
         assert_eq!(ending.cause, "a test");
-        assert_eq!(ending.plan.0.len(), 5);
+        assert_eq!(ending.plan.0.len(), 6);
         let report = wait_for(&envoy, |report| report.state == State::Stopping).await;
         let waits_for = report.ending.expect("a plan").waits_for;
         assert_eq!(waits_for, Some(WaitsFor::Quit));
@@ -218,7 +218,8 @@ async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
     let drain = "/drain_listeners?inboundonly&graceful";
-    assert_eq!(admin.asked(), ["/ready", drain, "/quitquitquit"]);
+    let close = "/drain_listeners?inboundonly";
+    assert_eq!(admin.asked(), ["/ready", drain, close, "/quitquitquit"]);
     assert_eq!(envoy.report().borrow().state, State::Exited);
 }
 

@@ -1,7 +1,7 @@
 //! What a connection is doing, and how long it may.
 //!
 //! A connection is silent, in the middle of a request's head, or being answered. The stream tells of
-//! bytes that arrive, the server of requests and answers.
+//! bytes that arrive or cannot leave, the server of requests and answers.
 //!
 //! Does not close anything.
 
@@ -18,11 +18,21 @@ use tokio::time::Instant;
 pub(super) const HEAD: Duration = Duration::from_secs(10);
 /// Longer than the pause between two probes or scrapes.
 pub(super) const SILENCE: Duration = Duration::from_secs(300);
+/// How long what has been written may wait for its reader: longer than any scraper does.
+pub(super) const READING: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-pub(super) struct Activity(Mutex<(Phase, Instant)>);
+pub(super) struct Activity(Mutex<Now>);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug)]
+struct Now {
+    phase: Phase,
+    since: Instant,
+    /// Since when something waits for the reader; it may be the end of an answer that is all written.
+    unread: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Bytes of a head have come, or none at all yet.
     Asking,
@@ -34,7 +44,7 @@ enum Phase {
 #[derive(Debug)]
 pub(super) struct Answering(Arc<Activity>);
 
-/// A stream that tells when bytes arrive.
+/// A stream that tells when bytes arrive, and when they cannot leave.
 #[derive(Debug)]
 pub(super) struct Heard {
     stream: TcpStream,
@@ -43,32 +53,38 @@ pub(super) struct Heard {
 
 impl Activity {
     pub(super) fn new() -> Self {
-        Self(Mutex::new((Phase::Asking, Instant::now())))
+        Self(Mutex::new(Now {
+            phase: Phase::Asking,
+            since: Instant::now(),
+            unread: None,
+        }))
     }
 
-    /// When the connection is to be closed; none while it is being answered.
+    /// When the connection is to be closed; none while its answer is being made.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let (phase, since) = *self.lock();
-        match phase {
-            Phase::Asking => Some(since + HEAD),
-            Phase::Silent => Some(since + SILENCE),
+        let now = *self.lock();
+        match now.phase {
+            _ if now.unread.is_some() => now.unread.map(|since| since + READING),
+            Phase::Asking => Some(now.since + HEAD),
+            Phase::Silent => Some(now.since + SILENCE),
             Phase::Answering => None,
         }
     }
 
     pub(super) fn since(&self) -> Instant {
-        self.lock().1
+        self.lock().since
     }
 
     /// The lower, the less it is missed.
     pub(super) fn rank(&self) -> (bool, Instant) {
-        let (phase, since) = *self.lock();
-        (phase == Phase::Answering, since)
+        let now = *self.lock();
+        let is_busy = now.phase == Phase::Answering && now.unread.is_none();
+        (is_busy, now.since)
     }
 
     /// A request has come.
     pub(super) fn is_asked(&self) {
-        *self.lock() = (Phase::Answering, Instant::now());
+        self.enter(Phase::Answering);
     }
 
     /// Keeps the connection answering until the returned guard is dropped.
@@ -77,26 +93,45 @@ impl Activity {
     }
 
     fn hear(&self) {
-        let mut now = self.lock();
-        if now.0 == Phase::Silent {
-            *now = (Phase::Asking, Instant::now());
+        if self.lock().phase == Phase::Silent {
+            self.enter(Phase::Asking);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Phase, Instant)> {
+    fn enter(&self, phase: Phase) {
+        let mut now = self.lock();
+        (now.phase, now.since) = (phase, Instant::now());
+    }
+
+    fn is_unread(&self) {
+        self.lock().unread.get_or_insert_with(Instant::now);
+    }
+
+    fn is_read(&self) {
+        self.lock().unread = None;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Now> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Answering {
     fn drop(&mut self) {
-        *self.0.lock() = (Phase::Silent, Instant::now());
+        self.0.enter(Phase::Silent);
     }
 }
 
 impl Heard {
     pub(super) fn new(stream: TcpStream, activity: Arc<Activity>) -> Self {
         Self { stream, activity }
+    }
+
+    fn note(&self, written: Poll<std::io::Result<usize>>) -> Poll<std::io::Result<usize>> {
+        if written.is_pending() {
+            self.activity.is_unread();
+        }
+        written
     }
 }
 
@@ -121,13 +156,16 @@ impl AsyncWrite for Heard {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<std::io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.note(written)
     }
 
     fn poll_flush(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<std::io::Result<()>> {
+        // Whoever writes flushes when all of it is written.
+        self.activity.is_read();
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
@@ -143,7 +181,8 @@ impl AsyncWrite for Heard {
         context: &mut Context<'_>,
         pieces: &[std::io::IoSlice<'_>],
     ) -> Poll<std::io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, pieces)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
+        self.note(written)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -2,8 +2,8 @@
 //!
 //! HTTP/1.1 on both address families. The number of connections is bounded; where there is no room,
 //! the one that has been silent longest makes it, so that a flood of idle ones does not keep the
-//! kubelet out. A request's head must come within [`activity::HEAD`]; between requests there may be a
-//! pause longer than any probe or scrape makes.
+//! kubelet out. A request's head must come within [`activity::HEAD`], and an answer be read within
+//! [`activity::READING`]; between requests there may be a pause longer than any probe or scrape makes.
 //!
 //! Does not look at paths.
 
@@ -184,12 +184,14 @@ impl Guest {
         // Answers are small; one that waits for its predecessor's acknowledgement is late.
         let _ = stream.set_nodelay(true); // It works without.
         let io = TokioIo::new(Heard::new(stream, self.activity.clone()));
-        let service = service_fn(|request: Request<Incoming>| async {
+        let answer = async |request: Request<Incoming>| {
             self.activity.is_asked();
             let answer = self.router.answer(request, self.from).await;
             let end = self.activity.until_answered();
             Ok::<_, Infallible>(answer.map(|body| Held::new(body, end)))
-        });
+        };
+        // A connection that asks nothing needs no room for an answer.
+        let service = service_fn(|request| Box::pin(answer(request)));
         let mut builder = http1::Builder::new();
         // Time is watched below, where pauses between requests are not mistaken for late heads.
         builder

@@ -8,7 +8,7 @@ use crate::lifecycle::Stop;
 use crate::metrics::Registry;
 use crate::probe;
 use crate::status::tests::{OfReadiness, own_metrics};
-use crate::status::{Config, Probers, Sources};
+use crate::status::{Config, Probers, Scrape, Sources, reply};
 use crate::timeline::Timeline;
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
@@ -21,6 +21,10 @@ struct Port {
 
 async fn port() -> Port {
     let metrics = Registry::default();
+    port_with(own_metrics(metrics.clone()), metrics)
+}
+
+fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let config = Config {
         port: 0,
         metrics_localhost_only: false,
@@ -38,8 +42,8 @@ async fn port() -> Port {
         stop: Stop::new(),
         envoy: None,
         dns_ready: None,
-        metrics: metrics.clone(),
-        scrape: own_metrics(metrics),
+        metrics,
+        scrape,
         debug: Vec::new(),
         glance: Arc::new(OfReadiness),
     };
@@ -118,6 +122,41 @@ async fn who_says_nothing_or_little_is_sent_away_and_who_pauses_is_not() {
     tokio::time::resume();
     assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
     assert!(activity::SILENCE > 10 * activity::HEAD);
+}
+
+/// What is left in buffers of an answer whose reader stops after its first byte, for so long.
+async fn left_to_read(port: &Port, stops_for: Duration) -> usize {
+    let mut stream = port.connect().await;
+    let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
+    stream.write_all(request).await.expect("sent");
+    stream.read_u8().await.expect("a first byte");
+    tokio::time::pause();
+    tokio::time::sleep(stops_for).await;
+    tokio::time::resume();
+    let (mut length, mut bytes) = (0, vec![0; 1 << 20]);
+    while length < ANSWER {
+        match stream.read(&mut bytes).await {
+            Ok(read) if read > 0 => length += read,
+            _ => break,
+        }
+    }
+    length
+}
+
+const ANSWER: usize = 64 << 20;
+
+#[tokio::test]
+async fn who_does_not_read_a_large_answer_is_sent_away_and_who_pauses_is_not() {
+    let answer = bytes::Bytes::from(vec![b'#'; ANSWER]);
+    let scrape: Scrape = Arc::new(move |_| {
+        let answer = answer.clone();
+        Box::pin(async move { reply::bytes(::http::StatusCode::OK, answer) })
+    });
+    let port = port_with(scrape, Registry::default());
+    let paused = left_to_read(&port, activity::READING / 2).await;
+    assert!(paused >= ANSWER, "{paused}");
+    let gone = left_to_read(&port, 2 * activity::READING).await;
+    assert!(gone < ANSWER, "{gone}");
 }
 
 #[tokio::test]

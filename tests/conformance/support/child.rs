@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
@@ -22,6 +22,20 @@ pub fn binary(variable: &str, built: Option<&str>) -> OsString {
     named
         .or_else(|| built.map(OsString::from))
         .unwrap_or_else(|| panic!("cargo has not built it and {variable} is not set"))
+}
+
+/// Whether the binary is this agent. Where it is another, `what` is said to be left out.
+pub fn ours_only(what: &str) -> bool {
+    static OURS: OnceLock<bool> = OnceLock::new();
+    let ours = *OURS.get_or_init(|| {
+        let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
+        let version = Command::new(agent).arg("version").output().unwrap();
+        String::from_utf8_lossy(&version.stdout).contains("istio-agent")
+    });
+    if !ours {
+        eprintln!("AGENT_BIN is another agent: not held to {what}.");
+    }
+    ours
 }
 
 impl Child {
@@ -64,7 +78,12 @@ impl Child {
     }
 
     pub fn terminate(&self) {
-        kill_process(self.pid(), Signal::TERM).unwrap();
+        self.signal(Signal::TERM);
+    }
+
+    /// Sends a signal, to one that may just have ended.
+    pub fn signal(&self, signal: Signal) {
+        let _ = kill_process(self.pid(), signal); // Its end is seen elsewhere.
     }
 
     /// Waits for the end: exit code and log.
@@ -85,6 +104,12 @@ impl Child {
         let line = status.lines().find(|line| line.starts_with("VmRSS:"));
         let kib = line.unwrap().split_whitespace().nth(1).unwrap();
         kib.parse::<usize>().unwrap() * 1024
+    }
+
+    /// How many files and sockets it has open.
+    pub fn descriptors(&self) -> usize {
+        let folder = format!("/proc/{}/fd", self.pid().as_raw_nonzero());
+        std::fs::read_dir(folder).unwrap().count()
     }
 
     /// Lets the program have no more than this many files and sockets.

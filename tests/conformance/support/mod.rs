@@ -5,6 +5,7 @@ pub mod child;
 pub mod envoy;
 pub mod http;
 pub mod place;
+pub mod scraped;
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicU16, Ordering};

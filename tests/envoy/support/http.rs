@@ -85,7 +85,7 @@ pub fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
         .map(|(_, value)| value)
 }
 
-async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> std::io::Result<String> {
+pub async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> std::io::Result<String> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         head.push(stream.read_u8().await?);

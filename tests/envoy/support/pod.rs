@@ -43,6 +43,16 @@ impl Pod {
 
     /// Starts one that is a `router`, say.
     pub fn start_as(role: &str, settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
+        Self::draining_for(role, "1s", settings, control_plane)
+    }
+
+    /// Starts one whose drain takes as long as given.
+    pub fn draining_for(
+        role: &str,
+        drain: &str,
+        settings: Settings<'_>,
+        control_plane: &ControlPlane,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
@@ -52,7 +62,7 @@ impl Pod {
             "binaryPath": settings.envoy.unwrap_or(Path::new("none")),
             "proxyAdminPort": admin_port,
             "statusPort": status_port,
-            "terminationDrainDuration": "1s",
+            "terminationDrainDuration": drain,
             "concurrency": 1,
         });
         // What a test says of its own is over that.
@@ -113,8 +123,12 @@ impl Pod {
     /// Starts one and waits until Envoy serves.
     pub async fn serving(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
         let pod = Self::start(settings, control_plane);
-        ready(&pod.envoy).await;
+        pod.serves().await;
         pod
+    }
+
+    pub async fn serves(&self) {
+        ready(&self.envoy).await;
     }
 
     pub fn path(&self, path: &str) -> PathBuf {

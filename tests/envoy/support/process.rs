@@ -109,6 +109,17 @@ pub fn is_alive(pid: Pid) -> bool {
     parent_of(pid.as_raw_nonzero().get()).is_some()
 }
 
+/// The processes that run in a directory.
+pub fn running_in(directory: &Path) -> Vec<String> {
+    let directory = directory.canonicalize().unwrap();
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let in_there = processes.filter(|process| {
+        fs::read_link(process.path().join("cwd")).is_ok_and(|found| found == directory)
+    });
+    let name = |process: fs::DirEntry| fs::read_to_string(process.path().join("comm"));
+    in_there.filter_map(|process| name(process).ok()).collect()
+}
+
 /// None of a process that has ended, whether or not somebody has asked how.
 fn parent_of(pid: i32) -> Option<Pid> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
