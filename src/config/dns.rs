@@ -46,7 +46,7 @@ impl Sources<'_> {
             parallel: self.get(&variables::DNS_FORWARD_PARALLEL),
             timeout: self.get(&variables::DNS_FORWARD_TIMEOUT),
             own_addresses: own.collect(),
-            cache: cache::Config::default(),
+            cache: self.dns_cache(),
         };
         let policy = Policy {
             ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
@@ -58,6 +58,18 @@ impl Sources<'_> {
             policy,
         };
         Some(DnsParameters { server, forwarder })
+    }
+
+    fn dns_cache(&mut self) -> cache::Config {
+        let entries = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES);
+        let bytes = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_BYTES);
+        cache::Config {
+            max_entries: usize::try_from(entries).unwrap_or(usize::MAX),
+            max_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
+            max_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_TTL),
+            max_negative_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL),
+            max_stale: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_STALE),
+        }
     }
 
     fn resolv_conf_path(&mut self, address: &str) -> PathBuf {

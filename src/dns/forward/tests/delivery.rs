@@ -259,10 +259,7 @@ async fn fresh_answers_are_given_again_only_where_that_was_asked_for() {
     for (max_ttl, expected) in [(Duration::ZERO, 2), (Duration::from_secs(10), 1)] {
         let upstream = Upstream::saying(|_| Answer::address(1)).await;
         let bench = Bench::with(&[upstream.address], |config| {
-            config.cache = cache::Config {
-                max_ttl,
-                ..cache::Config::default()
-            };
+            config.cache = cache::Config { max_ttl, ..KEEPING };
         });
         for id in [1, 2] {
             let asked = query(id, "a.test");
@@ -284,7 +281,7 @@ async fn an_old_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
     };
     let upstream = Upstream::new(upstream, |_| Vec::new()).await;
     let bench = Bench::with(&[upstream.address], |config| {
-        config.cache = cache::Config::default();
+        config.cache = KEEPING;
     });
     let asked = query(1, "a.test");
     bench.ask(&asked).await.expect("an answer");
