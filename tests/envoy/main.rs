@@ -16,6 +16,7 @@ mod certificates;
 mod discovery;
 mod lifecycle;
 mod memory;
+mod names;
 mod outages;
 mod status;
 mod support;
