@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources};
+use super::{Problem, Sources, interfaces};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, Scope, listen};
@@ -39,7 +39,7 @@ impl Sources<'_> {
         let resolv_conf = self.resolv_conf(&path);
         let nameservers = resolv_conf.nameservers.iter();
         let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
-        let listen = listen::listen(address, &nameservers);
+        let listen = listen::listen(address, &nameservers, &own_addresses());
         let own = listen.addresses.iter().filter_map(|own| own.parse().ok());
         let forwarder = forward::Config {
             resolv_conf: path,
@@ -93,4 +93,13 @@ impl Sources<'_> {
             ResolvConf::default()
         })
     }
+}
+
+/// Of this machine. Where they cannot be listed, what was said is used as it is.
+fn own_addresses() -> Vec<IpAddr> {
+    let found = interfaces::of_this_machine().unwrap_or_default();
+    let mut addresses: Vec<_> = found.into_iter().map(|own| own.address).collect();
+    addresses.sort();
+    addresses.dedup();
+    addresses
 }
