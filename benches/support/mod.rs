@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each bench uses its part")]
 
 pub mod baseline;
+pub mod dnsperf;
 pub mod peer;
 pub mod table;
 

@@ -6,6 +6,7 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod envoy_user;
 mod milestones;
 mod name_tables;
 mod overview;
@@ -21,7 +22,7 @@ use std::time::Duration;
 
 use tokio::sync::{oneshot, watch};
 
-use crate::bootstrap::{self, platform};
+use crate::bootstrap::{self, Written, platform};
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
 use crate::cli::version;
@@ -401,7 +402,12 @@ async fn envoy_until_its_end(
     };
     let ours = !config.has_custom_bootstrap && !writes_by_itself;
     let written = ours.then(|| bootstrap::write(&config.bootstrap));
-    let _written = written.transpose()?;
+    let written = written.transpose()?;
+    let files = written.as_ref().map_or(&[][..], Written::files);
+    if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
+        let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
+        envoy_user::admit(user, files, directories);
+    }
     Ok(match envoy.await? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),

@@ -29,6 +29,13 @@ pub enum Error {
     },
 }
 
+impl Written {
+    /// What Envoy reads.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.paths
+    }
+}
+
 /// Writes the bootstrap next to its place and moves it there.
 pub fn write(config: &Config) -> Result<Written, Error> {
     make_directory(&config.directory)?;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources};
+use super::{Problem, Sources, interfaces};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, Scope, listen};
@@ -39,14 +39,14 @@ impl Sources<'_> {
         let resolv_conf = self.resolv_conf(&path);
         let nameservers = resolv_conf.nameservers.iter();
         let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
-        let listen = listen::listen(address, &nameservers);
+        let listen = listen::listen(address, &nameservers, &own_addresses());
         let own = listen.addresses.iter().filter_map(|own| own.parse().ok());
         let forwarder = forward::Config {
             resolv_conf: path,
             parallel: self.get(&variables::DNS_FORWARD_PARALLEL),
             timeout: self.get(&variables::DNS_FORWARD_TIMEOUT),
             own_addresses: own.collect(),
-            cache: cache::Config::default(),
+            cache: self.dns_cache(),
         };
         let policy = Policy {
             ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
@@ -58,6 +58,18 @@ impl Sources<'_> {
             policy,
         };
         Some(DnsParameters { server, forwarder })
+    }
+
+    fn dns_cache(&mut self) -> cache::Config {
+        let entries = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES);
+        let bytes = self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_BYTES);
+        cache::Config {
+            max_entries: usize::try_from(entries).unwrap_or(usize::MAX),
+            max_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
+            max_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_TTL),
+            max_negative_ttl: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL),
+            max_stale: self.get(&variables::ISTIO_AGENT_DNS_CACHE_MAX_STALE),
+        }
     }
 
     fn resolv_conf_path(&mut self, address: &str) -> PathBuf {
@@ -81,4 +93,13 @@ impl Sources<'_> {
             ResolvConf::default()
         })
     }
+}
+
+/// Of this machine. Where they cannot be listed, what was said is used as it is.
+fn own_addresses() -> Vec<IpAddr> {
+    let found = interfaces::of_this_machine().unwrap_or_default();
+    let mut addresses: Vec<_> = found.into_iter().map(|own| own.address).collect();
+    addresses.sort();
+    addresses.dedup();
+    addresses
 }

@@ -15,6 +15,7 @@ use super::{Problem, Sources, duration};
 use crate::bootstrap::settings::Settings;
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
+use crate::dns::listen;
 use crate::envoy;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
 use crate::envoy::epochs;
@@ -34,6 +35,8 @@ const EARLY: Duration = Duration::from_secs(1);
 const NEXT_LIVE: Duration = Duration::from_secs(45);
 /// A name server may take a while, and so may an Envoy on a busy machine.
 const CHECK: Duration = Duration::from_secs(15);
+/// The user whose traffic is captured nowhere, and its group.
+const UNCAPTURED: u32 = 1337;
 /// What is left of a pod's grace period for the end itself when the wait for connections is over.
 const RESERVE: Duration = Duration::from_secs(5);
 
@@ -294,11 +297,20 @@ impl Sources<'_> {
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
             concurrency: self.mesh.concurrency.filter(|threads| *threads != 0),
+            user: self.envoy_user(),
             fips_ciphers: matches!(
                 self.get(&variables::COMPLIANCE_POLICY).as_str(),
                 "fips-140-2" | "fips-140-3"
             ),
         }
+    }
+
+    /// An agent that is root to stand in for the machine's resolver runs Envoy as the user whose
+    /// traffic is not captured; otherwise Envoy's own lookups would come back.
+    fn envoy_user(&mut self) -> Option<u32> {
+        let stands_in = listen::stands_in(&self.get(&variables::DNS_PROXY_ADDR));
+        let is_root = rustix::process::getuid().is_root();
+        (stands_in && is_root).then_some(UNCAPTURED)
     }
 
     /// The file merged over the bootstrap. Envoy starts without one that cannot be used.

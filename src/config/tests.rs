@@ -613,3 +613,56 @@ fn dns_follows_the_pods_resolvers_and_goes_without_them() {
     assert_eq!(dns.server.scope, scope);
     assert_eq!(dns.server.policy.ttl, 30);
 }
+
+#[test]
+fn nothing_is_kept_of_resolvers_answers_unless_it_is_asked_for() {
+    let capture = ("ISTIO_META_DNS_CAPTURE", "true");
+    let cache = |more: &[_]| {
+        let settings = [&[capture], more].concat();
+        machine(&settings)
+            .config()
+            .dns
+            .expect("DNS")
+            .forwarder
+            .cache
+    };
+    let off = cache(&[]);
+    let times = [off.max_ttl, off.max_negative_ttl, off.max_stale];
+    assert_eq!(times, [Duration::ZERO; 3]);
+    let on = cache(&[
+        ("ISTIO_AGENT_DNS_CACHE_MAX_TTL", "10s"),
+        ("ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL", "5s"),
+        ("ISTIO_AGENT_DNS_CACHE_MAX_STALE", "5m"),
+        ("ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES", "7"),
+        ("ISTIO_AGENT_DNS_CACHE_MAX_BYTES", "4096"),
+    ]);
+    let expected = crate::dns::forward::cache::Config {
+        max_entries: 7,
+        max_bytes: 4096,
+        max_ttl: Duration::from_secs(10),
+        max_negative_ttl: Duration::from_secs(5),
+        max_stale: Duration::from_secs(300),
+    };
+    assert_eq!(on, expected);
+}
+
+#[test]
+fn envoy_of_an_agent_that_stands_in_for_the_resolver_is_the_user_nobody_captures() {
+    let settings = [
+        ("ISTIO_META_DNS_CAPTURE", "true"),
+        ("DNS_PROXY_ADDR", "127.0.0.1:53"),
+        ("ISTIO_AGENT_RESOLV_CONF", "resolv.conf"),
+    ];
+    let config = machine(&settings).config();
+    let dns = config.dns.expect("DNS").server;
+    let user = config.envoy.expect("Envoy").command.user;
+    // The privileged port is for root; for others it is as if nothing had been said.
+    let expected = match rustix::process::getuid().is_root() {
+        true => ("127.0.0.1:53", true, Some(1337)),
+        false => ("localhost:15053", false, None),
+    };
+    let stands_in = dns.policy.forward_before_first_table;
+    assert_eq!((&*dns.addresses[0], stands_in, user), expected);
+    let config = machine(&[]).config();
+    assert_eq!(config.envoy.expect("Envoy").command.user, None);
+}

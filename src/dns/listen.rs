@@ -1,11 +1,13 @@
 //! Where to listen, from what the operator said and the resolvers the pod has.
 //!
 //! Captured queries are redirected to the loopback address of the family they were sent in, which
-//! is the resolver's. So `localhost` means that address of each family a resolver has.
+//! is the resolver's. So `localhost` means that address of each family a resolver has. An answer
+//! must come from the address that was asked, which a socket bound to all of them does not see to:
+//! the kernel picks one by the way back. So "all addresses" is a socket for each.
 //!
-//! Does not bind.
+//! Does not bind, and does not follow addresses that come later.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 /// Where DNS is answered unless something else is said.
 pub const DEFAULT: &str = "localhost:15053";
@@ -35,8 +37,9 @@ pub fn address(said: &str, is_root: bool) -> &str {
     said
 }
 
-/// Where to listen for `address`, of [`address`].
-pub fn listen(address: &str, nameservers: &[IpAddr]) -> Listen {
+/// Where to listen for `address`, of [`address`], on a machine with its `own` addresses beside those
+/// of loopback.
+pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Listen {
     let port = address.strip_prefix("localhost:");
     let v4 = nameservers.iter().any(IpAddr::is_ipv4);
     let v6 = nameservers.iter().any(IpAddr::is_ipv6);
@@ -46,12 +49,36 @@ pub fn listen(address: &str, nameservers: &[IpAddr]) -> Listen {
             let v6 = v6.then(|| format!("[::1]:{port}"));
             v4.into_iter().chain(v6).collect()
         }
-        _ => vec![address.to_owned()],
+        _ => each(address, own).unwrap_or_else(|| vec![address.to_owned()]),
     };
     Listen {
         addresses,
         stands_in: stands_in(address),
     }
+}
+
+/// An address for each that is meant, if all are.
+fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
+    let (host, port) = address.rsplit_once(':')?;
+    // Without a number each would get another one.
+    let port = port.parse().ok().filter(|port: &u16| *port != 0)?;
+    let (v4, v6) = match host {
+        "0.0.0.0" => (true, false),
+        "" | "[::]" => (true, true),
+        _ => return None,
+    };
+    let has_v6 = own.iter().any(IpAddr::is_ipv6);
+    let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    let loopback = loopback
+        .into_iter()
+        .filter(|ip: &IpAddr| ip.is_ipv4() || has_v6);
+    let all = loopback.chain(own.iter().copied());
+    let meant = all.filter(|ip| if ip.is_ipv4() { v4 } else { v6 });
+    Some(
+        meant
+            .map(|ip| SocketAddr::new(ip, port).to_string())
+            .collect(),
+    )
 }
 
 /// Whether whoever listens at `address` is what others take for the machine's resolver.
@@ -97,9 +124,33 @@ mod tests {
             ("127.0.0.5:53", &[v6], &["127.0.0.5:53"], true),
         ] {
             let resolvers: Vec<IpAddr> = resolvers.iter().map(|ip| ip.parse().unwrap()).collect();
-            let listen = listen(said, &resolvers);
+            let listen = listen(said, &resolvers, &[]);
             assert_eq!(listen.addresses, expected, "{said} {resolvers:?}");
             assert_eq!(listen.stands_in, stands_in, "{said}");
+        }
+    }
+
+    #[test]
+    fn all_addresses_are_each_of_them() {
+        let (v4, v6) = ("10.0.0.9", "fd00::9");
+        for (said, own, expected) in [
+            (
+                "0.0.0.0:53",
+                &[v4, v6][..],
+                &["127.0.0.1:53", "10.0.0.9:53"][..],
+            ),
+            (
+                "[::]:53",
+                &[v4, v6],
+                &["127.0.0.1:53", "[::1]:53", "10.0.0.9:53", "[fd00::9]:53"],
+            ),
+            (":53", &[v4], &["127.0.0.1:53", "10.0.0.9:53"]),
+            ("0.0.0.0:0", &[v4], &["0.0.0.0:0"]),
+            ("10.0.0.9:53", &[v4], &["10.0.0.9:53"]),
+            ("[::]", &[v4], &["[::]"]),
+        ] {
+            let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
+            assert_eq!(listen(said, &[], &own).addresses, expected, "{said}");
         }
     }
 }

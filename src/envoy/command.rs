@@ -28,6 +28,8 @@ pub struct Command {
     pub override_json: Option<String>,
     /// None lets Envoy use every hardware thread.
     pub concurrency: Option<u32>,
+    /// The user Envoy runs as, and the only group it is in; none is the agent's.
+    pub user: Option<u32>,
     /// Whether TLS of Envoy's gRPC library is held to the ciphers of FIPS 140.
     pub fips_ciphers: bool,
 }
@@ -204,6 +206,7 @@ mod tests {
             core_dump: false,
             override_json: None,
             concurrency: Some(2),
+            user: None,
             fips_ciphers: false,
         }
     }

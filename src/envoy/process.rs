@@ -65,6 +65,11 @@ impl Process {
             .stderr(Stdio::piped())
             .process_group(0)
             .kill_on_drop(true);
+        if let Some(user) = command.user {
+            // Takes all other groups away, too.
+            start.gid(user).uid(user);
+        }
+        // The kernel forgets this when the user changes, and code in between runs after that.
         end_with_parent(&mut start);
         let child = start
             .spawn()

@@ -12,7 +12,7 @@ use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::support::child::Child;
 use crate::support::envoy::Envoy;
@@ -229,6 +229,33 @@ async fn a_large_answer_of_a_resolver_arrives() {
 }
 
 #[tokio::test]
+async fn an_answer_a_resolver_cut_arrives_as_far_as_it_goes() {
+    let mesh = Mesh::start("false").await;
+    let cut = decode(&mesh.udp(&query("giant-tc.", 1, None)).await);
+    assert!(cut.truncated && cut.code == 0);
+    assert_eq!(cut.answers.len(), 29);
+    let owner = |answer: &String| answer.starts_with("aaaaaaaaaaaa.aaaaaa. 240.0.0.");
+    assert!(cut.answers.iter().all(owner), "{:?}", cut.answers);
+}
+
+#[tokio::test]
+async fn a_query_no_resolver_answers_fails_after_the_timeout() {
+    if std::env::var_os("DNS_ADDR").is_some() {
+        return; // Its timeout is not known here.
+    }
+    for parallel in ["false", "true"] {
+        for timeout in [1, 2] {
+            let mesh = Mesh::start_with(parallel, &format!("{timeout}s")).await;
+            let asked = Instant::now();
+            let reply = decode(&mesh.udp(&query("silent.", 1, None)).await);
+            let (taken, timeout) = (asked.elapsed(), Duration::from_secs(timeout));
+            assert_eq!((reply.code, reply.answers.len()), (2, 0));
+            assert!(taken > timeout * 9 / 10 && taken < timeout * 2, "{taken:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn what_is_no_question_harms_nobody() {
     let mesh = Mesh::start("false").await;
     let good = query("www.google.com.", 1, None);
@@ -287,7 +314,8 @@ async fn an_address_that_cannot_be_had_ends_the_agent() {
 struct Mesh {
     address: SocketAddr,
     agent: Option<Agent>,
-    _place: Option<(Place, Child)>,
+    /// The agent ends before its place is gone.
+    _child: Option<(Child, Place)>,
 }
 
 struct Agent {
@@ -297,11 +325,15 @@ struct Agent {
 
 impl Mesh {
     async fn start(parallel: &str) -> Self {
+        Self::start_with(parallel, "5s").await
+    }
+
+    async fn start_with(parallel: &str, timeout: &str) -> Self {
         if let Ok(address) = std::env::var("DNS_ADDR") {
             return Self {
                 address: address.parse().unwrap(),
                 agent: None,
-                _place: None,
+                _child: None,
             };
         }
         let mut snapshot = Snapshot::default();
@@ -319,6 +351,7 @@ impl Mesh {
             .set("ISTIO_META_DNS_CAPTURE", "true")
             .set("DNS_PROXY_ADDR", &address.to_string())
             .set("DNS_FORWARD_PARALLEL", parallel)
+            .set("DNS_FORWARD_TIMEOUT", timeout)
             .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf");
         let resolver = format!("[{}]:{}", resolver.ip(), resolver.port());
         place.write(
@@ -333,7 +366,7 @@ impl Mesh {
         Self {
             address,
             agent: Some(Agent { istiod, envoy }),
-            _place: Some((place, child)),
+            _child: Some((child, place)),
         }
     }
 
@@ -416,7 +449,8 @@ fn table() -> Vec<u8> {
     .encode_to_vec()
 }
 
-/// A resolver of its own port: knows `www.bing.com` and the 64 addresses of `giant`.
+/// A resolver of its own port: knows `www.bing.com`, the 64 addresses of `giant`, and `giant-tc`,
+/// which it cuts. It says nothing about `silent`.
 async fn resolver() -> SocketAddr {
     let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = udp.local_addr().unwrap();
@@ -425,7 +459,11 @@ async fn resolver() -> SocketAddr {
         let mut query = vec![0; 65_535];
         loop {
             let (length, client) = udp.recv_from(&mut query).await.unwrap();
-            let mut reply = resolve(&query[..length]);
+            let asked = &query[..length];
+            if name(asked, 12).0 == "silent." {
+                continue;
+            }
+            let mut reply = resolve(asked);
             if reply.len() > 1232 {
                 reply.truncate(length);
                 reply[2] |= 2;
@@ -459,6 +497,8 @@ fn resolve(query: &[u8]) -> Vec<u8> {
     let (name, end) = name(query, 12);
     let addresses: Vec<[u8; 4]> = match (name.as_str(), query[end + 1]) {
         ("www.bing.com.", 1) => vec![[1, 1, 1, 1]],
+        // By UDP and TCP alike what fits in 512 bytes, and no more.
+        ("giant-tc.", 1) => return cut(query, end),
         ("giant.", 1) => (0..64).map(|last| [240, 0, 0, last]).collect(),
         _ => Vec::new(),
     };
@@ -470,6 +510,24 @@ fn resolve(query: &[u8]) -> Vec<u8> {
     for address in addresses {
         reply.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 9, 0, 4]);
         reply.extend(address);
+    }
+    reply
+}
+
+/// An answer of another name, cut where one more address would be too much.
+fn cut(query: &[u8], end: usize) -> Vec<u8> {
+    let mut reply = query[..end + 4].to_vec();
+    reply[2] |= 0x82;
+    reply[3] = 0x80;
+    reply[6..12].fill(0);
+    reply[7] = 29;
+    let owner = u8::try_from(reply.len()).unwrap();
+    reply.extend(b"\x0caaaaaaaaaaaa\x06aaaaaa\0");
+    for last in 0..29 {
+        if last > 0 {
+            reply.extend([0xc0, owner]);
+        }
+        reply.extend([0, 1, 0, 1, 0, 0, 0, 9, 0, 4, 240, 0, 0, last]);
     }
     reply
 }

@@ -18,6 +18,7 @@ mod drain;
 mod hot_restart;
 mod lifecycle;
 mod memory;
+mod names;
 mod outages;
 mod page;
 mod status;

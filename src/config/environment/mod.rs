@@ -163,8 +163,13 @@ variables! {
     DNS_PROXY_ADDR: String = "", "Where DNS is answered; empty is localhost:15053. Told to istiod.", Same;
     DNS_FORWARD_PARALLEL: bool = "false", "Asks all resolvers at once.", Same;
     DNS_FORWARD_TIMEOUT: Duration = "5s", "How long a resolver may take.", Same;
-    ISTIO_AGENT_DNS_TTL: u32 = "30", "Seconds an answer about the mesh is good for. This agent's own.", Same;
-    ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers. This agent's own.", Same;
+    ISTIO_AGENT_DNS_TTL: u32 = "30", "Seconds an answer about the mesh is good for.", Own;
+    ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Longest time a resolver's answer is given again; 0 asks each time.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "The same for names that do not exist.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "How long after its end a resolver's answer is given while no resolver answers; 0 is never.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Most answers kept.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Most memory for answers kept.", Own;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of collectors.", Same;
     CLOUD_PLATFORM: String = "", "The cloud to ask where this is: aws, azure, gcp or none; otherwise it is found out.", Same;
     GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;

@@ -1,10 +1,9 @@
 //! Replies kept for a while: for as long as they are fresh, and a little longer for when no server
 //! answers.
 //!
-//! Fresh ones are given out only as far as the configuration allows, which by default it does not:
-//! a workload that asks again expects to see what has changed since. A stale one takes the place of
-//! a failure only. Entries and bytes are bounded; what was asked for since the last look is spared
-//! once when room is needed.
+//! Both only as far as the configuration allows, which by default it does not: see [`super`]. A
+//! stale one takes the place of a failure only. Entries and bytes are bounded; what was asked for
+//! since the last look is spared once when room is needed.
 //!
 //! Does not know what a query looks like: keys are bytes. Time is an argument.
 
@@ -36,15 +35,11 @@ pub struct Config {
     pub max_stale: Duration,
 }
 
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            max_entries: 1024,
-            max_bytes: 512 * 1024,
-            max_ttl: Duration::ZERO,
-            max_negative_ttl: Duration::ZERO,
-            max_stale: Duration::from_secs(300),
-        }
+impl Config {
+    /// Whether anything is kept at all.
+    pub(super) fn keeps(&self) -> bool {
+        let times = [self.max_ttl, self.max_negative_ttl, self.max_stale];
+        self.max_entries > 0 && self.max_bytes > 0 && times.iter().any(|time| !time.is_zero())
     }
 }
 
@@ -119,7 +114,7 @@ impl Cache {
         let (fresh, whole) = self.lifetimes(life);
         let weight = OVERHEAD + key.len() + reply.weight();
         // One reply shall not empty the cache.
-        if whole.is_zero() || weight > self.config.max_bytes / 8 || self.config.max_entries == 0 {
+        if whole.is_zero() || weight > self.config.max_bytes / 8 {
             return;
         }
         self.make_room(weight);
@@ -195,7 +190,7 @@ impl Cache {
 mod tests {
     use super::super::query::Query;
     use super::super::reply::Arrival;
-    use super::super::tests::{Answer, query};
+    use super::super::tests::{Answer, KEEPING, query};
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -214,7 +209,7 @@ mod tests {
             max_ttl: SECOND * u32::try_from(max_ttl).expect("fits"),
             max_negative_ttl: Duration::from_secs(max_negative_ttl),
             max_stale: Duration::from_secs(max_stale),
-            ..Config::default()
+            ..KEEPING
         })
     }
 
@@ -228,6 +223,27 @@ mod tests {
             Found::Fresh(reply) => ("fresh", ttl(&reply)),
             Found::Stale(reply) => ("stale", ttl(&reply)),
             Found::Nothing => ("nothing", 0),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_cache_without_time_or_room_keeps_nothing() {
+        assert!(KEEPING.keeps());
+        for off in [
+            Config {
+                max_stale: Duration::ZERO,
+                ..KEEPING
+            },
+            Config {
+                max_entries: 0,
+                ..KEEPING
+            },
+            Config {
+                max_bytes: 0,
+                ..KEEPING
+            },
+        ] {
+            assert!(!off.keeps(), "{off:?}");
         }
     }
 
@@ -298,7 +314,7 @@ mod tests {
                 max_entries,
                 max_bytes,
                 max_ttl: SECOND * 60,
-                ..Config::default()
+                ..KEEPING
             });
             let now = Instant::now();
             let reply = reply(&Answer::address(1));

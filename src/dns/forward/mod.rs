@@ -5,10 +5,10 @@
 //! they are but for id, question, OPT record and, from the cache, TTLs: what is not understood
 //! cannot be damaged. Everything that grows is bounded: who waits, sockets, time, what is kept.
 //!
-//! By default nothing fresh is answered from the cache: a workload that asks again expects to see
-//! what has changed since, such as the pods of a headless service, and clusters leave their own
-//! names uncached for that reason. An old answer takes the place of a failure alone, for minutes:
-//! an address that has since gone fails as the lookup would have.
+//! By default nothing is answered from the cache: a workload that asks again expects to see what has
+//! changed since, such as the pods of a headless service, and clusters leave their own names
+//! uncached for that reason. Nor is an old answer given in place of a failure unless that is asked
+//! for: its address may belong to another pod by now, and who hears of the failure asks again.
 //!
 //! Does not answer anything of its own, nor cut replies to what a client can take.
 
@@ -72,7 +72,8 @@ struct Inner {
     servers: Watched,
     parallel: bool,
     timeout: Duration,
-    cache: Mutex<Cache>,
+    /// None where nothing is to be kept.
+    cache: Option<Mutex<Cache>>,
     in_flight: InFlight,
     exchange: Exchange,
     metrics: Metrics,
@@ -82,11 +83,12 @@ struct Inner {
 impl Forwarder {
     pub fn new(config: Config, registry: &Registry) -> Self {
         let metrics = Metrics::new(registry);
+        let cache = Some(config.cache).filter(cache::Config::keeps);
         Self(Arc::new(Inner {
             servers: Watched::new(config.resolv_conf, config.own_addresses),
             parallel: config.parallel,
             timeout: config.timeout,
-            cache: Mutex::new(Cache::new(config.cache)),
+            cache: cache.map(|config| Mutex::new(Cache::new(config))),
             in_flight: InFlight::new(MAX_WAITING),
             exchange: Exchange::new(config.timeout, metrics.clone()),
             metrics,
@@ -98,7 +100,7 @@ impl Forwarder {
 #[cfg(test)]
 impl Forwarder {
     fn kept(&self) -> (usize, usize) {
-        self.0.cache().size()
+        self.0.cache().map_or((0, 0), |cache| cache.size())
     }
 }
 
@@ -174,17 +176,18 @@ impl Inner {
         let taken = Instant::now() - started;
         self.metrics.duration.observe(taken.as_secs_f64());
         self.note(reply.is_none());
-        if let (Some(reply), Some(key)) = (&reply, query.cache_key()) {
-            self.cache().put(key, reply, Instant::now());
+        if let (Some(reply), Some(mut cache), Some(key)) = (&reply, self.cache(), query.cache_key())
+        {
+            cache.put(key, reply, Instant::now());
         }
         reply
     }
 
     fn look_up(&self, query: &Query) -> Found {
-        let Some(key) = query.cache_key() else {
+        let (Some(mut cache), Some(key)) = (self.cache(), query.cache_key()) else {
             return Found::Nothing;
         };
-        let found = self.cache().get(&key, Instant::now());
+        let found = cache.get(&key, Instant::now());
         let result = match found {
             Found::Fresh(_) => "hit",
             Found::Stale(_) | Found::Nothing => "miss",
@@ -204,8 +207,9 @@ impl Inner {
         }
     }
 
-    fn cache(&self) -> MutexGuard<'_, Cache> {
+    fn cache(&self) -> Option<MutexGuard<'_, Cache>> {
         // Nothing in there can panic half way.
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+        let cache = self.cache.as_ref()?;
+        Some(cache.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

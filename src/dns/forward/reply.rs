@@ -81,7 +81,8 @@ impl Arrival {
             return Self::NotOurs;
         }
         if bytes[wire::FLAGS] & TC != 0 {
-            return Self::Truncated(Reply::emptied(bytes, query));
+            let left = Reply::parse(bytes, query).map(Reply::passing);
+            return Self::Truncated(left.unwrap_or_else(|| Reply::emptied(bytes, query)));
         }
         Reply::parse(bytes, query).map_or(Self::Broken, Self::Reply)
     }
@@ -118,6 +119,11 @@ impl Reply {
             ttls: records.iter().filter(has_ttl).filter_map(ttl_at).collect(),
             life: life(bytes, &records, query.kind()).filter(|_| opt.is_none_or(Opt::is_plain)),
         })
+    }
+
+    /// The same reply, never to be kept.
+    fn passing(self) -> Self {
+        Self { life: None, ..self }
     }
 
     /// Header and question of a reply, with the sign that there is more.

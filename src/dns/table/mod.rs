@@ -146,18 +146,19 @@ impl Table {
         if let Some(base) = self.scope.before_search(name) {
             let expands = self.any(base, |entry| !self.any(name, |other| other == entry));
             if expands {
-                let found = self.addresses(base);
+                let found = self.addresses(base)?;
                 return Some(Found {
                     target_end: Some(base.len()),
                     ..found
                 });
             }
         }
-        self.any(name, |_| true).then(|| self.addresses(name))
+        self.addresses(name)
     }
 
-    /// The addresses of a name, each family from the first entry that has some.
-    fn addresses(&self, name: &[u8]) -> Found<'_> {
+    /// The addresses of a name, each family from the first entry that has some. Every entry that is
+    /// served has one.
+    fn addresses(&self, name: &[u8]) -> Option<Found<'_>> {
         let mut first_v4 = None;
         let mut first_v6 = None;
         self.any_ranked(name, |rank, entry| {
@@ -170,12 +171,12 @@ impl Table {
             }
             false
         });
-        Found {
+        (first_v4.is_some() || first_v6.is_some()).then(|| Found {
             v4: first_v4.map_or(&[], |(_, entry)| self.v4_of(entry)),
             v6: first_v6.map_or(&[], |(_, entry)| self.v6_of(entry)),
             wildcard: None,
             target_end: None,
-        }
+        })
     }
 
     /// Whether `wanted` holds for any entry of this name.
@@ -213,7 +214,11 @@ impl Table {
     fn has_name(&self, reference: Reference, name: &[u8]) -> bool {
         let entry = self.entry(self.entry_of(reference));
         match reference.kind() {
-            Kind::Host => key(entry.host(&self.raw)).eq_ignore_ascii_case(name),
+            Kind::Host => {
+                let host = key(entry.host(&self.raw));
+                // Most are lower case, and comparing words is faster than comparing letters.
+                host == name || host.eq_ignore_ascii_case(name)
+            }
             Kind::Short => entry.short.of(&self.raw).eq_ignore_ascii_case(name),
             Kind::Alt => self.alt(reference).eq_ignore_ascii_case(name),
             Kind::Alias => {

@@ -76,7 +76,9 @@ impl Table {
             if hosts.contains_key(&absolute) {
                 continue;
             }
-            let found = self.addresses(form.as_bytes());
+            let Some(found) = self.addresses(form.as_bytes()) else {
+                continue;
+            };
             let v4 = found.v4.iter().map(ToString::to_string);
             let ips: Vec<_> = v4.chain(found.v6.iter().map(ToString::to_string)).collect();
             hosts.insert(absolute, json!({ "ips": ips, "registry": "Kubernetes" }));

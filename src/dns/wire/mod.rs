@@ -174,11 +174,14 @@ fn name(message: &[u8]) -> Option<Name> {
     let mut at = HEADER;
     // Where the length of the next label stands, or the dot before it.
     let mut to = 0;
+    let (mut is_plain, mut changed) = (true, 0);
     loop {
         let length = usize::from(*message.get(at)?);
         if length == 0 {
             // The dot after the last label is not text.
             name.length = u8::try_from(to).ok()?.saturating_sub(1);
+            name.is_plain = is_plain;
+            name.was_lower = changed == 0;
             return Some(name);
         }
         if length > 63 || to + length + 1 > 254 {
@@ -187,9 +190,10 @@ fn name(message: &[u8]) -> Option<Name> {
         let label = message.get(at + 1..at + 1 + length)?;
         name.bytes[to] = b'.';
         for (into, byte) in name.bytes[to + 1..].iter_mut().zip(label) {
-            *into = byte.to_ascii_lowercase();
-            name.was_lower &= *into == *byte;
-            name.is_plain &= is_plain(*byte);
+            let lower = byte.to_ascii_lowercase();
+            *into = lower;
+            changed |= lower ^ byte;
+            is_plain &= PLAIN[usize::from(*byte)];
         }
         at += length + 1;
         to += length + 1;
@@ -197,9 +201,21 @@ fn name(message: &[u8]) -> Option<Name> {
 }
 
 /// Whether a byte of a label stands for itself in text.
-fn is_plain(byte: u8) -> bool {
-    byte.is_ascii_graphic() && !br#".'@;()"\"#.contains(&byte)
-}
+const PLAIN: [bool; 256] = {
+    let special = br#".'@;()"\"#;
+    let mut plain = [false; 256];
+    let mut byte = b'!';
+    while byte <= b'~' {
+        plain[byte as usize] = true;
+        byte += 1;
+    }
+    let mut at = 0;
+    while at < special.len() {
+        plain[special[at] as usize] = false;
+        at += 1;
+    }
+    plain
+};
 
 /// Steps over `count` records and notes what the one for EDNS says; nothing if they are cut short.
 fn edns(message: &[u8], mut at: usize, count: u16) -> Option<Option<Edns>> {

@@ -185,9 +185,11 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the
 #[test]
 fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_wanted() {
     let announce = Action::Announce(LIMITS.announce);
-    let wait = (Answered, Action::Wait(SECOND * 5));
+    let wait = (Answered, Action::Wait(SECOND * 4));
+    let close = (Deadline, Action::Close(SECOND));
     for (farewell, end) in [(Farewell::Usual, QUIT), (Farewell::Killed, KILL)] {
-        let way = [(Event::Replace(farewell), announce), wait, (Deadline, end)];
+        let replaced = (Event::Replace(farewell), announce);
+        let way = [replaced, wait, close, (Deadline, end)];
         let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
         let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
         let machine = walk(LIMITS, &up(&[&way[..], &next, &after].concat()));
@@ -237,7 +239,7 @@ fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
     assert_eq!(steps(&drained), 3);
     let asked = (ASK, Action::Announce(LIMITS.announce));
     let late = (DrainOrdered, Action::Nothing);
-    assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 5);
+    assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 6);
 }
 
 /// What a supervisor would know: whether there is a process, and whether it is over.

@@ -63,6 +63,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             core_dump: false,
             override_json: None,
             concurrency: None,
+            user: None,
             fips_ciphers: false,
         },
         admin_host: Ipv4Addr::LOCALHOST.into(),

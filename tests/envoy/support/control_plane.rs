@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use istio_agent::local_istiod::{Event, Events, Keys, LocalIstiod, Options, Snapshot, follow};
+use istio_agent::local_istiod::{
+    Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow,
+};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
@@ -82,6 +84,11 @@ impl ControlPlane {
 
     pub async fn set(&self, resources: &[Value]) {
         self.snapshots.send_replace(snapshot(resources).await);
+    }
+
+    pub fn add(&self, resource: Resource) {
+        self.snapshots
+            .send_modify(|snapshot| drop(Arc::make_mut(snapshot).insert("common", resource)));
     }
 
     /// The next event of a kind; those before it are skipped.

@@ -2,6 +2,8 @@
 
 pub mod control_plane;
 pub mod http;
+pub mod names;
+pub mod namespace;
 pub mod pod;
 pub mod process;
 pub mod resources;

@@ -1,6 +1,8 @@
 //! The agent with its Envoy in a directory of its own, and an Envoy without an agent.
 
 use std::fs;
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -13,7 +15,7 @@ use tempfile::TempDir;
 
 use super::control_plane::{ACCOUNT, ControlPlane, NAMESPACE};
 use super::process::{Process, child_of, children_of};
-use super::{eventually, free_port, local};
+use super::{eventually, free_port, local, namespace};
 
 const TOKEN: &str = "var/run/secrets/tokens/istio-token";
 const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
@@ -53,6 +55,17 @@ impl Pod {
         settings: Settings<'_>,
         control_plane: &ControlPlane,
     ) -> Self {
+        Self::start_of(None, role, drain, settings, control_plane)
+    }
+
+    /// As another user, if one is given; in a namespace.
+    fn start_of(
+        user: Option<u32>,
+        role: &str,
+        drain: &str,
+        settings: Settings<'_>,
+        control_plane: &ControlPlane,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (admin_port, status_port) = (free_port(), free_port());
         write(directory.path(), ROOT, &control_plane.istiod.root_pem());
@@ -75,7 +88,16 @@ impl Pod {
             proxy_config.as_object_mut().unwrap().extend(more);
         }
         let proxy_config = proxy_config.to_string();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+        let program = Path::new(env!("CARGO_BIN_EXE_pilot-agent"));
+        let mut command = match user {
+            Some(user) => {
+                give(directory.path(), user);
+                let mut command = Command::new(namespace::reachable(program));
+                command.uid(user).gid(user);
+                command
+            }
+            None => Command::new(program),
+        };
         command
             .args([
                 "proxy",
@@ -122,7 +144,15 @@ impl Pod {
 
     /// Starts one and waits until Envoy serves.
     pub async fn serving(settings: Settings<'_>, control_plane: &ControlPlane) -> Self {
-        let pod = Self::start(settings, control_plane);
+        Self::serving_as(None, settings, control_plane).await
+    }
+
+    pub async fn serving_as(
+        user: Option<u32>,
+        settings: Settings<'_>,
+        control_plane: &ControlPlane,
+    ) -> Self {
+        let pod = Self::start_of(user, "sidecar", "1s", settings, control_plane);
         pod.serves().await;
         pod
     }
@@ -246,6 +276,18 @@ fn base_environment() -> [(&'static str, String); 8] {
         ("ENVOY_STATUS_PORT", free_port().to_string()),
         ("ENVOY_PROMETHEUS_PORT", free_port().to_string()),
     ]
+}
+
+/// Makes everything in a directory somebody's.
+fn give(directory: &Path, user: u32) {
+    chown(directory, Some(user), Some(user)).unwrap();
+    for entry in fs::read_dir(directory).unwrap() {
+        let entry = entry.unwrap();
+        match entry.file_type().unwrap().is_dir() {
+            true => give(&entry.path(), user),
+            false => chown(entry.path(), Some(user), Some(user)).unwrap(),
+        }
+    }
 }
 
 fn write(directory: &Path, path: &str, content: &str) {

@@ -209,7 +209,7 @@ async fn a_storm_of_names_that_do_not_exist_takes_no_more_memory_than_allowed() 
             config.cache = cache::Config {
                 max_bytes: 16 * 1024,
                 max_negative_ttl,
-                ..cache::Config::default()
+                ..KEEPING
             };
         });
         for number in 0..1000 {

@@ -29,6 +29,14 @@ pub(super) const NO_CACHE: cache::Config = cache::Config {
     max_stale: Duration::ZERO,
 };
 
+/// Keeps answers for failures.
+pub(super) const KEEPING: cache::Config = cache::Config {
+    max_entries: 1024,
+    max_bytes: 512 * 1024,
+    max_stale: Duration::from_secs(300),
+    ..NO_CACHE
+};
+
 /// A forwarder and what it lives on.
 pub(super) struct Bench {
     pub(super) forwarder: Forwarder,
