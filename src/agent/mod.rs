@@ -8,10 +8,10 @@
 
 mod name_tables;
 mod pages;
+mod secret_sockets;
 
 use std::future::Future;
 use std::io;
-use std::path::Path;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,11 +33,14 @@ use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Ta
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
+use crate::secrets::name::Name;
+use crate::unix_socket::access::Access;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
 use crate::{dns, sds, secrets, status, xds};
 use name_tables::NameTables;
+use secret_sockets::Server;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -45,14 +48,17 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 /// How long one certificate request may take, connecting included.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
-/// The name of the workload socket that the agent serves itself when nobody else does.
-const OWN_SOCKET: &str = "socket";
-
 /// Why the agent cannot start, or had to end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("agent configured for non-default SDS socket path: {0} but no socket found")]
     NoWorkloadSocket(String),
+    #[error("failed to check SDS socket: existing SDS socket could not be removed: {path}")]
+    DeadSocket {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
     #[error(transparent)]
     Bind(#[from] BindError),
     #[error(transparent)]
@@ -79,13 +85,17 @@ impl Error {
 }
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
-pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
+pub async fn run(mut config: Config) -> Result<ExitCode, BoxError> {
     let started = Instant::now();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, started, &stop)?;
+    let running = async {
+        let server = secret_sockets::settle(&mut config).await?;
+        let agent = Agent::build(config, server, started, &stop)?;
+        agent.run(stop).await
+    };
     tokio::select! {
-        code = agent.run(stop) => code,
+        code = running => code,
         never = signals => match never {},
     }
 }
@@ -108,7 +118,12 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(config: Config, started: Instant, stop: &Stop) -> Result<Self, Error> {
+    fn build(
+        config: Config,
+        server: Server,
+        started: Instant,
+        stop: &Stop,
+    ) -> Result<Self, Error> {
         let metrics = registry();
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
@@ -135,7 +150,7 @@ impl Agent {
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
+        pages.extend(agent.secrets(&istiod, server)?.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
         pages.push(agent.discovery(istiod, dns.clone())?);
@@ -189,24 +204,56 @@ impl Agent {
         istiod
     }
 
-    /// Keeps certificates fresh and serves them, unless somebody else does.
-    fn secrets(&mut self, istiod: &Istiod) -> Result<Option<Secrets>, Error> {
-        let socket = self.config.sds_socket.clone();
-        if unix_socket::is_live(&socket) {
-            tracing::info!(
-                "Existing workload SDS socket found at {}. Default Istio SDS Server will only \
-                 serve files",
-                socket.display()
-            );
-            tracing::warn!("secrets from files are not served yet: Envoy gets all from there");
-            return Ok(None);
-        }
-        if !is_own(&socket) {
-            return Err(Error::NoWorkloadSocket(socket.display().to_string()));
+    /// Keeps secrets fresh and serves them: all of them, or those from files if somebody else
+    /// serves the workload's.
+    fn secrets(&mut self, istiod: &Istiod, server: Server) -> Result<Option<Secrets>, Error> {
+        let mut config = self.config.secret_sources.files.clone();
+        let mut socket = self.config.sds_socket.clone();
+        if let Server::Other { is_healthy } = server {
+            config.workload = None;
+            let watching = secret_sockets::watch_over(socket, is_healthy, &self.metrics);
+            self.spawn_until_shutdown("watch over the server of secrets", watching);
+            socket = bootstrap::FILES_SOCKET.into();
         }
         // Without Envoy nobody asks, and the socket is not there.
         let serves = self.config.envoy.is_some();
         let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
+        let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
+        self.spawn_until_shutdown("keeper of secrets from files", keeping);
+        let serves_workload = server == Server::Agent;
+        // Files that are there have taken the authority's place.
+        let signs = serves_workload
+            && self.config.secret_sources.has_authority()
+            && !(files.have(&Name::Default) && files.have(&Name::RootCa));
+        let secrets = signs.then(|| self.signed_secrets(istiod));
+        if let Some(listener) = listener {
+            let sources = sds::Sources {
+                secrets: secrets.clone(),
+                files,
+                serves_workload,
+                style: self.config.secret_sources.style.clone(),
+            };
+            let listener = listener.guarded(self.access());
+            let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
+            self.spawn("secret discovery service", serving);
+        }
+        Ok(secrets)
+    }
+
+    /// Who may ask for secrets.
+    fn access(&self) -> Access {
+        let users = self.config.secret_sources.users.clone();
+        users.map_or_else(Access::default, |users| {
+            let refusals = self.metrics.counter(
+                "istio_agent_sds_refused_connections_total",
+                "Number of connections to the secret socket by users who may not",
+            );
+            Access::only(users, refusals)
+        })
+    }
+
+    /// The secrets an authority signs.
+    fn signed_secrets(&mut self, istiod: &Istiod) -> Secrets {
         let authority = match self.config.ca_istiod.clone() {
             Some(config) => self.istiod("connection to the certificate authority", config),
             None => istiod.clone(),
@@ -224,16 +271,7 @@ impl Agent {
         };
         let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
-        if let Some(listener) = listener {
-            let serving = sds::serve(
-                listener,
-                secrets.clone(),
-                &self.metrics,
-                self.shutdown.clone(),
-            );
-            self.spawn("secret discovery service", serving);
-        }
-        Ok(Some(secrets))
+        secrets
     }
 
     /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
@@ -377,10 +415,6 @@ async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
         ended = tasks.next_ended() => ended,
         ended = last.next_ended() => ended,
     }
-}
-
-fn is_own(socket: &Path) -> bool {
-    socket.file_name().is_some_and(|name| name == OWN_SOCKET)
 }
 
 fn key_type(key: KeyChoice) -> KeyType {

@@ -177,12 +177,24 @@ fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     let registry = Registry::default();
     let (secrets, renewal) =
         secrets::new(config, connection.authority(), Clock::system(), &registry);
+    let config = secrets::files::Config {
+        workload: None,
+        system_roots: "none".into(),
+        debounce: Duration::ZERO,
+    };
+    let (files, _keeper) = secrets::files::new(config, Clock::system(), &registry);
+    let sources = sds::Sources {
+        secrets: Some(secrets),
+        files,
+        serves_workload: true,
+        style: sds::Style::default(),
+    };
     let listener = unix_socket::bind(socket).unwrap();
     let mut rooms = JoinSet::new();
     rooms.spawn(renewal);
     rooms.spawn(sds::serve(
         listener,
-        secrets,
+        sources,
         &registry,
         CancellationToken::new(),
     ));
