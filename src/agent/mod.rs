@@ -118,12 +118,7 @@ struct Agent {
 }
 
 impl Agent {
-    fn build(
-        config: Config,
-        server: Server,
-        started: Instant,
-        stop: &Stop,
-    ) -> Result<Self, Error> {
+    fn build(config: Config, server: Server, started: Instant, stop: &Stop) -> Result<Self, Error> {
         let metrics = registry();
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| envoy::new(config, stop, &metrics));
@@ -150,7 +145,12 @@ impl Agent {
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        pages.extend(agent.secrets(&istiod, server)?.as_ref().map(pages::certificates));
+        pages.extend(
+            agent
+                .secrets(&istiod, server)?
+                .as_ref()
+                .map(pages::certificates),
+        );
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
         pages.push(agent.discovery(istiod, dns.clone())?);

@@ -71,7 +71,10 @@ async fn is_healthy(socket: &Path) -> Result<bool, Error> {
         Health::Absent => return Ok(false),
         Health::Dead(problem) => problem,
     };
-    tracing::debug!("SDS socket {} is dead, removing it: {problem}", socket.display());
+    tracing::debug!(
+        "SDS socket {} is dead, removing it: {problem}",
+        socket.display()
+    );
     match std::fs::remove_file(socket) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::DeadSocket {
             path: socket.display().to_string(),

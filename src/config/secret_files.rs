@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::Sources;
 use super::environment as variables;
 use super::members::Reader;
-use super::Sources;
 use crate::istiod::roots::SYSTEM_BUNDLES;
 use crate::sds::Style;
 use crate::sds::provider::{Kind, Provider};
@@ -46,11 +46,7 @@ const MOUNTED: &str = "./var/run/secrets/workload-spiffe-credentials";
 
 /// The files of a directory: chain, key and roots.
 const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
-const GOOGLE_NAMES: [&str; 3] = [
-    "certificates.pem",
-    "private_key.pem",
-    "ca_certificates.pem",
-];
+const GOOGLE_NAMES: [&str; 3] = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
 const GOOGLE: &str = "GkeWorkloadCertificate";
 
 /// The revocation list of an authority of one's own.
@@ -137,7 +133,10 @@ impl Sources<'_> {
             Some(Provider {
                 kind,
                 poll_delay: Reader(method).duration("pollDelay"),
-                fallback: method.get("fallback").and_then(Value::as_bool).unwrap_or(false),
+                fallback: method
+                    .get("fallback")
+                    .and_then(Value::as_bool)
+                    .unwrap_or(false),
             })
         })
     }
@@ -163,7 +162,10 @@ impl Sources<'_> {
         if given == "any" {
             return None;
         }
-        let numbers = given.split(',').map(str::trim).filter(|user| !user.is_empty());
+        let numbers = given
+            .split(',')
+            .map(str::trim)
+            .filter(|user| !user.is_empty());
         let users: Result<_, _> = numbers.map(str::parse).collect();
         if users.is_err() {
             let expected = "numbers of users, separated by commas, or any";

@@ -116,8 +116,7 @@ impl FileWatch {
                 | WatchFlags::DELETE_SELF
                 | WatchFlags::MOVE_SELF
                 | WatchFlags::ONLYDIR;
-            let descriptor =
-                inotify::add_watch(self.inotify.get_ref(), &step.directory, flags)?;
+            let descriptor = inotify::add_watch(self.inotify.get_ref(), &step.directory, flags)?;
             // The same directory by another name has the same descriptor, and is found by both.
             self.by_descriptor
                 .entry(descriptor)
@@ -168,8 +167,8 @@ impl FileWatch {
     }
 
     fn apply(&mut self, event: &Event, changed: &mut BTreeSet<PathBuf>) {
-        let gone = ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED
-            | ReadFlags::UNMOUNT;
+        let gone =
+            ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
         let is_gone = event.flags.intersects(gone);
         let same = |directory: &&PathBuf| {
             let found = self.directories.get(*directory);
@@ -260,7 +259,10 @@ mod tests {
         notices(&mut watch, &path, "that it is removed").await;
         fs::write(directory.path().join("other"), "").unwrap();
         let silence = tokio::time::timeout(Duration::from_millis(20), watch.changed());
-        assert!(silence.await.is_err(), "another file is no business of ours");
+        assert!(
+            silence.await.is_err(),
+            "another file is no business of ours"
+        );
     }
 
     #[tokio::test]

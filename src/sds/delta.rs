@@ -62,7 +62,10 @@ impl Protocol for Delta {
     }
 
     fn apply(&mut self, request: &DeltaDiscoveryRequest) -> Result<(), Status> {
-        if self.desk.is_skipped(&request.type_url, request.node.as_ref())? {
+        if self
+            .desk
+            .is_skipped(&request.type_url, request.node.as_ref())?
+        {
             return Ok(());
         }
         // Names count beside a refusal as well.
@@ -134,7 +137,8 @@ impl Delta {
         match self.desk.parse(text) {
             Ok(name) => {
                 let held = held.get(text).cloned();
-                self.watch.insert(name, held.map_or(Sent::Nothing, Sent::Held));
+                self.watch
+                    .insert(name, held.map_or(Sent::Nothing, Sent::Held));
             }
             Err(error) => {
                 self.desk.warn_once(text, &error)?;
@@ -165,7 +169,9 @@ impl Delta {
             due.push((name.clone(), is_new, says));
         }
         let holds_back = is_patient && !is_complete;
-        let due = due.into_iter().filter(|(_, is_new, _)| !(*is_new && holds_back));
+        let due = due
+            .into_iter()
+            .filter(|(_, is_new, _)| !(*is_new && holds_back));
         due.map(|(name, _, says)| (name, says)).collect()
     }
 }

@@ -151,7 +151,10 @@ impl<P: Protocol> Talk<P> {
     }
 
     fn state(&self) -> State {
-        self.secrets.as_ref().map(Secrets::latest).unwrap_or_default()
+        self.secrets
+            .as_ref()
+            .map(Secrets::latest)
+            .unwrap_or_default()
     }
 }
 

@@ -44,7 +44,10 @@ impl Protocol for Stream {
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        if self.desk.is_skipped(&request.type_url, request.node.as_ref())? {
+        if self
+            .desk
+            .is_skipped(&request.type_url, request.node.as_ref())?
+        {
             return Ok(());
         }
         if !self.concerns_names(request) {
@@ -69,7 +72,11 @@ impl Protocol for Stream {
     }
 
     fn names(&self) -> BTreeSet<Name> {
-        self.watch.iter().flatten().map(|(name, _)| name.clone()).collect()
+        self.watch
+            .iter()
+            .flatten()
+            .map(|(name, _)| name.clone())
+            .collect()
     }
 
     fn is_due(&self, shelf: &impl Shelf, is_patient: bool) -> bool {
@@ -77,7 +84,11 @@ impl Protocol for Stream {
     }
 
     fn waits(&self, shelf: &impl Shelf) -> Waits {
-        let unsent = self.watch.iter().flatten().filter(|(_, sent)| sent.is_none());
+        let unsent = self
+            .watch
+            .iter()
+            .flatten()
+            .filter(|(_, sent)| sent.is_none());
         Waits::of(unsent.map(|(name, _)| shelf.shown(name)))
     }
 

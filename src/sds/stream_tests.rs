@@ -86,13 +86,13 @@ fn names(response: &DiscoveryResponse) -> Vec<String> {
         .collect()
 }
 
-fn stream() -> Stream {
+fn fresh() -> Stream {
     Stream::new(Desk::new(1, Metrics::new(&Registry::default()), true))
 }
 
 /// A stream that asked for `first` and got it with nonce "1".
 fn subscribed(first: &[&str], state: &State) -> Stream {
-    let mut stream = stream();
+    let mut stream = fresh();
     stream.apply(&request(first, "")).expect("is fine");
     sent(&mut stream, state, "1");
     stream
@@ -173,7 +173,7 @@ async fn a_later_request_is_answered_by_the_rules() {
 #[tokio::test]
 async fn a_first_request_is_answered_whatever_its_nonce() {
     let state = signed().await;
-    let mut stream = stream();
+    let mut stream = fresh();
     stream
         .apply(&request(&["default"], "of an old stream"))
         .expect("is fine");
@@ -185,7 +185,7 @@ async fn a_first_request_is_answered_whatever_its_nonce() {
 
 #[tokio::test]
 async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
-    let mut stream = stream();
+    let mut stream = fresh();
     let health = DiscoveryRequest {
         type_url: "type.googleapis.com/istio.v1.HealthInformation".to_owned(),
         ..Default::default()
@@ -197,7 +197,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
     };
     let expected = (Code::InvalidArgument, "missing node information".to_owned());
     assert_eq!(ended(stream.apply(&nameless)), expected);
-    let mut stream = stream();
+    let mut stream = fresh();
     stream.apply(&request(&["default"], "")).expect("is fine");
     stream.apply(&nameless).expect("needs no node any more");
 }
@@ -205,7 +205,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 #[tokio::test]
 async fn a_refusal_as_the_first_request_asks_for_nothing() {
     let state = signed().await;
-    let mut stream = stream();
+    let mut stream = fresh();
     stream
         .apply(&refusal(&["default"], ""))
         .expect("is survived");
@@ -217,7 +217,7 @@ async fn a_refusal_as_the_first_request_asks_for_nothing() {
 #[tokio::test]
 async fn a_request_waits_until_there_is_a_secret() {
     let nothing = State::default();
-    let mut stream = stream();
+    let mut stream = fresh();
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
@@ -226,10 +226,7 @@ async fn a_request_waits_until_there_is_a_secret() {
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
     assert!(!stream.waits(&state).authority);
-    assert!(
-        !stream.is_due(&nothing, true),
-        "a withdrawal is not a push"
-    );
+    assert!(!stream.is_due(&nothing, true), "a withdrawal is not a push");
 }
 
 #[tokio::test]
@@ -282,7 +279,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
 #[tokio::test]
 async fn an_unknown_name_never_gets_the_key() {
     let state = signed().await;
-    let mut stream = stream();
+    let mut stream = fresh();
     let (code, message) = ended(stream.apply(&request(&["kubernetes://x"], "")));
     assert_eq!(code, Code::InvalidArgument);
     assert!(message.contains("\"kubernetes://x\""), "{message}");
@@ -290,7 +287,7 @@ async fn an_unknown_name_never_gets_the_key() {
     let (_, message) = ended(stream.apply(&request(&[&long], "")));
     assert!(message.len() < 400, "{}", message.len());
 
-    let mut stream = stream();
+    let mut stream = fresh();
     let mixed = request(&["default", "Default", ""], "");
     stream.apply(&mixed).expect("is answered in part");
     assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
@@ -300,7 +297,7 @@ async fn an_unknown_name_never_gets_the_key() {
 async fn the_names_of_a_stream_are_bounded() {
     let many: Vec<String> = (0..10_001).map(|n| n.to_string()).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let mut stream = stream();
+    let mut stream = fresh();
     let (code, _) = ended(stream.apply(&request(&many, "")));
     assert_eq!(code, Code::ResourceExhausted);
     let with_known = |names: &[&str]| request(&[names, &["default"]].concat(), "");
@@ -317,7 +314,7 @@ async fn the_names_of_a_stream_are_bounded() {
 #[tokio::test]
 async fn secrets_have_the_shape_envoy_expects() {
     let state = signed().await;
-    let mut stream = stream();
+    let mut stream = fresh();
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");

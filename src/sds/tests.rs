@@ -16,8 +16,8 @@ use super::secret::TYPE_URL;
 use super::session::random_uuid;
 use super::*;
 use crate::clock::Clock;
-use crate::secrets::files;
 use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
+use crate::secrets::files;
 
 /// No step of these tests waits for a timer; this one only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(20);

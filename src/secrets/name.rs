@@ -35,7 +35,9 @@ const SYSTEM: &str = "system";
 
 /// A name nothing is served under.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>")]
+#[error(
+    "unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>"
+)]
 pub struct UnknownName {
     /// The name, escaped and cut at [`LONGEST_SHOWN`] bytes.
     pub shown: String,

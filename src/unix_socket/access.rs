@@ -91,8 +91,13 @@ mod tests {
         let mut access = Access::only([1337], refusals.clone());
         let path = Path::new("socket");
         let own = rustix::process::geteuid().as_raw();
-        for (user, expected) in [(own, true), (0, true), (1337, true), (4711, false), (4711, false)]
-        {
+        for (user, expected) in [
+            (own, true),
+            (0, true),
+            (1337, true),
+            (4711, false),
+            (4711, false),
+        ] {
             assert_eq!(access.admits_user(user, Some(1), path), expected, "{user}");
         }
         assert_eq!(refusals.get(), 2);

@@ -83,8 +83,14 @@ mod tests {
 
     #[tokio::test]
     async fn only_settings_are_a_sign_of_life() {
-        assert!(matches!(answered_with(b"\0\0\0\x04\0\0\0\0\0").await, Health::Healthy));
-        assert!(matches!(answered_with(b"HTTP/1.1 400 Bad").await, Health::Dead(_)));
+        assert!(matches!(
+            answered_with(b"\0\0\0\x04\0\0\0\0\0").await,
+            Health::Healthy
+        ));
+        assert!(matches!(
+            answered_with(b"HTTP/1.1 400 Bad").await,
+            Health::Dead(_)
+        ));
     }
 
     #[tokio::test(start_paused = true)]

@@ -20,6 +20,7 @@ mod floods;
 mod istiod;
 mod properties;
 mod roots_and_tokens;
+mod secret_files;
 mod secrets;
 mod start;
 mod status;

@@ -99,6 +99,7 @@ impl Keeper {
     pub(super) fn unwatched(shared: Arc<Shared>, metrics: Metrics) -> Self {
         let mut keeper = Self::new(shared, Clock::system(), Duration::ZERO, metrics);
         keeper.watch = None;
+        keeper.watch_failed(&io::Error::other("told to"));
         keeper
     }
 
@@ -247,7 +248,9 @@ impl Keeper {
         let is_held = matches!(held, Found::There(_));
         // A file that need not be there is no failure until there has been one.
         if !is_held && self.shared.is_optional(&source) && is_absent(&error) {
-            return self.shared.publish(&source, Found::Missing(Arc::new(error)));
+            return self
+                .shared
+                .publish(&source, Found::Missing(Arc::new(error)));
         }
         let text = error.to_string();
         if self.problems.get(&source) != Some(&text) {
@@ -263,7 +266,8 @@ impl Keeper {
         }
         self.problems.insert(source.clone(), text);
         if !is_held {
-            self.shared.publish(&source, Found::Missing(Arc::new(error)));
+            self.shared
+                .publish(&source, Found::Missing(Arc::new(error)));
         }
     }
 

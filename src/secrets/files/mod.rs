@@ -211,7 +211,10 @@ impl Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let sources = self.names.iter().filter_map(|name| self.files.source_of(name));
+        let sources = self
+            .names
+            .iter()
+            .filter_map(|name| self.files.source_of(name));
         self.files.shared.leave(self.id, sources);
     }
 }

@@ -196,7 +196,9 @@ fn blocks(pem: &[u8]) -> Vec<&[u8]> {
     const END: &[u8] = b"-----END CERTIFICATE-----";
     let find = |from: usize, what: &[u8]| {
         let mut windows = pem[from..].windows(what.len());
-        windows.position(|window| window == what).map(|at| from + at)
+        windows
+            .position(|window| window == what)
+            .map(|at| from + at)
     };
     let mut blocks = Vec::new();
     let mut begin = find(0, BEGIN);
@@ -236,7 +238,10 @@ fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, FileError> {
 fn regular(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
     // Without the flag, opening a pipe waits for its writer.
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file: File = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let file: File = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));

@@ -116,14 +116,20 @@ impl Shared {
 
     pub(super) fn is_optional(&self, source: &Source) -> bool {
         let table = self.lock();
-        table.entries.get(source).is_some_and(|entry| entry.is_optional)
+        table
+            .entries
+            .get(source)
+            .is_some_and(|entry| entry.is_optional)
     }
 
     /// Tells the readers of a source. One that was forgotten meanwhile stays forgotten.
     pub(super) fn publish(&self, source: &Source, found: Found) {
         if let Some(entry) = self.lock().entries.get_mut(source) {
             entry.found = found;
-            entry.readers.values().for_each(|reader| reader.notify_one());
+            entry
+                .readers
+                .values()
+                .for_each(|reader| reader.notify_one());
         }
     }
 

@@ -135,11 +135,17 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     rest().await;
     chain_is(&subscription, &name, &first).await;
     let page = fixture.registry.render();
-    assert!(page.contains("istio_agent_num_file_secret_failures_total "), "{page}");
+    assert!(
+        page.contains("istio_agent_num_file_secret_failures_total "),
+        "{page}"
+    );
     // The key alone changes now.
     fixture.write("key", &second_key);
     chain_is(&subscription, &name, &second).await;
-    for broken in ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
+    for broken in [
+        "",
+        "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+    ] {
         fixture.write("cert", broken);
         rest().await;
         chain_is(&subscription, &name, &second).await;
@@ -185,7 +191,10 @@ async fn of_a_bundle_every_good_certificate_is_taken_wherever_it_stands() {
     let bundle = format!("# comment\n{cut}{one}{broken}noise\n{key}{two}{cut}");
     fixture.write("root", &bundle);
     let subscription = fixture.want(&[&name]);
-    let found = once(&subscription, &name, |found| matches!(found, Found::There(_))).await;
+    let found = once(&subscription, &name, |found| {
+        matches!(found, Found::There(_))
+    })
+    .await;
     let Found::There(secret) = found else {
         unreachable!()
     };
@@ -194,7 +203,10 @@ async fn of_a_bundle_every_good_certificate_is_taken_wherever_it_stands() {
     };
     let text = std::str::from_utf8(pem).unwrap().replace('\r', "");
     assert_eq!(text.matches("BEGIN CERTIFICATE").count(), 2);
-    assert!(!text.contains("PRIVATE") && *broken == 3, "{broken}: {text}");
+    assert!(
+        !text.contains("PRIVATE") && *broken == 3,
+        "{broken}: {text}"
+    );
 }
 
 #[tokio::test]
@@ -205,7 +217,10 @@ async fn odd_files_are_refused_with_a_reason_that_holds_nothing_of_them() {
     fixture.write("key", &key);
     fixture.write("other-key", &generated().1);
     fixture.write("secret", "hunter2");
-    fixture.write("odd-key", "-----BEGIN PRIVATE KEY-----\nhunter2=\n-----END PRIVATE KEY-----\n");
+    fixture.write(
+        "odd-key",
+        "-----BEGIN PRIVATE KEY-----\nhunter2=\n-----END PRIVATE KEY-----\n",
+    );
     fs::create_dir(fixture.path("directory")).unwrap();
     fixture.write("huge", &"x".repeat(5 << 20));
     rustix::fs::mknodat(
@@ -219,7 +234,7 @@ async fn odd_files_are_refused_with_a_reason_that_holds_nothing_of_them() {
     for (chain, key, expected) in [
         ("cert", "other-key", "does not belong"),
         ("cert", "secret", "holds no private key in 7 bytes"),
-        ("cert", "odd-key", "holds no private key"),
+        ("cert", "odd-key", "of no kind that can be used"),
         ("cert", "cert", "holds no private key"),
         ("key", "key", "holds no certificate"),
         ("secret", "key", "holds no certificate"),
@@ -282,7 +297,10 @@ async fn hundreds_of_pairs_are_read_and_one_that_is_not_there_keeps_none_waiting
         .collect();
     let subscription = fixture.want(&names.iter().collect::<Vec<_>>());
     for (n, name) in names.iter().enumerate() {
-        let found = once(&subscription, name, |found| !matches!(found, Found::Pending)).await;
+        let found = once(&subscription, name, |found| {
+            !matches!(found, Found::Pending)
+        })
+        .await;
         assert_eq!(matches!(found, Found::There(_)), n != 250, "{n}");
     }
 }
@@ -308,7 +326,10 @@ async fn what_the_watches_miss_is_read_within_a_minute_and_what_nobody_wants_is_
     let name = Name::SystemRoots;
     missing(&subscription, &name).await;
     write(directory.path(), "system.pem", &generated().0);
-    once(&subscription, &name, |found| matches!(found, Found::There(_))).await;
+    once(&subscription, &name, |found| {
+        matches!(found, Found::There(_))
+    })
+    .await;
     drop(subscription);
     assert!(shared.is_polled());
     let forgotten = async {
@@ -317,7 +338,9 @@ async fn what_the_watches_miss_is_read_within_a_minute_and_what_nobody_wants_is_
         }
     };
     let limit = Duration::from_secs(300);
-    tokio::time::timeout(limit, forgotten).await.expect("is forgotten");
+    tokio::time::timeout(limit, forgotten)
+        .await
+        .expect("is forgotten");
 }
 
 proptest! {
@@ -354,7 +377,13 @@ proptest! {
 }
 
 fn pem_like() -> impl Strategy<Value = Vec<u8>> {
-    let label = prop_oneof!["CERTIFICATE", "PRIVATE KEY", "EC PRIVATE KEY", "RSA PRIVATE KEY", "X"];
+    let label = prop_oneof![
+        "CERTIFICATE",
+        "PRIVATE KEY",
+        "EC PRIVATE KEY",
+        "RSA PRIVATE KEY",
+        "X"
+    ];
     let block = (label, "[A-Za-z0-9+/=\n ]{0,200}").prop_map(|(label, text)| {
         format!("-----BEGIN {label}-----\n{text}\n-----END {label}-----\n").into_bytes()
     });
