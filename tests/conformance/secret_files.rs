@@ -52,7 +52,7 @@ fn contents(resources: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Vec<(Strin
             secret::Type::ValidationContext(context) => context.trusted_ca,
             other => panic!("unexpected secret {other:?}"),
         };
-        let pem = String::from_utf8(source.unwrap().encode_to_vec()).unwrap();
+        let pem = String::from_utf8_lossy(&source.unwrap().encode_to_vec()).into_owned();
         (secret.name, pem)
     };
     let resources = resources.into_iter();
@@ -105,11 +105,11 @@ async fn every_mode_of_files_serves_them_and_asks_no_authority() {
         ("etc/certs", NAMES, none),
     ] {
         let istiod = local_istiod().await;
-        let root = format!("{}/root.pem", "var");
+        let root = "var/root.pem";
         let place = Place::with_envoy(&istiod)
             .set(variable, value)
-            .set("XDS_ROOT_CA", &root);
-        place.write(&root, istiod.root_pem());
+            .set("XDS_ROOT_CA", root);
+        place.write(root, istiod.root_pem());
         let chain = workload(&place, directory, names);
         let _agent = place.start().await;
         let served = served(&place, &["default", "ROOTCA"]).await;

@@ -17,5 +17,6 @@ mod discovery;
 mod lifecycle;
 mod memory;
 mod outages;
+mod secret_files;
 mod status;
 mod support;
