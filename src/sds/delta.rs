@@ -155,11 +155,12 @@ impl Delta {
         let mut is_complete = true;
         for (name, sent) in &self.watch {
             let is_new = matches!(sent, Sent::Nothing | Sent::Held(_));
+            let is_own = matches!(name, Name::Default | Name::RootCa);
             let says = match (sent, shelf.shown(name)) {
                 (Sent::Version(sent), Shown::There(now)) if *sent == now => continue,
                 (Sent::Held(held), Shown::There(now)) if *held == now.text() => continue,
                 (_, Shown::There(now)) => Due::There(now),
-                (_, Shown::Missing(error)) if is_new => Due::Missing(error.to_string()),
+                (_, Shown::Missing(error)) if is_new && !is_own => Due::Missing(error.to_string()),
                 (_, Shown::Pending) => {
                     is_complete &= !is_new;
                     continue;

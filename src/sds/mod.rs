@@ -9,6 +9,8 @@
 //! listener has.
 
 mod delta;
+#[cfg(test)]
+mod delta_tests;
 mod desk;
 mod metrics;
 pub mod provider;

@@ -70,7 +70,7 @@ pub(super) struct View<'a> {
 }
 
 impl Version {
-    fn of(pem: &Bytes) -> Self {
+    pub(super) fn of(pem: &Bytes) -> Self {
         Self {
             pem: pem.clone(),
             has_revocations: false,

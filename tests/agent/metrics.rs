@@ -176,7 +176,7 @@ async fn the_readme_names_every_metric() {
     let config = secrets::files::Config {
         workload: None,
         system_roots: "none".into(),
-        debounce: std::time::Duration::ZERO,
+        debounce: Duration::ZERO,
     };
     let (files, _) = secrets::files::new(config, Clock::system(), &bench.registry);
     let sources = sds::Sources {

@@ -112,7 +112,7 @@ async fn chain_is(of: &Subscription, name: &Name, expected: &str) {
 async fn missing(of: &Subscription, name: &Name) -> String {
     match once(of, name, |found| matches!(found, Found::Missing(_))).await {
         Found::Missing(error) => error.to_string(),
-        _ => unreachable!(),
+        _ => panic!("is missing"),
     }
 }
 
@@ -169,14 +169,14 @@ async fn the_same_content_again_is_no_change() {
     let subscription = fixture.want(&[&name]);
     let is_there = |found: &Found| matches!(found, Found::There(_));
     let Found::There(first) = once(&subscription, &name, is_there).await else {
-        unreachable!()
+        panic!("is there")
     };
     for _ in 0..3 {
         fixture.write("root", &pem);
         rest().await;
     }
     let Found::There(last) = subscription.found(&name) else {
-        unreachable!()
+        panic!("is there")
     };
     assert_eq!(first.number, last.number);
 }
@@ -196,7 +196,7 @@ async fn of_a_bundle_every_good_certificate_is_taken_wherever_it_stands() {
     })
     .await;
     let Found::There(secret) = found else {
-        unreachable!()
+        panic!("is there")
     };
     let Content::Roots { pem, broken } = &secret.content else {
         panic!("no roots");
