@@ -9,6 +9,7 @@
 mod name_tables;
 mod pages;
 mod secret_sockets;
+mod secrets;
 
 use std::future::Future;
 use std::io;
@@ -20,11 +21,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
-use crate::ca::csr::KeyType;
-use crate::ca::istio::IstioCa;
 use crate::cli::version;
-use crate::clock::Clock;
-use crate::config::{Config, KeyChoice};
+use crate::config::Config;
 use crate::envoy::handle::Envoy;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -32,21 +30,15 @@ use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
-use crate::secrets::Secrets;
-use crate::secrets::name::Name;
-use crate::unix_socket::access::Access;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
-use crate::{dns, sds, secrets, status, xds};
+use crate::{dns, status, xds};
 use name_tables::NameTables;
 use secret_sockets::Server;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
-
-/// How long one certificate request may take, connecting included.
-const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 /// Why the agent cannot start, or had to end.
 #[derive(Debug, thiserror::Error)]
@@ -204,76 +196,6 @@ impl Agent {
         istiod
     }
 
-    /// Keeps secrets fresh and serves them: all of them, or those from files if somebody else
-    /// serves the workload's.
-    fn secrets(&mut self, istiod: &Istiod, server: Server) -> Result<Option<Secrets>, Error> {
-        let mut config = self.config.secret_sources.files.clone();
-        let mut socket = self.config.sds_socket.clone();
-        if let Server::Other { is_healthy } = server {
-            config.workload = None;
-            let watching = secret_sockets::watch_over(socket, is_healthy, &self.metrics);
-            self.spawn_until_shutdown("watch over the server of secrets", watching);
-            socket = bootstrap::FILES_SOCKET.into();
-        }
-        // Without Envoy nobody asks, and the socket is not there.
-        let serves = self.config.envoy.is_some();
-        let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
-        let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("keeper of secrets from files", keeping);
-        let serves_workload = server == Server::Agent;
-        // Files that are there have taken the authority's place.
-        let signs = serves_workload
-            && self.config.secret_sources.has_authority()
-            && !(files.have(&Name::Default) && files.have(&Name::RootCa));
-        let secrets = signs.then(|| self.signed_secrets(istiod));
-        if let Some(listener) = listener {
-            let sources = sds::Sources {
-                secrets: secrets.clone(),
-                files,
-                serves_workload,
-                style: self.config.secret_sources.style.clone(),
-            };
-            let listener = listener.guarded(self.access());
-            let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
-            self.spawn("secret discovery service", serving);
-        }
-        Ok(secrets)
-    }
-
-    /// Who may ask for secrets.
-    fn access(&self) -> Access {
-        let users = self.config.secret_sources.users.clone();
-        users.map_or_else(Access::default, |users| {
-            let refusals = self.metrics.counter(
-                "istio_agent_sds_refused_connections_total",
-                "Number of connections to the secret socket by users who may not",
-            );
-            Access::only(users, refusals)
-        })
-    }
-
-    /// The secrets an authority signs.
-    fn signed_secrets(&mut self, istiod: &Istiod) -> Secrets {
-        let authority = match self.config.ca_istiod.clone() {
-            Some(config) => self.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        let parameters = &self.config.secrets;
-        let signer = parameters.cert_signer.clone().unwrap_or_default();
-        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
-        let config = secrets::Config {
-            identity: parameters.identity.clone(),
-            key_type: key_type(parameters.key),
-            ttl: parameters.ttl,
-            grace_ratio: parameters.grace_ratio,
-            grace_jitter: parameters.grace_jitter,
-            least_pause: secrets::LEAST_PAUSE,
-        };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("certificate renewal", renewal);
-        secrets
-    }
-
     /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
     fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
         let Some(config) = self.config.dns.clone() else {
@@ -414,13 +336,5 @@ async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
     tokio::select! {
         ended = tasks.next_ended() => ended,
         ended = last.next_ended() => ended,
-    }
-}
-
-fn key_type(key: KeyChoice) -> KeyType {
-    match key {
-        KeyChoice::EcdsaP256 => KeyType::P256,
-        KeyChoice::EcdsaP384 => KeyType::P384,
-        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
     }
 }
