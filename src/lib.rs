@@ -40,6 +40,8 @@ pub mod backoff;
 
 pub mod unix_socket;
 
+mod file_watch;
+
 pub mod lifecycle;
 
 pub mod timeline;

@@ -12,10 +12,11 @@ mod name_tables;
 mod overview;
 mod pages;
 pub mod reload;
+mod secret_sockets;
+mod secrets;
 
 use std::future::Future;
 use std::io;
-use std::path::Path;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,11 +24,8 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
-use crate::ca::csr::KeyType;
-use crate::ca::istio::IstioCa;
 use crate::cli::version;
-use crate::clock::Clock;
-use crate::config::{Config, KeyChoice};
+use crate::config::Config;
 use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -35,31 +33,31 @@ use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
-use crate::secrets::Secrets;
 use crate::timeline::{Milestone, Timeline};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
-use crate::{dns, sds, secrets, status, xds};
+use crate::{dns, status, xds};
 use name_tables::NameTables;
 use overview::Rooms;
 use reload::{Inputs, Load};
+use secret_sockets::Server;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
-
-/// How long one certificate request may take, connecting included.
-const SIGNING_LIMIT: Duration = Duration::from_secs(10);
-
-/// The name of the workload socket that the agent serves itself when nobody else does.
-const OWN_SOCKET: &str = "socket";
 
 /// Why the agent cannot start, or had to end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("agent configured for non-default SDS socket path: {0} but no socket found")]
     NoWorkloadSocket(String),
+    #[error("failed to check SDS socket: existing SDS socket could not be removed: {path}")]
+    DeadSocket {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
     #[error(transparent)]
     Bind(#[from] BindError),
     #[error(transparent)]
@@ -88,13 +86,17 @@ impl Error {
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 ///
 /// `load` reads the configuration anew, for the Envoy that is to follow the first.
-pub async fn run(config: Config, load: Load) -> Result<ExitCode, BoxError> {
+pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let timeline = Timeline::start();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
-    let agent = Agent::build(config, load, timeline, &stop)?;
+    let running = async {
+        let server = secret_sockets::settle(&mut config).await?;
+        let agent = Agent::build(config, server, load, timeline, &stop)?;
+        agent.run(stop).await
+    };
     tokio::select! {
-        code = agent.run(stop) => code,
+        code = running => code,
         never = signals => match never {},
     }
 }
@@ -121,6 +123,7 @@ struct Agent {
 impl Agent {
     fn build(
         config: Config,
+        server: Server,
         load: Load,
         timeline: Timeline,
         stop: &Stop,
@@ -162,7 +165,7 @@ impl Agent {
         }
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        let secrets = agent.secrets(&istiod)?;
+        let secrets = agent.secrets(&istiod, server)?;
         pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
@@ -226,53 +229,6 @@ impl Agent {
         let (istiod, connection) = istiod::new(config, &self.metrics, self.shutdown.clone());
         self.spawn(name, connection);
         istiod
-    }
-
-    /// Keeps certificates fresh and serves them, unless somebody else does.
-    fn secrets(&mut self, istiod: &Istiod) -> Result<Option<Secrets>, Error> {
-        let socket = self.config.sds_socket.clone();
-        if unix_socket::is_live(&socket) {
-            tracing::info!(
-                "Existing workload SDS socket found at {}. Default Istio SDS Server will only \
-                 serve files",
-                socket.display()
-            );
-            tracing::warn!("secrets from files are not served yet: Envoy gets all from there");
-            return Ok(None);
-        }
-        if !is_own(&socket) {
-            return Err(Error::NoWorkloadSocket(socket.display().to_string()));
-        }
-        // Without Envoy nobody asks, and the socket is not there.
-        let serves = self.config.envoy.is_some();
-        let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
-        let authority = match self.config.ca_istiod.clone() {
-            Some(config) => self.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        let parameters = &self.config.secrets;
-        let signer = parameters.cert_signer.clone().unwrap_or_default();
-        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
-        let config = secrets::Config {
-            identity: parameters.identity.clone(),
-            key_type: key_type(parameters.key),
-            ttl: parameters.ttl,
-            grace_ratio: parameters.grace_ratio,
-            grace_jitter: parameters.grace_jitter,
-            least_pause: secrets::LEAST_PAUSE,
-        };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("certificate renewal", renewal);
-        if let Some(listener) = listener {
-            let serving = sds::serve(
-                listener,
-                secrets.clone(),
-                &self.metrics,
-                self.shutdown.clone(),
-            );
-            self.spawn("secret discovery service", serving);
-        }
-        Ok(Some(secrets))
     }
 
     /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
@@ -427,17 +383,5 @@ async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
     tokio::select! {
         ended = tasks.next_ended() => ended,
         ended = last.next_ended() => ended,
-    }
-}
-
-fn is_own(socket: &Path) -> bool {
-    socket.file_name().is_some_and(|name| name == OWN_SOCKET)
-}
-
-fn key_type(key: KeyChoice) -> KeyType {
-    match key {
-        KeyChoice::EcdsaP256 => KeyType::P256,
-        KeyChoice::EcdsaP384 => KeyType::P384,
-        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
     }
 }

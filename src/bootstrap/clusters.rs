@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 use super::{Config, services};
 
+/// Where the agent serves secrets from files when somebody else serves the workload's.
+pub const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
+
 /// The name of the cluster Envoy is a member of.
 pub(super) const OWN: &str = "local_cluster";
 
@@ -21,8 +24,7 @@ pub(super) fn section(config: &Config) -> Value {
         grpc("sds-grpc", &config.sds_socket),
     ];
     if config.node.raw.contains_key("file-credential") {
-        let socket = Path::new("./var/run/secrets/credential-uds/files-socket");
-        clusters.push(grpc("sds-files-grpc", socket));
+        clusters.push(grpc("sds-files-grpc", Path::new(FILES_SOCKET)));
     }
     clusters.push(discovery(grpc("xds-grpc", &config.xds_socket)));
     clusters.extend(services::section(config));

@@ -30,6 +30,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
+pub use clusters::FILES_SOCKET;
 pub use file::{Error, Written, write};
 use settings::Settings;
 use tracer::Tracer;

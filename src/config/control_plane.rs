@@ -32,15 +32,22 @@ enum Purpose {
 }
 
 impl Sources<'_> {
-    /// The connection for discovery, and the one for certificates if it differs.
-    pub(super) fn control_plane(&mut self) -> (Config, Option<Config>) {
+    /// The connection for discovery, and the one for certificates if there is one and it differs.
+    pub(super) fn control_plane(&mut self, has_authority: bool) -> (Config, Option<Config>) {
         let address = self.mesh.discovery_address.clone();
         let discovery = if self.mesh.plaintext {
             Security::Plaintext
         } else {
-            Security::Tls(self.tls(Purpose::Discovery, &address, true))
+            let mut tls = self.tls(Purpose::Discovery, &address, true);
+            if !has_authority && tls.client.is_none() {
+                tls.client = self.mounted_client();
+            }
+            Security::Tls(tls)
         };
         let discovery = self.connection(address, discovery, "XDS_HEADER_");
+        if !has_authority {
+            return (discovery, None);
+        }
         let certificates = self.certificates();
         let differs = !is_same(&discovery, &certificates);
         (discovery, differs.then_some(certificates))
@@ -148,8 +155,17 @@ impl Sources<'_> {
         })
     }
 
+    /// The client certificate that workloads with mounted files name to istiod as well.
+    fn mounted_client(&self) -> Option<tls::ClientCertificate> {
+        let named = |key: &str| self.mesh.metadata.get(key).map(PathBuf::from);
+        Some(tls::ClientCertificate {
+            chain: named("ISTIO_META_TLS_CLIENT_CERT_CHAIN")?,
+            key: named("ISTIO_META_TLS_CLIENT_KEY")?,
+        })
+    }
+
     /// The first that applies: what the purpose's variable says, a mounted root, the root beside a
-    /// client certificate, istiod's own.
+    /// client certificate, the one named beside mounted certificates, istiod's own.
     fn roots(&mut self, purpose: Purpose) -> tls::Roots {
         let (name, given) = match purpose {
             Purpose::Discovery => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),
@@ -157,6 +173,13 @@ impl Sources<'_> {
         };
         let provider = self.get(&variables::PILOT_CERT_PROVIDER);
         let client = PathBuf::from(self.get(&variables::PROV_CERT));
+        let named = match purpose {
+            Purpose::Discovery if self.get(&variables::FILE_MOUNTED_CERTS) => {
+                let named = self.mesh.metadata.get("ISTIO_META_TLS_CLIENT_ROOT_CERT");
+                named.cloned().unwrap_or_default()
+            }
+            _ => String::new(),
+        };
         let mounted = match purpose {
             Purpose::Discovery => self.is_file(MOUNTED_ROOT),
             Purpose::Certificates => provider == "custom",
@@ -167,6 +190,7 @@ impl Sources<'_> {
             "" if !client.as_os_str().is_empty() => {
                 self.existing("PROV_CERT", client.join("root-cert.pem"))
             }
+            "" if !named.is_empty() => self.existing("TLS_CLIENT_ROOT_CERT", named.into()),
             "" if provider == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);

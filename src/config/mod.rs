@@ -22,6 +22,7 @@ mod node;
 pub mod pod;
 pub mod report;
 mod schema;
+mod secret_files;
 mod stats;
 mod statsd;
 mod status;
@@ -41,6 +42,7 @@ use environment::Environment;
 use interfaces::Interface;
 use mesh::ProxyConfig;
 use pod::Pairs;
+pub use secret_files::{AbsentSocket, SecretSources};
 pub use workload::{KeyChoice, SecretsParameters};
 
 /// Everything the agent needs to run.
@@ -50,6 +52,7 @@ pub struct Config {
     /// The certificate authority, when it is not reached over the same connection.
     pub ca_istiod: Option<istiod::Config>,
     pub secrets: SecretsParameters,
+    pub secret_sources: SecretSources,
     /// Where Envoy asks for discovery.
     pub xds_socket: PathBuf,
     /// Largest message taken from Envoy.
@@ -168,7 +171,8 @@ pub(crate) fn load_with(
     let mut sources = Sources::read(flags, env, root, interfaces);
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
-    let (istiod, ca_istiod) = sources.control_plane();
+    let secret_sources = sources.secret_sources(&sds_socket);
+    let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority());
     let secrets = sources.secrets();
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
@@ -188,6 +192,7 @@ pub(crate) fn load_with(
         istiod,
         ca_istiod,
         secrets,
+        secret_sources,
         xds_socket,
         // Larger than any address space is as good as no limit.
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
@@ -218,6 +223,12 @@ impl Config {
         tracing::info!(ips = ips.join(","), id = node.id, "Proxy role");
         tracing::info!("Effective config: {}", mesh::printable(&node.proxy_config));
         tracing::info!("JWT policy is {}", self.jwt_policy);
+        if !self.secret_sources.has_authority() {
+            tracing::info!(
+                "Workload is using file mounted certificates. Skipping connecting to CA"
+            );
+            return;
+        }
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
         if let istiod::Security::Tls(tls) = &ca.security {

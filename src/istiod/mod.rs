@@ -14,7 +14,7 @@ pub(crate) mod fake;
 mod file;
 mod frames;
 mod paced;
-mod roots;
+pub mod roots;
 pub mod status;
 pub mod tls;
 pub mod token;

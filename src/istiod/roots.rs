@@ -21,7 +21,7 @@ use super::tls::Roots;
 pub(super) const LARGEST: u64 = 16 << 20;
 
 /// Where the operating systems keep their bundle; the first that exists is used.
-const SYSTEM_BUNDLES: [&str; 8] = [
+pub const SYSTEM_BUNDLES: [&str; 8] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/ca-bundle.pem",

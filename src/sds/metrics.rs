@@ -4,7 +4,6 @@
 //!
 //! Does not time the sending of a response: that ends in a buffer.
 
-use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use prost::Message;
 
 use crate::metrics::{Counter, Gauge, Registry};
@@ -41,7 +40,7 @@ impl Metrics {
         }
     }
 
-    pub(super) fn received(&self, request: &DiscoveryRequest) {
+    pub(super) fn received(&self, request: &impl Message) {
         self.largest_request.raise(request.encoded_len() as f64);
     }
 }

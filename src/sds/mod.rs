@@ -1,14 +1,21 @@
-//! Serves secrets to Envoy: Envoy's secret discovery service, state of the world, on a Unix socket.
+//! Serves secrets to Envoy: Envoy's secret discovery service on a Unix socket, as streams of all
+//! that is asked for, as streams of changes, and as single answers.
 //!
-//! Each stream is a [`stream::Stream`], which decides, and a [`Session`], which awaits: requests
-//! before pushes, one response at a time, the newest secret whenever Envoy is ready for one. A
-//! stream whose secret is not there yet stays open until it is.
+//! A stream consists of a [`session::Session`], which awaits, and one of two forms of the protocol,
+//! which decide: [`stream::Stream`] and [`delta::Delta`]. Both look secrets up on a
+//! [`secret::Shelf`], behind which are the authority's certificate and those from files.
 //!
-//! Does not know the certificate authority nor files, and does not check who dials: whoever can
-//! open the socket gets the key.
+//! Does not read files, does not know the certificate authority, and does not check who dials: the
+//! listener has.
 
+mod delta;
+#[cfg(test)]
+mod delta_tests;
+mod desk;
 mod metrics;
+pub mod provider;
 mod secret;
+mod session;
 mod stream;
 #[cfg(test)]
 mod stream_tests;
@@ -18,7 +25,7 @@ mod tests;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{
     DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
@@ -27,55 +34,81 @@ use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_server
     SecretDiscoveryService, SecretDiscoveryServiceServer,
 };
 use hyper_util::service::TowerToHyperService;
-use tokio_util::sync::ReusableBoxFuture;
-use tonic::{Code, Status, Streaming};
+use tonic::{Status, Streaming};
 
-use crate::clock::{Clock, rfc3339};
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
 use crate::secrets::Secrets;
+use crate::secrets::files::Files;
 use crate::unix_socket::Listener;
+use delta::Delta;
+use desk::{Desk, Waits};
 use metrics::Metrics;
-use stream::{Stamp, Stream};
+pub use secret::Style;
+use session::{Protocol, Responses, Talk};
+use stream::Stream;
 
 /// The largest request taken. Envoy's have a few hundred bytes.
 const LARGEST_REQUEST: usize = 4 * 1024 * 1024;
 
+/// How long a single answer may wait for the certificate.
+const FETCH_LIMIT: Duration = Duration::from_secs(10);
+
+/// What is served.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    /// The authority's certificate; None where there is no authority.
+    pub secrets: Option<Secrets>,
+    pub files: Files,
+    /// Whether the workload's own names are served, not only names that say their files.
+    pub serves_workload: bool,
+    pub style: Style,
+}
+
 /// The secret discovery service over one set of secrets.
 #[derive(Clone, Debug)]
 pub struct Service {
-    secrets: Secrets,
+    sources: Sources,
+    style: Arc<Style>,
     metrics: Metrics,
     streams: Arc<AtomicU64>,
     responses: Arc<AtomicU64>,
 }
 
+/// What a stream answers, one after the other.
+pub type BoxStream<T> = Pin<Box<dyn tokio_stream::Stream<Item = Result<T, Status>> + Send>>;
+
 /// The service, ready for a gRPC server.
-pub fn new(secrets: Secrets, registry: &Registry) -> Service {
+pub fn new(sources: Sources, registry: &Registry) -> Service {
     Service {
-        secrets,
+        style: Arc::new(sources.style.clone()),
+        sources,
         metrics: Metrics::new(registry),
         streams: Arc::default(),
         responses: Arc::default(),
     }
 }
 
-/// Serves `secrets` on `listener` until `shutdown`.
+/// Serves secrets on `listener` until `shutdown`.
 pub fn serve(
     listener: Listener,
-    secrets: Secrets,
+    sources: Sources,
     registry: &Registry,
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let service = new(secrets, registry);
+    let service = new(sources, registry);
     run(listener, service, shutdown)
 }
 
 async fn run(listener: Listener, service: Service, shutdown: CancellationToken) {
+    let what = match service.sources.serves_workload {
+        true => "workload certificates",
+        false => "file certificates only",
+    };
     tracing::info!(target: "sds", "Starting SDS grpc server");
     tracing::info!(
         target: "sds",
-        "Starting SDS server for workload certificates, will listen on {:?}",
+        "Starting SDS server for {what}, will listen on {:?}",
         listener.path()
     );
     let server =
@@ -87,172 +120,66 @@ async fn run(listener: Listener, service: Service, shutdown: CancellationToken) 
 
 #[tonic::async_trait]
 impl SecretDiscoveryService for Service {
-    type StreamSecretsStream = Responses;
-    type DeltaSecretsStream = tokio_stream::Empty<Result<DeltaDiscoveryResponse, Status>>;
+    type StreamSecretsStream = BoxStream<DiscoveryResponse>;
+    type DeltaSecretsStream = BoxStream<DeltaDiscoveryResponse>;
 
     async fn stream_secrets(
         &self,
         requests: tonic::Request<Streaming<DiscoveryRequest>>,
-    ) -> Result<tonic::Response<Responses>, Status> {
-        let id = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
-        tracing::info!(target: "ads", "ADS: new connection for node:{id}");
-        let session = Session {
-            id,
-            requests: requests.into_inner(),
-            secrets: self.secrets.clone(),
-            responses: self.responses.clone(),
-            stream: Stream::new(id, self.metrics.clone()),
-            metrics: self.metrics.clone(),
-        };
-        Ok(tonic::Response::new(Responses::new(session)))
+    ) -> Result<tonic::Response<Self::StreamSecretsStream>, Status> {
+        let responses = Responses::new(requests.into_inner(), self.talk::<Stream>());
+        Ok(tonic::Response::new(Box::pin(responses)))
     }
 
     async fn delta_secrets(
         &self,
-        _: tonic::Request<Streaming<DeltaDiscoveryRequest>>,
+        requests: tonic::Request<Streaming<DeltaDiscoveryRequest>>,
     ) -> Result<tonic::Response<Self::DeltaSecretsStream>, Status> {
-        Err(Status::unimplemented("DeltaSecrets not implemented"))
+        let responses = Responses::new(requests.into_inner(), self.talk::<Delta>());
+        Ok(tonic::Response::new(Box::pin(responses)))
     }
 
     async fn fetch_secrets(
         &self,
-        _: tonic::Request<DiscoveryRequest>,
+        request: tonic::Request<DiscoveryRequest>,
     ) -> Result<tonic::Response<DiscoveryResponse>, Status> {
-        Err(Status::unimplemented("FetchSecrets not implemented"))
-    }
-}
-
-/// What Envoy reads of one stream. The work is done as Envoy asks for the next response, so a
-/// stream that is not read holds no more than one.
-#[derive(Debug)]
-pub struct Responses(Option<ReusableBoxFuture<'static, Option<(Item, Session)>>>);
-
-type Item = Result<DiscoveryResponse, Status>;
-
-impl Responses {
-    fn new(session: Session) -> Self {
-        Self(Some(ReusableBoxFuture::new(session.next())))
-    }
-}
-
-impl tokio_stream::Stream for Responses {
-    type Item = Item;
-
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Item>> {
-        let Some(next) = &mut self.0 else {
-            return Poll::Ready(None);
+        let mut talk = self.talk::<Stream>();
+        talk.apply(&request.into_inner())?;
+        let complete = async {
+            while talk.is_kept_waiting() {
+                talk.changed().await;
+            }
         };
-        match std::task::ready!(next.poll(context)) {
-            Some((Ok(response), session)) => {
-                next.set(session.next());
-                Poll::Ready(Some(Ok(response)))
-            }
-            Some((Err(status), _)) => {
-                self.0 = None;
-                Poll::Ready(Some(Err(status)))
-            }
-            None => {
-                self.0 = None;
-                Poll::Ready(None)
-            }
+        // What is there by then is the answer.
+        let _ = tokio::time::timeout(FETCH_LIMIT, complete).await;
+        match talk.answer() {
+            Some(response) => Ok(tonic::Response::new(response)),
+            None => Err(absent(&talk.waits())),
         }
     }
 }
 
-/// One stream's state and what it waits for.
-struct Session {
-    id: u64,
-    requests: Streaming<DiscoveryRequest>,
-    secrets: Secrets,
-    /// Counts the responses of all streams; part of each version.
-    responses: Arc<AtomicU64>,
-    stream: Stream,
-    metrics: Metrics,
-}
-
-impl Session {
-    /// The next response or the status the stream ends with; None when Envoy has closed it.
-    async fn next(mut self) -> Option<(Item, Self)> {
-        loop {
-            let state = self.secrets.latest();
-            let due = self.stream.due(&state);
-            tokio::select! {
-                biased;
-                request = self.requests.message() => {
-                    let applied = match request {
-                        Ok(Some(request)) => self.apply(&request),
-                        Ok(None) => {
-                            tracing::info!(target: "ads", "ADS: \"\" {} terminated", self.id);
-                            return None;
-                        }
-                        Err(status) => Err(status),
-                    };
-                    if let Err(status) = applied {
-                        self.log_end(&status);
-                        return Some((Err(status), self));
-                    }
-                }
-                () = std::future::ready(()), if !due.is_empty() => {
-                    let response = self.stream.answer(&state, self.stamp());
-                    return Some((Ok(response), self));
-                }
-                () = self.secrets.changed() => {}
-            }
-        }
-    }
-
-    fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        self.metrics.received(request);
-        self.stream.apply(request)?;
-        let state = self.secrets.latest();
-        if let Some(problem) = &state.problem
-            && self.stream.is_kept_waiting(&state)
-        {
-            tracing::info!(
-                target: "sds",
-                "stream {} is held open until there is a certificate, next attempt at {}: {}",
-                self.id, rfc3339(problem.next_attempt), problem.cause()
-            );
-        }
-        Ok(())
-    }
-
-    fn stamp(&self) -> Stamp {
-        let count = self.responses.fetch_add(1, Ordering::Relaxed) + 1;
-        Stamp {
-            version: format!("{}/{count}", rfc3339(Clock::system().now())),
-            nonce: random_uuid(),
-        }
-    }
-
-    fn log_end(&self, status: &Status) {
-        let (id, code, message) = (self.id, status.code(), status.message());
-        match code {
-            // How it looks when Envoy goes away.
-            Code::Cancelled | Code::Unavailable | Code::DeadlineExceeded => {
-                tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
-            }
-            _ => {
-                self.metrics.internal_errors.inc();
-                tracing::error!(
-                    target: "ads",
-                    "ADS: \"\" {id} terminated with error: {code:?}: {message}"
-                );
-            }
-        }
+impl Service {
+    /// The state of a new stream.
+    fn talk<P: Protocol>(&self) -> Talk<P> {
+        let id = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        tracing::info!(target: "ads", "ADS: new connection for node:{id}");
+        let sources = &self.sources;
+        let desk = Desk::new(id, self.metrics.clone(), sources.serves_workload);
+        Talk::new(
+            P::new(desk),
+            sources.secrets.clone(),
+            sources.files.subscribe(),
+            self.style.clone(),
+            self.responses.clone(),
+        )
     }
 }
 
-/// A UUID of version 4. It tells responses apart and is no secret.
-fn random_uuid() -> String {
-    let bits = fastrand::u128(..) & !(0xf << 76) & !(0b11 << 62) | (0x4 << 76) | (0b10 << 62);
-    let hex = format!("{bits:032x}");
-    [
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..],
-    ]
-    .join("-")
+/// Why a single answer has nothing in it.
+fn absent(waits: &Waits) -> Status {
+    match &waits.missing {
+        Some(problem) => Status::not_found(problem.to_string()),
+        None => Status::unavailable("the secret is not there yet"),
+    }
 }

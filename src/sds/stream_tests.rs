@@ -10,9 +10,11 @@ use envoy_types::pb::google::rpc;
 use prost::Message;
 use tonic::{Code, Status};
 
+use super::desk::Desk;
 use super::metrics::Metrics;
 use super::secret::TYPE_URL;
-use super::stream::{Stamp, Stream};
+use super::session::{Protocol, Stamp};
+use super::stream::Stream;
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
 use crate::secrets::State;
@@ -63,7 +65,7 @@ fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
 
 /// The names of the next response, which gets `nonce`; empty when none is due.
 fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
-    if stream.due(state).is_empty() {
+    if !stream.is_due(state, true) {
         return Vec::new();
     }
     names(&answer(stream, state, nonce))
@@ -74,7 +76,7 @@ fn answer(stream: &mut Stream, state: &State, nonce: &str) -> DiscoveryResponse 
         version: "now/1".to_owned(),
         nonce: nonce.to_owned(),
     };
-    stream.answer(state, stamp)
+    stream.answer(state, true, stamp)
 }
 
 fn names(response: &DiscoveryResponse) -> Vec<String> {
@@ -84,13 +86,13 @@ fn names(response: &DiscoveryResponse) -> Vec<String> {
         .collect()
 }
 
-fn metrics() -> Metrics {
-    Metrics::new(&Registry::default())
+fn fresh() -> Stream {
+    Stream::new(Desk::new(1, Metrics::new(&Registry::default()), true))
 }
 
 /// A stream that asked for `first` and got it with nonce "1".
 fn subscribed(first: &[&str], state: &State) -> Stream {
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream.apply(&request(first, "")).expect("is fine");
     sent(&mut stream, state, "1");
     stream
@@ -171,7 +173,7 @@ async fn a_later_request_is_answered_by_the_rules() {
 #[tokio::test]
 async fn a_first_request_is_answered_whatever_its_nonce() {
     let state = signed().await;
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream
         .apply(&request(&["default"], "of an old stream"))
         .expect("is fine");
@@ -183,7 +185,7 @@ async fn a_first_request_is_answered_whatever_its_nonce() {
 
 #[tokio::test]
 async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     let health = DiscoveryRequest {
         type_url: "type.googleapis.com/istio.v1.HealthInformation".to_owned(),
         ..Default::default()
@@ -195,7 +197,7 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
     };
     let expected = (Code::InvalidArgument, "missing node information".to_owned());
     assert_eq!(ended(stream.apply(&nameless)), expected);
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream.apply(&request(&["default"], "")).expect("is fine");
     stream.apply(&nameless).expect("needs no node any more");
 }
@@ -203,11 +205,11 @@ async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
 #[tokio::test]
 async fn a_refusal_as_the_first_request_asks_for_nothing() {
     let state = signed().await;
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream
         .apply(&refusal(&["default"], ""))
         .expect("is survived");
-    assert!(stream.due(&state).is_empty());
+    assert!(!stream.is_due(&state, true));
     stream.apply(&request(&["default"], "x")).expect("is fine");
     assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
 }
@@ -215,19 +217,16 @@ async fn a_refusal_as_the_first_request_asks_for_nothing() {
 #[tokio::test]
 async fn a_request_waits_until_there_is_a_secret() {
     let nothing = State::default();
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
-    assert!(stream.due(&nothing).is_empty());
-    assert!(stream.is_kept_waiting(&nothing));
+    assert!(!stream.is_due(&nothing, true));
+    assert!(stream.waits(&nothing).authority);
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
-    assert!(!stream.is_kept_waiting(&state));
-    assert!(
-        stream.due(&nothing).is_empty(),
-        "a withdrawal is not a push"
-    );
+    assert!(!stream.waits(&state).authority);
+    assert!(!stream.is_due(&nothing, true), "a withdrawal is not a push");
 }
 
 #[tokio::test]
@@ -238,9 +237,9 @@ async fn pushes_what_changed_and_was_asked_for_roots_first() {
     let mut roots_only = subscribed(&["ROOTCA"], &old);
     let renewed = signed_by(&authority).await;
     assert_eq!(sent(&mut both, &renewed, "2"), ["default"]);
-    assert!(roots_only.due(&renewed).is_empty());
+    assert!(!roots_only.is_due(&renewed, true));
     assert!(
-        both.due(&renewed.clone()).is_empty(),
+        !both.is_due(&renewed.clone(), true),
         "the same is not sent again"
     );
     authority.rotate_root();
@@ -255,7 +254,7 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
     let state = signed().await;
     let mut stream = subscribed(&["default"], &state);
     stream.apply(&refusal(&["default"], "1")).expect("is fine");
-    assert!(stream.due(&state).is_empty());
+    assert!(!stream.is_due(&state, true));
     assert_eq!(sent(&mut stream, &signed().await, "2"), ["default"]);
 }
 
@@ -263,7 +262,7 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
 async fn refusals_and_answers_to_older_responses_are_counted() {
     let registry = Registry::default();
     let state = signed().await;
-    let mut stream = Stream::new(1, Metrics::new(&registry));
+    let mut stream = Stream::new(Desk::new(1, Metrics::new(&registry), true));
     let first = request(&["default"], "");
     stream.apply(&first).expect("is fine");
     sent(&mut stream, &state, "1");
@@ -280,7 +279,7 @@ async fn refusals_and_answers_to_older_responses_are_counted() {
 #[tokio::test]
 async fn an_unknown_name_never_gets_the_key() {
     let state = signed().await;
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     let (code, message) = ended(stream.apply(&request(&["kubernetes://x"], "")));
     assert_eq!(code, Code::InvalidArgument);
     assert!(message.contains("\"kubernetes://x\""), "{message}");
@@ -288,7 +287,7 @@ async fn an_unknown_name_never_gets_the_key() {
     let (_, message) = ended(stream.apply(&request(&[&long], "")));
     assert!(message.len() < 400, "{}", message.len());
 
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     let mixed = request(&["default", "Default", ""], "");
     stream.apply(&mixed).expect("is answered in part");
     assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
@@ -298,7 +297,7 @@ async fn an_unknown_name_never_gets_the_key() {
 async fn the_names_of_a_stream_are_bounded() {
     let many: Vec<String> = (0..10_001).map(|n| n.to_string()).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     let (code, _) = ended(stream.apply(&request(&many, "")));
     assert_eq!(code, Code::ResourceExhausted);
     let with_known = |names: &[&str]| request(&[names, &["default"]].concat(), "");
@@ -315,7 +314,7 @@ async fn the_names_of_a_stream_are_bounded() {
 #[tokio::test]
 async fn secrets_have_the_shape_envoy_expects() {
     let state = signed().await;
-    let mut stream = Stream::new(1, metrics());
+    let mut stream = fresh();
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");

@@ -9,11 +9,15 @@ use prost::Message;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Code;
 use tonic::transport::Channel;
 
 use super::secret::TYPE_URL;
+use super::session::random_uuid;
 use super::*;
+use crate::clock::Clock;
 use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
+use crate::secrets::files;
 
 /// No step of these tests waits for a timer; this one only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -41,7 +45,15 @@ async fn start(answer: Answer) -> Fixture {
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    tasks.spawn(serve(listener, secrets, &registry, shutdown.clone()));
+    let (files, keeper) = files::new(files_config(), clock.clone(), &registry);
+    tasks.spawn(keeper);
+    let sources = Sources {
+        secrets: Some(secrets),
+        files,
+        serves_workload: true,
+        style: Style::default(),
+    };
+    tasks.spawn(serve(listener, sources, &registry, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
         .await
         .expect("connects");
@@ -53,6 +65,14 @@ async fn start(answer: Answer) -> Fixture {
         tasks,
         client,
         _directory: directory,
+    }
+}
+
+fn files_config() -> files::Config {
+    files::Config {
+        workload: None,
+        system_roots: "/none".into(),
+        debounce: Duration::from_millis(10),
     }
 }
 
@@ -157,18 +177,38 @@ async fn an_unknown_name_ends_its_stream_only() {
 }
 
 #[tokio::test]
-async fn other_methods_and_large_requests_are_refused() {
+async fn a_single_answer_waits_for_the_certificate_and_refuses_what_nobody_serves() {
+    let mut fixture = start(Answer::Waits).await;
+    let request = |name: &str| DiscoveryRequest {
+        node: Some(Node {
+            id: "sidecar~1".to_owned(),
+            ..Default::default()
+        }),
+        resource_names: vec![name.to_owned()],
+        type_url: TYPE_URL.to_owned(),
+        ..Default::default()
+    };
+    let mut client = fixture.client.clone();
+    fixture.authority.set(Answer::Signed);
+    let fetched = client.fetch_secrets(request("default")).await;
+    let fetched = fetched.expect("is answered").into_inner();
+    assert_eq!(only_secret(&fetched).name, "default");
+    for (name, code) in [
+        ("x", Code::InvalidArgument),
+        ("file-root:/none", Code::NotFound),
+    ] {
+        let status = fixture.client.fetch_secrets(request(name)).await;
+        assert_eq!(status.expect_err("is refused").code(), code, "{name}");
+    }
+    let nobody = DiscoveryRequest::default();
+    let status = fixture.client.fetch_secrets(nobody).await;
+    let status = status.expect_err("is refused");
+    assert_eq!(status.message(), "missing node information");
+}
+
+#[tokio::test]
+async fn large_requests_are_refused() {
     let mut fixture = start(Answer::Signed).await;
-    let fetched = fixture
-        .client
-        .fetch_secrets(DiscoveryRequest::default())
-        .await;
-    let status = fetched.expect_err("is not served");
-    assert_eq!(status.code(), Code::Unimplemented);
-    assert_eq!(status.message(), "FetchSecrets not implemented");
-    let delta = fixture.client.delta_secrets(tokio_stream::empty()).await;
-    let status = delta.expect_err("is not served");
-    assert_eq!(status.message(), "DeltaSecrets not implemented");
     let mut stream = fixture.subscribe("default").await;
     stream.next().await;
     stream.send(&"x".repeat(LARGEST_REQUEST), "").await;
@@ -185,10 +225,8 @@ async fn shutdown_ends_open_streams() {
     stream.next().await;
     fixture.shutdown.cancel();
     let served = tokio::time::timeout(LIMIT, fixture.tasks.join_next()).await;
-    served
-        .expect("in time")
-        .expect("one ends")
-        .expect("without a panic");
+    let served = served.expect("in time").expect("one ends");
+    served.expect("without a panic");
 }
 
 #[test]

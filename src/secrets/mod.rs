@@ -9,6 +9,7 @@
 pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;
+pub mod files;
 mod metrics;
 pub mod name;
 pub mod observe;

@@ -1,25 +1,43 @@
 //! The names Envoy asks secrets by, as a type.
 //!
 //! A string becomes a [`Name`] or is refused; there is no name that falls back to the workload's
-//! key. The order of the variants is the order of delivery: roots reach Envoy before a certificate
-//! they have signed.
+//! key, and each name is written in one way only. The order of the variants is the order of
+//! delivery: roots reach Envoy before a certificate they have signed.
 //!
 //! Does not know whether the secret of a name can be had.
 
 use std::fmt;
 
 /// What Envoy may ask for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Name {
     /// `ROOTCA`: the trust anchors of the mesh.
     RootCa,
+    /// `file-root:system`: the trust anchors of the operating system.
+    SystemRoots,
+    /// `file-root:<path>`: trust anchors from a file.
+    FileRoot(String),
     /// `default`: the workload's key and certificate.
     Default,
+    /// `file-cert:<chain>~<key>`: a key and its certificate from files.
+    FileCert { chain: String, key: String },
 }
+
+/// The workload's own names.
+pub const DEFAULT: &str = "default";
+pub const ROOT_CA: &str = "ROOTCA";
+
+const FILE_ROOT: &str = "file-root:";
+const FILE_CERT: &str = "file-cert:";
+
+/// The word that stands for a path in `file-root:system`.
+const SYSTEM: &str = "system";
 
 /// A name nothing is served under.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("unknown secret name \"{shown}\", expected default or ROOTCA")]
+#[error(
+    "unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>"
+)]
 pub struct UnknownName {
     /// The name, escaped and cut at [`LONGEST_SHOWN`] bytes.
     pub shown: String,
@@ -28,18 +46,18 @@ pub struct UnknownName {
 /// How many bytes of a foreign name appear in a message.
 const LONGEST_SHOWN: usize = 256;
 
-impl Name {
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::RootCa => "ROOTCA",
-            Self::Default => "default",
-        }
-    }
-}
+/// The longest path the kernel takes, without its terminating zero.
+const LONGEST_PATH: usize = 4095;
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+        match self {
+            Self::RootCa => f.write_str(ROOT_CA),
+            Self::Default => f.write_str(DEFAULT),
+            Self::SystemRoots => write!(f, "{FILE_ROOT}{SYSTEM}"),
+            Self::FileRoot(path) => write!(f, "{FILE_ROOT}{path}"),
+            Self::FileCert { chain, key } => write!(f, "{FILE_CERT}{chain}~{key}"),
+        }
     }
 }
 
@@ -47,13 +65,38 @@ impl std::str::FromStr for Name {
     type Err = UnknownName;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        [Self::RootCa, Self::Default]
-            .into_iter()
-            .find(|name| name.as_str() == text)
-            .ok_or_else(|| UnknownName {
-                shown: escaped(text, LONGEST_SHOWN),
-            })
+        let name = match text {
+            ROOT_CA => Some(Self::RootCa),
+            DEFAULT => Some(Self::Default),
+            _ => file(text),
+        };
+        name.ok_or_else(|| UnknownName {
+            shown: escaped(text, LONGEST_SHOWN),
+        })
     }
+}
+
+/// One of the names that say where their files are.
+fn file(text: &str) -> Option<Name> {
+    if let Some(path) = text.strip_prefix(FILE_ROOT) {
+        return match path {
+            SYSTEM => Some(Name::SystemRoots),
+            _ => Some(Name::FileRoot(is_path(path)?.to_owned())),
+        };
+    }
+    let (chain, key) = text.strip_prefix(FILE_CERT)?.split_once('~')?;
+    Some(Name::FileCert {
+        chain: is_path(chain)?.to_owned(),
+        key: is_path(key)?.to_owned(),
+    })
+}
+
+/// The path, if it can be one. A tilde separates paths, so none holds it; nor may one break a line
+/// of the log.
+fn is_path(text: &str) -> Option<&str> {
+    let fits = (1..=LONGEST_PATH).contains(&text.len());
+    let odd = |c: char| c == '~' || c.is_control();
+    (fits && !text.contains(odd)).then_some(text)
 }
 
 /// `text` fit for one line of a log: control characters escaped, at most `longest` bytes of it.
@@ -71,14 +114,72 @@ pub(crate) fn escaped(text: &str, longest: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
-    fn only_the_two_exact_spellings_are_names() {
-        assert_eq!("default".parse(), Ok(Name::Default));
-        assert_eq!("ROOTCA".parse(), Ok(Name::RootCa));
-        for text in ["", "Default", "rootca", "default ", "file-cert:a~b", "x"] {
+    fn every_name_has_one_spelling() {
+        let cert = |chain: &str, key: &str| Name::FileCert {
+            chain: chain.to_owned(),
+            key: key.to_owned(),
+        };
+        for (text, name) in [
+            ("default", Name::Default),
+            ("ROOTCA", Name::RootCa),
+            ("file-root:system", Name::SystemRoots),
+            ("file-root:/a b", Name::FileRoot("/a b".to_owned())),
+            ("file-root:./system", Name::FileRoot("./system".to_owned())),
+            ("file-cert:a~b", cert("a", "b")),
+            ("file-cert:file-cert:/a~/b", cert("file-cert:/a", "/b")),
+        ] {
+            assert_eq!(text.parse().as_ref(), Ok(&name), "{text}");
+            assert_eq!(name.to_string(), text);
+        }
+        let long = format!("file-root:{}", "x".repeat(LONGEST_PATH + 1));
+        for text in [
+            "",
+            "Default",
+            "rootca",
+            "default ",
+            "x",
+            "file-root:",
+            "file-root:a~b",
+            "file-root:a\0",
+            "file-root:a\nb",
+            "File-root:a",
+            "file-cert:",
+            "file-cert:a",
+            "file-cert:~",
+            "file-cert:~b",
+            "file-cert:a~",
+            "file-cert:a~b~c",
+            "file-cert:a~~b",
+            "kubernetes://a",
+            "kubernetes-gateway://a/b",
+            "configmap://a",
+            "invalid://",
+            "builtin://",
+            "sds://a",
+            &long,
+        ] {
             assert!(text.parse::<Name>().is_err(), "{text:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_is_a_name_is_written_as_it_was_read(
+            prefix in "(file-cert:|file-root:|default|ROOTCA|)",
+            rest in ".{0,40}",
+            tilde in "~?",
+            more in ".{0,10}",
+        ) {
+            let text = format!("{prefix}{rest}{tilde}{more}");
+            match text.parse::<Name>() {
+                Ok(name) => prop_assert_eq!(name.to_string(), text),
+                Err(error) => prop_assert!(error.shown.len() <= LONGEST_SHOWN + 3),
+            }
         }
     }
 

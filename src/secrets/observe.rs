@@ -16,7 +16,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use super::State;
 use super::certificate::{system_time, uris};
 use super::metrics::seconds;
-use super::name::Name;
+use super::name::{DEFAULT, ROOT_CA};
 use crate::clock::{Clock, rfc3339};
 
 /// More than any chain or bundle of roots that Envoy is given.
@@ -100,15 +100,15 @@ impl Record {
         let (now, issued) = (self.now(), self.issued());
         let chain = state.workload.as_ref().map(|w| w.certificate.chain_pem());
         let roots = state.roots.as_ref().map(|roots| roots.pem());
-        let secret = |name: Name, pem: Option<&bytes::Bytes>| Secret {
-            name: name.as_str(),
+        let secret = |name: &'static str, pem: Option<&bytes::Bytes>| Secret {
+            name,
             served: pem.is_some(),
             renewed_at: issued.map(|issued| rfc3339(issued.at)),
             next_renewal: issued.map(|issued| rfc3339(issued.due)),
             certificates: pem.map(|pem| certificates(pem, now)).unwrap_or_default(),
         };
         Snapshot {
-            secrets: vec![secret(Name::Default, chain), secret(Name::RootCa, roots)],
+            secrets: vec![secret(DEFAULT, chain), secret(ROOT_CA, roots)],
             problem: state.problem.as_ref().map(|problem| Problem {
                 error: problem.cause(),
                 failures: problem.failures,

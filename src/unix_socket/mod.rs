@@ -1,12 +1,15 @@
 //! The Unix sockets Envoy dials: binding one where an earlier agent may have left its own, and
 //! serving gRPC on it.
 //!
-//! A stale socket file is replaced; one that somebody still answers on is left alone. The socket is
-//! open to every user of the pod (mode 0666), as Envoy may run under another one.
+//! A stale socket file is replaced; one that somebody still answers on is left alone. The file is
+//! open to every user of the pod (mode 0666), as Envoy may run under another one; who is served of
+//! those who connect, an [`access::Access`] says.
 //!
 //! Does not know what is served: a caller hands in the service.
 
+pub mod access;
 mod coalesced;
+pub mod probe;
 
 use std::convert::Infallible;
 use std::fs;
@@ -28,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::lifecycle::BoxError;
+use access::Access;
 
 /// Longest path `sockaddr_un` can hold, without its terminating zero (unix(7)).
 const LONGEST_PATH: usize = 107;
@@ -47,6 +51,7 @@ const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
 pub struct Listener {
     listener: UnixListener,
     path: PathBuf,
+    access: Access,
 }
 
 /// The process at the other end of a connection, in each of its requests' extensions. None where the
@@ -101,6 +106,7 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
     Ok(Listener {
         listener,
         path: path.to_owned(),
+        access: Access::default(),
     })
 }
 
@@ -153,6 +159,13 @@ impl Listener {
         &self.path
     }
 
+    /// Serves those only whom `access` lets in.
+    #[must_use]
+    pub fn guarded(mut self, access: Access) -> Self {
+        self.access = access;
+        self
+    }
+
     /// Serves HTTP/2 without TLS until `shutdown`, then waits for streams to notice it and end.
     ///
     /// `wrap` sees each accepted stream before HTTP/2 does.
@@ -174,12 +187,14 @@ impl Listener {
         IO: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
         let tasks = TaskTracker::new();
+        let mut access = self.access.clone();
         loop {
             let accepted = tokio::select! {
                 () = shutdown.cancelled() => break,
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
+                Ok((stream, _)) if !access.admits(&stream, &self.path) => {}
                 Ok((stream, _)) => {
                     let (service, wrap) = (service.clone(), wrap.clone());
                     let (shutdown, streams) = (shutdown.clone(), tasks.clone());

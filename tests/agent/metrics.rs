@@ -173,7 +173,19 @@ async fn the_readme_names_every_metric() {
     };
     let clock = Clock::system();
     let (secrets, _) = secrets::new(config, authority, clock, &bench.registry);
-    sds::new(secrets, &bench.registry);
+    let config = secrets::files::Config {
+        workload: None,
+        system_roots: "none".into(),
+        debounce: Duration::ZERO,
+    };
+    let (files, _) = secrets::files::new(config, Clock::system(), &bench.registry);
+    let sources = sds::Sources {
+        secrets: Some(secrets),
+        files,
+        serves_workload: true,
+        style: sds::Style::default(),
+    };
+    sds::new(sources, &bench.registry);
     let names = format!("{:?}", bench.registry);
     let names: Vec<_> = names.split('"').filter(|n| n.contains('_')).collect();
     assert!(names.len() > 20, "{names:?}");

@@ -21,6 +21,7 @@ mod istiod;
 mod properties;
 mod roots_and_tokens;
 mod scrape;
+mod secret_files;
 mod secrets;
 mod signals;
 mod start;

@@ -59,24 +59,6 @@ async fn a_discovery_socket_in_use_is_an_error_that_names_it() {
 }
 
 #[tokio::test]
-async fn a_secret_socket_in_use_is_left_to_its_owner() {
-    // Also when certificates would come from elsewhere: nobody is dialed for them then.
-    for authority in [None, Some("localhost:9")] {
-        let mut istiod = local_istiod().await;
-        let mut place = Place::with_envoy(&istiod);
-        if let Some(authority) = authority {
-            place = place.set("CA_ADDR", authority);
-        }
-        make_parent(&place.sds_socket());
-        let _owner = UnixListener::bind(place.sds_socket()).unwrap();
-        let agent = place.start().await;
-        agent.logs("Existing workload SDS socket found").await;
-        relays(&place, &mut istiod).await;
-        assert_eq!(istiod.certificates_signed(), 0);
-    }
-}
-
-#[tokio::test]
 async fn paths_no_socket_can_have_are_errors_that_name_them() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);

@@ -25,7 +25,7 @@ use crate::support::tls::{Connection, Handshake, client};
 use crate::support::{envoy_binary, eventually, free_port, soon};
 
 /// Mutual handshakes without a pause, once the first has succeeded.
-async fn handshakes(port: u16, keys: &Keys) -> Load {
+pub async fn handshakes(port: u16, keys: &Keys) -> Load {
     let client = client(keys).await;
     let handshake = || Handshake {
         port,
@@ -164,7 +164,7 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
 }
 
 /// The rooms of the agent that rotate, in this process, in a hurry no production setting allows.
-fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
+pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     const PAUSE: RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(5);
     let config = secrets::Config {
         identity: SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT),
@@ -177,12 +177,24 @@ fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     let registry = Registry::default();
     let (secrets, renewal) =
         secrets::new(config, connection.authority(), Clock::system(), &registry);
+    let config = secrets::files::Config {
+        workload: None,
+        system_roots: "none".into(),
+        debounce: Duration::ZERO,
+    };
+    let (files, _keeper) = secrets::files::new(config, Clock::system(), &registry);
+    let sources = sds::Sources {
+        secrets: Some(secrets),
+        files,
+        serves_workload: true,
+        style: sds::Style::default(),
+    };
     let listener = unix_socket::bind(socket).unwrap();
     let mut rooms = JoinSet::new();
     rooms.spawn(renewal);
     rooms.spawn(sds::serve(
         listener,
-        secrets,
+        sources,
         &registry,
         CancellationToken::new(),
     ));
@@ -190,7 +202,7 @@ fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
 }
 
 /// A listener for mutual TLS and the way to its secrets, without discovery.
-fn static_bootstrap(socket: &Path, port: u16) -> Value {
+pub fn static_bootstrap(socket: &Path, port: u16) -> Value {
     let mut listener = secured_listener("tls", port);
     listener.as_object_mut().unwrap().remove("@type");
     let address = json!({ "pipe": { "path": socket } });

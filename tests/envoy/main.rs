@@ -21,5 +21,6 @@ mod memory;
 mod names;
 mod outages;
 mod page;
+mod secret_files;
 mod status;
 mod support;

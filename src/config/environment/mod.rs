@@ -117,6 +117,12 @@ variables! {
     PILOT_CERT_PROVIDER: String = "istiod", "Who provides istiod's certificate: picks roots.", Same;
     JWT_POLICY: String = "third-party-jwt", "Kind of token; only logged.", Same;
     PROV_CERT: String = "", "Directory of a client certificate for istiod.", Same;
+    CA_PROVIDER: String = "Citadel", "Kind of certificate authority; GkeWorkloadCertificate takes Google's mounted files.", Same;
+    FILE_MOUNTED_CERTS: bool = "false", "Takes certificates from ./etc/certs instead of an authority.", Same;
+    FILE_DEBOUNCE_DURATION: Duration = "100ms", "Rest between a change of a certificate file and the look at it.", Same;
+    PILOT_ENABLE_CA_CRL: bool = "true", "Hands Envoy the revocation list beside the workload's roots.", Same;
+    ISTIO_AGENT_EXTERNAL_SDS: String = "", "What happens when nobody else serves the secret socket at the start: wait, fallback or fail; empty is fallback, and fail for a name other than socket.", Own;
+    ISTIO_AGENT_SDS_USERS: String = "1337", "Users who may ask for secrets beside root and the agent's own: numbers, separated by commas, or any.", Own;
     SECRET_TTL: Duration = "24h", "Lifetime asked for in certificate requests.", Same;
     SECRET_GRACE_PERIOD_RATIO: f64 = "0.5", "Part of the lifetime left at renewal.", Same;
     SECRET_GRACE_PERIOD_RATIO_JITTER: f64 = "0.01", "Spread of that part.", Same;

@@ -9,7 +9,6 @@ use super::Counterpart::Same;
 use super::Row;
 use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 
-const CERTIFICATES: State = NotYet("certificates in files");
 const CONNECTION: State = NotYet("connection to istiod");
 const BOOTSTRAP: State = NotYet("Envoy's bootstrap");
 const WASM: State = NotYet("Wasm modules");
@@ -48,11 +47,7 @@ pub(super) const OTHERS: &[Row] = &[
     row("KUBERNETES_SERVICE_HOST", "string", "", "Set by Kubernetes.", WithoutEffect("it picks the mode of certificate files and a Google platform's name, neither of which exists here yet")),
 
     // Connection, certificate authority, certificates.
-    row("CA_PROVIDER", "string", "Citadel", "Kind of certificate authority.", CERTIFICATES),
-    row("FILE_MOUNTED_CERTS", "bool", "false", "Takes certificates from files instead of an authority.", CERTIFICATES),
     row("PKCS8_KEY", "bool", "false", "Encodes keys as PKCS #8.", WithoutEffect("keys are always PKCS #8")),
-    row("FILE_DEBOUNCE_DURATION", "duration", "100ms", "Rest after the change of a certificate file.", CERTIFICATES),
-    row("PILOT_ENABLE_CA_CRL", "bool", "true", "Hands Envoy the revocation list beside the roots.", CERTIFICATES),
     row("CREDENTIAL_FETCHER_TYPE", "string", "JWT", "Where tokens come from.", CONNECTION),
     row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
     row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),

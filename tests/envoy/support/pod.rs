@@ -257,7 +257,7 @@ pub async fn ask(envoy: &Admin, path: &str) -> Option<String> {
         .then(|| String::from_utf8(answer.body.to_vec()).unwrap())
 }
 
-async fn ready(envoy: &Admin) {
+pub async fn ready(envoy: &Admin) {
     eventually("Envoy serves", async || ask(envoy, "/ready").await).await;
 }
 

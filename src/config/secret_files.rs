@@ -1,0 +1,192 @@
+//! Where secrets come from: an authority, files, or somebody else's socket; and who may have them.
+//!
+//! What decides is looked for once: which files exist at the start. The first that applies counts:
+//! Google's mounted certificates if asked for, those of another provider where all three exist, the
+//! legacy ones if asked for. Otherwise there is an authority, and legacy files go before it.
+//!
+//! Does not read certificates, and does not look at sockets.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::Sources;
+use super::environment as variables;
+use super::members::Reader;
+use crate::istiod::roots::SYSTEM_BUNDLES;
+use crate::sds::Style;
+use crate::sds::provider::{Kind, Provider};
+use crate::secrets::files;
+
+/// Where secrets come from.
+#[derive(Clone, Debug)]
+pub struct SecretSources {
+    pub files: files::Config,
+    /// What Envoy is told beside keys and roots.
+    pub style: Style,
+    pub absent_socket: AbsentSocket,
+    /// Who may ask for secrets beside root and the agent's own user; None is everybody.
+    pub users: Option<BTreeSet<u32>>,
+}
+
+/// What to do when nobody else serves the workload's socket at the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AbsentSocket {
+    /// Somebody else will serve it: wait.
+    Wait,
+    /// Serve it.
+    Serve,
+    /// Do not start.
+    Fail,
+}
+
+const LEGACY: &str = "./etc/certs";
+const MOUNTED: &str = "./var/run/secrets/workload-spiffe-credentials";
+
+/// The files of a directory: chain, key and roots.
+const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
+const GOOGLE_NAMES: [&str; 3] = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
+const GOOGLE: &str = "GkeWorkloadCertificate";
+
+/// The revocation list of an authority of one's own.
+const REVOCATIONS: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
+
+/// The name of the socket that the agent serves itself when nobody else does.
+const OWN_SOCKET: &str = "socket";
+
+impl SecretSources {
+    /// Whether an authority signs the workload's certificate.
+    pub fn has_authority(&self) -> bool {
+        let workload = self.files.workload.as_ref();
+        workload.is_none_or(|workload| !workload.is_only_source)
+    }
+}
+
+impl Sources<'_> {
+    pub(super) fn secret_sources(&mut self, socket: &Path) -> SecretSources {
+        let lists = self.get(&variables::PILOT_ENABLE_CA_CRL);
+        SecretSources {
+            files: files::Config {
+                workload: self.workload_files(),
+                system_roots: system_roots(),
+                debounce: self.get(&variables::FILE_DEBOUNCE_DURATION),
+            },
+            style: Style {
+                provider: self.key_provider(),
+                revocations: lists.then(|| REVOCATIONS.into()),
+            },
+            absent_socket: self.absent_socket(socket),
+            users: self.users(),
+        }
+    }
+
+    fn workload_files(&mut self) -> Option<files::WorkloadFiles> {
+        let mounted = self.get(&variables::FILE_MOUNTED_CERTS);
+        let client = self.get(&variables::PROV_CERT);
+        if mounted && !client.is_empty() {
+            let expected = "nothing beside FILE_MOUNTED_CERTS: the two are mutually exclusive";
+            self.problem("PROV_CERT", &client, expected);
+        }
+        if self.is_google() {
+            return Some(workload_files(MOUNTED, GOOGLE_NAMES, true));
+        }
+        if self.missing(MOUNTED, NAMES).is_empty() {
+            return Some(workload_files(MOUNTED, NAMES, true));
+        }
+        // What the agent writes itself is no source.
+        let output = PathBuf::from(self.get(&variables::OUTPUT_CERTS));
+        let is_output = !output.as_os_str().is_empty()
+            && std::path::absolute(output).ok() == std::path::absolute(LEGACY).ok();
+        (mounted || !is_output).then(|| workload_files(LEGACY, NAMES, mounted))
+    }
+
+    fn is_google(&mut self) -> bool {
+        match self.get(&variables::CA_PROVIDER).as_str() {
+            GOOGLE => {
+                let missing = self.missing(MOUNTED, GOOGLE_NAMES);
+                if !missing.is_empty() {
+                    let found = format!("without {}", missing.join(", "));
+                    self.problem("GKE workload certificate files", &found, "all in place");
+                }
+                true
+            }
+            "" | "Citadel" => false,
+            other => {
+                let other = other.to_owned();
+                self.problem("CA_PROVIDER", &other, format!("Citadel or {GOOGLE}"));
+                false
+            }
+        }
+    }
+
+    fn missing(&self, directory: &str, names: [&str; 3]) -> Vec<String> {
+        let paths = names.map(|name| Path::new(directory).join(name));
+        let missing = paths.iter().filter(|path| !self.root.join(path).is_file());
+        missing.map(|path| path.display().to_string()).collect()
+    }
+
+    fn key_provider(&self) -> Option<Provider> {
+        let given = self.mesh.document.get("privateKeyProvider")?;
+        [Kind::CryptoMb, Kind::Qat].into_iter().find_map(|kind| {
+            let method = given.get(kind.name())?.as_object()?;
+            Some(Provider {
+                kind,
+                poll_delay: Reader(method).duration("pollDelay"),
+                fallback: method
+                    .get("fallback")
+                    .and_then(Value::as_bool)
+                    .unwrap_or(false),
+            })
+        })
+    }
+
+    fn absent_socket(&mut self, socket: &Path) -> AbsentSocket {
+        let is_own = socket.file_name().is_some_and(|name| name == OWN_SOCKET);
+        match self.get(&variables::ISTIO_AGENT_EXTERNAL_SDS).as_str() {
+            "wait" => AbsentSocket::Wait,
+            "fallback" => AbsentSocket::Serve,
+            "fail" => AbsentSocket::Fail,
+            "" if is_own => AbsentSocket::Serve,
+            "" => AbsentSocket::Fail,
+            other => {
+                let other = other.to_owned();
+                self.problem("ISTIO_AGENT_EXTERNAL_SDS", &other, "wait, fallback or fail");
+                AbsentSocket::Fail
+            }
+        }
+    }
+
+    fn users(&mut self) -> Option<BTreeSet<u32>> {
+        let given = self.get(&variables::ISTIO_AGENT_SDS_USERS);
+        if given == "any" {
+            return None;
+        }
+        let numbers = given
+            .split(',')
+            .map(str::trim)
+            .filter(|user| !user.is_empty());
+        let users: Result<_, _> = numbers.map(str::parse).collect();
+        if users.is_err() {
+            let expected = "numbers of users, separated by commas, or any";
+            self.problem("ISTIO_AGENT_SDS_USERS", &given, expected);
+        }
+        Some(users.unwrap_or_default())
+    }
+}
+
+fn workload_files(directory: &str, names: [&str; 3], is_only_source: bool) -> files::WorkloadFiles {
+    let [chain, key, roots] = names.map(|name| Path::new(directory).join(name));
+    files::WorkloadFiles {
+        chain,
+        key,
+        roots,
+        is_only_source,
+    }
+}
+
+/// One that may come, where there is none.
+fn system_roots() -> PathBuf {
+    let found = SYSTEM_BUNDLES.iter().find(|path| Path::new(path).is_file());
+    found.unwrap_or(&SYSTEM_BUNDLES[0]).into()
+}

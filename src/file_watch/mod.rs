@@ -1,0 +1,322 @@
+//! Notices when files may have changed, also behind symbolic links.
+//!
+//! One inotify instance watches directories, not files: those in which a path's last component and
+//! each link on the way to it stand. So a file that is renamed over, written in place, made, removed
+//! or reached through a link that now points elsewhere is noticed, whatever order that happens in.
+//! Where a chain of links leads may change, so a path is watched anew each time it is read.
+//!
+//! Does not read files, and does not tell whether their content is another one.
+
+mod chain;
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+use rustix::io::Errno;
+use tokio::io::unix::AsyncFd;
+
+/// What may have to be read again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Changed {
+    Paths(BTreeSet<PathBuf>),
+    /// The kernel had more to tell than it could hold.
+    Anything,
+}
+
+/// Watched paths.
+#[derive(Debug)]
+pub(crate) struct FileWatch {
+    inotify: AsyncFd<OwnedFd>,
+    /// The directories each path is watched in, with the name to look for.
+    paths: HashMap<PathBuf, Vec<chain::Step>>,
+    directories: HashMap<PathBuf, Directory>,
+    by_descriptor: HashMap<i32, PathBuf>,
+}
+
+#[derive(Debug)]
+struct Directory {
+    descriptor: i32,
+    /// The names of interest in it, each with the paths that pass it.
+    names: HashMap<OsString, HashSet<PathBuf>>,
+}
+
+impl FileWatch {
+    #[expect(
+        deprecated,
+        reason = "an owned descriptor is what the safe constructor is sound for"
+    )]
+    pub(crate) fn new() -> io::Result<Self> {
+        let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
+        Ok(Self {
+            inotify: AsyncFd::new(inotify)?,
+            paths: HashMap::new(),
+            directories: HashMap::new(),
+            by_descriptor: HashMap::new(),
+        })
+    }
+
+    /// Watches a path where it leads now. An error leaves it watched in part.
+    pub(crate) fn watch(&mut self, path: &Path) -> io::Result<()> {
+        let steps = chain::steps(&std::path::absolute(path)?);
+        let mut result = Ok(());
+        for step in &steps {
+            if let Err(error) = self.enter(step, path) {
+                result = Err(error);
+            }
+        }
+        let old = self.paths.insert(path.to_owned(), steps.clone());
+        for step in old.into_iter().flatten() {
+            if !steps.contains(&step) {
+                self.leave(&step, path);
+            }
+        }
+        result
+    }
+
+    pub(crate) fn unwatch(&mut self, path: &Path) {
+        for step in self.paths.remove(path).into_iter().flatten() {
+            self.leave(&step, path);
+        }
+    }
+
+    /// Waits until something has happened to watched paths.
+    pub(crate) async fn changed(&mut self) -> io::Result<Changed> {
+        loop {
+            let mut ready = self.inotify.readable().await?;
+            let events = drain(ready.get_inner());
+            ready.clear_ready();
+            let mut changed = BTreeSet::new();
+            for event in events? {
+                if event.flags.contains(ReadFlags::QUEUE_OVERFLOW) {
+                    return Ok(Changed::Anything);
+                }
+                self.apply(&event, &mut changed);
+            }
+            if !changed.is_empty() {
+                return Ok(Changed::Paths(changed));
+            }
+        }
+    }
+
+    fn enter(&mut self, step: &chain::Step, path: &Path) -> io::Result<()> {
+        if !self.directories.contains_key(&step.directory) {
+            let flags = WatchFlags::CREATE
+                | WatchFlags::DELETE
+                | WatchFlags::MOVED_FROM
+                | WatchFlags::MOVED_TO
+                | WatchFlags::MODIFY
+                | WatchFlags::CLOSE_WRITE
+                | WatchFlags::ATTRIB
+                | WatchFlags::DELETE_SELF
+                | WatchFlags::MOVE_SELF
+                | WatchFlags::ONLYDIR;
+            let descriptor = inotify::add_watch(self.inotify.get_ref(), &step.directory, flags)?;
+            // The same directory by another name has the same descriptor, and is found by both.
+            self.by_descriptor
+                .entry(descriptor)
+                .or_insert_with(|| step.directory.clone());
+            let names = HashMap::new();
+            let directory = Directory { descriptor, names };
+            self.directories.insert(step.directory.clone(), directory);
+        }
+        if let Some(directory) = self.directories.get_mut(&step.directory) {
+            let passing = directory.names.entry(step.name.clone()).or_default();
+            passing.insert(path.to_owned());
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self, step: &chain::Step, path: &Path) {
+        let Some(directory) = self.directories.get_mut(&step.directory) else {
+            return;
+        };
+        if let Some(passing) = directory.names.get_mut(&step.name) {
+            passing.remove(path);
+            if passing.is_empty() {
+                directory.names.remove(&step.name);
+            }
+        }
+        if directory.names.is_empty() {
+            self.forget(&step.directory.clone());
+        }
+    }
+
+    /// Stops watching a directory, unless it is watched by another name as well.
+    fn forget(&mut self, directory: &Path) {
+        let Some(gone) = self.directories.remove(directory) else {
+            return;
+        };
+        let heir = self.directories.iter();
+        let heir = heir.filter(|(_, other)| other.descriptor == gone.descriptor);
+        match heir.map(|(path, _)| path.clone()).next() {
+            Some(heir) => {
+                self.by_descriptor.insert(gone.descriptor, heir);
+            }
+            None => {
+                self.by_descriptor.remove(&gone.descriptor);
+                // It fails when the directory has gone, and its watch with it.
+                let _ = inotify::remove_watch(self.inotify.get_ref(), gone.descriptor);
+            }
+        }
+    }
+
+    fn apply(&mut self, event: &Event, changed: &mut BTreeSet<PathBuf>) {
+        let gone =
+            ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
+        let is_gone = event.flags.intersects(gone);
+        let same = |directory: &&PathBuf| {
+            let found = self.directories.get(*directory);
+            found.is_some_and(|found| found.descriptor == event.descriptor)
+        };
+        if !self.by_descriptor.contains_key(&event.descriptor) {
+            return;
+        }
+        let directories: Vec<PathBuf> = self.directories.keys().filter(same).cloned().collect();
+        for path in directories {
+            let Some(directory) = self.directories.get(&path) else {
+                continue;
+            };
+            if is_gone {
+                changed.extend(directory.names.values().flatten().cloned());
+                self.forget(&path);
+            } else if let Some(passing) = directory.names.get(&event.name) {
+                changed.extend(passing.iter().cloned());
+            }
+        }
+    }
+}
+
+/// What the kernel tells of a directory.
+struct Event {
+    descriptor: i32,
+    flags: ReadFlags,
+    name: OsString,
+}
+
+/// All events there are.
+fn drain(inotify: &OwnedFd) -> io::Result<Vec<Event>> {
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut reader = Reader::new(inotify, &mut buffer);
+    let mut events = Vec::new();
+    loop {
+        match reader.next() {
+            Ok(event) => events.push(Event {
+                descriptor: event.wd(),
+                flags: event.events(),
+                name: event
+                    .file_name()
+                    .map(|name| OsStr::from_bytes(name.to_bytes()).to_owned())
+                    .unwrap_or_default(),
+            }),
+            Err(Errno::AGAIN) => return Ok(events),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+    use std::time::Duration;
+
+    use super::*;
+
+    async fn notices(watch: &mut FileWatch, path: &Path, what: &str) {
+        let changed = tokio::time::timeout(Duration::from_secs(10), watch.changed()).await;
+        let changed = changed.expect(what).expect("is read");
+        let expected = Changed::Paths(BTreeSet::from([path.to_owned()]));
+        assert_eq!(changed, expected, "{what}");
+        // More of the same may come.
+        while let Ok(more) = tokio::time::timeout(Duration::from_millis(1), watch.changed()).await {
+            assert_eq!(more.expect("is read"), expected);
+        }
+        watch.watch(path).expect("is watched");
+    }
+
+    #[tokio::test]
+    async fn notices_every_way_to_change_a_plain_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("cert.pem");
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&path).unwrap();
+        fs::write(&path, "one").unwrap();
+        notices(&mut watch, &path, "that it is made").await;
+        fs::write(&path, "two").unwrap();
+        notices(&mut watch, &path, "that it is written").await;
+        let draft = directory.path().join("draft");
+        fs::write(&draft, "three").unwrap();
+        fs::rename(draft, &path).unwrap();
+        notices(&mut watch, &path, "that it is renamed over").await;
+        fs::remove_file(&path).unwrap();
+        notices(&mut watch, &path, "that it is removed").await;
+        fs::write(directory.path().join("other"), "").unwrap();
+        let silence = tokio::time::timeout(Duration::from_millis(20), watch.changed());
+        assert!(
+            silence.await.is_err(),
+            "another file is no business of ours"
+        );
+    }
+
+    #[tokio::test]
+    async fn notices_rotations_as_the_kubelet_makes_them_again_and_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let mount = directory.path().join("mount");
+        fs::create_dir_all(mount.join("..0")).unwrap();
+        fs::write(mount.join("..0/cert.pem"), "0").unwrap();
+        symlink("..0", mount.join("..data")).unwrap();
+        symlink("..data/cert.pem", mount.join("cert.pem")).unwrap();
+        // Some drivers have a link to the link, elsewhere.
+        let path = directory.path().join("cert.pem");
+        symlink(mount.join("cert.pem"), &path).unwrap();
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&path).unwrap();
+        for turn in 1..5 {
+            let (old, new) = (format!("..{}", turn - 1), format!("..{turn}"));
+            fs::create_dir(mount.join(&new)).unwrap();
+            fs::write(mount.join(&new).join("cert.pem"), turn.to_string()).unwrap();
+            symlink(&new, mount.join("..tmp")).unwrap();
+            fs::rename(mount.join("..tmp"), mount.join("..data")).unwrap();
+            notices(&mut watch, &path, &new).await;
+            fs::remove_dir_all(mount.join(old)).unwrap();
+        }
+        assert!(watch.directories.len() <= 3, "{:?}", watch.directories);
+        watch.unwatch(&path);
+        assert!(watch.directories.is_empty() && watch.by_descriptor.is_empty());
+    }
+
+    #[tokio::test]
+    async fn notices_a_file_whose_directories_are_made_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/b/cert.pem");
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&path).unwrap();
+        fs::create_dir(directory.path().join("a")).unwrap();
+        notices(&mut watch, &path, "the first").await;
+        fs::create_dir(directory.path().join("a/b")).unwrap();
+        notices(&mut watch, &path, "the second").await;
+        fs::write(&path, "").unwrap();
+        notices(&mut watch, &path, "the file").await;
+        fs::remove_dir_all(directory.path().join("a")).unwrap();
+        notices(&mut watch, &path, "the end").await;
+    }
+
+    #[tokio::test]
+    async fn links_in_a_circle_are_watched_and_do_no_harm() {
+        let directory = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|name| directory.path().join(name));
+        symlink(&b, &a).unwrap();
+        symlink(&a, &b).unwrap();
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&a).unwrap();
+        fs::remove_file(&b).unwrap();
+        notices(&mut watch, &a, "the end of the circle").await;
+    }
+}

@@ -1,0 +1,226 @@
+//! Secrets from files: mounted certificates, and those a name says the files of.
+//!
+//! A [`Subscription`] says which names somebody wants; one task, the [`keeper`], reads their files,
+//! watches them, and tells subscribers of what changed. What was good once stays until something
+//! good takes its place. Files nobody has wanted for a while are forgotten.
+//!
+//! Does not ask an authority, and does not know Envoy.
+
+mod keeper;
+mod metrics;
+pub mod source;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::name::Name;
+use crate::clock::Clock;
+use crate::metrics::Registry;
+use keeper::Keeper;
+use metrics::Metrics;
+use source::{Content, FileError, Source};
+use table::Shared;
+
+/// Which files stand for the names that do not say so, and how they are read.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The files of `default` and of `ROOTCA`.
+    pub workload: Option<WorkloadFiles>,
+    /// The operating system's trust anchors.
+    pub system_roots: PathBuf,
+    /// The rest between a change and the look at it.
+    pub debounce: Duration,
+}
+
+/// A workload's certificate as files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkloadFiles {
+    pub chain: PathBuf,
+    pub key: PathBuf,
+    pub roots: PathBuf,
+    /// Whether they are the only source of these names, or go before an authority once they exist.
+    pub is_only_source: bool,
+}
+
+/// The way to secrets from files. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Files {
+    config: Arc<Config>,
+    shared: Arc<Shared>,
+}
+
+/// What somebody wants to know of, until it is dropped.
+#[derive(Debug)]
+pub struct Subscription {
+    files: Files,
+    id: u64,
+    names: BTreeSet<Name>,
+    changed: Arc<Notify>,
+}
+
+/// A secret that was read. Two with one number are the same.
+#[derive(Debug)]
+pub struct Secret {
+    pub number: u64,
+    pub content: Content,
+}
+
+/// What there is under a name.
+#[derive(Clone, Debug)]
+pub enum Found {
+    /// The name has no files, or none yet and another source.
+    NoFile,
+    /// Its files are about to be read.
+    Pending,
+    /// Its files were never good so far.
+    Missing(Arc<FileError>),
+    There(Arc<Secret>),
+}
+
+/// The handle and the task that reads and watches. The workload's own files are read here and now,
+/// so that it is known from the start which source its names have.
+pub fn new(
+    config: Config,
+    clock: Clock,
+    registry: &Registry,
+) -> (Files, impl Future<Output = ()> + Send + use<>) {
+    let shared = Arc::new(Shared::default());
+    let debounce = config.debounce;
+    let workload = config.workload.clone();
+    let files = Files {
+        config: Arc::new(config),
+        shared: shared.clone(),
+    };
+    let mut keeper = Keeper::new(shared, clock, debounce, Metrics::new(registry));
+    for source in workload.iter().flat_map(WorkloadFiles::sources) {
+        keeper.pin(source, !workload.as_ref().is_some_and(|w| w.is_only_source));
+    }
+    (files, keeper.run())
+}
+
+impl WorkloadFiles {
+    fn sources(&self) -> [Source; 2] {
+        [self.pair(), self.anchors()]
+    }
+
+    fn pair(&self) -> Source {
+        Source::Pair {
+            chain: self.chain.clone(),
+            key: self.key.clone(),
+        }
+    }
+
+    fn anchors(&self) -> Source {
+        Source::Roots(self.roots.clone())
+    }
+}
+
+impl Files {
+    pub fn subscribe(&self) -> Subscription {
+        let (id, changed) = self.shared.subscriber();
+        Subscription {
+            files: self.clone(),
+            id,
+            names: BTreeSet::new(),
+            changed,
+        }
+    }
+
+    /// Whether files stand for a name already.
+    pub fn have(&self, name: &Name) -> bool {
+        matches!(self.found(name), Found::There(_))
+    }
+
+    /// Whether the trust anchors of a name are the workload's own.
+    pub fn are_own_roots(&self, name: &Name) -> bool {
+        match name {
+            Name::RootCa => true,
+            Name::FileRoot(path) => {
+                let own = self.config.workload.as_ref();
+                own.is_some_and(|own| same_file(&own.roots, path))
+            }
+            Name::SystemRoots | Name::Default | Name::FileCert { .. } => false,
+        }
+    }
+
+    fn source_of(&self, name: &Name) -> Option<Source> {
+        let workload = self.config.workload.as_ref();
+        match name {
+            Name::RootCa => workload.map(WorkloadFiles::anchors),
+            Name::Default => workload.map(WorkloadFiles::pair),
+            Name::SystemRoots => Some(Source::Roots(self.config.system_roots.clone())),
+            Name::FileRoot(path) => Some(Source::Roots(path.into())),
+            Name::FileCert { chain, key } => Some(Source::Pair {
+                chain: chain.into(),
+                key: key.into(),
+            }),
+        }
+    }
+
+    fn found(&self, name: &Name) -> Found {
+        let Some(source) = self.source_of(name) else {
+            return Found::NoFile;
+        };
+        let found = self.shared.found(&source);
+        let workload = self.config.workload.as_ref();
+        let has_other_source = matches!(name, Name::RootCa | Name::Default)
+            && workload.is_some_and(|workload| !workload.is_only_source);
+        match found {
+            Found::There(_) => found,
+            _ if has_other_source => Found::NoFile,
+            _ => found,
+        }
+    }
+}
+
+impl Subscription {
+    /// Wants these names, and no others any more.
+    pub fn want(&mut self, names: BTreeSet<Name>) {
+        let source = |name: &Name| self.files.source_of(name);
+        let more: Vec<_> = names.difference(&self.names).filter_map(source).collect();
+        let less: Vec<_> = self.names.difference(&names).filter_map(source).collect();
+        self.files.shared.want(self.id, &self.changed, more);
+        // Two names may have one source.
+        let kept: Vec<_> = names.iter().filter_map(source).collect();
+        let less = less.into_iter().filter(|source| !kept.contains(source));
+        self.files.shared.leave(self.id, less);
+        self.names = names;
+    }
+
+    pub fn found(&self, name: &Name) -> Found {
+        self.files.found(name)
+    }
+
+    pub fn are_own_roots(&self, name: &Name) -> bool {
+        self.files.are_own_roots(name)
+    }
+
+    /// Returns when something about the names has changed since it returned last.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let sources = self
+            .names
+            .iter()
+            .filter_map(|name| self.files.source_of(name));
+        self.files.shared.leave(self.id, sources);
+    }
+}
+
+/// Whether two ways to write a path are one. Relative ones are looked for where the agent runs.
+fn same_file(one: &std::path::Path, other: &str) -> bool {
+    let absolute = |path: &std::path::Path| std::path::absolute(path).ok();
+    absolute(one).is_some_and(|one| Some(one) == absolute(other.as_ref()))
+}

@@ -1,0 +1,114 @@
+//! Asks a socket that somebody else serves whether gRPC is spoken there.
+//!
+//! A file may be left from a process that is gone, and a socket may be bound by one that never
+//! answers. So a probe is good only when the other side begins HTTP/2, in time.
+//!
+//! Does not call any method.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::time::Duration;
+use std::{fs, io};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+
+/// How long the other side may take.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// How HTTP/2 begins: a fixed text, then settings, here none.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+/// The type of a frame of settings.
+const SETTINGS: u8 = 4;
+
+/// What is found at a path.
+#[derive(Debug)]
+pub enum Health {
+    /// Nothing, or a file that is no socket.
+    Absent,
+    /// A socket, and nobody who speaks HTTP/2.
+    Dead(io::Error),
+    Healthy,
+}
+
+/// Looks at the socket and waits for its greeting, for a second at the most.
+pub async fn health(path: &Path) -> Health {
+    if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+        return Health::Absent;
+    }
+    match tokio::time::timeout(LIMIT, greet(path)).await {
+        Ok(Ok(())) => Health::Healthy,
+        Ok(Err(error)) => Health::Dead(error),
+        Err(_) => Health::Dead(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("no HTTP/2 settings within {LIMIT:?}"),
+        )),
+    }
+}
+
+async fn greet(path: &Path) -> io::Result<()> {
+    let mut stream = UnixStream::connect(path).await?;
+    stream.write_all(PREFACE).await?;
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).await?;
+    match head[3] {
+        SETTINGS => Ok(()),
+        other => Err(io::Error::other(format!(
+            "a frame of type {other} comes first, expected HTTP/2 settings"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    async fn answered_with(answer: &'static [u8]) -> Health {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let answering = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(answer).await.unwrap();
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            health = health(&path) => health,
+            () = answering => panic!("ends never"),
+        }
+    }
+
+    #[tokio::test]
+    async fn only_settings_are_a_sign_of_life() {
+        assert!(matches!(
+            answered_with(b"\0\0\0\x04\0\0\0\0\0").await,
+            Health::Healthy
+        ));
+        assert!(matches!(
+            answered_with(b"HTTP/1.1 400 Bad").await,
+            Health::Dead(_)
+        ));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_says_nothing_within_a_second_is_dead() {
+        let start = tokio::time::Instant::now();
+        assert!(matches!(answered_with(b"").await, Health::Dead(_)));
+        assert_eq!(start.elapsed().as_millis() / 10, 100);
+    }
+
+    #[tokio::test]
+    async fn files_and_what_a_dead_process_left_are_told_apart() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        assert!(matches!(health(&path).await, Health::Absent));
+        fs::write(&path, "").unwrap();
+        assert!(matches!(health(&path).await, Health::Absent));
+        fs::remove_file(&path).unwrap();
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(matches!(health(&path).await, Health::Dead(_)));
+    }
+}
