@@ -6,8 +6,11 @@
 //!
 //! The only place where rooms meet that may not see each other.
 
+mod google_token;
 mod name_tables;
 mod pages;
+mod resource;
+mod trust_bundles;
 
 use std::future::Future;
 use std::io;
@@ -16,6 +19,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::DumpableBehavior;
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
@@ -38,6 +42,7 @@ use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
 use crate::{dns, sds, secrets, status, xds};
 use name_tables::NameTables;
+use trust_bundles::TrustBundles;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -81,6 +86,7 @@ impl Error {
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 pub async fn run(config: Config) -> Result<ExitCode, BoxError> {
     let started = Instant::now();
+    keep_keys_out_of_dumps(&config);
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let agent = Agent::build(config, started, &stop)?;
@@ -135,10 +141,11 @@ impl Agent {
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        pages.extend(agent.secrets(&istiod)?.as_ref().map(pages::certificates));
+        let secrets = agent.secrets(&istiod)?;
+        pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
-        pages.push(agent.discovery(istiod, dns.clone())?);
+        pages.push(agent.discovery(istiod, secrets, dns.clone())?);
         if let Some(port) = port {
             agent.status(port, envoy, dns.as_ref(), started, stop, pages)?;
         }
@@ -207,23 +214,7 @@ impl Agent {
         // Without Envoy nobody asks, and the socket is not there.
         let serves = self.config.envoy.is_some();
         let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
-        let authority = match self.config.ca_istiod.clone() {
-            Some(config) => self.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        let parameters = &self.config.secrets;
-        let signer = parameters.cert_signer.clone().unwrap_or_default();
-        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
-        let config = secrets::Config {
-            identity: parameters.identity.clone(),
-            key_type: key_type(parameters.key),
-            ttl: parameters.ttl,
-            grace_ratio: parameters.grace_ratio,
-            grace_jitter: parameters.grace_jitter,
-            least_pause: secrets::LEAST_PAUSE,
-        };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("certificate renewal", renewal);
+        let secrets = self.renewal(istiod);
         if let Some(listener) = listener {
             let serving = sds::serve(
                 listener,
@@ -234,6 +225,41 @@ impl Agent {
             self.spawn("secret discovery service", serving);
         }
         Ok(Some(secrets))
+    }
+
+    /// Has certificates signed, kept and written as configured.
+    fn renewal(&mut self, istiod: &Istiod) -> Secrets {
+        let authority = match self.config.ca_istiod.clone() {
+            Some(config) => self.istiod("connection to the certificate authority", config),
+            None => istiod.clone(),
+        };
+        if let Some(token) = self.config.google_token.clone() {
+            let platform = self.config.platform.clone();
+            let fetching = google_token::keep_fresh(token, platform, Clock::system());
+            self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
+        }
+        let parameters = &self.config.secrets;
+        let signer = parameters.cert_signer.clone().unwrap_or_default();
+        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
+        let config = secrets::Config {
+            identity: parameters.identity.clone(),
+            key_type: key_type(parameters.key),
+            encoding: parameters.encoding,
+            ttl: parameters.ttl,
+            grace_ratio: parameters.grace_ratio,
+            grace_jitter: parameters.grace_jitter,
+            least_pause: secrets::LEAST_PAUSE,
+            spread_by: self.config.bootstrap.node.id.clone(),
+            keep: parameters.keep.clone(),
+        };
+        let output = parameters.output.clone();
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
+        self.spawn_until_shutdown("certificate renewal", renewal);
+        if let Some(config) = output {
+            let writing = secrets::output::run(config, secrets.clone());
+            self.spawn_until_shutdown("certificate output", writing);
+        }
+        secrets
     }
 
     /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
@@ -263,7 +289,12 @@ impl Agent {
         Ok(Some(dns))
     }
 
-    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<status::Page, Error> {
+    fn discovery(
+        &mut self,
+        istiod: Istiod,
+        secrets: Option<Secrets>,
+        dns: Option<dns::Dns>,
+    ) -> Result<status::Page, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
@@ -273,6 +304,10 @@ impl Agent {
         let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
         if let Some(dns) = dns {
             interceptors.push(Box::new(NameTables::new(dns)));
+        }
+        let wants_roots = self.config.secrets.mesh_roots;
+        if let Some(secrets) = secrets.filter(|_| wants_roots) {
+            interceptors.push(Box::new(TrustBundles::new(secrets)));
         }
         let interceptors = Interceptors::new(interceptors);
         let registry = &self.metrics;
@@ -361,6 +396,17 @@ async fn envoy_until_its_end(
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
+}
+
+/// Private keys are in our memory. Envoy's own dumps are not concerned: a new program starts anew.
+fn keep_keys_out_of_dumps(config: &Config) {
+    if config.may_dump_core {
+        return;
+    }
+    let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    if let Err(error) = barred {
+        tracing::warn!("core dumps cannot be barred: {error}; one would hold private keys");
+    }
 }
 
 /// What the agent counts about itself, with what it is and what the kernel knows of it.

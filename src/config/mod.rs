@@ -36,6 +36,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::{bootstrap, istiod, scrape};
+pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use environment::Environment;
 use interfaces::Interface;
@@ -50,6 +51,10 @@ pub struct Config {
     /// The certificate authority, when it is not reached over the same connection.
     pub ca_istiod: Option<istiod::Config>,
     pub secrets: SecretsParameters,
+    /// Google's token, where that is what istiod knows us by.
+    pub google_token: Option<GoogleToken>,
+    /// Whether the agent may dump core.
+    pub may_dump_core: bool,
     /// Where Envoy asks for discovery.
     pub xds_socket: PathBuf,
     /// Largest message taken from Envoy.
@@ -161,6 +166,8 @@ pub(crate) fn load_with(
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let (istiod, ca_istiod) = sources.control_plane();
     let secrets = sources.secrets();
+    let google_token = sources.token_fetcher();
+    let may_dump_core = sources.get(&environment::ISTIO_AGENT_CORE_DUMP);
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
@@ -178,6 +185,8 @@ pub(crate) fn load_with(
         istiod,
         ca_istiod,
         secrets,
+        google_token,
+        may_dump_core,
         xds_socket,
         // Larger than any address space is as good as no limit.
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
@@ -207,6 +216,15 @@ impl Config {
         tracing::info!(ips = ips.join(","), id = node.id, "Proxy role");
         tracing::info!("Effective config: {}", mesh::printable(&node.proxy_config));
         tracing::info!("JWT policy is {}", self.jwt_policy);
+        let fetcher = if self.google_token.is_some() {
+            "GoogleComputeEngine"
+        } else if self.istiod.token == istiod::token::Source::Mock {
+            "Mock"
+        } else {
+            "JWT"
+        };
+        let trust_domain = &self.secrets.identity.trust_domain;
+        tracing::info!("using credential fetcher of {fetcher} type in {trust_domain} trust domain");
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
         if let istiod::Security::Tls(tls) = &ca.security {

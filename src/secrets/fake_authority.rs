@@ -62,10 +62,13 @@ pub(crate) fn config() -> Config {
     Config {
         identity: SpiffeId::new("cluster.local", "shop", "cart"),
         key_type: KeyType::P256,
+        encoding: Default::default(),
         ttl: Duration::from_secs(24 * 3600),
         grace_ratio: 0.5,
         grace_jitter: 0.0,
         least_pause: crate::secrets::LEAST_PAUSE,
+        spread_by: String::new(),
+        keep: None,
     }
 }
 

@@ -236,7 +236,8 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     let ours = config().identity;
-    let request = crate::ca::csr::generate(KeyType::P256, &ours).expect("generates");
+    let request =
+        crate::ca::csr::generate(KeyType::P256, Default::default(), &ours).expect("generates");
     let answer = authority.sign(&request.csr_pem, HOUR).await.expect("signs");
     let behind = clock.now() - HOUR;
     let workload = Workload::new(&answer, request.key_pem, behind).expect("is accepted");
@@ -250,7 +251,8 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
 #[tokio::test]
 async fn every_kind_of_key_is_recognised_in_its_certificate() {
     for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
-        let request = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        let request = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
+            .expect("generates");
         let key = rcgen::KeyPair::from_pem(&request.key_pem).expect("is a key");
         let itself = rcgen::CertificateParams::default()
             .self_signed(&key)
@@ -259,7 +261,8 @@ async fn every_kind_of_key_is_recognised_in_its_certificate() {
         let answer = [itself.clone(), itself];
         let now = clock().now();
         Workload::new(&answer, request.key_pem, now).expect("matches its key");
-        let other = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
+            .expect("generates");
         assert!(matches!(
             Workload::new(&answer, other.key_pem, now),
             Err(CertificateError::ForeignKey)

@@ -45,18 +45,13 @@ pub(super) const OTHERS: &[Row] = &[
     row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
 
     // Identity and configuration.
-    row("KUBERNETES_SERVICE_HOST", "string", "", "Set by Kubernetes.", WithoutEffect("it picks the mode of certificate files and a Google platform's name, neither of which exists here yet")),
 
     // Connection, certificate authority, certificates.
-    row("CA_PROVIDER", "string", "Citadel", "Kind of certificate authority.", CERTIFICATES),
     row("FILE_MOUNTED_CERTS", "bool", "false", "Takes certificates from files instead of an authority.", CERTIFICATES),
-    row("PKCS8_KEY", "bool", "false", "Encodes keys as PKCS #8.", WithoutEffect("keys are always PKCS #8")),
     row("FILE_DEBOUNCE_DURATION", "duration", "100ms", "Rest after the change of a certificate file.", CERTIFICATES),
     row("PILOT_ENABLE_CA_CRL", "bool", "true", "Hands Envoy the revocation list beside the roots.", CERTIFICATES),
-    row("CREDENTIAL_FETCHER_TYPE", "string", "JWT", "Where tokens come from.", CONNECTION),
     row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
     row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),
-    row("PROXY_CONFIG_XDS_AGENT", "bool", "false", "Takes further roots from istiod's ProxyConfig.", CONNECTION),
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
 
     // Envoy.
