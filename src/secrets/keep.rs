@@ -97,8 +97,10 @@ impl Keep {
             }
             text => text?,
         };
-        let end = text.iter().position(|byte| *byte == b'\n');
-        let (line, key_pem) = text.split_at(end.unwrap_or(text.len()));
+        let (line, key_pem) = match text.iter().position(|byte| *byte == b'\n') {
+            Some(end) => (&text[..end], &text[end + 1..]),
+            None => (&text[..], &[][..]),
+        };
         let kept: Kept =
             serde_json::from_slice(line).map_err(|source| KeepError::Form { path, source })?;
         if kept.identity != self.identity || kept.kind != self.kind {

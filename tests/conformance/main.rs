@@ -18,6 +18,7 @@ mod control_plane;
 mod dns;
 mod floods;
 mod istiod;
+mod output;
 mod properties;
 mod roots_and_tokens;
 mod secrets;

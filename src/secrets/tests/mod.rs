@@ -10,6 +10,9 @@ use super::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
+mod faults;
+mod kept;
+
 struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
@@ -76,7 +79,8 @@ async fn asks_at_once_and_serves_the_answer_as_it_came() {
     let chain = std::str::from_utf8(workload.certificate.chain_pem()).expect("is PEM");
     assert!(chain.ends_with(&roots));
     assert_eq!(chain.matches("BEGIN CERTIFICATE").count(), 2);
-    assert_eq!(workload.roots.pem(), roots.as_bytes());
+    let anchors = roots.trim().replace('\r', "");
+    assert_eq!(workload.roots.pem(), anchors.as_bytes());
     assert!(workload.certificate.key_pem().contains("PRIVATE KEY"));
     assert!(!format!("{:?}", fixture.secrets.latest()).contains("PRIVATE KEY"));
 }
@@ -207,6 +211,8 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
     let before = Instant::now();
     let second = fixture.renewed(&first).await;
     assert!(before.elapsed() <= Duration::from_secs(2));
+    let both = state.roots.expect("are there");
+    assert_eq!(both, first.roots.with(&second.roots));
     assert_eq!(fixture.secrets.latest().roots.as_ref(), Some(&second.roots));
     assert_eq!(fixture.authority.most_in_flight(), 1);
 }
