@@ -7,7 +7,9 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
+use crate::ca::key::Encoding;
 use crate::cli::{self, Command};
+use crate::compliance::Policy;
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
@@ -606,7 +608,11 @@ fn authorities_fetchers_and_policies_nobody_knows_are_told() {
     }
     let config = machine(&[("COMPLIANCE_POLICY", "fips")]).config();
     assert_eq!(tls(&config.istiod).policy, Policy::None);
-    let found: Vec<_> = config.warnings.iter().map(|it| it.subject.as_str()).collect();
+    let found: Vec<_> = config
+        .warnings
+        .iter()
+        .map(|it| it.subject.as_str())
+        .collect();
     assert_eq!(found, ["COMPLIANCE_POLICY"]);
     let config = machine(&[("COMPLIANCE_POLICY", "pqc")]).config();
     assert_eq!(tls(&config.istiod).policy, Policy::Pqc);

@@ -25,3 +25,4 @@ mod secrets;
 mod start;
 mod status;
 mod support;
+mod trust;

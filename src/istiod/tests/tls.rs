@@ -205,7 +205,10 @@ async fn a_compliance_policy_decides_version_and_key_exchange() {
         let (istiod, _tasks) = run(config);
         let connection = istiod.try_connection().await.unwrap();
         let tls = connection.about().tls.unwrap();
-        assert_eq!((tls.version, tls.key_exchange), (Some(version), Some(group)));
+        assert_eq!(
+            (tls.version, tls.key_exchange),
+            (Some(version), Some(group))
+        );
         assert!(format!("{:?}", tls.cipher).contains("AES"), "{policy:?}");
     }
 }
