@@ -11,6 +11,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
+use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
 use hyper_util::rt::TokioIo;
@@ -175,6 +176,10 @@ async fn whole(target: &Target, round: usize) -> f64 {
 
 async fn first_certificate(channel: tonic::transport::Channel) {
     let request = DiscoveryRequest {
+        node: Some(Node {
+            id: "bench".into(),
+            ..Default::default()
+        }),
         resource_names: vec!["default".into()],
         type_url: "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret".into(),
         ..Default::default()

@@ -123,6 +123,10 @@ impl FakeAuthority {
         self.log.lock().unwrap().most_in_flight
     }
 
+    pub(crate) fn forget_keys(&self) {
+        self.log.lock().unwrap().keys = HashSet::new();
+    }
+
     pub(crate) fn distinct_keys(&self) -> usize {
         self.log.lock().unwrap().keys.len()
     }

@@ -261,6 +261,7 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
         let leaf = leaf.parse_x509().expect("is a certificate");
         let public = &leaf.public_key().subject_public_key.data;
         assert_eq!(**public, *rcgen::PublicKeyData::der_bytes(&key));
+        fixture.authority.forget_keys();
         if rotation % 1000 == 999 {
             let files = std::fs::read_dir("/proc/self/fd")
                 .expect("is there")
