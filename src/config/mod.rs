@@ -35,6 +35,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
+use crate::compliance::Policy;
 use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
@@ -228,6 +229,12 @@ impl Config {
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
         if let istiod::Security::Tls(tls) = &ca.security {
+            if matches!(tls.policy, Policy::Fips140_2 | Policy::Fips140_3) {
+                tracing::warn!(
+                    "COMPLIANCE_POLICY limits TLS, but the cryptographic module of this build is \
+                     not a validated one"
+                );
+            }
             match &tls.roots {
                 istiod::tls::Roots::System => {
                     tracing::info!("Using CA {} cert with system certs", ca.address);

@@ -9,7 +9,6 @@ use tempfile::TempDir;
 use super::*;
 use crate::ca::key::Encoding;
 use crate::cli::{self, Command};
-use crate::compliance::Policy;
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
