@@ -9,6 +9,7 @@
 mod google_token;
 mod name_tables;
 mod pages;
+mod renewal;
 mod resource;
 mod trust_bundles;
 
@@ -24,11 +25,8 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
-use crate::ca::csr::KeyType;
-use crate::ca::istio::IstioCa;
 use crate::cli::version;
-use crate::clock::Clock;
-use crate::config::{Config, KeyChoice};
+use crate::config::Config;
 use crate::envoy::handle::Envoy;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -40,15 +38,12 @@ use crate::secrets::Secrets;
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::server::Discovery;
-use crate::{dns, sds, secrets, status, xds};
+use crate::{dns, sds, status, xds};
 use name_tables::NameTables;
 use trust_bundles::TrustBundles;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
-
-/// How long one certificate request may take, connecting included.
-const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 /// The name of the workload socket that the agent serves itself when nobody else does.
 const OWN_SOCKET: &str = "socket";
@@ -227,41 +222,6 @@ impl Agent {
         Ok(Some(secrets))
     }
 
-    /// Has certificates signed, kept and written as configured.
-    fn renewal(&mut self, istiod: &Istiod) -> Secrets {
-        let authority = match self.config.ca_istiod.clone() {
-            Some(config) => self.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        if let Some(token) = self.config.google_token.clone() {
-            let platform = self.config.platform.clone();
-            let fetching = google_token::keep_fresh(token, platform, Clock::system());
-            self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
-        }
-        let parameters = &self.config.secrets;
-        let signer = parameters.cert_signer.clone().unwrap_or_default();
-        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
-        let config = secrets::Config {
-            identity: parameters.identity.clone(),
-            key_type: key_type(parameters.key),
-            encoding: parameters.encoding,
-            ttl: parameters.ttl,
-            grace_ratio: parameters.grace_ratio,
-            grace_jitter: parameters.grace_jitter,
-            least_pause: secrets::LEAST_PAUSE,
-            spread_by: self.config.bootstrap.node.id.clone(),
-            keep: parameters.keep.clone(),
-        };
-        let output = parameters.output.clone();
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("certificate renewal", renewal);
-        if let Some(config) = output {
-            let writing = secrets::output::run(config, secrets.clone());
-            self.spawn_until_shutdown("certificate output", writing);
-        }
-        secrets
-    }
-
     /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
     fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
         let Some(config) = self.config.dns.clone() else {
@@ -427,12 +387,4 @@ async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
 
 fn is_own(socket: &Path) -> bool {
     socket.file_name().is_some_and(|name| name == OWN_SOCKET)
-}
-
-fn key_type(key: KeyChoice) -> KeyType {
-    match key {
-        KeyChoice::EcdsaP256 => KeyType::P256,
-        KeyChoice::EcdsaP384 => KeyType::P384,
-        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
-    }
 }

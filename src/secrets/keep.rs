@@ -10,6 +10,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::OFlags;
@@ -34,7 +35,7 @@ const OTHERS: u32 = 0o077;
 #[derive(Clone, Debug)]
 pub(super) struct Keep {
     directory: PathBuf,
-    identity: String,
+    identity: SpiffeId,
     /// The kind of key and its encoding.
     kind: String,
 }
@@ -72,6 +73,8 @@ pub enum KeepError {
     },
     #[error("it is for another identity or another kind of key")]
     Other,
+    #[error("it could not be worked on: {0}")]
+    Interrupted(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Certificate(#[from] CertificateError),
 }
@@ -80,16 +83,50 @@ impl Keep {
     pub(super) fn new(parent: &Path, identity: &SpiffeId, kind: String) -> Self {
         Self {
             directory: parent.join(DIRECTORY),
-            identity: identity.to_string(),
+            identity: identity.clone(),
             kind,
         }
     }
 
-    /// What is kept, if anything, with the moment it was issued.
-    pub(super) fn load(
-        &self,
-        now: SystemTime,
-    ) -> Result<Option<(Workload, SystemTime)>, KeepError> {
+    /// What is kept, if it is of use, with the moment it was issued.
+    pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
+        let loading = tokio::task::spawn_blocking(move || self.load(now));
+        let found = match loading.await {
+            Ok(found) => found,
+            Err(error) => Err(error.into()),
+        };
+        found.unwrap_or_else(|error| {
+            tracing::warn!(
+                target: "cache",
+                "the workload certificate that was kept is not used: {error}; asking for a new one"
+            );
+            None
+        })
+    }
+
+    /// Keeps an answer instead of the one before.
+    pub(super) async fn save(
+        self,
+        workload: Arc<Workload>,
+        answer: Vec<String>,
+        issued: SystemTime,
+    ) {
+        let storing = tokio::task::spawn_blocking(move || {
+            self.store(workload.certificate.key_pem(), answer, issued)
+        });
+        let stored = match storing.await {
+            Ok(stored) => stored,
+            Err(error) => Err(error.into()),
+        };
+        if let Err(error) = stored {
+            tracing::error!(
+                target: "cache",
+                "the workload certificate cannot be kept: {error}; a restart asks for a new one"
+            );
+        }
+    }
+
+    fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, KeepError> {
         let path = self.directory.join(FILE);
         let text = match self.read(&path) {
             Err(KeepError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -103,17 +140,19 @@ impl Keep {
         };
         let kept: Kept =
             serde_json::from_slice(line).map_err(|source| KeepError::Form { path, source })?;
-        if kept.identity != self.identity || kept.kind != self.kind {
+        if kept.identity != self.identity.to_string() || kept.kind != self.kind {
             return Err(KeepError::Other);
         }
         // A key that is no text fails as a key.
         let key_pem = Zeroizing::new(String::from_utf8_lossy(key_pem).into_owned());
         let workload = Workload::new(&kept.answer, key_pem, now)?;
+        if !workload.certificate.is_of(&self.identity) {
+            return Err(KeepError::Other);
+        }
         let issued = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(kept.issued));
         Ok(Some((workload, issued.unwrap_or(now).min(now))))
     }
 
-    /// Keeps an answer instead of the one before.
     pub(super) fn store(
         &self,
         key_pem: &str,
@@ -125,7 +164,7 @@ impl Keep {
             .duration_since(SystemTime::UNIX_EPOCH)
             .unwrap_or_default();
         let kept = Kept {
-            identity: self.identity.clone(),
+            identity: self.identity.to_string(),
             kind: self.kind.clone(),
             issued: since_epoch.as_secs(),
             answer,

@@ -47,8 +47,6 @@ const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 /// Envoy of the pod has them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
-const UNUSED: &str = "the workload certificate that was kept is not used";
-
 /// A certificate just signed, and the answer it came in.
 struct New {
     workload: Workload,
@@ -90,7 +88,9 @@ impl<C: Ca> Renewal<C> {
                     self.note(&new.workload, now, due);
                     let workload = Arc::new(new.workload);
                     self.publish(workload.clone()).await;
-                    self.store(workload, new.answer, now).await;
+                    if let Some(keep) = self.keep.clone() {
+                        keep.save(workload, new.answer, now).await;
+                    }
                     self.wait_for_renewal(due).await;
                 }
                 Err(error) => {
@@ -140,47 +140,13 @@ impl<C: Ca> Renewal<C> {
     async fn restore(&self) -> Option<SystemTime> {
         let keep = self.keep.clone()?;
         let now = self.clock.now();
-        let loading = tokio::task::spawn_blocking(move || keep.load(now));
-        let (workload, issued) = match loading.await {
-            Ok(Ok(Some(found))) => found,
-            Ok(Ok(None)) => return None,
-            Ok(Err(error)) => {
-                tracing::warn!(target: "cache", "{UNUSED}: {error}; asking for a new one");
-                return None;
-            }
-            Err(error) => {
-                tracing::warn!(target: "cache", "{UNUSED}: {error}; asking for a new one");
-                return None;
-            }
-        };
-        if !workload.certificate.is_of(&self.config.identity) {
-            tracing::warn!(target: "cache", "{UNUSED}: it is of somebody else; asking for a new one");
-            return None;
-        }
+        let (workload, issued) = keep.restore(now).await?;
         let due = self.renewal_time(&workload, issued);
         let ttl = left(workload.certificate.not_after(), now);
         tracing::info!(target: "cache", ?ttl, "using the workload certificate that was kept");
         self.note(&workload, issued, due);
         self.publish(Arc::new(workload)).await;
         Some(due)
-    }
-
-    async fn store(&self, workload: Arc<Workload>, answer: Vec<String>, issued: SystemTime) {
-        let Some(keep) = self.keep.clone() else {
-            return;
-        };
-        let storing = tokio::task::spawn_blocking(move || {
-            keep.store(workload.certificate.key_pem(), answer, issued)
-        });
-        let problem = match storing.await {
-            Ok(Ok(())) => return,
-            Ok(Err(error)) => error.to_string(),
-            Err(error) => error.to_string(),
-        };
-        tracing::error!(
-            target: "cache",
-            "the workload certificate cannot be kept: {problem}; a restart asks for a new one"
-        );
     }
 
     /// One attempt. A new key each time, so that no key outlives its certificate.
