@@ -1,8 +1,9 @@
 //! Keeps key and certificate over a restart of the container, where that is asked for.
 //!
-//! One file, a line of JSON and the key behind it, replaced as a whole, in a directory of our own below the one given, which must be in
-//! memory: a private key does not belong on a disk. What is found there is used only if it is ours
-//! alone, for the same identity and kind of key, and still good.
+//! One file, a line of JSON and the key behind it, replaced as a whole, in a directory of our own
+//! below the one given, which must be in memory: a private key does not belong on a disk. What is
+//! found there is used only if it is ours alone, for the same identity and kind of key, and still
+//! good.
 //!
 //! Does not decide when to renew.
 
