@@ -3,7 +3,8 @@
 //! Certificates expire by the calendar, so renewal waits for a wall-clock moment and not for a
 //! duration: after a suspend, or after the clock was set, [`Clock::sleep_until`] looks again at
 //! once. It costs no periodic wake-up: the kernel tells when the clock was changed (`timerfd` on
-//! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`).
+//! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`). [`Clock::sleep_until_due`] also counts the time
+//! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not put it off.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -25,8 +26,14 @@ enum Source {
 struct Simulated {
     start: SystemTime,
     started: Instant,
-    /// How far the simulated wall clock has been set forward since its start.
-    ahead: watch::Sender<Duration>,
+    set: watch::Sender<Set>,
+}
+
+/// How far a simulated wall clock has been set since its start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Set {
+    forward: Duration,
+    back: Duration,
 }
 
 impl Clock {
@@ -40,7 +47,7 @@ impl Clock {
         Self(Source::Simulated(Arc::new(Simulated {
             start,
             started: Instant::now(),
-            ahead: watch::Sender::new(Duration::ZERO),
+            set: watch::Sender::default(),
         })))
     }
 
@@ -48,7 +55,15 @@ impl Clock {
     /// left alone.
     pub fn jump(&self, by: Duration) {
         if let Source::Simulated(simulated) = &self.0 {
-            simulated.ahead.send_modify(|ahead| *ahead += by);
+            simulated.set.send_modify(|set| set.forward += by);
+        }
+    }
+
+    /// Sets a simulated clock back, as a correction of the time does.
+    #[cfg(test)]
+    pub(crate) fn jump_back(&self, by: Duration) {
+        if let Source::Simulated(simulated) = &self.0 {
+            simulated.set.send_modify(|set| set.back += by);
         }
     }
 
@@ -56,7 +71,8 @@ impl Clock {
         match &self.0 {
             Source::System => SystemTime::now(),
             Source::Simulated(simulated) => {
-                simulated.start + simulated.started.elapsed() + *simulated.ahead.borrow()
+                let set = *simulated.set.borrow();
+                simulated.start + simulated.started.elapsed() + set.forward - set.back
             }
         }
     }
@@ -70,13 +86,36 @@ impl Clock {
             match &self.0 {
                 Source::System => system_sleep(deadline, left).await,
                 Source::Simulated(simulated) => {
-                    let mut ahead = simulated.ahead.subscribe();
+                    let mut set = simulated.set.subscribe();
                     tokio::select! {
                         () = tokio::time::sleep(left) => {}
-                        _ = ahead.changed() => {}
+                        _ = set.changed() => {}
                     }
                 }
             }
+        }
+    }
+
+    /// Returns once the wall clock shows `deadline`, or as much time has passed as was left until
+    /// then, whichever is first.
+    pub async fn sleep_until_due(&self, deadline: SystemTime) {
+        let Ok(left) = deadline.duration_since(self.now()) else {
+            return;
+        };
+        tokio::select! {
+            () = self.sleep_until(deadline) => {}
+            () = self.pass(left) => {}
+        }
+    }
+
+    async fn pass(&self, time: Duration) {
+        match &self.0 {
+            Source::System => match timer::after(time) {
+                // Without a timer a suspended machine does not count.
+                Err(_) => tokio::time::sleep(time).await,
+                Ok(timer) => timer.fired_or_clock_set().await,
+            },
+            Source::Simulated(_) => tokio::time::sleep(time).await,
         }
     }
 }
@@ -101,7 +140,7 @@ async fn system_sleep(deadline: SystemTime, left: Duration) {
 mod timer {
     use std::io;
     use std::os::fd::OwnedFd;
-    use std::time::{SystemTime, UNIX_EPOCH};
+    use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
     use rustix::time::{
         Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
@@ -111,30 +150,35 @@ mod timer {
 
     pub(super) struct Timer(AsyncFd<OwnedFd>);
 
+    /// A moment of the wall clock, or a change of that.
     pub(super) fn until(deadline: SystemTime) -> io::Result<Timer> {
         let since_epoch = deadline
             .duration_since(UNIX_EPOCH)
             .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let fd = timerfd_create(
-            TimerfdClockId::Realtime,
-            TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC,
-        )?;
-        let value = Timespec {
-            tv_sec: i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: since_epoch.subsec_nanos().into(),
-        };
+        let flags = TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET;
+        start(TimerfdClockId::Realtime, flags, since_epoch)
+    }
+
+    /// So much time from now, a suspended machine's included.
+    pub(super) fn after(time: Duration) -> io::Result<Timer> {
+        // Zero would switch the timer off.
+        let time = time.max(Duration::from_nanos(1));
+        start(TimerfdClockId::Boottime, TimerfdTimerFlags::empty(), time)
+    }
+
+    fn start(clock: TimerfdClockId, flags: TimerfdTimerFlags, at: Duration) -> io::Result<Timer> {
+        let fd = timerfd_create(clock, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
         let once = Itimerspec {
             it_interval: Timespec {
                 tv_sec: 0,
                 tv_nsec: 0,
             },
-            it_value: value,
+            it_value: Timespec {
+                tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: at.subsec_nanos().into(),
+            },
         };
-        timerfd_settime(
-            &fd,
-            TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET,
-            &once,
-        )?;
+        timerfd_settime(&fd, flags, &once)?;
         #[expect(
             deprecated,
             reason = "unsound only for types that give up their descriptor; OwnedFd keeps it"
@@ -177,6 +221,33 @@ mod tests {
         };
         tokio::join!(sleep, jump);
         assert_eq!(before.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_clock_set_back_does_not_put_off_what_is_due() {
+        let start = SystemTime::UNIX_EPOCH + Duration::from_secs(100_000);
+        let clock = Clock::simulated(start);
+        let before = Instant::now();
+        let hour = Duration::from_secs(3600);
+        let back = async {
+            tokio::task::yield_now().await;
+            clock.jump_back(hour);
+        };
+        tokio::join!(clock.sleep_until_due(start + hour), back);
+        assert_eq!(before.elapsed(), hour);
+    }
+
+    #[tokio::test]
+    async fn the_machine_counts_the_time_that_passes() {
+        let clock = Clock::system();
+        let time = Duration::from_millis(20);
+        let before = Instant::now();
+        clock.pass(time).await;
+        clock.pass(Duration::ZERO).await;
+        assert!(before.elapsed() >= time);
+        clock.sleep_until_due(clock.now() + time).await;
+        clock.sleep_until_due(SystemTime::UNIX_EPOCH).await;
+        assert!(before.elapsed() >= 2 * time);
     }
 
     #[tokio::test]

@@ -38,6 +38,8 @@ pub mod clock;
 
 pub mod backoff;
 
+pub mod compliance;
+
 pub mod unix_socket;
 
 mod file_watch;

@@ -7,13 +7,17 @@
 //! The only place where rooms meet that may not see each other.
 
 mod envoy_user;
+mod google_token;
 mod milestones;
 mod name_tables;
 mod overview;
 mod pages;
 pub mod reload;
+mod renewal;
+mod resource;
 mod secret_sockets;
 mod secrets;
+mod trust_bundles;
 
 use std::future::Future;
 use std::io;
@@ -21,6 +25,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::DumpableBehavior;
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
@@ -33,6 +38,7 @@ use crate::istiod::{self, Istiod};
 use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
+use crate::secrets::Secrets;
 use crate::timeline::{Milestone, Timeline};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
@@ -43,6 +49,7 @@ use name_tables::NameTables;
 use overview::Rooms;
 use reload::{Inputs, Load};
 use secret_sockets::Server;
+use trust_bundles::TrustBundles;
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -88,6 +95,7 @@ impl Error {
 /// `load` reads the configuration anew, for the Envoy that is to follow the first.
 pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let timeline = Timeline::start();
+    keep_keys_out_of_dumps(&config);
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let running = async {
@@ -169,7 +177,7 @@ impl Agent {
         pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
-        let observer = agent.discovery(istiod.clone(), dns.clone())?;
+        let observer = agent.discovery(istiod.clone(), secrets.clone(), dns.clone())?;
         pages.push(pages::discovery(observer.clone()));
         timeline.mark(Milestone::SocketsBound);
         let rooms = Rooms {
@@ -258,7 +266,12 @@ impl Agent {
         Ok(Some(dns))
     }
 
-    fn discovery(&mut self, istiod: Istiod, dns: Option<dns::Dns>) -> Result<Observer, Error> {
+    fn discovery(
+        &mut self,
+        istiod: Istiod,
+        secrets: Option<Secrets>,
+        dns: Option<dns::Dns>,
+    ) -> Result<Observer, Error> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
@@ -268,6 +281,10 @@ impl Agent {
         let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
         if let Some(dns) = dns {
             interceptors.push(Box::new(NameTables::new(dns)));
+        }
+        let wants_roots = self.config.secrets.mesh_roots;
+        if let Some(secrets) = secrets.filter(|_| wants_roots) {
+            interceptors.push(Box::new(TrustBundles::new(secrets)));
         }
         let interceptors = Interceptors::new(interceptors);
         let registry = &self.metrics;
@@ -368,6 +385,17 @@ async fn envoy_until_its_end(
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
+}
+
+/// Private keys are in our memory. Envoy's own dumps are not concerned: a new program starts anew.
+fn keep_keys_out_of_dumps(config: &Config) {
+    if config.may_dump_core {
+        return;
+    }
+    let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    if let Err(error) = barred {
+        tracing::warn!("core dumps cannot be barred: {error}; one would hold private keys");
+    }
 }
 
 /// What the agent counts about itself, with what it is and what the kernel knows of it.

@@ -4,10 +4,9 @@
 //! A response holds one table. Its bytes are not copied on their way.
 
 use bytes::Bytes;
-use prost::Message;
 
+use super::resource;
 use crate::dns::Dns;
-use crate::xds::Protocol;
 use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
@@ -15,35 +14,6 @@ const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 /// The interceptor of name tables.
 #[derive(Debug)]
 pub(super) struct NameTables(Dns);
-
-/// `google.protobuf.Any`
-#[derive(Clone, PartialEq, Message)]
-struct Any {
-    #[prost(string, tag = "1")]
-    type_url: String,
-    #[prost(bytes = "bytes", tag = "2")]
-    value: Bytes,
-}
-
-/// `envoy.service.discovery.v3.DiscoveryResponse`
-#[derive(Clone, PartialEq, Message)]
-struct StateOfTheWorld {
-    #[prost(message, repeated, tag = "2")]
-    resources: Vec<Any>,
-}
-
-/// `envoy.service.discovery.v3.DeltaDiscoveryResponse`
-#[derive(Clone, PartialEq, Message)]
-struct Delta {
-    #[prost(message, repeated, tag = "2")]
-    resources: Vec<Resource>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Resource {
-    #[prost(message, optional, tag = "2")]
-    resource: Option<Any>,
-}
 
 impl NameTables {
     pub(super) fn new(dns: Dns) -> Self {
@@ -78,35 +48,19 @@ impl Interceptor for NameTables {
     }
 }
 
-/// The first resource, which is the only one.
+/// The one resource of a response.
 fn table(response: Captured) -> Result<Bytes, String> {
-    let message = response.message;
-    let first = match response.protocol {
-        Protocol::StateOfTheWorld => {
-            StateOfTheWorld::decode(message).map(|message| message.resources.into_iter().next())
-        }
-        Protocol::Delta => Delta::decode(message).map(|message| {
-            message
-                .resources
-                .into_iter()
-                .next()
-                .and_then(|r| r.resource)
-        }),
-    };
-    let first = first.map_err(|error| format!("failed to unmarshal name table: {error}"))?;
-    let first = first.ok_or("failed to unmarshal name table: the resource holds nothing")?;
-    if first.type_url != TYPE_URL {
-        let found = first.type_url;
-        return Err(format!(
-            "failed to unmarshal name table: found a {found:?}, expected {TYPE_URL}"
-        ));
-    }
-    Ok(first.value)
+    resource::first(response, TYPE_URL)
+        .map_err(|why| format!("failed to unmarshal name table: {why}"))
 }
 
 #[cfg(test)]
 mod tests {
+    use prost::Message;
+
+    use super::resource::{Any, Delta, Resource, StateOfTheWorld};
     use super::*;
+    use crate::xds::Protocol;
 
     fn response(protocol: Protocol, any: Option<Any>) -> Captured {
         let message = match protocol {

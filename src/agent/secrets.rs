@@ -4,23 +4,15 @@
 //!
 //! Does not find out who serves the workload's socket.
 
-use std::time::Duration;
-
 use super::secret_sockets::{self, Server};
 use super::{Agent, Error};
 use crate::bootstrap;
-use crate::ca::csr::KeyType;
-use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
-use crate::config::KeyChoice;
 use crate::istiod::Istiod;
 use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets};
 use crate::unix_socket::access::Access;
 use crate::{sds, unix_socket};
-
-/// How long one certificate request may take, connecting included.
-const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
     /// Keeps secrets fresh and serves them: all of them, or those from files if somebody else
@@ -48,7 +40,7 @@ impl Agent {
         let signs = serves_workload
             && self.config.secret_sources.has_authority()
             && !(files.have(&Name::Default) && files.have(&Name::RootCa));
-        let secrets = signs.then(|| self.signed_secrets(istiod));
+        let secrets = signs.then(|| self.renewal(istiod));
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),
@@ -73,35 +65,5 @@ impl Agent {
             );
             Access::only(users, refusals)
         })
-    }
-
-    /// The secrets an authority signs.
-    fn signed_secrets(&mut self, istiod: &Istiod) -> Secrets {
-        let authority = match self.config.ca_istiod.clone() {
-            Some(config) => self.istiod("connection to the certificate authority", config),
-            None => istiod.clone(),
-        };
-        let parameters = &self.config.secrets;
-        let signer = parameters.cert_signer.clone().unwrap_or_default();
-        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
-        let config = secrets::Config {
-            identity: parameters.identity.clone(),
-            key_type: key_type(parameters.key),
-            ttl: parameters.ttl,
-            grace_ratio: parameters.grace_ratio,
-            grace_jitter: parameters.grace_jitter,
-            least_pause: secrets::LEAST_PAUSE,
-        };
-        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("certificate renewal", renewal);
-        secrets
-    }
-}
-
-fn key_type(key: KeyChoice) -> KeyType {
-    match key {
-        KeyChoice::EcdsaP256 => KeyType::P256,
-        KeyChoice::EcdsaP384 => KeyType::P384,
-        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
     }
 }

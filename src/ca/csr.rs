@@ -1,4 +1,4 @@
-//! A new private key and the request to certify it.
+//! A private key and the request to certify it.
 //!
 //! The request is exactly what istiod's strict mode compares with: the subject is one empty
 //! organisation, the only extension a critical subject alternative name with the identity.
@@ -7,12 +7,10 @@
 //! keeps that off the runtime's thread.
 
 use rcgen::string::PrintableString;
-use rcgen::{
-    CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue, KeyPair,
-    PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256, RsaKeySize,
-};
+use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue};
 use zeroize::Zeroizing;
 
+use super::key::{self, Encoding};
 use crate::identity::SpiffeId;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
@@ -33,7 +31,6 @@ pub enum KeyType {
 #[derive(Clone)]
 pub struct Request {
     pub csr_pem: String,
-    /// PKCS#8.
     pub key_pem: Zeroizing<String>,
 }
 
@@ -46,18 +43,24 @@ pub enum CsrError {
     RsaTooSmall { bits: u32 },
     #[error("requested RSA key size {bits} is not supported, expected 2048, 3072 or 4096")]
     RsaSize { bits: u32 },
+    #[error("the library wrote the new key in a form it does not document")]
+    Form,
     #[error("cannot make a key and certificate request: {0}")]
     Crypto(#[from] rcgen::Error),
 }
 
 /// Makes a key and a request for `identity`.
-pub fn generate(key_type: KeyType, identity: &SpiffeId) -> Result<Request, CsrError> {
-    let key = key(key_type)?;
+pub fn generate(
+    key_type: KeyType,
+    encoding: Encoding,
+    identity: &SpiffeId,
+) -> Result<Request, CsrError> {
+    let key = key::generate(key_type)?;
     let mut params = CertificateParams::default();
     params.distinguished_name = empty_organization()?;
     params.custom_extensions = vec![alternative_name(&identity.to_string())];
-    let csr_pem = params.serialize_request(&key)?.pem()?;
-    let key_pem = Zeroizing::new(key.serialize_pem());
+    let csr_pem = params.serialize_request(&*key)?.pem()?;
+    let key_pem = key::encoded(&key, key_type, encoding)?;
     Ok(Request { csr_pem, key_pem })
 }
 
@@ -67,19 +70,6 @@ impl std::fmt::Debug for Request {
             .field("csr_pem", &self.csr_pem)
             .finish_non_exhaustive()
     }
-}
-
-fn key(key_type: KeyType) -> Result<KeyPair, CsrError> {
-    let size = match key_type {
-        KeyType::P256 => return Ok(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?),
-        KeyType::P384 => return Ok(KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384)?),
-        KeyType::Rsa(2048) => RsaKeySize::_2048,
-        KeyType::Rsa(3072) => RsaKeySize::_3072,
-        KeyType::Rsa(4096) => RsaKeySize::_4096,
-        KeyType::Rsa(bits @ ..2048) => return Err(CsrError::RsaTooSmall { bits }),
-        KeyType::Rsa(bits) => return Err(CsrError::RsaSize { bits }),
-    };
-    Ok(KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, size)?)
 }
 
 fn empty_organization() -> Result<DistinguishedName, rcgen::Error> {
@@ -118,6 +108,7 @@ fn der(tag: u8, content: Vec<u8>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rcgen::KeyPair;
     use x509_parser::prelude::*;
 
     fn identity() -> SpiffeId {
@@ -153,7 +144,7 @@ mod tests {
             (KeyType::Rsa(2048), "1.2.840.113549.1.1.11"),
         ];
         for (key_type, signature) in table {
-            let request = generate(key_type, &identity()).unwrap();
+            let request = generate(key_type, Encoding::Pkcs8, &identity()).unwrap();
             let (subject, names) = shape(&request);
             let organization = [
                 0x30, 0x0b, 0x31, 0x09, 0x30, 0x07, 6, 3, 0x55, 4, 10, 0x13, 0,
@@ -169,9 +160,9 @@ mod tests {
     }
 
     #[test]
-    fn the_key_is_pkcs8_belongs_to_the_request_and_stays_out_of_debug_output() {
+    fn the_key_belongs_to_the_request_and_stays_out_of_debug_output() {
         for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
-            let request = generate(key_type, &identity()).unwrap();
+            let request = generate(key_type, Encoding::Pkcs8, &identity()).unwrap();
             let begin = "-----BEGIN PRIVATE KEY-----";
             assert!(request.key_pem.starts_with(begin), "{key_type:?}");
             let key = KeyPair::from_pem(&request.key_pem).unwrap();
@@ -188,7 +179,8 @@ mod tests {
 
     #[test]
     fn each_request_has_its_own_key() {
-        let [one, other] = [(); 2].map(|()| generate(KeyType::P256, &identity()).unwrap());
+        let [one, other] =
+            [(); 2].map(|()| generate(KeyType::P256, Encoding::Pkcs8, &identity()).unwrap());
         assert_ne!(one.key_pem, other.key_pem);
     }
 
@@ -196,7 +188,7 @@ mod tests {
     fn long_identities_keep_their_length() {
         for size in [1, 90, 120, 125, 126, 127, 128, 129, 250, 256, 300, 70_000] {
             let id = SpiffeId::new("td", "n".repeat(size), "sa");
-            let (_, names) = shape(&generate(KeyType::P256, &id).unwrap());
+            let (_, names) = shape(&generate(KeyType::P256, Encoding::Pkcs8, &id).unwrap());
             let (_, parsed) = SubjectAlternativeName::from_der(&names).unwrap();
             let uri = id.to_string();
             assert_eq!(parsed.general_names, [GeneralName::URI(&uri)]);
@@ -206,7 +198,7 @@ mod tests {
     #[test]
     fn refuses_rsa_sizes_it_cannot_make() {
         let text = |bits| {
-            let refused = generate(KeyType::Rsa(bits), &identity());
+            let refused = generate(KeyType::Rsa(bits), Encoding::Pkcs8, &identity());
             refused.unwrap_err().to_string()
         };
         assert!(text(1024).contains("minimum required size of 2048 (requested: 1024)"));

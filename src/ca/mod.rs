@@ -1,12 +1,13 @@
 //! Gets a certificate signed.
 //!
-//! [`csr`] makes a key and the request for it, [`istio`] has istiod sign it. [`Ca`] is what the
+//! [`key`] makes a key, [`csr`] the request for it, [`istio`] has istiod sign it. [`Ca`] is what the
 //! keeper of secrets sees, so a test can stand in for the authority.
 //!
 //! Does not keep keys or certificates, nor try again: the keeper decides when.
 
 pub mod csr;
 pub mod istio;
+pub mod key;
 
 use std::future::Future;
 use std::time::Duration;
@@ -25,7 +26,7 @@ pub trait Ca: Send + Sync + 'static {
 
 /// Why the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("create certificate: {code:?}: {message}")]
+#[error("create certificate: rpc error: code = {} desc = {message}", spelled(*.code))]
 pub struct SignError {
     pub code: Code,
     pub message: String,
@@ -54,6 +55,14 @@ impl SignError {
             | Code::Unauthenticated => Retry::Soon,
             _ => Retry::Later,
         }
+    }
+}
+
+/// The code as Go's gRPC library spells it, which logs are searched for.
+fn spelled(code: Code) -> String {
+    match code {
+        Code::Cancelled => "Canceled".to_owned(),
+        other => format!("{other:?}"),
     }
 }
 

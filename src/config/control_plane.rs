@@ -11,6 +11,7 @@ use http::{HeaderName, HeaderValue};
 
 use super::environment as variables;
 use super::{Problem, Sources, members};
+use crate::compliance::Policy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
 /// What gRPC clients keep between pings at the least: servers take more for an attack.
@@ -29,6 +30,13 @@ const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 enum Purpose {
     Discovery,
     Certificates,
+}
+
+/// Google's identity token of this machine, to be kept in a file.
+#[derive(Clone, Debug)]
+pub struct GoogleToken {
+    pub audience: String,
+    pub path: PathBuf,
 }
 
 impl Sources<'_> {
@@ -61,6 +69,13 @@ impl Sources<'_> {
         } else {
             self.mesh.discovery_address.clone()
         };
+        if address.contains("googleapis.com") {
+            self.problem(
+                "CA_ADDR",
+                &address,
+                "istiod or an authority that speaks as it does",
+            );
+        }
         // An address of the mesh configuration was reported there if it is no good.
         if named && members::split_address(&address).is_none() {
             self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
@@ -77,11 +92,51 @@ impl Sources<'_> {
         Config {
             address,
             security,
-            token: token::Source::File(TOKEN.into()),
+            token: self.token(),
             metadata: self.metadata(headers),
             keepalive: self.keepalive(),
             limits: Limits::default(),
         }
+    }
+
+    fn token(&mut self) -> token::Source {
+        match self.get(&variables::CREDENTIAL_FETCHER_TYPE).as_str() {
+            "Mock" => token::Source::Mock,
+            // Google's is fetched into the file.
+            _ => token::Source::File(TOKEN.into()),
+        }
+    }
+
+    /// What has the token file written, if anything but the platform.
+    pub(super) fn token_fetcher(&mut self) -> Option<GoogleToken> {
+        let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
+        match kind.as_str() {
+            "" | "JWT" | "Mock" => None,
+            "GoogleComputeEngine" => Some(GoogleToken {
+                audience: self.get(&variables::TRUST_DOMAIN),
+                path: TOKEN.into(),
+            }),
+            _ => {
+                let expected = "JWT, GoogleComputeEngine or Mock";
+                self.problem("CREDENTIAL_FETCHER_TYPE", &kind, expected);
+                None
+            }
+        }
+    }
+
+    fn policy(&mut self) -> Policy {
+        let name = self.get(&variables::COMPLIANCE_POLICY);
+        Policy::parse(&name).unwrap_or_else(|| {
+            let warning = Problem {
+                subject: "COMPLIANCE_POLICY".to_owned(),
+                found: name,
+                expected: "fips-140-2, fips-140-3 or pqc; none is in force".to_owned(),
+            };
+            if !self.warnings.contains(&warning) {
+                self.warnings.push(warning);
+            }
+            Policy::None
+        })
     }
 
     fn keepalive(&mut self) -> Keepalive {
@@ -143,6 +198,7 @@ impl Sources<'_> {
             server_name,
             roots: self.roots(purpose),
             client: self.client_certificate(),
+            policy: self.policy(),
         }
     }
 

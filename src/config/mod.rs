@@ -36,7 +36,9 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use crate::cli::{LogFlags, ProxyFlags};
+use crate::compliance::Policy;
 use crate::{bootstrap, istiod, scrape};
+pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use environment::Environment;
 use interfaces::Interface;
@@ -53,6 +55,10 @@ pub struct Config {
     pub ca_istiod: Option<istiod::Config>,
     pub secrets: SecretsParameters,
     pub secret_sources: SecretSources,
+    /// Google's token, where that is what istiod knows us by.
+    pub google_token: Option<GoogleToken>,
+    /// Whether the agent may dump core.
+    pub may_dump_core: bool,
     /// Where Envoy asks for discovery.
     pub xds_socket: PathBuf,
     /// Largest message taken from Envoy.
@@ -174,6 +180,8 @@ pub(crate) fn load_with(
     let secret_sources = sources.secret_sources(&sds_socket);
     let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority());
     let secrets = sources.secrets();
+    let google_token = sources.token_fetcher();
+    let may_dump_core = sources.get(&environment::ISTIO_AGENT_CORE_DUMP);
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
@@ -193,6 +201,8 @@ pub(crate) fn load_with(
         ca_istiod,
         secrets,
         secret_sources,
+        google_token,
+        may_dump_core,
         xds_socket,
         // Larger than any address space is as good as no limit.
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
@@ -229,9 +239,24 @@ impl Config {
             );
             return;
         }
+        let fetcher = if self.google_token.is_some() {
+            "GoogleComputeEngine"
+        } else if self.istiod.token == istiod::token::Source::Mock {
+            "Mock"
+        } else {
+            "JWT"
+        };
+        let trust_domain = &self.secrets.identity.trust_domain;
+        tracing::info!("using credential fetcher of {fetcher} type in {trust_domain} trust domain");
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
         if let istiod::Security::Tls(tls) = &ca.security {
+            if matches!(tls.policy, Policy::Fips140_2 | Policy::Fips140_3) {
+                tracing::warn!(
+                    "COMPLIANCE_POLICY limits TLS, but the cryptographic module of this build is \
+                     not a validated one"
+                );
+            }
             match &tls.roots {
                 istiod::tls::Roots::System => {
                     tracing::info!("Using CA {} cert with system certs", ca.address);

@@ -7,6 +7,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
+use crate::ca::key::Encoding;
 use crate::cli::{self, Command};
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
@@ -665,4 +666,54 @@ fn envoy_of_an_agent_that_stands_in_for_the_resolver_is_the_user_nobody_captures
     assert_eq!((&*dns.addresses[0], stands_in, user), expected);
     let config = machine(&[]).config();
     assert_eq!(config.envoy.expect("Envoy").command.user, None);
+}
+
+#[test]
+fn certificates_are_kept_written_and_encoded_as_asked_for() {
+    let config = machine(&[]).config();
+    let secrets = &config.secrets;
+    assert_eq!(secrets.encoding, Encoding::Traditional);
+    assert!(secrets.keep.is_none() && secrets.output.is_none() && !secrets.mesh_roots);
+    assert!(config.google_token.is_none() && !config.may_dump_core);
+    for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {
+        let config = machine(&[
+            ("OUTPUT_CERTS", "./certs"),
+            ("KUBERNETES_SERVICE_HOST", in_kubernetes),
+            ("PKCS8_KEY", "true"),
+            ("PROXY_CONFIG_XDS_AGENT", "true"),
+            ("ISTIO_AGENT_KEEP_CERTS", "/run/keep"),
+            ("CREDENTIAL_FETCHER_TYPE", "GoogleComputeEngine"),
+            ("TRUST_DOMAIN", "td"),
+        ])
+        .config();
+        let secrets = config.secrets;
+        let output = secrets.output.expect("is asked for");
+        assert_eq!(output.directory, Path::new("./certs"));
+        assert_eq!(output.readable_by_all, readable_by_all);
+        assert_eq!(secrets.encoding, Encoding::Pkcs8);
+        assert_eq!(secrets.keep.as_deref(), Some(Path::new("/run/keep")));
+        assert!(secrets.mesh_roots);
+        assert_eq!(config.google_token.expect("is asked for").audience, "td");
+    }
+}
+
+#[test]
+fn authorities_fetchers_and_policies_nobody_knows_are_told() {
+    for (name, value) in [
+        ("CA_PROVIDER", "GoogleCA"),
+        ("CA_ADDR", "meshca.googleapis.com:443"),
+        ("CREDENTIAL_FETCHER_TYPE", "jwt"),
+    ] {
+        assert_eq!(machine(&[(name, value)]).subjects(), [name]);
+    }
+    let config = machine(&[("COMPLIANCE_POLICY", "fips")]).config();
+    assert_eq!(tls(&config.istiod).policy, Policy::None);
+    let found: Vec<_> = config
+        .warnings
+        .iter()
+        .map(|it| it.subject.as_str())
+        .collect();
+    assert_eq!(found, ["COMPLIANCE_POLICY"]);
+    let config = machine(&[("COMPLIANCE_POLICY", "pqc")]).config();
+    assert_eq!(tls(&config.istiod).policy, Policy::Pqc);
 }

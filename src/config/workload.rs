@@ -2,11 +2,14 @@
 //!
 //! Does not make keys.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::Sources;
 use super::environment as variables;
+use crate::ca::key::Encoding;
 use crate::identity::SpiffeId;
+use crate::secrets::output;
 
 /// What the secrets room needs to know.
 #[derive(Clone, Debug)]
@@ -20,6 +23,13 @@ pub struct SecretsParameters {
     pub grace_jitter: f64,
     /// `ISTIO_META_CERT_SIGNER`.
     pub cert_signer: Option<String>,
+    pub encoding: Encoding,
+    /// Where to keep key and certificate over a restart, if anywhere.
+    pub keep: Option<PathBuf>,
+    /// Where to write key, chain and roots, if anywhere.
+    pub output: Option<output::Config>,
+    /// Whether roots of the mesh come by discovery.
+    pub mesh_roots: bool,
 }
 
 /// The kind of private key. ECDSA is the default: such keys are made in microseconds.
@@ -44,7 +54,28 @@ impl Sources<'_> {
             grace_ratio: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO),
             grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
             cert_signer: Some(signer).filter(|signer| !signer.is_empty()),
+            encoding: match self.get(&variables::PKCS8_KEY) {
+                true => Encoding::Pkcs8,
+                false => Encoding::Traditional,
+            },
+            keep: self.directory(&variables::ISTIO_AGENT_KEEP_CERTS),
+            output: self.output(),
+            mesh_roots: self.get(&variables::PROXY_CONFIG_XDS_AGENT),
         }
+    }
+
+    fn directory(&mut self, variable: &variables::Variable<String>) -> Option<PathBuf> {
+        let directory = self.get(variable);
+        (!directory.is_empty()).then(|| directory.into())
+    }
+
+    fn output(&mut self) -> Option<output::Config> {
+        let in_kubernetes = !self.get(&variables::KUBERNETES_SERVICE_HOST).is_empty();
+        let directory = self.directory(&variables::OUTPUT_CERTS)?;
+        Some(output::Config {
+            directory,
+            readable_by_all: in_kubernetes,
+        })
     }
 
     fn key(&mut self) -> KeyChoice {

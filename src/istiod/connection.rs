@@ -52,6 +52,8 @@ pub struct Negotiated {
     pub version: Option<rustls::ProtocolVersion>,
     pub key_exchange: Option<rustls::NamedGroup>,
     pub cipher: Option<rustls::CipherSuite>,
+    /// Whether we showed a client certificate.
+    pub client_certificate: bool,
 }
 
 impl Connection {
@@ -71,6 +73,12 @@ impl Connection {
 
     pub(super) fn is_closed(&self) -> bool {
         self.sender.is_closed()
+    }
+
+    /// Whether istiod knows us by a certificate.
+    pub(super) fn has_client_certificate(&self) -> bool {
+        let tls = self.about.tls.as_ref();
+        tls.is_some_and(|tls| tls.client_certificate)
     }
 
     pub(super) fn identity(&self) -> Arc<About> {

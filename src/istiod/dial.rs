@@ -15,6 +15,7 @@ use std::time::{Duration, SystemTime};
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
+use tokio_rustls::TlsConnector;
 
 use super::connection::{self, About, Connection, Driver, Io, Negotiated, Owned};
 use super::tls::{self, TlsError};
@@ -74,6 +75,17 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Whether the peer ended TLS, as it does when it refuses our certificate. With TLS 1.3 that
+    /// comes after the handshake.
+    fn is_alert(&self) -> bool {
+        const ALERT: &str = "received fatal alert";
+        match self {
+            Self::Handshake { source, .. } => source.to_string().contains(ALERT),
+            Self::NotHttp2 { found, .. } => found.contains(ALERT),
+            _ => false,
+        }
+    }
+
     /// The cause without the address, which another dial takes from the same name.
     pub(super) fn whoever_answers(&self) -> String {
         match self {
@@ -104,7 +116,7 @@ pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, D
             true => total,
             false => total.at_most(config.limits.per_address),
         };
-        match attempt(config, to, tls.as_ref(), bound, tasks.clone()).await {
+        match attempt_as_known(config, to, tls.as_ref(), bound, &tasks).await {
             Ok(open) => return Ok(open),
             Err(cause) => {
                 tracing::debug!(target: "xdsproxy", "istiod at {}: {cause}", config.address);
@@ -126,10 +138,53 @@ async fn resolve(address: &str, bound: Bound) -> Result<Vec<SocketAddr>, Cause> 
     Ok(addresses)
 }
 
-async fn attempt(
+/// With the client certificate, if there is one; without it if istiod refuses that, as one of an
+/// earlier root may be in our hands. The token is then what istiod knows us by.
+async fn attempt_as_known(
     config: &Config,
     to: SocketAddr,
     tls: Option<&tls::Prepared>,
+    bound: Bound,
+    tasks: &Owned,
+) -> Result<(Connection, Driver), Cause> {
+    let encryption = tls.map(|tls| Encryption {
+        connector: &tls.connector,
+        name: &tls.name,
+        client_certificate: tls.without_client.is_some(),
+    });
+    let outcome = attempt(config, to, encryption, bound, tasks.clone()).await;
+    let Err(cause) = &outcome else {
+        return outcome;
+    };
+    let Some(tls) = tls else {
+        return outcome;
+    };
+    match &tls.without_client {
+        Some(connector) if cause.is_alert() => {
+            tracing::warn!("{cause}; leaving out the client certificate, using token instead");
+            let encryption = Encryption {
+                connector,
+                name: &tls.name,
+                client_certificate: false,
+            };
+            attempt(config, to, Some(encryption), bound, tasks.clone()).await
+        }
+        _ => outcome,
+    }
+}
+
+/// What TLS is spoken.
+#[derive(Clone, Copy)]
+struct Encryption<'a> {
+    connector: &'a TlsConnector,
+    name: &'a ServerName<'static>,
+    client_certificate: bool,
+}
+
+async fn attempt(
+    config: &Config,
+    to: SocketAddr,
+    tls: Option<Encryption<'_>>,
     bound: Bound,
     tasks: Owned,
 ) -> Result<(Connection, Driver), Cause> {
@@ -170,12 +225,12 @@ fn prepared(stream: TcpStream, config: &Config) -> io::Result<TcpStream> {
 async fn encrypt(
     stream: TcpStream,
     to: SocketAddr,
-    tls: &tls::Prepared,
+    tls: Encryption<'_>,
 ) -> Result<(Box<dyn Io>, Negotiated), Cause> {
     let connecting = tls.connector.connect(tls.name.clone(), stream);
     let stream = connecting.await.map_err(|source| Cause::Handshake {
         to,
-        name: printed(&tls.name),
+        name: printed(tls.name),
         source,
     })?;
     let (_, session) = stream.get_ref();
@@ -188,6 +243,7 @@ async fn encrypt(
             .negotiated_key_exchange_group()
             .map(|group| group.name()),
         cipher: session.negotiated_cipher_suite().map(|suite| suite.suite()),
+        client_certificate: tls.client_certificate,
     };
     Ok((Box::new(stream), negotiated))
 }

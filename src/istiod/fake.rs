@@ -27,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use tower_service::Service;
 
+use crate::compliance::Policy;
 use crate::metrics::Registry;
 
 use super::{Body, Config, Istiod, Keepalive, Limits, Security, tls, token};
@@ -319,6 +320,7 @@ pub(crate) fn encrypted(address: impl ToString, roots: &Path) -> Config {
             server_name: NAME.to_owned(),
             roots: tls::Roots::File(roots.to_owned()),
             client: None,
+            policy: Policy::None,
         }),
         ..plaintext(address)
     }

@@ -192,7 +192,20 @@ impl Istiod {
     pub fn status(&self) -> Status {
         let connection = worker::current(&self.shared.connected);
         let about = connection.as_ref().map(Connection::about);
-        self.shared.record.status(self.address(), about)
+        let token_expires = self.shared.token.expiry();
+        self.shared
+            .record
+            .status(self.address(), about, token_expires)
+    }
+
+    /// Whether a client certificate is configured that this connection was opened without: it may
+    /// have come since.
+    pub(crate) fn lacks_certificate(&self, connection: &Connection) -> bool {
+        let configured = match &self.shared.config.security {
+            Security::Plaintext => false,
+            Security::Tls(tls) => tls.client.is_some(),
+        };
+        configured && !connection.has_client_certificate()
     }
 
     /// Has the next asker dial anew, as calls on this connection get no answer. Streams on it may
@@ -229,7 +242,9 @@ impl Istiod {
         let grpc = HeaderValue::from_static("application/grpc");
         headers.insert(header::CONTENT_TYPE, grpc);
         headers.insert(header::USER_AGENT, HeaderValue::from_static(USER_AGENT));
-        if let Some(value) = self.shared.token.authorization() {
+        let connection = worker::current(&self.shared.connected);
+        let has_certificate = connection.is_some_and(|it| it.has_client_certificate());
+        if let Some(value) = self.shared.token.authorization(has_certificate) {
             headers.insert(header::AUTHORIZATION, value);
         }
         headers

@@ -26,6 +26,8 @@ pub struct Status {
     pub dials: u64,
     /// Of the last dial that failed.
     pub last_error: Option<Failure>,
+    /// Of the token read last, if it says so.
+    pub token_expires: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -43,6 +45,8 @@ pub struct Tls {
     pub version: Option<String>,
     pub key_exchange: Option<String>,
     pub cipher: Option<String>,
+    /// Whether we showed a client certificate.
+    pub client_certificate: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -85,7 +89,12 @@ impl Record {
         self.lock().last_error = Some((Clock::system().now(), error));
     }
 
-    pub(super) fn status(&self, address: &str, connected: Option<&About>) -> Status {
+    pub(super) fn status(
+        &self,
+        address: &str,
+        connected: Option<&About>,
+        token_expires: Option<SystemTime>,
+    ) -> Status {
         let dials = self.lock();
         Status {
             address: address.to_owned(),
@@ -95,6 +104,7 @@ impl Record {
                 at: rfc3339(*at),
                 error: error.clone(),
             }),
+            token_expires: token_expires.map(rfc3339),
         }
     }
 
@@ -120,6 +130,7 @@ impl From<&Negotiated> for Tls {
             version: named(negotiated.version),
             key_exchange: named(negotiated.key_exchange),
             cipher: named(negotiated.cipher),
+            client_certificate: negotiated.client_certificate,
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Roots, expected name and optional client certificate of the connection to istiod.
 //!
 //! Everything is read from its files at each dial, so a rotated one is in force for the next
-//! connection. TLS 1.2 and 1.3; a post-quantum key exchange is offered first.
+//! connection. TLS 1.2 and 1.3 with a post-quantum key exchange first, unless a compliance policy
+//! says otherwise.
 //!
 //! Does not choose the files or the name: the configuration does.
 
@@ -18,6 +19,7 @@ use tokio_rustls::TlsConnector;
 use super::file;
 pub use super::roots::RootsError;
 use super::roots::{self, LARGEST, not_after, seconds};
+use crate::compliance::Policy;
 
 /// The files are read again at each dial, so a rotated one is in force for the next connection.
 #[derive(Clone, Debug)]
@@ -26,6 +28,7 @@ pub struct Config {
     pub server_name: String,
     pub roots: Roots,
     pub client: Option<ClientCertificate>,
+    pub policy: Policy,
 }
 
 /// Where the trust anchors come from.
@@ -76,6 +79,8 @@ enum LeftOut {
 /// What one dial needs for its handshake.
 pub(super) struct Prepared {
     pub(super) connector: TlsConnector,
+    /// The same without the client certificate, where there is one: istiod may refuse it.
+    pub(super) without_client: Option<TlsConnector>,
     pub(super) name: ServerName<'static>,
 }
 
@@ -85,20 +90,29 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
         TlsError::ServerName { found }
     })?;
     let roots = roots::load(&config.roots).await?;
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(TlsError::Setup)?
-        .with_root_certificates(roots);
-    let mut tls = match client_pair(config.client.as_ref()).await? {
-        None => builder.with_no_client_auth(),
-        Some((path, chain, key)) => builder
-            .with_client_auth_cert(chain, key)
-            .map_err(|source| TlsError::Pair { path, source })?,
+    let builder = config.policy.builder().map_err(TlsError::Setup)?;
+    let builder = builder.with_root_certificates(roots);
+    let anonymous = connector(builder.clone().with_no_client_auth());
+    let Some((path, chain, key)) = client_pair(config.client.as_ref()).await? else {
+        return Ok(Prepared {
+            connector: anonymous,
+            without_client: None,
+            name,
+        });
     };
+    let tls = builder
+        .with_client_auth_cert(chain, key)
+        .map_err(|source| TlsError::Pair { path, source })?;
+    Ok(Prepared {
+        connector: connector(tls),
+        without_client: Some(anonymous),
+        name,
+    })
+}
+
+fn connector(mut tls: ClientConfig) -> TlsConnector {
     tls.alpn_protocols = vec![b"h2".to_vec()];
-    let connector = TlsConnector::from(Arc::new(tls));
-    Ok(Prepared { connector, name })
+    TlsConnector::from(Arc::new(tls))
 }
 
 type Pair = (

@@ -2,18 +2,24 @@
 //!
 //! A platform replaces the file while the agent runs, so each call reads it anew. A call without a
 //! usable token is made all the same, without the header: a client certificate may be enough, and
-//! istiod decides.
+//! istiod decides. A token that has expired stays at home where a client certificate speaks for us;
+//! where none does it is sent, as istiod's clock is the one that counts.
 //!
-//! Does not look inside the token, nor log any part of it.
+//! Does not verify the token, nor log any part of it but when it expires.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
 
+use base64::Engine;
+use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use http::HeaderValue;
+use serde::Deserialize;
 use zeroize::Zeroizing;
 
 use super::file;
+use crate::clock::rfc3339;
 
 /// No token is this large; a file that is was meant for something else.
 const LARGEST: u64 = 64 * 1024;
@@ -23,13 +29,25 @@ const LARGEST: u64 = 64 * 1024;
 pub enum Source {
     None,
     File(PathBuf),
+    /// The one token of `CREDENTIAL_FETCHER_TYPE=Mock`.
+    Mock,
 }
 
-/// Reads the token and complains once about each new reason why there is none.
+const MOCK: &str = "Bearer test_token";
+
+/// Reads the token and complains once about each new reason why there is none, or none to send.
 #[derive(Debug)]
 pub(super) struct Reader {
     source: Source,
     complaint: Mutex<Option<String>>,
+    /// When the token read last expires.
+    expiry: Mutex<Option<SystemTime>>,
+}
+
+/// A header and when the token in it expires, as far as it says.
+struct Token {
+    header: HeaderValue,
+    expiry: Option<SystemTime>,
 }
 
 /// Why a file gave no token.
@@ -49,25 +67,63 @@ enum Unusable {
 
 impl Reader {
     pub(super) fn new(source: Source) -> Self {
-        let complaint = Mutex::default();
-        Self { source, complaint }
+        Self {
+            source,
+            complaint: Mutex::default(),
+            expiry: Mutex::default(),
+        }
     }
 
-    /// The `authorization` header as of now.
-    pub(super) fn authorization(&self) -> Option<HeaderValue> {
-        let Source::File(path) = &self.source else {
-            return None;
+    /// When the token that was read last expires.
+    pub(super) fn expiry(&self) -> Option<SystemTime> {
+        *self.expiry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The `authorization` header as of now. `known_otherwise` tells whether a client certificate
+    /// speaks for us.
+    pub(super) fn authorization(&self, known_otherwise: bool) -> Option<HeaderValue> {
+        let path = match &self.source {
+            Source::None => return None,
+            Source::Mock => return Some(HeaderValue::from_static(MOCK)),
+            Source::File(path) => path,
         };
         match read(path) {
-            Ok(value) => {
-                self.complain(None);
-                Some(value)
+            Ok(token) => {
+                *self.expiry.lock().unwrap_or_else(PoisonError::into_inner) = token.expiry;
+                self.unless_expired(path, token, known_otherwise)
             }
             Err(problem) => {
-                self.complain(Some(problem.to_string()));
+                let why = format!("failed to fetch token from file: {problem}");
+                self.complain(Some(format!("{why}; calling istiod without")));
                 None
             }
         }
+    }
+
+    fn unless_expired(
+        &self,
+        path: &Path,
+        token: Token,
+        known_otherwise: bool,
+    ) -> Option<HeaderValue> {
+        let Some(end) = token.expiry.filter(|end| *end <= SystemTime::now()) else {
+            self.complain(None);
+            return Some(token.header);
+        };
+        let found = format!(
+            "the token in {} expired at {}",
+            path.display(),
+            rfc3339(end)
+        );
+        if known_otherwise {
+            self.complain(Some(format!(
+                "{found}; using the client certificate instead"
+            )));
+            return None;
+        }
+        let next = "sent all the same, as there is no client certificate in use";
+        self.complain(Some(format!("{found}; {next}")));
+        Some(token.header)
     }
 
     fn complain(&self, problem: Option<String>) {
@@ -78,13 +134,13 @@ impl Reader {
         if *last != problem
             && let Some(problem) = &problem
         {
-            tracing::warn!("failed to fetch token from file: {problem}; calling istiod without");
+            tracing::warn!("{problem}");
         }
         *last = problem;
     }
 }
 
-fn read(path: &Path) -> Result<HeaderValue, Unusable> {
+fn read(path: &Path) -> Result<Token, Unusable> {
     let content = file::read(path, LARGEST).map_err(|source| Unusable::Unreadable {
         path: path.into(),
         source,
@@ -107,7 +163,25 @@ fn read(path: &Path) -> Result<HeaderValue, Unusable> {
         position: 0,
     })?;
     value.set_sensitive(true);
-    Ok(value)
+    Ok(Token {
+        header: value,
+        expiry: expiry(token),
+    })
+}
+
+/// When a JSON web token expires. Nothing for one that does not say, or is of another kind.
+pub(crate) fn expiry(token: &[u8]) -> Option<SystemTime> {
+    #[derive(Deserialize)]
+    struct Claims {
+        exp: f64,
+    }
+    let mut parts = token.split(|byte| *byte == b'.');
+    let (_, claims, _) = (parts.next()?, parts.next()?, parts.next()?);
+    let claims = claims.split(|byte| *byte == b'=').next()?;
+    let claims = Zeroizing::new(BASE64_URL_SAFE_NO_PAD.decode(claims).ok()?);
+    let Claims { exp } = serde_json::from_slice(&claims).ok()?;
+    let since_epoch = Duration::try_from_secs_f64(exp).ok()?;
+    SystemTime::UNIX_EPOCH.checked_add(since_epoch)
 }
 
 #[cfg(test)]
@@ -119,7 +193,7 @@ mod tests {
         let path = dir.path().join("istio-token");
         std::fs::write(&path, content).unwrap();
         match read(&path) {
-            Ok(value) => Ok(value.to_str().unwrap().to_owned()),
+            Ok(token) => Ok(token.header.to_str().unwrap().to_owned()),
             Err(problem) => Err(problem
                 .to_string()
                 .replace(path.to_str().unwrap(), "")
@@ -148,9 +222,10 @@ mod tests {
     #[test]
     fn a_missing_file_and_a_directory_give_no_header_and_are_named() {
         let dir = tempfile::tempdir().unwrap();
-        let missing = read(&dir.path().join("none")).unwrap_err().to_string();
+        let text = |path: &Path| read(path).map(|_| ()).unwrap_err().to_string();
+        let missing = text(&dir.path().join("none"));
         assert!(missing.contains("none: No such file"), "{missing}");
-        let directory = read(dir.path()).unwrap_err().to_string();
+        let directory = text(dir.path());
         assert!(directory.ends_with("not a regular file"), "{directory}");
     }
 
@@ -159,13 +234,57 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("istio-token");
         let reader = Reader::new(Source::File(path.clone()));
-        assert_eq!(reader.authorization(), None);
+        assert_eq!(reader.authorization(false), None);
         for token in ["first", "second"] {
             std::fs::write(&path, token).unwrap();
-            let value = reader.authorization().unwrap();
+            let value = reader.authorization(false).unwrap();
             assert_eq!(value, format!("Bearer {token}"));
             assert!(!format!("{value:?}").contains(token));
         }
-        assert_eq!(Reader::new(Source::None).authorization(), None);
+        assert_eq!(Reader::new(Source::None).authorization(false), None);
+    }
+
+    fn jwt(claims: &str) -> String {
+        let claims = BASE64_URL_SAFE_NO_PAD.encode(claims);
+        format!("e30.{claims}.sig")
+    }
+
+    #[test]
+    fn finds_the_expiry_of_a_token_that_tells_it() {
+        let at = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        let padded = jwt(r#"{"exp":12}"#).replace(".sig", "==.sig");
+        for (token, expected) in [
+            (jwt(r#"{"exp":12,"aud":["a"]}"#), at(12)),
+            (padded, at(12)),
+            (jwt(r#"{"exp":-1}"#), None),
+            (jwt(r#"{"exp":1e300}"#), None),
+            (jwt(r#"{"exp":"12"}"#), None),
+            (jwt("{}"), None),
+            (jwt("no JSON"), None),
+            ("a.!.c".to_owned(), None),
+            ("opaque".to_owned(), None),
+        ] {
+            assert_eq!(expiry(token.as_bytes()), expected, "{token}");
+        }
+    }
+
+    #[test]
+    fn an_expired_token_stays_at_home_only_where_a_certificate_speaks_for_us() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("istio-token");
+        let reader = Reader::new(Source::File(path.clone()));
+        for (claims, alone, with_certificate) in [
+            (r#"{"exp":12}"#, true, false),
+            (r#"{"exp":32503680000}"#, true, true),
+            ("{}", true, true),
+        ] {
+            std::fs::write(&path, jwt(claims)).unwrap();
+            assert_eq!(reader.authorization(false).is_some(), alone, "{claims}");
+            let found = reader.authorization(true).is_some();
+            assert_eq!(found, with_certificate, "{claims}");
+        }
+        assert_eq!(reader.expiry(), None);
+        let mock = Reader::new(Source::Mock).authorization(false).unwrap();
+        assert_eq!(mock, MOCK);
     }
 }

@@ -24,7 +24,8 @@ use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 /// A state with a certificate fresh from `authority`.
 async fn signed_by(authority: &FakeAuthority) -> State {
     let config = config();
-    let request = csr::generate(config.key_type, &config.identity).expect("generates");
+    let request =
+        csr::generate(config.key_type, Default::default(), &config.identity).expect("generates");
     let answer = authority.sign(&request.csr_pem, Duration::from_secs(3600));
     let answer = answer.await.expect("signs");
     let workload = Workload::new(&answer, request.key_pem, clock().now()).expect("is good");

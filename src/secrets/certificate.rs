@@ -2,7 +2,8 @@
 //!
 //! A [`Certificate`] exists only if every element of the chain is a certificate, the leaf holds
 //! the public half of our key and has not expired: what Envoy would refuse is never published.
-//! The chain is served as it came, roots included, as pilot-agent does.
+//! The chain is served as it came, roots included, as pilot-agent does. Keys are overwritten when
+//! dropped.
 //!
 //! Does not verify signatures: which roots to trust is what the answer says.
 
@@ -17,6 +18,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
 use super::name::escaped;
+use super::trust;
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 
@@ -37,7 +39,7 @@ pub struct Certificate {
     uris: Vec<String>,
 }
 
-/// Trust anchors as PEM, at least one of which is a certificate.
+/// Trust anchors as PEM, each once and in order; there is at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots(Bytes);
 
@@ -72,10 +74,11 @@ impl Workload {
         if chain.is_empty() {
             return Err(CertificateError::TooShort { found: 1 });
         }
-        let roots = Roots::new(roots, chain.len())?;
+        let anchors =
+            Roots::new(roots).ok_or_else(|| not_certificates(chain.len(), excerpt(roots)))?;
         Ok(Self {
-            certificate: Certificate::new(chain, &roots, key_pem, now)?,
-            roots,
+            certificate: Certificate::new(chain, roots, key_pem, now)?,
+            roots: anchors,
         })
     }
 }
@@ -83,7 +86,7 @@ impl Workload {
 impl Certificate {
     fn new(
         chain: &[String],
-        roots: &Roots,
+        roots: &str,
         key_pem: Zeroizing<String>,
         now: SystemTime,
     ) -> Result<Self, CertificateError> {
@@ -117,6 +120,11 @@ impl Certificate {
         &self.key_pem
     }
 
+    /// Whether it is issued to `identity`.
+    pub(super) fn is_of(&self, identity: &SpiffeId) -> bool {
+        self.uris.contains(&identity.to_string())
+    }
+
     pub(super) fn not_before(&self) -> SystemTime {
         self.not_before
     }
@@ -128,7 +136,7 @@ impl Certificate {
     /// What is odd about the certificate without being a reason to refuse it.
     pub(super) fn oddities(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
         let mut oddities = Vec::new();
-        if !self.uris.contains(&identity.to_string()) {
+        if !self.is_of(identity) {
             oddities.push(format!(
                 "it is issued to {:?}, we asked for {identity}",
                 self.uris
@@ -156,21 +164,29 @@ impl fmt::Debug for Certificate {
 }
 
 impl Roots {
-    /// One broken certificate in a bundle must not take the others with it.
-    fn new(pem: &str, index: usize) -> Result<Self, CertificateError> {
-        let any_parses = CertificateDer::pem_slice_iter(pem.as_bytes())
-            .flatten()
-            .any(|der| parsed(&der).is_ok());
-        if any_parses {
-            Ok(Self(Bytes::copy_from_slice(pem.as_bytes())))
-        } else {
-            Err(not_certificates(index, excerpt(pem)))
-        }
+    /// The certificates of a bundle; nothing if there is none in it.
+    pub(super) fn new(pem: &str) -> Option<Self> {
+        let merged = trust::merge([pem]);
+        (!merged.is_empty()).then(|| Self(merged.into()))
+    }
+
+    /// These and the others.
+    pub(super) fn with(&self, others: &Self) -> Self {
+        Self(trust::merge([self.text(), others.text()]).into())
     }
 
     pub fn pem(&self) -> &Bytes {
         &self.0
     }
+
+    fn text(&self) -> &str {
+        // Made from text, so there is no other case.
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+}
+
+pub(super) fn is_certificate(der: &CertificateDer<'_>) -> bool {
+    parsed(der).is_ok()
 }
 
 /// The certificates of all elements; the first is the leaf.
@@ -209,8 +225,9 @@ fn excerpt(text: &str) -> String {
 fn public_key(key_pem: &str) -> Result<Vec<u8>, CertificateError> {
     let der = PrivateKeyDer::from_pem_slice(key_pem.as_bytes())
         .map_err(|error| CertificateError::Key(error.into()))?;
-    let key = KeyPair::try_from(&der).map_err(|error| CertificateError::Key(error.into()))?;
-    Ok(key.der_bytes().to_vec())
+    let der = Zeroizing::new(der);
+    let key = KeyPair::try_from(&*der).map_err(|error| CertificateError::Key(error.into()))?;
+    Ok(Zeroizing::new(key).der_bytes().to_vec())
 }
 
 pub(super) fn system_time(unix: i64) -> SystemTime {
@@ -229,7 +246,7 @@ pub(super) fn uris(leaf: &X509Certificate<'_>) -> Vec<String> {
 }
 
 /// All elements in one piece, with a line break where one lacks it.
-fn joined(chain: &[String], roots: &Roots) -> Bytes {
+fn joined(chain: &[String], roots: &str) -> Bytes {
     let mut pem = Vec::new();
     for element in chain {
         pem.extend_from_slice(element.as_bytes());
@@ -237,6 +254,6 @@ fn joined(chain: &[String], roots: &Roots) -> Bytes {
             pem.push(b'\n');
         }
     }
-    pem.extend_from_slice(&roots.0);
+    pem.extend_from_slice(roots.as_bytes());
     pem.into()
 }

@@ -3,6 +3,7 @@
 //! Does not check what it signs.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
@@ -34,6 +35,7 @@ pub(crate) enum Answer {
     GarbageLeaf,
     GarbageRoots,
     ForeignKey,
+    ForeignName,
     Expired,
 }
 
@@ -43,6 +45,8 @@ pub(crate) struct FakeAuthority {
     answer: Arc<watch::Sender<Answer>>,
     log: Arc<Mutex<Log>>,
     root: Arc<Mutex<Root>>,
+    /// How far its clock is set, in seconds.
+    skew: Arc<AtomicI64>,
 }
 
 #[derive(Default)]
@@ -62,10 +66,13 @@ pub(crate) fn config() -> Config {
     Config {
         identity: SpiffeId::new("cluster.local", "shop", "cart"),
         key_type: KeyType::P256,
+        encoding: Default::default(),
         ttl: Duration::from_secs(24 * 3600),
         grace_ratio: 0.5,
         grace_jitter: 0.0,
         least_pause: crate::secrets::LEAST_PAUSE,
+        spread_by: String::new(),
+        keep: None,
     }
 }
 
@@ -81,6 +88,7 @@ impl FakeAuthority {
             answer: Arc::new(watch::Sender::new(Answer::Signed)),
             log: Arc::default(),
             root: Arc::new(Mutex::new(Root::new())),
+            skew: Arc::default(),
         }
     }
 
@@ -90,6 +98,17 @@ impl FakeAuthority {
 
     pub(crate) fn rotate_root(&self) {
         *self.root.lock().unwrap() = Root::new();
+    }
+
+    /// Signs with a new root, and says that the old one is good too.
+    pub(crate) fn rotate_root_with_overlap(&self) {
+        let mut root = self.root.lock().unwrap();
+        let old = std::mem::replace(&mut *root, Root::new());
+        root.pem.push_str(&old.pem);
+    }
+
+    pub(crate) fn set_skew(&self, seconds: i64) {
+        self.skew.store(seconds, Ordering::Relaxed);
     }
 
     pub(crate) fn root_pem(&self) -> String {
@@ -104,14 +123,29 @@ impl FakeAuthority {
         self.log.lock().unwrap().most_in_flight
     }
 
+    pub(crate) fn forget_keys(&self) {
+        self.log.lock().unwrap().keys = HashSet::new();
+    }
+
     pub(crate) fn distinct_keys(&self) -> usize {
         self.log.lock().unwrap().keys.len()
     }
 
     fn signed(&self, key: &PublicKey, life: Duration) -> Vec<String> {
+        self.signed_for(config().identity, key, life)
+    }
+
+    fn signed_for(&self, identity: SpiffeId, key: &PublicKey, life: Duration) -> Vec<String> {
+        let skew = self.skew.load(Ordering::Relaxed);
+        let distance = Duration::from_secs(skew.unsigned_abs());
         let now = self.clock.now();
+        let now = if skew < 0 {
+            now - distance
+        } else {
+            now + distance
+        };
         let mut params = CertificateParams::default();
-        let uri = config().identity.to_string();
+        let uri = identity.to_string();
         params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
         let epoch = rcgen::date_time_ymd(1970, 1, 1);
         let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH).unwrap();
@@ -152,6 +186,10 @@ impl Ca for FakeAuthority {
             Answer::ForeignKey => {
                 let other = KeyPair::generate().unwrap();
                 signed = self.signed(&PublicKey(other.public_key_raw().to_vec()), ttl);
+            }
+            Answer::ForeignName => {
+                let other = SpiffeId::new("cluster.local", "shop", "till");
+                signed = self.signed_for(other, &key, ttl);
             }
             Answer::Expired => signed = self.signed(&key, Duration::ZERO),
         }

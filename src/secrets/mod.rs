@@ -2,7 +2,8 @@
 //!
 //! One task signs at once and renews before expiry; it publishes every outcome on a watch, of which
 //! [`Secrets`] is the reading end. The last good certificate stays published until a new one is in
-//! hand or until it expires.
+//! hand or until it expires. Roots of the mesh ([`Secrets::trust`]) join those of the authority, and
+//! [`output`] writes what is published to a directory.
 //!
 //! Does not know Envoy, nor how a certificate authority is reached.
 
@@ -10,16 +11,20 @@ pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;
 pub mod files;
+pub mod keep;
 mod metrics;
 pub mod name;
 pub mod observe;
+pub mod output;
 pub mod renewal;
 mod schedule;
 #[cfg(test)]
 mod tests;
+mod trust;
 
 use std::future::Future;
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -27,18 +32,23 @@ use tokio::sync::watch;
 
 use crate::ca::Ca;
 use crate::ca::csr::KeyType;
+use crate::ca::key::Encoding;
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
+pub use certificate::Roots;
+use keep::Keep;
 use metrics::Metrics;
 use observe::{Record, Snapshot};
 use renewal::{IssueError, Renewal};
+use trust::Trust;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub identity: SpiffeId,
     pub key_type: KeyType,
+    pub encoding: Encoding,
     /// The life to ask for.
     pub ttl: Duration,
     /// The part of its life a certificate has left when it is renewed, 0 to 1.
@@ -47,6 +57,10 @@ pub struct Config {
     pub grace_jitter: f64,
     /// Bounds of the pause between two renewals, a tenth of the life, that no ratio can shorten.
     pub least_pause: RangeInclusive<Duration>,
+    /// Whom renewals are spread by, such as the name of the pod.
+    pub spread_by: String,
+    /// A directory in memory to keep key and certificate in over a restart.
+    pub keep: Option<PathBuf>,
 }
 
 /// The bounds an authority can live with.
@@ -56,7 +70,15 @@ pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Durat
 #[derive(Clone, Debug)]
 pub struct Secrets {
     state: watch::Receiver<State>,
+    mesh: watch::Sender<Option<Roots>>,
     record: Record,
+}
+
+/// A bundle of roots without any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the trust bundle of the mesh holds no certificate in {bytes} bytes, expected PEM")]
+pub struct BundleError {
+    bytes: usize,
 }
 
 /// What there is to serve at one moment.
@@ -65,7 +87,7 @@ pub struct State {
     /// None before the first answer, and once the last certificate has expired.
     pub workload: Option<Arc<certificate::Workload>>,
     /// For a moment newer than `workload`: changed roots are published first.
-    pub roots: Option<certificate::Roots>,
+    pub roots: Option<Roots>,
     /// Why the latest attempt failed; None after a success.
     pub problem: Option<Problem>,
 }
@@ -88,12 +110,18 @@ pub fn new<C: Ca>(
     registry: &Registry,
 ) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
     let (state, published) = watch::channel(State::default());
+    let (mesh, mesh_roots) = watch::channel(None);
     let record = Record::new(clock.clone());
     metrics::publish(&record, registry);
     let secrets = Secrets {
         state: published,
+        mesh,
         record: record.clone(),
     };
+    let keep = config.keep.as_ref().map(|parent| {
+        let kind = format!("{:?} {:?}", config.key_type, config.encoding);
+        Keep::new(parent, &config.identity, kind)
+    });
     let renewal = Renewal {
         config,
         ca,
@@ -101,6 +129,8 @@ pub fn new<C: Ca>(
         state,
         metrics: Metrics::new(registry),
         record,
+        trust: Trust::new(mesh_roots),
+        keep,
     };
     (secrets, renewal.run())
 }
@@ -120,6 +150,27 @@ impl Problem {
 impl Secrets {
     pub fn latest(&self) -> State {
         self.state.borrow().clone()
+    }
+
+    /// Takes the trust bundle of the mesh, PEM, in place of the last. An empty one is none.
+    pub fn trust(&self, bundle: &str) -> Result<(), BundleError> {
+        let roots = Roots::new(bundle);
+        if roots.is_none() && !bundle.trim().is_empty() {
+            let bytes = bundle.len();
+            return Err(BundleError { bytes });
+        }
+        let changed = self.mesh.send_if_modified(|mesh| {
+            let changed = *mesh != roots;
+            *mesh = roots;
+            changed
+        });
+        let what = if changed {
+            "update new"
+        } else {
+            "skip for same"
+        };
+        tracing::debug!(target: "cache", "{what} trust bundle");
+        Ok(())
     }
 
     /// What there is, for people to read.

@@ -2,7 +2,8 @@
 //!
 //! It signs, publishes, and waits for the calendar moment of the renewal; a suspended machine or a
 //! clock that was set renews at once. A failure is retried through the whole remaining life. Beside
-//! it runs the one other writer of the state, which withdraws a certificate that has expired.
+//! it run the other writers of the state: one withdraws a certificate that has expired, one
+//! publishes roots of the mesh. A certificate that was kept is as good as one just signed.
 //!
 //! Does not serve anybody: see [`super::Secrets`].
 
@@ -13,9 +14,11 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::certificate::{CertificateError, Workload};
+use super::keep::Keep;
 use super::metrics::Metrics;
 use super::observe::{Issued, Record};
-use super::{Config, Problem, State, schedule};
+use super::trust::Trust;
+use super::{Config, Problem, Roots, State, schedule};
 use crate::backoff::Backoff;
 use crate::ca::csr::{self, CsrError};
 use crate::ca::{Ca, Retry, SignError};
@@ -44,6 +47,12 @@ const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 /// Envoy of the pod has them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
+/// A certificate just signed, and the answer it came in.
+struct New {
+    workload: Workload,
+    answer: Vec<String>,
+}
+
 pub(super) struct Renewal<C> {
     pub(super) config: Config,
     pub(super) ca: C,
@@ -51,41 +60,104 @@ pub(super) struct Renewal<C> {
     pub(super) state: watch::Sender<State>,
     pub(super) metrics: Metrics,
     pub(super) record: Record,
+    pub(super) trust: Trust,
+    pub(super) keep: Option<Keep>,
 }
 
 impl<C: Ca> Renewal<C> {
     /// Renews for ever.
     pub(super) async fn run(self) {
-        tokio::join!(self.keep_fresh(), self.withdraw_expired());
+        tokio::join!(
+            self.keep_fresh(),
+            self.withdraw_expired(),
+            self.follow_mesh()
+        );
     }
 
     async fn keep_fresh(&self) {
         let mut retries = Retries::new();
+        if let Some(due) = self.restore().await {
+            self.wait_for_renewal(due).await;
+        }
         loop {
             match self.issue(retries.failures > 0).await {
-                Ok(workload) => {
+                Ok(new) => {
                     retries = Retries::new();
-                    let due = self.renewal_time(&workload);
-                    self.note(&workload, due);
-                    self.publish(Arc::new(workload)).await;
-                    self.clock.sleep_until(due).await;
-                    tracing::debug!(target: "cache", "rotating certificate");
+                    let now = self.clock.now();
+                    let due = self.renewal_time(&new.workload, now);
+                    self.note(&new.workload, now, due);
+                    let workload = Arc::new(new.workload);
+                    self.publish(workload.clone()).await;
+                    if let Some(keep) = self.keep.clone() {
+                        keep.save(workload, new.answer, now).await;
+                    }
+                    self.wait_for_renewal(due).await;
                 }
                 Err(error) => {
                     let wait = retries.next_wait(&error, self.remaining());
                     self.report(error, retries.failures, wait);
-                    tokio::time::sleep(wait).await;
+                    self.clock.sleep_until_due(self.clock.now() + wait).await;
                 }
             }
         }
     }
 
+    /// Until the renewal is due, or until another bundle of the mesh makes it due earlier, at a
+    /// moment of our own.
+    async fn wait_for_renewal(&self, mut due: SystemTime) {
+        let mut mesh = self.trust.mesh();
+        let mut is_first = mesh.borrow_and_update().is_none();
+        loop {
+            tokio::select! {
+                () = self.clock.sleep_until_due(due) => break,
+                changed = mesh.changed() => {
+                    if changed.is_err() {
+                        // Nobody can send another bundle.
+                        self.clock.sleep_until_due(due).await;
+                        break;
+                    }
+                    // The certificate is as new as the first bundle.
+                    if !std::mem::take(&mut is_first) {
+                        due = due.min(self.clock.now() + self.spread());
+                    }
+                }
+            }
+        }
+        tracing::debug!(target: "cache", "rotating certificate");
+    }
+
+    fn spread(&self) -> Duration {
+        let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
+        let wait = schedule::spread(self.remaining().unwrap_or_default(), drawn);
+        tracing::info!(
+            target: "cache",
+            "the trust bundle of the mesh has changed, renewing in {wait:?} at the latest"
+        );
+        wait
+    }
+
+    /// Publishes what was kept. Returns when it is to be renewed.
+    async fn restore(&self) -> Option<SystemTime> {
+        let keep = self.keep.clone()?;
+        let now = self.clock.now();
+        let (workload, issued) = keep.restore(now).await?;
+        let due = self.renewal_time(&workload, issued);
+        let ttl = left(workload.certificate.not_after(), now);
+        tracing::info!(target: "cache", ?ttl, "using the workload certificate that was kept");
+        self.note(&workload, issued, due);
+        self.publish(Arc::new(workload)).await;
+        Some(due)
+    }
+
     /// One attempt. A new key each time, so that no key outlives its certificate.
-    async fn issue(&self, is_retry: bool) -> Result<Workload, IssueError> {
+    async fn issue(&self, is_retry: bool) -> Result<New, IssueError> {
         let started = Instant::now();
-        let (key_type, identity) = (self.config.key_type, self.config.identity.clone());
-        let request =
-            tokio::task::spawn_blocking(move || csr::generate(key_type, &identity)).await??;
+        let Config {
+            key_type, encoding, ..
+        } = self.config;
+        let identity = self.config.identity.clone();
+        let generating = move || csr::generate(key_type, encoding, &identity);
+        let request = tokio::task::spawn_blocking(generating).await??;
         let answer = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
         let workload = Workload::new(&answer, request.key_pem, now)?;
@@ -99,7 +171,7 @@ impl<C: Ca> Renewal<C> {
             ttl = ?left(workload.certificate.not_after(), now),
             "generated new workload certificate"
         );
-        Ok(workload)
+        Ok(New { workload, answer })
     }
 
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
@@ -114,47 +186,77 @@ impl<C: Ca> Renewal<C> {
         answer
     }
 
-    fn renewal_time(&self, workload: &Workload) -> SystemTime {
+    /// For a certificate taken into use at `issued`.
+    fn renewal_time(&self, workload: &Workload, issued: SystemTime) -> SystemTime {
         let Config {
             grace_ratio,
             grace_jitter,
             ref least_pause,
             ..
         } = self.config;
-        let ratio = schedule::varied(grace_ratio, grace_jitter, fastrand::f64() * 2.0 - 1.0);
-        let now = self.clock.now();
-        let due = schedule::renewal_time(now, workload.certificate.not_after(), ratio, least_pause);
-        let wait = left(due, now);
+        let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
+        let ratio = schedule::varied(grace_ratio, grace_jitter, drawn * 2.0 - 1.0);
+        let not_after = workload.certificate.not_after();
+        let due = schedule::renewal_time(issued, not_after, ratio, least_pause);
+        let wait = left(due, self.clock.now());
         tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
         due
     }
 
-    fn note(&self, workload: &Workload, due: SystemTime) {
+    fn note(&self, workload: &Workload, issued: SystemTime, due: SystemTime) {
         self.record.issue(Issued {
             not_before: workload.certificate.not_before(),
             not_after: workload.certificate.not_after(),
-            at: self.clock.now(),
+            at: issued,
             due,
         });
     }
 
+    /// Changed roots go ahead, together with those they replace: whichever of the two certificates
+    /// an Envoy holds at a moment, it is one its roots vouch for.
     async fn publish(&self, workload: Arc<Workload>) {
-        let roots = Some(workload.roots.clone());
-        let roots_changed = {
-            let state = self.state.borrow();
-            state.roots.is_some() && state.roots != roots
-        };
-        if roots_changed {
+        self.trust.learn(&workload.roots);
+        if let Some(both) = self.both_roots() {
             tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
-            self.state
-                .send_modify(|state| state.roots.clone_from(&roots));
+            self.state.send_if_modified(|state| {
+                let is_new = state.roots.as_ref() != Some(&both);
+                state.roots = Some(both);
+                is_new
+            });
             tokio::time::sleep(ROOTS_AHEAD).await;
         }
         self.state.send_replace(State {
             workload: Some(workload),
-            roots,
+            roots: self.trust.merged(),
             problem: None,
         });
+    }
+
+    /// The roots published and those to be published, if they differ.
+    fn both_roots(&self) -> Option<Roots> {
+        let published = self.state.borrow().roots.clone()?;
+        let merged = self.trust.merged().filter(|merged| *merged != published)?;
+        Some(merged.with(&published))
+    }
+
+    /// Publishes roots of the mesh as they come.
+    async fn follow_mesh(&self) {
+        let mut mesh = self.trust.mesh();
+        while mesh.changed().await.is_ok() {
+            self.state.send_if_modified(|state| {
+                let merged = self.trust.merged();
+                // Before the first certificate there is nothing to publish.
+                let is_new = state.roots.is_some() && state.roots != merged;
+                if is_new {
+                    tracing::info!(
+                        target: "cache",
+                        "Root cert has changed, start rotating root cert"
+                    );
+                    state.roots = merged;
+                }
+                is_new
+            });
+        }
     }
 
     /// How long the certificate in hand has to live.
@@ -177,6 +279,13 @@ impl<C: Ca> Renewal<C> {
         };
         let cause = problem.cause();
         let next = format!("failure {failures} in a row, next attempt in {wait:?}");
+        if let IssueError::Sign(_) | IssueError::Silent = *problem.error {
+            let attempt = failures.saturating_add(1);
+            tracing::warn!(
+                target: "ca",
+                "ca request failed, starting attempt {attempt} in {wait:?}"
+            );
+        }
         tracing::error!(target: "cache", "resource:default failed to sign: {cause}; {next}");
         if self.state.borrow().roots.is_none() {
             tracing::warn!(
@@ -253,11 +362,12 @@ impl Retries {
         let cap = schedule::retry_cap(remaining);
         self.backoff.set_cap(cap);
         let wait = self.backoff.next_wait();
-        if may_pass(error) {
+        let wait = if may_pass(error) {
             wait
         } else {
             Backoff::new(cap, cap).next_wait()
-        }
+        };
+        wait.max(schedule::LEAST_WAIT)
     }
 }
 

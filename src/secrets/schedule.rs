@@ -5,11 +5,18 @@
 //!
 //! Does not wait, and does not read a clock.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
 /// Ceiling of the first wait after a failure.
 pub(super) const RETRY_BASE: Duration = Duration::from_millis(500);
+
+/// No two attempts are closer than this.
+pub(super) const LEAST_WAIT: Duration = Duration::from_millis(100);
+
+/// The longest a renewal is put off that new roots of the mesh ask for.
+const LONGEST_SPREAD: Duration = Duration::from_secs(600);
 
 /// Ceiling of the waits while the certificate in hand has long to live.
 const RETRY_CAP: Duration = Duration::from_secs(60);
@@ -21,6 +28,21 @@ const RETRY_CAP_EMPTY_HANDED: Duration = Duration::from_secs(5);
 /// `ratio` moved by up to `jitter`; `drawn` lies in -1 to 1.
 pub(super) fn varied(ratio: f64, jitter: f64, drawn: f64) -> f64 {
     (ratio + jitter * drawn).clamp(0.0, 1.0)
+}
+
+/// A place between 0 and 1: random, and shifted by who we are, so that copies of one machine, which
+/// share their random numbers for a while, do not move in step.
+pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
+    let mut hasher = DefaultHasher::new();
+    spread_by.hash(&mut hasher);
+    let own = hasher.finish() as f64 / u64::MAX as f64;
+    (own + random).fract()
+}
+
+/// How long to put off a renewal that the whole mesh is asked for at the same moment, by a place
+/// between 0 and 1: within a tenth of what is left.
+pub(super) fn spread(remaining: Duration, drawn: f64) -> Duration {
+    (remaining / 10).min(LONGEST_SPREAD).mul_f64(drawn)
 }
 
 /// When `ratio` of the life between `created` and `not_after` is left.
@@ -114,6 +136,18 @@ mod tests {
                 assert!(off < Duration::from_millis(1), "{found:?} {expected:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_fleet_spreads_whether_or_not_its_random_numbers_differ() {
+        let pods = (0..1000).map(|pod| drawn(&format!("pod-{pod}"), 0.3));
+        let places: Vec<_> = pods.collect();
+        assert!(places.iter().all(|place| (0.0..1.0).contains(place)));
+        let early = places.iter().filter(|place| **place < 0.1).count();
+        assert!((50..150).contains(&early), "{early}");
+        assert_ne!(drawn("pod", 0.3), drawn("pod", 0.4));
+        assert_eq!(spread(24 * HOUR, 1.0), 10 * MINUTE);
+        assert_eq!(spread(MINUTE, 0.5), Duration::from_secs(3));
     }
 
     #[test]

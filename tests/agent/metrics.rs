@@ -166,10 +166,13 @@ async fn the_readme_names_every_metric() {
     let config = secrets::Config {
         identity: SpiffeId::new("cluster.local", "default", "bench"),
         key_type: KeyType::P256,
+        encoding: Default::default(),
         ttl: Duration::from_secs(3600),
         grace_ratio: 0.5,
         grace_jitter: 0.0,
         least_pause: secrets::LEAST_PAUSE,
+        spread_by: String::new(),
+        keep: None,
     };
     let clock = Clock::system();
     let (secrets, _) = secrets::new(config, authority, clock, &bench.registry);

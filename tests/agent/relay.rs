@@ -270,7 +270,7 @@ async fn a_stalled_envoy_never_blocks_a_certificate_request() {
     let authority = IstioCa::new(bench.istiod.clone(), String::new(), Duration::from_secs(10));
     let identity = SpiffeId::new("cluster.local", "default", "bench");
     for _ in 0..20 {
-        let request = csr::generate(KeyType::P256, &identity).unwrap();
+        let request = csr::generate(KeyType::P256, Default::default(), &identity).unwrap();
         let chain = authority
             .sign(&request.csr_pem, Duration::from_secs(60))
             .await

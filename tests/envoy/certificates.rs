@@ -169,10 +169,13 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     let config = secrets::Config {
         identity: SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT),
         key_type: KeyType::P256,
+        encoding: Default::default(),
         ttl: Duration::from_secs(3600),
         grace_ratio: 1.0,
         grace_jitter: 0.0,
         least_pause: PAUSE,
+        spread_by: String::new(),
+        keep: None,
     };
     let registry = Registry::default();
     let (secrets, renewal) =

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use istio_agent::ca::Ca;
 use istio_agent::ca::csr::{self, KeyType};
+use istio_agent::ca::key::Encoding;
 use istio_agent::clock::Clock;
 use istio_agent::identity::SpiffeId;
 use istio_agent::lifecycle::CancellationToken;
@@ -26,7 +27,7 @@ const LIFE: Duration = Duration::from_secs(3600);
 /// Has a certificate signed and writes it, each file in place of the old one.
 async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
     let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
-    let request = csr::generate(KeyType::P256, &identity).unwrap();
+    let request = csr::generate(KeyType::P256, Encoding::Pkcs8, &identity).unwrap();
     let chain = connection
         .authority()
         .sign(&request.csr_pem, LIFE)

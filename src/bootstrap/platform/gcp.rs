@@ -1,12 +1,13 @@
 //! Google Cloud: told by `GCP_METADATA`, or asked from its metadata service.
 //!
-//! Does not use credentials.
+//! Does not use credentials, but asks for one.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
 use http::Method;
+use zeroize::Zeroizing;
 
 use super::http::{Answer, ask};
 use super::{Config, LIMIT, Locality, Platform, SERVICE, present};
@@ -15,6 +16,9 @@ const PREFIX: &str = "/computeMetadata/v1";
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// How long another machine than one of Google's may keep us waiting.
 const DOUBT: Duration = Duration::from_millis(200);
+
+/// How long a token may take, for which Google signs.
+const TOKEN_LIMIT: Duration = Duration::from_secs(5);
 
 /// What is known without asking.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,14 +128,26 @@ async fn asked(config: &Config, zone_of_names: Option<String>) -> Platform {
     }
 }
 
+/// A token by which this machine is known to `audience`.
+pub(crate) async fn identity(config: &Config, audience: &str) -> Option<Zeroizing<String>> {
+    let path =
+        format!("instance/service-accounts/default/identity?audience={audience}&format=full");
+    let token = Zeroizing::new(get_within(config, &path, TOKEN_LIMIT).await?);
+    (!token.is_empty()).then_some(token)
+}
+
 async fn get(config: &Config, path: &str) -> Option<String> {
+    get_within(config, path, LIMIT).await
+}
+
+async fn get_within(config: &Config, path: &str, limit: Duration) -> Option<String> {
     let path = format!("{PREFIX}/{path}");
     let answer: Answer = match &config.gcp_host {
         Some(host) if host.contains(':') => {
-            ask(host.as_str(), Method::GET, &path, FLAVOR, LIMIT).await?
+            ask(host.as_str(), Method::GET, &path, FLAVOR, limit).await?
         }
-        Some(host) => ask((host.as_str(), 80), Method::GET, &path, FLAVOR, LIMIT).await?,
-        None => ask(SERVICE, Method::GET, &path, FLAVOR, LIMIT).await?,
+        Some(host) => ask((host.as_str(), 80), Method::GET, &path, FLAVOR, limit).await?,
+        None => ask(SERVICE, Method::GET, &path, FLAVOR, limit).await?,
     };
     answer.good.then(|| answer.text.trim().to_owned())
 }

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 pub use super::locality::Locality;
 pub use gcp::Static as StaticGcp;
+pub(crate) use gcp::identity as google_identity;
 
 /// The longest the clouds may take.
 const LIMIT: Duration = Duration::from_secs(1);

@@ -2,7 +2,8 @@
 //!
 //! One call takes no longer than its deadline, connecting included. When an answer does not come in
 //! time the connection is left, so that the next call dials anew; an answered error says nothing
-//! against the connection.
+//! against the connection. But one that knows us by a token only is left when istiod does not know
+//! us, if a client certificate may be had by now.
 //!
 //! Does not look into the certificates.
 
@@ -39,6 +40,34 @@ impl IstioCa {
             istiod,
             cert_signer,
             deadline,
+        }
+    }
+
+    async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+        let end = tokio::time::Instant::now() + self.deadline;
+        let connecting = tokio::time::timeout_at(end, self.istiod.try_connection());
+        let connection = match connecting.await {
+            Ok(connected) => connected.map_err(|error| unavailable(&error))?,
+            Err(_) => return Err(self.late("no connection to istiod at")),
+        };
+        let call = self.create(connection.clone(), self.message(csr_pem, ttl));
+        match tokio::time::timeout_at(end, call).await {
+            Ok(answer) => {
+                self.leave_if_unknown(&connection, &answer);
+                chain(answer?)
+            }
+            Err(_) => {
+                self.istiod.leave(&connection);
+                Err(self.late("no answer from istiod at"))
+            }
+        }
+    }
+
+    fn leave_if_unknown<T>(&self, connection: &Connection, answer: &Result<T, Status>) {
+        let unknown = matches!(answer, Err(status) if status.code() == Code::Unauthenticated);
+        if unknown && self.istiod.lacks_certificate(connection) {
+            self.istiod.leave(connection);
+            tracing::info!(target: "citadelclient", "recreated connection");
         }
     }
 
@@ -84,20 +113,11 @@ impl IstioCa {
 
 impl Ca for IstioCa {
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let end = tokio::time::Instant::now() + self.deadline;
-        let connecting = tokio::time::timeout_at(end, self.istiod.try_connection());
-        let connection = match connecting.await {
-            Ok(connected) => connected.map_err(|error| unavailable(&error))?,
-            Err(_) => return Err(self.late("no connection to istiod at")),
-        };
-        let call = self.create(connection.clone(), self.message(csr_pem, ttl));
-        match tokio::time::timeout_at(end, call).await {
-            Ok(answer) => chain(answer?),
-            Err(_) => {
-                self.istiod.leave(&connection);
-                Err(self.late("no answer from istiod at"))
-            }
+        let outcome = self.signed(csr_pem, ttl).await;
+        if let Err(error) = &outcome {
+            tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
         }
+        outcome
     }
 }
 

@@ -5,8 +5,8 @@ use tonic::Code;
 
 use super::IstioCa;
 use crate::ca::{Ca, Retry, SignError};
-use crate::istiod::fake::{Answer, ENDLESS, Fake, plaintext, run};
-use crate::istiod::{Body, Istiod};
+use crate::istiod::fake::{self, Answer, Authority, Clients, ENDLESS, Fake, Files, plaintext, run};
+use crate::istiod::{Body, Istiod, Security, tls};
 
 /// What a stream may hold unread.
 const WINDOW: usize = 4 << 20;
@@ -172,4 +172,37 @@ fn tells_passing_causes_from_lasting_ones() {
         let expected = if lasting { Retry::Later } else { Retry::Soon };
         assert_eq!(SignError { code, message }.retry(), expected, "{code:?}");
     }
+}
+
+#[tokio::test]
+async fn a_client_certificate_that_came_later_is_shown_once_istiod_does_not_know_us() {
+    let authority = Authority::new("root");
+    let tls = fake::server_tls(&authority, fake::NAME, Clients::Optional);
+    let fake = Fake::start(Some(tls)).await;
+    let files = Files::new();
+    let mut config = fake::encrypted(fake.address, &files.write("root.pem", &authority.pem()));
+    let [chain, key] = ["cert-chain.pem", "key.pem"].map(|name| {
+        let path = files.write(name, "");
+        std::fs::remove_file(&path).unwrap();
+        path
+    });
+    if let Security::Tls(tls) = &mut config.security {
+        tls.client = Some(tls::ClientCertificate { chain, key });
+    }
+    let (istiod, _tasks) = run(config);
+    let ca = ca(&istiod, DAY);
+    let refusal = || Answer::Refusal(Code::Unauthenticated, "request authenticate failure");
+    fake.answers([Answer::Chain(vec!["leaf", "root"]), refusal()]);
+    assert!(ca.sign("csr", DAY).await.is_ok());
+    let pair = authority.issue("workload");
+    files.write("cert-chain.pem", &pair.chain);
+    files.write("key.pem", &pair.key);
+    let (code, _) = found(ca.sign("csr", DAY).await);
+    assert_eq!(code, Code::Unauthenticated);
+    fake.answers([refusal(), refusal()]);
+    for _ in 0..2 {
+        assert!(ca.sign("csr", DAY).await.is_err());
+    }
+    // With the certificate there is nothing better to dial for.
+    assert_eq!(fake.seen().connections, [false, true]);
 }

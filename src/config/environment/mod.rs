@@ -162,8 +162,14 @@ variables! {
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Replaces Envoy while it serves, on SIGHUP and when its binary or what its bootstrap is made of changes.", Own;
     ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "How long a replaced Envoy may finish what it has begun; longer than the drain duration.", Own;
     GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
-    OUTPUT_CERTS: String = "", "Directory of certificates named in the bootstrap of gRPC applications.", Same, State::NotYet("certificates in files");
-    COMPLIANCE_POLICY: String = "", "fips-140-2 limits the TLS of Envoy's gRPC library.", Same, State::NotYet("connection to istiod");
+    OUTPUT_CERTS: String = "", "Directory to write key, chain and roots to; named in the bootstrap of gRPC applications.", Same;
+    COMPLIANCE_POLICY: String = "", "Limits TLS to istiod and Envoy's: fips-140-2, fips-140-3 or pqc.", Same;
+    PKCS8_KEY: bool = "false", "Writes keys as PKCS #8, not as PKCS #1 or SEC 1.", Same;
+    CREDENTIAL_FETCHER_TYPE: String = "JWT", "Where tokens come from: JWT (a file), GoogleComputeEngine or Mock.", Same;
+    PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes further roots from istiod's ProxyConfig.", Same;
+    KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes: files of OUTPUT_CERTS are readable by all.", Same;
+    ISTIO_AGENT_KEEP_CERTS: String = "", "Directory in memory to keep key and certificate in over a restart of the container; empty is none.", Own;
+    ISTIO_AGENT_CORE_DUMP: bool = "false", "Lets the agent dump core, and debuggers at it: its keys are in there.", Own;
     ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS in sidecars; told to istiod.", Same;
     ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS in nodes of any type.", Same;
     DNS_PROXY_ADDR: String = "", "Where DNS is answered; empty is localhost:15053. Told to istiod.", Same;

@@ -44,14 +44,10 @@ pub(super) const OTHERS: &[Row] = &[
     row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
 
     // Identity and configuration.
-    row("KUBERNETES_SERVICE_HOST", "string", "", "Set by Kubernetes.", WithoutEffect("it picks the mode of certificate files and a Google platform's name, neither of which exists here yet")),
 
     // Connection, certificate authority, certificates.
-    row("PKCS8_KEY", "bool", "false", "Encodes keys as PKCS #8.", WithoutEffect("keys are always PKCS #8")),
-    row("CREDENTIAL_FETCHER_TYPE", "string", "JWT", "Where tokens come from.", CONNECTION),
     row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
     row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),
-    row("PROXY_CONFIG_XDS_AGENT", "bool", "false", "Takes further roots from istiod's ProxyConfig.", CONNECTION),
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
 
     // Envoy.

@@ -1,6 +1,7 @@
 use tokio::net::TcpListener;
 
 use super::{failure, until_gone};
+use crate::compliance::Policy;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, tls};
 
@@ -157,5 +158,57 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
         });
         let text = failure(config).await;
         assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_certificate_that_istiod_refuses_is_left_out() {
+    let (authority, retired) = (Authority::new("root"), Authority::new("retired"));
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let pair = retired.issue("workload");
+    for policy in [Policy::None, Policy::Fips140_2] {
+        let mut config = encrypted(fake.address, &roots);
+        if let Security::Tls(tls) = &mut config.security {
+            tls.policy = policy;
+        }
+        *client(&mut config) = Some(tls::ClientCertificate {
+            chain: files.write("cert-chain.pem", &pair.chain),
+            key: files.write("key.pem", &pair.key),
+        });
+        let (istiod, _tasks) = run(config);
+        let connection = istiod.try_connection().await.unwrap();
+        assert_eq!(fake.seen().connections.last(), Some(&false), "{policy:?}");
+        assert!(istiod.lacks_certificate(&connection));
+    }
+}
+
+#[tokio::test]
+async fn a_compliance_policy_decides_version_and_key_exchange() {
+    use rustls::NamedGroup::{X25519MLKEM768, secp256r1};
+    use rustls::ProtocolVersion::{TLSv1_2, TLSv1_3};
+    let authority = Authority::new("root");
+    let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    for (policy, version, group) in [
+        (Policy::None, TLSv1_3, X25519MLKEM768),
+        (Policy::Fips140_2, TLSv1_2, secp256r1),
+        (Policy::Fips140_3, TLSv1_3, secp256r1),
+        (Policy::Pqc, TLSv1_3, X25519MLKEM768),
+    ] {
+        let mut config = encrypted(fake.address, &roots);
+        if let Security::Tls(tls) = &mut config.security {
+            tls.policy = policy;
+        }
+        let (istiod, _tasks) = run(config);
+        let connection = istiod.try_connection().await.unwrap();
+        let tls = connection.about().tls.unwrap();
+        assert_eq!(
+            (tls.version, tls.key_exchange),
+            (Some(version), Some(group))
+        );
+        assert!(format!("{:?}", tls.cipher).contains("AES"), "{policy:?}");
     }
 }

@@ -131,6 +131,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
             server_name: "istiod.istio-system.svc".into(),
             roots: tls::Roots::File(directory.join("root.pem")),
             client: None,
+            policy: istio_agent::compliance::Policy::None,
         }),
         token: token::Source::File(directory.join("token")),
         metadata: vec![(

@@ -48,6 +48,7 @@ impl Connection {
                 server_name: "istiod.istio-system.svc".to_owned(),
                 roots: istiod::tls::Roots::File(root),
                 client: None,
+                policy: istio_agent::compliance::Policy::None,
             }),
             token: istiod::token::Source::File(token),
             metadata: Vec::new(),
@@ -82,7 +83,7 @@ pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
     let authority = LocalIstiod::start(options).await.unwrap();
     let connection = Connection::to(&authority);
     let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
-    let request = csr::generate(KeyType::P256, &identity).unwrap();
+    let request = csr::generate(KeyType::P256, Default::default(), &identity).unwrap();
     let signed = connection.authority().sign(&request.csr_pem, LONG).await;
     let leaf = CertificateDer::from_pem_slice(signed.unwrap()[0].as_bytes()).unwrap();
     let key = PrivateKeyDer::from_pem_slice(request.key_pem.as_bytes()).unwrap();

@@ -39,6 +39,7 @@ fn bare() -> Overview {
             connected: None,
             dials: 0,
             last_error: None,
+            token_expires: None,
         },
         certificates: None,
         discovery: Discovery {
@@ -105,8 +106,10 @@ fn abused() -> Overview {
             version: Some(hostile()),
             key_exchange: None,
             cipher: Some(hostile()),
+            client_certificate: true,
         }),
     });
+    overview.istiod.token_expires = Some(hostile());
     overview.istiod.last_error = Some(Failure {
         at: hostile(),
         error: hostile(),

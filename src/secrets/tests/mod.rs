@@ -10,6 +10,9 @@ use super::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
+mod faults;
+mod kept;
+
 struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
@@ -76,7 +79,8 @@ async fn asks_at_once_and_serves_the_answer_as_it_came() {
     let chain = std::str::from_utf8(workload.certificate.chain_pem()).expect("is PEM");
     assert!(chain.ends_with(&roots));
     assert_eq!(chain.matches("BEGIN CERTIFICATE").count(), 2);
-    assert_eq!(workload.roots.pem(), roots.as_bytes());
+    let anchors = roots.trim().replace('\r', "");
+    assert_eq!(workload.roots.pem(), anchors.as_bytes());
     assert!(workload.certificate.key_pem().contains("PRIVATE KEY"));
     assert!(!format!("{:?}", fixture.secrets.latest()).contains("PRIVATE KEY"));
 }
@@ -207,6 +211,8 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
     let before = Instant::now();
     let second = fixture.renewed(&first).await;
     assert!(before.elapsed() <= Duration::from_secs(2));
+    let both = state.roots.expect("are there");
+    assert_eq!(both, first.roots.with(&second.roots));
     assert_eq!(fixture.secrets.latest().roots.as_ref(), Some(&second.roots));
     assert_eq!(fixture.authority.most_in_flight(), 1);
 }
@@ -236,7 +242,8 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     let ours = config().identity;
-    let request = crate::ca::csr::generate(KeyType::P256, &ours).expect("generates");
+    let request =
+        crate::ca::csr::generate(KeyType::P256, Default::default(), &ours).expect("generates");
     let answer = authority.sign(&request.csr_pem, HOUR).await.expect("signs");
     let behind = clock.now() - HOUR;
     let workload = Workload::new(&answer, request.key_pem, behind).expect("is accepted");
@@ -250,7 +257,8 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
 #[tokio::test]
 async fn every_kind_of_key_is_recognised_in_its_certificate() {
     for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
-        let request = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        let request = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
+            .expect("generates");
         let key = rcgen::KeyPair::from_pem(&request.key_pem).expect("is a key");
         let itself = rcgen::CertificateParams::default()
             .self_signed(&key)
@@ -259,7 +267,8 @@ async fn every_kind_of_key_is_recognised_in_its_certificate() {
         let answer = [itself.clone(), itself];
         let now = clock().now();
         Workload::new(&answer, request.key_pem, now).expect("matches its key");
-        let other = crate::ca::csr::generate(key_type, &config().identity).expect("generates");
+        let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
+            .expect("generates");
         assert!(matches!(
             Workload::new(&answer, other.key_pem, now),
             Err(CertificateError::ForeignKey)

@@ -1,0 +1,155 @@
+//! Has Google's metadata service vouch for this machine, and keeps what it says in the token file.
+//!
+//! A token is replaced well before it expires, as the calls to istiod read the file as they find it.
+//! The file is replaced as a whole.
+//!
+//! Does not send the token.
+
+use std::convert::Infallible;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::bootstrap::platform;
+use crate::clock::Clock;
+use crate::config::GoogleToken;
+use crate::istiod::token;
+
+/// A token with less life left is replaced.
+const AHEAD: Duration = Duration::from_secs(25 * 60);
+
+/// How long a token is used at the least, and one that does not say when it expires.
+const LEAST: Duration = Duration::from_secs(5 * 60);
+
+const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+
+/// Why there is no new token.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("Failed to get vm identity token from metadata server: no token for audience {0:?}")]
+    NoAnswer(String),
+    #[error("Encountered error when writing vm identity token: {0}")]
+    Write(#[from] io::Error),
+}
+
+pub(super) async fn keep_fresh(
+    config: GoogleToken,
+    platform: platform::Config,
+    clock: Clock,
+) -> Infallible {
+    let mut retry = RETRY;
+    loop {
+        let wait = match refresh(&config, &platform, &clock).await {
+            Ok(wait) => {
+                retry.reset();
+                wait
+            }
+            Err(error) => {
+                let wait = retry.next_wait().max(Duration::from_millis(100));
+                tracing::error!(
+                    target: "gcecred",
+                    "credential refresh failed: {error}; next attempt in {wait:?}"
+                );
+                wait
+            }
+        };
+        clock.sleep_until_due(clock.now() + wait).await;
+    }
+}
+
+/// Returns how long the new token is to be used.
+async fn refresh(
+    config: &GoogleToken,
+    platform: &platform::Config,
+    clock: &Clock,
+) -> Result<Duration, Error> {
+    let token = platform::google_identity(platform, &config.audience).await;
+    let token = token.ok_or_else(|| Error::NoAnswer(config.audience.clone()))?;
+    write(&config.path, token.as_bytes())?;
+    let expiry = token::expiry(token.as_bytes());
+    let left = expiry.and_then(|end| end.duration_since(clock.now() + AHEAD).ok());
+    Ok(left.unwrap_or_default().max(LEAST))
+}
+
+fn write(path: &Path, token: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("new");
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o640)
+        .open(&temporary)?;
+    file.write_all(token)?;
+    fs::rename(temporary, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use base64::Engine;
+    use base64::prelude::BASE64_URL_SAFE_NO_PAD;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::bootstrap::platform::Choice;
+
+    #[tokio::test]
+    async fn the_token_is_asked_for_by_audience_written_and_replaced_before_it_expires() {
+        let clock = Clock::system();
+        let end = clock.now() + Duration::from_secs(3600);
+        let end = end.duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        let claims = BASE64_URL_SAFE_NO_PAD.encode(format!("{{\"exp\":{end}}}"));
+        let token = format!("e30.{claims}.sig");
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let platform = platform::Config {
+            choice: Choice::None,
+            gcp: None,
+            gcp_host: Some(listener.local_addr().unwrap().to_string()),
+            root: "/".into(),
+            v6: false,
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("istio-token");
+        let config = GoogleToken {
+            audience: "td.example".to_owned(),
+            path: path.clone(),
+        };
+        let serve = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 1024];
+            let read = stream.read(&mut request).await.unwrap();
+            let length = token.len();
+            let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{token}");
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            String::from_utf8_lossy(&request[..read]).into_owned()
+        };
+        let (wait, request) = tokio::join!(refresh(&config, &platform, &clock), serve);
+        assert!(
+            request.contains("identity?audience=td.example&format=full"),
+            "{request}"
+        );
+        assert_eq!(fs::read_to_string(&path).unwrap(), token);
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o640
+        );
+        let minutes = wait.unwrap().as_secs() / 60;
+        assert!((34..=35).contains(&minutes), "{minutes}");
+        drop(listener);
+        let error = refresh(&config, &platform, &clock).await.unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("Failed to get vm identity token")
+        );
+        assert_eq!(fs::read_to_string(&path).unwrap(), token);
+    }
+}

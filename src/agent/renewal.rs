@@ -1,0 +1,62 @@
+//! Connects the keeper of secrets: to its authority, to whoever provides the token, and to the
+//! directory it is written to.
+//!
+//! Does not serve secrets.
+
+use std::time::Duration;
+
+use super::{Agent, google_token};
+use crate::ca::csr::KeyType;
+use crate::ca::istio::IstioCa;
+use crate::clock::Clock;
+use crate::config::KeyChoice;
+use crate::istiod::Istiod;
+use crate::secrets::{self, Secrets, output};
+
+/// How long one certificate request may take, connecting included.
+const SIGNING_LIMIT: Duration = Duration::from_secs(10);
+
+impl Agent {
+    /// Has certificates signed, kept and written as configured.
+    pub(super) fn renewal(&mut self, istiod: &Istiod) -> Secrets {
+        let authority = match self.config.ca_istiod.clone() {
+            Some(config) => self.istiod("connection to the certificate authority", config),
+            None => istiod.clone(),
+        };
+        if let Some(token) = self.config.google_token.clone() {
+            let platform = self.config.platform.clone();
+            let fetching = google_token::keep_fresh(token, platform, Clock::system());
+            self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
+        }
+        let parameters = &self.config.secrets;
+        let signer = parameters.cert_signer.clone().unwrap_or_default();
+        let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);
+        let config = secrets::Config {
+            identity: parameters.identity.clone(),
+            key_type: key_type(parameters.key),
+            encoding: parameters.encoding,
+            ttl: parameters.ttl,
+            grace_ratio: parameters.grace_ratio,
+            grace_jitter: parameters.grace_jitter,
+            least_pause: secrets::LEAST_PAUSE,
+            spread_by: self.config.bootstrap.node.id.clone(),
+            keep: parameters.keep.clone(),
+        };
+        let directory = parameters.output.clone();
+        let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
+        self.spawn_until_shutdown("certificate renewal", renewal);
+        if let Some(config) = directory {
+            let writing = output::run(config, secrets.clone());
+            self.spawn_until_shutdown("certificate output", writing);
+        }
+        secrets
+    }
+}
+
+fn key_type(key: KeyChoice) -> KeyType {
+    match key {
+        KeyChoice::EcdsaP256 => KeyType::P256,
+        KeyChoice::EcdsaP384 => KeyType::P384,
+        KeyChoice::Rsa { bits } => KeyType::Rsa(bits),
+    }
+}

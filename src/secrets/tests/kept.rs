@@ -1,0 +1,103 @@
+//! What survives a restart, and what does not.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use super::*;
+use crate::secrets::keep::{Keep, KeepError};
+
+fn directory() -> Option<tempfile::TempDir> {
+    let memory = Path::new("/dev/shm");
+    memory
+        .is_dir()
+        .then(|| tempfile::tempdir_in(memory).expect("a directory"))
+}
+
+fn keeping(directory: &tempfile::TempDir) -> Config {
+    Config {
+        keep: Some(directory.path().to_owned()),
+        ..config()
+    }
+}
+
+/// An agent that ran for a moment; its successor must not ask an authority that says nothing.
+async fn predecessor(directory: &tempfile::TempDir) -> Arc<Workload> {
+    let mut before = start(keeping(directory), Answer::Signed);
+    let workload = before.first().await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    workload
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restarted_agent_serves_what_it_had_and_renews_it_when_due() {
+    let Some(directory) = directory() else { return };
+    let first = predecessor(&directory).await;
+    let mut fixture = start(keeping(&directory), Answer::Fails(Code::Unavailable));
+    let second = fixture.first().await;
+    assert_eq!(fixture.authority.requests(), 0);
+    assert_eq!(second.certificate.key_pem(), first.certificate.key_pem());
+    assert_eq!(
+        second.certificate.chain_pem(),
+        first.certificate.chain_pem()
+    );
+    assert_eq!(second.roots, first.roots);
+    fixture.authority.set(Answer::Signed);
+    let start = Instant::now();
+    fixture.renewed(&second).await;
+    let off = start.elapsed().abs_diff(12 * HOUR);
+    assert!(off < Duration::from_secs(5), "{off:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_kept_for_others_by_others_or_not_at_all_is_not_used() {
+    type Change = fn(&Path, &mut Config);
+    let changes: [(&str, Change); 7] = [
+        ("another identity", |_, config| {
+            config.identity.namespace.push('x')
+        }),
+        ("another key", |_, config| config.key_type = KeyType::P384),
+        ("another encoding", |_, config| {
+            config.encoding = Encoding::Pkcs8
+        }),
+        ("no file", |file, _| fs::remove_file(file).expect("removed")),
+        ("garbage", |file, _| fs::write(file, "{}").expect("written")),
+        ("a file for all", |file, _| {
+            fs::set_permissions(file, Permissions::from_mode(0o644)).expect("set");
+        }),
+        ("a directory for all", |file, _| {
+            let directory = file.parent().expect("is in one");
+            fs::set_permissions(directory, Permissions::from_mode(0o755)).expect("set");
+        }),
+    ];
+    for (what, change) in changes {
+        let Some(directory) = directory() else { return };
+        let first = predecessor(&directory).await;
+        let file = directory.path().join("istio-agent/workload.json");
+        let mode = |path: &Path| fs::metadata(path).expect("is there").permissions().mode();
+        assert_eq!(mode(&file) & 0o777, 0o600);
+        let mut config = keeping(&directory);
+        change(&file, &mut config);
+        let mut fixture = start(config, Answer::Signed);
+        let second = fixture.first().await;
+        assert_eq!(fixture.authority.requests(), 1, "{what}");
+        assert_ne!(
+            second.certificate.key_pem(),
+            first.certificate.key_pem(),
+            "{what}"
+        );
+    }
+}
+
+#[test]
+fn nothing_is_kept_on_a_disk() {
+    // A disk on every machine that can build this.
+    let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+    let keep = Keep::new(directory.path(), &config().identity, String::new());
+    let refused = keep.store("key", Vec::new(), SystemTime::now());
+    assert!(
+        matches!(refused, Err(KeepError::OnDisk { .. })),
+        "{refused:?}"
+    );
+    assert!(!directory.path().join("istio-agent/workload.json").exists());
+}

@@ -1,0 +1,74 @@
+//! The trust bundle of the mesh: asked for where it is wanted, in the roots, refused when broken.
+
+use std::sync::Arc;
+
+use istio_agent::local_istiod::{LocalIstiod, Options, Resource, Snapshot};
+use istio_agent::xds::Protocol;
+use prost::Message;
+use rcgen::{CertificateParams, KeyPair};
+use tokio::sync::watch;
+
+use crate::support::envoy::Envoy;
+use crate::support::place::Place;
+use crate::support::{eventually, options, request};
+
+const PROXY_CONFIG: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
+const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+
+/// `istio.mesh.v1alpha1.ProxyConfig`, the one field.
+#[derive(Clone, PartialEq, Message)]
+struct ProxyConfig {
+    #[prost(string, repeated, tag = "34")]
+    ca_certificates_pem: Vec<String>,
+}
+
+fn snapshot(bundle: &str) -> Arc<Snapshot> {
+    let config = ProxyConfig {
+        ca_certificates_pem: vec![bundle.to_owned()],
+    };
+    let resource = Resource::new("", PROXY_CONFIG, config.encode_to_vec());
+    let mut snapshot = Snapshot::default();
+    snapshot.insert("common", resource);
+    Arc::new(snapshot)
+}
+
+fn root() -> String {
+    let key = KeyPair::generate().unwrap();
+    let params = CertificateParams::default();
+    params.self_signed(&key).unwrap().pem()
+}
+
+#[tokio::test]
+async fn the_bundle_of_the_mesh_joins_the_roots_where_that_is_wanted() {
+    for wanted in [true, false] {
+        let bundles = watch::Sender::new(snapshot(&root()));
+        let istiod = LocalIstiod::start(Options {
+            snapshots: Some(bundles.subscribe()),
+            ..options()
+        })
+        .await
+        .unwrap();
+        let place = Place::of(&istiod)
+            .set("OUTPUT_CERTS", "./certs")
+            .set("PROXY_CONFIG_XDS_AGENT", &wanted.to_string());
+        std::fs::create_dir(place.path("certs")).unwrap();
+        let agent = place.start().await;
+        let roots = || {
+            let text = std::fs::read_to_string(place.path("certs/root-cert.pem"));
+            text.map_or(0, |text| text.matches("BEGIN CERTIFICATE").count())
+        };
+        let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+        envoy.send(&request(LISTENER, &[]));
+        let expected = if wanted { 2 } else { 1 };
+        eventually("the roots", || roots() == expected).await;
+        if wanted {
+            bundles.send_replace(snapshot("no PEM"));
+            agent
+                .logs("holds no certificate in 6 bytes, expected PEM, keeping the last one")
+                .await;
+            assert_eq!(roots(), 2);
+            bundles.send_replace(snapshot(&format!("{}{}", root(), root())));
+            eventually("three roots", || roots() == 3).await;
+        }
+    }
+}
