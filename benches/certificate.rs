@@ -164,7 +164,20 @@ async fn whole(target: &Target, round: usize) -> f64 {
     let socket = target.directory.path().join(format!("socket-{round}"));
     let listener = unix_socket::bind(&socket).expect("a free path");
     let stop = CancellationToken::new();
-    rooms.spawn(sds::serve(listener, secrets, &registry, stop.clone()));
+    let files = secrets::files::Config {
+        workload: None,
+        system_roots: None,
+        debounce: Duration::from_millis(100),
+    };
+    let (files, keeping) = secrets::files::new(files, Clock::system(), &registry);
+    rooms.spawn(keeping);
+    let sources = sds::Sources {
+        secrets: Some(secrets),
+        files,
+        serves_workload: true,
+        style: sds::Style::default(),
+    };
+    rooms.spawn(sds::serve(listener, sources, &registry, stop.clone()));
     let client = support::channel(&socket).await;
     let start = Instant::now();
     rooms.spawn(renewal);

@@ -1,7 +1,7 @@
 //! The page for people, as a browser shows it. Screenshots are left in `target/tmp/debug-page`.
 //!
 //! `CHROMIUM_BIN` or `PATH` names Chromium; where there is none the test says so and is not run,
-//! except under `CI`, where it fails.
+//! except under `PAGE_TESTS`, where it fails.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
