@@ -166,7 +166,7 @@ async fn whole(target: &Target, round: usize) -> f64 {
     let stop = CancellationToken::new();
     let files = secrets::files::Config {
         workload: None,
-        system_roots: None,
+        system_roots: "none".into(),
         debounce: Duration::from_millis(100),
     };
     let (files, keeping) = secrets::files::new(files, Clock::system(), &registry);
