@@ -16,6 +16,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::support::child::Child;
 use crate::support::envoy::Envoy;
+use crate::support::http::free_port as free_tcp_port;
 use crate::support::place::Place;
 use crate::support::{PATIENCE, options, request};
 
@@ -397,9 +398,14 @@ impl Mesh {
 }
 
 /// Both protocols are free at such a port, most likely.
+/// A port nobody has, in either protocol, and nobody is given by chance.
 async fn free_port() -> SocketAddr {
-    let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    socket.local_addr().unwrap()
+    loop {
+        let address = (Ipv4Addr::LOCALHOST, free_tcp_port()).into();
+        if UdpSocket::bind(address).await.is_ok() {
+            return address;
+        }
+    }
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -452,8 +458,8 @@ fn table() -> Vec<u8> {
 /// A resolver of its own port: knows `www.bing.com`, the 64 addresses of `giant`, and `giant-tc`,
 /// which it cuts. It says nothing about `silent`.
 async fn resolver() -> SocketAddr {
-    let udp = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    let address = udp.local_addr().unwrap();
+    let address = free_port().await;
+    let udp = UdpSocket::bind(address).await.unwrap();
     let tcp = tokio::net::TcpListener::bind(address).await.unwrap();
     tokio::task::spawn(async move {
         let mut query = vec![0; 65_535];
