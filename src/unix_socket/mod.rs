@@ -295,6 +295,8 @@ where
         let mut connection = pin!(connection);
         let ended = poll_fn(|context| {
             if let Poll::Ready(ended) = connection.as_mut().poll(context) {
+                // Its last words, such as what was wrong; a peer that does not take them is let go.
+                let _ = turn.end(context);
                 return Poll::Ready(ended.map_err(BoxError::from));
             }
             match turn.end(context) {

@@ -16,16 +16,16 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
-use crate::support::http::{connect, get, read_head};
+use crate::support::http::{Backend, connect, get, read_head};
 use crate::support::pod::{Pod, Settings};
 use crate::support::process::{is_alive, running_in};
 use crate::support::resources::{cluster, endpoints, listener, routes};
-use crate::support::{envoy_binary, eventually, free_port, local, variable};
+use crate::support::{envoy_binary, eventually, free_port, variable};
 
 const RUNS: usize = 6;
 /// Agents at a time.
@@ -135,7 +135,7 @@ async fn no_response_is_lost_that_envoy_accepted_the_request_of() {
 }
 
 async fn run(binary: &Path) -> Figures {
-    let (application, port) = (Application::start().await, free_port());
+    let (application, port) = (Backend::serving(answer_all).await, free_port());
     let control_plane = ControlPlane::of(&[
         cluster("books"),
         endpoints("books", &[application.port]),
@@ -247,29 +247,6 @@ fn logged(mut listener: Value) -> Value {
 }
 
 /// Takes as long as a path says, `/<milliseconds>/<number>`, and begins its answer halfway.
-struct Application {
-    port: u16,
-    _serving: JoinSet<()>,
-}
-
-impl Application {
-    async fn start() -> Self {
-        let listener = TcpListener::bind(local(0)).await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let mut serving = JoinSet::new();
-        serving.spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(answer_all(stream));
-            }
-        });
-        Self {
-            port,
-            _serving: serving,
-        }
-    }
-}
-
 async fn answer_all(mut stream: TcpStream) {
     while let Ok(head) = read_head(&mut stream).await {
         let path = head.split(' ').nth(1).unwrap_or_default();

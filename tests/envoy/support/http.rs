@@ -16,21 +16,30 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Leaves the machine to Envoy and the agent between two exchanges.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Answers every request with 200, as long as it is not dropped.
+/// An application that serves as long as it is not dropped.
 pub struct Backend {
     pub port: u16,
     _serving: JoinSet<()>,
 }
 
 impl Backend {
+    /// Answers every request with 200.
     pub async fn start() -> Self {
+        Self::serving(answer_all).await
+    }
+
+    /// Serves each connection with `serve`.
+    pub async fn serving<F>(serve: fn(TcpStream) -> F) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
         let listener = TcpListener::bind(local(0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let mut serving = JoinSet::new();
         serving.spawn(async move {
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(answer_all(stream));
+                connections.spawn(serve(stream));
             }
         });
         Self {
