@@ -17,6 +17,7 @@ use protox::prost_reflect::prost_types::{FileDescriptorProto, FileDescriptorSet}
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
+    leave_out_unwind_tables()?;
     println!("cargo::rerun-if-changed=proto");
     let files = ["security/v1alpha1/ca.proto", "grpc/health/v1/health.proto"];
     let own = protox::compile(files, ["proto"])?;
@@ -28,6 +29,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo::rerun-if-changed=Cargo.lock");
         let out = env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?;
         fs::write(Path::new(&out).join("envoy.fds"), envoy_descriptors()?)?;
+    }
+    Ok(())
+}
+
+/// A release neither unwinds nor, stripped, can print a backtrace, but the standard library brings
+/// its tables for both: half a megabyte.
+fn leave_out_unwind_tables() -> Result<(), Box<dyn Error>> {
+    let variable = |name| env::var(name).map_err(|error| format!("{name}: {error}"));
+    if variable("PROFILE")? == "release" && variable("CARGO_CFG_TARGET_OS")? == "linux" {
+        let script = Path::new(&variable("OUT_DIR")?).join("no-unwind-tables.ld");
+        let sections = "*(.eh_frame) *(.gcc_except_table .gcc_except_table.*)";
+        let discard = format!("SECTIONS {{ /DISCARD/ : {{ {sections} }} }} INSERT AFTER .comment;");
+        fs::write(&script, discard)?;
+        println!("cargo::rustc-link-arg-bins=-Wl,-T,{}", script.display());
     }
     Ok(())
 }
