@@ -13,7 +13,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// What is read in one turn: as much as the relay writes at once.
-const SHARE: usize = 64 * 1024;
+const SHARE: usize = 128 * 1024;
 
 /// A byte stream read in turns.
 #[derive(Debug)]

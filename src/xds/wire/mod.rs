@@ -409,15 +409,26 @@ impl Schema {
 /// How long the resource is that `bytes` begin with, tag and length included, if it lies in them
 /// whole.
 fn resource_length(bytes: &[u8]) -> Option<usize> {
-    let (&RESOURCE_TAG, rest) = bytes.split_first()? else {
-        return None;
+    // Nearly all have a length of one or two bytes.
+    let (length, head) = match *bytes {
+        [RESOURCE_TAG, length @ ..0x80, ..] => (usize::from(length), 2),
+        [RESOURCE_TAG, low, high @ ..0x80, ..] => {
+            (usize::from(low & 0x7f) | usize::from(high) << 7, 3)
+        }
+        [RESOURCE_TAG, ref rest @ ..] => long_length(rest)?,
+        _ => return None,
     };
+    let length = length.checked_add(head)?;
+    (length <= bytes.len()).then_some(length)
+}
+
+/// A resource's length by the bytes behind its tag, and how many bytes both take.
+fn long_length(bytes: &[u8]) -> Option<(usize, usize)> {
     let mut varint = Varint::default();
-    for (index, &byte) in rest.iter().enumerate() {
+    for (index, &byte) in bytes.iter().enumerate() {
         // What is no number is found out by whoever reads it byte by byte.
         if let Some(length) = varint.push(byte).ok()? {
-            let length = usize::try_from(length).ok()?.checked_add(index + 2)?;
-            return (length <= bytes.len()).then_some(length);
+            return Some((usize::try_from(length).ok()?, index + 2));
         }
     }
     None
