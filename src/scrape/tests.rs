@@ -165,6 +165,15 @@ async fn every_page_is_merged_as_it_is_written_down() {
 }
 
 #[tokio::test]
+async fn figures_of_the_agents_process_leave_the_applications_theirs() {
+    let page = page("text/plain", "# TYPE process_open_fds gauge\nprocess_open_fds 7\n");
+    let (scrape, registry) = scrape(nobody(), &[page]);
+    crate::metrics::process::publish(&registry);
+    let expected = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n";
+    assert_eq!(others(&scrape, &[]).await, expected);
+}
+
+#[tokio::test]
 async fn requests_carry_what_the_scraper_said_and_no_more() {
     let (asked, hears) = std::sync::mpsc::channel();
     let tell = std::sync::Mutex::new(asked);
