@@ -85,7 +85,7 @@ impl Spool {
 }
 
 impl Sink for Spool {
-    fn open(&mut self, family: &Family) -> bool {
+    fn open(&mut self, family: &mut Family) -> bool {
         self.knowledge += family.size();
         let fits = self.knowledge <= MOST_KNOWLEDGE && self.names.take(family, self.to);
         if fits {
@@ -179,7 +179,7 @@ struct Holder {
 }
 
 async fn family(readers: &mut [Reader], holders: &[Holder], output: &mut Output) -> io::Result<()> {
-    let first = &readers[holders[0].target].spool.families[holders[0].index].family;
+    let first = &mut readers[holders[0].target].spool.families[holders[0].index].family;
     let kind = first.kind.unwrap_or(Kind::Unknown);
     if !output.page.open(first) {
         return Ok(());
