@@ -159,7 +159,7 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
 
 fn client(offers_http2: bool, keeps_connections: bool) -> Client {
     Client::new(Config {
-        origin: Origin(Some(ORIGIN)),
+        origin: Origin(ORIGIN),
         offers_http2,
         keeps_connections,
     })
@@ -385,7 +385,7 @@ async fn a_host_of_the_other_family_and_an_address_nobody_has_are_errors() {
         ),
     ] {
         let client = Client::new(Config {
-            origin: Origin(Some(origin)),
+            origin: Origin(origin),
             offers_http2: true,
             keeps_connections: false,
         });

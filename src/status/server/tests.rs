@@ -31,7 +31,7 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
         application: String::new(),
         probers: Probers::default(),
         probes: probe::Config {
-            origin: probe::Origin(None),
+            origin: probe::Origin(Ipv4Addr::LOCALHOST.into()),
             offers_http2: true,
             keeps_connections: false,
         },
