@@ -37,7 +37,7 @@ impl Sources<'_> {
             },
             probers,
             probes: probe::Config {
-                origin: probe::Origin(Some(origin)),
+                origin: probe::Origin(origin),
                 offers_http2: self.get(&variables::ISTIO_ENABLE_HTTP2_PROBING),
                 keeps_connections: self.get(&variables::ENABLE_PROBE_KEEPALIVE_CONNECTIONS),
             },

@@ -1,5 +1,8 @@
 //! What the kernel knows of this process, under the names Prometheus' clients use.
 //!
+//! They have the agent's prefix, as pilot-agent's do: an application has the same names without one,
+//! and of two sources with a name the page has only the first.
+//!
 //! Read from `/proc` and by system calls each time the page is written. What the kernel does not
 //! tell, or not in a form known here, is left out.
 //!
@@ -21,55 +24,55 @@ type Value = fn() -> Option<f64>;
 /// Name, meaning, kind, and where the value is.
 const FAMILIES: [(&str, &str, Kind, Value); 9] = [
     (
-        "process_cpu_seconds_total",
+        "istio_agent_process_cpu_seconds_total",
         "Total user and system CPU time spent in seconds.",
         Kind::Counter,
         cpu_seconds,
     ),
     (
-        "process_open_fds",
+        "istio_agent_process_open_fds",
         "Number of open file descriptors.",
         Kind::Gauge,
         open_files,
     ),
     (
-        "process_max_fds",
+        "istio_agent_process_max_fds",
         "Maximum number of open file descriptors.",
         Kind::Gauge,
         || Some(limit(Resource::Nofile)),
     ),
     (
-        "process_virtual_memory_bytes",
+        "istio_agent_process_virtual_memory_bytes",
         "Virtual memory size in bytes.",
         Kind::Gauge,
         || memory(&read("self/status")?, "VmSize:"),
     ),
     (
-        "process_virtual_memory_max_bytes",
+        "istio_agent_process_virtual_memory_max_bytes",
         "Maximum amount of virtual memory available in bytes.",
         Kind::Gauge,
         || Some(limit(Resource::As)),
     ),
     (
-        "process_resident_memory_bytes",
+        "istio_agent_process_resident_memory_bytes",
         "Resident memory size in bytes.",
         Kind::Gauge,
         || memory(&read("self/status")?, "VmRSS:"),
     ),
     (
-        "process_start_time_seconds",
+        "istio_agent_process_start_time_seconds",
         "Start time of the process since unix epoch in seconds.",
         Kind::Gauge,
         || start_time(&read("self/stat")?, &read("stat")?),
     ),
     (
-        "process_network_receive_bytes_total",
+        "istio_agent_process_network_receive_bytes_total",
         "Number of bytes received by the process over the network.",
         Kind::Counter,
         || network(&read("self/net/netstat")?, "InOctets"),
     ),
     (
-        "process_network_transmit_bytes_total",
+        "istio_agent_process_network_transmit_bytes_total",
         "Number of bytes sent by the process over the network.",
         Kind::Counter,
         || network(&read("self/net/netstat")?, "OutOctets"),

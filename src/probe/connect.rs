@@ -10,9 +10,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use tokio::net::{TcpSocket, TcpStream};
 
-/// The address connections come from; none leaves it to the system.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Origin(pub Option<IpAddr>);
+/// The address connections come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin(pub IpAddr);
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -49,7 +49,7 @@ pub(super) async fn connect(origin: Origin, host: &str, port: u16) -> Result<Tcp
     }
     Err(failed.unwrap_or_else(|| Error::Family {
         host: host.to_owned(),
-        origin: origin.0.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
+        origin: origin.0,
     }))
 }
 
@@ -67,8 +67,7 @@ async fn addresses(origin: Origin, host: &str, port: u16) -> Result<Vec<SocketAd
         })?;
         found.collect()
     };
-    let reachable = |to: &SocketAddr| origin.0.is_none_or(|from| from.is_ipv4() == to.is_ipv4());
-    found.retain(reachable);
+    found.retain(|to| to.is_ipv4() == origin.0.is_ipv4());
     Ok(found)
 }
 
@@ -79,10 +78,8 @@ async fn attempt(Origin(origin): Origin, to: SocketAddr) -> Result<TcpStream, Er
         SocketAddr::V6(_) => TcpSocket::new_v6(),
     };
     let socket = socket.map_err(failed)?;
-    if let Some(origin) = origin {
-        let bound = socket.bind((origin, 0).into());
-        bound.map_err(|source| Error::Bind { origin, source })?;
-    }
+    let bound = socket.bind((origin, 0).into());
+    bound.map_err(|source| Error::Bind { origin, source })?;
     let stream = socket.connect(to).await.map_err(failed)?;
     stream.set_nodelay(true).map_err(failed)?;
     Ok(stream)

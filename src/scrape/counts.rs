@@ -53,7 +53,7 @@ impl Counts {
             ),
             duplicates: registry.counters(
                 "istio_agent_scrape_duplicate_families_total",
-                "Families left out of the page because it had their names already.",
+                "Families left out of the page, all or in part, because it had their names already.",
                 &["source", "family"],
             ),
             malformed: registry.counters(

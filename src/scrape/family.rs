@@ -123,6 +123,17 @@ impl Family {
         self.kind = Some(kind);
     }
 
+    /// Leaves the name a counter of text would have in OpenMetrics, where that is taken: as a family of
+    /// unknown type it goes by the name of its samples. False if it does already.
+    pub(super) fn give_way(&mut self, to: Format) -> bool {
+        let is_elsewhere = to == Format::OpenMetrics && self.name != self.base;
+        if is_elsewhere {
+            self.name.clone_from(&self.base);
+            self.kind = Some(Kind::Unknown);
+        }
+        is_elsewhere
+    }
+
     pub(super) fn set_help(&mut self, text: &str, from: Format, to: Format) {
         if self.help.is_none() && !text.is_empty() {
             self.help = Some(help(text, from, to));

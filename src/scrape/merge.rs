@@ -21,8 +21,9 @@ const LONGEST_LINE: usize = 64 << 10;
 
 /// Takes families, one after the other.
 pub(super) trait Sink {
-    /// Begins a family. False refuses all of it.
-    fn open(&mut self, family: &Family) -> bool;
+    /// Begins a family, under another name if its own is taken and it has one. False refuses all of
+    /// it.
+    fn open(&mut self, family: &mut Family) -> bool;
     /// More samples of the family, whole lines.
     fn write(&mut self, samples: &[u8]);
 }
@@ -258,10 +259,14 @@ impl Filter {
         let samples = mem::take(&mut block.samples);
         self.held -= samples.len();
         if block.state == State::Held && !samples.is_empty() {
-            block.state = match sink.open(&block.family) {
+            let name = block.family.name.clone();
+            block.state = match sink.open(&mut block.family) {
                 true => State::Open,
                 false => State::Refused,
             };
+            if block.family.name != name && self.numbers.get(&name) == Some(&self.first) {
+                self.numbers.remove(&name);
+            }
         }
         if block.state == State::Open {
             sink.write(&samples);

@@ -16,7 +16,7 @@ struct Written {
 }
 
 impl Sink for Written {
-    fn open(&mut self, family: &Family) -> bool {
+    fn open(&mut self, family: &mut Family) -> bool {
         let to = self.to.expect("a format");
         let is_new = !family.name.starts_with("taken") && self.names.take(family, to);
         if is_new {
@@ -63,6 +63,30 @@ fn text_becomes_openmetrics_without_another_name_for_a_sample() {
                     # TYPE h histogram\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\nbare 4\n";
     let found = merged(page.as_bytes(), Format::Text, Format::OpenMetrics, true);
     assert_eq!(found, (expected.to_owned(), 0));
+}
+
+#[test]
+fn a_counter_whose_name_in_openmetrics_is_taken_stays_as_it_is() {
+    let page = "# TYPE rq counter\nrq{x=\"1\"} 1\n# TYPE rq_total counter\n# HELP rq_total All.\n\
+                rq_total 2\n# TYPE rq gauge\nrq{x=\"2\"} 3\nrq_total{x=\"2\"} 4\n";
+    let expected = "# TYPE rq unknown\nrq{x=\"1\"} 1\nrq{x=\"2\"} 3\n\
+                    # HELP rq_total All.\n# TYPE rq_total unknown\nrq_total 2\nrq_total{x=\"2\"} 4\n";
+    let found = merged(page.as_bytes(), Format::Text, Format::OpenMetrics, true);
+    assert_eq!(found, (expected.to_owned(), 1));
+}
+
+#[test]
+fn a_name_that_was_left_is_forgotten() {
+    let mut sink = Written {
+        to: Some(Format::OpenMetrics),
+        ..Written::default()
+    };
+    let mut filter = Filter::new(Format::Text, Format::OpenMetrics, 1000);
+    let page = "a 1\nb 1\nc 1\nd 1\ne 1\n# TYPE a_total counter\na_total 1\n";
+    filter.push(page.as_bytes(), &mut sink).expect("short");
+    filter.finish(true, &mut sink);
+    assert_eq!(sink.opened, ["a", "b", "c", "d", "e", "a_total"]);
+    assert!(filter.numbers.is_empty(), "{:?}", filter.numbers);
 }
 
 #[test]

@@ -22,7 +22,6 @@ mod source;
 mod spool;
 pub mod targets;
 
-use std::error::Error as _;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -152,23 +151,25 @@ impl Scrape {
                 None => "/stats/prometheus".to_owned(),
             };
             let headers = negotiate::for_envoy(&request.headers);
-            sources.push(self.source(Origin::Envoy, port, path, headers));
+            sources.push(self.source(Origin::Envoy, port, &path, headers));
         }
         let headers = negotiate::for_application(&request.headers);
         sources.extend(config.targets.iter().map(|target| {
-            let path = target.path.clone();
-            self.source(Origin::Application, target.port, path, headers.clone())
+            self.source(
+                Origin::Application,
+                target.port,
+                &target.path,
+                headers.clone(),
+            )
         }));
         sources
     }
 
-    fn source(&self, origin: Origin, port: u16, path: String, headers: HeaderMap) -> Source {
+    fn source(&self, origin: Origin, port: u16, path: &str, headers: HeaderMap) -> Source {
         let scrape = self.0.clone();
-        let asking = async move {
-            let path: PathAndQuery = path.parse().unwrap_or(PathAndQuery::from_static("/"));
-            scrape.pool.get(port, &path, &headers).await
-        };
-        Source::new(origin, Box::pin(asking))
+        let asked: PathAndQuery = path.parse().unwrap_or(PathAndQuery::from_static("/"));
+        let asking = async move { scrape.pool.get(port, &asked, &headers).await };
+        Source::new(origin, port, path, Box::pin(asking))
     }
 }
 
@@ -291,7 +292,7 @@ impl Inner {
         filter.finish(is_whole, sink);
         self.counts.malformed(source.origin, filter.malformed());
         if let Err(failure) = result {
-            self.failed(source.origin, &failure);
+            self.failed(&source, &failure);
         }
         if is_whole {
             source.leave(&self.pool);
@@ -300,18 +301,13 @@ impl Inner {
 
     fn tell(&self, source: &mut Source) {
         if let Some(failure) = source.failure() {
-            self.failed(source.origin, &failure);
+            self.failed(source, &failure);
         }
     }
 
-    fn failed(&self, origin: Origin, failure: &Failure) {
-        self.counts.failure(origin);
-        let cause = failure.source().map(|cause| format!(": {cause}"));
-        let cause = cause.unwrap_or_default();
-        tracing::error!(
-            "failed scraping {} metrics: {failure}{cause}",
-            origin.name()
-        );
+    fn failed(&self, source: &Source, failure: &Failure) {
+        self.counts.failure(source.origin);
+        tracing::error!("{}", source.explain(failure));
     }
 }
 

@@ -34,8 +34,13 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Takes all names of a family, or none.
-    pub(super) fn take(&mut self, family: &Family, to: Format) -> bool {
+    /// Takes all names of a family, or none. One that has other names to offer is changed to those
+    /// if they are free and its first ones are not.
+    pub(super) fn take(&mut self, family: &mut Family, to: Format) -> bool {
+        self.take_these(family, to) || family.give_way(to) && self.take_these(family, to)
+    }
+
+    fn take_these(&mut self, family: &Family, to: Format) -> bool {
         let hashes: Vec<_> = family.names(to).map(|name| self.hash(&name)).collect();
         let is_free = self.hashes.len() + hashes.len() <= MOST_NAMES
             && !hashes.iter().any(|hash| self.hashes.contains(hash));
@@ -82,7 +87,7 @@ impl Page {
 }
 
 impl Sink for Page {
-    fn open(&mut self, family: &Family) -> bool {
+    fn open(&mut self, family: &mut Family) -> bool {
         let is_free = self.names.take(family, self.to);
         if is_free {
             family.write_head(self.to, &mut self.out);

@@ -37,6 +37,8 @@ pub(super) type Asking = Pin<Box<dyn Future<Output = Result<Answer, Error>> + Se
 
 pub(super) struct Source {
     pub origin: Origin,
+    /// Where the page is, for people.
+    address: String,
     state: State,
 }
 
@@ -49,11 +51,25 @@ enum State {
 }
 
 impl Source {
-    pub(super) fn new(origin: Origin, asking: Asking) -> Self {
+    /// The query of the path is not told, as it may hold what is for the target alone.
+    pub(super) fn new(origin: Origin, port: u16, path: &str, asking: Asking) -> Self {
+        let path = path.split_once('?').map_or(path, |(path, _)| path);
         Self {
             origin,
+            address: format!("localhost:{port}{path}"),
             state: State::Asking(asking),
         }
+    }
+
+    /// What a failure means, with all that has led to it.
+    pub(super) fn explain(&self, failure: &Failure) -> String {
+        let (origin, address) = (self.origin.name(), &self.address);
+        let mut text = format!("failed scraping {origin} metrics from {address}");
+        let failure: &dyn std::error::Error = failure;
+        for cause in std::iter::successors(Some(failure), |error| error.source()) {
+            text += &format!(": {cause}");
+        }
+        text
     }
 
     /// The type of the page, once its head is there.
@@ -135,5 +151,39 @@ pub(super) fn poll_heads(sources: &mut [Source], context: &mut Context<'_>) -> P
     match waiting.count() {
         0 => Poll::Ready(()),
         _ => Poll::Pending,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_failure_is_told_with_its_target_and_all_of_its_causes() {
+        let connect = Error::Connect {
+            authority: "localhost:8080".to_owned(),
+            source: io::Error::other("refused"),
+        };
+        for (origin, path, failure, expected) in [
+            (
+                Origin::Application,
+                "/m?token=x",
+                Failure::Late,
+                "failed scraping application metrics from localhost:8080/m: \
+                 the page was not there in time",
+            ),
+            (
+                Origin::Envoy,
+                "/stats/prometheus",
+                connect.into(),
+                "failed scraping envoy metrics from localhost:8080/stats/prometheus: \
+                 cannot connect to localhost:8080: refused",
+            ),
+        ] {
+            let source = Source::new(origin, 8080, path, Box::pin(std::future::pending()));
+            assert_eq!(source.explain(&failure), expected);
+        }
     }
 }

@@ -85,7 +85,7 @@ impl Spool {
 }
 
 impl Sink for Spool {
-    fn open(&mut self, family: &Family) -> bool {
+    fn open(&mut self, family: &mut Family) -> bool {
         self.knowledge += family.size();
         let fits = self.knowledge <= MOST_KNOWLEDGE && self.names.take(family, self.to);
         if fits {
@@ -179,12 +179,12 @@ struct Holder {
 }
 
 async fn family(readers: &mut [Reader], holders: &[Holder], output: &mut Output) -> io::Result<()> {
-    let first = &readers[holders[0].target].spool.families[holders[0].index].family;
+    let first = &mut readers[holders[0].target].spool.families[holders[0].index].family;
     let kind = first.kind.unwrap_or(Kind::Unknown);
     if !output.page.open(first) {
         return Ok(());
     }
-    let mut series = Series::new(kind, output.page.to);
+    let mut series = Series::new(kind, holders[0].target, output.page.to);
     for holder in holders {
         let held = &readers[holder.target].spool.families[holder.index];
         if held.family.kind.unwrap_or(Kind::Unknown) != kind {
@@ -205,6 +205,11 @@ async fn family(readers: &mut [Reader], holders: &[Holder], output: &mut Output)
             }
             output.offer().await;
         }
+    }
+    if series.is_cut {
+        let family = &readers[holders[0].target].spool.families[holders[0].index].family;
+        let counts = output.page.counts();
+        counts.duplicate(Origin::Application, &family.name);
     }
     Ok(())
 }
@@ -241,22 +246,32 @@ impl Reader {
 /// Which target has brought which series of a family.
 struct Series {
     kind: Kind,
+    /// All of its series are first.
+    target: usize,
     to: Format,
     state: RandomState,
     targets: HashMap<u64, usize>,
+    /// Whether a series was left out because there are too many to tell it from others.
+    is_cut: bool,
 }
 
 impl Series {
-    fn new(kind: Kind, to: Format) -> Self {
+    fn new(kind: Kind, target: usize, to: Format) -> Self {
         Self {
             kind,
+            target,
             to,
             state: RandomState::new(),
             targets: HashMap::new(),
+            is_cut: false,
         }
     }
 
     fn is_first(&mut self, line: &[u8], target: usize) -> bool {
+        let is_first_target = target == self.target;
+        if is_first_target && self.targets.len() >= MOST_SERIES {
+            return true;
+        }
         let line = line.strip_suffix(b"\n").unwrap_or(line);
         let Some(Line::Sample(sample)) = line::parse(line, self.to) else {
             return false;
@@ -269,6 +284,7 @@ impl Series {
         if fits {
             self.targets.insert(key, target);
         }
+        self.is_cut |= !fits;
         fits
     }
 

@@ -67,6 +67,10 @@ fn nobody() -> u16 {
 }
 
 fn scrape(envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
+    scrape_up_to(100_000, envoy, targets)
+}
+
+fn scrape_up_to(limit: u64, envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
     let registry = Registry::default();
     let config = Config {
         envoy_port: Some(envoy),
@@ -77,7 +81,7 @@ fn scrape(envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
                 path: "/metrics".to_owned(),
             })
             .collect(),
-        limit: 100_000,
+        limit,
         timeout: Duration::from_secs(10),
     };
     (Scrape::new(config, registry.clone()), registry)
@@ -162,6 +166,18 @@ async fn every_page_is_merged_as_it_is_written_down() {
         count += 1;
     }
     assert!(count > 0 && Path::new(cases).is_dir());
+}
+
+#[tokio::test]
+async fn figures_of_the_agents_process_leave_the_applications_theirs() {
+    let page = page(
+        "text/plain",
+        "# TYPE process_open_fds gauge\nprocess_open_fds 7\n",
+    );
+    let (scrape, registry) = scrape(nobody(), &[page]);
+    crate::metrics::process::publish(&registry);
+    let expected = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n";
+    assert_eq!(others(&scrape, &[]).await, expected);
 }
 
 #[tokio::test]
@@ -410,6 +426,22 @@ async fn a_target_over_the_limit_is_cut_off_at_a_line() {
         assert_eq!(found.len(), 100_004, "{lines}");
         assert_eq!(failures(&registry, "application"), failed);
     }
+}
+
+#[tokio::test]
+async fn of_a_family_too_large_to_compare_the_first_targets_series_are_all_there() {
+    const MANY: usize = 70_000;
+    let series = |target: &str| -> String {
+        let lines = (0..MANY).map(|number| format!("a{{n=\"{target}{number}\"}} 1\n"));
+        lines.collect()
+    };
+    let targets = ["x", "y"].map(|target| page("text/plain", series(target)));
+    let (scrape, registry) = scrape_up_to(10 << 20, page("text/plain", ""), &targets);
+    assert!(others(&scrape, &[]).await == series("x"));
+    let count =
+        "istio_agent_scrape_duplicate_families_total{source=\"application\",family=\"a\"} 1\n";
+    let page = registry.render();
+    assert!(page.contains(count), "{page}");
 }
 
 #[test]

@@ -10,7 +10,8 @@
 //! | `/drain` | GET | loopback | JSON: what the end will look like, and how far it is |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | what the application says |
 //! | `/debug/` | any | loopback | HTML: everything at one glance, for people |
-//! | `/debug/…` | any | loopback | JSON; the same as `/debug/overview` |
+//! | `/debug/overview` | any | loopback | JSON: the same |
+//! | `/debug/…` | any | loopback | JSON: parts of it, as [`Sources`] has them |
 //!
 //! [`bind`] takes the port, before the rooms are built; the future of [`new`] serves it until it is
 //! told to stop, which is last of all.

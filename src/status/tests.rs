@@ -41,7 +41,7 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
         application: "127.0.0.1".to_owned(),
         probers: Probers::parse(probers).expect("probers"),
         probes: probe::Config {
-            origin: probe::Origin(None),
+            origin: probe::Origin(std::net::Ipv4Addr::LOCALHOST.into()),
             offers_http2: true,
             keeps_connections: false,
         },

@@ -168,9 +168,7 @@ impl Client {
             let (answer, open) = self.exchange(&get).await?;
             let (head, body) = answer.into_parts();
             if !get.follow(head.status, &head.headers)? {
-                return Ok(self
-                    .outcome(head.status, body, open, get.key(), end)
-                    .await?);
+                return Ok(self.outcome(head.status, body, open, get.key(), end).await);
             }
             self.finish(body, open, get.key(), end).await;
         }
@@ -196,6 +194,7 @@ impl Client {
         Ok((answer, open))
     }
 
+    /// The status counts, whatever becomes of the body.
     async fn outcome(
         &self,
         status: StatusCode,
@@ -203,24 +202,28 @@ impl Client {
         open: Open,
         key: Key,
         end: Instant,
-    ) -> Result<Outcome, Error> {
+    ) -> Outcome {
         let mut beginning = BytesMut::new();
-        while beginning.len() < LONGEST_BODY
-            && let Some(frame) = body.frame().await
-        {
-            if let Ok(data) = frame.map_err(Error::Exchange)?.into_data() {
-                let room = LONGEST_BODY - beginning.len();
-                beginning.extend_from_slice(&data[..data.len().min(room)]);
+        let read = async {
+            while beginning.len() < LONGEST_BODY
+                && let Some(Ok(frame)) = body.frame().await
+            {
+                if let Ok(data) = frame.into_data() {
+                    let room = LONGEST_BODY - beginning.len();
+                    beginning.extend_from_slice(&data[..data.len().min(room)]);
+                }
             }
+        };
+        if timeout_at(before(end), read).await.is_ok() {
+            self.finish(body, open, key, end).await;
         }
-        self.finish(body, open, key, end).await;
-        Ok(Outcome {
+        Outcome {
             status: match status.is_redirection() {
                 true => StatusCode::OK,
                 false => status,
             },
             body: beginning.freeze(),
-        })
+        }
     }
 
     /// Reads the rest of an answer. What becomes of it changes the answer no more, only whether the
@@ -234,13 +237,16 @@ impl Client {
             }
             Some(())
         };
-        // The answer must be there before the time of the whole probe is over.
-        let before_end = end - std::time::Duration::from_millis(1);
-        let is_read = timeout_at(before_end, rest).await == Ok(Some(()));
+        let is_read = timeout_at(before(end), rest).await == Ok(Some(()));
         if let (Some(pool), true) = (&self.pool, is_read) {
             pool.put(key, open);
         }
     }
+}
+
+/// The answer must be there before the time of the whole probe is over.
+fn before(end: Instant) -> Instant {
+    end - std::time::Duration::from_millis(1)
 }
 
 fn path_of(uri: &Uri) -> PathAndQuery {

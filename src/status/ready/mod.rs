@@ -138,9 +138,14 @@ impl Readiness {
 
     async fn until_live(&self, envoy: &Envoy) {
         let mut report = envoy.report();
-        let mut since = Instant::now();
+        let (mut watched, mut since) = (None, Instant::now());
         loop {
-            let is_there = alive(&report.borrow_and_update()).is_ok();
+            // Much of a report changes while an Envoy lives, and only another one starts anew.
+            let process = alive(&report.borrow_and_update()).ok();
+            if process != watched {
+                (watched, since) = (process, Instant::now());
+            }
+            let is_there = process.is_some();
             if is_there && self.envoy_is_ready(envoy).await.is_ok() {
                 return;
             }
@@ -149,10 +154,9 @@ impl Readiness {
                 false => LONG_PAUSE,
             };
             tokio::select! {
-                changed = report.changed() => match changed {
-                    Ok(()) => since = Instant::now(),
+                changed = report.changed() => if changed.is_err() {
                     // Nobody runs Envoy any more.
-                    Err(_) => return,
+                    return;
                 },
                 () = tokio::time::sleep(pause), if is_there => {}
             }

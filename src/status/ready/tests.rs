@@ -216,4 +216,34 @@ async fn the_watch_marks_the_moment_when_nobody_asks_and_rests_then() {
     let reached = scene.timeline.reached();
     let names: Vec<_> = reached.iter().map(|reached| reached.milestone).collect();
     assert_eq!(names, ["configuration received", "Envoy live", "ready"]);
+    // What another Envoy is like nobody wants to know.
+    let before = scene.times_asked();
+    scene.report.send_replace(started(1, 2));
+    tokio::time::pause();
+    tokio::time::sleep(2 * START).await;
+    assert_eq!(scene.times_asked(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_envoy_that_takes_long_is_asked_seldom_whatever_changes_but_itself() {
+    let scene = Scene::new().await;
+    scene.says("");
+    let ready = scene.ready.clone();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move { match ready.watch().await {} });
+    let mut asked = Vec::new();
+    for round in 0..6 {
+        if round == 4 {
+            scene.report.send_replace(started(0, 2));
+        }
+        let before = scene.times_asked();
+        for _ in 0..START.as_secs() / 5 {
+            let memory = |report: &mut Report| *report.rss_bytes.get_or_insert(0) += 1;
+            scene.report.send_modify(|report| memory(report));
+            tokio::time::sleep(Duration::from_secs(5)).await;
+        }
+        asked.push(scene.times_asked() - before);
+    }
+    let often: Vec<_> = asked.iter().map(|count| *count > 100).collect();
+    assert_eq!(often, [true, false, false, false, true, false], "{asked:?}");
 }

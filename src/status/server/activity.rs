@@ -28,6 +28,8 @@ pub(super) struct Activity(Mutex<Now>);
 struct Now {
     phase: Phase,
     since: Instant,
+    /// Whether bytes of the next head have come while a request is being answered.
+    is_next_here: bool,
     /// Since when something waits for the reader; it may be the end of an answer that is all written.
     unread: Option<Instant>,
 }
@@ -56,6 +58,7 @@ impl Activity {
         Self(Mutex::new(Now {
             phase: Phase::Asking,
             since: Instant::now(),
+            is_next_here: false,
             unread: None,
         }))
     }
@@ -84,7 +87,7 @@ impl Activity {
 
     /// A request has come.
     pub(super) fn is_asked(&self) {
-        self.enter(Phase::Answering);
+        self.lock().enter(Phase::Answering);
     }
 
     /// Keeps the connection answering until the returned guard is dropped.
@@ -93,14 +96,12 @@ impl Activity {
     }
 
     fn hear(&self) {
-        if self.lock().phase == Phase::Silent {
-            self.enter(Phase::Asking);
-        }
-    }
-
-    fn enter(&self, phase: Phase) {
         let mut now = self.lock();
-        (now.phase, now.since) = (phase, Instant::now());
+        match now.phase {
+            Phase::Silent => now.enter(Phase::Asking),
+            Phase::Answering => now.is_next_here = true,
+            Phase::Asking => {}
+        }
     }
 
     fn is_unread(&self) {
@@ -116,9 +117,21 @@ impl Activity {
     }
 }
 
+impl Now {
+    fn enter(&mut self, phase: Phase) {
+        (self.phase, self.since) = (phase, Instant::now());
+        self.is_next_here = false;
+    }
+}
+
 impl Drop for Answering {
     fn drop(&mut self) {
-        self.0.enter(Phase::Silent);
+        let mut now = self.0.lock();
+        let phase = match now.is_next_here {
+            true => Phase::Asking,
+            false => Phase::Silent,
+        };
+        now.enter(phase);
     }
 }
 

@@ -31,7 +31,7 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
         application: String::new(),
         probers: Probers::default(),
         probes: probe::Config {
-            origin: probe::Origin(None),
+            origin: probe::Origin(Ipv4Addr::LOCALHOST.into()),
             offers_http2: true,
             keeps_connections: false,
         },
@@ -122,6 +122,35 @@ async fn who_says_nothing_or_little_is_sent_away_and_who_pauses_is_not() {
     tokio::time::resume();
     assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
     assert!(activity::SILENCE > 10 * activity::HEAD);
+}
+
+#[tokio::test]
+async fn a_head_that_begins_while_another_request_is_answered_has_no_more_time() {
+    let (tell, mut told) = tokio::sync::watch::channel(false);
+    let (release, released) = tokio::sync::watch::channel(false);
+    let scrape: Scrape = Arc::new(move |_| {
+        tell.send_replace(true);
+        let mut released = released.clone();
+        Box::pin(async move {
+            released.wait_for(|is| *is).await.expect("a release");
+            reply::bytes(::http::StatusCode::OK, bytes::Bytes::from_static(b"x"))
+        })
+    });
+    let port = port_with(scrape, Registry::default());
+    let mut stream = port.connect().await;
+    let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
+    stream.write_all(request).await.expect("sent");
+    told.wait_for(|is| *is).await.expect("asked");
+    tokio::time::pause();
+    stream.write_all(b"GET /").await.expect("sent");
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    release.send_replace(true);
+    let before = Instant::now();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.expect("an end");
+    assert!(answer.ends_with(b"\r\n\r\nx"));
+    let took = before.elapsed();
+    assert!(took < 2 * activity::HEAD, "{took:?}");
 }
 
 /// What is left in buffers of an answer whose reader stops after its first byte, for so long.

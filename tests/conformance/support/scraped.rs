@@ -221,8 +221,7 @@ impl Page {
     pub fn samples(&self) -> Vec<String> {
         let text = self.text();
         let samples = text.lines().filter(|line| !line.starts_with('#'));
-        let own = ["istio_agent_", "process_", "go_"];
-        let samples = samples.filter(|line| !own.iter().any(|name| line.starts_with(name)));
+        let samples = samples.filter(|line| !line.starts_with("istio_agent_"));
         samples.map(str::to_owned).collect()
     }
 

@@ -1,0 +1,157 @@
+//! The text form of what was counted: Prometheus' exposition format 0.0.4.
+//!
+//! Does not count.
+
+use std::fmt::{self, Write};
+use std::sync::atomic::Ordering;
+
+use super::{Buckets, Cell, Family, Source, lock};
+
+impl Family {
+    pub(super) fn series(&self, name: &str) -> String {
+        let mut text = String::new();
+        match &self.source {
+            Source::Cells(cells) => {
+                for (values, cell) in lock(cells).iter() {
+                    let values: Vec<_> = values.iter().map(String::as_str).collect();
+                    if let Some(number) = cell.read() {
+                        line(&mut text, name, self.labels, &values, number);
+                    }
+                }
+            }
+            Source::Buckets(buckets) => buckets.write(&mut text, name),
+            Source::Computed(collect) => collect(&mut |values, number| {
+                line(&mut text, name, self.labels, values, Number::Float(number));
+            }),
+        }
+        text
+    }
+}
+
+enum Number {
+    Whole(u64),
+    Float(f64),
+}
+
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(number) => number.fmt(f),
+            Self::Float(number) if number.is_infinite() && *number > 0.0 => f.write_str("+Inf"),
+            Self::Float(number) if number.is_infinite() => f.write_str("-Inf"),
+            Self::Float(number) => number.fmt(f),
+        }
+    }
+}
+
+impl Cell {
+    fn read(&self) -> Option<Number> {
+        let bits = self.bits.load(Ordering::Relaxed);
+        let is_recorded = self.is_recorded.load(Ordering::Relaxed);
+        is_recorded.then(|| {
+            if self.is_float.load(Ordering::Relaxed) {
+                Number::Float(f64::from_bits(bits))
+            } else {
+                Number::Whole(bits)
+            }
+        })
+    }
+}
+
+impl Buckets {
+    fn write(&self, text: &mut String, name: &str) {
+        let counts: Vec<_> = self
+            .counts
+            .iter()
+            .map(|count| count.load(Ordering::Relaxed))
+            .collect();
+        let total: u64 = counts.iter().sum();
+        if total == 0 {
+            return;
+        }
+        let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
+        let mut below = 0;
+        for (bound, count) in bounds.zip(counts) {
+            below += count;
+            let bound = Number::Float(bound).to_string();
+            let bucket = format!("{name}_bucket");
+            line(text, &bucket, &["le"], &[&bound], Number::Whole(below));
+        }
+        let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
+        line(text, &format!("{name}_sum"), &[], &[], Number::Float(sum));
+        line(
+            text,
+            &format!("{name}_count"),
+            &[],
+            &[],
+            Number::Whole(total),
+        );
+    }
+}
+
+/// One sample. Source: Prometheus, "Exposition formats", text format details.
+fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number: Number) {
+    text.push_str(name);
+    for (index, (label, value)) in labels.iter().zip(values).enumerate() {
+        let before = if index == 0 { '{' } else { ',' };
+        let _ = write!(text, "{before}{label}=\""); // A string takes everything.
+        for character in value.chars() {
+            match character {
+                '\\' => text.push_str("\\\\"),
+                '"' => text.push_str("\\\""),
+                '\n' => text.push_str("\\n"),
+                other => text.push(other),
+            }
+        }
+        text.push('"');
+    }
+    if !labels.is_empty() {
+        text.push('}');
+    }
+    let _ = writeln!(text, " {number}"); // A string takes everything.
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::metrics::{Kind, Registry};
+
+    #[test]
+    fn values_of_labels_are_escaped() {
+        let registry = Registry::default();
+        let gauges = registry.gauges("a", "A.", &["x", "y"]);
+        gauges.with(["\"\\\n", "é"]).set(-0.5);
+        assert!(
+            registry
+                .render()
+                .ends_with("a{x=\"\\\"\\\\\\n\",y=\"é\"} -0.5\n")
+        );
+    }
+
+    #[test]
+    fn buckets_count_everything_up_to_their_bound() {
+        let registry = Registry::default();
+        let histogram = registry.histogram("a", "A.", &[0.1, 1.0]);
+        for value in [0.1, 0.5, 7.0] {
+            histogram.observe(value);
+        }
+        assert_eq!(
+            registry.render(),
+            "# HELP a A.\n# TYPE a histogram\na_bucket{le=\"0.1\"} 1\na_bucket{le=\"1\"} 2\n\
+             a_bucket{le=\"+Inf\"} 3\na_sum 7.6\na_count 3\n"
+        );
+    }
+
+    #[test]
+    fn computed_series_are_asked_for_with_each_page() {
+        let registry = Registry::default();
+        registry.computed("a", "A.", Kind::Gauge, &["n"], |series| {
+            series(&["x"], f64::NAN);
+            series(&["y"], f64::INFINITY);
+        });
+        assert!(
+            registry
+                .render()
+                .ends_with("a{n=\"x\"} NaN\na{n=\"y\"} +Inf\n")
+        );
+    }
+}
