@@ -8,7 +8,7 @@ SHELL := bash
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 
-.PHONY: help envoy build demo demo-stop test bench lint
+.PHONY: help envoy build demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -32,6 +32,9 @@ test: ## Runs all tests, those with a real Envoy included.
 	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
 	export ENVOY_BIN; \
 	cargo test --locked --all-features
+
+fuzz: ## Feeds random bytes to all that read foreign ones, FUZZ_SECONDS=60 each.
+	@tests/fuzz
 
 bench: ## Runs the benchmarks.
 	@cargo bench --locked

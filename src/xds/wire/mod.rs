@@ -273,7 +273,7 @@ impl Walker {
         }
         Ok(match tag & 7 {
             0 => Step::SkipVarint(Varint::default()),
-            1 => Step::SkipBytes(8),
+            1 => level.skip(8)?,
             2 => {
                 let action = match level.groups {
                     0 => level.schema.action(number),
@@ -292,18 +292,16 @@ impl Walker {
                     .ok_or(Malformed("a group ends that did not begin"))?;
                 Step::next()
             }
-            5 => Step::SkipBytes(4),
+            5 => level.skip(4)?,
             _ => return Err(Malformed("an unknown wire type")),
         })
     }
 
     /// What comes after the length of a field.
     fn value(&mut self, action: Action, length: u64) -> Result<Step, Malformed> {
-        if length > self.level()?.left {
-            return Err(Malformed("a field is longer than its message"));
-        }
+        let skipped = self.level()?.skip(length)?;
         match action {
-            Action::Skip => Ok(Step::SkipBytes(length)),
+            Action::Skip => Ok(skipped),
             Action::Keep(slot) if slot == Slot::Reason || length <= slot.longest() => {
                 Ok(Step::Keep(slot, length, Vec::new()))
             }
@@ -369,6 +367,16 @@ impl Walker {
 
     fn level(&mut self) -> Result<&mut Level, Malformed> {
         self.levels.last_mut().ok_or(Malformed("nothing is open"))
+    }
+}
+
+impl Level {
+    /// Steps over a field of `length` bytes.
+    fn skip(&self, length: u64) -> Result<Step, Malformed> {
+        if length > self.left {
+            return Err(Malformed("a field is longer than its message"));
+        }
+        Ok(Step::SkipBytes(length))
     }
 }
 

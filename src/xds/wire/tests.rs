@@ -131,7 +131,7 @@ fn tells_a_refusal_and_keeps_the_beginning_of_its_reason() {
 
 #[test]
 fn refuses_what_is_no_message() {
-    let cases: [(&str, &[u8]); 9] = [
+    let cases: [(&str, &[u8]); 10] = [
         ("field longer than the message", &[0x22, 5, b'a']),
         ("resource longer than the message", &[0x12, 0x7f, 0x0a]),
         ("type longer than its resource", &[0x12, 2, 0x0a, 9, 0, 0]),
@@ -141,10 +141,13 @@ fn refuses_what_is_no_message() {
         ("group that does not begin", &[0x0c]),
         ("group that does not end", &[0x0b, 0x08, 1]),
         ("type not UTF-8", &[0x22, 1, 0xff]),
+        ("number longer than its resource", &[0x12, 3, 0x11, 0, 0, 0]),
     ];
     for (what, bytes) in cases {
         let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
-        assert!(walk(walker, bytes, 1).is_err(), "{what}");
+        let [bytewise, whole] = [1, bytes.len()].map(|chunk| walk(walker.clone(), bytes, chunk));
+        assert!(bytewise.is_err(), "{what}");
+        assert_eq!(bytewise, whole, "{what}");
     }
 }
 
