@@ -139,17 +139,20 @@ impl Builder {
         let entry = self.entries.len() as u32;
         for field in proto::fields(raw, info) {
             let (number, place) = field?;
+            // What a later istiod adds need not be text.
+            if !(1..=5).contains(&number) {
+                continue;
+            }
             let text = proto::text(raw, place.clone())?;
             match number {
                 1 => self.read_address(text),
                 2 => parts.registry = place,
                 3 => parts.short = place,
                 4 => parts.namespace = place,
-                5 => self.alts.push(Alt {
+                _ => self.alts.push(Alt {
                     entry,
                     host: Place::at(&place),
                 }),
-                _ => {}
             }
         }
         Ok(())

@@ -136,3 +136,29 @@ fn fold(word: u64) -> u64 {
     let product = u128::from(word) * 0x243f_6a88_85a3_08d3;
     (product as u64) ^ ((product >> 64) as u64)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_name_all_have_costs_no_more_than_the_best_of_them() {
+        let count = 20_000;
+        let mut index = Index::new(count);
+        let compared = Cell::new(0);
+        // The worst order: each is better than those before.
+        for reference in (0..count as u32).rev() {
+            index.insert(7, reference, |there, new| {
+                compared.set(compared.get() + 1);
+                Some(there.cmp(&new))
+            });
+        }
+        let mut kept: Vec<_> = index.at(7).collect();
+        kept.sort();
+        assert_eq!(kept, (0..MOST_OF_ONE as u32).collect::<Vec<_>>());
+        let each = compared.get() / count;
+        assert!(each <= 2 * MOST_OF_ONE + 1, "{each} comparisons for each");
+    }
+}
