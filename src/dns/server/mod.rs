@@ -19,7 +19,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet};
 
-use super::answer::{self, Policy};
+use super::answer::{self, Answer, Outcome, Policy};
 use super::metrics::{Metrics, Source};
 use super::table::Table;
 use super::wire::{self, Question};
@@ -45,6 +45,22 @@ pub(super) struct Shared<F> {
     pub(super) policy: Policy,
     pub(super) metrics: Metrics,
     pub(super) tables: watch::Receiver<Option<Arc<Table>>>,
+}
+
+impl<F> Shared<F> {
+    /// Counts what became of a message, whose answer, if there is one already, is in `out`.
+    fn count(&self, outcome: &Outcome, out: &[u8]) {
+        if let Some(question) = &outcome.question {
+            self.metrics.request(question.kind);
+        }
+        match (outcome.answer, outcome.question) {
+            (Answer::Reply(length), Some(_)) => {
+                self.metrics.response(&out[..length], Source::Agent)
+            }
+            (Answer::Reply(_), None) => self.metrics.refusal(),
+            (Answer::Forward | Answer::Drop, _) => {}
+        }
+    }
 }
 
 /// Serves until `shutdown`, or until a socket fails for good. Queries under way end with it.

@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::{Forwards, LARGEST, REST, Shared};
 use crate::dns::answer::{self, Answer};
-use crate::dns::metrics::Source;
+use crate::dns::wire::Name;
 use crate::dns::{Forward, Transport};
 use crate::lifecycle::Tasks;
 
@@ -33,6 +33,7 @@ struct Connection<F> {
     shared: Arc<Shared<F>>,
     forwards: Forwards<F, ()>,
     received: BytesMut,
+    name: Name,
     /// A message behind its length.
     out: Box<[u8]>,
     deadline: Instant,
@@ -76,6 +77,7 @@ impl<F: Forward> Connection<F> {
             forwards: Forwards::new(shared.clone(), Transport::Tcp, MOST_FORWARDS),
             shared,
             received: BytesMut::new(),
+            name: Name::new(),
             out: vec![0; 2 + LARGEST].into(),
             deadline: Instant::now() + FIRST,
             is_finished: false,
@@ -113,16 +115,12 @@ impl<F: Forward> Connection<F> {
         let out = &mut self.out[2..];
         let outcome = {
             let table = self.shared.tables.borrow();
-            answer::answer(query, Transport::Tcp, table.as_deref(), policy, out)
+            let table = table.as_deref();
+            answer::answer(query, Transport::Tcp, table, policy, &mut self.name, out)
         };
-        if let Some(question) = &outcome.question {
-            self.shared.metrics.request(question.kind);
-        }
+        self.shared.count(&outcome, out);
         match (outcome.answer, outcome.question) {
-            (Answer::Reply(length), _) => {
-                self.shared.metrics.response(&out[..length], Source::Agent);
-                self.send(length).await
-            }
+            (Answer::Reply(length), _) => self.send(length).await,
             (Answer::Forward, Some(question)) => {
                 self.forwards.start((), query, question);
                 Ok(())

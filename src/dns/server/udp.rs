@@ -21,6 +21,7 @@ use tokio::time::sleep;
 use super::{Forwards, LARGEST, REST, Shared};
 use crate::dns::answer::{self, Answer};
 use crate::dns::metrics::Source;
+use crate::dns::wire::{Name, OWN_UDP};
 use crate::dns::{Forward, Transport};
 
 /// Most queries that wait for others.
@@ -32,6 +33,7 @@ struct Loop<F> {
     shared: Arc<Shared<F>>,
     forwards: Forwards<F, SocketAddr>,
     query: Box<[u8]>,
+    name: Name,
     out: Box<[u8]>,
     /// Whether nothing could be received lately.
     is_failing: bool,
@@ -53,7 +55,9 @@ pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>)
     let mut serving = Loop {
         forwards: Forwards::new(shared.clone(), Transport::Udp, MOST_FORWARDS),
         shared,
-        query: vec![0; LARGEST].into(),
+        // One byte more tells what is too long.
+        query: vec![0; usize::from(OWN_UDP) + 1].into(),
+        name: Name::new(),
         out: vec![0; LARGEST].into(),
         is_failing: false,
     };
@@ -113,12 +117,15 @@ impl<F: Forward> Loop<F> {
             };
             self.is_failing = false;
             let query = &self.query[..length];
-            let table = table.as_deref();
-            let outcome =
-                answer::answer(query, Transport::Udp, table, shared.policy, &mut self.out);
-            if let Some(question) = &outcome.question {
-                shared.metrics.request(question.kind);
-            }
+            let outcome = answer::answer(
+                query,
+                Transport::Udp,
+                table.as_deref(),
+                shared.policy,
+                &mut self.name,
+                &mut self.out,
+            );
+            shared.count(&outcome, &self.out);
             let length = match (outcome.answer, outcome.question) {
                 (Answer::Reply(length), _) => length,
                 (Answer::Forward, Some(question)) if !self.forwards.is_full() => {
@@ -127,12 +134,13 @@ impl<F: Forward> Loop<F> {
                 }
                 (Answer::Forward, Some(question)) => {
                     shared.metrics.overflow();
-                    answer::fail(query, &question, &mut self.out)
+                    let length = answer::fail(query, &question, &mut self.out);
+                    shared.metrics.response(&self.out[..length], Source::Agent);
+                    length
                 }
                 (Answer::Forward | Answer::Drop, _) => continue,
             };
             let message = &self.out[..length];
-            shared.metrics.response(message, Source::Agent);
             if let Some(pause) = send(socket, message, client) {
                 return Some(pause);
             }
