@@ -9,10 +9,13 @@
 
 mod support;
 
+use std::future::poll_fn;
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Poll, ready};
 use std::time::{Duration, Instant};
 
 use envoy_types::pb::envoy::config::core::v3::Node;
@@ -24,6 +27,8 @@ use istio_agent::local_istiod::{LocalIstiod, Options, Resource, Snapshot};
 use support::dnsperf;
 use support::table::Table;
 use support::{Process, block_on, connect, median, write};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::sync::{mpsc, watch};
 
 const NAME_TABLE: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
@@ -65,20 +70,54 @@ fn main() {
     drop(envoy);
 }
 
-/// A server that sends back what it gets, with the runtime and the calls the agent uses.
+/// A server that sends back what it gets, with the runtime, the task and the calls the agent uses.
 async fn echo(address: &str) {
-    let socket = tokio::net::UdpSocket::bind(address).await.expect("bound");
-    // As the agent does.
+    let socket = UdpSocket::bind(address).expect("bound");
+    socket.set_nonblocking(true).expect("set");
     rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 1 << 20).expect("set");
-    let mut buffer = vec![0; 65_535];
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(serve_echo(socket));
+    while let Some(ended) = tasks.join_next().await {
+        ended.expect("no panic");
+    }
+}
+
+async fn serve_echo(socket: UdpSocket) {
+    #[expect(
+        deprecated,
+        reason = "unsound only for types that give up their descriptor; a socket keeps it"
+    )]
+    let socket = AsyncFd::with_interest(socket, Interest::READABLE).expect("watched");
+    let mut buffer = vec![0; 4097];
     loop {
-        socket.readable().await.expect("readable");
-        while let Ok((length, client)) = socket.try_recv_from(&mut buffer) {
-            buffer[2] |= 0x80;
-            // A client that is gone misses nothing.
-            let _ = socket.try_send_to(&buffer[..length], client);
+        poll_fn(|context| {
+            loop {
+                let mut readable = ready!(socket.poll_read_ready(context)).expect("readable");
+                if !drain_echo(socket.get_ref(), &mut buffer) {
+                    return Poll::Ready(());
+                }
+                readable.clear_ready();
+            }
+        })
+        .await;
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Whether all that had come is sent back.
+fn drain_echo(socket: &UdpSocket, buffer: &mut [u8]) -> bool {
+    for _ in 0..64 {
+        match socket.recv_from(buffer) {
+            Ok((length, client)) => {
+                buffer[2] |= 0x80;
+                // A client that is gone misses nothing.
+                let _ = socket.send_to(&buffer[..length], client);
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
+            Err(error) => panic!("nothing can be received: {error}"),
         }
     }
+    false
 }
 
 /// Time and memory of an index over many hosts.

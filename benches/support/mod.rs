@@ -7,9 +7,12 @@ pub mod dnsperf;
 pub mod peer;
 pub mod table;
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
@@ -17,7 +20,12 @@ pub use peer::block_on;
 use tonic::transport::{Channel, Endpoint};
 
 /// A process under measurement, killed when dropped.
-pub struct Process(Child);
+pub struct Process {
+    child: Child,
+    /// What each thread was last seen to have used, in nanoseconds: the kernel forgets those that
+    /// end, and the sum must not.
+    used: Mutex<HashMap<OsString, u64>>,
+}
 
 impl Process {
     pub fn start(command: &mut Command) -> Self {
@@ -25,7 +33,8 @@ impl Process {
             .stdin(Stdio::null())
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-        Self(child)
+        let used = Mutex::default();
+        Self { child, used }
     }
 
     /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.
@@ -72,14 +81,21 @@ impl Process {
         Self::start(&mut command)
     }
 
-    /// Processor time used so far, of all threads.
+    /// Processor time used so far, of all threads; of those that have ended as far as it was seen.
     pub fn cpu(&self) -> Duration {
-        let tasks = fs::read_dir(self.proc("task")).expect("the process runs");
-        let nanoseconds = tasks
-            .filter_map(|task| fs::read_to_string(task.ok()?.path().join("schedstat")).ok())
-            .filter_map(|stat| stat.split(' ').next()?.parse::<u64>().ok())
-            .sum();
-        Duration::from_nanos(nanoseconds)
+        let mut used = self.used.lock().expect("not poisoned");
+        for task in fs::read_dir(self.proc("task")).expect("the process runs") {
+            let task = task.expect("a thread");
+            // It may have ended.
+            let stat = fs::read_to_string(task.path().join("schedstat"));
+            let time = stat
+                .ok()
+                .and_then(|stat| stat.split(' ').next()?.parse().ok());
+            if let Some(time) = time {
+                used.insert(task.file_name(), time);
+            }
+        }
+        Duration::from_nanos(used.values().sum())
     }
 
     /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
@@ -111,14 +127,14 @@ impl Process {
     }
 
     fn proc(&self, file: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/{file}", self.0.id()))
+        PathBuf::from(format!("/proc/{}/{file}", self.child.id()))
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // It may have ended.
-        let _ = self.0.wait();
+        let _ = self.child.kill(); // It may have ended.
+        let _ = self.child.wait();
     }
 }
 

@@ -25,7 +25,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::process::DumpableBehavior;
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
@@ -96,6 +96,7 @@ impl Error {
 pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let timeline = Timeline::start();
     keep_keys_out_of_dumps(&config);
+    raise_limit_of_files();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let running = async {
@@ -395,6 +396,19 @@ fn keep_keys_out_of_dumps(config: &Config) {
     let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     if let Err(error) = barred {
         tracing::warn!("core dumps cannot be barred: {error}; one would hold private keys");
+    }
+}
+
+/// Opens as many files as the machine allows, as programs in Go do: the lower limit is for programs
+/// of old that cannot count further. Envoy inherits it.
+fn raise_limit_of_files() {
+    let limit = getrlimit(Resource::Nofile);
+    let current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current, ..limit }) {
+        tracing::warn!(
+            "the limit of open files stays at {:?}: {error}",
+            limit.current
+        );
     }
 }
 

@@ -1,9 +1,10 @@
 //! What the room counts: queries by type, answers by code, and how large the table is.
 //!
-//! Every series is made at the start, so that counting is one atomic operation. What is asked of
-//! resolvers is counted where they are asked.
+//! Every series is made at the start, so that counting takes no lock. Messages that are no proper
+//! question, which are refused or dropped, are no requests, and refusals no responses: they are
+//! counted apart. What is asked of resolvers is counted where they are asked.
 
-use crate::metrics::{Counter, Gauge, Registry};
+use crate::metrics::{Counter, Gauge, Kind, Registry};
 
 /// Types with a series of their own.
 const TYPES: [(u16, &str); 12] = [
@@ -38,12 +39,12 @@ pub(super) enum Source {
 /// The room's counters. Clones share them.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
-    requests: Counter,
     /// As in [`TYPES`], and all others.
     by_type: [Counter; TYPES.len() + 1],
     /// As in [`RCODES`], and all others.
     agent: [Counter; RCODES.len() + 1],
     upstream: [Counter; RCODES.len() + 1],
+    refusals: Counter,
     overflows: Counter,
     hosts: Gauge,
     tables: [Counter; 3],
@@ -78,13 +79,31 @@ impl Metrics {
             "Name tables received, by what became of them.",
             &["result"],
         );
+        let by_type: [Counter; TYPES.len() + 1] = std::array::from_fn(|index| {
+            by_type.with([TYPES.get(index).map_or(OTHER, |(_, name)| *name)])
+        });
+        let summed = by_type.clone();
+        registry.computed(
+            "istio_agent_dns_requests_total",
+            "DNS requests.",
+            Kind::Counter,
+            &[],
+            move |publish| {
+                let sum: u64 = summed.iter().map(Counter::get).sum();
+                // It appears with the first, as others do.
+                if sum > 0 {
+                    publish(&[], sum as f64);
+                }
+            },
+        );
         Self {
-            requests: registry.counter("istio_agent_dns_requests_total", "DNS requests."),
-            by_type: std::array::from_fn(|index| {
-                by_type.with([TYPES.get(index).map_or(OTHER, |(_, name)| *name)])
-            }),
+            by_type,
             agent: of("agent"),
             upstream: of("upstream"),
+            refusals: registry.counter(
+                "istio_agent_dns_refusals_total",
+                "Messages answered with an error because they are no proper DNS request.",
+            ),
             overflows: registry.counter(
                 "istio_agent_dns_overflows_total",
                 "DNS requests failed because too many waited for an answer.",
@@ -98,12 +117,16 @@ impl Metrics {
     }
 
     pub(super) fn request(&self, kind: u16) {
-        self.requests.inc();
         let index = TYPES.iter().position(|(number, _)| *number == kind);
         self.by_type[index.unwrap_or(TYPES.len())].inc();
     }
 
-    /// Counts a message that is sent back.
+    /// Counts an answer to a message that is no request.
+    pub(super) fn refusal(&self) {
+        self.refusals.inc();
+    }
+
+    /// Counts an answer to a request.
     pub(super) fn response(&self, message: &[u8], source: Source) {
         let code = message.get(3).map_or(0, |flags| usize::from(flags & 0xf));
         let counters = match source {

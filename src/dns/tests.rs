@@ -148,6 +148,31 @@ async fn answers_both_families_over_both_protocols() {
 }
 
 #[tokio::test]
+async fn what_is_no_proper_request_is_counted_as_neither_request_nor_response() {
+    let room = with_table().await;
+    let udp = room.udp().await;
+    let mut later = query("mesh.local", 1, Some(1232));
+    // The version of EDNS.
+    let at = later.len() - 5;
+    later[at] = 1;
+    let mut tcp = room.tcp().await;
+    send(&mut tcp, &later).await;
+    receive(&mut tcp).await;
+    for refused in [later, vec![1; 5000]] {
+        udp.send(&refused).await.expect("sent");
+        next(&udp).await;
+    }
+    let page = room.registry.render();
+    assert!(
+        page.contains("istio_agent_dns_refusals_total 3\n"),
+        "{page}"
+    );
+    for other in ["istio_agent_dns_requests", "istio_agent_dns_responses"] {
+        assert!(!page.contains(other), "{page}");
+    }
+}
+
+#[tokio::test]
 async fn is_ready_with_the_first_table_even_an_empty_one() {
     let room = room();
     let ready = room.dns.ready();

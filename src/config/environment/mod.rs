@@ -174,7 +174,7 @@ variables! {
     ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS in nodes of any type.", Same;
     DNS_PROXY_ADDR: String = "", "Where DNS is answered; empty is localhost:15053. Told to istiod.", Same;
     DNS_FORWARD_PARALLEL: bool = "false", "Asks all resolvers at once.", Same;
-    DNS_FORWARD_TIMEOUT: Duration = "5s", "How long a resolver may take.", Same;
+    DNS_FORWARD_TIMEOUT: Duration = "5s", "How long a question may take, with all resolvers.", Same;
     ISTIO_AGENT_DNS_TTL: u32 = "30", "Seconds an answer about the mesh is good for.", Own;
     ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers.", Own;
     ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Longest time a resolver's answer is given again; 0 asks each time.", Own;

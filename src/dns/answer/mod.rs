@@ -9,7 +9,7 @@
 
 use super::Transport;
 use super::table::{Found, Table};
-use super::wire::{self, HEADER, Owner, Question, Rcode, Read, Writer};
+use super::wire::{self, HEADER, Name, Owner, Question, Rcode, Read, Writer};
 
 /// How answers are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,15 +39,16 @@ pub(crate) struct Outcome {
     pub(crate) question: Option<Question>,
 }
 
-/// Answers a query into `out`, which holds any UDP message.
+/// Answers a query into `out`, which holds any UDP message; `name` is room to work in.
 pub(crate) fn answer(
     query: &[u8],
     transport: Transport,
     table: Option<&Table>,
     policy: Policy,
+    name: &mut Name,
     out: &mut [u8],
 ) -> Outcome {
-    let question = match wire::read(query) {
+    let question = match wire::read(query, name) {
         Read::Nothing => return refusal(Answer::Drop),
         Read::Wrong(Rcode::BadVers, Some(end)) => {
             return refusal(Answer::Reply(bad_version(query, end, out)));
@@ -60,7 +61,7 @@ pub(crate) fn answer(
     let answer = match table {
         None if policy.forward_before_first_table => Answer::Forward,
         None => Answer::Reply(fail(query, &question, out)),
-        Some(table) => match find(table, &question) {
+        Some(table) => match find(table, &question, name) {
             Some(found) => {
                 let limit = limit(&question, transport);
                 Answer::Reply(write(query, &question, &found, limit, policy.ttl, out))
@@ -107,11 +108,11 @@ fn bad_version(query: &[u8], end: usize, out: &mut [u8]) -> usize {
     length + record.len()
 }
 
-fn find<'a>(table: &'a Table, question: &Question) -> Option<Found<'a>> {
+fn find<'a>(table: &'a Table, question: &Question, name: &Name) -> Option<Found<'a>> {
     let ours = matches!(question.kind, wire::A | wire::AAAA | wire::ANY)
         && matches!(question.class, wire::IN | wire::ANY)
-        && question.name.is_plain;
-    ours.then(|| table.find(question.name.text()))?
+        && question.is_plain;
+    ours.then(|| table.find(name.text(question)))?
 }
 
 fn write(
@@ -161,7 +162,7 @@ fn write(
 
 /// The question's name, which is lower case in answers.
 fn owner<'a>(name: &'a [u8], question: &Question) -> Owner<'a> {
-    match question.name.was_lower {
+    match question.was_lower {
         true => Owner::At(Writer::question_name()),
         false => Owner::Name(name),
     }

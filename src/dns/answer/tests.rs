@@ -107,7 +107,15 @@ fn name(message: &[u8], mut at: usize) -> (String, usize) {
 
 fn ask(table: Option<&Table>, query: &[u8], policy: Policy) -> (Answer, Vec<u8>) {
     let mut out = vec![0; 65_535];
-    let answer = answer(query, Transport::Udp, table, policy, &mut out).answer;
+    let answer = answer(
+        query,
+        Transport::Udp,
+        table,
+        policy,
+        &mut Name::new(),
+        &mut out,
+    )
+    .answer;
     if let Answer::Reply(length) = answer {
         out.truncate(length);
     }
@@ -292,6 +300,43 @@ fn a_dot_inside_of_a_label_is_no_dot() {
 }
 
 #[test]
+fn a_name_is_read_alike_whatever_came_before_it() {
+    let mut name = Name::new();
+    let long = "UP.".repeat(80);
+    for (text, is_plain, was_lower) in [
+        ("www.google.com.", true, true),
+        (&long, true, false),
+        (".", true, true),
+        ("a_b.*.c/9:-.", true, true),
+        ("[A].z{.", true, false),
+        ("caf\u{e9}.com.", false, true),
+        ("a b.", false, true),
+        ("a'.bcdefghijk.", false, true),
+        ("ab.", true, true),
+    ] {
+        let query = query(text, 1, None);
+        let Read::Question(question) = wire::read(&query, &mut name) else {
+            panic!("{text} is a question");
+        };
+        let expected = text.trim_end_matches('.').to_ascii_lowercase();
+        assert_eq!(name.text(&question), expected.as_bytes());
+        let found = (question.is_plain, question.was_lower);
+        assert_eq!(found, (is_plain, was_lower), "{text}");
+    }
+    for label in 0..=u8::MAX {
+        let mut query = query("xx", 1, None);
+        query[13] = label;
+        let Read::Question(question) = wire::read(&query, &mut name) else {
+            panic!("{label} is in a question");
+        };
+        let is_plain = label.is_ascii_graphic() && !br#".'@;()"\"#.contains(&label);
+        assert_eq!(question.is_plain, is_plain, "{label}");
+        assert_eq!(question.was_lower, !label.is_ascii_uppercase(), "{label}");
+        assert_eq!(name.text(&question), [label.to_ascii_lowercase(), b'x']);
+    }
+}
+
+#[test]
 fn without_a_table_a_query_fails_or_is_passed_on() {
     let query = query("www.google.com", 1, None);
     let (_, reply) = ask(None, &query, POLICY);
@@ -328,7 +373,14 @@ fn an_answer_is_no_longer_than_the_client_takes() {
     }
     let mut out = vec![0; 65_535];
     let query = query("giant", 1, None);
-    let outcome = answer(&query, Transport::Tcp, Some(&table), POLICY, &mut out);
+    let outcome = answer(
+        &query,
+        Transport::Tcp,
+        Some(&table),
+        POLICY,
+        &mut Name::new(),
+        &mut out,
+    );
     assert!(matches!(outcome.answer, Answer::Reply(length) if length == 23 + 200 * 16));
 }
 
@@ -381,6 +433,11 @@ fn refuses_what_is_no_plain_question() {
         ("a record too few", changed(11, 2), Some((0x81, 1))),
         ("a pointer to itself", changed(12, 0xc0), Some((0x81, 0))),
         ("a reserved label", changed(12, 0x40), Some((0x81, 0))),
+        (
+            "too long",
+            [&good[..], &[0; 4096]].concat(),
+            Some((0x81, 0)),
+        ),
         ("a later EDNS", changed(good.len() - 5, 1), Some((0x80, 1))),
     ] {
         let (answer, reply) = ask(Some(&table), &query, POLICY);
@@ -463,7 +520,14 @@ proptest! {
 fn check(query: &[u8]) -> Result<(), TestCaseError> {
     let table = sample();
     let mut out = vec![0; 65_535];
-    let outcome = answer(query, Transport::Udp, Some(&table), POLICY, &mut out);
+    let outcome = answer(
+        query,
+        Transport::Udp,
+        Some(&table),
+        POLICY,
+        &mut Name::new(),
+        &mut out,
+    );
     if let Answer::Reply(length) = outcome.answer {
         prop_assert_eq!(&out[..2], &query[..2]);
         prop_assert!(out[2] & wire::QR != 0);

@@ -2,18 +2,21 @@
 //!
 //! Each attempt has a socket, a port and an id of its own, and takes nothing but a reply with that
 //! id and our question from the server it asked; anything else is counted and waited past. A reply
-//! cut short is fetched whole over TCP. A server that cannot bear our OPT record is asked without.
+//! cut short is fetched whole over TCP, and passed on as it is where that fails or takes long: whoever
+//! asked knows by it that there is more. A server that cannot bear our OPT record is asked without.
 //!
-//! Does not watch the time: its owner drops it.
+//! Does not watch the time otherwise: its owner drops it.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::time::timeout;
 
 use super::in_flight::Flight;
 use super::metrics::Metrics;
@@ -21,6 +24,9 @@ use super::query::Query;
 use super::random::Ids;
 use super::reply::{self, Arrival, Reply};
 use crate::dns::Transport;
+
+/// How long the whole of a reply cut short may take. Where TCP is not let through, nothing comes.
+const WHOLE: Duration = Duration::from_secs(1);
 
 /// What attempts share.
 #[derive(Debug)]
@@ -35,8 +41,8 @@ pub(super) struct Means {
 pub(super) struct Asked<'a> {
     pub(super) query: &'a Query,
     pub(super) flight: &'a Flight,
-    /// A reply cut short, for when the whole one does not come.
-    pub(super) cut_short: Mutex<Option<Reply>>,
+    /// A reply cut short and whose it is, for when the whole one does not come.
+    pub(super) cut_short: Mutex<Option<(SocketAddr, Reply)>>,
 }
 
 /// Why an attempt gave nothing.
@@ -55,10 +61,18 @@ pub(super) enum Failed {
 }
 
 impl Failed {
-    /// Whether it is the server's fault.
+    /// Whether it is the server's fault, or that of the network on the way.
     pub(super) fn is_of_server(&self) -> bool {
+        let ours = [
+            Errno::MFILE,
+            Errno::NFILE,
+            Errno::NOBUFS,
+            Errno::NOMEM,
+            // A query too long to be sent.
+            Errno::MSGSIZE,
+        ];
         let is_ours = |error: &io::Error| {
-            Errno::from_io_error(error).is_some_and(|e| [Errno::MFILE, Errno::NFILE].contains(&e))
+            Errno::from_io_error(error).is_some_and(|error| ours.contains(&error))
         };
         match self {
             Self::Io(error) => !is_ours(error),
@@ -101,12 +115,14 @@ impl Means {
             let Arrival::Truncated(cut_short) = arrival else {
                 return Ok(arrival);
             };
-            asked.keep(cut_short.clone());
-            let whole = self.over_tcp(asked, query, server).await;
-            return Ok(whole.unwrap_or_else(|error| {
-                tracing::debug!(target: "dns", "upstream failure: {server}: TCP: {error}");
-                Arrival::Truncated(cut_short)
-            }));
+            asked.keep(server, cut_short.clone());
+            let why = match timeout(WHOLE, self.over_tcp(asked, query, server)).await {
+                Ok(Ok(whole)) => return Ok(whole),
+                Ok(Err(error)) => error.to_string(),
+                Err(late) => late.to_string(),
+            };
+            tracing::debug!(target: "dns", "upstream failure: {server}: TCP: {why}");
+            return Ok(Arrival::Truncated(cut_short));
         }
         self.over_tcp(asked, query, server).await
     }
@@ -187,14 +203,19 @@ impl Means {
 
 impl Asked<'_> {
     pub(super) fn take_cut_short(&self) -> Option<Reply> {
-        self.kept().take()
+        self.kept().take().map(|(_, reply)| reply)
     }
 
-    fn keep(&self, cut_short: Reply) {
-        self.kept().get_or_insert(cut_short);
+    /// Who has sent a reply cut short, if anybody has.
+    pub(super) fn cut_by(&self) -> Option<SocketAddr> {
+        self.kept().as_ref().map(|(server, _)| *server)
     }
 
-    fn kept(&self) -> MutexGuard<'_, Option<Reply>> {
+    fn keep(&self, server: SocketAddr, cut_short: Reply) {
+        self.kept().get_or_insert((server, cut_short));
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Option<(SocketAddr, Reply)>> {
         self.cut_short
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

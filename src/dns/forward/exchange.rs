@@ -4,7 +4,8 @@
 //! the same: after 300 ms in the first round, after twice that in each further one. With one server
 //! and 5 s that makes five tries; where 5 % of packets are lost each way, all of them fail once in a
 //! hundred thousand. Earlier tries stay open, so a slow server can still answer. A server that says
-//! it cannot answer is not the last word while there are others.
+//! it cannot answer is not the last word while there are others. Once there is a reply cut short, its
+//! rest is waited for and nobody else is asked.
 //!
 //! Does not cache, and does not know who waits.
 
@@ -162,6 +163,9 @@ impl<'a> Search<'a> {
 
     /// Asks the next server, or all.
     fn send(&mut self) {
+        if self.asked.cut_by().is_some() {
+            self.rotation.clear();
+        }
         let count = if self.manner.is_parallel {
             self.rotation.len()
         } else {
@@ -238,7 +242,9 @@ impl<'a> Search<'a> {
         };
         metrics.answered(rcode);
         match arrival {
-            Arrival::Reply(reply) if !says_it_cannot(rcode) => return Some(reply),
+            Arrival::Reply(reply) | Arrival::Truncated(reply) if !says_it_cannot(rcode) => {
+                return Some(reply);
+            }
             Arrival::Reply(reply) | Arrival::Truncated(reply) => self.fallback = Some(reply),
             _ => {}
         }
@@ -249,12 +255,13 @@ impl<'a> Search<'a> {
     /// Those that had time to answer and did not.
     fn blame_silent(&self, answered: Option<SocketAddr>) {
         let now = Instant::now();
+        let cut_by = self.asked.cut_by();
         let mut silent: Vec<_> = self
             .attempts
             .iter()
             .filter(|attempt| now - attempt.started >= self.exchange.first_wait)
             .map(|attempt| attempt.server)
-            .filter(|server| Some(*server) != answered)
+            .filter(|server| ![answered, cut_by].contains(&Some(*server)))
             .collect();
         silent.sort();
         silent.dedup();

@@ -21,22 +21,10 @@ const PORT: u16 = 53;
 pub struct ResolvConf {
     pub nameservers: Vec<SocketAddr>,
     pub search: Vec<String>,
-    pub options: Options,
-    /// Lines with a server that is none.
-    pub unusable: Vec<String>,
-}
-
-/// Of the options those that say something to a forwarder, and those that describe its clients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// With fewer dots than this, clients try the search list first.
-    pub ndots: u8,
-    /// How long clients wait for a server, in seconds.
-    pub timeout: u32,
-    /// How often clients ask each server.
-    pub attempts: u32,
     /// Servers are to be asked over TCP only.
     pub use_tcp: bool,
+    /// Lines with a server that is none.
+    pub unusable: Vec<String>,
 }
 
 /// Why a file could not be read.
@@ -48,17 +36,6 @@ pub enum Unreadable {
     NotAFile,
     #[error("it has {0} bytes, expected at most {LARGEST}")]
     TooLarge(u64),
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            ndots: 1,
-            timeout: 5,
-            attempts: 2,
-            use_tcp: false,
-        }
-    }
 }
 
 impl ResolvConf {
@@ -90,25 +67,12 @@ impl ResolvConf {
                 },
                 Some("search") => found.search = words.map(str::to_owned).collect(),
                 Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),
-                Some("options") => words.for_each(|word| found.options.set(word)),
+                // The others are for those who ask, of whom each has its own.
+                Some("options") => found.use_tcp |= words.any(|word| word == "use-vc"),
                 _ => {}
             }
         }
         found
-    }
-}
-
-impl Options {
-    fn set(&mut self, word: &str) {
-        let (name, value) = word.split_once(':').unwrap_or((word, ""));
-        let number = value.parse::<u32>();
-        match (name, number) {
-            ("ndots", Ok(number)) => self.ndots = number.min(15) as u8,
-            ("timeout", Ok(number)) => self.timeout = number.max(1),
-            ("attempts", Ok(number)) => self.attempts = number.max(1),
-            ("use-vc", _) => self.use_tcp = true,
-            _ => {}
-        }
     }
 }
 
@@ -200,15 +164,15 @@ mod tests {
     }
 
     #[test]
-    fn options_are_kept_within_sense() {
-        let options = |text: &str| {
-            let found = ResolvConf::parse(text).options;
-            (found.ndots, found.timeout, found.attempts, found.use_tcp)
-        };
-        assert_eq!(options(""), (1, 5, 2, false));
-        assert_eq!(options("options ndots:5 use-vc"), (5, 5, 2, true));
-        let extreme = "options ndots:99 timeout:0\noptions attempts:0 rotate ndots:x";
-        assert_eq!(options(extreme), (15, 1, 1, false));
+    fn one_option_is_for_whoever_forwards() {
+        for (text, expected) in [
+            ("", false),
+            ("options ndots:5 use-vc", true),
+            ("options use-vc\noptions rotate", true),
+            ("options no-use-vc\nsearch use-vc", false),
+        ] {
+            assert_eq!(ResolvConf::parse(text).use_tcp, expected, "{text:?}");
+        }
     }
 
     #[test]

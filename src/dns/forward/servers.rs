@@ -39,7 +39,9 @@ pub(super) struct Watched {
 #[derive(Debug, Default)]
 struct State {
     looked: Option<Instant>,
+    /// Of what was read last; none when that failed.
     stamp: Option<Stamp>,
+    is_unreadable: bool,
     servers: Arc<Servers>,
 }
 
@@ -65,10 +67,25 @@ impl Watched {
         if state.looked.is_none_or(|looked| now - looked >= LOOK_AGAIN) {
             state.looked = Some(now);
             let stamp = self.stamp();
-            if state.stamp.replace(stamp) != Some(stamp)
-                && let Some(servers) = self.read()
-            {
-                state.servers = Arc::new(servers);
+            if state.stamp != Some(stamp) {
+                match ResolvConf::read(&self.path) {
+                    Ok(found) => {
+                        state.stamp = Some(stamp);
+                        state.is_unreadable = false;
+                        if let Some(servers) = self.usable(&found) {
+                            state.servers = Arc::new(servers);
+                        }
+                    }
+                    // It may be for a moment, which no stamp tells. Said once.
+                    Err(error) => {
+                        state.stamp = None;
+                        if !state.is_unreadable {
+                            let path = self.path.display();
+                            tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
+                        }
+                        state.is_unreadable = true;
+                    }
+                }
             }
         }
         state.servers.clone()
@@ -89,15 +106,8 @@ impl Watched {
     }
 
     /// Nothing when the last servers stay in force.
-    fn read(&self) -> Option<Servers> {
+    fn usable(&self, found: &ResolvConf) -> Option<Servers> {
         let path = self.path.display();
-        let found = match ResolvConf::read(&self.path) {
-            Ok(found) => found,
-            Err(error) => {
-                tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
-                return None;
-            }
-        };
         for line in &found.unusable {
             tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected a server's address");
         }
@@ -119,7 +129,7 @@ impl Watched {
         tracing::info!(target: "dns", "forwarding to the DNS servers {addresses:?}");
         Some(Servers {
             addresses,
-            use_tcp: found.options.use_tcp,
+            use_tcp: found.use_tcp,
         })
     }
 

@@ -9,15 +9,17 @@
 mod tcp;
 mod udp;
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::net::{TcpListener, UdpSocket};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet};
 
-use super::answer::{self, Policy};
+use super::answer::{self, Answer, Outcome, Policy};
 use super::metrics::{Metrics, Source};
 use super::table::Table;
 use super::wire::{self, Question};
@@ -26,6 +28,8 @@ use crate::lifecycle::{CancellationToken, Tasks};
 
 /// Room for any message.
 const LARGEST: usize = u16::MAX as usize;
+/// Rest after a failure of a socket: what is missing is missing for a while.
+const REST: Duration = Duration::from_millis(100);
 
 /// Both sockets of one address.
 #[derive(Debug)]
@@ -43,7 +47,23 @@ pub(super) struct Shared<F> {
     pub(super) tables: watch::Receiver<Option<Arc<Table>>>,
 }
 
-/// Serves until `shutdown`, or until a socket fails for good.
+impl<F> Shared<F> {
+    /// Counts what became of a message, whose answer, if there is one already, is in `out`.
+    fn count(&self, outcome: &Outcome, out: &[u8]) {
+        if let Some(question) = &outcome.question {
+            self.metrics.request(question.kind);
+        }
+        match (outcome.answer, outcome.question) {
+            (Answer::Reply(length), Some(_)) => {
+                self.metrics.response(&out[..length], Source::Agent)
+            }
+            (Answer::Reply(_), None) => self.metrics.refusal(),
+            (Answer::Forward | Answer::Drop, _) => {}
+        }
+    }
+}
+
+/// Serves until `shutdown`, or until a socket fails for good. Queries under way end with it.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
@@ -51,43 +71,16 @@ pub(super) async fn serve<F: Forward>(
 ) -> Result<(), Error> {
     let mut tasks = Tasks::new();
     for Bound { udp, tcp, .. } in bound {
-        let udp = UdpSocket::from_std(udp).map_err(Error::Socket)?;
         let tcp = TcpListener::from_std(tcp).map_err(Error::Socket)?;
-        let (udp_shared, udp_shutdown) = (shared.clone(), shutdown.clone());
-        tasks.spawn("DNS over UDP", udp::serve(udp, udp_shared, udp_shutdown));
-        let (tcp_shared, tcp_shutdown) = (shared.clone(), shutdown.clone());
-        tasks.spawn("DNS over TCP", async move {
-            tcp::serve(tcp, tcp_shared, tcp_shutdown).await;
-            Ok::<(), Error>(())
-        });
+        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));
+        tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone()));
     }
-    while !tasks.is_empty() {
-        let ended = tasks.next_ended().await;
-        if let Err(error) = ended.result {
-            return Err(Error::Socket(std::io::Error::other(error)));
+    tokio::select! {
+        // Heard here, as each loop would pay for listening with every query.
+        () = shutdown.cancelled() => Ok(()),
+        ended = tasks.next_ended() => {
+            ended.result.map_err(|error| Error::Socket(io::Error::other(error)))
         }
-    }
-    Ok(())
-}
-
-/// The table of a loop, without a lock for each query.
-struct Current {
-    tables: watch::Receiver<Option<Arc<Table>>>,
-    table: Option<Arc<Table>>,
-}
-
-impl Current {
-    fn new(tables: watch::Receiver<Option<Arc<Table>>>) -> Self {
-        let table = tables.borrow().clone();
-        Self { tables, table }
-    }
-
-    fn get(&mut self) -> Option<&Table> {
-        // Without a sender no other table will come.
-        if self.tables.has_changed().unwrap_or(false) {
-            self.table = self.tables.borrow_and_update().clone();
-        }
-        self.table.as_deref()
     }
 }
 

@@ -15,11 +15,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::{Current, Forwards, LARGEST, Shared};
+use super::{Forwards, LARGEST, REST, Shared};
 use crate::dns::answer::{self, Answer};
-use crate::dns::metrics::Source;
+use crate::dns::wire::Name;
 use crate::dns::{Forward, Transport};
-use crate::lifecycle::{CancellationToken, Tasks};
+use crate::lifecycle::Tasks;
 
 const MOST_CONNECTIONS: usize = 256;
 const MOST_FORWARDS: usize = 64;
@@ -27,15 +27,13 @@ const MOST_FORWARDS: usize = 64;
 const FIRST: Duration = Duration::from_secs(2);
 /// How long any other may, and how long it may take to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
-/// Rest after a failed accept: what is missing is missing for a while.
-const REST: Duration = Duration::from_millis(100);
 
 struct Connection<F> {
     stream: TcpStream,
     shared: Arc<Shared<F>>,
-    current: Current,
     forwards: Forwards<F, ()>,
     received: BytesMut,
+    name: Name,
     /// A message behind its length.
     out: Box<[u8]>,
     deadline: Instant,
@@ -43,16 +41,14 @@ struct Connection<F> {
     is_finished: bool,
 }
 
-/// Serves until `shutdown`.
+/// Serves for as long as it is polled.
 pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
-    shutdown: CancellationToken,
-) {
+) -> io::Result<()> {
     let mut connections = Tasks::new();
     loop {
         tokio::select! {
-            () = shutdown.cancelled() => return,
             ended = connections.next_ended() => {
                 if let Err(error) = ended.result {
                     tracing::debug!(target: "dns", "a DNS connection ended: {error}");
@@ -60,6 +56,8 @@ pub(super) async fn serve<F: Forward>(
             }
             accepted = listener.accept(), if connections.len() < MOST_CONNECTIONS => match accepted {
                 Ok((stream, _)) => {
+                    // Answers are small and come one by one. Without it they come later.
+                    let _ = stream.set_nodelay(true);
                     let connection = Connection::new(stream, shared.clone());
                     connections.spawn("DNS connection", connection.run());
                 }
@@ -76,10 +74,10 @@ impl<F: Forward> Connection<F> {
     fn new(stream: TcpStream, shared: Arc<Shared<F>>) -> Self {
         Self {
             stream,
-            current: Current::new(shared.tables.clone()),
             forwards: Forwards::new(shared.clone(), Transport::Tcp, MOST_FORWARDS),
             shared,
             received: BytesMut::new(),
+            name: Name::new(),
             out: vec![0; 2 + LARGEST].into(),
             deadline: Instant::now() + FIRST,
             is_finished: false,
@@ -113,18 +111,16 @@ impl<F: Forward> Connection<F> {
     }
 
     async fn take(&mut self, query: &[u8]) -> io::Result<()> {
-        let table = self.current.get();
         let policy = self.shared.policy;
         let out = &mut self.out[2..];
-        let outcome = answer::answer(query, Transport::Tcp, table, policy, out);
-        if let Some(question) = &outcome.question {
-            self.shared.metrics.request(question.kind);
-        }
+        let outcome = {
+            let table = self.shared.tables.borrow();
+            let table = table.as_deref();
+            answer::answer(query, Transport::Tcp, table, policy, &mut self.name, out)
+        };
+        self.shared.count(&outcome, out);
         match (outcome.answer, outcome.question) {
-            (Answer::Reply(length), _) => {
-                self.shared.metrics.response(&out[..length], Source::Agent);
-                self.send(length).await
-            }
+            (Answer::Reply(length), _) => self.send(length).await,
             (Answer::Forward, Some(question)) => {
                 self.forwards.start((), query, question);
                 Ok(())

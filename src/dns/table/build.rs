@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::index::Index;
 use super::proto::{self, Malformed};
-use super::{Alt, Entry, Kind, LONGEST, Place, Reference, Table};
+use super::{Alt, Entry, Kind, LONGEST, Names, Place, Reference, Table};
 use crate::dns::scope::Scope;
 
 /// Most bytes of a table.
@@ -53,7 +53,7 @@ impl Table {
             scope,
             entries: Vec::with_capacity(count + 1),
             alts: Vec::new(),
-            v4: Vec::with_capacity(count),
+            v4: Vec::new(),
             v6: Vec::new(),
         };
         builder.read()?;
@@ -108,23 +108,38 @@ impl Builder {
             !self.scope.domain.is_empty() && host.ends_with(self.scope.domain.as_bytes());
         // The absolute form of such a host would end in two dots.
         let unreachable = super::key(host).is_empty() || kubernetes && host.ends_with(b".");
-        let served = has_addresses && !unreachable;
-        let aliased = served && kubernetes && in_domain;
-        if !aliased {
+        let has_forms = kubernetes && in_domain;
+        let namespace = &raw[parts.namespace.clone()];
+        // Names longer than one byte counts are longer than any that is asked for.
+        let lengths = (
+            parts.short.len().try_into(),
+            parts.namespace.len().try_into(),
+        );
+        let names = match lengths {
+            _ if !has_addresses || unreachable => Names::Nothing,
+            (Ok(_), Ok(_)) if has_forms && namespace == self.scope.namespace.as_bytes() => {
+                Names::Own
+            }
+            (Ok(_), Ok(_)) if has_forms => Names::Aliased,
+            _ => Names::Host,
+        };
+        if names == Names::Nothing || !has_forms {
             self.alts.truncate(alts);
         }
-        let namespace = &raw[parts.namespace.clone()];
+        let is_single = (v4 + 1, v6) == (self.v4.len(), self.v6.len());
+        let single = self.v4.pop_if(|_| is_single);
         self.entries.push(Entry {
             host: Place::at(&parts.host),
-            short: Place::at(&parts.short),
-            namespace: Place::at(&parts.namespace),
             // Shorter than the bytes, which four bytes count.
+            short: parts.short.start as u32,
+            namespace: parts.namespace.start as u32,
             v4: v4 as u32,
             v6: v6 as u32,
-            served,
-            aliased,
-            own: aliased && namespace == self.scope.namespace.as_bytes(),
-            replaced: false,
+            single: single.unwrap_or(Ipv4Addr::UNSPECIFIED),
+            is_single,
+            short_length: lengths.0.unwrap_or_default(),
+            namespace_length: lengths.1.unwrap_or_default(),
+            names,
         });
         Ok(())
     }
@@ -139,17 +154,20 @@ impl Builder {
         let entry = self.entries.len() as u32;
         for field in proto::fields(raw, info) {
             let (number, place) = field?;
+            // What a later istiod adds need not be text.
+            if !(1..=5).contains(&number) {
+                continue;
+            }
             let text = proto::text(raw, place.clone())?;
             match number {
                 1 => self.read_address(text),
                 2 => parts.registry = place,
                 3 => parts.short = place,
                 4 => parts.namespace = place,
-                5 => self.alts.push(Alt {
+                _ => self.alts.push(Alt {
                     entry,
                     host: Place::at(&place),
                 }),
-                _ => {}
             }
         }
         Ok(())
@@ -167,17 +185,28 @@ impl Builder {
     /// An entry behind the last, where its addresses end.
     fn close(&mut self) {
         self.entries.push(Entry {
+            host: Place::at(&(0..0)),
+            short: 0,
+            namespace: 0,
             v4: self.v4.len() as u32,
             v6: self.v6.len() as u32,
-            ..Entry::default()
+            single: Ipv4Addr::UNSPECIFIED,
+            is_single: false,
+            short_length: 0,
+            namespace_length: 0,
+            names: Names::Nothing,
         });
     }
 
     fn finish(self) -> Table {
         let count = self.entries.len() - 1;
-        let aliased = self.entries.iter().filter(|entry| entry.aliased).count();
-        let own = self.entries.iter().filter(|entry| entry.own).count();
-        let names = count + aliased + own + self.alts.len();
+        let with = |names| {
+            self.entries
+                .iter()
+                .filter(|entry| entry.names >= names)
+                .count()
+        };
+        let names = count + with(Names::Aliased) + with(Names::Own) + self.alts.len();
         let mut v4 = self.v4;
         v4.shrink_to_fit();
         let mut table = Table {
@@ -207,10 +236,10 @@ impl Table {
     fn enter(&mut self, index: &mut Index, number: u32) {
         let entry = self.entries[number as usize];
         self.enter_name(index, Reference::new(Kind::Host, number));
-        if entry.aliased {
+        if entry.names >= Names::Aliased {
             self.enter_name(index, Reference::new(Kind::Alias, number));
         }
-        if entry.own {
+        if entry.names == Names::Own {
             self.enter_name(index, Reference::new(Kind::Short, number));
         }
     }
@@ -226,7 +255,7 @@ impl Table {
         self.wildcards |= name.starts_with(b"*.");
         if let (Some(replaced), Kind::Host) = (replaced, reference.kind()) {
             let entry = Reference(replaced).number();
-            self.entries[entry as usize].replaced = true;
+            self.entries[entry as usize].names = Names::Nothing;
         }
     }
 

@@ -54,29 +54,42 @@ pub struct Found<'a> {
 }
 
 /// A string in the message.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct Place {
     start: u32,
     length: u32,
 }
 
-/// A host.
-#[derive(Clone, Copy, Debug, Default)]
+/// A host. One does not straddle what the processor fetches at once, and of one with a single
+/// address, as nearly all are, nothing else is fetched but its name.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
 struct Entry {
     host: Place,
-    short: Place,
-    namespace: Place,
+    /// Where these begin.
+    short: u32,
+    namespace: u32,
     /// Where its addresses begin; they end where those of the next begin.
     v4: u32,
     v6: u32,
-    /// Whether it has an address and a name somebody can ask for.
-    served: bool,
-    /// Whether it has short forms.
-    aliased: bool,
-    /// Whether it is in the pod's namespace as well.
-    own: bool,
-    /// Whether the same host came again.
-    replaced: bool,
+    /// Its address, if `is_single`. It is nowhere else then.
+    single: Ipv4Addr,
+    is_single: bool,
+    short_length: u8,
+    namespace_length: u8,
+    names: Names,
+}
+
+/// By which of its names a host can be asked for, beside its further ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Names {
+    /// By none: it has no address, nobody can spell it, or it came again.
+    Nothing,
+    Host,
+    /// By `shortname.namespace` as well.
+    Aliased,
+    /// By `shortname` too: it is in the pod's namespace.
+    Own,
 }
 
 /// A further host of an entry.
@@ -156,24 +169,19 @@ impl Table {
         self.addresses(name)
     }
 
-    /// The addresses of a name, each family from the first entry that has some. Every entry that is
-    /// served has one.
+    /// The addresses of a name, each family from the first entry that has some. Every entry with a
+    /// name has one.
     fn addresses(&self, name: &[u8]) -> Option<Found<'_>> {
-        let mut first_v4 = None;
-        let mut first_v6 = None;
-        self.any_ranked(name, |rank, entry| {
-            let order = (rank, self.entry(entry).host(&self.raw));
-            if !self.v4_of(entry).is_empty() && first_v4.is_none_or(|(best, _)| order < best) {
-                first_v4 = Some((order, entry));
-            }
-            if !self.v6_of(entry).is_empty() && first_v6.is_none_or(|(best, _)| order < best) {
-                first_v6 = Some((order, entry));
-            }
+        let (mut v4, mut v6) = (None, None);
+        self.any_ranked(name, |rank, number, entry| {
+            let order = (rank, entry.host(&self.raw));
+            keep_first(&mut v4, order, self.v4_of(number, entry));
+            keep_first(&mut v6, order, self.v6_of(number, entry));
             false
         });
-        (first_v4.is_some() || first_v6.is_some()).then(|| Found {
-            v4: first_v4.map_or(&[], |(_, entry)| self.v4_of(entry)),
-            v6: first_v6.map_or(&[], |(_, entry)| self.v6_of(entry)),
+        (v4.is_some() || v6.is_some()).then(|| Found {
+            v4: v4.map_or(&[], |(_, v4)| v4),
+            v6: v6.map_or(&[], |(_, v6)| v6),
             wildcard: None,
             target_end: None,
         })
@@ -181,20 +189,26 @@ impl Table {
 
     /// Whether `wanted` holds for any entry of this name.
     fn any(&self, name: &[u8], mut wanted: impl FnMut(u32) -> bool) -> bool {
-        self.any_ranked(name, |_, entry| wanted(entry))
+        self.any_ranked(name, |_, number, _| wanted(number))
     }
 
     /// Like [`Table::any`], with the rank of each entry under this name.
-    fn any_ranked(&self, name: &[u8], mut wanted: impl FnMut(u8, u32) -> bool) -> bool {
+    fn any_ranked<'a>(
+        &'a self,
+        name: &[u8],
+        mut wanted: impl FnMut(u8, u32, &'a Entry) -> bool,
+    ) -> bool {
         let mut any = |name: &[u8], kinds: fn(Kind) -> Option<u8>| {
-            self.index.at(self.index.hash(name)).any(|reference| {
+            self.index.any(self.index.hash(name), |reference| {
                 let reference = Reference(reference);
                 let Some(rank) = kinds(reference.kind()) else {
                     return false;
                 };
-                let entry = self.entry_of(reference);
-                let is_served = self.entry(entry).served && !self.entry(entry).replaced;
-                is_served && self.has_name(reference, name) && wanted(rank, entry)
+                let number = self.entry_of(reference);
+                let entry = self.entry(number);
+                entry.names > Names::Nothing
+                    && self.has_name(reference, entry, name)
+                    && wanted(rank, number, entry)
             })
         };
         let of_itself = |kind| match kind {
@@ -211,18 +225,17 @@ impl Table {
                 .is_some_and(|base| any(base, with_label))
     }
 
-    fn has_name(&self, reference: Reference, name: &[u8]) -> bool {
-        let entry = self.entry(self.entry_of(reference));
+    fn has_name(&self, reference: Reference, entry: &Entry, name: &[u8]) -> bool {
         match reference.kind() {
             Kind::Host => {
                 let host = key(entry.host(&self.raw));
                 // Most are lower case, and comparing words is faster than comparing letters.
                 host == name || host.eq_ignore_ascii_case(name)
             }
-            Kind::Short => entry.short.of(&self.raw).eq_ignore_ascii_case(name),
+            Kind::Short => entry.short(&self.raw).eq_ignore_ascii_case(name),
             Kind::Alt => self.alt(reference).eq_ignore_ascii_case(name),
             Kind::Alias => {
-                let (short, namespace) = (entry.short.of(&self.raw), entry.namespace.of(&self.raw));
+                let (short, namespace) = (entry.short(&self.raw), entry.namespace(&self.raw));
                 name.len() == short.len() + 1 + namespace.len()
                     && name[..short.len()].eq_ignore_ascii_case(short)
                     && name[short.len()] == b'.'
@@ -235,10 +248,10 @@ impl Table {
     fn name<'a>(&self, reference: Reference, buffer: &'a mut [u8; LONGEST]) -> Option<&'a [u8]> {
         let entry = self.entry(self.entry_of(reference));
         let raw = &*self.raw;
-        let short = entry.short.of(raw);
+        let short = entry.short(raw);
         let parts: [&[u8]; 3] = match reference.kind() {
             Kind::Host => [key(entry.host(raw)), b"", b""],
-            Kind::Alias => [short, b".", entry.namespace.of(raw)],
+            Kind::Alias => [short, b".", entry.namespace(raw)],
             Kind::Short => [short, b"", b""],
             Kind::Alt => [self.alt(reference), b"", b""],
         };
@@ -274,20 +287,45 @@ impl Table {
         self.alts[reference.number() as usize].host.of(&self.raw)
     }
 
-    fn v4_of(&self, entry: u32) -> &[Ipv4Addr] {
-        let [this, next] = [entry, entry + 1].map(|entry| self.entry(entry).v4 as usize);
-        &self.v4[this..next]
+    fn v4_of<'a>(&'a self, number: u32, entry: &'a Entry) -> &'a [Ipv4Addr] {
+        if entry.is_single {
+            return std::slice::from_ref(&entry.single);
+        }
+        &self.v4[entry.v4 as usize..self.entry(number + 1).v4 as usize]
     }
 
-    fn v6_of(&self, entry: u32) -> &[Ipv6Addr] {
-        let [this, next] = [entry, entry + 1].map(|entry| self.entry(entry).v6 as usize);
-        &self.v6[this..next]
+    fn v6_of(&self, number: u32, entry: &Entry) -> &[Ipv6Addr] {
+        if entry.is_single {
+            return &[];
+        }
+        &self.v6[entry.v6 as usize..self.entry(number + 1).v6 as usize]
+    }
+}
+
+/// An entry's addresses, unless there are some of an entry that comes before it.
+fn keep_first<'a, O: PartialOrd + Copy, T>(
+    first: &mut Option<(O, &'a [T])>,
+    order: O,
+    addresses: &'a [T],
+) {
+    if !addresses.is_empty() && first.is_none_or(|(first, _)| order < first) {
+        *first = Some((order, addresses));
     }
 }
 
 impl Entry {
     fn host<'a>(&self, raw: &'a [u8]) -> &'a [u8] {
         self.host.of(raw)
+    }
+
+    fn short<'a>(&self, raw: &'a [u8]) -> &'a [u8] {
+        let start = self.short as usize;
+        &raw[start..start + usize::from(self.short_length)]
+    }
+
+    fn namespace<'a>(&self, raw: &'a [u8]) -> &'a [u8] {
+        let start = self.namespace as usize;
+        &raw[start..start + usize::from(self.namespace_length)]
     }
 }
 

@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Entry, Table, proto};
+use super::{Entry, Names, Table, proto};
 
 /// The members of `NameInfo`, in the order of their field numbers.
 const MEMBERS: [(&str, bool); 5] = [
@@ -28,7 +28,7 @@ impl Table {
         }
         for number in 0..self.hosts() {
             let entry = &self.entries[number];
-            if entry.served && !entry.replaced {
+            if entry.names > Names::Nothing {
                 self.add_forms(number as u32, entry, &mut hosts);
             }
         }
@@ -89,12 +89,12 @@ impl Table {
     fn forms(&self, number: u32, entry: &Entry) -> Vec<String> {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).to_ascii_lowercase();
         let mut forms = vec![text(super::key(entry.host(&self.raw)))];
-        if entry.aliased {
-            let short = text(entry.short.of(&self.raw));
-            let alias = format!("{short}.{}", text(entry.namespace.of(&self.raw)));
+        if entry.names >= Names::Aliased {
+            let short = text(entry.short(&self.raw));
+            let alias = format!("{short}.{}", text(entry.namespace(&self.raw)));
             forms.push(format!("{alias}{}", self.scope.first_label));
             forms.push(alias);
-            if entry.own {
+            if entry.names == Names::Own {
                 forms.push(short);
             }
         }

@@ -318,20 +318,6 @@ fn the_last_of_one_host_counts_alone() {
 }
 
 #[test]
-fn a_name_all_hosts_have_costs_no_more_than_any_other() {
-    let hosts: Vec<_> = (0..20_000)
-        .map(|n| format!("h{n}.ns1.svc.cluster.local"))
-        .collect();
-    let all = hosts
-        .iter()
-        .map(|host| (host.as_str(), kubernetes("same", "ns1", &["1.1.1.1"])));
-    let table = Table::build(&encode(all), scope()).expect("a table");
-    assert!(
-        found(&table, "same").is_some() && found(&table, "h19999.ns1.svc.cluster.local").is_some()
-    );
-}
-
-#[test]
 fn a_million_hosts_are_a_table() {
     let mut encoded = Vec::new();
     for number in 0..1_000_000_u32 {
@@ -360,6 +346,16 @@ fn names_nobody_can_ask_for_are_left_out() {
             assert_eq!(found(&table, name), None, "{host:?} {name:?}");
         }
     }
+}
+
+#[test]
+fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
+    let info = [10, 7, b'1', b'.', b'1', b'.', b'1', b'.', b'1', 50, 1, 0xff];
+    let pair = [&[10, 1, b'a', 18, info.len() as u8], &info[..]].concat();
+    let encoded = [&[10, pair.len() as u8], &pair[..]].concat();
+    let table = Table::build(&encoded, scope()).expect("a table");
+    let expected = Some((None, vec!["1.1.1.1".parse().unwrap()]));
+    assert_eq!(found(&table, "a"), expected);
 }
 
 #[test]

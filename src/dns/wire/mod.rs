@@ -16,7 +16,7 @@ pub(crate) use write::{Owner, Writer};
 pub(crate) const HEADER: usize = 12;
 /// What every client takes by UDP.
 pub(crate) const LEAST_UDP: usize = 512;
-/// What this agent takes by UDP, and tells clients.
+/// The longest query this agent takes, which it tells clients.
 pub(crate) const OWN_UDP: u16 = 4096;
 
 pub(crate) const A: u16 = 1;
@@ -38,6 +38,9 @@ pub(super) const CD: u8 = 0x10;
 
 const NOTIFY: u8 = 4 << 3;
 
+/// Longest name, without its root label.
+const LONGEST: usize = 254;
+
 /// How a query went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
@@ -52,10 +55,6 @@ pub(crate) enum Rcode {
 
 /// What a message turned out to be.
 #[derive(Clone, Copy, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "it lives on the stack, and boxing would allocate for each query"
-)]
 pub(crate) enum Read {
     /// Nothing to answer: a fragment, or itself an answer.
     Nothing,
@@ -64,10 +63,15 @@ pub(crate) enum Read {
     Question(Question),
 }
 
-/// One question.
+/// One question; its name is in the [`Name`] it was read into.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Question {
-    pub(crate) name: Name,
+    /// Of the name as text.
+    length: u8,
+    /// Whether the name reads the same as text: no dot inside of a label, nothing unprintable.
+    pub(crate) is_plain: bool,
+    /// Whether the name was lower case as it came.
+    pub(crate) was_lower: bool,
     pub(crate) kind: u16,
     pub(crate) class: u16,
     /// Where the question section ends.
@@ -83,29 +87,19 @@ pub(crate) struct Edns {
     pub(crate) dnssec_ok: bool,
 }
 
-/// A name, lower case, as text and on the wire at once: before each label stands a dot or, on the
-/// wire, its length.
-#[derive(Clone, Copy)]
-pub(crate) struct Name {
-    /// The text, behind one byte that is not part of it.
-    bytes: [u8; 256],
-    /// Of the text.
-    length: u8,
-    /// Whether it reads the same as text: no dot inside of a label, nothing unprintable.
-    pub(crate) is_plain: bool,
-    /// Whether it was lower case as it came.
-    pub(crate) was_lower: bool,
-}
+/// Room for the name of one question after the other: lower case, each label behind a dot.
+///
+/// It is read eight bytes at a time, hence its size, and not cleared in between.
+pub(crate) struct Name([u8; 264]);
 
 impl Name {
-    pub(crate) fn text(&self) -> &[u8] {
-        &self.bytes[1..=usize::from(self.length)]
+    pub(crate) const fn new() -> Self {
+        Self([0; 264])
     }
-}
 
-impl std::fmt::Debug for Name {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}.", self.text().escape_ascii())
+    /// The name of a question, without the dot before its first label.
+    pub(crate) fn text(&self, question: &Question) -> &[u8] {
+        &self.0[1..=usize::from(question.length)]
     }
 }
 
@@ -119,10 +113,13 @@ impl Question {
     }
 }
 
-/// Reads a query. What it says about itself is not trusted.
-pub(crate) fn read(message: &[u8]) -> Read {
+/// Reads a query, and its name into `name`. What it says about itself is not trusted.
+pub(crate) fn read(message: &[u8], name: &mut Name) -> Read {
     if message.len() < HEADER || message[2] & QR != 0 {
         return Read::Nothing;
+    }
+    if message.len() > usize::from(OWN_UDP) {
+        return Read::Wrong(Rcode::FormErr, None);
     }
     let opcode = message[2] & OPCODE;
     if opcode != 0 && opcode != NOTIFY {
@@ -136,7 +133,7 @@ pub(crate) fn read(message: &[u8]) -> Read {
     if message.len() == HEADER {
         return Read::Wrong(Rcode::Refused, None);
     }
-    let Some(mut question) = question(message) else {
+    let Some(mut question) = question(message, name) else {
         return Read::Wrong(Rcode::FormErr, None);
     };
     let records = answers + authorities + additionals;
@@ -150,12 +147,16 @@ pub(crate) fn read(message: &[u8]) -> Read {
     Read::Question(question)
 }
 
-fn question(message: &[u8]) -> Option<Question> {
-    let name = name(message)?;
-    let end = HEADER + name.text().len() + 2 - usize::from(name.text().is_empty());
+fn question(message: &[u8], name: &mut Name) -> Option<Question> {
+    let (length, labels) = name.read(message)?;
+    let end = HEADER + length + 1;
     let fixed = message.get(end..end + 4)?;
+    let (is_plain, was_lower) = name.lower(length, labels);
     Some(Question {
-        name,
+        // The dot before the first label is not text. A name has 254 bytes at the most.
+        length: length.saturating_sub(1) as u8,
+        is_plain: is_plain || is_plain_on_wire(&message[HEADER..HEADER + length]),
+        was_lower,
         kind: u16_at(fixed, 0),
         class: u16_at(fixed, 2),
         end: end + 4,
@@ -163,41 +164,72 @@ fn question(message: &[u8]) -> Option<Question> {
     })
 }
 
-/// The name behind the header. A pointer there could only lead into the header.
-fn name(message: &[u8]) -> Option<Name> {
-    let mut name = Name {
-        bytes: [0; 256],
-        length: 0,
-        is_plain: true,
-        was_lower: true,
-    };
-    let mut at = HEADER;
-    // Where the length of the next label stands, or the dot before it.
-    let mut to = 0;
-    let (mut is_plain, mut changed) = (true, 0);
-    loop {
-        let length = usize::from(*message.get(at)?);
-        if length == 0 {
-            // The dot after the last label is not text.
-            name.length = u8::try_from(to).ok()?.saturating_sub(1);
-            name.is_plain = is_plain;
-            name.was_lower = changed == 0;
-            return Some(name);
+impl Name {
+    /// Takes the name behind the header, in its own case; a pointer there could only lead into the
+    /// header. Returns its length without the root label, and how many labels it has.
+    fn read(&mut self, message: &[u8]) -> Option<(usize, u64)> {
+        let rest = &message[HEADER..];
+        let taken = rest.len().min(LONGEST + 1);
+        self.0[..taken].copy_from_slice(&rest[..taken]);
+        let (mut at, mut labels) = (0, 0);
+        while at < taken {
+            match self.0[at] {
+                0 => return Some((at, labels)),
+                length @ 1..=63 => {
+                    self.0[at] = b'.';
+                    at += 1 + usize::from(length);
+                    labels += 1;
+                }
+                _ => return None,
+            }
         }
-        if length > 63 || to + length + 1 > 254 {
-            return None;
-        }
-        let label = message.get(at + 1..at + 1 + length)?;
-        name.bytes[to] = b'.';
-        for (into, byte) in name.bytes[to + 1..].iter_mut().zip(label) {
-            let lower = byte.to_ascii_lowercase();
-            *into = lower;
-            changed |= lower ^ byte;
-            is_plain &= PLAIN[usize::from(*byte)];
-        }
-        at += length + 1;
-        to += length + 1;
+        None
     }
+
+    /// Makes what was read lower case, eight bytes at a time. Returns whether it is of letters, digits
+    /// and what stands among them, as nearly all are, and whether it was lower case.
+    fn lower(&mut self, length: usize, labels: u64) -> (bool, bool) {
+        // Another name may have left something there.
+        self.0[length..length + 8].fill(b'a');
+        let (mut upper, mut odd, mut dots) = (0, 0, 0);
+        let (words, _) = self.0.as_chunks_mut::<8>();
+        for bytes in &mut words[..length.div_ceil(8)] {
+            let word = u64::from_ne_bytes(*bytes);
+            let is_upper = within(word, b'A', b'Z') & !word;
+            // From the high bit of a byte to that which tells the cases apart.
+            let lower = word | is_upper >> 2;
+            upper |= is_upper;
+            odd |= word | !(within(lower, b'a', b'z') | within(lower, b'-', b'9'));
+            dots += within(word, b'.', b'.') >> 7;
+            *bytes = lower.to_ne_bytes();
+        }
+        // The sum of the counts in each byte, of which there are no more than bytes in a name.
+        let dots = dots.wrapping_mul(each(1)) >> 56;
+        (odd & each(0x80) == 0 && dots == labels, upper == 0)
+    }
+}
+
+/// The high bit of each byte from `low` to `high`. What it says of bytes above 0x7f has no meaning.
+fn within(bytes: u64, low: u8, high: u8) -> u64 {
+    // Without their high bits, sums stay within their bytes.
+    let bytes = bytes & !each(0x80);
+    (bytes + each(0x80 - low)) & !(bytes + each(0x7f - high)) & each(0x80)
+}
+
+const fn each(byte: u8) -> u64 {
+    u64::from_ne_bytes([byte; 8])
+}
+
+/// The same for any name, byte by byte.
+fn is_plain_on_wire(mut labels: &[u8]) -> bool {
+    while let Some((length, rest)) = labels.split_first() {
+        let (label, rest) = rest.split_at(usize::from(*length));
+        if !label.iter().all(|byte| PLAIN[usize::from(*byte)]) {
+            return false;
+        }
+        labels = rest;
+    }
+    true
 }
 
 /// Whether a byte of a label stands for itself in text.

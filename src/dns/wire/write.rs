@@ -20,6 +20,12 @@ const FIXED: usize = 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pointer(u16);
 
+impl Pointer {
+    fn on_wire(self) -> [u8; 2] {
+        (self.0 | 0xc000).to_be_bytes()
+    }
+}
+
 /// An answer being written. It has room for the header and the question at least.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
@@ -27,6 +33,8 @@ pub(crate) struct Writer<'a> {
     length: usize,
     limit: usize,
     ttl: u32,
+    /// Records so far.
+    answers: u16,
     edns: Option<Edns>,
 }
 
@@ -42,6 +50,7 @@ impl<'a> Writer<'a> {
             length,
             limit: limit.saturating_sub(reserved),
             ttl: 0,
+            answers: 0,
             edns,
         }
     }
@@ -87,6 +96,7 @@ impl<'a> Writer<'a> {
 
     /// Adds the EDNS record and returns the answer's length.
     pub(crate) fn finish(mut self) -> usize {
+        self.out[6..8].copy_from_slice(&self.answers.to_be_bytes());
         if let Some(edns) = self.edns {
             self.limit += EDNS_LENGTH;
             let [high, low] = OWN_UDP.to_be_bytes();
@@ -116,18 +126,43 @@ impl<'a> Writer<'a> {
         let mut at = None;
         let (before, from) = addresses.split_at(first);
         for address in from.iter().chain(before) {
+            if let Owner::At(pointer) = owner {
+                self.short_record(pointer, kind, octets(address))?;
+                at = at.or(Some(pointer));
+                continue;
+            }
             let (stands, data) = self.record(owner, kind, N)?;
             self.out[data..data + N].copy_from_slice(&octets(address));
             if let Some(pointer) = stands {
                 owner = Owner::At(pointer);
-                at = at.or(stands);
+                at = stands;
             }
         }
         at
     }
 
-    /// Room for a record: where its owner stands, and where its data goes. Nothing, and a truncated
-    /// answer, if there is none.
+    /// A record whose owner stands in the message, as nearly all are: of a size that is known.
+    fn short_record<const N: usize>(
+        &mut self,
+        owner: Pointer,
+        kind: u16,
+        data: [u8; N],
+    ) -> Option<()> {
+        let start = self.length;
+        let end = self.claim(2 + FIXED + N)?;
+        let [p0, p1] = owner.on_wire();
+        let [k0, k1] = kind.to_be_bytes();
+        let [c0, c1] = IN.to_be_bytes();
+        let [t0, t1, t2, t3] = self.ttl.to_be_bytes();
+        // An address, whose length one byte holds.
+        let fixed = [p0, p1, k0, k1, c0, c1, t0, t1, t2, t3, 0, N as u8];
+        let (into_fixed, into_data) = self.out[start..end].split_at_mut(fixed.len());
+        into_fixed.copy_from_slice(&fixed);
+        into_data.copy_from_slice(&data);
+        Some(())
+    }
+
+    /// Room for a record: where its owner stands, and where its data goes. Nothing if there is none.
     fn record(
         &mut self,
         owner: Owner<'_>,
@@ -137,11 +172,7 @@ impl<'a> Writer<'a> {
         let start = self.length;
         let fixed = start + owner.length();
         let data = fixed + FIXED;
-        let end = data + data_length;
-        if end > self.limit || self.out[2] & TC != 0 {
-            self.out[2] |= TC;
-            return None;
-        }
+        self.claim(owner.length() + FIXED + data_length)?;
         let stands = owner.write(&mut self.out[start..fixed], start);
         let fixed = &mut self.out[fixed..data];
         fixed[..2].copy_from_slice(&kind.to_be_bytes());
@@ -149,10 +180,20 @@ impl<'a> Writer<'a> {
         fixed[4..8].copy_from_slice(&self.ttl.to_be_bytes());
         // A record fits in a message, whose length two bytes hold.
         fixed[8..].copy_from_slice(&(data_length as u16).to_be_bytes());
-        self.length = end;
-        let answers = u16::from_be_bytes([self.out[6], self.out[7]]) + 1;
-        self.out[6..8].copy_from_slice(&answers.to_be_bytes());
         Some((stands, data))
+    }
+
+    /// Takes room for a record of this length and returns where it ends. Nothing, and a truncated
+    /// answer, if there is none.
+    fn claim(&mut self, length: usize) -> Option<usize> {
+        let end = self.length + length;
+        if end > self.limit || self.out[2] & TC != 0 {
+            self.out[2] |= TC;
+            return None;
+        }
+        self.length = end;
+        self.answers += 1;
+        Some(end)
     }
 }
 
@@ -175,7 +216,7 @@ impl Owner<'_> {
     fn write(&self, out: &mut [u8], start: usize) -> Option<Pointer> {
         match self {
             Self::At(pointer) => {
-                out.copy_from_slice(&(pointer.0 | 0xc000).to_be_bytes());
+                out.copy_from_slice(&pointer.on_wire());
                 Some(*pointer)
             }
             Self::Name(name) => {

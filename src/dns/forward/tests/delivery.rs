@@ -82,13 +82,41 @@ async fn a_cut_reply_is_passed_on_with_what_it_has_where_tcp_fails() {
     let upstream = Upstream::new(move |query| vec![cut.to(query)], |_| Vec::new()).await;
     let bench = Bench::new(&[upstream.address]);
     let asked = query(1, "large.test");
-    let answer = bench.ask(&asked).await.expect("an answer");
+    let (answer, taken) = bench.timed(&asked).await;
+    let answer = answer.expect("an answer");
     assert_eq!(answer[2] & 2, 2, "says that there is more");
     let expected = Answer {
         is_cut: true,
         ..Answer::address(1)
     };
     assert_eq!(answer, expected.to(&asked));
+    assert_eq!(taken.as_secs(), 1, "the time is not the client's");
+    assert_eq!(upstream.seen().len(), 2, "asked once by each protocol");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_whose_tcp_is_blocked_is_not_blamed_for_it() {
+    let cut = |query: &[u8]| {
+        let cut = Answer {
+            is_cut: true,
+            ..Answer::address(1)
+        };
+        vec![cut.to(query)]
+    };
+    let blocked = Upstream::new(cut, |_| Vec::new()).await;
+    let other = Upstream::saying(|_| Answer::address(2)).await;
+    let servers = [blocked.address, other.address];
+    // Long enough for a server to be late, and too short for the rest to be given up.
+    let bench = Bench::with(&servers, |config| config.timeout = TIMEOUT / 8);
+    for id in 0..64 {
+        let name = format!("n{id}.test");
+        bench.ask(&query(id, &name)).await.expect("an answer");
+    }
+    let asked_first = blocked.seen().len() / 2;
+    assert!(
+        asked_first > 8,
+        "{asked_first} of 64: as often as the other"
+    );
 }
 
 #[tokio::test(start_paused = true)]
