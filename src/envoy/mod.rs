@@ -19,6 +19,7 @@ mod memory;
 pub mod orphans;
 pub mod plan;
 pub mod process;
+pub mod requests;
 pub mod restart;
 mod stderr;
 mod supervisor;

@@ -313,6 +313,7 @@ impl Supervisor {
             }
             Action::Count(at_most) => self.count(at_most),
             Action::Close(at_most) => self.close(at_most),
+            Action::Outlast(at_most) => self.outlast(at_most),
             Action::Quit(wait) => self.quit(wait),
             Action::Terminate(_) => {
                 tracing::info!("Terminating Envoy");
@@ -350,6 +351,7 @@ fn step(action: Action) -> Option<(Duration, WaitsFor)> {
         Action::Wait(wait) => (wait, WaitsFor::DrainTime),
         Action::Count(wait) => (wait, WaitsFor::Connections),
         Action::Close(wait) => (wait, WaitsFor::LastRequests),
+        Action::Outlast(wait) => (wait, WaitsFor::LongRequests),
         Action::Quit(wait) => (wait, WaitsFor::Quit),
         Action::Terminate(wait) => (wait, WaitsFor::Termination),
         Action::Kill(wait) => (wait, WaitsFor::Kill),
