@@ -15,7 +15,7 @@ pub mod crash;
 pub mod epochs;
 pub mod handle;
 pub mod machine;
-mod memory;
+pub mod memory;
 pub mod orphans;
 pub mod plan;
 pub mod process;

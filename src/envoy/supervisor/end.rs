@@ -13,6 +13,7 @@ use super::super::calls::warn;
 use super::super::child::{Child, KILLED};
 use super::super::crash::Crash;
 use super::super::machine::{Event, Phase};
+use super::super::memory::Resident;
 use super::super::process::Ended;
 use super::super::{Error, epochs};
 use super::Supervisor;
@@ -27,7 +28,10 @@ impl Supervisor {
             Some(child) => self.take_leave(ended, child).await,
             None => Duration::ZERO,
         };
-        self.publish.send_modify(|report| report.pid = None);
+        self.publish.send_modify(|report| {
+            report.pid = None;
+            report.rss_bytes = Resident::default();
+        });
         self.show_epochs();
         let is_relaunched = self.is_relaunched_after(ended)?;
         let may_restart = if is_wanted || is_relaunched {

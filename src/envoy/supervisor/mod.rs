@@ -33,11 +33,6 @@ use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{self, Counter, Registry};
 
-/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
-/// a young Envoy each time its age has doubled, then every half minute.
-const FIRST_SAMPLE: Duration = Duration::from_secs(1);
-const SAMPLE: Duration = Duration::from_secs(30);
-
 /// What is counted.
 #[derive(Debug)]
 pub(super) struct Counters {
@@ -204,8 +199,6 @@ impl Supervisor {
     async fn next(&mut self) -> Result<Event, Error> {
         loop {
             let deadline = self.deadline;
-            let age = self.child.as_ref().map(Child::uptime);
-            let sample = age.unwrap_or_default().clamp(FIRST_SAMPLE, SAMPLE);
             tokio::select! {
                 biased;
                 ended = ended(&mut self.child) => return self.ended(ended?).await,
@@ -234,7 +227,6 @@ impl Supervisor {
                     self.deadline = None;
                     return Ok(Event::Deadline);
                 }
-                () = tokio::time::sleep(sample), if age.is_some() => self.sample(),
             }
         }
     }
@@ -246,7 +238,9 @@ impl Supervisor {
             // Whoever gave an order that changes nothing has nothing to wait for.
             self.order = None;
         }
-        self.sample();
+        if let Some(child) = &self.child {
+            child.resident().look_now();
+        }
         let step = step(action);
         let pause = (action == Action::Pause).then_some(self.pause);
         if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
@@ -334,13 +328,6 @@ impl Supervisor {
         if let Some(child) = &self.child {
             signal(&child.process);
         }
-    }
-
-    /// Notes how much memory Envoy holds.
-    fn sample(&mut self) {
-        let resident = self.child.as_mut().and_then(Child::sample);
-        self.publish
-            .send_modify(|report| report.rss_bytes = resident);
     }
 }
 

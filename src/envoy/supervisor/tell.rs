@@ -90,8 +90,11 @@ impl Supervisor {
     /// Publishes which Envoy serves.
     pub(super) fn show_current(&self, started: Option<SystemTime>) {
         let (pid, epoch) = (self.child.as_ref().map(Child::pid), self.epoch);
+        let resident = self.child.as_ref().map(Child::resident);
+        let resident = resident.cloned().unwrap_or_default();
         self.publish.send_modify(|report| {
             report.pid = pid;
+            report.rss_bytes = resident;
             report.epoch = epoch;
             report.started = started;
         });

@@ -30,7 +30,7 @@ pub(super) fn envoy(html: &mut Html, overview: &Overview) {
             html.fact("State", |html| state(html, Some(envoy)));
             fact(html, "Uptime", overview.envoy_uptime_seconds.map(span));
             fact(html, "Process", envoy.pid.map(|pid| format!("pid {pid}")));
-            fact(html, "Memory", envoy.rss_bytes.map(size));
+            fact(html, "Memory", envoy.rss_bytes.look().map(size));
             fact(html, "Restarts", Some(envoy.epoch.to_string()));
             fact(html, "Next start", envoy.restart.map(utc));
             html.fact("Last crash", |html| crash(html, envoy.last_crash.as_ref()));
