@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources, duration};
+use super::{Problem, READABLE_YAML, Sources, duration};
 use crate::bootstrap::settings::Settings;
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
@@ -369,7 +369,7 @@ impl Sources<'_> {
         self.warnings.push(Problem {
             subject: "ISTIO_BOOTSTRAP_OVERRIDE".to_owned(),
             found,
-            expected: "a readable YAML or JSON file, going on without it".to_owned(),
+            expected: READABLE_YAML.to_owned(),
         });
         None
     }
