@@ -113,6 +113,8 @@ pub enum Outcome {
     Refused,
     /// The next Envoy did not get as far as serving.
     Failed,
+    /// The Envoy that serves has ended first, drains, or is to end.
+    Abandoned,
 }
 
 impl State {

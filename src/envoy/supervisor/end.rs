@@ -33,7 +33,7 @@ impl Supervisor {
             report.rss_bytes = Resident::default();
         });
         self.show_epochs();
-        let is_relaunched = self.is_relaunched_after(ended)?;
+        let is_relaunched = self.is_relaunched_after(ended);
         let may_restart = if is_wanted || is_relaunched {
             self.pause = Duration::ZERO;
             true
@@ -44,16 +44,16 @@ impl Supervisor {
     }
 
     /// Whether the Envoy before is still leaving, so that its successor is started again at once.
-    fn is_relaunched_after(&mut self, ended: Ended) -> Result<bool, Error> {
+    fn is_relaunched_after(&mut self, ended: Ended) -> bool {
         if ended == Ended::Code(0) {
             // It was asked to end, and has sent the one before away.
-            self.apply(epochs::machine::Event::Unready)?;
+            self.apply(epochs::machine::Event::Unready);
         }
-        self.apply(epochs::machine::Event::ServingExited)?;
-        Ok(self
-            .epochs
+        self.abandon("the Envoy that serves has ended");
+        self.apply(epochs::machine::Event::ServingExited);
+        self.epochs
             .as_ref()
-            .is_some_and(|epochs| epochs.is_relaunch))
+            .is_some_and(|epochs| epochs.is_relaunch)
     }
 
     /// Keeps what is to be kept of an Envoy that has ended; returns how long it lived.

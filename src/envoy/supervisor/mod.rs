@@ -164,7 +164,7 @@ impl Supervisor {
                 return Ok(self.exit());
             }
             self.act(action)?;
-            self.tell_epochs(event)?;
+            self.tell_epochs(event);
             event = self.next().await?;
         }
     }
@@ -211,10 +211,10 @@ impl Supervisor {
                         self.order = Some(order);
                         return Ok(Event::DrainOrdered);
                     }
-                    Order::Restart { reason } => self.want(reason)?,
+                    Order::Restart { reason } => self.want(reason),
                 },
                 news = news(&mut self.epochs) => {
-                    if let Some(event) = self.hear(news?).await? {
+                    if let Some(event) = self.hear(news?).await {
                         return Ok(event);
                     }
                 }

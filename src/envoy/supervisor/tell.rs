@@ -46,6 +46,13 @@ impl Supervisor {
         }
     }
 
+    pub(super) fn say_abandoned(&mut self, why: &str) {
+        if self.is_under_way() {
+            tracing::info!("the restart of Envoy under way is given up: {why}");
+            self.conclude(Outcome::Abandoned, "abandoned", Some(why.to_owned()));
+        }
+    }
+
     pub(super) fn say_failed(&mut self, problem: String) {
         if !self.is_under_way() {
             return; // It has been said.
