@@ -3,7 +3,8 @@
 //!
 //! The figures are Envoy's own gauges, one line each. A connection of HTTP that is idle owes nobody
 //! anything. Of one that is not HTTP nobody but its ends knows, so each counts: those are a listener's
-//! connections less the ones that speak HTTP. Of a sidecar only what comes in counts, by the names
+//! connections less the ones that speak HTTP. A tunnel is no request but a connection within another.
+//! Of a sidecar only what comes in counts, by the names
 //! istiod gives, as only that is drained. The pod's own housekeeping does not count.
 //!
 //! Does not know how long to go on, or what follows.
@@ -24,16 +25,18 @@ const OWN: [&str; 6] = [
     "secure_stats",
     "stats",
 ];
-/// The port all that comes into a sidecar is sent to, at the end of that listener's name.
-const CAPTURED: &str = "_15006";
+/// The manager whose requests are tunnels.
+const TUNNELS: &str = "connect_terminate";
+/// The ports all that comes into a sidecar is sent to, at the end of those listeners' names.
+const CAPTURED: [&str; 2] = ["_15006", "_15008"];
 
 /// What Envoy has to keep for this, as expressions for whole names. Of a listener each thread has
 /// figures, too, which are not needed and many.
 pub fn statistics(inbound_only: bool) -> [&'static str; 2] {
     match inbound_only {
         true => [
-            r"http\.[iI]nbound.*\.downstream_(rq_active|cx_active|cx_tx_bytes_buffered)",
-            r"listener\.[^w]+_15006\.downstream_cx_active",
+            r"http\.(connect_terminate|[iI]nbound.*)\.downstream_(rq_active|cx_active|cx_tx_bytes_buffered)",
+            r"listener\.[^w]+_1500[68]\.downstream_cx_active",
         ],
         false => [
             r"http\..*\.downstream_(rq_active|cx_active|cx_tx_bytes_buffered)",
@@ -61,6 +64,9 @@ pub(super) fn under_way(statistics: &str, inbound_only: bool, housekeeping: &[u1
                 continue;
             }
             match gauge {
+                "downstream_rq_active" if manager == TUNNELS => {
+                    connections = connections.saturating_add(value);
+                }
                 "downstream_rq_active" => requests = requests.saturating_add(value),
                 "downstream_cx_active" => speak_http = speak_http.saturating_add(value),
                 _ => is_sending |= value > 0,
@@ -68,7 +74,7 @@ pub(super) fn under_way(statistics: &str, inbound_only: bool, housekeeping: &[u1
         } else if let Some(listener) = scope.strip_prefix("listener.")
             && gauge == "downstream_cx_active"
             && connections::counts(listener, housekeeping)
-            && (!inbound_only || listener.ends_with(CAPTURED))
+            && (!inbound_only || CAPTURED.iter().any(|port| listener.ends_with(port)))
         {
             connections = connections.saturating_add(value);
         }
@@ -79,13 +85,22 @@ pub(super) fn under_way(statistics: &str, inbound_only: bool, housekeeping: &[u1
 
 fn manager_counts(manager: &str, inbound_only: bool) -> bool {
     let name = manager.trim_end_matches(';');
-    let comes_in = name.starts_with("inbound") || name.starts_with("Inbound");
+    let comes_in = [TUNNELS, "inbound", "Inbound"]
+        .iter()
+        .any(|start| name.starts_with(start));
     !OWN.contains(&name) && (comes_in || !inbound_only)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const TUNNELED: &str = "\
+        http.connect_terminate.downstream_cx_active: 1\n\
+        http.connect_terminate.downstream_rq_active: 3\n\
+        http.inbound_b;.downstream_cx_active: 2\n\
+        listener.0.0.0.0_15008.downstream_cx_active: 1\n\
+        listener.envoy_internal_main_internal.downstream_cx_active: 3\n";
 
     #[test]
     fn counts_requests_and_connections_without_requests_and_answers_not_sent_yet() {
@@ -128,8 +143,8 @@ mod tests {
                 0,
                 4,
             ),
-            // Those of connections within connections have no listener that counts.
-            (more("http.inbound_b;.downstream_cx_active: 9\n"), 0, 0),
+            // Three tunnels in one connection, in two of which HTTP is spoken.
+            (more(TUNNELED), 1, 1),
         ] {
             let count = |inbound_only| under_way(&statistics, inbound_only, &[15021]);
             assert_eq!(
