@@ -35,8 +35,9 @@ use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::with_causes;
-use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::lifecycle::{
+    self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency, with_causes,
+};
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
