@@ -6,10 +6,13 @@
 //! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`). [`Clock::sleep_until_due`] also counts the time
 //! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not put it off.
 
+#[cfg(test)]
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+#[cfg(test)]
 use tokio::sync::watch;
+#[cfg(test)]
 use tokio::time::Instant;
 
 /// Tells the time and waits for it.
@@ -19,9 +22,11 @@ pub struct Clock(Source);
 #[derive(Clone, Debug)]
 enum Source {
     System,
+    #[cfg(test)]
     Simulated(Arc<Simulated>),
 }
 
+#[cfg(test)]
 #[derive(Debug)]
 struct Simulated {
     start: SystemTime,
@@ -30,6 +35,7 @@ struct Simulated {
 }
 
 /// How far a simulated wall clock has been set since its start.
+#[cfg(test)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Set {
     forward: Duration,
@@ -43,7 +49,8 @@ impl Clock {
     }
 
     /// A clock that reads `start` now and follows tokio's clock, also while that is paused.
-    pub fn simulated(start: SystemTime) -> Self {
+    #[cfg(test)]
+    pub(crate) fn simulated(start: SystemTime) -> Self {
         Self(Source::Simulated(Arc::new(Simulated {
             start,
             started: Instant::now(),
@@ -53,7 +60,8 @@ impl Clock {
 
     /// Sets a simulated clock forward, as a resumed machine finds it. The machine's own clock is
     /// left alone.
-    pub fn jump(&self, by: Duration) {
+    #[cfg(test)]
+    pub(crate) fn jump(&self, by: Duration) {
         if let Source::Simulated(simulated) = &self.0 {
             simulated.set.send_modify(|set| set.forward += by);
         }
@@ -70,6 +78,7 @@ impl Clock {
     pub fn now(&self) -> SystemTime {
         match &self.0 {
             Source::System => SystemTime::now(),
+            #[cfg(test)]
             Source::Simulated(simulated) => {
                 let set = *simulated.set.borrow();
                 simulated.start + simulated.started.elapsed() + set.forward - set.back
@@ -85,6 +94,7 @@ impl Clock {
             }
             match &self.0 {
                 Source::System => system_sleep(deadline, left).await,
+                #[cfg(test)]
                 Source::Simulated(simulated) => {
                     let mut set = simulated.set.subscribe();
                     tokio::select! {
@@ -115,6 +125,7 @@ impl Clock {
                 Err(_) => tokio::time::sleep(time).await,
                 Ok(timer) => timer.fired_or_clock_set().await,
             },
+            #[cfg(test)]
             Source::Simulated(_) => tokio::time::sleep(time).await,
         }
     }

@@ -17,6 +17,13 @@ pub use tokio_util::sync::CancellationToken;
 /// Any error a task may end with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
+/// An error and what caused it, as one line.
+pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let texts: Vec<_> = causes.map(ToString::to_string).collect();
+    texts.join(": ")
+}
+
 /// How urgently the agent has been asked to stop: once, again, and once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {

@@ -12,7 +12,7 @@ use istio_agent::cli::{
 };
 use istio_agent::config::{self, environment::Environment};
 use istio_agent::exit_code::ExitCode;
-use istio_agent::lifecycle::BoxError;
+use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::{agent, logging};
 
 fn main() -> std::process::ExitCode {
@@ -97,7 +97,7 @@ fn print(text: &str) -> Result<ExitCode, BoxError> {
 
 /// Says why on standard error, and in the log.
 fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
-    let text = cli::with_causes(error);
+    let text = with_causes(error);
     // Whoever closed standard error does not want to know.
     let _ = writeln!(io::stderr(), "Error: {text}");
     // Commands that fail before logging is set up, or never set it up, log by the defaults.

@@ -35,7 +35,9 @@ use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
-use crate::lifecycle::{self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency};
+use crate::lifecycle::{
+    self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency, with_causes,
+};
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::secrets::Secrets;
@@ -48,7 +50,7 @@ use crate::{dns, status, xds};
 use name_tables::NameTables;
 use overview::Rooms;
 use reload::{Inputs, Load};
-use secret_sockets::Server;
+use secret_sockets::Settled;
 use trust_bundles::TrustBundles;
 
 /// How long the rooms may take to end once Envoy is gone.
@@ -100,8 +102,15 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let running = async {
-        let server = secret_sockets::settle(&mut config).await?;
-        let agent = Agent::build(config, server, load, timeline, &stop)?;
+        // Before anything else, some of which takes a while; what it shows comes with the rooms.
+        let port = config
+            .status
+            .as_ref()
+            .map(|config| status::bind(config.port));
+        let port = port.transpose().map_err(status::Error::from)?;
+        let settled = secret_sockets::settle(&config).await?;
+        settled.tell(&mut config.bootstrap.node);
+        let agent = Agent::build(config, port, settled, load, timeline, &stop)?;
         agent.run(stop).await
     };
     tokio::select! {
@@ -132,13 +141,15 @@ struct Agent {
 impl Agent {
     fn build(
         config: Config,
-        server: Server,
+        port: Option<status::Listener>,
+        settled: Settled,
         load: Load,
         timeline: Timeline,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
         let metrics = registry();
-        let inputs = Inputs::of(&config, load).map(Arc::new);
+        let server = settled.server;
+        let inputs = Inputs::of(&config, load, settled).map(Arc::new);
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| {
             let inputs = inputs
@@ -160,13 +171,6 @@ impl Agent {
             last_tasks: Tasks::new(),
             last_shutdown: CancellationToken::new(),
         };
-        // Bound before anything else; what it shows comes with the rooms.
-        let port = agent
-            .config
-            .status
-            .as_ref()
-            .map(|config| status::bind(config.port));
-        let port = port.transpose().map_err(status::Error::from)?;
         let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         if let (Some(_), Some(envoy)) = (&agent.inputs, envoy.clone()) {
             let changes = reload::changes(envoy, &agent.config.inputs)?;
@@ -305,13 +309,16 @@ impl Agent {
             tokio::select! {
                 code = &mut envoy => break code,
                 ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
-                    tracing::error!("the {} ended; draining Envoy and stopping", ended.name);
-                    broken = Some(Error::of(ended));
+                    let broken = broken.insert(Error::of(ended));
+                    tracing::error!("{}; draining Envoy and stopping", with_causes(broken));
                     stop.ask(Urgency::Drain, "a part of the agent ended");
                 }
             }
         };
         if let Some(broken) = broken {
+            if let Err(error) = &result {
+                tracing::error!("{}", with_causes(error.as_ref()));
+            }
             result = Err(broken.into());
         }
         self.shutdown.cancel();

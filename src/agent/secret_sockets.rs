@@ -1,6 +1,6 @@
 //! Whose socket Envoy asks for the workload's secrets: the agent's, or somebody else's.
 //!
-//! Looked at before anything is built, as Envoy's bootstrap and its node depend on it. A socket of
+//! Looked at before the rooms are built, as Envoy's bootstrap and its node depend on it. A socket of
 //! somebody else is watched over from then on, so that the log tells when it goes and comes.
 //!
 //! Does not serve anything.
@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::Error;
 use crate::backoff::Backoff;
+use crate::bootstrap::node::Node;
 use crate::config::{AbsentSocket, Config};
 use crate::metrics::{Gauge, Registry};
 use crate::unix_socket::probe::{self, Health};
@@ -32,18 +33,34 @@ pub(super) enum Server {
     Other { is_healthy: bool },
 }
 
-/// Finds out who serves secrets, and tells istiod of it in the node's metadata.
-pub(super) async fn settle(config: &mut Config) -> Result<Server, Error> {
-    let metadata = &mut config.bootstrap.node.raw;
+/// Who serves secrets, and what istiod is told of it in the node's metadata.
+#[derive(Clone, Debug)]
+pub(super) struct Settled {
+    pub(super) server: Server,
+    metadata: Vec<&'static str>,
+}
+
+impl Settled {
+    /// Tells istiod, and whoever writes a bootstrap for this node.
+    pub(super) fn tell(&self, node: &mut Node) {
+        for name in &self.metadata {
+            node.raw.insert((*name).to_owned(), "true".into());
+        }
+    }
+}
+
+/// Finds out who serves secrets.
+pub(super) async fn settle(config: &Config) -> Result<Settled, Error> {
+    let mut metadata = Vec::new();
     if is_healthy(Path::new(CREDENTIALS)).await? {
         tracing::info!("Credential SDS socket found");
-        metadata.insert("credential".to_owned(), "true".into());
+        metadata.push("credential");
     }
     let server = server(&config.sds_socket, config.secret_sources.absent_socket).await?;
     if server != Server::Agent {
-        metadata.insert("file-credential".to_owned(), "true".into());
+        metadata.push("file-credential");
     }
-    Ok(server)
+    Ok(Settled { server, metadata })
 }
 
 async fn server(socket: &Path, absent: AbsentSocket) -> Result<Server, Error> {

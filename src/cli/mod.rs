@@ -90,13 +90,6 @@ pub fn help() -> String {
     Cli::command().render_help().to_string()
 }
 
-/// An error and what caused it, as one line.
-pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let texts: Vec<_> = causes.map(ToString::to_string).collect();
-    texts.join(": ")
-}
-
 /// clap's report without its decoration, in pilot-agent's words where people look for them.
 fn one_sentence(error: &clap::Error) -> String {
     let word = match error.get(ContextKind::InvalidArg) {

@@ -12,7 +12,7 @@ use http::{Method, StatusCode};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::http::{Error as HttpError, Target};
-use super::with_causes;
+use crate::lifecycle::with_causes;
 
 /// Bounds of the pause on this machine: asking costs Envoy next to nothing, but not nothing.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(10);

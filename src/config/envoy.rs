@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources, duration};
+use super::{Problem, READABLE_YAML, Sources, duration};
 use crate::bootstrap::settings::Settings;
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
@@ -20,6 +20,7 @@ use crate::envoy;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
 use crate::envoy::epochs;
 use crate::envoy::machine::{Drain, Limits};
+use crate::envoy::requests;
 use crate::envoy::restart::Budget;
 
 /// Longest wait for an answer of Envoy's admin port.
@@ -74,7 +75,7 @@ impl Sources<'_> {
             secure_metrics_port: port(node.ports.secure_metrics),
             secure_merged_metrics_port: port(node.ports.secure_merged_metrics),
             outlier_log_path: Some(self.flags.outlier_log_path.clone()).filter(|p| !p.is_empty()),
-            stats: self.stats(&settings),
+            stats: self.stats(&settings, node.exit_on_zero_connections),
             settings,
             client_files: client_files(&node),
             compliance_fips_140_2: self.get(&variables::COMPLIANCE_POLICY) == "fips-140-2",
@@ -186,6 +187,7 @@ impl Sources<'_> {
             limits: Limits {
                 announce: ADMIN_CALL,
                 drain: self.drain(bootstrap.node.exit_on_zero_connections),
+                outlast: self.outlast(),
                 quit: QUIT,
                 terminate: TERMINATE,
                 kill: KILL,
@@ -248,13 +250,43 @@ impl Sources<'_> {
 
     /// The longest a drain may take that ends with the last connection.
     fn drain_ceiling(&mut self) -> Duration {
-        let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
         let ceiling = self.get(&variables::ISTIO_AGENT_DRAIN_CEILING);
-        if grace == 0 || self.env.is_set(&variables::ISTIO_AGENT_DRAIN_CEILING) {
-            return ceiling;
+        match self.until_the_reserve() {
+            Some(time) if !self.env.is_set(&variables::ISTIO_AGENT_DRAIN_CEILING) => time,
+            _ => ceiling,
         }
+    }
+
+    /// The pod's grace period less what the end itself takes, where it is known.
+    fn until_the_reserve(&mut self) -> Option<Duration> {
+        let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
         let grace = Duration::from_secs(grace.into());
-        grace.saturating_sub(RESERVE).max(grace / 2)
+        let time = grace.saturating_sub(RESERVE).max(grace / 2);
+        Some(time).filter(|time| !time.is_zero())
+    }
+
+    /// How long requests may outlast a drain for a time.
+    fn outlast(&mut self) -> Duration {
+        let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
+        let Some(time) = self.until_the_reserve() else {
+            return wanted;
+        };
+        let left = time.saturating_sub(self.mesh.termination_drain_duration);
+        match self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS) {
+            true => wanted.min(left),
+            false => left,
+        }
+    }
+
+    /// What Envoy has to keep statistics of, so that requests can outlast the drain.
+    pub(super) fn statistics_of_requests(&mut self, until_idle: bool) -> Vec<String> {
+        if until_idle || self.outlast().is_zero() || self.get(&variables::DISABLE_ENVOY) {
+            return Vec::new();
+        }
+        let inbound_only = self.flags.kind == NodeType::Sidecar;
+        requests::statistics(inbound_only)
+            .map(str::to_owned)
+            .to_vec()
     }
 
     fn restarts(&mut self) -> Option<Budget> {
@@ -337,7 +369,7 @@ impl Sources<'_> {
         self.warnings.push(Problem {
             subject: "ISTIO_BOOTSTRAP_OVERRIDE".to_owned(),
             found,
-            expected: "a readable YAML or JSON file, going on without it".to_owned(),
+            expected: READABLE_YAML.to_owned(),
         });
         None
     }

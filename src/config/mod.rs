@@ -99,6 +99,17 @@ pub struct Problem {
     pub expected: String,
 }
 
+/// What is expected of a file the agent can do without.
+const READABLE: &str = "a readable file, going on without it";
+const READABLE_YAML: &str = "a readable YAML or JSON file, going on without it";
+
+impl Problem {
+    /// Whether a file was there and could not be used.
+    pub fn is_lost_file(&self) -> bool {
+        [READABLE, READABLE_YAML].contains(&self.expected.as_str())
+    }
+}
+
 /// What was found wrong so far.
 #[derive(Debug, Default)]
 struct Notes {

@@ -10,8 +10,8 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
-use super::Problem;
 use super::interfaces::Interface;
+use super::{Problem, READABLE};
 
 pub type Pairs = BTreeMap<String, String>;
 
@@ -116,7 +116,7 @@ pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
                 warnings.push(Problem {
                     subject: path.display().to_string(),
                     found: error.to_string(),
-                    expected: "a readable file, going on without it".to_owned(),
+                    expected: READABLE.to_owned(),
                 });
             }
             None

@@ -16,13 +16,15 @@ const PREFIX: &str = "sidecar.istio.io/";
 const FLUSH: Duration = Duration::from_secs(5);
 
 impl Sources<'_> {
-    pub(super) fn stats(&mut self, settings: &Settings) -> Choice {
+    pub(super) fn stats(&mut self, settings: &Settings, until_idle: bool) -> Choice {
         let matcher = &settings.proxy_stats_matcher;
         let flush = self.flush();
+        let mut expressions = self.either("statsInclusionRegexps", &matcher.inclusion_regexps);
+        expressions.extend(self.statistics_of_requests(until_idle));
         Choice {
             prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
-            expressions: self.either("statsInclusionRegexps", &matcher.inclusion_regexps),
+            expressions,
             tags: self.tags(&settings.extra_stat_tags),
             buckets: self.buckets(),
             flush,

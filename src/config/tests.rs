@@ -325,6 +325,23 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         assert_eq!(envoy.housekeeping, [15021, 15090]);
         assert_eq!(envoy.restarts, None);
     }
+    let set = "ISTIO_AGENT_LAST_REQUESTS";
+    let grace = "TERMINATION_GRACE_PERIOD_SECONDS";
+    for (variables, outlast) in [
+        (&[][..], 10),
+        (&[(grace, "60")], 50),
+        (&[(grace, "6")], 0),
+        (&[(set, "2m")], 120),
+        (&[(set, "2m"), (grace, "60")], 50),
+        (&[(set, "3s"), (grace, "60")], 3),
+        (&[(set, "0s"), (grace, "60")], 0),
+    ] {
+        let config = machine(variables).config();
+        let counts = config.bootstrap.stats.expressions.len();
+        let limits = config.envoy.expect("Envoy").limits;
+        assert_eq!(limits.outlast, seconds(outlast), "{variables:?}");
+        assert_eq!(counts > 0, outlast > 0, "{variables:?}");
+    }
     let config = machine(&[("ISTIO_AGENT_ENVOY_RESTARTS", "often")]).config();
     let envoy = config.envoy.expect("Envoy");
     assert_eq!(envoy.limits.drain, Drain::For(seconds(5)));

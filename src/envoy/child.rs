@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::command::Command;
 use super::crash::Crash;
-use super::memory::{self, KillCounter};
+use super::memory::{KillCounter, Resident};
 use super::orphans::{Claim, Own};
 use super::process::{Ended, Error, Process};
 use super::stderr::Tee;
@@ -26,7 +26,7 @@ pub(super) struct Child {
     stderr: Option<Tee>,
     started: Instant,
     kills: Option<KillCounter>,
-    resident: Option<u64>,
+    resident: Resident,
     _claim: Claim,
 }
 
@@ -36,14 +36,20 @@ impl Child {
         let kills = KillCounter::start();
         let mut process = Process::start(command)?;
         let claim = own.claim(process.pid());
-        let stderr = process.take_stderr();
+        let resident = Resident::of(process.pid());
+        let stderr = process.take_stderr().map(|stderr| {
+            let resident = resident.clone();
+            Tee::start(stderr, std::io::stderr(), move || {
+                resident.look();
+            })
+        });
         Ok(Self {
             process,
             epoch,
-            stderr: stderr.map(|stderr| Tee::start(stderr, std::io::stderr())),
+            stderr,
             started: Instant::now(),
             kills,
-            resident: None,
+            resident,
             _claim: claim,
         })
     }
@@ -56,10 +62,8 @@ impl Child {
         self.started.elapsed()
     }
 
-    /// Notes how many bytes Envoy has in memory. The last figure is kept when it has ended.
-    pub(super) fn sample(&mut self) -> Option<u64> {
-        self.resident = memory::resident(self.process.pid()).or(self.resident);
-        self.resident
+    pub(super) fn resident(&self) -> &Resident {
+        &self.resident
     }
 
     /// Copies on what Envoy wrote last.
@@ -84,7 +88,7 @@ impl Child {
             code,
             signal,
             uptime_seconds: self.uptime().as_secs_f64(),
-            rss_bytes: self.resident,
+            rss_bytes: self.resident.last(),
             out_of_memory: kills.map(|grown| grown && signal == Some(KILLED)),
             stderr,
         }

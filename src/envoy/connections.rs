@@ -1,4 +1,4 @@
-//! Counts the connections an Envoy still has, to end it when the last one is gone.
+//! Counts the connections an Envoy still has, and waits until none of what is counted is left.
 //!
 //! The figures are Envoy's own gauges of its listeners, one line each. Those of the pod's own
 //! housekeeping do not count: health checks, scrapes, the admin port that is asked here, and Envoy's
@@ -12,6 +12,7 @@ use std::time::Duration;
 use http::Method;
 
 use super::admin::Admin;
+use crate::lifecycle::with_causes;
 
 pub(super) const PERIOD: Duration = Duration::from_secs(1);
 /// The same when nothing new comes in.
@@ -19,11 +20,11 @@ pub(super) const LAST_PERIOD: Duration = Duration::from_millis(100);
 /// So many failures in a row mean that there will be no figures.
 const FAILURES: u32 = 5;
 /// `$` is escaped: a query must not hold it as it is everywhere.
-const PATH: &str = "/stats?usedonly&filter=downstream_cx_active%24";
+pub(super) const PATH: &str = "/stats?usedonly&filter=downstream_cx_active%24";
 const GAUGE: &str = ".downstream_cx_active";
 
 /// The sum of all that counts; none when there are no figures at all.
-fn sum(statistics: &str, housekeeping: &[u16]) -> Option<u64> {
+pub(super) fn sum(statistics: &str, housekeeping: &[u16]) -> Option<u64> {
     if statistics.trim().is_empty() {
         return None;
     }
@@ -51,7 +52,8 @@ fn figure(line: &str, housekeeping: &[u16]) -> Option<u64> {
     value.ok()
 }
 
-fn counts(listener: &str, housekeeping: &[u16]) -> bool {
+/// Whether a listener is none of Envoy's own or of the pod's housekeeping.
+pub(super) fn counts(listener: &str, housekeeping: &[u16]) -> bool {
     let of_envoy = ["admin", "admin.main_thread"].contains(&listener)
         || listener.contains("worker_")
         || listener.starts_with("envoy_internal_");
@@ -67,40 +69,53 @@ fn port_of_own(listener: &str) -> Option<u16> {
     port.parse().ok().filter(|_| is_own)
 }
 
-/// Looks once a period, and returns when no connection is left or when Envoy does not say. Tells
-/// `counted` of each figure.
+/// What is looked at, and how often.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Look {
+    pub(super) path: &'static str,
+    /// In words.
+    pub(super) what: &'static str,
+    pub(super) period: Duration,
+}
+
+/// Looks at once and then after each period, and returns when `count` finds none left or when Envoy
+/// does not say. Tells `counted` of each figure.
 pub(super) async fn gone(
     admin: Admin,
-    housekeeping: Vec<u16>,
-    period: Duration,
+    look: Look,
+    count: impl Fn(&str) -> Option<u64>,
     counted: impl Fn(u64),
 ) {
-    let mut failures = 0;
-    while failures < FAILURES {
-        tokio::time::sleep(period).await;
-        match ask(admin).await {
+    let what = look.what;
+    let (mut failures, mut last) = (0, None);
+    loop {
+        match ask(admin, look.path).await {
             Err(problem) => {
                 failures += 1;
-                tracing::warn!(
-                    "cannot count Envoy's connections ({failures} of {FAILURES}): {problem}"
-                );
+                tracing::warn!("cannot count Envoy's {what} ({failures} of {FAILURES}): {problem}");
+                if failures == FAILURES {
+                    return;
+                }
             }
-            Ok(statistics) => match sum(&statistics, &housekeeping) {
-                None => return tracing::warn!("Envoy has no figures of its connections"),
-                Some(0) => return tracing::info!("Envoy has no active connections left"),
+            Ok(statistics) => match count(&statistics) {
+                None => return tracing::warn!("Envoy has no figures of its {what}"),
+                Some(0) => return tracing::info!("Envoy has no {what} left"),
                 Some(active) => {
                     failures = 0;
-                    tracing::info!("Envoy still has {active} active connections");
-                    counted(active);
+                    if last.replace(active) != Some(active) {
+                        tracing::info!("Envoy still has {active} {what}");
+                        counted(active);
+                    }
                 }
             },
         }
+        tokio::time::sleep(look.period).await;
     }
 }
 
-async fn ask(admin: Admin) -> Result<String, String> {
-    let answer = admin.request(Method::GET, PATH).await;
-    let answer = answer.map_err(|error| error.to_string())?;
+async fn ask(admin: Admin, path: &str) -> Result<String, String> {
+    let answer = admin.request(Method::GET, path).await;
+    let answer = answer.map_err(|error| with_causes(&error))?;
     if !answer.status.is_success() {
         return Err(format!("status {}, expected 200", answer.status.as_u16()));
     }

@@ -28,7 +28,7 @@ pub struct Crash {
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// What Envoy held in memory when it was last looked at, which may be half a minute earlier.
+    /// What Envoy held in memory when it was last looked at, which is when the agent was last awake.
     pub rss_bytes: Option<u64>,
     /// Whether the kernel killed it for want of memory. None where the kernel does not tell.
     pub out_of_memory: Option<bool>,

@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::admin::Admin;
 use super::crash::Crash;
 use super::epochs::machine::Method;
+use super::memory::Resident;
 use super::plan::{self, Ending, Plan};
 
 /// Where Envoy is on its way from start to end.
@@ -43,8 +44,8 @@ pub struct Report {
     pub epoch: u32,
     #[serde(serialize_with = "plan::in_utc_if_any")]
     pub started: Option<SystemTime>,
-    /// What Envoy held in memory when it was last looked at.
-    pub rss_bytes: Option<u64>,
+    /// What Envoy holds in memory. It is looked at when somebody shows it.
+    pub rss_bytes: Resident,
     /// Whether Envoy was told to send its clients away, and will skip its drain at the end.
     pub is_drained: bool,
     /// The steps of an end, from where Envoy is now.
@@ -112,6 +113,8 @@ pub enum Outcome {
     Refused,
     /// The next Envoy did not get as far as serving.
     Failed,
+    /// The Envoy that serves has ended first, drains, or is to end.
+    Abandoned,
 }
 
 impl State {
@@ -170,6 +173,12 @@ impl Envoy {
 
     pub fn report(&self) -> watch::Receiver<Report> {
         self.report.clone()
+    }
+
+    /// Notes how much memory Envoy holds, for the record of a crash. To be called when the agent is
+    /// awake anyway.
+    pub fn look_at_memory(&self) {
+        self.report.borrow().rss_bytes.look();
     }
 
     /// Has Envoy send its clients away; returns when it has been told, or when there is none.

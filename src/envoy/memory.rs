@@ -1,6 +1,7 @@
 //! Envoy's memory: how much it holds, and whether the kernel has killed for want of it.
 //!
-//! What it holds is read from `/proc` while it lives, as nothing is left to read afterwards. Kills
+//! What it holds is read from `/proc` while it lives, as nothing is left to read afterwards; that is
+//! done when the agent is awake for another reason, and never wakes it. Kills
 //! are counted by the kernel for the control group this process is in: a count that went up while
 //! Envoy died of SIGKILL says why. Version 2 of control groups counts in `memory.events`, version 1
 //! in `memory.oom_control`.
@@ -9,13 +10,84 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::process::Pid;
+use serde::{Serialize, Serializer};
+use tokio::time::Instant;
 
 const KILLS: &str = "oom_kill";
 
+/// Who looks more often is told what was seen last.
+const SELDOM: Duration = Duration::from_secs(1);
+
+/// How many bytes a process has in memory, as far as somebody has looked. Clones share it; the
+/// default is of no process.
+#[derive(Clone, Debug, Default)]
+pub struct Resident(Option<Arc<Process>>);
+
+#[derive(Debug)]
+struct Process {
+    pid: Pid,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    when: Option<Instant>,
+    bytes: Option<u64>,
+}
+
+impl Resident {
+    pub(super) fn of(pid: Pid) -> Self {
+        let seen = Mutex::default();
+        Self(Some(Arc::new(Process { pid, seen })))
+    }
+
+    /// Looks, unless somebody just has.
+    pub fn look(&self) -> Option<u64> {
+        self.look_after(SELDOM)
+    }
+
+    /// Looks in any case.
+    pub(super) fn look_now(&self) -> Option<u64> {
+        self.look_after(Duration::ZERO)
+    }
+
+    fn look_after(&self, pause: Duration) -> Option<u64> {
+        let process = self.0.as_ref()?;
+        let mut seen = process.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if seen.when.is_none_or(|when| when.elapsed() >= pause) {
+            seen.when = Some(Instant::now());
+            // Of a process that has ended the last figure stays.
+            seen.bytes = resident(process.pid).or(seen.bytes);
+        }
+        seen.bytes
+    }
+
+    /// What was seen last.
+    pub(super) fn last(&self) -> Option<u64> {
+        self.look_after(Duration::MAX)
+    }
+}
+
+/// The same for two that would be shown alike.
+impl PartialEq for Resident {
+    fn eq(&self, other: &Self) -> bool {
+        self.last() == other.last()
+    }
+}
+
+/// As bytes, looked at when it is shown.
+impl Serialize for Resident {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        self.look().serialize(to)
+    }
+}
+
 /// Bytes in memory now. None of a process that is gone.
-pub(super) fn resident(pid: Pid) -> Option<u64> {
+fn resident(pid: Pid) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
     let line = status.lines().find(|line| line.starts_with("VmRSS:"))?;
     let kib: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
@@ -124,7 +196,26 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_in_memory() {
-        assert!(resident(rustix::process::getpid()).is_some_and(|bytes| bytes > 1 << 20));
+    fn this_process_is_in_memory_and_none_is_not() {
+        let resident = Resident::of(rustix::process::getpid());
+        assert!(resident.look().is_some_and(|bytes| bytes > 1 << 20));
+        assert_eq!(Resident::default().look(), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_looks_often_is_told_what_was_seen_last_also_of_one_that_is_gone() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("3600")
+            .spawn()
+            .expect("a process");
+        let resident = Resident::of(Pid::from_child(&child));
+        assert_eq!(resident.last(), resident.look());
+        let seen = resident.look_now();
+        assert!(seen.is_some());
+        child.kill().expect("killed");
+        child.wait().expect("reaped");
+        assert_eq!(resident.look(), seen);
+        tokio::time::advance(SELDOM).await;
+        assert_eq!(resident.look(), seen);
     }
 }

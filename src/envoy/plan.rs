@@ -24,6 +24,8 @@ pub enum WaitsFor {
     Connections,
     /// The end of requests under way, after nothing new is let in.
     LastRequests,
+    /// The end of the last of them that takes longer than the drain.
+    LongRequests,
     /// The end of an Envoy that was asked to quit.
     Quit,
     /// The end after SIGTERM.
@@ -56,7 +58,7 @@ pub struct Ending {
     /// When the step under way is over at the latest.
     #[serde(serialize_with = "in_utc_if_any")]
     pub until: Option<SystemTime>,
-    /// How many were counted last, if they are.
+    /// How many were counted last, if they are: connections, or requests that outlast the drain.
     pub connections: Option<u64>,
 }
 
@@ -83,6 +85,7 @@ impl fmt::Display for WaitsFor {
             Self::DrainTime => "drain time",
             Self::Connections => "last connection",
             Self::LastRequests => "last requests",
+            Self::LongRequests => "longer requests",
             Self::Quit => "quit call",
             Self::Termination => "SIGTERM",
             Self::Kill => "SIGKILL",

@@ -38,15 +38,17 @@ pub(super) struct Tee {
 struct Last(Arc<Mutex<VecDeque<u8>>>);
 
 impl Tee {
+    /// Calls `when_read` after each piece.
     pub(super) fn start(
         from: impl AsyncRead + Unpin + Send + 'static,
         to: impl Write + AsFd + Send + 'static,
+        when_read: impl Fn() + Send + 'static,
     ) -> Self {
         let last = Last::default();
         let kept = last.clone();
         let mut copying = JoinSet::new();
         copying.spawn(async move {
-            if let Err(error) = copy(from, to, &kept).await {
+            if let Err(error) = copy(from, to, &kept, when_read).await {
                 tracing::warn!(%error, "cannot read what Envoy writes to standard error");
             }
         });
@@ -65,10 +67,12 @@ async fn copy(
     mut from: impl AsyncRead + Unpin,
     mut to: impl Write + AsFd + Send + 'static,
     last: &Last,
+    when_read: impl Fn(),
 ) -> io::Result<()> {
     let mut chunk = Vec::with_capacity(CHUNK);
     while from.read_buf(&mut chunk).await? > 0 {
         last.push(&chunk);
+        when_read();
         for piece in chunk.chunks(PIECE) {
             to = write(to, piece).await?;
         }
@@ -134,7 +138,7 @@ mod tests {
         let text = (0..20_000).fold(String::new(), |text, n| text + &format!("line {n}\n"));
         let (mut envoy, from) = tokio::io::duplex(CHUNK);
         let (mut reader, to) = io::pipe().expect("a pipe");
-        let tee = Tee::start(from, to);
+        let tee = Tee::start(from, to, || {});
         // More than the pipe holds, so that the copying has to wait.
         let read = tokio::task::spawn_blocking(move || {
             let mut copied = Vec::new();
@@ -155,7 +159,7 @@ mod tests {
     async fn a_pipe_that_stays_open_and_a_reader_that_stalls_hold_nobody_up() {
         let (mut envoy, from) = tokio::io::duplex(CHUNK);
         let (stalled, to) = io::pipe().expect("a pipe");
-        let tee = Tee::start(from, to);
+        let tee = Tee::start(from, to, || {});
         for _ in 0..4 {
             envoy.write_all(&[b'x'; CHUNK / 2]).await.expect("written");
         }

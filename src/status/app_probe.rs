@@ -11,7 +11,8 @@ use bytes::Bytes;
 
 use super::probers::{Prober, Probers};
 use super::{Body, Config, reply};
-use crate::probe::{Client, Error, Probe};
+use crate::lifecycle::with_causes;
+use crate::probe::{Client, Probe};
 
 /// What the kubelet gives a probe that names no time.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
@@ -82,14 +83,4 @@ impl AppProbes {
         }
         headers
     }
-}
-
-fn with_causes(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text += &format!(": {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -117,6 +117,7 @@ pub fn new(
 
 /// Finds who answers.
 struct Router {
+    envoy: Option<Envoy>,
     metrics_localhost_only: bool,
     ready: Readiness,
     control: Control,
@@ -130,6 +131,7 @@ struct Router {
 impl Router {
     fn new(config: Config, sources: Sources) -> Result<Self, Error> {
         Ok(Self {
+            envoy: sources.envoy.clone(),
             metrics_localhost_only: config.metrics_localhost_only,
             ready: Readiness::new(config.grpc_bootstrap.clone(), &sources),
             control: Control::new(&sources),
@@ -142,6 +144,9 @@ impl Router {
     }
 
     async fn answer<B>(&self, request: Request<B>, from: SocketAddr) -> Response<Body> {
+        if let Some(envoy) = &self.envoy {
+            envoy.look_at_memory();
+        }
         let (head, _) = request.into_parts();
         if head.method != Method::CONNECT
             && let Some(clean) = path::cleaned(&head.uri)

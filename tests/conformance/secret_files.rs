@@ -11,10 +11,11 @@ use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client
 use prost::Message;
 use rcgen::{CertificateParams, KeyPair};
 use tokio::io::AsyncWriteExt;
-use tokio::net::UnixListener;
+use tokio::net::{TcpStream, UnixListener};
 use tonic::Code;
 
 use crate::support::envoy::Envoy;
+use crate::support::http::local;
 use crate::support::place::Place;
 use crate::support::{
     SECRET, STREAM_SECRETS, ask_for_secrets, eventually, local_istiod, next_response, node,
@@ -363,4 +364,16 @@ async fn a_socket_nobody_answers_on_is_replaced() {
     let _silent = UnixListener::bind(place.sds_socket()).unwrap();
     let _agent = place.start().await;
     assert_eq!(served(&place, &["default"]).await.len(), 1);
+}
+
+#[tokio::test]
+async fn the_status_port_is_bound_before_anybody_is_asked_who_serves_secrets() {
+    let place = Place::with_envoy(&local_istiod().await);
+    std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
+    let silent = UnixListener::bind(place.sds_socket()).unwrap();
+    let _agent = place.start_only();
+    let _asking = soon(silent.accept()).await.unwrap();
+    TcpStream::connect(local(place.status_port()))
+        .await
+        .unwrap();
 }

@@ -230,6 +230,12 @@ async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() 
     stage
         .logs("checking what Envoy would start from now (a file has changed)")
         .await;
+    eventually("a second verdict", async || {
+        let log = stage.pod.agent.log();
+        let verdicts = log.matches("nothing has changed for Envoy").count();
+        (verdicts == 2).then_some(())
+    })
+    .await;
     assert_eq!(stage.envoys().len(), 1);
     stage.ends_well().await;
 }
@@ -354,6 +360,29 @@ async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
     assert_eq!(stage.runs_on("a").await, 0);
     stage.serves().await;
     stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn a_request_to_stop_gives_a_next_envoy_up_that_does_not_serve_which_is_no_failure() {
+    let Some(binary) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&binary).await;
+    let _dead = stage.control_plane.kill().await;
+    fs::create_dir_all(stage.pod.path("in")).unwrap();
+    stage
+        .pod
+        .replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
+    stage.pod.agent.signal(Signal::HUP);
+    eventually("a next Envoy that waits", async || {
+        let info = ask(&stage.pod.envoy, "/server_info").await?;
+        info.contains("PRE_INITIALIZING").then_some(())
+    })
+    .await;
+    stage.pod.agent.signal(Signal::TERM);
+    let status = stage.pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    let log = stage.pod.agent.log();
+    assert!(log.contains("is given up: Envoy is to end"), "{log}");
+    assert!(!log.contains("the next Envoy has failed"), "{log}");
 }
 
 #[tokio::test]

@@ -5,8 +5,7 @@
 //!
 //! Does not decide whether Envoy is replaced; what cannot change while the agent runs is refused.
 
-mod watch;
-
+use std::convert::Infallible;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -17,13 +16,15 @@ use std::time::Duration;
 use aws_lc_rs::digest::{self, SHA256};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use super::envoy_user;
+use super::secret_sockets::Settled;
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
 use crate::envoy::command::Command;
 use crate::envoy::epochs::{self, Prepared};
 use crate::envoy::handle::Envoy;
+use crate::file_watch::FileWatch;
 use crate::lifecycle::BoxError;
-use watch::Watch;
 
 /// What changes together, such as the files of one volume, is read once.
 const SETTLES: Duration = Duration::from_secs(2);
@@ -35,6 +36,8 @@ pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
 pub(crate) struct Inputs {
     first: Config,
     load: Load,
+    /// Who serves secrets, which does not change.
+    settled: Settled,
     /// Where this is.
     platform: OnceLock<Platform>,
 }
@@ -55,11 +58,12 @@ enum Error {
 
 impl Inputs {
     /// None where Envoy is not replaced while it serves.
-    pub(crate) fn of(config: &Config, load: Load) -> Option<Self> {
+    pub(super) fn of(config: &Config, load: Load, settled: Settled) -> Option<Self> {
         config.envoy.as_ref()?.hot_restart?;
         Some(Self {
             first: config.clone(),
             load,
+            settled,
             platform: OnceLock::new(),
         })
     }
@@ -78,6 +82,7 @@ impl Inputs {
         })?;
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
+        self.settled.tell(&mut bootstrap.node);
         let mut command = envoy.command.clone();
         let (document, files) = if config.has_custom_bootstrap {
             let path = command.bootstrap.clone();
@@ -88,6 +93,9 @@ impl Inputs {
             let document = bootstrap::document(&bootstrap).to_string().into_bytes();
             bootstrap.revision = Some(number);
             let written = bootstrap::write(&bootstrap)?;
+            if let Some(user) = command.user {
+                envoy_user::admit(user, written.files(), []);
+            }
             (document, Some(Box::new(written) as Box<dyn Send + Sync>))
         };
         let digest = digest_of(&document, &command);
@@ -104,7 +112,19 @@ impl Inputs {
     /// Sees that nothing has changed that others rely on.
     fn check(&self, config: &Config) -> Result<(), Error> {
         let first = &self.first;
+        let of = |config: &Config| {
+            let bootstrap = &config.bootstrap;
+            [
+                bootstrap.agent_port,
+                Some(bootstrap.health_port),
+                Some(bootstrap.prometheus_port),
+            ]
+        };
+        let [agent, health, prometheus] = std::array::from_fn(|at| of(first)[at] == of(config)[at]);
         let fixed = [
+            ("statusPort", agent),
+            ("ENVOY_STATUS_PORT", health),
+            ("ENVOY_PROMETHEUS_PORT", prometheus),
             (
                 "proxyAdminPort",
                 first.bootstrap.admin_port == config.bootstrap.admin_port,
@@ -118,10 +138,15 @@ impl Inputs {
         if let Some((what, _)) = fixed.into_iter().find(|(_, is_same)| !is_same) {
             return Err(Error::Fixed { what });
         }
-        // At the start there is nothing better than to go on without; now there is.
-        let is_new = |warning: &&Problem| !first.warnings.contains(warning);
-        match config.warnings.iter().find(is_new) {
-            Some(warning) => Err(Error::Worse(warning.clone())),
+        // At the start there is nothing better than to go on without a file; now there is.
+        let was_lost = |lost: &Problem| {
+            let same =
+                |warning: &Problem| warning.is_lost_file() && warning.subject == lost.subject;
+            first.warnings.iter().any(same)
+        };
+        let lost = config.warnings.iter().filter(|w| w.is_lost_file());
+        match lost.into_iter().find(|lost| !was_lost(lost)) {
+            Some(lost) => Err(Error::Worse(lost.clone())),
             None => Ok(()),
         }
     }
@@ -170,14 +195,24 @@ pub(crate) fn changes(
     files: &[PathBuf],
 ) -> io::Result<impl Future<Output = ()> + Send + use<>> {
     let hangups = signal(SignalKind::hangup())?;
-    let files = match Watch::of(files) {
-        Ok(watch) => Some(watch),
-        Err(error) => {
-            tracing::warn!(%error, "cannot watch what Envoy starts from; waiting for SIGHUP alone");
-            None
+    let files = files.to_vec();
+    let watch = watch(&files);
+    Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
+}
+
+fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
+    let mut watch = FileWatch::new()?;
+    watch_all(&mut watch, files);
+    Ok(watch)
+}
+
+/// Where the files' links lead to may have changed.
+fn watch_all(watch: &mut FileWatch, files: &[PathBuf]) {
+    for file in files {
+        if let Err(error) = watch.watch(file) {
+            tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
         }
-    };
-    Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(files, &envoy)).0 })
+    }
 }
 
 async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
@@ -186,16 +221,23 @@ async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
     }
 }
 
-async fn on_change(files: Option<Watch>, envoy: &Envoy) {
-    let Some(mut files) = files else { return };
-    loop {
-        if let Err(error) = files.changed().await {
-            tracing::warn!(%error, "cannot watch what Envoy starts from any more");
-            return;
+async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envoy) {
+    let failed = async {
+        let mut watch = watch?;
+        loop {
+            watch.changed().await?;
+            tokio::time::sleep(SETTLES).await;
+            // What came meanwhile is about to be read.
+            while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
+                more?;
+            }
+            watch_all(&mut watch, files);
+            envoy.restart("a file has changed").await;
         }
-        tokio::time::sleep(SETTLES).await;
-        envoy.restart("a file has changed").await;
-    }
+    };
+    let failed: io::Result<Infallible> = failed.await;
+    let Err(error) = failed;
+    tracing::warn!(%error, "cannot watch what Envoy starts from; waiting for SIGHUP alone");
 }
 
 #[cfg(test)]

@@ -1,13 +1,17 @@
 //! What is read anew, with a configuration of a directory of its own.
 
+use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
 use tempfile::TempDir;
 
+use super::super::secret_sockets::settle;
 use super::*;
 use crate::cli::{self, Command as Typed};
 use crate::config;
+use crate::envoy::admin::Admin;
 use crate::envoy::epochs::Inputs as _;
+use crate::envoy::handle::Report;
 
 /// A directory, and what the environment says at the moment.
 struct Place {
@@ -59,15 +63,17 @@ impl Place {
         })
     }
 
-    fn inputs(&self) -> Inputs {
+    async fn inputs(&self) -> Inputs {
         let load = self.load();
-        let config = load().expect("a good configuration");
-        Inputs::of(&config, load).expect("hot restart")
+        let mut config = load().expect("a good configuration");
+        let settled = settle(&config).await.expect("settled");
+        settled.tell(&mut config.bootstrap.node);
+        Inputs::of(&config, load, settled).expect("hot restart")
     }
 }
 
-#[test]
-fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
+#[tokio::test]
+async fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
     let place = Place::new();
     for (name, value) in [
         ("DISABLE_ENVOY", "true"),
@@ -76,14 +82,15 @@ fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
         place.set(name, value);
         let load = place.load();
         let config = load().expect("a good configuration");
-        assert!(Inputs::of(&config, load).is_none(), "{name}");
+        let settled = settle(&config).await.expect("settled");
+        assert!(Inputs::of(&config, load, settled).is_none(), "{name}");
     }
 }
 
-#[test]
-fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_changes() {
+#[tokio::test]
+async fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_changes() {
     let place = Place::new();
-    let inputs = place.inputs();
+    let inputs = place.inputs().await;
     let first = inputs.first().expect("prepared");
     let same = inputs.read(1).expect("prepared");
     assert_eq!(first.digest, same.digest);
@@ -109,19 +116,22 @@ fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_chang
     }
 }
 
-#[test]
-fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
+#[tokio::test]
+async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
     let place = Place::new();
     let over = place.root.path().join("override.json");
     fs::write(&over, "{}").expect("written");
     place.set("ISTIO_BOOTSTRAP_OVERRIDE", &over.display().to_string());
-    let inputs = place.inputs();
+    let inputs = place.inputs().await;
     let refused = |inputs: &Inputs| {
         let error = inputs.read(1).expect_err("refused");
         error.to_string()
     };
     place.proxy_config(", proxyAdminPort: 15999");
     let expected = "proxyAdminPort cannot change while the agent runs";
+    assert_eq!(refused(&inputs), expected);
+    place.proxy_config(", statusPort: 15998");
+    let expected = "statusPort cannot change while the agent runs";
     assert_eq!(refused(&inputs), expected);
     place.proxy_config(", concurrency: -1");
     assert!(refused(&inputs).starts_with("the configuration cannot be used: "));
@@ -135,15 +145,75 @@ fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
     );
     fs::write(&over, "{}").expect("written");
     inputs.read(1).expect("good again");
+    // Another label that cannot be read costs that label, and no restart.
+    let labels = place.root.path().join("etc/istio/pod/labels");
+    fs::create_dir_all(labels.parent().expect("a parent")).expect("made");
+    fs::write(&labels, "app=\"cart\"\nodd=odd\n").expect("written");
+    inputs.read(1).expect("good but for a line");
+    fs::remove_file(&labels).expect("removed");
+    fs::create_dir(&labels).expect("made");
+    assert!(refused(&inputs).contains("labels is "), "no file");
 }
 
-#[test]
-fn a_bootstrap_of_somebody_else_is_read_where_it_is_and_stays() {
+#[tokio::test]
+async fn who_serves_secrets_is_the_same_for_each_envoy() {
+    let place = Place::new();
+    place.set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
+    let inputs = place.inputs().await;
+    let (first, next) = (inputs.first(), inputs.read(1));
+    let (first, next) = (first.expect("prepared"), next.expect("prepared"));
+    let text = fs::read_to_string(&first.command.bootstrap).expect("written");
+    assert!(text.contains("file-credential"), "{text}");
+    assert_eq!(first.digest, next.digest);
+}
+
+#[tokio::test]
+async fn what_is_written_for_an_envoy_of_another_user_is_that_users() {
+    if !rustix::process::getuid().is_root() {
+        eprintln!("Only root gives files away: this test is not run.");
+        return;
+    }
+    let place = Place::new();
+    let mut inputs = place.inputs().await;
+    let envoy = inputs.first.envoy.as_mut().expect("an Envoy");
+    envoy.command.user = Some(1337);
+    let prepared = inputs.first().expect("prepared");
+    let file = fs::metadata(&prepared.command.bootstrap).expect("written");
+    assert_eq!(file.uid(), 1337);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_changes_while_files_settle_is_part_of_one_restart() {
+    let place = tempfile::tempdir().expect("a directory");
+    let files = ["mesh", "override"].map(|name| place.path().join(name));
+    let (_publish, report) = tokio::sync::watch::channel(Report::default());
+    let (give, mut orders) = tokio::sync::mpsc::channel(8);
+    let admin = Admin::new(Ipv4Addr::LOCALHOST.into(), 1, SETTLES);
+    let envoy = Envoy::new(admin, report, give);
+    let watch = watch(&files);
+    let story = async {
+        fs::write(&files[0], "1").expect("written");
+        tokio::time::sleep(SETTLES / 2).await;
+        fs::write(&files[1], "1").expect("written");
+        orders.recv().await.expect("an order");
+        let quiet = tokio::time::timeout(SETTLES * 9, orders.recv()).await;
+        assert!(quiet.is_err(), "{quiet:?}");
+        fs::write(&files[0], "2").expect("written");
+        orders.recv().await.expect("another order");
+    };
+    tokio::select! {
+        () = story => {}
+        () = on_change(watch, &files, &envoy) => panic!("nothing is watched"),
+    }
+}
+
+#[tokio::test]
+async fn a_bootstrap_of_somebody_else_is_read_where_it_is_and_stays() {
     let place = Place::new();
     let custom = place.root.path().join("custom.json");
     fs::write(&custom, "{}").expect("written");
     place.proxy_config(&format!(", customConfigFile: {}", custom.display()));
-    let inputs = place.inputs();
+    let inputs = place.inputs().await;
     let first = inputs.first().expect("prepared");
     assert_eq!(first.command.bootstrap, custom);
     fs::write(&custom, "{ }").expect("written");

@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -30,9 +31,18 @@ pub(in crate::envoy) fn can_share() -> bool {
 }
 
 impl Base {
-    /// Of a line whose first Envoy is about to be started.
-    pub(in crate::envoy) fn at(file: PathBuf) -> Self {
+    /// Of a line whose first Envoy is about to be started, as this user where it is another than the
+    /// agent's.
+    pub(in crate::envoy) fn at(file: PathBuf, user: Option<u32>) -> Self {
         remove(&file);
+        if let Some(user) = user {
+            // It may not make a file there, and is given one to write to.
+            let given =
+                fs::File::create_new(&file).and_then(|_| chown(&file, Some(user), Some(user)));
+            if let Err(error) = given {
+                tracing::warn!(%error, path = %file.display(), "cannot give Envoy's user a file");
+            }
+        }
         Self {
             file,
             id: OnceLock::new(),
@@ -85,7 +95,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
         fs::write(&file, "1").expect("left by another");
-        let base = Base::at(file.clone());
+        let base = Base::at(file.clone(), None);
         assert_eq!(base.id(), None);
         // No Envoy takes so high a number, so no memory of this name can be anybody's.
         for text in ["", "-1", "4294967296", "a"] {
@@ -100,5 +110,19 @@ mod tests {
         );
         drop(base);
         assert!(!file.exists());
+    }
+
+    #[test]
+    fn an_envoy_of_another_user_has_a_file_to_write_its_number_to() {
+        if !rustix::process::getuid().is_root() {
+            eprintln!("Only root gives files away: this test is not run.");
+            return;
+        }
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("envoy-base-id");
+        let base = Base::at(file.clone(), Some(1337));
+        let found = fs::metadata(&file).expect("a file");
+        assert_eq!(std::os::unix::fs::MetadataExt::uid(&found), 1337);
+        assert_eq!(base.id(), None);
     }
 }

@@ -18,7 +18,7 @@ use crate::envoy::child::Child;
 use crate::envoy::command::{Command, Mode};
 use crate::envoy::orphans::Own;
 use crate::envoy::process::Ended;
-use crate::lifecycle::BoxError;
+use crate::lifecycle::{BoxError, with_causes};
 
 /// How often a next Envoy is asked whether it serves.
 const LOOK: Duration = Duration::from_millis(25);
@@ -118,12 +118,6 @@ pub(super) async fn live_at(admin: Admin, place: u32) {
         }
         tokio::time::sleep(LOOK).await;
     }
-}
-
-fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let chain = std::iter::successors(Some(error), |error| error.source());
-    let chain: Vec<_> = chain.map(ToString::to_string).collect();
-    chain.join(": ")
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

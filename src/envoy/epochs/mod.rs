@@ -28,6 +28,9 @@ use base::Base;
 use check::Check;
 use machine::{Event, Machine, Verdict};
 
+/// How long it may take to notice that a next Envoy serves, on a machine that is busy.
+const NOTICED: Duration = Duration::from_secs(1);
+
 /// How long the parts of a change may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -113,6 +116,9 @@ pub(super) struct Epochs {
     pub(super) next: Option<Beside>,
     pub(super) old: Option<Beside>,
     pub(super) deadline: Option<Instant>,
+    /// When the one that took over from the old one began to serve, which is when Envoy begins to
+    /// count the old one's time.
+    pub(super) serves_since: Option<Instant>,
     /// Whether the Envoy started next takes its predecessor's place in the line.
     pub(super) is_relaunch: bool,
     calls: JoinSet<Call>,
@@ -129,6 +135,7 @@ impl Epochs {
             next: None,
             old: None,
             deadline: None,
+            serves_since: None,
             is_relaunch: false,
             calls: JoinSet::new(),
         }
@@ -191,9 +198,18 @@ impl Epochs {
         }
     }
 
-    /// Whether the old one has ended before its successor, this old, has sent it away.
-    pub(super) fn is_early(&self, successor: Duration) -> bool {
-        successor < Duration::from_secs(self.limits.parent_shutdown.as_secs())
+    /// The successor of the old one serves from now on, which is sent away in time.
+    pub(super) fn successor_serves(&mut self, stay: Duration) {
+        let now = Instant::now();
+        self.serves_since = Some(now);
+        self.deadline = Some(now + stay);
+    }
+
+    /// Whether the old one, which has ended, did so before its successor has sent it away.
+    pub(super) fn is_early(&self) -> bool {
+        let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
+        let serves = self.serves_since.map(|since| since.elapsed() + NOTICED);
+        serves.is_some_and(|serves| serves < shutdown)
     }
 }
 
@@ -225,5 +241,42 @@ async fn ended(beside: &mut Option<Beside>) -> Result<Ended, process::Error> {
     match beside {
         Some(beside) => beside.child.process.ended().await,
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nothing;
+
+    impl Inputs for Nothing {
+        fn first(&self) -> Result<Prepared, BoxError> {
+            Err("nothing".into())
+        }
+
+        fn read(&self, _: u32) -> Result<Prepared, BoxError> {
+            self.first()
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_time_of_an_old_envoy_runs_from_when_its_successor_serves() {
+        let second = Duration::from_secs(1);
+        let limits = Limits {
+            parent_shutdown: second * 60,
+            live: second,
+            check: second,
+        };
+        let mut epochs = Epochs::new(limits, Arc::new(Nothing));
+        assert!(!epochs.is_early(), "nobody serves whom it would surprise");
+        tokio::time::advance(second * 100).await;
+        epochs.successor_serves(second * 70);
+        assert_eq!(epochs.deadline, Some(Instant::now() + second * 70));
+        assert!(epochs.is_early());
+        tokio::time::advance(second * 58).await;
+        assert!(epochs.is_early());
+        tokio::time::advance(second).await;
+        assert!(!epochs.is_early(), "it may have taken a second to notice");
     }
 }

@@ -1,9 +1,10 @@
 //! Envoy's life as a state machine: up, and every way down.
 //!
-//! Asked to stop, Envoy drains, closes its listeners, is asked to quit, terminated, and killed, each
-//! step after the one before has had its time. How urgent the request is says where to begin; a more urgent one goes
-//! further at once and nothing goes back. An Envoy told to drain beforehand skips its drain. One that
-//! ends by itself is started again if the event says that it may be.
+//! Asked to stop, Envoy drains, closes its listeners, finishes what outlasts the drain, is asked to
+//! quit, terminated, and killed, each step after the one before has had its time. How urgent the
+//! request is says where to begin; a more urgent one goes further at once and nothing goes back. An
+//! Envoy told to drain beforehand skips its drain. One that ends by itself is started again if the
+//! event says that it may be.
 //!
 //! Does not look at a clock, a process or a socket: events in, one action out.
 
@@ -19,6 +20,8 @@ pub struct Limits {
     /// For the answer to the drain call.
     pub announce: Duration,
     pub drain: Drain,
+    /// For requests that outlast a drain for a time; zero cuts them.
+    pub outlast: Duration,
     /// Between asking Envoy to quit and SIGTERM.
     pub quit: Duration,
     /// Between SIGTERM and SIGKILL.
@@ -69,6 +72,8 @@ pub enum Phase {
     Counting,
     /// Nothing new is let in; requests under way may end.
     Closing,
+    /// The drain is over, and requests under way may still end.
+    Outlasting,
     Quitting,
     Terminating,
     Killing,
@@ -88,7 +93,7 @@ pub enum Event {
     Replace(Farewell),
     /// The drain call was answered, or given up.
     Answered,
-    /// No connection is left, or they cannot be counted.
+    /// No connection, or no request, is left, or they cannot be counted.
     Idle,
     /// Envoy cannot be asked to quit.
     QuitRefused,
@@ -122,6 +127,8 @@ pub enum Action {
     Count(Duration),
     /// Have Envoy close its listeners, and look out for [`Event::Idle`].
     Close(Duration),
+    /// Let requests under way end, and look out for [`Event::Idle`].
+    Outlast(Duration),
     Quit(Duration),
     Terminate(Duration),
     Kill(Duration),
@@ -151,9 +158,12 @@ impl Phase {
             Self::Initial => State::Initial,
             Self::Starting => State::Starting,
             Self::Running => State::Running,
-            Self::Drained | Self::Announcing | Self::Draining | Self::Counting | Self::Closing => {
-                State::Draining
-            }
+            Self::Drained
+            | Self::Announcing
+            | Self::Draining
+            | Self::Counting
+            | Self::Closing
+            | Self::Outlasting => State::Draining,
             Self::Quitting | Self::Terminating | Self::Killing => State::Stopping,
             Self::Pausing | Self::Exited => State::Exited,
         }
@@ -190,13 +200,15 @@ impl Machine {
 
     /// The steps from here to the end, as long as nobody makes it more urgent.
     pub fn plan(&self) -> Plan {
-        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, Quit, Termination};
+        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
+        use WaitsFor::{Quit, Termination};
         let parts = self.limits.drain.parts();
         let steps = [
             (Phase::Announcing, DrainCall, Some(self.limits.announce)),
             (Phase::Draining, DrainTime, Some(parts.time)),
             (Phase::Counting, Connections, parts.connections),
             (Phase::Closing, LastRequests, Some(parts.last_requests)),
+            (Phase::Outlasting, LongRequests, self.outlast()),
             (Phase::Quitting, Quit, Some(self.limits.quit)),
             (Phase::Terminating, Termination, Some(self.limits.terminate)),
             (Phase::Killing, Kill, Some(self.limits.kill)),
@@ -221,7 +233,7 @@ impl Machine {
             Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, QuitRefused,
         };
         use Phase::{Announcing, Closing, Counting, Draining, Exited, Initial, Killing, Pausing};
-        use Phase::{Quitting, Running, Starting, Terminating};
+        use Phase::{Outlasting, Quitting, Running, Starting, Terminating};
         match (self.phase, event) {
             (Exited, _) => Action::Nothing,
             (_, EnvoyExited { may_restart }) => self.exited(may_restart),
@@ -240,12 +252,27 @@ impl Machine {
                 Drain::UntilIdle { .. } => self.enter(Counting),
             },
             (Counting, Idle | Deadline) => self.enter(Closing),
-            (Closing, Idle | Deadline) => self.enter(Quitting),
+            (Closing, Deadline) if self.outlasts() => self.enter(Outlasting),
+            (Closing | Outlasting, Idle | Deadline) => self.enter(Quitting),
             (Quitting, QuitRefused | Deadline) => self.enter(Terminating),
             (Terminating, Deadline) => self.enter(Killing),
             (Killing, Deadline) => Action::GiveUp,
             _ => Action::Nothing,
         }
+    }
+
+    /// How long requests may outlast the drain before the end, if they may. A drain until idle has
+    /// waited for them.
+    fn outlast(&self) -> Option<Duration> {
+        let is_timed = matches!(self.limits.drain, Drain::For(_));
+        let may = is_timed && !self.limits.outlast.is_zero();
+        may.then_some(self.limits.outlast)
+    }
+
+    /// Whether they do. An Envoy that another follows leaves nobody to serve meanwhile.
+    fn outlasts(&self) -> bool {
+        let is_last = self.replaced.is_none() || self.is_asked_to_stop();
+        is_last && self.outlast().is_some()
     }
 
     fn asked(&mut self, urgency: Urgency) -> Action {
@@ -301,6 +328,7 @@ impl Machine {
             Phase::Draining => Action::Wait(parts.time),
             Phase::Counting => Action::Count(parts.connections.unwrap_or_default()),
             Phase::Closing => Action::Close(parts.last_requests),
+            Phase::Outlasting => Action::Outlast(self.limits.outlast),
             Phase::Quitting => Action::Quit(self.limits.quit),
             Phase::Terminating => Action::Terminate(self.limits.terminate),
             Phase::Killing => Action::Kill(self.limits.kill),

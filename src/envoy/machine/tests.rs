@@ -9,6 +9,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const LIMITS: Limits = Limits {
     announce: SECOND.saturating_mul(2),
     drain: Drain::For(SECOND.saturating_mul(5)),
+    outlast: Duration::ZERO,
     quit: SECOND,
     terminate: SECOND.saturating_mul(3),
     kill: SECOND.saturating_mul(4),
@@ -18,6 +19,10 @@ const UNTIL_IDLE: Limits = Limits {
         at_least: SECOND.saturating_mul(5),
         at_most: SECOND.saturating_mul(60),
     },
+    ..LIMITS
+};
+const OUTLASTED: Limits = Limits {
+    outlast: SECOND.saturating_mul(8),
     ..LIMITS
 };
 const QUIT: Action = Action::Quit(LIMITS.quit);
@@ -98,6 +103,39 @@ fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
         last_requests: SECOND,
     };
     assert_eq!(too_long.parts(), expected);
+}
+
+#[test]
+fn requests_outlast_a_drain_for_a_time_until_the_last_has_ended_or_somebody_insists() {
+    let drained = [
+        (ASK, Action::Announce(LIMITS.announce)),
+        (Answered, Action::Wait(SECOND * 4)),
+        (Deadline, Action::Close(SECOND)),
+        (Deadline, Action::Outlast(SECOND * 8)),
+    ];
+    for (end, action) in [
+        (Idle, QUIT),
+        (Deadline, QUIT),
+        (ASK, Action::Nothing),
+        (ASK_AGAIN, QUIT),
+        (ASK_A_THIRD_TIME, KILL),
+        (LAST_CRASH, Action::Leave),
+    ] {
+        walk(OUTLASTED, &up(&[&drained[..], &[(end, action)]].concat()));
+    }
+    // A drain until idle has waited for them.
+    let limits = Limits {
+        outlast: SECOND * 8,
+        ..UNTIL_IDLE
+    };
+    let plan = |limits| walk(limits, &up(&drained[..1])).plan();
+    assert_eq!(plan(limits), plan(UNTIL_IDLE));
+    // One that is followed by another leaves nobody to serve meanwhile, unless the end is wanted.
+    let replaced = Event::Replace(Farewell::Usual);
+    let before = [(replaced, drained[0].1), drained[1], drained[2]];
+    walk(OUTLASTED, &up(&[&before[..], &[(Deadline, QUIT)]].concat()));
+    let wanted = [(ASK, Action::Nothing), drained[3]];
+    walk(OUTLASTED, &up(&[&before[..], &wanted].concat()));
 }
 
 #[test]
@@ -214,7 +252,8 @@ fn the_plan_names_the_steps_that_are_left() {
         let steps = machine.plan().0;
         steps.iter().map(|step| step.waits_for).collect()
     };
-    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, Quit, Termination};
+    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
+    use WaitsFor::{Quit, Termination};
     let asked = up(&[(ASK, Action::Announce(LIMITS.announce))]);
     let machine = walk(LIMITS, &asked);
     assert_eq!(
@@ -222,6 +261,9 @@ fn the_plan_names_the_steps_that_are_left() {
         [DrainCall, DrainTime, LastRequests, Quit, Termination, Kill]
     );
     assert_eq!(machine.plan().at_most(), SECOND * 15);
+    let machine = walk(OUTLASTED, &asked);
+    assert_eq!(waits(&machine)[2..4], [LastRequests, LongRequests]);
+    assert_eq!(machine.plan().at_most(), SECOND * 23);
     let machine = walk(UNTIL_IDLE, &asked);
     assert_eq!(
         waits(&machine)[1..4],
@@ -273,6 +315,7 @@ impl World {
             Action::Pause => prop_assert!(!self.has_child),
             Action::Announce(_)
             | Action::Close(_)
+            | Action::Outlast(_)
             | Action::Quit(_)
             | Action::Terminate(_)
             | Action::Tell => {
@@ -311,9 +354,8 @@ proptest! {
     #[test]
     fn whatever_happened_before_a_request_leads_to_the_end(
         before in events(),
-        until_idle in any::<bool>(),
+        limits in prop::sample::select(vec![LIMITS, OUTLASTED, UNTIL_IDLE]),
     ) {
-        let limits = if until_idle { UNTIL_IDLE } else { LIMITS };
         let (mut machine, mut world) = (Machine::new(limits), World::default());
         for event in before {
             world.step(&mut machine, event)?;
@@ -327,7 +369,7 @@ proptest! {
 
     #[test]
     fn no_event_brings_an_envoy_on_its_way_down_back_up(before in events(), after in events()) {
-        let (mut machine, mut world) = (Machine::new(LIMITS), World::default());
+        let (mut machine, mut world) = (Machine::new(OUTLASTED), World::default());
         for event in before {
             world.step(&mut machine, event)?;
         }
@@ -342,8 +384,11 @@ proptest! {
 
     #[test]
     fn a_further_request_never_makes_it_slower(before in events()) {
-        for request in [ASK, ASK_AGAIN, ASK_A_THIRD_TIME] {
-            let (mut machine, mut world) = (Machine::new(UNTIL_IDLE), World::default());
+        let requests = [ASK, ASK_AGAIN, ASK_A_THIRD_TIME];
+        for (request, limits) in requests.into_iter().flat_map(|request| {
+            [UNTIL_IDLE, OUTLASTED].map(|limits| (request, limits))
+        }) {
+            let (mut machine, mut world) = (Machine::new(limits), World::default());
             for event in &before {
                 world.step(&mut machine, *event)?;
             }

@@ -13,6 +13,7 @@ use super::super::calls::warn;
 use super::super::child::{Child, KILLED};
 use super::super::crash::Crash;
 use super::super::machine::{Event, Phase};
+use super::super::memory::Resident;
 use super::super::process::Ended;
 use super::super::{Error, epochs};
 use super::Supervisor;
@@ -27,9 +28,12 @@ impl Supervisor {
             Some(child) => self.take_leave(ended, child).await,
             None => Duration::ZERO,
         };
-        self.publish.send_modify(|report| report.pid = None);
+        self.publish.send_modify(|report| {
+            report.pid = None;
+            report.rss_bytes = Resident::default();
+        });
         self.show_epochs();
-        let is_relaunched = self.is_relaunched_after(ended)?;
+        let is_relaunched = self.is_relaunched_after(ended);
         let may_restart = if is_wanted || is_relaunched {
             self.pause = Duration::ZERO;
             true
@@ -40,16 +44,16 @@ impl Supervisor {
     }
 
     /// Whether the Envoy before is still leaving, so that its successor is started again at once.
-    fn is_relaunched_after(&mut self, ended: Ended) -> Result<bool, Error> {
+    fn is_relaunched_after(&mut self, ended: Ended) -> bool {
         if ended == Ended::Code(0) {
             // It was asked to end, and has sent the one before away.
-            self.apply(epochs::machine::Event::Unready)?;
+            self.apply(epochs::machine::Event::Unready);
         }
-        self.apply(epochs::machine::Event::ServingExited)?;
-        Ok(self
-            .epochs
+        self.abandon("the Envoy that serves has ended");
+        self.apply(epochs::machine::Event::ServingExited);
+        self.epochs
             .as_ref()
-            .is_some_and(|epochs| epochs.is_relaunch))
+            .is_some_and(|epochs| epochs.is_relaunch)
     }
 
     /// Keeps what is to be kept of an Envoy that has ended; returns how long it lived.

@@ -14,12 +14,13 @@ use super::super::Error;
 use super::super::calls;
 use super::super::child::Child;
 use super::super::epochs::base::Base;
-use super::super::epochs::machine::{self, Action, Method, Phase};
+use super::super::epochs::machine::{self, Action, Method, Phase, Verdict};
 use super::super::epochs::{Beside, Epochs, News, Run};
 use super::super::handle::Outcome;
 use super::super::machine::{Event, Phase as Life};
 use super::Supervisor;
 use super::start::new_base;
+use crate::lifecycle::with_causes;
 
 /// How much longer than it should an old Envoy may stay.
 const OVERDUE: Duration = Duration::from_secs(10);
@@ -28,48 +29,62 @@ const FOLLOWS: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     /// Somebody wants another Envoy.
-    pub(super) fn want(&mut self, reason: &'static str) -> Result<(), Error> {
+    pub(super) fn want(&mut self, reason: &'static str) {
         let Some(epochs) = &self.epochs else {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
-            return Ok(());
+            return;
         };
         if epochs.machine.phase() != Phase::Idle {
             tracing::info!("Envoy is to be restarted ({reason}) after the change under way");
         }
         self.reason = reason;
-        self.apply(machine::Event::Wanted)?;
-        Ok(())
+        self.apply(machine::Event::Wanted);
     }
 
     /// Tells what the life of the Envoy that serves means for the next.
-    pub(super) fn tell_epochs(&mut self, event: Event) -> Result<(), Error> {
-        if self.epochs.is_none() {
-            return Ok(());
-        }
+    pub(super) fn tell_epochs(&mut self, event: Event) {
         let phase = self.machine.phase();
         match event {
             Event::Live if phase == Life::Running => {
                 self.say_full_restart_is_over();
                 self.learn_base();
-                self.apply(machine::Event::Ready)?;
+                self.await_the_old_one();
+                self.apply(machine::Event::Ready);
             }
             Event::Asked(_) => {
-                self.drop_check();
-                self.apply(machine::Event::Stop)?;
+                self.abandon("Envoy is to end");
+                // A full restart has got further than that.
+                self.say_abandoned("Envoy is to end");
+                self.apply(machine::Event::Stop);
             }
             _ if phase != Life::Running => {
-                self.apply(machine::Event::Unready)?;
+                self.apply(machine::Event::Unready);
             }
             _ => {}
         }
-        Ok(())
     }
 
-    fn drop_check(&mut self) {
+    /// What is checked, or started beside the Envoy that serves, comes to nothing.
+    pub(super) fn abandon(&mut self, why: &str) {
+        let Some(epochs) = &mut self.epochs else {
+            return;
+        };
+        match epochs.machine.phase() {
+            Phase::Checking => epochs.drop_calls(),
+            Phase::Starting(_) => {}
+            Phase::Idle | Phase::Leaving(_) | Phase::Clearing => return,
+        }
+        epochs.prepared = None;
+        self.say_abandoned(why);
+    }
+
+    /// A successor that was started again at its place serves.
+    fn await_the_old_one(&mut self) {
+        let stay = self.stay(Method::Hot);
         if let Some(epochs) = &mut self.epochs
-            && epochs.machine.phase() == Phase::Checking
+            && epochs.machine.phase() == Phase::Leaving(Method::Hot)
         {
-            epochs.drop_calls();
+            epochs.successor_serves(stay);
         }
     }
 
@@ -85,13 +100,14 @@ impl Supervisor {
     }
 
     /// Something under way has ended.
-    pub(super) async fn hear(&mut self, news: News) -> Result<Option<Event>, Error> {
-        let uptime = self.child.as_ref().map(Child::uptime);
-        let Some(epochs) = &mut self.epochs else {
-            return Ok(None);
-        };
-        let is_early = uptime.is_some_and(|uptime| epochs.is_early(uptime));
+    pub(super) async fn hear(&mut self, news: News) -> Option<Event> {
+        let serves = self.machine.phase() == Life::Running;
+        let epochs = self.epochs.as_mut()?;
+        let is_early = epochs.is_early();
         match &news {
+            News::Checked(Verdict::Good(_), _) if !serves => {
+                self.abandon("the Envoy that serves drains or has ended");
+            }
             News::Checked(verdict, problem) => self.say_checked(*verdict, problem.clone()),
             News::NextEnded(ended) => {
                 epochs.drop_calls();
@@ -115,17 +131,15 @@ impl Supervisor {
     }
 
     /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
-    pub(super) fn apply(&mut self, event: machine::Event) -> Result<Option<Event>, Error> {
-        let Some(epochs) = &mut self.epochs else {
-            return Ok(None);
-        };
+    pub(super) fn apply(&mut self, event: machine::Event) -> Option<Event> {
+        let epochs = self.epochs.as_mut()?;
         match epochs.machine.apply(event) {
             Action::Nothing => {}
             Action::Relaunch => self.relaunch(),
             Action::Check => self.check(),
             Action::Start(method) => {
                 if let Err(error) = self.start_next(method) {
-                    self.say_failed(error.to_string());
+                    self.say_failed(with_causes(&error));
                     return self.apply(machine::Event::NextExited);
                 }
             }
@@ -137,11 +151,11 @@ impl Supervisor {
                     "Envoy is replaced by a full restart: it ends, then the next starts"
                 );
                 self.say_method(Method::Full);
-                return Ok(Some(Event::Replace(farewell)));
+                return Some(Event::Replace(farewell));
             }
         }
         self.show_epochs();
-        Ok(None)
+        None
     }
 
     fn check(&mut self) {
@@ -196,7 +210,7 @@ impl Supervisor {
             // It has lost its admin port, and shares what comes in for as long as it lives.
             served.process.terminate();
         }
-        epochs.deadline = Some(Instant::now() + stay);
+        epochs.successor_serves(stay);
         let old_epoch = std::mem::replace(&mut self.epoch, next.epoch);
         epochs.old = epochs.serving.replace(next.run).map(|run| Beside {
             child: served,
@@ -240,7 +254,9 @@ impl Supervisor {
     fn relaunch(&mut self) {
         let stay = self.stay(Method::Hot);
         if let Some(epochs) = &mut self.epochs {
-            epochs.deadline = Some(Instant::now() + stay);
+            // Until it serves; from then on the old one's time begins anew.
+            epochs.deadline = Some(Instant::now() + epochs.limits.live + stay);
+            epochs.serves_since = None;
             epochs.is_relaunch = true;
             tracing::warn!("the Envoy before still lives, so its successor starts again at once");
         }

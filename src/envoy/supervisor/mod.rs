@@ -33,11 +33,6 @@ use crate::clock::Clock;
 use crate::lifecycle::{Asked, Urgency};
 use crate::metrics::{self, Counter, Registry};
 
-/// How often it is noted how much memory Envoy holds, of which nothing is left when it has ended: of
-/// a young Envoy each time its age has doubled, then every half minute.
-const FIRST_SAMPLE: Duration = Duration::from_secs(1);
-const SAMPLE: Duration = Duration::from_secs(30);
-
 /// What is counted.
 #[derive(Debug)]
 pub(super) struct Counters {
@@ -169,7 +164,7 @@ impl Supervisor {
                 return Ok(self.exit());
             }
             self.act(action)?;
-            self.tell_epochs(event)?;
+            self.tell_epochs(event);
             event = self.next().await?;
         }
     }
@@ -204,8 +199,6 @@ impl Supervisor {
     async fn next(&mut self) -> Result<Event, Error> {
         loop {
             let deadline = self.deadline;
-            let age = self.child.as_ref().map(Child::uptime);
-            let sample = age.unwrap_or_default().clamp(FIRST_SAMPLE, SAMPLE);
             tokio::select! {
                 biased;
                 ended = ended(&mut self.child) => return self.ended(ended?).await,
@@ -218,10 +211,10 @@ impl Supervisor {
                         self.order = Some(order);
                         return Ok(Event::DrainOrdered);
                     }
-                    Order::Restart { reason } => self.want(reason)?,
+                    Order::Restart { reason } => self.want(reason),
                 },
                 news = news(&mut self.epochs) => {
-                    if let Some(event) = self.hear(news?).await? {
+                    if let Some(event) = self.hear(news?).await {
                         return Ok(event);
                     }
                 }
@@ -234,7 +227,6 @@ impl Supervisor {
                     self.deadline = None;
                     return Ok(Event::Deadline);
                 }
-                () = tokio::time::sleep(sample), if age.is_some() => self.sample(),
             }
         }
     }
@@ -246,7 +238,9 @@ impl Supervisor {
             // Whoever gave an order that changes nothing has nothing to wait for.
             self.order = None;
         }
-        self.sample();
+        if let Some(child) = &self.child {
+            child.resident().look_now();
+        }
         let step = step(action);
         let pause = (action == Action::Pause).then_some(self.pause);
         if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
@@ -313,6 +307,7 @@ impl Supervisor {
             }
             Action::Count(at_most) => self.count(at_most),
             Action::Close(at_most) => self.close(at_most),
+            Action::Outlast(at_most) => self.outlast(at_most),
             Action::Quit(wait) => self.quit(wait),
             Action::Terminate(_) => {
                 tracing::info!("Terminating Envoy");
@@ -334,13 +329,6 @@ impl Supervisor {
             signal(&child.process);
         }
     }
-
-    /// Notes how much memory Envoy holds.
-    fn sample(&mut self) {
-        let resident = self.child.as_mut().and_then(Child::sample);
-        self.publish
-            .send_modify(|report| report.rss_bytes = resident);
-    }
 }
 
 /// The wait an action begins, on the way down.
@@ -350,6 +338,7 @@ fn step(action: Action) -> Option<(Duration, WaitsFor)> {
         Action::Wait(wait) => (wait, WaitsFor::DrainTime),
         Action::Count(wait) => (wait, WaitsFor::Connections),
         Action::Close(wait) => (wait, WaitsFor::LastRequests),
+        Action::Outlast(wait) => (wait, WaitsFor::LongRequests),
         Action::Quit(wait) => (wait, WaitsFor::Quit),
         Action::Terminate(wait) => (wait, WaitsFor::Termination),
         Action::Kill(wait) => (wait, WaitsFor::Kill),

@@ -69,7 +69,7 @@ impl Supervisor {
 pub(super) fn new_base(config: &Config, number: u32) -> Option<Arc<Base>> {
     super::super::epochs::base::can_share().then(|| {
         let name = format!("envoy-base-id{number}");
-        Arc::new(Base::at(config.directory.join(name)))
+        Arc::new(Base::at(config.directory.join(name), config.command.user))
     })
 }
 

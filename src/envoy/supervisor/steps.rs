@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 
+use super::super::connections::Look;
 use super::super::machine::{Drain, Event};
-use super::super::{calls, connections};
+use super::super::{calls, connections, requests};
 use super::Supervisor;
 
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
@@ -43,14 +44,32 @@ impl Supervisor {
 
     pub(super) fn count(&mut self, at_most: Duration) {
         tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
+        let until_idle = self.until_idle(connections::PERIOD);
         self.calls = JoinSet::new();
-        self.calls.spawn(self.until_idle(connections::PERIOD));
+        self.calls.spawn(until_idle);
     }
 
-    /// Waits for the end of the last connection, and tells everybody how many there are.
+    /// Waits for the end of the last connection.
     fn until_idle(&self, period: Duration) -> impl Future<Output = Event> + Send + use<> {
-        let (admin, housekeeping) = (self.admin, self.config.housekeeping.clone());
-        let publish = self.publish.clone();
+        let housekeeping = self.config.housekeeping.clone();
+        let look = Look {
+            path: connections::PATH,
+            what: "active connections",
+            period,
+        };
+        let gone = self.gone(look, move |text| connections::sum(text, &housekeeping));
+        async move {
+            tokio::time::sleep(period).await;
+            gone.await
+        }
+    }
+
+    /// Waits until none is left of what is counted, and tells everybody how many there are.
+    fn gone<C>(&self, look: Look, count: C) -> impl Future<Output = Event> + Send + use<C>
+    where
+        C: Fn(&str) -> Option<u64> + Send,
+    {
+        let (admin, publish) = (self.admin, self.publish.clone());
         async move {
             let counted = |active| {
                 publish.send_modify(|report| {
@@ -59,7 +78,7 @@ impl Supervisor {
                     }
                 });
             };
-            connections::gone(admin, housekeeping, period, counted).await;
+            connections::gone(admin, look, count, counted).await;
             Event::Idle
         }
     }
@@ -78,6 +97,22 @@ impl Supervisor {
                 false => Event::Answered,
             }
         });
+    }
+
+    pub(super) fn outlast(&mut self, at_most: Duration) {
+        tracing::info!("the drain is over; requests still under way have {at_most:?} more");
+        let inbound_only = self.config.drain_inbound_only;
+        let housekeeping = self.config.housekeeping.clone();
+        let look = Look {
+            path: requests::PATH,
+            what: "requests under way",
+            period: connections::LAST_PERIOD,
+        };
+        let gone = self.gone(look, move |text| {
+            Some(requests::under_way(text, inbound_only, &housekeeping))
+        });
+        self.calls = JoinSet::new();
+        self.calls.spawn(gone);
     }
 
     pub(super) fn quit(&mut self, wait: Duration) {

@@ -46,6 +46,13 @@ impl Supervisor {
         }
     }
 
+    pub(super) fn say_abandoned(&mut self, why: &str) {
+        if self.is_under_way() {
+            tracing::info!("the restart of Envoy under way is given up: {why}");
+            self.conclude(Outcome::Abandoned, "abandoned", Some(why.to_owned()));
+        }
+    }
+
     pub(super) fn say_failed(&mut self, problem: String) {
         if !self.is_under_way() {
             return; // It has been said.
@@ -90,8 +97,11 @@ impl Supervisor {
     /// Publishes which Envoy serves.
     pub(super) fn show_current(&self, started: Option<SystemTime>) {
         let (pid, epoch) = (self.child.as_ref().map(Child::pid), self.epoch);
+        let resident = self.child.as_ref().map(Child::resident);
+        let resident = resident.cloned().unwrap_or_default();
         self.publish.send_modify(|report| {
             report.pid = pid;
+            report.rss_bytes = resident;
             report.epoch = epoch;
             report.started = started;
         });

@@ -75,6 +75,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
         limits: Limits {
             announce: long,
             drain: Drain::For(long),
+            outlast: Duration::ZERO,
             quit: long,
             terminate: long,
             kill: long,
@@ -182,6 +183,7 @@ async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
     stage.config.limits = Limits {
         announce: short,
         drain: Drain::For(short),
+        outlast: Duration::ZERO,
         quit: short,
         terminate: short,
         kill: Duration::from_secs(3600),
@@ -285,6 +287,35 @@ async fn a_drain_until_idle_ends_with_the_last_connection() {
     };
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
+}
+
+#[tokio::test]
+async fn what_outlasts_a_drain_for_a_time_holds_envoy_until_it_has_ended_and_what_does_not_never() {
+    for active in [0, 3] {
+        let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+        stage.config.drain_inbound_only = false;
+        stage.config.limits.drain = Drain::For(Duration::from_millis(10));
+        stage.config.limits.outlast = Duration::from_secs(3600);
+        let stop = Stop::new();
+        let (envoy, life) = stage.start(&stop);
+        admin.set_connections(active);
+        let story = async {
+            stage.wait_until_ready().await;
+            stop.escalate("a test");
+            if active > 0 {
+                wait_for(&envoy, |report| {
+                    let ending = report.ending.as_ref();
+                    let waits_for = ending.and_then(|ending| ending.waits_for);
+                    waits_for == Some(WaitsFor::LongRequests)
+                        && ending.is_some_and(|ending| ending.connections == Some(active))
+                })
+                .await;
+                admin.set_connections(0);
+            }
+        };
+        let exit = beside(life, story).await.expect("an end");
+        assert_eq!(exit, Exit::Requested);
+    }
 }
 
 #[tokio::test]

@@ -88,7 +88,7 @@ pub fn routes(name: &str, cluster: &str, mark: &str) -> Value {
 fn inbound(name: &str, port: u16, routes: (&str, Value)) -> Value {
     let mut manager = json!({
         "@type": HCM,
-        "stat_prefix": name,
+        "stat_prefix": format!("inbound_{name};"),
         "http_filters": [{
             "name": "envoy.filters.http.router",
             "typed_config": { "@type": ROUTER },

@@ -8,7 +8,7 @@ use crate::agent::overview::html::{Html, Tone};
 use crate::clock::rfc3339;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Report, State};
-use crate::envoy::plan::Ending;
+use crate::envoy::plan::{Ending, WaitsFor};
 
 /// The state in a word.
 pub(super) fn state(html: &mut Html, envoy: Option<&Report>) {
@@ -30,7 +30,7 @@ pub(super) fn envoy(html: &mut Html, overview: &Overview) {
             html.fact("State", |html| state(html, Some(envoy)));
             fact(html, "Uptime", overview.envoy_uptime_seconds.map(span));
             fact(html, "Process", envoy.pid.map(|pid| format!("pid {pid}")));
-            fact(html, "Memory", envoy.rss_bytes.map(size));
+            fact(html, "Memory", envoy.rss_bytes.look().map(size));
             fact(html, "Restarts", Some(envoy.epoch.to_string()));
             fact(html, "Next start", envoy.restart.map(utc));
             html.fact("Last crash", |html| crash(html, envoy.last_crash.as_ref()));
@@ -82,8 +82,12 @@ fn under_way(html: &mut Html, ending: &Ending) {
         ending.waits_for.map(|step| step.to_string()),
     );
     fact(html, "No later than", ending.until.map(utc));
-    let connections = ending.connections.map(|count| count.to_string());
-    fact(html, "Connections", connections);
+    let counted = match ending.waits_for {
+        Some(WaitsFor::LongRequests) => "Requests",
+        _ => "Connections",
+    };
+    let left = ending.connections.map(|count| count.to_string());
+    fact(html, counted, left);
 }
 
 fn fact(html: &mut Html, name: &'static str, value: Option<String>) {

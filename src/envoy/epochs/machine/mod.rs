@@ -140,7 +140,8 @@ impl Machine {
     }
 
     /// Whether the next change can be a hot restart.
-    pub fn is_continuable(&self) -> bool {
+    #[cfg(test)]
+    fn is_continuable(&self) -> bool {
         self.is_continuable
     }
 
@@ -193,6 +194,12 @@ impl Machine {
         self.next()
     }
 
+    /// What was under way comes to nothing and has to begin again.
+    fn want_again(&mut self) -> Action {
+        self.is_wanted = true;
+        self.rest()
+    }
+
     fn next(&mut self) -> Action {
         let may_begin = self.is_ready && !self.is_stopped;
         if self.phase != Phase::Idle || !may_begin || !self.is_wanted {
@@ -206,7 +213,9 @@ impl Machine {
     fn checked(&mut self, verdict: Verdict) -> Action {
         let neighbour = match verdict {
             Verdict::Good(neighbour) if self.is_ready => neighbour,
-            _ => return self.rest(),
+            // It is wanted still, of the next one that serves.
+            Verdict::Good(_) => return self.want_again(),
+            Verdict::Same | Verdict::Refused => return self.rest(),
         };
         let method = match neighbour {
             Neighbour::Live if self.is_continuable => Method::Hot,
@@ -268,8 +277,11 @@ impl Machine {
                 }
                 Action::KillOld
             }
-            Phase::Starting(Starting::Awaited(_)) => self.fail(),
-            Phase::Checking => self.rest(),
+            Phase::Starting(Starting::Awaited(_)) => {
+                self.is_wanted = true;
+                self.fail()
+            }
+            Phase::Checking => self.want_again(),
             Phase::Idle | Phase::Clearing | Phase::Starting(Starting::Failing) => Action::Nothing,
         }
     }

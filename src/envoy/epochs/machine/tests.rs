@@ -133,6 +133,26 @@ fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
 }
 
 #[test]
+fn what_is_wanted_stays_so_when_the_one_that_serves_dies_or_drains_before_its_successor_serves() {
+    let again = (Ready, Action::Check);
+    after(&STARTED[..2], &[(ServingExited, Action::Nothing), again]);
+    let drained = [(Event::Unready, Action::Nothing), (GOOD, Action::Nothing)];
+    after(&STARTED[..2], &[&drained[..], &[again]].concat());
+    let killed = [
+        (ServingExited, Action::KillNext),
+        (NextExited, Action::Nothing),
+        again,
+    ];
+    after(&STARTED, &killed);
+    // With nobody to serve, nobody follows.
+    let stopped = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
+    after(
+        &STARTED[..2],
+        &[&stopped[..], &[(Ready, Action::Nothing)]].concat(),
+    );
+}
+
+#[test]
 fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     let mut machine = Machine::new(false);
     machine.apply(Ready);
