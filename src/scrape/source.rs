@@ -17,6 +17,7 @@ use super::counts::Origin;
 use super::fetch::{Answer, Error, Pool};
 use super::merge::LineTooLong;
 use super::negotiate::ContentType;
+use crate::lifecycle::with_causes;
 
 /// Why a source is not on the page, or not all of it.
 #[derive(Debug, thiserror::Error)]
@@ -64,12 +65,8 @@ impl Source {
     /// What a failure means, with all that has led to it.
     pub(super) fn explain(&self, failure: &Failure) -> String {
         let (origin, address) = (self.origin.name(), &self.address);
-        let mut text = format!("failed scraping {origin} metrics from {address}");
-        let failure: &dyn std::error::Error = failure;
-        for cause in std::iter::successors(Some(failure), |error| error.source()) {
-            text += &format!(": {cause}");
-        }
-        text
+        let why = with_causes(failure);
+        format!("failed scraping {origin} metrics from {address}: {why}")
     }
 
     /// The type of the page, once its head is there.

@@ -138,12 +138,7 @@ pub fn new<C: Ca>(
 impl Problem {
     /// The error and what caused it, in one line.
     pub fn cause(&self) -> String {
-        let error: &dyn std::error::Error = &*self.error;
-        let chain = std::iter::successors(Some(error), |error| error.source());
-        chain
-            .map(ToString::to_string)
-            .collect::<Vec<_>>()
-            .join(": ")
+        crate::lifecycle::with_causes(&*self.error)
     }
 }
 

@@ -103,7 +103,7 @@ fn is_path(text: &str) -> Option<&str> {
 pub(crate) fn escaped(text: &str, longest: usize) -> String {
     let mut shown = String::new();
     for piece in text.chars().map(char::escape_debug) {
-        if shown.len() + piece.len() > longest {
+        if shown.len() + piece.clone().map(char::len_utf8).sum::<usize>() > longest {
             shown.push('…');
             break;
         }
@@ -187,8 +187,10 @@ mod tests {
     fn a_foreign_name_is_shown_escaped_and_cut() {
         let error = "a\nb".parse::<Name>().expect_err("is unknown");
         assert_eq!(error.shown, "a\\nb");
-        let error = "é".repeat(5_000).parse::<Name>().expect_err("is unknown");
-        assert!(error.shown.len() <= LONGEST_SHOWN + '…'.len_utf8());
-        assert!(error.shown.ends_with('…'));
+        for long in ["é".repeat(5_000), format!("a{}", "é".repeat(5_000))] {
+            let error = long.parse::<Name>().expect_err("is unknown");
+            assert!(error.shown.len() <= LONGEST_SHOWN + '…'.len_utf8());
+            assert!(error.shown.ends_with('…'));
+        }
     }
 }
