@@ -222,8 +222,7 @@ impl Keeper {
         tracing::info!(target: "cache", resource = %source, "read certificate from file");
         self.warn_of_oddities(&source, &content);
         self.metrics.reloaded(&source, self.clock.now());
-        let number = self.shared.next_number();
-        let secret = Arc::new(Secret { number, content });
+        let secret = Arc::new(Secret { content });
         self.shared.publish(&source, Found::There(secret));
     }
 

@@ -45,11 +45,7 @@ struct Entry {
 
 impl Shared {
     pub(super) fn subscriber(&self) -> (u64, Arc<Notify>) {
-        (self.next_number(), Arc::default())
-    }
-
-    pub(super) fn next_number(&self) -> u64 {
-        self.next.fetch_add(1, Ordering::Relaxed)
+        (self.next.fetch_add(1, Ordering::Relaxed), Arc::default())
     }
 
     pub(super) fn found(&self, source: &Source) -> Found {
@@ -126,10 +122,14 @@ impl Shared {
     pub(super) fn publish(&self, source: &Source, found: Found) {
         if let Some(entry) = self.lock().entries.get_mut(source) {
             entry.found = found;
-            entry
-                .readers
-                .values()
-                .for_each(|reader| reader.notify_one());
+            entry.tell();
+        }
+    }
+
+    /// Has the readers of a source look again.
+    pub(super) fn tell(&self, source: &Source) {
+        if let Some(entry) = self.lock().entries.get(source) {
+            entry.tell();
         }
     }
 
@@ -163,6 +163,11 @@ impl Entry {
             is_optional: false,
             is_idle: false,
         }
+    }
+
+    fn tell(&self) {
+        let readers = self.readers.values();
+        readers.for_each(|reader| reader.notify_one());
     }
 
     fn is_polled(&self) -> bool {

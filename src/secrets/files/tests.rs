@@ -178,7 +178,44 @@ async fn the_same_content_again_is_no_change() {
     let Found::There(last) = subscription.found(&name) else {
         panic!("is there")
     };
-    assert_eq!(first.number, last.number);
+    assert!(Arc::ptr_eq(&first, &last));
+}
+
+#[tokio::test]
+async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let (own, _) = generated();
+    write(directory.path(), "root-cert.pem", &own);
+    let fixture = start(directory, true);
+    let (name, by_path) = (Name::RootCa, fixture.root("root-cert.pem"));
+    let subscription = fixture.want(&[&name, &by_path]);
+    let count = |found: &Found| match found {
+        Found::There(secret) => match &secret.content {
+            Content::Roots { pem, .. } => {
+                let pem = String::from_utf8_lossy(pem);
+                pem.matches("BEGIN CERTIFICATE").count()
+            }
+            Content::Pair { .. } => panic!("no roots"),
+        },
+        _ => 0,
+    };
+    once(&subscription, &name, |found| count(found) == 1).await;
+    let (mesh, _) = generated();
+    assert!(fixture.files.trust("no PEM").is_err());
+    for (is_new, expected) in [(true, 2), (false, 2)] {
+        assert_eq!(fixture.files.trust(&format!("{mesh}{own}")), Ok(is_new));
+        once(&subscription, &name, |found| count(found) == expected).await;
+    }
+    let two = [subscription.found(&name), subscription.found(&name)];
+    let [Found::There(one), Found::There(other)] = &two else {
+        panic!("are there")
+    };
+    assert!(Arc::ptr_eq(one, other), "merged again for nothing");
+    fixture.write("root-cert.pem", &format!("{own}{}", generated().0));
+    once(&subscription, &name, |found| count(found) == 3).await;
+    assert_eq!(count(&subscription.found(&by_path)), 2);
+    assert_eq!(fixture.files.trust(""), Ok(true));
+    once(&subscription, &name, |found| count(found) == 2).await;
 }
 
 #[tokio::test]
@@ -318,6 +355,8 @@ async fn what_the_watches_miss_is_read_within_a_minute_and_what_nobody_wants_is_
             debounce: Duration::ZERO,
         }),
         shared: shared.clone(),
+        mesh: Mesh::default(),
+        merged: Arc::default(),
     };
     let mut tasks = JoinSet::new();
     tasks.spawn(keeper.run());

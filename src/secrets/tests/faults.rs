@@ -267,7 +267,8 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
         Answer::Signed,
     );
     let mut tasks = JoinSet::new();
-    tasks.spawn(output::run(output, fixture.secrets.clone()));
+    let secrets = Some(fixture.secrets.clone());
+    tasks.spawn(output::run(output, secrets, output::tests::no_files()));
     let mut workload = fixture.first().await;
     let mut usage = Vec::new();
     for rotation in 0..10_000 {
