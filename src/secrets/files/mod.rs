@@ -9,6 +9,7 @@
 
 mod keeper;
 mod metrics;
+mod slots;
 pub mod source;
 mod table;
 #[cfg(test)]
@@ -269,16 +270,22 @@ impl Subscription {
     /// Returns when something about the names has changed since it returned last.
     pub async fn changed(&self) {
         self.changed.notified().await;
+        if self.files.shared.is_admissible(self.id) {
+            let sources = self.sources().collect();
+            self.files.shared.want(self.id, &self.changed, sources);
+        }
+    }
+
+    fn sources(&self) -> impl Iterator<Item = Source> {
+        let names = self.names.iter();
+        names.filter_map(|name| self.files.source_of(name))
     }
 }
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let sources = self
-            .names
-            .iter()
-            .filter_map(|name| self.files.source_of(name));
-        self.files.shared.leave(self.id, sources);
+        let shared = &self.files.shared;
+        shared.leave_for_good(self.id, self.sources());
     }
 }
 
