@@ -202,10 +202,13 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
     once(&subscription, &name, |found| count(found) == 1).await;
     let (mesh, _) = generated();
     assert!(fixture.files.trust("no PEM").is_err());
+    let told = fixture.want(&[&name]);
     for (is_new, expected) in [(true, 2), (false, 2)] {
         assert_eq!(fixture.files.trust(&format!("{mesh}{own}")), Ok(is_new));
         once(&subscription, &name, |found| count(found) == expected).await;
     }
+    let telling = tokio::time::timeout(LIMIT, told.changed());
+    telling.await.expect("is told");
     let two = [subscription.found(&name), subscription.found(&name)];
     let [Found::There(one), Found::There(other)] = &two else {
         panic!("are there")
