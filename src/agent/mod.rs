@@ -40,7 +40,6 @@ use crate::lifecycle::{
 };
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
-use crate::secrets::Secrets;
 use crate::timeline::{Milestone, Timeline};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
@@ -178,11 +177,11 @@ impl Agent {
         }
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
-        let secrets = agent.secrets(&istiod, server)?;
+        let (secrets, bundles) = agent.secrets(&istiod, server)?;
         pages.extend(secrets.as_ref().map(pages::certificates));
         let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
-        let observer = agent.discovery(istiod.clone(), secrets.clone(), dns.clone())?;
+        let observer = agent.discovery(istiod.clone(), bundles, dns.clone())?;
         pages.push(pages::discovery(observer.clone()));
         timeline.mark(Milestone::SocketsBound);
         let rooms = Rooms {
@@ -274,7 +273,7 @@ impl Agent {
     fn discovery(
         &mut self,
         istiod: Istiod,
-        secrets: Option<Secrets>,
+        bundles: Option<TrustBundles>,
         dns: Option<dns::Dns>,
     ) -> Result<Observer, Error> {
         let config = xds::Config {
@@ -287,9 +286,8 @@ impl Agent {
         if let Some(dns) = dns {
             interceptors.push(Box::new(NameTables::new(dns)));
         }
-        let wants_roots = self.config.secrets.mesh_roots;
-        if let Some(secrets) = secrets.filter(|_| wants_roots) {
-            interceptors.push(Box::new(TrustBundles::new(secrets)));
+        if let Some(bundles) = bundles {
+            interceptors.push(Box::new(bundles));
         }
         let interceptors = Interceptors::new(interceptors);
         let registry = &self.metrics;

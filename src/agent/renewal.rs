@@ -1,5 +1,4 @@
-//! Connects the keeper of secrets: to its authority, to whoever provides the token, and to the
-//! directory it is written to.
+//! Connects the keeper of secrets to its authority and to whoever provides the token.
 //!
 //! Does not serve secrets.
 
@@ -11,13 +10,13 @@ use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::config::KeyChoice;
 use crate::istiod::Istiod;
-use crate::secrets::{self, Secrets, output};
+use crate::secrets::{self, Secrets};
 
 /// How long one certificate request may take, connecting included.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
-    /// Has certificates signed, kept and written as configured.
+    /// Has certificates signed and kept as configured.
     pub(super) fn renewal(&mut self, istiod: &Istiod) -> Secrets {
         let authority = match self.config.ca_istiod.clone() {
             Some(config) => self.istiod("connection to the certificate authority", config),
@@ -42,13 +41,8 @@ impl Agent {
             spread_by: self.config.bootstrap.node.id.clone(),
             keep: parameters.keep.clone(),
         };
-        let directory = parameters.output.clone();
         let (secrets, renewal) = secrets::new(config, authority, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("certificate renewal", renewal);
-        if let Some(config) = directory {
-            let writing = output::run(config, secrets.clone());
-            self.spawn_until_shutdown("certificate output", writing);
-        }
         secrets
     }
 }

@@ -84,7 +84,8 @@ async fn server(socket: &Path, absent: AbsentSocket) -> Result<Server, Error> {
 /// Whether somebody serves secrets there. A dead socket is removed: whoever comes needs its place.
 async fn is_healthy(socket: &Path) -> Result<bool, Error> {
     let problem = match probe::health(socket).await {
-        Health::Healthy => return Ok(true),
+        // One with a full queue is somebody's all the same.
+        Health::Healthy | Health::Busy => return Ok(true),
         Health::Absent => return Ok(false),
         Health::Dead(problem) => problem,
     };
@@ -131,6 +132,9 @@ async fn look_for_ever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
         };
         tokio::time::sleep(pause).await;
         let health = probe::health(&socket).await;
+        if matches!(health, Health::Busy) {
+            continue; // That tells nothing new.
+        }
         match (is_healthy, &health) {
             (false, Health::Healthy) => {
                 log_found(&socket);

@@ -1,27 +1,29 @@
-//! Builds what keeps secrets and serves them.
+//! Builds what keeps secrets, serves and writes them.
 //!
 //! Which parts there are depends on where secrets come from: an authority, files, or somebody else.
 //!
 //! Does not find out who serves the workload's socket.
 
 use super::secret_sockets::{self, Server};
+use super::trust_bundles::TrustBundles;
 use super::{Agent, Error};
 use crate::bootstrap;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
+use crate::secrets::files::Files;
 use crate::secrets::name::Name;
-use crate::secrets::{self, Secrets};
+use crate::secrets::{self, Secrets, output};
 use crate::unix_socket::access::Access;
 use crate::{sds, unix_socket};
 
 impl Agent {
-    /// Keeps secrets fresh and serves them: all of them, or those from files if somebody else
-    /// serves the workload's.
+    /// Keeps secrets fresh, serves and writes them: all of them, or those from files if somebody
+    /// else serves the workload's. Returns who takes roots of the mesh, if they are wanted.
     pub(super) fn secrets(
         &mut self,
         istiod: &Istiod,
         server: Server,
-    ) -> Result<Option<Secrets>, Error> {
+    ) -> Result<(Option<Secrets>, Option<TrustBundles>), Error> {
         let mut config = self.config.secret_sources.files.clone();
         let mut socket = self.config.sds_socket.clone();
         if let Server::Other { is_healthy } = server {
@@ -41,6 +43,11 @@ impl Agent {
             && self.config.secret_sources.has_authority()
             && !(files.have(&Name::Default) && files.have(&Name::RootCa));
         let secrets = signs.then(|| self.renewal(istiod));
+        if serves_workload {
+            self.output(secrets.clone(), &files);
+        }
+        let wants_roots = serves_workload && self.config.secrets.mesh_roots;
+        let bundles = wants_roots.then(|| TrustBundles::new(secrets.clone(), files.clone()));
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),
@@ -52,7 +59,21 @@ impl Agent {
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
-        Ok(secrets)
+        Ok((secrets, bundles))
+    }
+
+    /// Writes what is served to a directory, if that is asked for.
+    fn output(&mut self, secrets: Option<Secrets>, files: &Files) {
+        let Some(config) = self.config.secrets.output.clone() else {
+            return;
+        };
+        if files.are_in(&config.directory) {
+            let directory = config.directory.display();
+            tracing::warn!("nothing is written to {directory}: secrets are read from there");
+            return;
+        }
+        let writing = output::run(config, secrets, files.clone());
+        self.spawn_until_shutdown("certificate output", writing);
     }
 
     /// Who may ask for secrets.

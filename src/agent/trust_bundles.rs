@@ -1,5 +1,5 @@
-//! Takes the mesh's trust bundle off discovery and hands it to the keeper of secrets: glue between
-//! two rooms that do not know each other.
+//! Takes the mesh's trust bundle off discovery and hands it to the keepers of secrets, whose roots it
+//! joins: glue between two rooms that do not know each other.
 //!
 //! It comes as a ProxyConfig, of which one field counts. A bundle without a certificate is refused,
 //! and the last one stays.
@@ -7,14 +7,18 @@
 use prost::Message;
 
 use super::resource;
-use crate::secrets::Secrets;
+use crate::secrets::files::Files;
+use crate::secrets::{BundleError, Secrets};
 use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
 /// The interceptor of trust bundles.
 #[derive(Debug)]
-pub(super) struct TrustBundles(Secrets);
+pub(super) struct TrustBundles {
+    secrets: Option<Secrets>,
+    files: Files,
+}
 
 /// `istio.mesh.v1alpha1.ProxyConfig`, the one field.
 #[derive(Clone, PartialEq, Message)]
@@ -24,8 +28,8 @@ struct ProxyConfig {
 }
 
 impl TrustBundles {
-    pub(super) fn new(secrets: Secrets) -> Self {
-        Self(secrets)
+    pub(super) fn new(secrets: Option<Secrets>, files: Files) -> Self {
+        Self { secrets, files }
     }
 
     fn take(&self, response: Captured) -> Result<(), String> {
@@ -33,7 +37,19 @@ impl TrustBundles {
         let value = resource::first(response, TYPE_URL).map_err(|why| format!("{WHAT}: {why}"))?;
         let config = ProxyConfig::decode(value).map_err(|error| format!("{WHAT}: {error}"))?;
         let bundle = config.ca_certificates_pem.join("\n");
-        self.0.trust(&bundle).map_err(|error| error.to_string())
+        self.trust(&bundle).map_err(|error| error.to_string())
+    }
+
+    fn trust(&self, bundle: &str) -> Result<(), BundleError> {
+        let what = match self.files.trust(bundle)? {
+            true => "update new",
+            false => "skip for same",
+        };
+        tracing::debug!(target: "cache", "{what} trust bundle");
+        match &self.secrets {
+            Some(secrets) => secrets.trust(bundle),
+            None => Ok(()),
+        }
     }
 }
 

@@ -5,9 +5,13 @@
 //! or reached through a link that now points elsewhere is noticed, whatever order that happens in.
 //! Where a chain of links leads may change, so a path is watched anew each time it is read.
 //!
+//! To follow a path may wait for a disk, or for a network. So a [`Walker`] does that wherever it may
+//! wait, and what it brings is taken in afterwards; what happens on the way meanwhile is not missed.
+//!
 //! Does not read files, and does not tell whether their content is another one.
 
 mod chain;
+mod strays;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -16,27 +20,49 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 use rustix::io::Errno;
+use strays::Strays;
 use tokio::io::unix::AsyncFd;
 
 /// What may have to be read again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Changed {
     Paths(BTreeSet<PathBuf>),
-    /// The kernel had more to tell than it could hold.
+    /// The kernel had more to tell than it could hold. Nothing is watched any more.
     Anything,
 }
 
 /// Watched paths.
 #[derive(Debug)]
 pub(crate) struct FileWatch {
-    inotify: AsyncFd<OwnedFd>,
+    inotify: AsyncFd<Arc<OwnedFd>>,
     /// The directories each path is watched in, with the name to look for.
     paths: HashMap<PathBuf, Vec<chain::Step>>,
     directories: HashMap<PathBuf, Directory>,
     by_descriptor: HashMap<i32, PathBuf>,
+    strays: Strays,
+}
+
+/// Follows paths, and has the kernel watch on the way. It may wait for a disk.
+#[derive(Debug)]
+pub(crate) struct Walker {
+    inotify: Arc<OwnedFd>,
+    /// What had strayed when it began.
+    since: u64,
+}
+
+/// Where a path led, and what the kernel watches of the way.
+#[derive(Debug)]
+pub(crate) struct Walked {
+    inotify: Arc<OwnedFd>,
+    since: u64,
+    path: PathBuf,
+    steps: Vec<(chain::Step, i32)>,
+    /// Why it is watched in part only.
+    error: Option<io::Error>,
 }
 
 #[derive(Debug)]
@@ -54,29 +80,53 @@ impl FileWatch {
     pub(crate) fn new() -> io::Result<Self> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         Ok(Self {
-            inotify: AsyncFd::new(inotify)?,
+            inotify: AsyncFd::new(Arc::new(inotify))?,
             paths: HashMap::new(),
             directories: HashMap::new(),
             by_descriptor: HashMap::new(),
+            strays: Strays::default(),
         })
     }
 
-    /// Watches a path where it leads now. An error leaves it watched in part.
-    pub(crate) fn watch(&mut self, path: &Path) -> io::Result<()> {
-        let steps = chain::steps(&std::path::absolute(path)?);
-        let mut result = Ok(());
-        for step in &steps {
-            if let Err(error) = self.enter(step, path) {
-                result = Err(error);
-            }
+    #[cfg(test)]
+    fn watch(&mut self, path: &Path) -> io::Result<()> {
+        let walked = self.walker().walk(path);
+        self.take(walked, &mut BTreeSet::new())
+    }
+
+    pub(crate) fn walker(&self) -> Walker {
+        Walker {
+            inotify: self.inotify.get_ref().clone(),
+            since: self.strays.count(),
         }
-        let old = self.paths.insert(path.to_owned(), steps.clone());
+    }
+
+    /// Watches a path where it led. `changed` is told of paths to which something may have happened
+    /// since. An error leaves it watched in part.
+    pub(crate) fn take(
+        &mut self,
+        walked: Walked,
+        changed: &mut BTreeSet<PathBuf>,
+    ) -> io::Result<()> {
+        let Walked { path, steps, .. } = walked;
+        if !Arc::ptr_eq(&walked.inotify, self.inotify.get_ref()) {
+            changed.insert(path);
+            return Ok(());
+        }
+        for (step, descriptor) in &steps {
+            if self.strays.had(*descriptor, &step.name, walked.since) {
+                changed.insert(path.clone());
+            }
+            self.enter(step, *descriptor, &path, changed);
+        }
+        let steps: Vec<_> = steps.into_iter().map(|(step, _)| step).collect();
+        let old = self.paths.insert(path.clone(), steps.clone());
         for step in old.into_iter().flatten() {
             if !steps.contains(&step) {
-                self.leave(&step, path);
+                self.leave(&step, &path);
             }
         }
-        result
+        walked.error.map_or(Ok(()), Err)
     }
 
     pub(crate) fn unwatch(&mut self, path: &Path) {
@@ -91,9 +141,15 @@ impl FileWatch {
             let mut ready = self.inotify.readable().await?;
             let events = drain(ready.get_inner());
             ready.clear_ready();
+            if Arc::strong_count(self.inotify.get_ref()) == 1 {
+                // Nobody is on the way.
+                self.strays.clear();
+            }
             let mut changed = BTreeSet::new();
             for event in events? {
                 if event.flags.contains(ReadFlags::QUEUE_OVERFLOW) {
+                    // Watches may have ended without a word, so none is relied on.
+                    *self = Self::new()?;
                     return Ok(Changed::Anything);
                 }
                 self.apply(&event, &mut changed);
@@ -104,32 +160,30 @@ impl FileWatch {
         }
     }
 
-    fn enter(&mut self, step: &chain::Step, path: &Path) -> io::Result<()> {
-        if !self.directories.contains_key(&step.directory) {
-            let flags = WatchFlags::CREATE
-                | WatchFlags::DELETE
-                | WatchFlags::MOVED_FROM
-                | WatchFlags::MOVED_TO
-                | WatchFlags::MODIFY
-                | WatchFlags::CLOSE_WRITE
-                | WatchFlags::ATTRIB
-                | WatchFlags::DELETE_SELF
-                | WatchFlags::MOVE_SELF
-                | WatchFlags::ONLYDIR;
-            let descriptor = inotify::add_watch(self.inotify.get_ref(), &step.directory, flags)?;
-            // The same directory by another name has the same descriptor, and is found by both.
-            self.by_descriptor
-                .entry(descriptor)
-                .or_insert_with(|| step.directory.clone());
-            let names = HashMap::new();
-            let directory = Directory { descriptor, names };
-            self.directories.insert(step.directory.clone(), directory);
+    fn enter(
+        &mut self,
+        step: &chain::Step,
+        descriptor: i32,
+        path: &Path,
+        changed: &mut BTreeSet<PathBuf>,
+    ) {
+        let known = self.directories.get(&step.directory);
+        if let Some(other) = known.filter(|known| known.descriptor != descriptor) {
+            // Another directory stands there now.
+            changed.extend(other.names.values().flatten().cloned());
+            self.forget(&step.directory);
         }
-        if let Some(directory) = self.directories.get_mut(&step.directory) {
-            let passing = directory.names.entry(step.name.clone()).or_default();
-            passing.insert(path.to_owned());
-        }
-        Ok(())
+        // The same directory by another name has the same descriptor, and is found by both.
+        self.by_descriptor
+            .entry(descriptor)
+            .or_insert_with(|| step.directory.clone());
+        let directory = self.directories.entry(step.directory.clone());
+        let directory = directory.or_insert_with(|| Directory {
+            descriptor,
+            names: HashMap::new(),
+        });
+        let passing = directory.names.entry(step.name.clone()).or_default();
+        passing.insert(path.to_owned());
     }
 
     fn leave(&mut self, step: &chain::Step, path: &Path) {
@@ -174,8 +228,9 @@ impl FileWatch {
             let found = self.directories.get(*directory);
             found.is_some_and(|found| found.descriptor == event.descriptor)
         };
+        let mut is_stray = is_gone;
         if !self.by_descriptor.contains_key(&event.descriptor) {
-            return;
+            return self.strays.note(event.descriptor, event.name.clone());
         }
         let directories: Vec<PathBuf> = self.directories.keys().filter(same).cloned().collect();
         for path in directories {
@@ -187,6 +242,49 @@ impl FileWatch {
                 self.forget(&path);
             } else if let Some(passing) = directory.names.get(&event.name) {
                 changed.extend(passing.iter().cloned());
+            } else {
+                is_stray = true;
+            }
+        }
+        if is_stray {
+            self.strays.note(event.descriptor, event.name.clone());
+        }
+    }
+}
+
+impl Walker {
+    pub(crate) fn walk(self, path: &Path) -> Walked {
+        let mut walked = Walked {
+            inotify: self.inotify,
+            since: self.since,
+            path: path.to_owned(),
+            steps: Vec::new(),
+            error: None,
+        };
+        match std::path::absolute(path) {
+            Ok(path) => walked.follow(&path),
+            Err(error) => walked.error = Some(error),
+        }
+        walked
+    }
+}
+
+impl Walked {
+    fn follow(&mut self, path: &Path) {
+        let flags = WatchFlags::CREATE
+            | WatchFlags::DELETE
+            | WatchFlags::MOVED_FROM
+            | WatchFlags::MOVED_TO
+            | WatchFlags::MODIFY
+            | WatchFlags::CLOSE_WRITE
+            | WatchFlags::ATTRIB
+            | WatchFlags::DELETE_SELF
+            | WatchFlags::MOVE_SELF
+            | WatchFlags::ONLYDIR;
+        for step in chain::steps(path) {
+            match inotify::add_watch(&self.inotify, &step.directory, flags) {
+                Ok(descriptor) => self.steps.push((step, descriptor)),
+                Err(error) => self.error = Some(error.into()),
             }
         }
     }
@@ -306,6 +404,53 @@ mod tests {
         notices(&mut watch, &path, "the file").await;
         fs::remove_dir_all(directory.path().join("a")).unwrap();
         notices(&mut watch, &path, "the end").await;
+    }
+
+    #[tokio::test]
+    async fn what_happens_between_a_walk_and_its_end_is_not_missed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&path("known")).unwrap();
+        for (name, what) in [("a", "known directory"), ("new/b", "unknown directory")] {
+            fs::create_dir_all(path("new")).unwrap();
+            let walked = watch.walker().walk(&path(name));
+            fs::write(path(name), "").unwrap();
+            fs::write(path("known"), name).unwrap();
+            notices(&mut watch, &path("known"), "the event behind").await;
+            let mut changed = BTreeSet::new();
+            watch.take(walked, &mut changed).unwrap();
+            assert!(changed.contains(&path(name)), "{what}");
+            // The next walk begins after it.
+            let walked = watch.walker().walk(&path(name));
+            let mut changed = BTreeSet::new();
+            watch.take(walked, &mut changed).unwrap();
+            assert!(changed.is_empty(), "{what}: {changed:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn after_more_events_than_the_kernel_holds_all_is_watched_anew() {
+        let directory = tempfile::tempdir().unwrap();
+        let [one, other] = ["one", "other"].map(|name| directory.path().join(name));
+        let mut watch = FileWatch::new().unwrap();
+        watch.watch(&one).unwrap();
+        let most = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
+        let walked = watch.walker().walk(&one);
+        // Two that follow each other and are the same count once.
+        for _ in 0..most.trim().parse::<usize>().unwrap() {
+            for path in [&one, &other] {
+                let file = fs::File::create(path).unwrap();
+                drop(file);
+            }
+        }
+        assert_eq!(watch.changed().await.unwrap(), Changed::Anything);
+        let mut changed = BTreeSet::new();
+        watch.take(walked, &mut changed).unwrap();
+        assert!(changed.contains(&one), "the walk was of the old queue");
+        watch.watch(&one).unwrap();
+        fs::write(&one, "again").unwrap();
+        notices(&mut watch, &one, "a change afterwards").await;
     }
 
     #[tokio::test]

@@ -1,7 +1,7 @@
 //! One HTTP/2 connection: opened, sent on, watched until it ends.
 //!
-//! The windows are static. A stream that nobody reads can hold 4 of the 8 MiB of the connection, so
-//! other calls always get through. Pings go out only while streams are open.
+//! The windows are static. A stream that nobody reads can hold 4 of the 12 MiB of the connection, so
+//! other calls get through beside those of two Envoys, of which one follows the other. Pings go out only while streams are open.
 //!
 //! Does not dial and does not decide what follows an end.
 
@@ -23,7 +23,7 @@ use super::paced::Paced;
 use super::{Body, Keepalive};
 
 const STREAM_WINDOW: u32 = 4 << 20;
-const CONNECTION_WINDOW: u32 = 8 << 20;
+const CONNECTION_WINDOW: u32 = 12 << 20;
 
 /// A byte stream to istiod, encrypted or not.
 pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}

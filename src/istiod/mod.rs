@@ -31,6 +31,7 @@ use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
+use tonic::Code;
 
 pub use connection::{About, Connection, Negotiated};
 pub use dial::{Cause, DialError, Limits};
@@ -198,9 +199,18 @@ impl Istiod {
             .status(self.address(), about, token_expires)
     }
 
-    /// Whether a client certificate is configured that this connection was opened without: it may
-    /// have come since.
-    pub(crate) fn lacks_certificate(&self, connection: &Connection) -> bool {
+    /// Leaves a connection on which istiod does not know us, if it was opened without the client
+    /// certificate: that may have come since. Returns whether it did.
+    pub(crate) fn leave_if_unknown(&self, connection: &Connection, code: Option<Code>) -> bool {
+        let leaves = code == Some(Code::Unauthenticated) && self.lacks_certificate(connection);
+        if leaves {
+            self.leave(connection);
+        }
+        leaves
+    }
+
+    /// Whether a client certificate is configured that this connection was opened without.
+    fn lacks_certificate(&self, connection: &Connection) -> bool {
         let configured = match &self.shared.config.security {
             Security::Plaintext => false,
             Security::Tls(tls) => tls.client.is_some(),

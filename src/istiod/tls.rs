@@ -11,10 +11,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustls::ClientConfig;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, InconsistentKeys};
 use tokio_rustls::TlsConnector;
+use zeroize::Zeroizing;
 
 use super::file;
 pub use super::roots::RootsError;
@@ -100,14 +103,25 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
             name,
         });
     };
-    let tls = builder
-        .with_client_auth_cert(chain, key)
-        .map_err(|source| TlsError::Pair { path, source })?;
+    let pair = certified(chain, &key).map_err(|source| TlsError::Pair { path, source })?;
+    let pair = Arc::new(SingleCertAndKey::from(pair));
     Ok(Prepared {
-        connector: connector(tls),
+        connector: connector(builder.with_client_cert_resolver(pair)),
         without_client: Some(anonymous),
         name,
     })
+}
+
+/// As rustls pairs them when it is given the key, which it then does not overwrite.
+fn certified(
+    chain: Vec<CertificateDer<'static>>,
+    key: &PrivateKeyDer<'_>,
+) -> Result<CertifiedKey, rustls::Error> {
+    let pair = CertifiedKey::new(chain, any_supported_type(key)?);
+    match pair.keys_match() {
+        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => Ok(pair),
+        Err(error) => Err(error),
+    }
 }
 
 fn connector(mut tls: ClientConfig) -> TlsConnector {
@@ -118,7 +132,7 @@ fn connector(mut tls: ClientConfig) -> TlsConnector {
 type Pair = (
     PathBuf,
     Vec<CertificateDer<'static>>,
-    PrivateKeyDer<'static>,
+    Zeroizing<PrivateKeyDer<'static>>,
 );
 
 /// The pair, if one is configured and its certificate is still valid.
@@ -158,14 +172,15 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
     }
 }
 
-async fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+async fn key(path: &Path) -> Result<Zeroizing<PrivateKeyDer<'static>>, TlsError> {
     let pem = file::read_aside(path.to_owned(), LARGEST).await;
     let pem = pem.map_err(|source| TlsError::KeyUnreadable {
         path: path.to_owned(),
         source,
     })?;
-    PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
+    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
         path: path.to_owned(),
         source,
-    })
+    })?;
+    Ok(Zeroizing::new(key))
 }

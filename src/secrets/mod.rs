@@ -2,8 +2,8 @@
 //!
 //! One task signs at once and renews before expiry; it publishes every outcome on a watch, of which
 //! [`Secrets`] is the reading end. The last good certificate stays published until a new one is in
-//! hand or until it expires. Roots of the mesh ([`Secrets::trust`]) join those of the authority, and
-//! [`output`] writes what is published to a directory.
+//! hand or until it expires. Roots of the mesh ([`Secrets::trust`]) join those of the authority.
+//! [`files`] are the other source, and [`output`] writes what is served of both to a directory.
 //!
 //! Does not know Envoy, nor how a certificate authority is reached.
 
@@ -41,7 +41,8 @@ use keep::Keep;
 use metrics::Metrics;
 use observe::{Record, Snapshot};
 use renewal::{IssueError, Renewal};
-use trust::Trust;
+pub use trust::BundleError;
+use trust::{Mesh, Trust};
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
@@ -70,15 +71,8 @@ pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Durat
 #[derive(Clone, Debug)]
 pub struct Secrets {
     state: watch::Receiver<State>,
-    mesh: watch::Sender<Option<Roots>>,
+    mesh: Mesh,
     record: Record,
-}
-
-/// A bundle of roots without any.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the trust bundle of the mesh holds no certificate in {bytes} bytes, expected PEM")]
-pub struct BundleError {
-    bytes: usize,
 }
 
 /// What there is to serve at one moment.
@@ -110,7 +104,8 @@ pub fn new<C: Ca>(
     registry: &Registry,
 ) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
     let (state, published) = watch::channel(State::default());
-    let (mesh, mesh_roots) = watch::channel(None);
+    let mesh = Mesh::default();
+    let mesh_roots = mesh.watch();
     let record = Record::new(clock.clone());
     metrics::publish(&record, registry);
     let secrets = Secrets {
@@ -149,23 +144,7 @@ impl Secrets {
 
     /// Takes the trust bundle of the mesh, PEM, in place of the last. An empty one is none.
     pub fn trust(&self, bundle: &str) -> Result<(), BundleError> {
-        let roots = Roots::new(bundle);
-        if roots.is_none() && !bundle.trim().is_empty() {
-            let bytes = bundle.len();
-            return Err(BundleError { bytes });
-        }
-        let changed = self.mesh.send_if_modified(|mesh| {
-            let changed = *mesh != roots;
-            *mesh = roots;
-            changed
-        });
-        let what = if changed {
-            "update new"
-        } else {
-            "skip for same"
-        };
-        tracing::debug!(target: "cache", "{what} trust bundle");
-        Ok(())
+        self.mesh.take(bundle).map(drop)
     }
 
     /// What there is, for people to read.

@@ -76,10 +76,14 @@ impl<C: Ca> Renewal<C> {
 
     async fn keep_fresh(&self) {
         let mut retries = Retries::new();
+        let mut mesh = self.trust.mesh();
         if let Some(due) = self.restore().await {
-            self.wait_for_renewal(due).await;
+            let is_first = mesh.borrow_and_update().is_none();
+            self.wait_for_renewal(due, &mut mesh, is_first).await;
         }
         loop {
+            // The authority may not know of what comes while it answers.
+            let is_first = mesh.borrow_and_update().is_none();
             match self.issue(retries.failures > 0).await {
                 Ok(new) => {
                     retries = Retries::new();
@@ -91,7 +95,7 @@ impl<C: Ca> Renewal<C> {
                     if let Some(keep) = self.keep.clone() {
                         keep.save(workload, new.answer, now).await;
                     }
-                    self.wait_for_renewal(due).await;
+                    self.wait_for_renewal(due, &mut mesh, is_first).await;
                 }
                 Err(error) => {
                     let wait = retries.next_wait(&error, self.remaining());
@@ -103,10 +107,13 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// Until the renewal is due, or until another bundle of the mesh makes it due earlier, at a
-    /// moment of our own.
-    async fn wait_for_renewal(&self, mut due: SystemTime) {
-        let mut mesh = self.trust.mesh();
-        let mut is_first = mesh.borrow_and_update().is_none();
+    /// moment of our own. A first bundle does not.
+    async fn wait_for_renewal(
+        &self,
+        mut due: SystemTime,
+        mesh: &mut watch::Receiver<Option<Roots>>,
+        mut is_first: bool,
+    ) {
         loop {
             tokio::select! {
                 () = self.clock.sleep_until_due(due) => break,

@@ -18,6 +18,41 @@ use super::certificate::{Roots, is_certificate};
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 const END: &str = "-----END CERTIFICATE-----";
 
+/// The trust bundle of the mesh that was taken last. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Mesh(watch::Sender<Option<Roots>>);
+
+/// A bundle of roots without any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the trust bundle of the mesh holds no certificate in {bytes} bytes, expected PEM")]
+pub struct BundleError {
+    bytes: usize,
+}
+
+impl Mesh {
+    /// Takes a bundle, PEM, in place of the last; an empty one is none. Whether it is another.
+    pub(super) fn take(&self, bundle: &str) -> Result<bool, BundleError> {
+        let roots = Roots::new(bundle);
+        if roots.is_none() && !bundle.trim().is_empty() {
+            let bytes = bundle.len();
+            return Err(BundleError { bytes });
+        }
+        Ok(self.0.send_if_modified(|mesh| {
+            let changed = *mesh != roots;
+            *mesh = roots;
+            changed
+        }))
+    }
+
+    pub(super) fn latest(&self) -> Option<Roots> {
+        self.0.borrow().clone()
+    }
+
+    pub(super) fn watch(&self) -> watch::Receiver<Option<Roots>> {
+        self.0.subscribe()
+    }
+}
+
 /// Both sources as they are now.
 #[derive(Debug)]
 pub(super) struct Trust {

@@ -18,6 +18,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -46,12 +48,20 @@ const MAX_CONCURRENT_STREAMS: u32 = 100_000;
 const STREAM_WINDOW: u32 = 4 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
 
+/// How many connections are served at once. Envoy has one or two for each of its threads at the most.
+const MOST_CONNECTIONS: usize = 2048;
+
+/// How long the first byte may take. Envoy speaks at once.
+const FIRST_BYTE: Duration = Duration::from_secs(10);
+
 /// A socket that is bound and open to Envoy. Dropping it removes the file.
 #[derive(Debug)]
 pub struct Listener {
     listener: UnixListener,
     path: PathBuf,
     access: Access,
+    /// Room for connections.
+    places: Arc<Semaphore>,
 }
 
 /// The process at the other end of a connection, in each of its requests' extensions. None where the
@@ -107,6 +117,7 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
         listener,
         path: path.to_owned(),
         access: Access::default(),
+        places: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
     })
 }
 
@@ -166,7 +177,8 @@ impl Listener {
         self
     }
 
-    /// Serves HTTP/2 without TLS until `shutdown`, then waits for streams to notice it and end.
+    /// Serves HTTP/2 without TLS until `shutdown`, then waits for streams to notice it and end. Hangs
+    /// up on who is silent at first, and on who comes while too many are served.
     ///
     /// `wrap` sees each accepted stream before HTTP/2 does.
     pub async fn serve<S, B, IO>(
@@ -188,6 +200,7 @@ impl Listener {
     {
         let tasks = TaskTracker::new();
         let mut access = self.access.clone();
+        let mut is_full = false;
         loop {
             let accepted = tokio::select! {
                 () = shutdown.cancelled() => break,
@@ -196,9 +209,20 @@ impl Listener {
             match accepted {
                 Ok((stream, _)) if !access.admits(&stream, &self.path) => {}
                 Ok((stream, _)) => {
+                    let place = self.places.clone().try_acquire_owned();
+                    if std::mem::replace(&mut is_full, place.is_err()) != is_full && is_full {
+                        tracing::warn!(
+                            "{} has all the connections it may have; others are hung up on",
+                            self.path.display()
+                        );
+                    }
+                    let Ok(place) = place else {
+                        continue;
+                    };
                     let (service, wrap) = (service.clone(), wrap.clone());
                     let (shutdown, streams) = (shutdown.clone(), tasks.clone());
                     let connection = async move {
+                        let _place = place;
                         // HTTP/2 takes kilobytes, which a client that says nothing is not given.
                         if speaks(&stream).await {
                             let peer = Peer::of(&stream);
@@ -234,12 +258,19 @@ impl Drop for Listener {
     }
 }
 
-/// Waits for the first byte, which stays unread, or for the end: false if none came.
+/// Waits for the first byte, which stays unread, or for the end: false if none came in time.
 async fn speaks(stream: &UnixStream) -> bool {
     let mut byte = [0; 1];
     let peek = || Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?);
-    let peeked = stream.async_io(Interest::READABLE, peek).await;
-    peeked.is_ok_and(|(read, _)| read > 0)
+    let peeked = stream.async_io(Interest::READABLE, peek);
+    match tokio::time::timeout(FIRST_BYTE, peeked).await {
+        Ok(peeked) => peeked.is_ok_and(|(read, _)| read > 0),
+        Err(_) => {
+            let peer = Peer::of(stream).0.unwrap_or_default();
+            tracing::debug!("process {peer} connected and said nothing within {FIRST_BYTE:?}");
+            false
+        }
+    }
 }
 
 impl Peer {
@@ -321,5 +352,73 @@ where
 {
     fn execute(&self, future: F) {
         self.0.spawn(future);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use http_body_util::Empty;
+    use hyper::service::service_fn;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::task::JoinSet;
+    use tokio::time::{Instant, timeout};
+
+    use super::*;
+
+    /// A server with room for so many, its place and its task.
+    fn start(most: usize) -> (tempfile::TempDir, PathBuf, JoinSet<()>) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let mut listener = bind(&path).unwrap();
+        listener.places = Arc::new(Semaphore::new(most));
+        let nothing = |_| async { Ok(http::Response::new(Empty::<Bytes>::new())) };
+        let mut tasks = JoinSet::new();
+        let stop = CancellationToken::new();
+        tasks.spawn(async move {
+            let service = service_fn(nothing);
+            listener.serve(service, |stream| stream, stop).await;
+        });
+        (directory, path, tasks)
+    }
+
+    /// What comes first: a byte of the other side, or its end.
+    async fn first_byte(stream: &mut UnixStream) -> Option<u8> {
+        let mut byte = [0];
+        let read = timeout(6 * FIRST_BYTE, stream.read(&mut byte)).await;
+        let read = read.expect("not for ever").unwrap_or_default();
+        (read > 0).then_some(byte[0])
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_says_nothing_is_hung_up_on_and_who_speaks_at_once_is_not() {
+        let (_directory, path, _tasks) = start(2);
+        let mut silent = UnixStream::connect(&path).await.unwrap();
+        assert_eq!(first_byte(&mut silent).await, None);
+        let mut speaks = UnixStream::connect(&path).await.unwrap();
+        speaks
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
+        assert!(first_byte(&mut speaks).await.is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_comes_while_all_places_are_taken_is_hung_up_on_at_once() {
+        let (_directory, path, _tasks) = start(2);
+        let mut taken = Vec::new();
+        for _ in 0..2 {
+            taken.push(UnixStream::connect(&path).await.unwrap());
+        }
+        let start = Instant::now();
+        let mut third = UnixStream::connect(&path).await.unwrap();
+        assert_eq!(first_byte(&mut third).await, None);
+        assert!(start.elapsed() < FIRST_BYTE);
+        drop(taken);
+        let mut fourth = UnixStream::connect(&path).await.unwrap();
+        let greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+        while fourth.write_all(greeting).await.is_err() || first_byte(&mut fourth).await.is_none() {
+            fourth = UnixStream::connect(&path).await.unwrap();
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Asks a socket that somebody else serves whether gRPC is spoken there.
 //!
 //! A file may be left from a process that is gone, and a socket may be bound by one that never
-//! answers. So a probe is good only when the other side begins HTTP/2, in time.
+//! answers. So a probe is good only when the other side begins HTTP/2, in time. One whose queue is full
+//! is not dead for that.
 //!
 //! Does not call any method.
 
@@ -12,9 +13,13 @@ use std::{fs, io};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
+use tokio::time::Instant;
 
 /// How long the other side may take.
 const LIMIT: Duration = Duration::from_secs(1);
+
+/// How long to wait before connecting again to one whose queue is full.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// How HTTP/2 begins: a fixed text, then settings, here none.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
@@ -29,6 +34,8 @@ pub enum Health {
     Absent,
     /// A socket, and nobody who speaks HTTP/2.
     Dead(io::Error),
+    /// Somebody listens, with more callers waiting than are let in.
+    Busy,
     Healthy,
 }
 
@@ -37,9 +44,23 @@ pub async fn health(path: &Path) -> Health {
     if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
         return Health::Absent;
     }
-    match tokio::time::timeout(LIMIT, greet(path)).await {
+    let end = Instant::now() + LIMIT;
+    let mut has_queued = false;
+    let stream = loop {
+        match UnixStream::connect(path).await {
+            Ok(stream) => break stream,
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Health::Dead(error),
+            Err(_) if Instant::now() >= end => return Health::Busy,
+            Err(_) => {
+                has_queued = true;
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    };
+    match tokio::time::timeout_at(end, greet(stream)).await {
         Ok(Ok(())) => Health::Healthy,
         Ok(Err(error)) => Health::Dead(error),
+        Err(_) if has_queued => Health::Busy,
         Err(_) => Health::Dead(io::Error::new(
             io::ErrorKind::TimedOut,
             format!("no HTTP/2 settings within {LIMIT:?}"),
@@ -47,8 +68,7 @@ pub async fn health(path: &Path) -> Health {
     }
 }
 
-async fn greet(path: &Path) -> io::Result<()> {
-    let mut stream = UnixStream::connect(path).await?;
+async fn greet(mut stream: UnixStream) -> io::Result<()> {
     stream.write_all(PREFACE).await?;
     let mut head = [0; 9];
     stream.read_exact(&mut head).await?;
@@ -95,9 +115,25 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn who_says_nothing_within_a_second_is_dead() {
-        let start = tokio::time::Instant::now();
+        let start = Instant::now();
         assert!(matches!(answered_with(b"").await, Health::Dead(_)));
         assert_eq!(start.elapsed().as_millis() / 10, 100);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_has_more_callers_than_it_lets_in_is_busy_and_not_dead() {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let full = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(&full, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&full, 0).unwrap();
+        let mut callers = Vec::new();
+        while let Ok(caller) = UnixStream::connect(&path).await {
+            callers.push(caller);
+        }
+        assert!(!callers.is_empty());
+        assert!(matches!(health(&path).await, Health::Busy));
     }
 
     #[tokio::test]

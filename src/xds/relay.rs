@@ -6,6 +6,9 @@
 //!
 //! While istiod cannot be reached, Envoy's stream is held open instead of being failed: a failed one
 //! sends Envoy into a backoff of up to 30 s, in which a returning istiod would go unnoticed.
+//!
+//! When istiod does not know us on a connection that lacks our client certificate, that is left:
+//! the next stream dials anew.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -125,6 +128,8 @@ struct Carrier<'a> {
     /// Since when Envoy lets a response wait.
     waiting_since: Option<Instant>,
     istiod: IstiodSide,
+    /// What istiod's stream is on, once there is one.
+    connection: Option<Connection>,
     /// Requests and responses form a loop: istiod may not read requests while it waits for a large
     /// response to be taken, and Envoy may not take it before its requests are through. One of the
     /// hops must not wait, or all do. Requests are small and few, so theirs is the queue without a
@@ -163,6 +168,7 @@ impl<'a> Carrier<'a> {
             to_envoy,
             waiting_since: None,
             istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
+            connection: None,
             to_istiod,
             queue: Some(RequestQueue::new(
                 queue,
@@ -175,9 +181,12 @@ impl<'a> Carrier<'a> {
 
     async fn run(mut self) -> End {
         let end = self.carry().await;
-        let connected = self.queue.is_none();
+        if let Some(connection) = &self.connection {
+            let istiod = &self.relay.istiod;
+            istiod.leave_if_unknown(connection, end.code_of_istiod());
+        }
         let Relay { id, observer, .. } = self.relay;
-        observer.stream_ended(*id, &end, connected);
+        observer.stream_ended(*id, &end, self.connection.is_some());
         end
     }
 
@@ -237,7 +246,8 @@ impl<'a> Carrier<'a> {
                 if let Some(queue) = self.queue.take() {
                     self.held = 0;
                     self.relay.observer.istiod_connected(self.relay.id);
-                    self.istiod = open(self.relay, connection, queue);
+                    self.istiod = open(self.relay, connection.clone(), queue);
+                    self.connection = Some(connection);
                 }
             }
         }

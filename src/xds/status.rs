@@ -73,6 +73,15 @@ impl End {
         matches!(self, Self::Istiod(trailers) if trailers.get("grpc-status").is_some_and(|s| s == "0"))
     }
 
+    /// The code istiod ended the stream with, if it was istiod.
+    pub(crate) fn code_of_istiod(&self) -> Option<Code> {
+        match self {
+            Self::Istiod(trailers) => Some(status_of(trailers).code()),
+            Self::BadResponse(status) => Some(status.code()),
+            _ => None,
+        }
+    }
+
     /// The status for Envoy; `None` if it is not there to read one.
     pub(crate) fn trailers(&self) -> Option<HeaderMap> {
         match self {

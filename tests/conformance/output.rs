@@ -3,6 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
+use rcgen::{CertificateParams, KeyPair};
 use tonic::Status;
 
 use crate::support::place::Place;
@@ -41,6 +42,46 @@ async fn every_rotation_is_written_without_envoy_and_without_anybody_asking() {
         let renewed = || files(&place).is_some_and(|now| now[0] != first[0] && now[1] != first[1]);
         eventually("a rotation", renewed).await;
     }
+}
+
+#[tokio::test]
+async fn secrets_from_files_are_written_too_and_each_rotation_of_them() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("OUTPUT_CERTS", "./certs");
+    std::fs::create_dir(place.path("certs")).unwrap();
+    let mount = || {
+        let key = KeyPair::generate().unwrap();
+        let chain = CertificateParams::default().self_signed(&key).unwrap();
+        let mounted = [key.serialize_pem(), chain.pem(), chain.pem()];
+        for (name, content) in NAMES.into_iter().zip(&mounted) {
+            place.write(&format!("etc/certs/{name}"), content);
+        }
+        // Of roots the certificates are taken.
+        mounted.map(|pem| pem.trim().replace('\r', ""))
+    };
+    let written = || files(&place).map(|files| files.map(|pem| pem.trim().replace('\r', "")));
+    let first = mount();
+    let _agent = place.start_only();
+    eventually("the files", || written().as_ref() == Some(&first)).await;
+    let second = mount();
+    eventually("the rotation", || written().as_ref() == Some(&second)).await;
+    assert_eq!(istiod.certificates_signed(), 0);
+}
+
+#[tokio::test]
+async fn nothing_is_written_where_secrets_are_read() {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("OUTPUT_CERTS", "etc/certs/");
+    for name in NAMES {
+        place.write(&format!("etc/certs/{name}"), istiod.root_pem());
+    }
+    let agent = place.start().await;
+    agent.logs("nothing is written to etc/certs").await;
+    assert!(!place.path("etc/certs/..data").exists());
 }
 
 #[tokio::test]

@@ -7,7 +7,8 @@ use tonic::Code;
 
 use crate::support::place::{Place, ROOT, TOKEN, token};
 use crate::support::{
-    answered, ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays, restarted,
+    answered, ask_for_clusters, ask_for_secrets, eventually, local_istiod, next_response, relays,
+    restarted,
 };
 
 fn expired_root() -> String {
@@ -150,4 +151,39 @@ async fn a_spoilt_client_certificate_is_named_and_the_token_used_instead() {
     relays(&place, &mut istiod).await;
     let sentence = "cannot parse the cert chain, using token instead: ./certs/cert-chain.pem";
     agent.logs(sentence).await;
+}
+
+#[tokio::test]
+async fn a_client_certificate_that_comes_late_is_shown_without_an_authority_too() {
+    let mut istiod = local_istiod().await;
+    let issued = Place::of(&istiod).set("OUTPUT_CERTS", "./certs");
+    std::fs::create_dir(issued.path("certs")).unwrap();
+    let _issuing = issued.start_only();
+    let files = ["key.pem", "cert-chain.pem"];
+    eventually("a certificate", || {
+        files
+            .iter()
+            .all(|file| issued.path("certs").join(file).exists())
+    })
+    .await;
+
+    let place = Place::of(&istiod).set("PROV_CERT", "./certs");
+    let copy = |name: &str, to: &str| {
+        let content = std::fs::read(issued.path("certs").join(name)).unwrap();
+        place.write(&format!("{to}/{name}"), content);
+    };
+    // The workload's secrets are files, so no request for a certificate is refused either.
+    for name in ["key.pem", "cert-chain.pem", "root-cert.pem"] {
+        copy(name, "var/run/secrets/workload-spiffe-credentials");
+    }
+    place.write("certs/root-cert.pem", istiod.root_pem());
+    std::fs::remove_file(place.path(TOKEN)).unwrap();
+    let agent = place.start().await;
+    let status = ask_for_clusters(&place).await.end().await;
+    assert_eq!(status.code(), Code::Unauthenticated);
+    agent.logs("using token instead").await;
+    for name in files {
+        copy(name, "certs");
+    }
+    relays(&place, &mut istiod).await;
 }

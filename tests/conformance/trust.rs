@@ -40,7 +40,7 @@ fn root() -> String {
 
 #[tokio::test]
 async fn the_bundle_of_the_mesh_joins_the_roots_where_that_is_wanted() {
-    for wanted in [true, false] {
+    for (wanted, from_files) in [(true, false), (true, true), (false, false)] {
         let bundles = watch::Sender::new(snapshot(&root()));
         let istiod = LocalIstiod::start(Options {
             snapshots: Some(bundles.subscribe()),
@@ -52,6 +52,17 @@ async fn the_bundle_of_the_mesh_joins_the_roots_where_that_is_wanted() {
             .set("OUTPUT_CERTS", "./certs")
             .set("PROXY_CONFIG_XDS_AGENT", &wanted.to_string());
         std::fs::create_dir(place.path("certs")).unwrap();
+        if from_files {
+            let key = KeyPair::generate().unwrap();
+            let chain = CertificateParams::default()
+                .self_signed(&key)
+                .unwrap()
+                .pem();
+            let mounted = "var/run/secrets/workload-spiffe-credentials";
+            place.write(&format!("{mounted}/key.pem"), key.serialize_pem());
+            place.write(&format!("{mounted}/cert-chain.pem"), &chain);
+            place.write(&format!("{mounted}/root-cert.pem"), &chain);
+        }
         let agent = place.start().await;
         let roots = || {
             let text = std::fs::read_to_string(place.path("certs/root-cert.pem"));

@@ -53,21 +53,16 @@ impl IstioCa {
         let call = self.create(connection.clone(), self.message(csr_pem, ttl));
         match tokio::time::timeout_at(end, call).await {
             Ok(answer) => {
-                self.leave_if_unknown(&connection, &answer);
+                let code = answer.as_ref().err().map(Status::code);
+                if self.istiod.leave_if_unknown(&connection, code) {
+                    tracing::info!(target: "citadelclient", "recreated connection");
+                }
                 chain(answer?)
             }
             Err(_) => {
                 self.istiod.leave(&connection);
                 Err(self.late("no answer from istiod at"))
             }
-        }
-    }
-
-    fn leave_if_unknown<T>(&self, connection: &Connection, answer: &Result<T, Status>) {
-        let unknown = matches!(answer, Err(status) if status.code() == Code::Unauthenticated);
-        if unknown && self.istiod.lacks_certificate(connection) {
-            self.istiod.leave(connection);
-            tracing::info!(target: "citadelclient", "recreated connection");
         }
     }
 

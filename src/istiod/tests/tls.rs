@@ -1,4 +1,5 @@
 use tokio::net::TcpListener;
+use tonic::Code;
 
 use super::{failure, until_gone};
 use crate::compliance::Policy;
@@ -180,7 +181,14 @@ async fn a_client_certificate_that_istiod_refuses_is_left_out() {
         let (istiod, _tasks) = run(config);
         let connection = istiod.try_connection().await.unwrap();
         assert_eq!(fake.seen().connections.last(), Some(&false), "{policy:?}");
-        assert!(istiod.lacks_certificate(&connection));
+        for (code, leaves) in [
+            (None, false),
+            (Some(Code::PermissionDenied), false),
+            (Some(Code::Unauthenticated), true),
+        ] {
+            assert_eq!(istiod.leave_if_unknown(&connection, code), leaves);
+            assert_eq!(istiod.status().connected.is_none(), leaves, "{code:?}");
+        }
     }
 }
 

@@ -2,12 +2,14 @@
 //!
 //! A change is looked at after a rest, as a key follows its certificate. Watches can miss something
 //! (a network file system, a directory moved as a whole, too few watches), so every file is read
-//! again once a minute, and every few seconds where watches failed. Without secrets from files
-//! nothing here wakes up. Reads happen beside the runtime's thread, several at a time.
+//! again once a minute, and every few seconds those that could not be watched. Without secrets from
+//! files nothing here wakes up. Paths are followed and files read beside the runtime's thread, several
+//! at a time: a file system that hangs holds up nobody else.
 //!
 //! Does not decide who wants what.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,22 +19,26 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::Instant;
 
 use super::metrics::Metrics;
+use super::slots::Slots;
 use super::source::{Content, FileError, Source};
 use super::table::Shared;
 use super::{Found, Secret};
 use crate::clock::{Clock, rfc3339};
-use crate::file_watch::{Changed, FileWatch};
+use crate::file_watch::{Changed, FileWatch, Walked, Walker};
 
 /// How often files are read whatever the watches say.
 const POLL: Duration = Duration::from_secs(60);
 
-/// The same where watches failed.
+/// The same for those that could not be watched.
 const POLL_UNWATCHED: Duration = Duration::from_secs(5);
 
-/// How many files are read at once.
-const MOST_READS: usize = 16;
-
-type Read = (Source, Result<Content, FileError>);
+/// What a source holds, and where its paths led.
+struct Read {
+    source: Source,
+    content: Result<Content, FileError>,
+    /// None if there was no watch.
+    walked: Option<Vec<Walked>>,
+}
 
 #[derive(Debug)]
 pub(super) struct Keeper {
@@ -41,15 +47,14 @@ pub(super) struct Keeper {
     debounce: Duration,
     metrics: Metrics,
     watch: Option<FileWatch>,
-    /// Whether a path could not be watched since the last poll.
-    has_failed: bool,
-    /// Whether that was logged, and has been so ever since.
-    has_logged: bool,
+    /// Sources of which not every path is watched.
+    unwatched: HashSet<Source>,
+    poll_unwatched_at: Instant,
     /// The sources each path is part of.
     paths: HashMap<PathBuf, HashSet<Source>>,
     queue: VecDeque<Source>,
     queued: HashSet<Source>,
-    reading: HashSet<Source>,
+    reading: Slots,
     /// To be read once more when the read under way is done.
     again: HashSet<Source>,
     reads: JoinSet<Read>,
@@ -74,12 +79,12 @@ impl Keeper {
             debounce,
             metrics,
             watch: None,
-            has_failed: false,
-            has_logged: false,
+            unwatched: HashSet::new(),
+            poll_unwatched_at: Instant::now(),
             paths: HashMap::new(),
             queue: VecDeque::new(),
             queued: HashSet::new(),
-            reading: HashSet::new(),
+            reading: Slots::default(),
             again: HashSet::new(),
             reads: JoinSet::new(),
             changed: HashSet::new(),
@@ -89,7 +94,7 @@ impl Keeper {
         };
         match FileWatch::new() {
             Ok(watch) => keeper.watch = Some(watch),
-            Err(error) => keeper.watch_failed(&error),
+            Err(error) => keeper.watch_lost(&error),
         }
         keeper
     }
@@ -98,17 +103,21 @@ impl Keeper {
     #[cfg(test)]
     pub(super) fn unwatched(shared: Arc<Shared>, metrics: Metrics) -> Self {
         let mut keeper = Self::new(shared, Clock::system(), Duration::ZERO, metrics);
-        keeper.watch = None;
-        keeper.watch_failed(&io::Error::other("told to"));
+        keeper.watch_lost(&io::Error::other("told to"));
         keeper
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_watching(&self) -> bool {
+        self.watch.is_some()
     }
 
     /// Reads a source that stays, now.
     pub(super) fn pin(&mut self, source: Source, is_optional: bool) {
-        self.watch(&source);
+        self.note_paths(&source);
         self.shared.pin(source.clone(), Found::Pending, is_optional);
-        let read = source.read();
-        self.take(source, read);
+        let walkers = self.walkers(&source);
+        self.take(Read::of(source, walkers));
     }
 
     pub(super) async fn run(mut self) {
@@ -117,12 +126,16 @@ impl Keeper {
             fresh.into_iter().for_each(|source| self.enqueue(source));
             self.start_reads();
             let (look_at, is_polled) = (self.look_at, self.shared.is_polled());
+            let slow_at = self.reading.slow_at();
             tokio::select! {
                 () = self.shared.wanted.notified() => self.begin_polling(),
                 Some(read) = self.reads.join_next() => self.finish(read),
                 changed = next_change(&mut self.watch) => self.note(changed),
                 () = wait_until(look_at) => self.look(),
+                () = wait_until(slow_at) => self.reading.note_slow(),
                 () = tokio::time::sleep_until(self.poll_at), if is_polled => self.poll(),
+                () = tokio::time::sleep_until(self.poll_unwatched_at),
+                    if !self.unwatched.is_empty() => self.poll_unwatched(),
             }
         }
     }
@@ -143,22 +156,25 @@ impl Keeper {
         }
     }
 
-    /// A file is watched before it is read, so that no change falls in between.
     fn start_reads(&mut self) {
-        while self.reads.len() < MOST_READS
+        while self.reading.has_room()
             && let Some(source) = self.queue.pop_front()
         {
             self.queued.remove(&source);
-            self.watch(&source);
-            self.reading.insert(source.clone());
-            self.reads.spawn_blocking(move || {
-                let read = source.read();
-                (source, read)
-            });
+            self.note_paths(&source);
+            self.reading.begin(source.clone());
+            let walkers = self.walkers(&source);
+            self.reads.spawn_blocking(move || Read::of(source, walkers));
         }
     }
 
-    fn watch(&mut self, source: &Source) {
+    /// One for each path.
+    fn walkers(&self, source: &Source) -> Option<Vec<Walker>> {
+        let watch = self.watch.as_ref()?;
+        Some(source.paths().map(|_| watch.walker()).collect())
+    }
+
+    fn note_paths(&mut self, source: &Source) {
         for path in source.paths() {
             let sources = self.paths.entry(path.to_owned()).or_default();
             if sources.insert(source.clone()) {
@@ -168,28 +184,55 @@ impl Keeper {
                     path.display()
                 );
             }
-            let watched = self.watch.as_mut().map(|watch| watch.watch(path));
-            if let Some(Err(error)) = watched {
-                self.watch_failed(&error);
-            }
         }
     }
 
-    fn watch_failed(&mut self, error: &io::Error) {
+    /// Nothing is watched any more, until that is tried again with the next poll.
+    fn watch_lost(&mut self, error: &io::Error) {
+        self.watch = None;
         self.metrics.watcher_failures.inc();
-        if !self.has_logged {
-            tracing::error!(
-                target: "cache",
-                "certificate watch error: {error}; files are read every {POLL_UNWATCHED:?} instead"
-            );
+        log_unwatched("all files", error);
+        let sources: Vec<_> = self.paths.values().flatten().cloned().collect();
+        sources
+            .into_iter()
+            .for_each(|source| self.leave_unwatched(source));
+    }
+
+    fn leave_unwatched(&mut self, source: Source) {
+        if self.unwatched.is_empty() {
+            self.poll_unwatched_at = Instant::now() + POLL_UNWATCHED;
         }
-        self.has_failed = true;
-        self.has_logged = true;
-        self.poll_at = self.poll_at.min(Instant::now() + POLL_UNWATCHED);
+        self.unwatched.insert(source);
+    }
+
+    /// Watches the paths of a source where they led.
+    fn take_watches(&mut self, source: &Source, walked: Option<Vec<Walked>>) {
+        let (Some(watch), Some(walked)) = (&mut self.watch, walked) else {
+            return self.leave_unwatched(source.clone());
+        };
+        let (mut outcome, mut changed) = (Ok(()), BTreeSet::new());
+        for walked in walked {
+            outcome = outcome.and(watch.take(walked, &mut changed));
+        }
+        match outcome {
+            Ok(()) => {
+                self.unwatched.remove(source);
+            }
+            Err(error) => {
+                if !self.unwatched.contains(source) {
+                    self.metrics.watcher_failures.inc();
+                    log_unwatched(source, &error);
+                }
+                self.leave_unwatched(source.clone());
+            }
+        }
+        if !changed.is_empty() {
+            self.note(Ok(Changed::Paths(changed)));
+        }
     }
 
     fn finish(&mut self, read: Result<Read, JoinError>) {
-        let (source, read) = match read {
+        let read = match read {
             Ok(read) => read,
             Err(error) => {
                 // Reading does not panic; if it did, the source stays as it is until the poll.
@@ -198,15 +241,21 @@ impl Keeper {
                 return;
             }
         };
-        self.reading.remove(&source);
-        if self.again.remove(&source) {
-            self.enqueue(source.clone());
+        self.reading.end(&read.source);
+        if self.again.remove(&read.source) {
+            self.enqueue(read.source.clone());
         }
-        self.take(source, read);
+        self.take(read);
     }
 
-    fn take(&mut self, source: Source, read: Result<Content, FileError>) {
-        match read {
+    fn take(&mut self, read: Read) {
+        let source = read.source;
+        self.take_watches(&source, read.walked);
+        if !self.shared.holds(&source) {
+            // It was forgotten while it was read.
+            return self.forget(&source);
+        }
+        match read.content {
             Ok(content) => self.take_content(source, content),
             Err(error) => self.take_error(source, error),
         }
@@ -222,8 +271,7 @@ impl Keeper {
         tracing::info!(target: "cache", resource = %source, "read certificate from file");
         self.warn_of_oddities(&source, &content);
         self.metrics.reloaded(&source, self.clock.now());
-        let number = self.shared.next_number();
-        let secret = Arc::new(Secret { number, content });
+        let secret = Arc::new(Secret { content });
         self.shared.publish(&source, Found::There(secret));
     }
 
@@ -281,10 +329,7 @@ impl Keeper {
             Ok(Changed::Anything) => {
                 self.changed.extend(self.paths.values().flatten().cloned());
             }
-            Err(error) => {
-                self.watch = None;
-                return self.watch_failed(&error);
-            }
+            Err(error) => return self.watch_lost(&error),
         }
         // Not put off by what follows, or a busy directory could do so for ever.
         self.look_at.get_or_insert(Instant::now() + self.debounce);
@@ -304,38 +349,65 @@ impl Keeper {
     }
 
     fn poll(&mut self) {
+        self.poll_at = Instant::now() + POLL;
         for source in self.shared.sweep() {
             self.forget(&source);
         }
-        // Watches that failed are tried again with each read.
-        let has_failed = std::mem::take(&mut self.has_failed) || self.watch.is_none();
-        self.has_logged = has_failed;
-        let period = match has_failed {
-            true => POLL_UNWATCHED,
-            false => POLL,
-        };
-        self.poll_at = Instant::now() + period;
         for source in self.shared.sources() {
+            self.enqueue(source);
+        }
+    }
+
+    /// Each read tries to watch as well.
+    pub(super) fn poll_unwatched(&mut self) {
+        self.poll_unwatched_at = Instant::now() + POLL_UNWATCHED;
+        if self.watch.is_none() {
+            self.watch = FileWatch::new().ok();
+        }
+        for source in self.unwatched.clone() {
             self.enqueue(source);
         }
     }
 
     fn forget(&mut self, source: &Source) {
         self.problems.remove(source);
+        self.unwatched.remove(source);
         self.metrics.dropped(source);
         for path in source.paths() {
-            let Some(sources) = self.paths.get_mut(path) else {
-                continue;
-            };
-            sources.remove(source);
-            if sources.is_empty() {
-                self.paths.remove(path);
-                if let Some(watch) = &mut self.watch {
-                    watch.unwatch(path);
+            if let Some(sources) = self.paths.get_mut(path) {
+                sources.remove(source);
+                if !sources.is_empty() {
+                    continue;
                 }
+            }
+            self.paths.remove(path);
+            if let Some(watch) = &mut self.watch {
+                watch.unwatch(path);
             }
         }
     }
+}
+
+impl Read {
+    /// A file is watched before it is read, so that no change falls in between.
+    fn of(source: Source, walkers: Option<Vec<Walker>>) -> Self {
+        let walked = walkers.map(|walkers| {
+            let ways = walkers.into_iter().zip(source.paths());
+            ways.map(|(walker, path)| walker.walk(path)).collect()
+        });
+        Self {
+            content: source.read(),
+            source,
+            walked,
+        }
+    }
+}
+
+fn log_unwatched(what: impl Display, error: &io::Error) {
+    tracing::error!(
+        target: "cache",
+        "certificate watch error: {error}; {what}: read every {POLL_UNWATCHED:?} instead"
+    );
 }
 
 async fn next_change(watch: &mut Option<FileWatch>) -> io::Result<Changed> {

@@ -2,12 +2,14 @@
 //!
 //! A [`Subscription`] says which names somebody wants; one task, the [`keeper`], reads their files,
 //! watches them, and tells subscribers of what changed. What was good once stays until something
-//! good takes its place. Files nobody has wanted for a while are forgotten.
+//! good takes its place. Files nobody has wanted for a while are forgotten. Roots of the mesh
+//! ([`Files::trust`]) join the workload's own.
 //!
 //! Does not ask an authority, and does not know Envoy.
 
 mod keeper;
 mod metrics;
+mod slots;
 pub mod source;
 mod table;
 #[cfg(test)]
@@ -15,13 +17,16 @@ mod tests;
 
 use std::collections::BTreeSet;
 use std::future::Future;
+use std::path::Path;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
 
+use super::Roots;
 use super::name::Name;
+use super::trust::{BundleError, Mesh};
 use crate::clock::Clock;
 use crate::metrics::Registry;
 use keeper::Keeper;
@@ -55,6 +60,16 @@ pub struct WorkloadFiles {
 pub struct Files {
     config: Arc<Config>,
     shared: Arc<Shared>,
+    mesh: Mesh,
+    merged: Arc<Mutex<Option<Merged>>>,
+}
+
+/// What `ROOTCA` holds, kept as it takes a while to make.
+#[derive(Debug)]
+struct Merged {
+    own: Arc<Secret>,
+    mesh: Roots,
+    secret: Arc<Secret>,
 }
 
 /// What somebody wants to know of, until it is dropped.
@@ -66,10 +81,9 @@ pub struct Subscription {
     changed: Arc<Notify>,
 }
 
-/// A secret that was read. Two with one number are the same.
+/// A secret that was read.
 #[derive(Debug)]
 pub struct Secret {
-    pub number: u64,
     pub content: Content,
 }
 
@@ -98,6 +112,8 @@ pub fn new(
     let files = Files {
         config: Arc::new(config),
         shared: shared.clone(),
+        mesh: Mesh::default(),
+        merged: Arc::default(),
     };
     let mut keeper = Keeper::new(shared, clock, debounce, Metrics::new(registry));
     for source in workload.iter().flat_map(WorkloadFiles::sources) {
@@ -139,13 +155,33 @@ impl Files {
         matches!(self.found(name), Found::There(_))
     }
 
+    /// Takes the trust bundle of the mesh, PEM, in place of the last; an empty one is none. It joins
+    /// `ROOTCA`, no other name. Returns whether it is another.
+    pub fn trust(&self, bundle: &str) -> Result<bool, BundleError> {
+        let is_new = self.mesh.take(bundle)?;
+        if let (true, Some(anchors)) = (is_new, self.source_of(&Name::RootCa)) {
+            self.shared.tell(&anchors);
+        }
+        Ok(is_new)
+    }
+
+    /// Whether a file of the workload is in this directory.
+    pub fn are_in(&self, directory: &Path) -> bool {
+        let files = self.config.workload.iter();
+        let mut files = files.flat_map(|files| [&files.chain, &files.key, &files.roots]);
+        files.any(|file| {
+            file.parent()
+                .is_some_and(|parent| same_file(parent, directory))
+        })
+    }
+
     /// Whether the trust anchors of a name are the workload's own.
     pub fn are_own_roots(&self, name: &Name) -> bool {
         match name {
             Name::RootCa => true,
             Name::FileRoot(path) => {
                 let own = self.config.workload.as_ref();
-                own.is_some_and(|own| same_file(&own.roots, path))
+                own.is_some_and(|own| same_file(&own.roots, path.as_ref()))
             }
             Name::SystemRoots | Name::Default | Name::FileCert { .. } => false,
         }
@@ -174,10 +210,38 @@ impl Files {
         let has_other_source = matches!(name, Name::RootCa | Name::Default)
             && workload.is_some_and(|workload| !workload.is_only_source);
         match found {
+            Found::There(own) if *name == Name::RootCa => Found::There(self.merged(own)),
             Found::There(_) => found,
             _ if has_other_source => Found::NoFile,
             _ => found,
         }
+    }
+
+    /// The workload's roots with those of the mesh.
+    fn merged(&self, own: Arc<Secret>) -> Arc<Secret> {
+        let (Content::Roots { pem, broken }, Some(mesh)) = (&own.content, self.mesh.latest())
+        else {
+            return own;
+        };
+        let mut kept = self.merged.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) = &*kept
+            && Arc::ptr_eq(&kept.own, &own)
+            && kept.mesh == mesh
+        {
+            return kept.secret.clone();
+        }
+        let Some(roots) = Roots::new(&String::from_utf8_lossy(pem)) else {
+            return own;
+        };
+        let (pem, broken) = (roots.with(&mesh).pem().clone(), *broken);
+        let content = Content::Roots { pem, broken };
+        let secret = Arc::new(Secret { content });
+        *kept = Some(Merged {
+            own,
+            mesh,
+            secret: secret.clone(),
+        });
+        secret
     }
 }
 
@@ -206,21 +270,27 @@ impl Subscription {
     /// Returns when something about the names has changed since it returned last.
     pub async fn changed(&self) {
         self.changed.notified().await;
+        if self.files.shared.is_admissible(self.id) {
+            let sources = self.sources().collect();
+            self.files.shared.want(self.id, &self.changed, sources);
+        }
+    }
+
+    fn sources(&self) -> impl Iterator<Item = Source> {
+        let names = self.names.iter();
+        names.filter_map(|name| self.files.source_of(name))
     }
 }
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let sources = self
-            .names
-            .iter()
-            .filter_map(|name| self.files.source_of(name));
-        self.files.shared.leave(self.id, sources);
+        let shared = &self.files.shared;
+        shared.leave_for_good(self.id, self.sources());
     }
 }
 
 /// Whether two ways to write a path are one. Relative ones are looked for where the agent runs.
-fn same_file(one: &std::path::Path, other: &str) -> bool {
-    let absolute = |path: &std::path::Path| std::path::absolute(path).ok();
-    absolute(one).is_some_and(|one| Some(one) == absolute(other.as_ref()))
+fn same_file(one: &Path, other: &Path) -> bool {
+    let absolute = |path: &Path| std::path::absolute(path).ok();
+    absolute(one).is_some_and(|one| Some(one) == absolute(other))
 }

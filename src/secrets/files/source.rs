@@ -156,6 +156,7 @@ fn public_key(path: &Path, pem: &[u8]) -> Result<Vec<u8>, FileError> {
         let bytes = pem.len();
         return Err(FileError::NoKey { path, bytes });
     };
+    let der = Zeroizing::new(der);
     let key = match any_supported_type(&der) {
         Ok(key) => key,
         Err(source) => return Err(FileError::Key { path, source }),

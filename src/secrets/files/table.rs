@@ -4,7 +4,7 @@
 //!
 //! Does not read files.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,7 +14,7 @@ use super::Found;
 use super::source::{FileError, Source};
 
 /// More than the largest gateway has.
-const MOST_SOURCES: usize = 10_000;
+pub(super) const MOST_SOURCES: usize = 10_000;
 
 #[derive(Debug, Default)]
 pub(super) struct Shared {
@@ -29,6 +29,10 @@ struct Table {
     entries: HashMap<Source, Entry>,
     /// Sources nobody has read yet.
     fresh: Vec<Source>,
+    /// Readers for whose sources there was no room.
+    refused: HashMap<u64, Arc<Notify>>,
+    /// Those for whom there may be some now.
+    admissible: HashSet<u64>,
 }
 
 #[derive(Debug)]
@@ -45,11 +49,7 @@ struct Entry {
 
 impl Shared {
     pub(super) fn subscriber(&self) -> (u64, Arc<Notify>) {
-        (self.next_number(), Arc::default())
-    }
-
-    pub(super) fn next_number(&self) -> u64 {
-        self.next.fetch_add(1, Ordering::Relaxed)
+        (self.next.fetch_add(1, Ordering::Relaxed), Arc::default())
     }
 
     pub(super) fn found(&self, source: &Source) -> Found {
@@ -62,6 +62,7 @@ impl Shared {
         let mut table = self.lock();
         for source in sources {
             if table.entries.len() >= MOST_SOURCES && !table.entries.contains_key(&source) {
+                table.refused.insert(reader, changed.clone());
                 continue;
             }
             if !table.entries.contains_key(&source) {
@@ -84,6 +85,23 @@ impl Shared {
                 entry.readers.remove(&reader);
             }
         }
+    }
+
+    /// Whether a reader may find room that it did not find before. It is told once.
+    pub(super) fn is_admissible(&self, reader: u64) -> bool {
+        self.lock().admissible.remove(&reader)
+    }
+
+    pub(super) fn leave_for_good(&self, reader: u64, sources: impl Iterator<Item = Source>) {
+        self.leave(reader, sources);
+        let mut table = self.lock();
+        table.refused.remove(&reader);
+        table.admissible.remove(&reader);
+    }
+
+    /// Whether a source has not been forgotten.
+    pub(super) fn holds(&self, source: &Source) -> bool {
+        self.lock().entries.contains_key(source)
     }
 
     /// Enters a source that stays, with what it holds.
@@ -126,17 +144,22 @@ impl Shared {
     pub(super) fn publish(&self, source: &Source, found: Found) {
         if let Some(entry) = self.lock().entries.get_mut(source) {
             entry.found = found;
-            entry
-                .readers
-                .values()
-                .for_each(|reader| reader.notify_one());
+            entry.tell();
         }
     }
 
-    /// Forgets sources that had no reader the last time and have none now.
+    /// Has the readers of a source look again.
+    pub(super) fn tell(&self, source: &Source) {
+        if let Some(entry) = self.lock().entries.get(source) {
+            entry.tell();
+        }
+    }
+
+    /// Forgets sources that had no reader the last time and have none now. Who found no room is told.
     pub(super) fn sweep(&self) -> Vec<Source> {
         let mut gone = Vec::new();
-        self.lock().entries.retain(|source, entry| {
+        let mut table = self.lock();
+        table.entries.retain(|source, entry| {
             let is_idle = entry.readers.is_empty() && !entry.is_pinned;
             let stays = !is_idle || !entry.is_idle;
             entry.is_idle = is_idle;
@@ -145,6 +168,12 @@ impl Shared {
             }
             stays
         });
+        if !gone.is_empty() {
+            for (reader, changed) in std::mem::take(&mut table.refused) {
+                table.admissible.insert(reader);
+                changed.notify_one();
+            }
+        }
         gone
     }
 
@@ -163,6 +192,11 @@ impl Entry {
             is_optional: false,
             is_idle: false,
         }
+    }
+
+    fn tell(&self) {
+        let readers = self.readers.values();
+        readers.for_each(|reader| reader.notify_one());
     }
 
     fn is_polled(&self) -> bool {

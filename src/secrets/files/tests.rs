@@ -178,7 +178,47 @@ async fn the_same_content_again_is_no_change() {
     let Found::There(last) = subscription.found(&name) else {
         panic!("is there")
     };
-    assert_eq!(first.number, last.number);
+    assert!(Arc::ptr_eq(&first, &last));
+}
+
+#[tokio::test]
+async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let (own, _) = generated();
+    write(directory.path(), "root-cert.pem", &own);
+    let fixture = start(directory, true);
+    let (name, by_path) = (Name::RootCa, fixture.root("root-cert.pem"));
+    let subscription = fixture.want(&[&name, &by_path]);
+    let count = |found: &Found| match found {
+        Found::There(secret) => match &secret.content {
+            Content::Roots { pem, .. } => {
+                let pem = String::from_utf8_lossy(pem);
+                pem.matches("BEGIN CERTIFICATE").count()
+            }
+            Content::Pair { .. } => panic!("no roots"),
+        },
+        _ => 0,
+    };
+    once(&subscription, &name, |found| count(found) == 1).await;
+    let (mesh, _) = generated();
+    assert!(fixture.files.trust("no PEM").is_err());
+    let told = fixture.want(&[&name]);
+    for (is_new, expected) in [(true, 2), (false, 2)] {
+        assert_eq!(fixture.files.trust(&format!("{mesh}{own}")), Ok(is_new));
+        once(&subscription, &name, |found| count(found) == expected).await;
+    }
+    let telling = tokio::time::timeout(LIMIT, told.changed());
+    telling.await.expect("is told");
+    let two = [subscription.found(&name), subscription.found(&name)];
+    let [Found::There(one), Found::There(other)] = &two else {
+        panic!("are there")
+    };
+    assert!(Arc::ptr_eq(one, other), "merged again for nothing");
+    fixture.write("root-cert.pem", &format!("{own}{}", generated().0));
+    once(&subscription, &name, |found| count(found) == 3).await;
+    assert_eq!(count(&subscription.found(&by_path)), 2);
+    assert_eq!(fixture.files.trust(""), Ok(true));
+    once(&subscription, &name, |found| count(found) == 2).await;
 }
 
 #[tokio::test]
@@ -305,20 +345,106 @@ async fn hundreds_of_pairs_are_read_and_one_that_is_not_there_keeps_none_waiting
     }
 }
 
+/// The way to secrets of `directory`, for a keeper of one's own.
+fn files_of(directory: &TempDir, shared: Arc<Shared>) -> Files {
+    Files {
+        config: Arc::new(Config {
+            workload: None,
+            system_roots: directory.path().join("system.pem"),
+            debounce: Duration::ZERO,
+        }),
+        shared,
+        mesh: Mesh::default(),
+        merged: Arc::default(),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_same() {
+    let fixture = empty();
+    fixture.write("file", "no directory");
+    let name = fixture.root("file/root.pem");
+    let subscription = fixture.want(&[&name]);
+    missing(&subscription, &name).await;
+    let failures = "istio_agent_num_file_watcher_failures_total 1\n";
+    assert!(fixture.registry.render().contains(failures));
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(fixture.registry.render().contains(failures));
+    fs::remove_file(fixture.path("file")).unwrap();
+    fs::create_dir(fixture.path("file")).unwrap();
+    write(
+        &fixture.directory.path().join("file"),
+        "root.pem",
+        &generated().0,
+    );
+    let before = tokio::time::Instant::now();
+    once(&subscription, &name, |found| {
+        matches!(found, Found::There(_))
+    })
+    .await;
+    assert!(before.elapsed() <= Duration::from_secs(6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_keeper_without_a_watch_looks_at_files_that_need_not_be_there_and_tries_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let shared = Arc::new(Shared::default());
+    let mut keeper = Keeper::unwatched(shared.clone(), Metrics::new(&Registry::default()));
+    let files = files_of(&directory, shared);
+    let path = directory.path().join("system.pem");
+    keeper.pin(Source::Roots(path), true);
+    assert!(!keeper.is_watching());
+    let mut tasks = JoinSet::new();
+    let name = Name::SystemRoots;
+    let mut subscription = files.subscribe();
+    subscription.want(BTreeSet::from([name.clone()]));
+    tasks.spawn(keeper.run());
+    missing(&subscription, &name).await;
+    write(directory.path(), "system.pem", &generated().0);
+    once(&subscription, &name, |found| {
+        matches!(found, Found::There(_))
+    })
+    .await;
+
+    let shared = Arc::new(Shared::default());
+    let mut keeper = Keeper::unwatched(shared, Metrics::new(&Registry::default()));
+    keeper.poll_unwatched();
+    assert!(keeper.is_watching());
+}
+
+#[tokio::test]
+async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
+    let directory = tempfile::tempdir().unwrap();
+    let shared = Arc::new(Shared::default());
+    let files = files_of(&directory, shared.clone());
+    let many = (0..table::MOST_SOURCES).map(|n| Name::FileRoot(n.to_string()));
+    let mut greedy = files.subscribe();
+    greedy.want(many.collect());
+    let name = Name::SystemRoots;
+    let (mut late, mut gone) = (files.subscribe(), files.subscribe());
+    for subscription in [&mut late, &mut gone] {
+        subscription.want(BTreeSet::from([name.clone()]));
+    }
+    let reason = missing(&late, &name).await;
+    assert!(reason.contains("10000 secrets are read"), "{reason}");
+    drop((greedy, gone));
+    assert!(shared.sweep().is_empty());
+    assert_eq!(shared.sweep().len(), table::MOST_SOURCES);
+    once(&late, &name, |found| matches!(found, Found::Pending)).await;
+    assert!(
+        shared
+            .fresh()
+            .contains(&Source::Roots(directory.path().join("system.pem")))
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_the_watches_miss_is_read_within_a_minute_and_what_nobody_wants_is_forgotten() {
     let shared = Arc::new(Shared::default());
     let registry = Registry::default();
     let keeper = Keeper::unwatched(shared.clone(), Metrics::new(&registry));
     let directory = tempfile::tempdir().unwrap();
-    let files = Files {
-        config: Arc::new(Config {
-            workload: None,
-            system_roots: directory.path().join("system.pem"),
-            debounce: Duration::ZERO,
-        }),
-        shared: shared.clone(),
-    };
+    let files = files_of(&directory, shared.clone());
     let mut tasks = JoinSet::new();
     tasks.spawn(keeper.run());
     let mut subscription = files.subscribe();

@@ -1,4 +1,5 @@
-//! Writes key, chain and roots to a directory, for those who do not ask over a socket.
+//! Writes key, chain and roots to a directory, for those who do not ask over a socket: what `default`
+//! and `ROOTCA` hold, from files or from the authority, once there are all three.
 //!
 //! The three names are links through one link, `..data`, to a directory that holds the three files
 //! of one rotation. That link is replaced by a rename, so all three change in the same moment and a
@@ -7,6 +8,7 @@
 //!
 //! Does not make the directory, nor remove files when a certificate expires.
 
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink};
@@ -14,8 +16,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
+
+use super::Secrets;
 use super::certificate::Workload;
-use super::{Roots, Secrets, State};
+use super::files::source::Content;
+use super::files::{self, Files, Found, Subscription};
+use super::name::Name;
 use crate::backoff::Backoff;
 
 /// The files, in the order in which they are written.
@@ -40,13 +47,15 @@ pub struct Config {
     pub readable_by_all: bool,
 }
 
-/// Writes what `secrets` publishes, for ever. A write that fails is tried again.
-pub async fn run(config: Config, mut secrets: Secrets) {
+/// Writes what there is, for ever. A write that fails is tried again.
+pub async fn run(config: Config, mut secrets: Option<Secrets>, files: Files) {
     let mut writer = Writer::new(config);
     let mut retry = RETRY;
+    let mut files = files.subscribe();
+    files.want(BTreeSet::from([Name::Default, Name::RootCa]));
     loop {
         let outcome;
-        (writer, outcome) = write_latest(writer, secrets.latest()).await;
+        (writer, outcome) = write_latest(writer, Served::latest(secrets.as_ref(), &files)).await;
         let wait = match outcome {
             Ok(()) => {
                 retry.reset();
@@ -68,22 +77,76 @@ pub async fn run(config: Config, mut secrets: Secrets) {
                 None => std::future::pending().await,
             }
         };
+        let signed = async {
+            match &mut secrets {
+                Some(secrets) => secrets.changed().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            () = secrets.changed() => {}
+            () = signed => {}
+            () = files.changed() => {}
             () = retrying => {}
         }
     }
 }
 
-async fn write_latest(writer: Writer, state: State) -> (Writer, io::Result<()>) {
-    let (Some(workload), Some(roots)) = (state.workload, state.roots) else {
+async fn write_latest(writer: Writer, served: Option<Served>) -> (Writer, io::Result<()>) {
+    let Some(served) = served else {
         return (writer, Ok(()));
     };
     let config = writer.config.clone();
-    let writing = tokio::task::spawn_blocking(move || writer.written(&workload, &roots));
-    match writing.await {
+    match tokio::task::spawn_blocking(move || writer.written(served)).await {
         Ok(done) => done,
         Err(error) => (Writer::new(config), Err(io::Error::other(error))),
+    }
+}
+
+/// What an Envoy would be served: files go before the authority.
+#[derive(Debug)]
+struct Served {
+    pair: Pair,
+    roots: Bytes,
+}
+
+#[derive(Debug)]
+enum Pair {
+    Signed(Arc<Workload>),
+    Read(Arc<files::Secret>),
+}
+
+impl Served {
+    fn latest(secrets: Option<&Secrets>, files: &Subscription) -> Option<Self> {
+        let state = secrets.map(Secrets::latest).unwrap_or_default();
+        let pair = match files.found(&Name::Default) {
+            Found::There(secret) => Pair::Read(secret),
+            Found::NoFile => Pair::Signed(state.workload?),
+            Found::Pending | Found::Missing(_) => return None,
+        };
+        let roots = match files.found(&Name::RootCa) {
+            Found::There(secret) => match &secret.content {
+                Content::Roots { pem, .. } => pem.clone(),
+                Content::Pair { .. } => return None,
+            },
+            Found::NoFile => state.roots?.pem().clone(),
+            Found::Pending | Found::Missing(_) => return None,
+        };
+        Some(Self { pair, roots })
+    }
+
+    /// Key, chain and roots.
+    fn contents(&self) -> [&[u8]; 3] {
+        let (key, chain): (&[u8], &[u8]) = match &self.pair {
+            Pair::Signed(workload) => {
+                let certificate = &workload.certificate;
+                (certificate.key_pem().as_bytes(), certificate.chain_pem())
+            }
+            Pair::Read(secret) => match &secret.content {
+                Content::Pair { key, chain, .. } => (key, chain),
+                Content::Roots { .. } => (&[], &[]),
+            },
+        };
+        [key, chain, &self.roots]
     }
 }
 
@@ -96,7 +159,7 @@ struct Writer {
     /// Linked before: a reader may still be at it.
     previous: Option<String>,
     /// Published last.
-    written: Option<(Arc<Workload>, Roots)>,
+    written: Option<Served>,
 }
 
 impl Writer {
@@ -109,19 +172,14 @@ impl Writer {
         }
     }
 
-    fn written(mut self, workload: &Arc<Workload>, roots: &Roots) -> (Self, io::Result<()>) {
-        let known =
-            |(last, with): &(Arc<Workload>, Roots)| Arc::ptr_eq(last, workload) && with == roots;
-        if self.written.as_ref().is_some_and(known) {
+    fn written(mut self, served: Served) -> (Self, io::Result<()>) {
+        let is_known = |last: &Served| last.contents() == served.contents();
+        if self.written.as_ref().is_some_and(is_known) {
             return (self, Ok(()));
         }
-        let outcome = self.write([
-            workload.certificate.key_pem().as_bytes(),
-            workload.certificate.chain_pem(),
-            roots.pem(),
-        ]);
+        let outcome = self.write(served.contents());
         if outcome.is_ok() {
-            self.written = Some((workload.clone(), roots.clone()));
+            self.written = Some(served);
         }
         (self, outcome)
     }
@@ -137,16 +195,15 @@ impl Writer {
         {
             return Ok(());
         }
-        let version = self.new_version(contents)?;
-        self.link(DATA, &version)?;
+        // Through the link as it is, so nothing has changed should the rest fail.
         for name in NAMES {
             self.link_name(name)?;
         }
-        File::open(&self.config.directory)?.sync_all()?;
-        let obsolete = std::mem::replace(&mut self.previous, self.current.replace(version));
+        let obsolete = self.swap(contents.map(Some))?;
+        let synced = self.sync();
         match obsolete {
-            Some(obsolete) => fs::remove_dir_all(self.path(&obsolete)),
-            None => Ok(()),
+            Some(obsolete) => fs::remove_dir_all(self.path(&obsolete)).and(synced),
+            None => synced,
         }
     }
 
@@ -160,17 +217,44 @@ impl Writer {
             self.current = linked.filter(|name| name.starts_with(VERSION));
             return Ok(());
         }
-        let found = NAMES.map(|name| fs::read(self.path(name)).map(zeroize::Zeroizing::new));
-        let [Ok(key), Ok(chain), Ok(roots)] = found else {
+        let found = NAMES.map(|name| fs::read(self.path(name)).ok().map(zeroize::Zeroizing::new));
+        if found.iter().all(Option::is_none) {
             return Ok(());
-        };
-        let version = self.new_version([&key, &chain, &roots])?;
-        self.link(DATA, &version)?;
-        for name in NAMES {
+        }
+        self.swap(std::array::from_fn(|at| {
+            found[at].as_ref().map(|content| &content[..])
+        }))?;
+        for (name, _) in NAMES
+            .iter()
+            .zip(&found)
+            .filter(|(_, found)| found.is_some())
+        {
             self.link_name(name)?;
         }
-        self.current = Some(version);
         Ok(())
+    }
+
+    /// Leads the link to a new version, in one step. Returns a version nobody may be reading any
+    /// more.
+    fn swap(&mut self, contents: [Option<&[u8]>; 3]) -> io::Result<Option<String>> {
+        let version = self.new_version(contents)?;
+        if let Err(error) = self.link(DATA, &version) {
+            self.discard(&version);
+            return Err(error);
+        }
+        Ok(std::mem::replace(
+            &mut self.previous,
+            self.current.replace(version),
+        ))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.config.directory)?.sync_all()
+    }
+
+    /// What is in the way of writing may be in the way of this too; it is cleared later.
+    fn discard(&self, version: &str) {
+        let _ = fs::remove_dir_all(self.path(version));
     }
 
     fn holds(&self, name: &str, content: &[u8]) -> bool {
@@ -179,7 +263,7 @@ impl Writer {
         is_link && fs::read(path).is_ok_and(|found| zeroize::Zeroizing::new(found)[..] == *content)
     }
 
-    fn new_version(&self, contents: [&[u8]; 3]) -> io::Result<String> {
+    fn new_version(&self, contents: [Option<&[u8]>; 3]) -> io::Result<String> {
         let (directory_mode, file_mode) = match self.config.readable_by_all {
             true => (0o755, 0o644),
             false => (0o700, 0o600),
@@ -189,8 +273,7 @@ impl Writer {
         DirBuilder::new().mode(directory_mode).create(&directory)?;
         let filled = fill(&directory, directory_mode, file_mode, contents);
         if let Err(error) = filled {
-            // What is in the way of writing may be in the way of this too; it is cleared later.
-            let _ = fs::remove_dir_all(&directory);
+            self.discard(&name);
             return Err(error);
         }
         Ok(name)
@@ -240,8 +323,16 @@ impl Writer {
 }
 
 /// Whole and on the disk before anybody sees it. Modes are as given, whatever the mask.
-fn fill(directory: &Path, mode: u32, file_mode: u32, contents: [&[u8]; 3]) -> io::Result<()> {
+fn fill(
+    directory: &Path,
+    mode: u32,
+    file_mode: u32,
+    contents: [Option<&[u8]>; 3],
+) -> io::Result<()> {
     for (name, content) in NAMES.iter().zip(contents) {
+        let Some(content) = content else {
+            continue;
+        };
         let mut file = OpenOptions::new()
             .write(true)
             .create_new(true)
@@ -257,4 +348,4 @@ fn fill(directory: &Path, mode: u32, file_mode: u32, contents: [&[u8]; 3]) -> io
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -28,6 +28,16 @@ fn writer(directory: &TempDir, readable_by_all: bool) -> Writer {
     })
 }
 
+/// No name has any.
+pub(in crate::secrets) fn no_files() -> Files {
+    let config = files::Config {
+        workload: None,
+        system_roots: "/none".into(),
+        debounce: Duration::ZERO,
+    };
+    files::new(config, clock(), &Registry::default()).0
+}
+
 fn all(content: &str) -> [&[u8]; 3] {
     [content.as_bytes(); 3]
 }
@@ -160,10 +170,30 @@ fn a_write_that_fails_leaves_the_files_as_they_were() {
     let key = directory.path().join(NAMES[0]);
     fs::remove_file(&key).unwrap();
     fs::create_dir(&key).unwrap();
-    assert!(writer.write(all("b")).is_err());
+    let before = entries(&directory);
+    for _ in 0..3 {
+        assert!(writer.write(all("b")).is_err());
+    }
     fs::remove_dir(&key).unwrap();
+    for name in &NAMES[1..] {
+        let content = fs::read_to_string(directory.path().join(name)).unwrap();
+        assert_eq!(content, "a", "{name}");
+    }
+    assert_eq!(entries(&directory), before - 1, "something was left behind");
     writer.write(all("b")).unwrap();
     assert_eq!(read(&directory), ["b"; 3]);
+}
+
+#[test]
+fn plain_files_that_are_there_in_part_change_with_the_others() {
+    let directory = directory();
+    fs::write(directory.path().join(NAMES[2]), "plain").unwrap();
+    let mut writer = writer(&directory, false);
+    writer.take_over().unwrap();
+    let found = NAMES.map(|name| fs::read_to_string(directory.path().join(name)).ok());
+    assert_eq!(found, [None, None, Some("plain".to_owned())]);
+    writer.write(all("new")).unwrap();
+    assert_eq!(read(&directory), ["new"; 3]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -179,7 +209,8 @@ async fn writes_every_rotation_without_any_reader_and_waits_for_its_directory() 
     let (mut secrets, renewal) = crate::secrets::new(config(), authority, clock, &registry);
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    tasks.spawn(run(config_of_output.clone(), secrets.clone()));
+    let files = no_files();
+    tasks.spawn(run(config_of_output.clone(), Some(secrets.clone()), files));
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert!(!config_of_output.directory.exists());
     fs::create_dir(&config_of_output.directory).unwrap();

@@ -233,6 +233,23 @@ async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_
     assert_eq!(anchors(&fixture.secrets), 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_bundle_that_comes_while_the_authority_answers_brings_the_renewal_forward() {
+    let other = FakeAuthority::new(&clock());
+    let mut fixture = start(config(), Answer::Waits);
+    fixture.secrets.trust(&other.root_pem()).expect("is one");
+    while fixture.authority.requests() == 0 {
+        tokio::task::yield_now().await;
+    }
+    let another = FakeAuthority::new(&clock()).root_pem();
+    fixture.secrets.trust(&another).expect("is one");
+    fixture.authority.set(Answer::Signed);
+    let first = fixture.first().await;
+    let before = Instant::now();
+    fixture.renewed(&first).await;
+    assert!(before.elapsed() <= 10 * MINUTE, "{:?}", before.elapsed());
+}
+
 /// Every pair a watcher sees matches; memory and descriptors stay where they are.
 #[tokio::test(start_paused = true)]
 #[ignore = "a soak of minutes"]
@@ -250,7 +267,8 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
         Answer::Signed,
     );
     let mut tasks = JoinSet::new();
-    tasks.spawn(output::run(output, fixture.secrets.clone()));
+    let secrets = Some(fixture.secrets.clone());
+    tasks.spawn(output::run(output, secrets, output::tests::no_files()));
     let mut workload = fixture.first().await;
     let mut usage = Vec::new();
     for rotation in 0..10_000 {

@@ -24,6 +24,8 @@ pub struct Place {
     proxy_config: Map<String, Value>,
     environment: Vec<(String, String)>,
     flags: Vec<String>,
+    /// A program that starts the agent, with its arguments.
+    starter: Vec<String>,
     status_port: u16,
 }
 
@@ -35,6 +37,7 @@ impl Place {
             proxy_config: Map::new(),
             environment: Vec::new(),
             flags: ["proxy", "sidecar"].map(str::to_owned).into(),
+            starter: Vec::new(),
             status_port: free_port(),
         };
         place.write(ROOT, istiod.root_pem());
@@ -78,6 +81,12 @@ impl Place {
     /// Takes the place of `sidecar`.
     pub fn kind(mut self, kind: &str) -> Self {
         self.flags[1] = kind.into();
+        self
+    }
+
+    /// Has a program start the agent, whose path and arguments follow those given.
+    pub fn started_by(mut self, command: &[&str]) -> Self {
+        self.starter = command.iter().map(|&word| word.into()).collect();
         self
     }
 
@@ -125,9 +134,11 @@ impl Place {
 
     /// Starts the agent.
     pub fn start_only(&self) -> Child {
-        let mut command =
-            Command::new(binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent"))));
+        let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
+        let mut words = self.starter.iter().map(Into::into).chain([agent]);
+        let mut command = Command::new(words.next().unwrap());
         command
+            .args(words)
             .args(&self.flags)
             .arg("--log_output_level=all:debug")
             .current_dir(self.directory.path())
