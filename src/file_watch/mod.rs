@@ -88,8 +88,8 @@ impl FileWatch {
         })
     }
 
-    #[cfg(test)]
-    fn watch(&mut self, path: &Path) -> io::Result<()> {
+    /// Watches a path where it leads now. It may wait for the disk.
+    pub(crate) fn watch(&mut self, path: &Path) -> io::Result<()> {
         let walked = self.walker().walk(path);
         self.take(walked, &mut BTreeSet::new())
     }
