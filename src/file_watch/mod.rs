@@ -88,8 +88,9 @@ impl FileWatch {
         })
     }
 
-    #[cfg(test)]
-    fn watch(&mut self, path: &Path) -> io::Result<()> {
+    /// Watches a path where it leads now, which may wait for a disk. An error leaves it watched in
+    /// part.
+    pub(crate) fn watch(&mut self, path: &Path) -> io::Result<()> {
         let walked = self.walker().walk(path);
         self.take(walked, &mut BTreeSet::new())
     }
