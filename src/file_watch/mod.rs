@@ -88,7 +88,8 @@ impl FileWatch {
         })
     }
 
-    /// Watches a path where it leads now. It may wait for the disk.
+    /// Watches a path where it leads now, which may wait for a disk. An error leaves it watched in
+    /// part.
     pub(crate) fn watch(&mut self, path: &Path) -> io::Result<()> {
         let walked = self.walker().walk(path);
         self.take(walked, &mut BTreeSet::new())
