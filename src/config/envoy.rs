@@ -41,6 +41,9 @@ const UNCAPTURED: u32 = 1337;
 /// What is left of a pod's grace period for the end itself when the wait for connections is over.
 const RESERVE: Duration = Duration::from_secs(5);
 
+/// The grace period of a pod that says nothing about it, in Kubernetes.
+const USUAL_GRACE: Duration = Duration::from_secs(30);
+
 impl Sources<'_> {
     pub(super) fn bootstrap(
         &mut self,
@@ -268,13 +271,13 @@ impl Sources<'_> {
     /// How long requests may outlast a drain for a time.
     fn outlast(&mut self) -> Duration {
         let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
-        let Some(time) = self.until_the_reserve() else {
-            return wanted;
-        };
-        let left = time.saturating_sub(self.mesh.termination_drain_duration);
-        match self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS) {
-            true => wanted.min(left),
-            false => left,
+        let is_set = self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS);
+        let drain = self.mesh.termination_drain_duration;
+        match (self.until_the_reserve(), is_set) {
+            (Some(time), true) => wanted.min(time.saturating_sub(drain)),
+            (Some(time), false) => time.saturating_sub(drain),
+            (None, true) => wanted,
+            (None, false) => wanted.min((USUAL_GRACE - RESERVE).saturating_sub(drain)),
         }
     }
 

@@ -96,8 +96,12 @@ impl Sources<'_> {
         }
         // What the agent writes itself is no source.
         let output = PathBuf::from(self.get(&variables::OUTPUT_CERTS));
+        let absolute = |path: &Path| std::path::absolute(path).ok();
+        let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+        let legacy = Path::new(LEGACY);
         let is_output = !output.as_os_str().is_empty()
-            && std::path::absolute(output).ok() == std::path::absolute(LEGACY).ok();
+            && (absolute(&output) == absolute(legacy)
+                || canonical(legacy).is_some_and(|legacy| Some(legacy) == canonical(&output)));
         (mounted || !is_output).then(|| workload_files(LEGACY, NAMES, mounted))
     }
 

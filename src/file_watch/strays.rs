@@ -1,4 +1,4 @@
-//! What happened where nothing was looked for yet, while somebody was on the way there.
+//! What happened while somebody was on the way there, whom nobody knows of yet.
 //!
 //! Each is numbered, so that a walk asks only for what came after it began. They are many in a busy
 //! directory: beyond a bound, all walks on the way count as met.

@@ -4,8 +4,6 @@
 //! ones. Every request has a number, which Envoy's access log repeats, so that each answer, each
 //! line of the log and each request the application saw can be held against each other. `RUNS` says
 //! how often; a few are the default.
-//!
-//! Does not judge what nobody could: a request longer than what was left of the drain.
 
 use std::collections::BTreeMap;
 use std::path::Path;

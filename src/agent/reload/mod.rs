@@ -5,6 +5,7 @@
 //!
 //! Does not decide whether Envoy is replaced; what cannot change while the agent runs is refused.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fs;
 use std::io;
@@ -200,18 +201,30 @@ pub(crate) fn changes(
     Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
 }
 
+/// From before the first Envoy starts, which these have been read for.
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
     let mut watch = FileWatch::new()?;
-    watch_all(&mut watch, files);
+    for file in files {
+        tell_of(watch.watch(file), file);
+    }
     Ok(watch)
 }
 
-/// Where the files' links lead to may have changed.
-fn watch_all(watch: &mut FileWatch, files: &[PathBuf]) {
+/// Where the files' links lead to may have changed. Says whether a file has changed meanwhile.
+async fn watch_all(watch: &mut FileWatch, files: &[PathBuf]) -> io::Result<bool> {
+    let mut changed = BTreeSet::new();
     for file in files {
-        if let Err(error) = watch.watch(file) {
-            tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
-        }
+        // A disk may keep one waiting.
+        let (walker, path) = (watch.walker(), file.clone());
+        let walked = tokio::task::spawn_blocking(move || walker.walk(&path)).await?;
+        tell_of(watch.take(walked, &mut changed), file);
+    }
+    Ok(!changed.is_empty())
+}
+
+fn tell_of(watched: io::Result<()>, file: &Path) {
+    if let Err(error) = watched {
+        tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
     }
 }
 
@@ -224,14 +237,17 @@ async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
 async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envoy) {
     let failed = async {
         let mut watch = watch?;
+        let mut has_changed = false;
         loop {
-            watch.changed().await?;
+            if !has_changed {
+                watch.changed().await?;
+            }
             tokio::time::sleep(SETTLES).await;
             // What came meanwhile is about to be read.
             while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
                 more?;
             }
-            watch_all(&mut watch, files);
+            has_changed = watch_all(&mut watch, files).await?;
             envoy.restart("a file has changed").await;
         }
     };

@@ -18,6 +18,7 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
+use super::exchange::says_it_cannot;
 use super::in_flight::Flight;
 use super::metrics::Metrics;
 use super::query::Query;
@@ -115,7 +116,9 @@ impl Means {
             let Arrival::Truncated(cut_short) = arrival else {
                 return Ok(arrival);
             };
-            asked.keep(server, cut_short.clone());
+            if !says_it_cannot(cut_short.rcode()) {
+                asked.keep(server, cut_short.clone());
+            }
             let why = match timeout(WHOLE, self.over_tcp(asked, query, server)).await {
                 Ok(Ok(whole)) => return Ok(whole),
                 Ok(Err(error)) => error.to_string(),

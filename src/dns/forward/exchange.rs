@@ -278,7 +278,7 @@ fn max_sockets() -> usize {
     quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
 }
 
-fn says_it_cannot(rcode: u8) -> bool {
+pub(super) fn says_it_cannot(rcode: u8) -> bool {
     [reply::SERVFAIL, reply::NOTIMP, reply::REFUSED].contains(&rcode)
 }
 

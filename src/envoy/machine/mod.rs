@@ -208,7 +208,11 @@ impl Machine {
             (Phase::Draining, DrainTime, Some(parts.time)),
             (Phase::Counting, Connections, parts.connections),
             (Phase::Closing, LastRequests, Some(parts.last_requests)),
-            (Phase::Outlasting, LongRequests, self.outlast()),
+            (
+                Phase::Outlasting,
+                LongRequests,
+                self.outlast().filter(|_| self.outlasts()),
+            ),
             (Phase::Quitting, Quit, Some(self.limits.quit)),
             (Phase::Terminating, Termination, Some(self.limits.terminate)),
             (Phase::Killing, Kill, Some(self.limits.kill)),

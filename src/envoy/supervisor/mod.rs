@@ -281,6 +281,7 @@ impl Supervisor {
             report.restart = pause.map(|pause| now + pause);
             if let (Some(ending), Some((wait, waits_for))) = (&mut report.ending, step) {
                 ending.waits_for = Some(waits_for);
+                ending.connections = None;
                 ending.until = Some(now + wait);
             }
         });

@@ -106,12 +106,12 @@ impl Supervisor {
         let look = Look {
             path: requests::PATH,
             what: "requests under way",
-            period: connections::LAST_PERIOD,
+            period: connections::PERIOD,
         };
         let gone = self.gone(look, move |text| {
             Some(requests::under_way(text, inbound_only, &housekeeping))
         });
-        self.calls = JoinSet::new();
+        // The call that closes the listeners may still be on its way.
         self.calls.spawn(gone);
     }
 

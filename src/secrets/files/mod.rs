@@ -165,13 +165,16 @@ impl Files {
         Ok(is_new)
     }
 
-    /// Whether a file of the workload is in this directory.
+    /// Whether a file of the workload is in this directory, by whatever name. It may wait for a disk.
     pub fn are_in(&self, directory: &Path) -> bool {
         let files = self.config.workload.iter();
         let mut files = files.flat_map(|files| [&files.chain, &files.key, &files.roots]);
         files.any(|file| {
-            file.parent()
-                .is_some_and(|parent| same_file(parent, directory))
+            let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+            file.parent().is_some_and(|parent| {
+                let found = canonical(parent);
+                same_file(parent, directory) || found.is_some() && found == canonical(directory)
+            })
         })
     }
 

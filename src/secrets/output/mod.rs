@@ -195,11 +195,16 @@ impl Writer {
         {
             return Ok(());
         }
-        // Through the link as it is, so nothing has changed should the rest fail.
-        for name in NAMES {
-            self.link_name(name)?;
+        // Through the link as it is, so nothing has changed should the rest fail; but no name without
+        // a file behind it.
+        let is_first = fs::symlink_metadata(self.path(DATA)).is_err();
+        if !is_first {
+            self.link_names()?;
         }
         let obsolete = self.swap(contents.map(Some))?;
+        if is_first {
+            self.link_names()?;
+        }
         let synced = self.sync();
         match obsolete {
             Some(obsolete) => fs::remove_dir_all(self.path(&obsolete)).and(synced),
@@ -277,6 +282,10 @@ impl Writer {
             return Err(error);
         }
         Ok(name)
+    }
+
+    fn link_names(&self) -> io::Result<()> {
+        NAMES.iter().try_for_each(|name| self.link_name(name))
     }
 
     fn link_name(&self, name: &str) -> io::Result<()> {

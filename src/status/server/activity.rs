@@ -30,6 +30,8 @@ struct Now {
     since: Instant,
     /// Whether bytes of the next head have come while a request is being answered.
     is_next_here: bool,
+    /// Whether bytes that come meanwhile may be the request's own.
+    has_body: bool,
     /// Since when something waits for the reader; it may be the end of an answer that is all written.
     unread: Option<Instant>,
 }
@@ -59,6 +61,7 @@ impl Activity {
             phase: Phase::Asking,
             since: Instant::now(),
             is_next_here: false,
+            has_body: false,
             unread: None,
         }))
     }
@@ -86,8 +89,10 @@ impl Activity {
     }
 
     /// A request has come.
-    pub(super) fn is_asked(&self) {
-        self.lock().enter(Phase::Answering);
+    pub(super) fn is_asked(&self, has_body: bool) {
+        let mut now = self.lock();
+        now.enter(Phase::Answering);
+        now.has_body = has_body;
     }
 
     /// Keeps the connection answering until the returned guard is dropped.
@@ -99,7 +104,7 @@ impl Activity {
         let mut now = self.lock();
         match now.phase {
             Phase::Silent => now.enter(Phase::Asking),
-            Phase::Answering => now.is_next_here = true,
+            Phase::Answering => now.is_next_here = !now.has_body,
             Phase::Asking => {}
         }
     }

@@ -20,6 +20,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use ::http::Request;
+use http_body::Body;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -185,7 +186,7 @@ impl Guest {
         let _ = stream.set_nodelay(true); // It works without.
         let io = TokioIo::new(Heard::new(stream, self.activity.clone()));
         let answer = async |request: Request<Incoming>| {
-            self.activity.is_asked();
+            self.activity.is_asked(!request.body().is_end_stream());
             let answer = self.router.answer(request, self.from).await;
             let end = self.activity.until_answered();
             Ok::<_, Infallible>(answer.map(|body| Held::new(body, end)))
