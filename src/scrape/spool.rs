@@ -180,16 +180,9 @@ struct Holder {
 
 async fn family(readers: &mut [Reader], holders: &[Holder], output: &mut Output) -> io::Result<()> {
     let first = &mut readers[holders[0].target].spool.families[holders[0].index].family;
-    let name = first.name.clone();
+    let kind = first.kind.unwrap_or(Kind::Unknown);
     if !output.page.open(first) {
         return Ok(());
-    }
-    let (kind, has_given_way) = (first.kind.unwrap_or(Kind::Unknown), first.name != name);
-    if has_given_way {
-        for other in &holders[1..] {
-            let other = &mut readers[other.target].spool.families[other.index].family;
-            other.give_way(output.page.to);
-        }
     }
     let mut series = Series::new(kind, holders[0].target, output.page.to);
     for holder in holders {
