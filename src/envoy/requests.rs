@@ -4,8 +4,8 @@
 //! The figures are Envoy's own gauges, one line each. A connection of HTTP that is idle owes nobody
 //! anything. Of one that is not HTTP nobody but its ends knows, so each counts: those are a listener's
 //! connections less the ones that speak HTTP. A tunnel is no request but a connection within another.
-//! Of a sidecar only what comes in counts, by the names
-//! istiod gives, as only that is drained. The pod's own housekeeping does not count.
+//! Of a sidecar only what comes in counts, by the names istiod gives, as only that is drained. The
+//! pod's own housekeeping does not count.
 //!
 //! Does not know how long to go on, or what follows.
 

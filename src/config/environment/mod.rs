@@ -157,7 +157,7 @@ variables! {
     EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends with Envoy's last connection.", Same;
     MINIMUM_DRAIN_DURATION: Duration = "5s", "Shortest drain when it ends with the last connection.", Same;
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Longest drain when it ends with the last connection; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
-    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "How long requests may outlast the drain before they are cut, 0s cuts them at once; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
+    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "How long requests may outlast the drain before they are cut, 0s cuts them at once; unset follows TERMINATION_GRACE_PERIOD_SECONDS, or stays within 30s with the drain.", Own;
     TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which the longest drain and what outlasts it stay below; 0 is unknown.", Own;
     ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts an Envoy that crashed, so often in so long, such as 3/10m; empty ends the agent with it.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Replaces Envoy while it serves, on SIGHUP and when its binary or what its bootstrap is made of changes.", Own;
