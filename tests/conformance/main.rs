@@ -29,3 +29,4 @@ mod start;
 mod status;
 mod support;
 mod trust;
+mod wall_clock;
