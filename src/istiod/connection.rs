@@ -19,7 +19,6 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::frames::{Peer, Watched};
-use super::paced::Paced;
 use super::{Body, Keepalive};
 
 const STREAM_WINDOW: u32 = 4 << 20;
@@ -116,8 +115,7 @@ pub(super) struct Driver {
     peer: watch::Receiver<Peer>,
 }
 
-type Running =
-    hyper::client::conn::http2::Connection<TokioIo<Watched<Paced<Box<dyn Io>>>>, Body, Owned>;
+type Running = hyper::client::conn::http2::Connection<TokioIo<Watched<Box<dyn Io>>>, Body, Owned>;
 
 /// Speaks HTTP/2 on `io` and returns once the peer has answered in kind.
 pub(super) async fn open(
@@ -126,7 +124,7 @@ pub(super) async fn open(
     keepalive: Keepalive,
     tasks: Owned,
 ) -> Result<(Connection, Driver), String> {
-    let (io, mut peer) = Watched::new(Paced::new(io));
+    let (io, mut peer) = Watched::new(io);
     let (sender, mut running) = Builder::new(tasks)
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)

@@ -12,13 +12,15 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
-use tokio_rustls::TlsConnector;
 
 use super::connection::{self, About, Connection, Driver, Io, Negotiated, Owned};
+use super::paced::Paced;
 use super::tls::{self, TlsError};
+use super::tls_stream::TlsStream;
 use super::{Config, Security};
 
 /// Bounds of one dial.
@@ -148,7 +150,7 @@ async fn attempt_as_known(
     tasks: &Owned,
 ) -> Result<(Connection, Driver), Cause> {
     let encryption = tls.map(|tls| Encryption {
-        connector: &tls.connector,
+        config: &tls.config,
         name: &tls.name,
         client_certificate: tls.without_client.is_some(),
     });
@@ -160,10 +162,10 @@ async fn attempt_as_known(
         return outcome;
     };
     match &tls.without_client {
-        Some(connector) if cause.is_alert() => {
+        Some(without) if cause.is_alert() => {
             tracing::warn!("{cause}; leaving out the client certificate, using token instead");
             let encryption = Encryption {
-                connector,
+                config: without,
                 name: &tls.name,
                 client_certificate: false,
             };
@@ -176,7 +178,7 @@ async fn attempt_as_known(
 /// What TLS is spoken.
 #[derive(Clone, Copy)]
 struct Encryption<'a> {
-    connector: &'a TlsConnector,
+    config: &'a Arc<ClientConfig>,
     name: &'a ServerName<'static>,
     client_certificate: bool,
 }
@@ -193,6 +195,7 @@ async fn attempt(
         .await?
         .and_then(|stream| prepared(stream, config))
         .map_err(|source| Cause::Connect { to, source })?;
+    let stream = Paced::new(stream);
     let (io, tls): (Box<dyn Io>, _) = match tls {
         None => (Box::new(stream), None),
         Some(tls) => {
@@ -223,17 +226,17 @@ fn prepared(stream: TcpStream, config: &Config) -> io::Result<TcpStream> {
 }
 
 async fn encrypt(
-    stream: TcpStream,
+    stream: Paced<TcpStream>,
     to: SocketAddr,
     tls: Encryption<'_>,
 ) -> Result<(Box<dyn Io>, Negotiated), Cause> {
-    let connecting = tls.connector.connect(tls.name.clone(), stream);
+    let connecting = TlsStream::connect(tls.config.clone(), tls.name.clone(), stream);
     let stream = connecting.await.map_err(|source| Cause::Handshake {
         to,
         name: printed(tls.name),
         source,
     })?;
-    let (_, session) = stream.get_ref();
+    let session = stream.session();
     if session.alpn_protocol() != Some(b"h2") {
         return Err(Cause::Alpn { to });
     }

@@ -17,6 +17,7 @@ mod paced;
 pub mod roots;
 pub mod status;
 pub mod tls;
+mod tls_stream;
 pub mod token;
 mod worker;
 

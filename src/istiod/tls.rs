@@ -16,7 +16,6 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
-use tokio_rustls::TlsConnector;
 use zeroize::Zeroizing;
 
 use super::file;
@@ -81,9 +80,9 @@ enum LeftOut {
 
 /// What one dial needs for its handshake.
 pub(super) struct Prepared {
-    pub(super) connector: TlsConnector,
+    pub(super) config: Arc<ClientConfig>,
     /// The same without the client certificate, where there is one: istiod may refuse it.
-    pub(super) without_client: Option<TlsConnector>,
+    pub(super) without_client: Option<Arc<ClientConfig>>,
     pub(super) name: ServerName<'static>,
 }
 
@@ -95,10 +94,10 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
     let roots = roots::load(&config.roots).await?;
     let builder = config.policy.builder().map_err(TlsError::Setup)?;
     let builder = builder.with_root_certificates(roots);
-    let anonymous = connector(builder.clone().with_no_client_auth());
+    let anonymous = for_http2(builder.clone().with_no_client_auth());
     let Some((path, chain, key)) = client_pair(config.client.as_ref()).await? else {
         return Ok(Prepared {
-            connector: anonymous,
+            config: anonymous,
             without_client: None,
             name,
         });
@@ -106,7 +105,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
     let pair = certified(chain, &key).map_err(|source| TlsError::Pair { path, source })?;
     let pair = Arc::new(SingleCertAndKey::from(pair));
     Ok(Prepared {
-        connector: connector(builder.with_client_cert_resolver(pair)),
+        config: for_http2(builder.with_client_cert_resolver(pair)),
         without_client: Some(anonymous),
         name,
     })
@@ -124,9 +123,9 @@ fn certified(
     }
 }
 
-fn connector(mut tls: ClientConfig) -> TlsConnector {
+fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
     tls.alpn_protocols = vec![b"h2".to_vec()];
-    TlsConnector::from(Arc::new(tls))
+    Arc::new(tls)
 }
 
 type Pair = (

@@ -217,7 +217,7 @@ async fn tells_what_a_peer_answered_that_speaks_something_else() {
             "received corrupt message",
         ),
         (true, &[0x15, 3, 3, 0, 2, 2, 40], "received fatal alert"),
-        (true, b"", "handshake eof"),
+        (true, b"", "failed: it closed the connection"),
     ];
     for (tls, bytes, expected) in table {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
