@@ -221,7 +221,10 @@ impl<'a> Carrier<'a> {
                     self.exchange.apply(Event::FromEnvoy(bytes))?;
                 }
             }
-            Moved::Room(room) => self.send(room.map_err(|_| End::EnvoyGone)?),
+            Moved::Room(room) => {
+                self.send(room.map_err(|_| End::EnvoyGone)?);
+                warn_if_slow(self.waiting_since.take(), self.relay);
+            }
             Moved::Intercepted(Ok((index, response, outcome))) => {
                 self.interceptions.busy.retain(|other| *other != index);
                 self.exchange.apply(Event::Intercepted(response, outcome))?;
@@ -255,11 +258,10 @@ impl<'a> Carrier<'a> {
     }
 
     /// Hands Envoy the next bytes.
-    fn send(&mut self, room: mpsc::Permit<'a, Frame<Bytes>>) {
+    fn send(&mut self, room: mpsc::Permit<'_, Frame<Bytes>>) {
         if let Some(bytes) = self.exchange.to_envoy.pop_front() {
             room.send(Frame::data(bytes));
         }
-        warn_if_slow(self.waiting_since.take(), self.relay);
     }
 
     /// Passes on what the last event made ready.
@@ -272,8 +274,15 @@ impl<'a> Carrier<'a> {
             let _ = self.to_istiod.send(request);
         }
         self.interceptions.start(&mut self.exchange);
-        if !self.exchange.to_envoy.is_empty() {
-            self.waiting_since.get_or_insert_with(Instant::now);
+        while !self.exchange.to_envoy.is_empty() {
+            match self.to_envoy.try_reserve() {
+                Ok(room) => self.send(room),
+                // Envoy takes it later, or is gone, which is seen elsewhere.
+                Err(_) => {
+                    self.waiting_since.get_or_insert_with(Instant::now);
+                    return;
+                }
+            }
         }
     }
 }
