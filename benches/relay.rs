@@ -19,14 +19,17 @@ use support::peer::{Client, ControlPlane, Shape, request, response};
 use support::table::Table;
 use support::{Process, connect, median};
 
-/// Rounds of each measurement; the median counts.
-const ROUNDS: usize = 5;
+/// Rounds of each measurement, in each of which all relays take their turn; the median counts, of
+/// ratios that of each round's: how the kernel places the processes changes in the course of a run.
+const ROUNDS: usize = 7;
 /// Bytes of one resource: of an endpoint list and of a cluster, as meshes have them.
 const ENDPOINTS: usize = 500;
 const CLUSTER: usize = 2_000;
 /// Turns of the round trip, and trips in each.
 const TURNS: usize = 15;
 const TRIPS: usize = 500;
+/// Bytes of the largest response.
+const LARGE: usize = 100_000_000;
 /// Bytes relayed per round.
 const VOLUME: usize = 600 * 1_000_000;
 
@@ -43,7 +46,8 @@ fn main() {
     let control_plane = ControlPlane::start();
     let relays = Relays::start(&control_plane);
     block_on(async {
-        throughput(&control_plane, &relays).await;
+        throughput(&control_plane, &relays, Placed::ByTheKernel).await;
+        throughput(&control_plane, &relays, Placed::OnOneProcessor).await;
         memory(&relays).await;
         latency(&control_plane, &relays).await;
     });
@@ -80,9 +84,23 @@ impl Relays {
     }
 }
 
-async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
+/// Where the processes run. Between processors bytes go from cache to cache, which can double what
+/// they cost, and how often they do is up to the kernel; on one, every run costs the same.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Placed {
+    ByTheKernel,
+    OnOneProcessor,
+}
+
+async fn throughput(control_plane: &ControlPlane, relays: &Relays, placed: Placed) {
+    let one = placed == Placed::OnOneProcessor;
+    let pin_all = |to| {
+        support::pin_all(std::process::id(), to);
+        relays.all.iter().for_each(|(_, relay, _)| relay.pin(to));
+    };
+    pin_all(one.then_some(1));
     let mut table = Table::new(&[
-        "relay",
+        if one { "on one processor" } else { "relay" },
         "protocol",
         "message",
         "resource",
@@ -93,7 +111,7 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
         "of typed",
     ]);
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
-        for shape in shapes() {
+        for shape in shapes().filter(|shape| !one || shape.bytes == LARGE) {
             let mut rates = vec![Vec::new(); 4];
             let mut costs = vec![Vec::new(); 3];
             for _ in 0..ROUNDS {
@@ -107,9 +125,12 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
                 rates[3].push(pull(io.await.expect("a connection"), protocol, shape).await);
             }
             let direct = median(rates[3].clone());
-            let costs: Vec<f64> = costs.into_iter().map(median).collect();
             for (index, (name, ..)) in relays.all.iter().enumerate() {
                 let rate = median(rates[index].clone());
+                let of = |other: usize| {
+                    let pairs = costs[index].iter().zip(&costs[other]);
+                    median(pairs.map(|(cost, other)| cost / other).collect())
+                };
                 table.row([
                     (*name).to_owned(),
                     format!("{protocol:?}"),
@@ -117,18 +138,19 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays) {
                     format!("{} B", shape.resource),
                     format!("{rate:.0}"),
                     format!("{:.2}", rate / direct),
-                    format!("{:.2}", costs[index]),
-                    format!("{:.2}", costs[index] / costs[1]),
-                    format!("{:.2}", costs[index] / costs[2]),
+                    format!("{:.2}", median(costs[index].clone())),
+                    format!("{:.2}", of(1)),
+                    format!("{:.2}", of(2)),
                 ]);
             }
         }
     }
     table.print();
+    pin_all(None);
 }
 
 fn shapes() -> impl Iterator<Item = Shape> {
-    let sizes = [1_000_000, 10_000_000, 100_000_000];
+    let sizes = [1_000_000, 10_000_000, LARGE];
     sizes
         .into_iter()
         .flat_map(|size| [ENDPOINTS, CLUSTER].map(|r| Shape::new(size, r)))

@@ -17,6 +17,8 @@ use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 pub use peer::block_on;
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_setaffinity};
 use tonic::transport::{Channel, Endpoint};
 
 /// A process under measurement, killed when dropped.
@@ -98,6 +100,11 @@ impl Process {
         Duration::from_nanos(used.values().sum())
     }
 
+    /// Has all its threads, and those they start, run on this processor, or on any.
+    pub fn pin(&self, to: Option<usize>) {
+        pin_all(self.child.id(), to);
+    }
+
     /// A line of `/proc/<pid>/status`, in KiB: `VmRSS`, `VmHWM`.
     pub fn memory(&self, name: &str) -> u64 {
         self.status(name)
@@ -159,6 +166,25 @@ pub fn write(directory: &Path, path: &str, content: &str) {
     let path = directory.join(path);
     fs::create_dir_all(path.parent().expect("a file has a directory")).expect("writable");
     fs::write(path, content).expect("writable");
+}
+
+/// Has all threads of a process run on this processor, or on any.
+pub fn pin_all(process: u32, to: Option<usize>) {
+    for thread in fs::read_dir(format!("/proc/{process}/task")).expect("the process runs") {
+        let name = thread.expect("a thread").file_name();
+        let id = name.to_str().and_then(|name| name.parse().ok());
+        pin(id.and_then(Pid::from_raw).expect("a thread's number"), to);
+    }
+}
+
+/// Has a thread, and those it starts later, run on this processor, or on any.
+pub fn pin(thread: Pid, to: Option<usize>) {
+    let mut set = CpuSet::new();
+    for processor in to.map_or(0..CpuSet::MAX_CPU, |to| to..to + 1) {
+        set.set(processor);
+    }
+    // A machine of one processor has no second one; there is nothing to choose then.
+    let _ = sched_setaffinity(Some(thread), &set);
 }
 
 /// A gRPC channel over a Unix socket.
