@@ -279,10 +279,12 @@ fn append(
                 return Ok(());
             }
             Err(Refused::Size(size)) if size.required_size > room => room = size.required_size,
-            Err(Refused::Size(_)) => return Err(io::ErrorKind::OutOfMemory.into()),
-            Err(Refused::Other(error)) => {
+            Err(refused) => {
                 to.truncate(at);
-                return Err(error);
+                return Err(match refused {
+                    Refused::Size(_) => io::Error::other("no room is enough for TLS"),
+                    Refused::Other(error) => error,
+                });
             }
         }
     }
