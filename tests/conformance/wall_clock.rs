@@ -97,7 +97,8 @@ fn run_inside(folder: &Path) -> String {
     let agent = std::env::var("AGENT_BIN");
     let script = format!(
         "#!/bin/sh\n\
-         mount -t proc proc /proc && mount -t tmpfs tmpfs /tmp && ip link set lo up\n\
+         mount -t proc proc /proc && ip link set lo up\n\
+         mkdir -p /dev/shm && mount -t tmpfs tmpfs /dev/shm && export TMPDIR=/dev/shm\n\
          {} {INSIDE}=1 '{}' --exact {TEST} --nocapture 2>&1\n\
          poweroff -f\n",
         agent.map_or_else(|_| String::new(), |agent| format!("AGENT_BIN='{agent}'")),
