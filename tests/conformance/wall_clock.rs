@@ -12,7 +12,6 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::time::{ClockId, Timespec, clock_gettime, clock_settime};
-use serde_json::json;
 
 use crate::support::place::{Place, TOKEN};
 use crate::support::{PATIENCE, ask_for_secrets, local_istiod, next_response, restarted};
@@ -34,7 +33,7 @@ async fn a_clock_that_is_set_renews_what_is_due_within_5_s() {
         options.max_cert_ttl = Duration::from_secs(5400);
     })
     .await;
-    let place = Place::with_envoy(&istiod).proxy("discoveryAddress", json!(istiod.address));
+    let place = Place::with_envoy(&istiod);
     let token = istiod
         .mint_token("default", "bench", Duration::from_secs(86_400))
         .unwrap();
