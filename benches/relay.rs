@@ -21,6 +21,8 @@ use support::{Process, connect, median};
 
 /// Rounds of each measurement, in each of which all relays take their turn; the median counts, of
 /// ratios that of each round's: how the kernel places the processes changes in the course of a run.
+/// Each round has processes of its own, as one costs a tenth more than the next of the same program
+/// for as long as it lives.
 const ROUNDS: usize = 7;
 /// Bytes of one resource: of an endpoint list and of a cluster, as meshes have them.
 const ENDPOINTS: usize = 500;
@@ -44,10 +46,10 @@ fn main() {
         };
     }
     let control_plane = ControlPlane::start();
-    let relays = Relays::start(&control_plane);
     block_on(async {
-        throughput(&control_plane, &relays, Placed::ByTheKernel).await;
-        throughput(&control_plane, &relays, Placed::OnOneProcessor).await;
+        throughput(&control_plane, Placed::ByTheKernel).await;
+        throughput(&control_plane, Placed::OnOneProcessor).await;
+        let relays = Relays::start(&control_plane);
         memory(&relays).await;
         latency(&control_plane, &relays).await;
     });
@@ -92,13 +94,10 @@ enum Placed {
     OnOneProcessor,
 }
 
-async fn throughput(control_plane: &ControlPlane, relays: &Relays, placed: Placed) {
+async fn throughput(control_plane: &ControlPlane, placed: Placed) {
     let one = placed == Placed::OnOneProcessor;
-    let pin_all = |to| {
-        support::pin_all(std::process::id(), to);
-        relays.all.iter().for_each(|(_, relay, _)| relay.pin(to));
-    };
-    pin_all(one.then_some(1));
+    // The relays inherit it.
+    support::pin_all(std::process::id(), one.then_some(1));
     let mut table = Table::new(&[
         if one { "on one processor" } else { "relay" },
         "protocol",
@@ -112,27 +111,31 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays, placed: Place
     ]);
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
         for shape in shapes().filter(|shape| !one || shape.bytes == LARGE) {
+            let mut names = Vec::new();
             let mut rates = vec![Vec::new(); 4];
             let mut costs = vec![Vec::new(); 3];
             for _ in 0..ROUNDS {
+                let relays = Relays::start(control_plane);
+                names = relays.all.iter().map(|(name, ..)| *name).collect();
                 for (index, (_, process, socket)) in relays.all.iter().enumerate() {
-                    let io = connect(socket).await;
+                    let mut pull = Pull::begin(connect(socket).await, protocol, shape).await;
                     let before = process.cpu();
-                    rates[index].push(pull(io, protocol, shape).await);
+                    rates[index].push(pull.all().await);
                     costs[index].push((process.cpu() - before).as_secs_f64() / VOLUME as f64 * 1e9);
                 }
                 let io = ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
-                rates[3].push(pull(io.await.expect("a connection"), protocol, shape).await);
+                let io = io.await.expect("a connection");
+                rates[3].push(Pull::begin(io, protocol, shape).await.all().await);
             }
             let direct = median(rates[3].clone());
-            for (index, (name, ..)) in relays.all.iter().enumerate() {
+            for (index, name) in names.into_iter().enumerate() {
                 let rate = median(rates[index].clone());
                 let of = |other: usize| {
                     let pairs = costs[index].iter().zip(&costs[other]);
                     median(pairs.map(|(cost, other)| cost / other).collect())
                 };
                 table.row([
-                    (*name).to_owned(),
+                    name.to_owned(),
                     format!("{protocol:?}"),
                     format!("{} MB", shape.bytes / 1_000_000),
                     format!("{} B", shape.resource),
@@ -146,7 +149,7 @@ async fn throughput(control_plane: &ControlPlane, relays: &Relays, placed: Place
         }
     }
     table.print();
-    pin_all(None);
+    support::pin_all(std::process::id(), None);
 }
 
 fn shapes() -> impl Iterator<Item = Shape> {
@@ -156,21 +159,40 @@ fn shapes() -> impl Iterator<Item = Shape> {
         .flat_map(|size| [ENDPOINTS, CLUSTER].map(|r| Shape::new(size, r)))
 }
 
-/// Pulls the volume in messages of one shape and says how many MB a second came.
-async fn pull(
-    io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
-    protocol: Protocol,
+/// A stream over which the volume is pulled in messages of one shape.
+struct Pull {
+    client: Client,
     shape: Shape,
-) -> f64 {
-    let length = response(protocol, shape).len();
-    let mut client = Client::open(io, protocol, request(protocol, shape)).await;
-    client.read(length, None).await;
-    let start = Instant::now();
-    for _ in 0..VOLUME / shape.bytes {
-        client.ask(shape).await;
+    /// Bytes of a message.
+    length: usize,
+}
+
+impl Pull {
+    /// Opens it, and has a first message pass that counts for nothing.
+    async fn begin(
+        io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+        protocol: Protocol,
+        shape: Shape,
+    ) -> Self {
+        let length = response(protocol, shape).len();
+        let mut client = Client::open(io, protocol, request(protocol, shape)).await;
         client.read(length, None).await;
+        Self {
+            client,
+            shape,
+            length,
+        }
     }
-    VOLUME as f64 / start.elapsed().as_secs_f64() / 1e6
+
+    /// Pulls it all and says how many MB a second came.
+    async fn all(&mut self) -> f64 {
+        let start = Instant::now();
+        for _ in 0..VOLUME / self.shape.bytes {
+            self.client.ask(self.shape).await;
+            self.client.read(self.length, None).await;
+        }
+        VOLUME as f64 / start.elapsed().as_secs_f64() / 1e6
+    }
 }
 
 async fn memory(relays: &Relays) {
