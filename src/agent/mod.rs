@@ -175,11 +175,11 @@ impl Agent {
             let changes = reload::changes(envoy, &agent.config.inputs)?;
             agent.spawn_until_shutdown("watch for changes", changes);
         }
+        let dns = agent.dns()?;
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
         let (secrets, bundles) = agent.secrets(&istiod, server)?;
         pages.extend(secrets.as_ref().map(pages::certificates));
-        let dns = agent.dns()?;
         pages.extend(dns.as_ref().map(pages::name_table));
         let observer = agent.discovery(istiod.clone(), bundles, dns.clone())?;
         pages.push(pages::discovery(observer.clone()));
@@ -243,14 +243,16 @@ impl Agent {
         istiod
     }
 
-    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
+    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer; and
+    /// in between where large responses are read, as those may have the processor.
     fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
         };
         let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
         let shutdown = self.shutdown.clone();
-        let (dns, serving) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
+        let (dns, serving, help) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
+        self.config.istiod.meanwhile = istiod::Meanwhile::new(help);
         let (done, ended) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

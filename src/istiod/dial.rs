@@ -195,7 +195,7 @@ async fn attempt(
         .await?
         .and_then(|stream| prepared(stream, config))
         .map_err(|source| Cause::Connect { to, source })?;
-    let stream = Paced::new(stream);
+    let stream = Paced::new(stream, config.meanwhile.clone());
     let (io, tls): (Box<dyn Io>, _) = match tls {
         None => (Box::new(stream), None),
         Some(tls) => {

@@ -36,6 +36,7 @@ use tonic::Code;
 
 pub use connection::{About, Connection, Negotiated};
 pub use dial::{Cause, DialError, Limits};
+pub use paced::Meanwhile;
 use status::{Record, Status};
 use worker::{Ask, Worker};
 
@@ -58,6 +59,8 @@ pub struct Config {
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
+    /// What a large response must not hold up.
+    pub meanwhile: Meanwhile,
 }
 
 /// What protects the connection.

@@ -4,10 +4,15 @@
 //! and has left the processor's cache when the relay comes to pass it on. A reader that had its share
 //! stands aside once and goes on when everybody else has had a turn.
 //!
+//! What others must not wait for longer than such a turn, however busy the processors are, is done
+//! in between: see [`Meanwhile`].
+//!
 //! Does not hold back anything while there is nothing else to do.
 
+use std::fmt;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -15,17 +20,46 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// What is read in one turn: as much as the relay writes at once.
 const SHARE: usize = 128 * 1024;
 
+/// What is done after each turn of reading a large response. Nothing by default.
+#[derive(Clone, Default)]
+pub struct Meanwhile(Option<Arc<dyn Fn() + Send + Sync>>);
+
+impl Meanwhile {
+    /// `work` must not wait.
+    pub fn new(work: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(work)))
+    }
+
+    fn work(&self) {
+        if let Some(work) = &self.0 {
+            work();
+        }
+    }
+}
+
+impl fmt::Debug for Meanwhile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = self.0.as_ref().map(|_| "work");
+        f.debug_tuple("Meanwhile").field(&what).finish()
+    }
+}
+
 /// A byte stream read in turns.
 #[derive(Debug)]
 pub(super) struct Paced<T> {
     inner: T,
+    meanwhile: Meanwhile,
     /// What is left of the share.
     left: usize,
 }
 
 impl<T> Paced<T> {
-    pub(super) fn new(inner: T) -> Self {
-        Self { inner, left: SHARE }
+    pub(super) fn new(inner: T, meanwhile: Meanwhile) -> Self {
+        Self {
+            inner,
+            meanwhile,
+            left: SHARE,
+        }
     }
 }
 
@@ -37,6 +71,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Paced<T> {
     ) -> Poll<io::Result<()>> {
         if self.left == 0 {
             self.left = SHARE;
+            self.meanwhile.work();
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -81,12 +116,18 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Paced<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::Waker;
     use tokio::io::AsyncReadExt;
 
     #[test]
-    fn a_reader_that_had_its_share_stands_aside_once() {
-        let mut paced = Paced::new(&[7; 3 * SHARE][..]);
+    fn a_reader_that_had_its_share_stands_aside_once_while_other_work_is_done() {
+        let worked = Arc::new(AtomicUsize::new(0));
+        let works = worked.clone();
+        let meanwhile = Meanwhile::new(move || {
+            works.fetch_add(1, Ordering::Relaxed);
+        });
+        let mut paced = Paced::new(&[7; 3 * SHARE][..], meanwhile);
         let mut context = Context::from_waker(Waker::noop());
         let mut bytes = vec![0; SHARE];
         let mut turn = || {
@@ -96,13 +137,14 @@ mod tests {
                 .is_ready()
         };
         assert_eq!([turn(), turn(), turn(), turn()], [true, false, true, false]);
+        assert_eq!(worked.load(Ordering::Relaxed), 2);
     }
 
     #[tokio::test]
     async fn every_byte_comes() {
         let sent: Vec<u8> = (0..1_000_000_u32).map(|n| (n % 251) as u8).collect();
         let mut got = Vec::new();
-        let mut paced = Paced::new(&sent[..]);
+        let mut paced = Paced::new(&sent[..], Meanwhile::default());
         paced.read_to_end(&mut got).await.unwrap();
         assert!(got == sent);
     }

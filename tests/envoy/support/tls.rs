@@ -57,6 +57,7 @@ impl Connection {
                 timeout: PATIENCE,
             },
             limits: istiod::Limits::default(),
+            meanwhile: istiod::Meanwhile::default(),
         };
         let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
         let mut tasks = JoinSet::new();
