@@ -35,6 +35,8 @@ const MOST_FORWARDS: usize = 1024;
 /// Queries taken in one go, before others have their turn.
 const BATCH: usize = 64;
 
+/// Queries a helper takes in one go: a flood of them must not keep its thread from its own work.
+const HELPED: usize = 16;
 /// Most queries that helpers have left to a loop.
 const MOST_LEFT: usize = 1024;
 
@@ -104,12 +106,12 @@ impl<F> Helper<F> {
         Ok((helper, receiver))
     }
 
-    /// Answers from the table what is there, up to a batch. Does not wait: what others have to be
+    /// Answers from the table what is there, up to [`HELPED`]. Does not wait: what others have to be
     /// asked and what there is no room for is left to the loop.
     pub(super) fn help(&mut self) {
         let shared = self.answerer.shared.clone();
         let table = shared.tables.borrow();
-        for _ in 0..BATCH {
+        for _ in 0..HELPED {
             let Ok(left) = self.left.try_reserve() else {
                 return;
             };
@@ -338,8 +340,8 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_flood_leaves_others_their_turn() {
+    /// A socket, a client of it, and what is shared by those who serve it without a table.
+    fn unserved() -> (UdpSocket, UdpSocket, Arc<Shared<Nobody>>) {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         socket.set_nonblocking(true).expect("set");
         let client = UdpSocket::bind("127.0.0.1:0").expect("a socket");
@@ -356,8 +358,28 @@ mod tests {
             metrics: Metrics::new(&Registry::default()),
             tables,
         };
+        (socket, client, Arc::new(shared))
+    }
+
+    #[test]
+    fn a_flood_leaves_a_helper_to_its_own_work() {
+        let (socket, client, shared) = unserved();
+        let (mut helper, _left) = Helper::new(&socket, shared).expect("a socket");
+        for _ in 0..HELPED + 3 {
+            client.send(&query("a", 1, None)).expect("sent");
+        }
+        for expected in [HELPED, 3, 0] {
+            helper.help();
+            let answers = std::iter::repeat_with(|| client.recv(&mut [0; 512]));
+            assert_eq!(answers.take_while(Result::is_ok).count(), expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_flood_leaves_others_their_turn() {
+        let (socket, client, shared) = unserved();
         let (_left, left) = mpsc::channel(1);
-        let mut serving = std::pin::pin!(serve(socket, left, Arc::new(shared)));
+        let mut serving = std::pin::pin!(serve(socket, left, shared));
         let sent = 2 * BATCH + 1;
         for _ in 0..sent {
             client.send(&query("a", 1, None)).expect("sent");
