@@ -383,7 +383,7 @@ proptest! {
     }
 
     #[test]
-    fn a_further_request_never_makes_it_slower(before in events()) {
+    fn a_request_makes_it_no_slower_but_where_it_calls_off_a_successor(before in events()) {
         let requests = [ASK, ASK_AGAIN, ASK_A_THIRD_TIME];
         for (request, limits) in requests.into_iter().flat_map(|request| {
             [UNTIL_IDLE, OUTLASTED].map(|limits| (request, limits))
@@ -393,8 +393,12 @@ proptest! {
                 world.step(&mut machine, *event)?;
             }
             let left = machine.plan().at_most();
+            // The end of one that was to be replaced is the first with nobody to follow it, so its
+            // requests are now let outlast the drain.
+            let is_followed = machine.expects_the_end() && !machine.is_asked_to_stop();
+            let more = if is_followed { limits.outlast } else { Duration::ZERO };
             world.step(&mut machine, request)?;
-            prop_assert!(machine.plan().at_most() <= left);
+            prop_assert!(machine.plan().at_most() <= left + more);
         }
     }
 }
