@@ -19,7 +19,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// What is read in one turn: as much as the relay writes at once.
-const SHARE: usize = 128 * 1024;
+const SHARE: usize = 256 * 1024;
 
 /// What is freed at the end of the heap and kept for the next buffer is twice this at most.
 const KEPT: usize = 1024 * 1024;

@@ -14,8 +14,8 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// What is written at once: eight frames of the usual size with their heads.
-const CAPACITY: usize = 8 * (16 * 1024 + 9);
+/// What is written at once: sixteen frames of the usual size with their heads.
+const CAPACITY: usize = 16 * (16 * 1024 + 9);
 
 /// The stream as HTTP/2 sees it.
 pub(super) struct Coalesced<IO>(Arc<Mutex<Inner<IO>>>);

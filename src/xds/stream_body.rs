@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 
 use crate::metrics::Counter;
 
-/// Frames between the relay and Envoy's socket: 128 KiB.
-const FRAMES: usize = 8;
+/// Frames between the relay and Envoy's socket: 256 KiB.
+const FRAMES: usize = 16;
 
 /// Requests on their way to istiod, each a gRPC frame. Ends when its sender is dropped.
 #[derive(Debug)]

@@ -24,8 +24,8 @@ use tokio_util::io::poll_read_buf;
 
 /// Room for a record of any size, which is all that mostly comes.
 const RECORD: usize = 5 + 16 * 1024 + 2048;
-/// The room once a read has filled that.
-const MANY_RECORDS: usize = 4 * RECORD;
+/// The room once a read has filled that: sixteen records as TLS 1.3 makes them of 16 KiB.
+const MANY_RECORDS: usize = 16 * (5 + 16 * 1024 + 17);
 /// What is encrypted at once, and how much may wait for the socket before more is.
 const PIECE: usize = 16 * 1024;
 const MOST_UNSENT: usize = 4 * PIECE;
