@@ -229,7 +229,8 @@ pub fn request(protocol: Protocol, shape: Shape) -> Bytes {
     })
 }
 
-fn framed(message: &[u8]) -> Bytes {
+/// A message as gRPC sends it.
+pub fn framed(message: &[u8]) -> Bytes {
     let length = u32::try_from(message.len())
         .expect("under 4 GiB")
         .to_be_bytes();
@@ -291,11 +292,18 @@ impl Client {
 
     /// Asks for a message.
     pub async fn ask(&mut self, shape: Shape) {
-        let request = request(self.protocol, shape);
-        self.requests
-            .send(request)
-            .await
-            .expect("the stream is open");
+        self.send(request(self.protocol, shape)).await;
+    }
+
+    /// Sends a framed request.
+    pub async fn send(&mut self, request: Bytes) {
+        let sent = self.requests.send(request).await;
+        sent.expect("the stream is open");
+    }
+
+    /// Reads whatever comes until the stream ends.
+    pub async fn read_to_end(&mut self) {
+        while let Some(Ok(_)) = self.body.frame().await {}
     }
 
     /// Reads `bytes` bytes, pausing after each piece if a rate is given.

@@ -23,7 +23,9 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::sync::watch;
+use rustix::process::setpriority_process;
+use rustix::thread::gettid;
+use tokio::sync::{oneshot, watch};
 
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
@@ -36,6 +38,10 @@ use table::{Malformed, Table};
 /// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
 /// may, which is twice the default where nothing is configured.
 const RECEIVE_BUFFER: usize = 1 << 20;
+
+/// The nice value of a thread that builds an index: behind those that serve, the workload's proxy
+/// included, yet with a tenth of a busy processor for itself.
+const BUILDING: i32 = 10;
 
 /// How a query came, and how it is asked on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,7 +88,8 @@ pub enum Error {
 pub enum Refused {
     #[error("failed to unmarshal name table: {0}")]
     Malformed(#[from] Malformed),
-    /// The agent is ending.
+    #[error("no thread can be started to read the name table: {0}")]
+    NoThread(io::Error),
     #[error("the name table was not read to its end")]
     Interrupted,
 }
@@ -141,13 +148,13 @@ impl Dns {
     pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
         let current = self.tables.borrow().clone();
         let scope = self.scope.clone();
-        let building = tokio::task::spawn_blocking(move || {
+        let build = move || {
             if current.is_some_and(|current| current.is_of(&encoded)) {
                 return Ok(None);
             }
             Table::build(&encoded, scope).map(Some)
-        });
-        let built = building.await.map_err(|_| Refused::Interrupted)?;
+        };
+        let built = behind_all_others(build).await?;
         let update = match &built {
             Ok(Some(_)) => Update::Taken,
             Ok(None) => Update::Same,
@@ -178,6 +185,23 @@ impl Dns {
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
+}
+
+/// Does work on a thread of its own that stands aside for those that serve. It is not given back to
+/// the runtime's, as who has once stood back may not come forward again.
+async fn behind_all_others<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Refused> {
+    let (done, result) = oneshot::channel();
+    let thread = std::thread::Builder::new().name("name-table".to_owned());
+    let run = move || {
+        // A system without it is no worse than before.
+        let _ = setpriority_process(Some(gettid()), BUILDING);
+        // Whoever wanted it may be gone.
+        let _ = done.send(work());
+    };
+    thread.spawn(run).map_err(Refused::NoThread)?;
+    result.await.map_err(|_| Refused::Interrupted)
 }
 
 /// Binds both protocols to one port.

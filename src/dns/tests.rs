@@ -258,6 +258,21 @@ async fn a_table_that_cannot_be_read_leaves_the_one_before() {
 }
 
 #[tokio::test]
+async fn an_index_is_built_behind_all_others_and_one_that_cannot_be_is_told() {
+    use rustix::process::getpriority_process;
+    let niceness = || getpriority_process(Some(gettid())).unwrap();
+    let before = niceness();
+    assert!(behind_all_others(niceness).await.unwrap() >= BUILDING);
+    assert_eq!(niceness(), before);
+    let panic = || panic!("a fault");
+    let refused = behind_all_others::<()>(panic).await.expect_err("no result");
+    assert_eq!(
+        refused.to_string(),
+        "the name table was not read to its end"
+    );
+}
+
+#[tokio::test]
 async fn an_answer_of_others_is_cut_for_udp_and_whole_for_tcp() {
     let room = with_table().await;
     let long = query("long", 1, None);
