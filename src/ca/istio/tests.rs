@@ -9,7 +9,7 @@ use crate::istiod::fake::{self, Answer, Authority, Clients, ENDLESS, Fake, Files
 use crate::istiod::{Body, Istiod, Security, tls};
 
 /// What a stream may hold unread.
-const WINDOW: usize = 4 << 20;
+const WINDOW: usize = 2 << 20;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
