@@ -25,7 +25,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Mutex, OwnedMutexGuard, oneshot, watch};
 
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
@@ -102,6 +102,8 @@ pub struct Dns {
     scope: Scope,
     metrics: Metrics,
     addresses: Vec<SocketAddr>,
+    /// Held while an index is built: those whose stream has ended must not pile up.
+    building: Arc<Mutex<()>>,
 }
 
 /// Binds everything, and returns what serves there until `shutdown`, and what helps it when called.
@@ -131,6 +133,7 @@ pub fn new<F: Forward>(
         scope: config.scope,
         metrics: metrics.clone(),
         addresses,
+        building: Arc::default(),
     };
     let shared = server::Shared {
         forwarder,
@@ -146,6 +149,7 @@ impl Dns {
     /// Takes an encoded name table, once its index is built. The one before stays if it cannot be
     /// read.
     pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
+        let alone = self.building.clone().lock_owned().await;
         let current = self.tables.borrow().clone();
         let scope = self.scope.clone();
         let build = move || {
@@ -154,7 +158,7 @@ impl Dns {
             }
             Table::build(&encoded, scope).map(Some)
         };
-        let built = behind_all_others(build).await?;
+        let built = behind_all_others(alone, build).await?;
         let update = match &built {
             Ok(Some(_)) => Update::Taken,
             Ok(None) => Update::Same,
@@ -188,8 +192,10 @@ impl Dns {
 }
 
 /// Does work on a thread of its own that stands aside for those that serve. It is not given back to
-/// the runtime's, as who has once stood back may not come forward again.
+/// the runtime's, as who has once stood back may not come forward again. The work goes on `alone`,
+/// also when nobody waits for it any more.
 async fn behind_all_others<T: Send + 'static>(
+    alone: OwnedMutexGuard<()>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Refused> {
     let (done, result) = oneshot::channel();
@@ -199,6 +205,7 @@ async fn behind_all_others<T: Send + 'static>(
         let _ = setpriority_process(Some(gettid()), BUILDING);
         // Whoever wanted it may be gone.
         let _ = done.send(work());
+        drop(alone);
     };
     thread.spawn(run).map_err(Refused::NoThread)?;
     result.await.map_err(|_| Refused::Interrupted)

@@ -261,11 +261,18 @@ async fn a_table_that_cannot_be_read_leaves_the_one_before() {
 async fn an_index_is_built_behind_all_others_and_one_that_cannot_be_is_told() {
     use rustix::process::getpriority_process;
     let niceness = || getpriority_process(Some(gettid())).unwrap();
+    let alone = Arc::new(Mutex::new(()));
     let before = niceness();
-    assert!(behind_all_others(niceness).await.unwrap() >= BUILDING);
+    let held = alone.clone();
+    let built = move || (held.try_lock().is_err(), niceness());
+    let guard = alone.clone().lock_owned().await;
+    let (is_alone, nice) = behind_all_others(guard, built).await.unwrap();
+    assert!(is_alone && nice >= BUILDING, "{is_alone}, {nice}");
     assert_eq!(niceness(), before);
     let panic = || panic!("a fault");
-    let refused = behind_all_others::<()>(panic).await.expect_err("no result");
+    let guard = alone.lock_owned().await;
+    let refused = behind_all_others::<()>(guard, panic).await;
+    let refused = refused.expect_err("no result");
     assert_eq!(
         refused.to_string(),
         "the name table was not read to its end"
