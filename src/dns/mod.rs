@@ -23,9 +23,7 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rustix::process::setpriority_process;
-use rustix::thread::gettid;
-use tokio::sync::{Mutex, OwnedMutexGuard, oneshot, watch};
+use tokio::sync::{Mutex, watch};
 
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
@@ -38,10 +36,6 @@ use table::{Malformed, Table};
 /// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
 /// may, which is twice the default where nothing is configured.
 const RECEIVE_BUFFER: usize = 1 << 20;
-
-/// The nice value of a thread that builds an index: behind those that serve, the workload's proxy
-/// included, yet with a tenth of a busy processor for itself.
-const BUILDING: i32 = 10;
 
 /// How a query came, and how it is asked on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -88,8 +82,7 @@ pub enum Error {
 pub enum Refused {
     #[error("failed to unmarshal name table: {0}")]
     Malformed(#[from] Malformed),
-    #[error("no thread can be started to read the name table: {0}")]
-    NoThread(io::Error),
+    /// The agent is ending.
     #[error("the name table was not read to its end")]
     Interrupted,
 }
@@ -152,13 +145,15 @@ impl Dns {
         let alone = self.building.clone().lock_owned().await;
         let current = self.tables.borrow().clone();
         let scope = self.scope.clone();
-        let build = move || {
+        let building = tokio::task::spawn_blocking(move || {
+            // Until the end, also when nobody waits for it any more.
+            let _alone = alone;
             if current.is_some_and(|current| current.is_of(&encoded)) {
                 return Ok(None);
             }
             Table::build(&encoded, scope).map(Some)
-        };
-        let built = behind_all_others(alone, build).await?;
+        });
+        let built = building.await.map_err(|_| Refused::Interrupted)?;
         let update = match &built {
             Ok(Some(_)) => Update::Taken,
             Ok(None) => Update::Same,
@@ -189,26 +184,6 @@ impl Dns {
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
-}
-
-/// Does work on a thread of its own that stands aside for those that serve. It is not given back to
-/// the runtime's, as who has once stood back may not come forward again. The work goes on `alone`,
-/// also when nobody waits for it any more.
-async fn behind_all_others<T: Send + 'static>(
-    alone: OwnedMutexGuard<()>,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Refused> {
-    let (done, result) = oneshot::channel();
-    let thread = std::thread::Builder::new().name("name-table".to_owned());
-    let run = move || {
-        // A system without it is no worse than before.
-        let _ = setpriority_process(Some(gettid()), BUILDING);
-        // Whoever wanted it may be gone.
-        let _ = done.send(work());
-        drop(alone);
-    };
-    thread.spawn(run).map_err(Refused::NoThread)?;
-    result.await.map_err(|_| Refused::Interrupted)
 }
 
 /// Binds both protocols to one port.

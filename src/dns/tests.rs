@@ -1,5 +1,6 @@
 //! The room over real sockets.
 
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -257,26 +258,24 @@ async fn a_table_that_cannot_be_read_leaves_the_one_before() {
     assert!(room.registry.render().contains(same));
 }
 
-#[tokio::test]
-async fn an_index_is_built_behind_all_others_and_one_that_cannot_be_is_told() {
-    use rustix::process::getpriority_process;
-    let niceness = || getpriority_process(Some(gettid())).unwrap();
-    let alone = Arc::new(Mutex::new(()));
-    let before = niceness();
-    let held = alone.clone();
-    let built = move || (held.try_lock().is_err(), niceness());
-    let guard = alone.clone().lock_owned().await;
-    let (is_alone, nice) = behind_all_others(guard, built).await.unwrap();
-    assert!(is_alone && nice >= BUILDING, "{is_alone}, {nice}");
-    assert_eq!(niceness(), before);
-    let panic = || panic!("a fault");
-    let guard = alone.lock_owned().await;
-    let refused = behind_all_others::<()>(guard, panic).await;
-    let refused = refused.expect_err("no result");
-    assert_eq!(
-        refused.to_string(),
-        "the name table was not read to its end"
-    );
+#[test]
+fn an_index_nobody_waits_for_any_more_is_built_before_the_next() {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_all().max_blocking_threads(1).build();
+    runtime.unwrap().block_on(async {
+        let (room, _serving, _) = unserved();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        // The one thread there is for such work is taken until then.
+        let busy = tokio::task::spawn_blocking(move || ended.recv());
+        let mut update = Box::pin(room.dns.update(Bytes::new()));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(update.as_mut().poll(&mut context).is_pending());
+        drop(update);
+        assert!(room.dns.building.try_lock().is_err());
+        drop(end);
+        assert!(busy.await.unwrap().is_err());
+        drop(room.dns.building.lock().await);
+    });
 }
 
 #[tokio::test]

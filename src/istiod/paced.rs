@@ -5,7 +5,7 @@
 //! stands aside once and goes on when everybody else has had a turn.
 //!
 //! What others must not wait for longer than such a turn, however busy the processors are, is done
-//! in between: see [`Meanwhile`].
+//! in between: see [`Meanwhile`]. Then threads that wait for this one's processor have it.
 //!
 //! Does not hold back anything while there is nothing else to do.
 
@@ -87,6 +87,8 @@ impl<T: AsyncRead + Unpin> AsyncRead for Paced<T> {
             self.left = SHARE;
             keep_freed_memory();
             self.meanwhile.work();
+            // Other threads wait for the end of the time slice otherwise, for a millisecond and more.
+            std::thread::yield_now();
             context.waker().wake_by_ref();
             return Poll::Pending;
         }

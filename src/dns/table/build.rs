@@ -9,6 +9,7 @@
 use std::cmp::Ordering;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
+use std::thread::yield_now;
 
 use super::index::Index;
 use super::proto::{self, Malformed};
@@ -17,6 +18,10 @@ use crate::dns::scope::Scope;
 
 /// Most bytes of a table.
 const LARGEST: usize = 1 << 30;
+
+/// How much is done between two moments in which others may have the processor: less than 0.1 ms.
+const TURN: usize = 256;
+const TURN_BYTES: usize = 64 * 1024;
 
 const KUBERNETES: &[u8] = b"Kubernetes";
 
@@ -48,8 +53,7 @@ impl Table {
         }
         let count = count(encoded)?;
         let mut builder = Builder {
-            // A copy of just this size lets go of the message around it.
-            raw: encoded.into(),
+            raw: copy(encoded),
             scope,
             entries: Vec::with_capacity(count + 1),
             alts: Vec::new(),
@@ -61,11 +65,31 @@ impl Table {
     }
 }
 
+/// A copy of just this size lets go of the message around it.
+fn copy(encoded: &[u8]) -> Box<[u8]> {
+    let mut raw = Vec::with_capacity(encoded.len());
+    for piece in encoded.chunks(TURN_BYTES) {
+        raw.extend_from_slice(piece);
+        yield_now();
+    }
+    raw.into()
+}
+
+/// Lets others have the processor now and then. A thread that is woken while this one computes waits
+/// until the time slice is over otherwise, for milliseconds, and a nice value does not help it: the
+/// kernel lets who runs come to its end (EEVDF, `RUN_TO_PARITY`).
+fn make_way(done: usize) {
+    if done.is_multiple_of(TURN) {
+        yield_now();
+    }
+}
+
 fn count(encoded: &[u8]) -> Result<usize, Malformed> {
     let mut count = 0;
     for field in proto::fields(encoded, 0..encoded.len()) {
         let (number, _) = field?;
         count += usize::from(number == 1);
+        make_way(count);
     }
     Ok(count)
 }
@@ -76,6 +100,7 @@ impl Builder {
         for field in proto::fields(&raw, 0..raw.len()) {
             if let (1, place) = field? {
                 self.read_entry(&raw, place)?;
+                make_way(self.entries.len());
             }
         }
         self.raw = raw;
@@ -223,9 +248,11 @@ impl Builder {
         // A number of entries, as is counted in four bytes.
         for entry in 0..count as u32 {
             table.enter(&mut index, entry);
+            make_way(entry as usize);
         }
         for alt in 0..table.alts.len() as u32 {
             table.enter_name(&mut index, Reference::new(Kind::Alt, alt));
+            make_way(alt as usize);
         }
         table.index = index;
         table
