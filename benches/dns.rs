@@ -10,9 +10,10 @@
 mod support;
 
 use std::future::poll_fn;
-use std::io::ErrorKind;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::process::Command;
+use std::path::Path;
+use std::process::{ChildStdin, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, ready};
@@ -49,31 +50,39 @@ const ROUNDS: usize = 15;
 const SETTLE: Duration = Duration::from_millis(500);
 const HOSTS: usize = 10_000;
 const MANY_HOSTS: usize = 100_000;
+/// Versions of what the control plane serves: few names, and many with clusters.
+const SMALL: u8 = 0;
+const LARGE: u8 = 1;
+const OTHER_LARGE: u8 = 2;
 /// Of the push that passes meanwhile.
 const PUSH: usize = 100 * 1024 * 1024;
+/// Bytes of pushes that Envoy has got.
+static PASSED: AtomicU64 = AtomicU64::new(0);
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
-    if let [_, role, address] = arguments.as_slice()
-        && role == "echo"
-    {
-        return block_on(echo(address));
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [_, "echo", address] => return block_on(echo(address)),
+        [_, "control-plane", directory] => return block_on(control_plane(directory.as_ref())),
+        _ => {}
     }
-    index();
-    let mesh = Mesh::start();
-    mesh.serve(HOSTS);
-    let (agent, envoy) = mesh.agent();
-    let own = std::env::current_exe().expect("this program");
+    let all = arguments.iter().all(|argument| argument != "meanwhile");
+    if all {
+        index();
+    }
+    let mut mesh = Mesh::start();
+    let agent = mesh.agent();
     let echo_address = free_port();
-    let echo = Process::start(Command::new(own).args(["echo", &echo_address.to_string()]));
+    let echo = Process::start(own().args(["echo", &echo_address.to_string()]));
     wait_for(echo_address);
     wait_for(mesh.dns);
-    apart(&[&agent, &echo]);
-    lookups(&agent, mesh.dns, &echo, echo_address);
-    beside_others(&mesh, &agent, &echo, echo_address);
-    together(&[&agent, &echo]);
-    disturbed(&mesh, &agent, &echo, echo_address);
-    drop(envoy);
+    if all {
+        apart(&[&agent, &echo]);
+        lookups(&agent, mesh.dns, &echo, echo_address);
+        beside_others(&mesh, &agent, &echo, echo_address);
+        together(&[&agent, &echo]);
+    }
+    disturbed(&mut mesh, &agent, &echo, echo_address);
 }
 
 /// Who asks has a processor, and who answers another: where the kernel would place them from moment
@@ -275,14 +284,7 @@ fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: Soc
 /// Lookups while a large push passes and a large table is swapped, and while nothing does, in turns.
 ///
 /// The echo has nothing to do with either; what it shows is the machine.
-fn disturbed(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
-    // Made before, so that only the agent is disturbed by them.
-    let made = [1, 2].map(|version| snapshot(MANY_HOSTS, version, PUSH));
-    let push = |number: usize| {
-        let [odd, even] = &made;
-        let next = if number.is_multiple_of(2) { even } else { odd };
-        mesh.snapshots.send_replace(next.clone());
-    };
+fn disturbed(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
     let both = [
         ("bare echo", echo, echo_address),
         ("agent", agent, mesh.dns),
@@ -292,8 +294,8 @@ fn disturbed(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: SocketA
     for _ in 0..ROUNDS {
         for ((_, process, address), (quiet, busy)) in both.iter().zip(&mut rounds) {
             quiet.push(round(process, *address, ROUND));
+            mesh.serve(if pushes % 2 == 0 { LARGE } else { OTHER_LARGE });
             pushes += 1;
-            push(pushes);
             busy.push(round(process, *address, ROUND));
             std::thread::sleep(SETTLE);
         }
@@ -327,6 +329,11 @@ fn disturbed(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: SocketA
         ]);
     }
     page.print();
+    let [of_echo, of_agent] = rounds.map(|(_, busy)| busy);
+    let renewed = of_agent.iter().filter(|round| round.renewed).count();
+    let rounds = of_echo.iter().chain(&of_agent);
+    let whole = rounds.filter(|round| round.passed >= PUSH as u64).count();
+    println!("Within their second: {whole} of {pushes} pushes, {renewed} of {ROUNDS} new tables.");
 }
 
 /// What one round of queries showed.
@@ -335,6 +342,10 @@ struct Round {
     p50: f64,
     p99: f64,
     lost: u64,
+    /// Whether the answers changed meanwhile, as they do with another name table.
+    renewed: bool,
+    /// What Envoy got meanwhile, in bytes.
+    passed: u64,
 }
 
 /// Sends queries at a fixed rate and waits for no answer before the next.
@@ -352,6 +363,7 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
         std::thread::spawn(move || receive(&socket, &sent, start))
     };
     let cpu = server.cpu();
+    let before = PASSED.load(Ordering::Relaxed);
     let count = RATE * time.as_secs();
     for number in 0..count {
         let due = Duration::from_nanos(number * 1_000_000_000 / RATE);
@@ -365,7 +377,8 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
         sent[usize::from(id)].store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         socket.send(&query).expect("sent");
     }
-    let mut latencies = receiving.join().expect("answers");
+    let passed = PASSED.load(Ordering::Relaxed) - before;
+    let (mut latencies, renewed) = receiving.join().expect("answers");
     urgency(0);
     let cpu = (server.cpu() - cpu).as_secs_f64() * 1e6;
     latencies.sort_by(f64::total_cmp);
@@ -375,7 +388,14 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
         p50: at(0.5),
         p99: at(0.99),
         lost: count - latencies.len() as u64,
+        renewed,
+        passed,
     }
+}
+
+/// This program, in a process of its own.
+fn own() -> Command {
+    Command::new(std::env::current_exe().expect("this program"))
 }
 
 /// Sets the thread's nice value. Only root may have it low.
@@ -393,10 +413,11 @@ fn behind_everything() {
         .status();
 }
 
-fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> Vec<f64> {
+fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> (Vec<f64>, bool) {
     let patience = Some(Duration::from_secs(1));
     socket.set_read_timeout(patience).expect("a timeout");
     let mut latencies = Vec::new();
+    let (mut version, mut renewed) = (None, false);
     let mut reply = [0; 512];
     while let Ok(length) = socket.recv(&mut reply) {
         assert!(length > 12 && reply[2] & 0x80 != 0, "no answer");
@@ -404,82 +425,104 @@ fn receive(socket: &UdpSocket, sent: &[AtomicU64], start: Instant) -> Vec<f64> {
         let id = usize::from(u16::from_be_bytes([reply[0], reply[1]]));
         let at = sent[id].load(Ordering::Relaxed);
         latencies.push((start.elapsed().as_nanos() as u64 - at) as f64 / 1e3);
+        // Where an address ends, which says which table it is from; an echo ends as its question.
+        let last = reply[length - 1];
+        renewed |= version.replace(last).is_some_and(|before| before != last);
     }
-    latencies
+    (latencies, renewed)
 }
 
-/// A control plane that serves snapshots, and where its agent answers DNS.
+/// Serves one of three snapshots, the small one until told otherwise: a byte on standard input is
+/// the version of the next. What the agent needs to know of it is in the directory.
+async fn control_plane(directory: &Path) {
+    // In truth it is on another machine.
+    behind_everything();
+    let made = [
+        snapshot(HOSTS, SMALL, 0),
+        snapshot(MANY_HOSTS, LARGE, PUSH),
+        snapshot(MANY_HOSTS, OTHER_LARGE, PUSH),
+    ];
+    let snapshots = watch::Sender::new(made[0].clone());
+    let options = Options {
+        snapshots: Some(snapshots.subscribe()),
+        ..Options::default()
+    };
+    let istiod = LocalIstiod::start(options).await.expect("a control plane");
+    let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
+    let token = token.expect("a token");
+    write(directory, "var/run/secrets/tokens/istio-token", &token);
+    write(directory, "root.pem", &istiod.root_pem());
+    println!("localhost:{}", istiod.address.port());
+    std::thread::spawn(move || {
+        let mut version = [0];
+        while std::io::stdin().read_exact(&mut version).is_ok() {
+            snapshots.send_replace(made[usize::from(version[0])].clone());
+        }
+        // Whoever measures has ended.
+        std::process::exit(0);
+    });
+    std::future::pending::<()>().await;
+}
+
+/// A control plane in a process of its own, and where its agent answers DNS.
 struct Mesh {
-    snapshots: watch::Sender<Arc<Snapshot>>,
+    _control_plane: Process,
+    versions: ChildStdin,
     address: String,
-    root: String,
     dns: SocketAddr,
     directory: tempfile::TempDir,
 }
 
 impl Mesh {
     fn start() -> Self {
-        let snapshots = watch::Sender::new(Arc::new(Snapshot::default()));
-        let served = snapshots.subscribe();
-        let (ready, started) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            // In truth it is on another machine.
-            behind_everything();
-            block_on(async {
-                let options = Options {
-                    snapshots: Some(served),
-                    ..Options::default()
-                };
-                let istiod = LocalIstiod::start(options).await.expect("a control plane");
-                let token = istiod.mint_token("default", "bench", Duration::from_secs(3600));
-                let address = format!("localhost:{}", istiod.address.port());
-                let started = (address, istiod.root_pem(), token.expect("a token"));
-                ready.send(started).expect("awaited");
-                std::future::pending::<()>().await;
-            });
-        });
-        let (address, root, token) = started.recv().expect("a control plane");
         let directory = tempfile::tempdir().expect("a directory");
-        write(
-            directory.path(),
-            "var/run/secrets/tokens/istio-token",
-            &token,
-        );
-        write(
-            directory.path(),
-            "resolv.conf",
-            "search ns1.svc.cluster.local\n",
-        );
+        let search = "search ns1.svc.cluster.local\n";
+        write(directory.path(), "resolv.conf", search);
+        let mut command = own();
+        command.arg("control-plane").arg(directory.path());
+        // It keeps the memory of a push for the next: the kernel gives and takes 100 MB in stretches
+        // of milliseconds that nobody may interrupt (mallopt(3)).
+        let keep = [
+            ("MALLOC_MMAP_MAX_", "0"),
+            ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
+        ];
+        command.envs(keep);
+        let (control_plane, versions, output) = Process::with_pipes(&mut command);
+        let mut address = String::new();
+        let read = BufReader::new(output).read_line(&mut address);
+        read.expect("a control plane");
+        assert!(!address.is_empty(), "the control plane has ended");
         Self {
-            snapshots,
-            address,
-            root,
+            _control_plane: control_plane,
+            versions,
+            address: address.trim().to_owned(),
             dns: free_port(),
             directory,
         }
     }
 
-    fn serve(&self, hosts: usize) {
-        self.snapshots.send_replace(snapshot(hosts, 0, 0));
+    fn serve(&mut self, version: u8) {
+        self.versions.write_all(&[version]).expect("it runs");
     }
 
     /// An agent with an Envoy that reads what it is sent, on a thread that ends with the program.
-    fn agent(&self) -> (Process, std::thread::JoinHandle<()>) {
+    fn agent(&self) -> Process {
         let settings = [
             ("ISTIO_META_DNS_CAPTURE", "true".to_owned()),
             ("DNS_PROXY_ADDR", self.dns.to_string()),
             ("ISTIO_AGENT_RESOLV_CONF", "resolv.conf".to_owned()),
         ];
         let path = self.directory.path();
-        let agent = Process::relay_with(path, &self.address, &self.root, &settings);
+        let root = std::fs::read_to_string(path.join("root.pem")).expect("a root");
+        let agent = Process::relay_with(path, &self.address, &root, &settings);
         let socket = path.join("etc/istio/proxy/XDS");
-        let envoy = std::thread::spawn(move || block_on(read_everything(&socket)));
-        (agent, envoy)
+        std::thread::spawn(move || block_on(read_everything(&socket)));
+        agent
     }
 }
 
 /// Subscribes as Envoy does, and only counts what comes: what Envoy makes of it is not the agent's.
-async fn read_everything(socket: &std::path::Path) {
+async fn read_everything(socket: &Path) {
     let request = |type_url: &str| {
         let node = Node {
             id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(),
@@ -495,7 +538,7 @@ async fn read_everything(socket: &std::path::Path) {
     let io = connect(socket).await;
     let mut client = Client::open(io, Protocol::StateOfTheWorld, request(CLUSTER)).await;
     client.send(request(LISTENER)).await;
-    client.read_to_end().await;
+    client.read_to_end(&PASSED).await;
 }
 
 fn snapshot(hosts: usize, version: u8, clusters: usize) -> Arc<Snapshot> {

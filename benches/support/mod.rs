@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -37,6 +37,18 @@ impl Process {
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let used = Mutex::default();
         Self { child, used }
+    }
+
+    /// Like [`Process::start`], with pipes to and from it.
+    pub fn with_pipes(command: &mut Command) -> (Self, ChildStdin, ChildStdout) {
+        let pipes = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = pipes
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let input = child.stdin.take().expect("a pipe");
+        let output = child.stdout.take().expect("a pipe");
+        let used = Mutex::default();
+        (Self { child, used }, input, output)
     }
 
     /// The agent without Envoy, in `directory`, with its relay's istiod at `address`.

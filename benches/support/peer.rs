@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -301,9 +302,12 @@ impl Client {
         sent.expect("the stream is open");
     }
 
-    /// Reads whatever comes until the stream ends.
-    pub async fn read_to_end(&mut self) {
-        while let Some(Ok(_)) = self.body.frame().await {}
+    /// Reads whatever comes until the stream ends, and counts it meanwhile.
+    pub async fn read_to_end(&mut self, read: &AtomicU64) {
+        while let Some(Ok(frame)) = self.body.frame().await {
+            let bytes = frame.data_ref().map_or(0, Bytes::len);
+            read.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
     }
 
     /// Reads `bytes` bytes, pausing after each piece if a rate is given.
