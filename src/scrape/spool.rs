@@ -100,7 +100,8 @@ impl Sink for Spool {
     }
 
     fn write(&mut self, samples: &[u8]) {
-        let Some(held) = self.families.last_mut() else {
+        // A piece must not be of a segment that never comes to be.
+        let Some(held) = self.families.last_mut().filter(|_| !samples.is_empty()) else {
             return;
         };
         let begin = self.open.len();
@@ -236,7 +237,8 @@ impl Reader {
     fn piece(&mut self, family: usize, piece: usize) -> io::Result<&[u8]> {
         let piece = &self.spool.families[family].pieces[piece];
         if self.number != Some(piece.segment) {
-            self.lines = self.spool.segments[piece.segment].lines()?;
+            let segment = self.spool.segments.get(piece.segment);
+            self.lines = segment.map_or(Ok(Vec::new()), Segment::lines)?;
             self.number = Some(piece.segment);
         }
         Ok(self.lines.get(piece.lines.clone()).unwrap_or_default())

@@ -429,6 +429,19 @@ async fn a_target_over_the_limit_is_cut_off_at_a_line() {
 }
 
 #[tokio::test]
+async fn a_last_family_that_fills_what_is_held_to_the_byte_is_passed_on() {
+    let envoy = page("text/plain", "");
+    let line = format!("a{{x=\"{}\"}} 1\n", "y".repeat(90));
+    // What is held back is let out every 326 lines, and a segment is full after the second time.
+    for lines in [325, 326, 327, 651, 652, 653] {
+        let large = page("text/plain", line.repeat(lines));
+        let (scrape, _) = scrape(envoy, &[large, page("text/plain", "b 1\n")]);
+        let found = others(&scrape, &[]).await;
+        assert_eq!(found.len(), lines * line.len() + 4, "{lines}");
+    }
+}
+
+#[tokio::test]
 async fn of_a_family_too_large_to_compare_the_first_targets_series_are_all_there() {
     const MANY: usize = 70_000;
     let series = |target: &str| -> String {
