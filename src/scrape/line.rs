@@ -288,7 +288,8 @@ fn name_length(text: &str, colons: bool) -> usize {
     }
 }
 
-/// How far it is to the closing quote. None when there is none, or an escape nobody knows.
+/// How far it is to the closing quote. None when there is none. Prometheus takes a backslash before
+/// anything, and as itself before what is no escape.
 fn quoted_length(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let mut end = 0;
@@ -297,9 +298,7 @@ fn quoted_length(text: &str) -> Option<usize> {
         if bytes[end] == b'"' {
             return Some(end);
         }
-        if !matches!(bytes.get(end + 1), Some(b'\\' | b'"' | b'n')) {
-            return None;
-        }
+        bytes.get(end + 1)?;
         end += 2;
     }
 }
@@ -371,7 +370,7 @@ mod tests {
             "a{b=c} 1",
             "a{b=\"c} 1",
             "a{b=\"c\"",
-            "a{b=\"\\x\"} 1",
+            "a{b=\"\\\"} 1",
             "a{b=\"1\" c=\"2\"} 1",
             "a{b=\"1\",b=\"2\"} 1",
             "a one",
