@@ -38,6 +38,8 @@ pub mod clock;
 
 pub mod backoff;
 
+mod request_path;
+
 pub mod compliance;
 
 pub mod unix_socket;

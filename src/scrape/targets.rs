@@ -6,6 +6,8 @@
 
 use serde::Deserialize;
 
+use crate::request_path::escaped;
+
 /// Ports of Envoy and of the agent: none of them is the application's.
 const RESERVED: [u16; 9] = [
     15000, 15001, 15004, 15006, 15008, 15020, 15021, 15053, 15090,
@@ -31,8 +33,6 @@ pub enum Error {
     Status(u16),
     #[error("port {0}, which is reserved for Envoy and the agent")]
     Reserved(u16),
-    #[error("path {0:?}, which cannot stand in a request")]
-    Path(String),
 }
 
 #[derive(Deserialize)]
@@ -91,12 +91,9 @@ fn target(port: &str, path: &str, status_port: u16) -> Result<Target, Error> {
     }
     let path = match path {
         "" => DEFAULT_PATH.to_owned(),
-        path if path.starts_with('/') => path.to_owned(),
-        path => format!("/{path}"),
+        path if path.starts_with('/') => escaped(path),
+        path => format!("/{}", escaped(path)),
     };
-    if path.parse::<http::uri::PathAndQuery>().is_err() {
-        return Err(Error::Path(path));
-    }
     Ok(Target { port: number, path })
 }
 
@@ -115,6 +112,7 @@ mod tests {
             ),
             (r#"{"scrape":"false","port":"15020"}"#, vec![]),
             (r#"{"path":"m"}"#, vec![(80, "/m")]),
+            (r#"{"path":"/m \n"}"#, vec![(80, "/m%20%0A")]),
             (
                 r#"{"port":"1","targets":[{"port":"2"},{"port":"3","path":"/x"}]}"#,
                 vec![(2, "/metrics"), (3, "/x")],
@@ -146,7 +144,6 @@ mod tests {
                 "port 15090, which is reserved",
             ),
             (r#"{"targets":[{}]}"#, "port \"\""),
-            (r#"{"path":"/a b"}"#, "path \"/a b\""),
         ] {
             let error = parse(json, 15099).expect_err(json).to_string();
             assert!(error.contains(expected), "{json}: {error}");

@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use crate::probe::Kind;
+use crate::request_path;
 
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
@@ -97,7 +98,7 @@ fn prober(path: &str, value: &Value) -> Result<Prober, Problem> {
         kind: match name {
             "httpGet" => Kind::Http {
                 is_https: reader.text(target, "scheme")? == "HTTPS",
-                path: escaped(&reader.text(target, "path")?),
+                path: request_path::escaped(&reader.text(target, "path")?),
             },
             "tcpSocket" => Kind::Tcp,
             _ => Kind::Grpc {
@@ -106,24 +107,6 @@ fn prober(path: &str, value: &Value) -> Result<Prober, Problem> {
         },
         timeout: reader.timeout(prober)?,
     })
-}
-
-/// A path as it can stand in a request. People write it as they like, and Go escapes it as well.
-fn escaped(path: &str) -> String {
-    let mut text = String::with_capacity(path.len());
-    let mut is_query = false;
-    for byte in path.bytes() {
-        is_query |= byte == b'?';
-        let stays = byte.is_ascii_alphanumeric()
-            || b"-._~!$&'()*+,;=:@/?#[]%".contains(&byte)
-            || is_query && byte.is_ascii_graphic() && !b"\"<>".contains(&byte);
-        if stays {
-            text.push(byte.into());
-        } else {
-            text += &format!("%{byte:02X}");
-        }
-    }
-    text
 }
 
 fn is_path(path: &str) -> bool {
@@ -238,20 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_stand_in_a_request_is_escaped() {
-        for (path, expected) in [
-            ("/a b", "/a%20b"),
-            ("/<{\"|^`\\é>", "/%3C%7B%22%7C%5E%60%5C%C3%A9%3E"),
-            ("/a%20b/[c]?d={e|f} <#g", "/a%20b/[c]?d={e|f}%20%3C#g"),
-            ("-._~!$&'()*+,;=:@/?", "-._~!$&'()*+,;=:@/?"),
-        ] {
-            assert_eq!(escaped(path), expected);
-        }
-        let all: String = (0..=255_u8).map(char::from).collect();
-        for path in [format!("/{all}"), format!("/?{all}")] {
-            let parsed = escaped(&path).parse::<::http::uri::PathAndQuery>();
-            assert!(parsed.is_ok(), "{parsed:?}");
-        }
+    fn of_a_path_what_cannot_stand_in_a_request_is_escaped() {
         let text = r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": "/a b"}}}"#;
         let (is_https, path) = (false, "/a%20b".to_owned());
         assert_eq!(only(text).kind, Kind::Http { is_https, path });
