@@ -22,7 +22,9 @@ fn main() -> std::process::ExitCode {
         Err(Refused::Help(text)) => print(text.trim_end()),
         Err(Refused::Error(text)) => Err(text.into()),
     };
-    done.unwrap_or_else(|error| fail(error.as_ref())).into()
+    let code = done.unwrap_or_else(|error| fail(error.as_ref()));
+    logging::finish();
+    code.into()
 }
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {

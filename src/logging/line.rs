@@ -21,6 +21,13 @@ pub(super) struct Content {
 }
 
 impl Content {
+    pub(super) fn of(message: String) -> Self {
+        Self {
+            message,
+            labels: Vec::new(),
+        }
+    }
+
     /// Takes over the labels of a span around the event.
     pub(super) fn inherit(&mut self, span: &Self) {
         self.labels.extend(span.labels.iter().cloned());

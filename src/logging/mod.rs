@@ -3,17 +3,19 @@
 //! A tracing target is a scope; targets inside this crate belong to scope `default`, and those of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
 //! scope (not for `default`), caller (where asked for), message, labels, those of spans around the
-//! event first. A line that cannot be written is lost.
+//! event first. A line that cannot be written is lost; one for which there is no room waits, without
+//! whoever logs it.
 //!
 //! Does not rotate files, and prints no stack traces.
 
 mod levels;
 mod line;
+mod outlet;
 mod recent;
 
 use std::io::{self, Write as _};
 use std::sync::{Mutex, OnceLock};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
@@ -23,6 +25,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 use levels::{Levels, scope_of};
 use line::{Content, Line};
+use outlet::Outlet;
 pub use recent::Entry;
 use recent::Recent;
 
@@ -98,6 +101,9 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
     Levels::parse(flag).map(drop)
 }
 
+/// How long the end may wait for readers of the log.
+const FINISH_LIMIT: Duration = Duration::from_secs(1);
+
 /// What the one log of this process has seen last.
 static RECENT: OnceLock<Recent> = OnceLock::new();
 
@@ -106,9 +112,15 @@ pub fn recent() -> Vec<Entry> {
     RECENT.get().map(Recent::entries).unwrap_or_default()
 }
 
+/// Has what is logged so far reach its readers, if they do not take too long.
+pub fn finish() {
+    outlet::finish(FINISH_LIMIT);
+}
+
 /// Logs from here on as `options` say.
 pub fn init(options: Options) -> Result<(), Error> {
-    let sinks = options.targets.iter().map(|target| open(target));
+    let sinks = options.targets.iter();
+    let sinks = sinks.map(|target| open(target, options.json));
     let layer = Lines {
         levels: options.levels,
         json: options.json,
@@ -122,10 +134,10 @@ pub fn init(options: Options) -> Result<(), Error> {
 
 type Sink = Box<dyn io::Write + Send>;
 
-fn open(target: &str) -> Result<Sink, Error> {
+fn open(target: &str, json: bool) -> Result<Sink, Error> {
     Ok(match target {
-        "stdout" => Box::new(io::stdout()),
-        "stderr" => Box::new(io::stderr()),
+        "stdout" => Box::new(Outlet::new(io::stdout(), json)),
+        "stderr" => Box::new(Outlet::new(io::stderr(), json)),
         path => {
             let file = std::fs::OpenOptions::new()
                 .create(true)
