@@ -30,7 +30,8 @@ use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
 use crate::cli::version;
-use crate::config::Config;
+use crate::clock::Clock;
+use crate::config::{Config, Unusable};
 use crate::envoy::orphans::Own;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -49,7 +50,7 @@ use crate::{dns, status, xds};
 use name_tables::NameTables;
 use overview::Rooms;
 use reload::{Inputs, Load};
-use secret_sockets::Settled;
+use secret_sockets::{Server, Settled};
 use trust_bundles::TrustBundles;
 
 /// How long the rooms may take to end once Envoy is gone.
@@ -108,6 +109,9 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
             .map(|config| status::bind(config.port));
         let port = port.transpose().map_err(status::Error::from)?;
         let settled = secret_sockets::settle(&config).await?;
+        if settled.server == Server::Agent && !config.authority_problems.is_empty() {
+            return Err(Unusable(config.authority_problems).into());
+        }
         settled.tell(&mut config.bootstrap.node);
         let agent = Agent::build(config, port, settled, load, timeline, &stop)?;
         agent.run(stop).await
@@ -176,6 +180,7 @@ impl Agent {
             agent.spawn_until_shutdown("watch for changes", changes);
         }
         let dns = agent.dns()?;
+        agent.token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         pages.push(pages::istiod(&istiod));
         let (secrets, bundles) = agent.secrets(&istiod, server)?;
@@ -235,6 +240,15 @@ impl Agent {
             let scrape = scrape.clone();
             Box::pin(async move { scrape.page(request).await })
         })
+    }
+
+    /// Fetches what istiod knows the agent by, for discovery as for certificates.
+    fn token(&mut self) {
+        if let Some(token) = self.config.google_token.clone() {
+            let platform = self.config.platform.clone();
+            let fetching = google_token::keep_fresh(token, platform, Clock::system());
+            self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
+        }
     }
 
     fn istiod(&mut self, name: &'static str, config: istiod::Config) -> Istiod {

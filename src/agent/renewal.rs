@@ -1,10 +1,10 @@
-//! Connects the keeper of secrets to its authority and to whoever provides the token.
+//! Connects the keeper of secrets to its authority.
 //!
 //! Does not serve secrets.
 
 use std::time::Duration;
 
-use super::{Agent, google_token};
+use super::Agent;
 use crate::ca::csr::KeyType;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
@@ -12,7 +12,7 @@ use crate::config::KeyChoice;
 use crate::istiod::Istiod;
 use crate::secrets::{self, Secrets};
 
-/// How long one certificate request may take, connecting included.
+/// How long istiod may take to be connected to, and at first to answer a certificate request.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
@@ -22,11 +22,6 @@ impl Agent {
             Some(config) => self.istiod("connection to the certificate authority", config),
             None => istiod.clone(),
         };
-        if let Some(token) = self.config.google_token.clone() {
-            let platform = self.config.platform.clone();
-            let fetching = google_token::keep_fresh(token, platform, Clock::system());
-            self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
-        }
         let parameters = &self.config.secrets;
         let signer = parameters.cert_signer.clone().unwrap_or_default();
         let authority = IstioCa::new(authority, signer, SIGNING_LIMIT);

@@ -28,7 +28,10 @@ const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 /// What discovery and certificates are asked for by different variables.
 #[derive(Clone, Copy)]
 enum Purpose {
-    Discovery,
+    /// Of workloads whose certificates come from files only, or from an authority.
+    Discovery {
+        has_authority: bool,
+    },
     Certificates,
 }
 
@@ -41,12 +44,19 @@ pub struct GoogleToken {
 
 impl Sources<'_> {
     /// The connection for discovery, and the one for certificates if there is one and it differs.
-    pub(super) fn control_plane(&mut self, has_authority: bool) -> (Config, Option<Config>) {
+    ///
+    /// What is wrong with the latter alone is set apart if somebody else `may_serve` the workload's
+    /// secrets: nobody signs anything then.
+    pub(super) fn control_plane(
+        &mut self,
+        has_authority: bool,
+        may_serve: bool,
+    ) -> (Config, Option<Config>) {
         let address = self.mesh.discovery_address.clone();
         let discovery = if self.mesh.plaintext {
             Security::Plaintext
         } else {
-            let mut tls = self.tls(Purpose::Discovery, &address, true);
+            let mut tls = self.tls(Purpose::Discovery { has_authority }, &address, true);
             if !has_authority && tls.client.is_none() {
                 tls.client = self.mounted_client();
             }
@@ -56,7 +66,11 @@ impl Sources<'_> {
         if !has_authority {
             return (discovery, None);
         }
+        let before = self.problems.len();
         let certificates = self.certificates();
+        if may_serve {
+            self.authority_problems = self.problems.split_off(before);
+        }
         let differs = !is_same(&discovery, &certificates);
         (discovery, differs.then_some(certificates))
     }
@@ -225,20 +239,22 @@ impl Sources<'_> {
     /// client certificate, the one named beside mounted certificates, istiod's own.
     fn roots(&mut self, purpose: Purpose) -> tls::Roots {
         let (name, given) = match purpose {
-            Purpose::Discovery => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),
+            Purpose::Discovery { .. } => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),
             Purpose::Certificates => ("CA_ROOT_CA", self.get(&variables::CA_ROOT_CA)),
         };
         let provider = self.get(&variables::PILOT_CERT_PROVIDER);
         let client = PathBuf::from(self.get(&variables::PROV_CERT));
         let named = match purpose {
-            Purpose::Discovery if self.get(&variables::FILE_MOUNTED_CERTS) => {
+            Purpose::Discovery {
+                has_authority: false,
+            } => {
                 let named = self.mesh.metadata.get("ISTIO_META_TLS_CLIENT_ROOT_CERT");
                 named.cloned().unwrap_or_default()
             }
             _ => String::new(),
         };
         let mounted = match purpose {
-            Purpose::Discovery => self.is_file(MOUNTED_ROOT),
+            Purpose::Discovery { .. } => self.is_file(MOUNTED_ROOT),
             Purpose::Certificates => provider == "custom",
         };
         match given.as_str() {

@@ -86,6 +86,9 @@ pub struct Config {
     pub status: Option<crate::status::Config>,
     /// Only logged: there is one kind of token.
     pub jwt_policy: String,
+    /// What keeps certificates from being signed, if that is to be done at all: somebody else may
+    /// serve the workload's.
+    pub authority_problems: Vec<Problem>,
     /// What was found odd and replaced by a default.
     pub warnings: Vec<Problem>,
 }
@@ -157,6 +160,7 @@ struct Sources<'a> {
     addresses: Vec<IpAddr>,
     namespace: String,
     problems: Vec<Problem>,
+    authority_problems: Vec<Problem>,
     warnings: Vec<Problem>,
 }
 
@@ -189,14 +193,16 @@ pub(crate) fn load_with(
     let sds_socket = sources.sds_socket();
     let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
     let secret_sources = sources.secret_sources(&sds_socket);
-    let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority());
+    let may_serve =
+        secret_sources.absent_socket != AbsentSocket::Serve || root.join(&sds_socket).exists();
+    let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority(), may_serve);
     let secrets = sources.secrets();
     let google_token = sources.token_fetcher();
     let may_dump_core = sources.get(&environment::ISTIO_AGENT_CORE_DUMP);
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
     let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
-    let status = sources.status(&bootstrap, grpc.as_ref().map(|grpc| grpc.path.clone()));
+    let status = sources.status(grpc.as_ref().map(|grpc| grpc.path.clone()));
     let scrape = sources.scrape(&bootstrap);
     let platform = sources.platform();
     let dns = sources.dns();
@@ -205,7 +211,7 @@ pub(crate) fn load_with(
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
     if !sources.problems.is_empty() {
-        return Err(sources.problems);
+        return Err([sources.problems, sources.authority_problems].concat());
     }
     Ok(Config {
         istiod,
@@ -229,6 +235,7 @@ pub(crate) fn load_with(
         status,
         jwt_policy,
         cluster_id,
+        authority_problems: sources.authority_problems,
         warnings: sources.warnings,
     })
 }
@@ -327,6 +334,7 @@ impl<'a> Sources<'a> {
             addresses: pod::addresses(&instance_ip, &interfaces, &excluded, &mut warnings),
             namespace: env.get(&environment::POD_NAMESPACE, &mut warnings),
             problems,
+            authority_problems: Vec::new(),
             warnings,
         }
     }

@@ -36,7 +36,11 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
     let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
     let document = effective::document(flags, env, root, &annotations, &mut notes);
     let (warnings, problems) = match load(flags, log, env, root) {
-        Ok(config) => (config.warnings, Vec::new()),
+        // Whether somebody else serves the workload's secrets is seen when the agent starts.
+        Ok(config) => {
+            let warnings = [config.warnings, config.authority_problems];
+            (warnings.concat(), Vec::new())
+        }
         Err(problems) => (notes.warnings, problems),
     };
     Report {
@@ -66,6 +70,8 @@ fn variables(env: &Environment) -> Vec<Setting> {
         let given = env.text(row.name);
         let (value, origin) = match given {
             None => (row.default, mesh::DEFAULT),
+            // The headers of probes may hold credentials.
+            Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
             Some(text) if (row.is_good)(text) => (text, "variable"),
             Some(_) => (row.default, "default, as the variable is not of its type"),
         };
@@ -182,6 +188,10 @@ mod tests {
             ("PROXY_CONFIG", "\nmeshId: m\nproxyMetadata: {TOKEN: hush}"),
             ("TRUST_DOMAIN", "td"),
             ("ISTIO_DELTA_XDS", "maybe"),
+            (
+                "ISTIO_KUBE_APP_PROBERS",
+                r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "httpHeaders": [{"name": "A", "value": "hush"}]}}}"#,
+            ),
         ]);
         assert!(report.is_usable());
         let json = report.json();

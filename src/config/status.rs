@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use super::environment as variables;
 use super::{Problem, Sources};
+use crate::probe;
 use crate::status::{self, Probers};
-use crate::{bootstrap, probe};
 
 /// Where probes come from. Traffic capture knows both and leaves them alone.
 const ORIGIN: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
@@ -16,15 +16,12 @@ const ORIGIN_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, 6));
 
 impl Sources<'_> {
     /// None where the port is switched off.
-    pub(super) fn status(
-        &mut self,
-        bootstrap: &bootstrap::Config,
-        grpc_bootstrap: Option<PathBuf>,
-    ) -> Option<status::Config> {
+    pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
         let is_legacy = self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION);
-        let address = self.addresses[0].to_string();
-        let origin = match bootstrap.admin_host() {
+        let address = self.addresses[0];
+        // What is asked must be of the same family.
+        let origin = match address {
             IpAddr::V4(_) => ORIGIN,
             IpAddr::V6(_) => ORIGIN_V6,
         };
@@ -33,7 +30,7 @@ impl Sources<'_> {
             metrics_localhost_only: self.get(&variables::METRICS_LOCALHOST_ACCESS_ONLY),
             application: match is_legacy {
                 true => "localhost".to_owned(),
-                false => address,
+                false => address.to_string(),
             },
             probers,
             probes: probe::Config {

@@ -181,6 +181,42 @@ fn roots_are_the_first_that_apply() {
 }
 
 #[test]
+fn a_root_is_named_beside_certificates_that_are_mounted() {
+    let metadata = "{proxyMetadata: {ISTIO_META_TLS_CLIENT_ROOT_CERT: named.pem}}";
+    let machine = machine(&[("PROXY_CONFIG", metadata)]);
+    machine.file("named.pem", "");
+    let roots = || tls(&machine.config().istiod).roots.clone();
+    let file = |path: &str| tls::Roots::File(path.into());
+    assert_eq!(roots(), file("./var/run/secrets/istio/root-cert.pem"));
+    for name in ["cert-chain.pem", "key.pem", "root-cert.pem"] {
+        let mounted = format!("var/run/secrets/workload-spiffe-credentials/{name}");
+        machine.file(&mounted, "");
+    }
+    assert_eq!(roots(), file("named.pem"));
+}
+
+#[test]
+fn where_somebody_else_may_serve_secrets_an_authority_that_cannot_be_asked_is_told_later() {
+    let bad = ("CA_ROOT_CA", "gone.pem");
+    assert_eq!(machine(&[bad]).subjects().len(), 1);
+    let machine = machine(&[bad]);
+    machine.file("var/run/secrets/workload-spiffe-uds/socket", "");
+    let problems = machine.config().authority_problems;
+    assert_eq!(problems.len(), 1);
+    assert_eq!(problems[0].found, "gone.pem");
+}
+
+#[test]
+fn probes_come_from_an_address_of_the_applications_family() {
+    for (address, origin) in [("10.0.0.9", "127.0.0.6"), ("fd00::9", "::6")] {
+        let config = machine(&[("INSTANCE_IP", address)]).config();
+        let status = config.status.expect("a status port");
+        assert_eq!(status.application, address);
+        assert_eq!(status.probes.origin.0.to_string(), origin);
+    }
+}
+
+#[test]
 fn every_problem_is_reported_at_once() {
     let machine = machine(&[
         ("PILOT_CERT_PROVIDER", "none"),

@@ -1,19 +1,23 @@
 //! Has istiod's certificate service sign requests, on the shared connection.
 //!
-//! One call takes no longer than its deadline, connecting included. When an answer does not come in
-//! time the connection is left, so that the next call dials anew; an answered error says nothing
-//! against the connection. But one that knows us by a token only is left when istiod does not know
+//! A connection is waited for no longer than a limit, and an answer no longer than that again. When an
+//! answer does not come in time the connection is left, so that the next call dials anew, and gets
+//! twice the time, as a signer behind istiod may be slow; an answered error says nothing against the
+//! connection. But one that knows us by a token only is left when istiod does not know
 //! us, if a client certificate may be had by now.
 //!
 //! Does not look into the certificates.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::Incoming;
 use prost_types::value::Kind;
+use tokio::time::timeout;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
@@ -25,55 +29,63 @@ use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateRespo
 /// More than any chain needs.
 const LARGEST_ANSWER: usize = 4 << 20;
 
+/// How often the time for an answer doubles at the most. From 10 s it goes to 80 s, more than istiod
+/// waits for a signer of the cluster's (60 s).
+const DOUBLINGS: u32 = 3;
+
 /// Istiod, or another authority that speaks its protocol.
 #[derive(Clone, Debug)]
 pub struct IstioCa {
     istiod: Istiod,
     cert_signer: String,
-    deadline: Duration,
+    limit: Duration,
+    /// Answers that did not come, since the last that did.
+    missed: Arc<AtomicU32>,
 }
 
 impl IstioCa {
-    /// `cert_signer` names the signer istiod shall use and may be empty.
-    pub fn new(istiod: Istiod, cert_signer: String, deadline: Duration) -> Self {
+    /// `cert_signer` names the signer istiod shall use and may be empty. `limit` is that for a
+    /// connection, and at first for an answer.
+    pub fn new(istiod: Istiod, cert_signer: String, limit: Duration) -> Self {
         Self {
             istiod,
             cert_signer,
-            deadline,
+            limit,
+            missed: Arc::default(),
         }
     }
 
     async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let end = tokio::time::Instant::now() + self.deadline;
-        let connecting = tokio::time::timeout_at(end, self.istiod.try_connection());
+        let connecting = timeout(self.limit, self.istiod.try_connection());
         let connection = match connecting.await {
             Ok(connected) => connected.map_err(|error| unavailable(&error))?,
-            Err(_) => return Err(self.late("no connection to istiod at")),
+            Err(_) => return Err(self.late("no connection to istiod at", self.limit)),
         };
-        let call = self.create(connection.clone(), self.message(csr_pem, ttl));
-        match tokio::time::timeout_at(end, call).await {
-            Ok(answer) => {
-                let code = answer.as_ref().err().map(Status::code);
-                if self.istiod.leave_if_unknown(&connection, code) {
-                    tracing::info!(target: "citadelclient", "recreated connection");
-                }
-                chain(answer?)
-            }
-            Err(_) => {
-                self.istiod.leave(&connection);
-                Err(self.late("no answer from istiod at"))
-            }
+        let doublings = self.missed.load(Ordering::Relaxed).min(DOUBLINGS);
+        let limit = self.limit.saturating_mul(1 << doublings);
+        let call = self.create(connection.clone(), self.message(csr_pem, ttl), limit);
+        let Ok(answer) = timeout(limit, call).await else {
+            self.missed.fetch_add(1, Ordering::Relaxed);
+            self.istiod.leave(&connection);
+            return Err(self.late("no answer from istiod at", limit));
+        };
+        self.missed.store(0, Ordering::Relaxed);
+        let code = answer.as_ref().err().map(Status::code);
+        if self.istiod.leave_if_unknown(&connection, code) {
+            tracing::info!(target: "citadelclient", "recreated connection");
         }
+        chain(answer?)
     }
 
     async fn create(
         &self,
         connection: Connection,
         request: IstioCertificateRequest,
+        limit: Duration,
     ) -> Result<IstioCertificateResponse, Status> {
         let mut request = tonic::Request::new(request);
         *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
-        request.set_timeout(self.deadline);
+        request.set_timeout(limit);
         IstioCertificateServiceClient::with_origin(Call(connection), self.istiod.origin())
             .max_decoding_message_size(LARGEST_ANSWER)
             .create_certificate(request)
@@ -94,14 +106,10 @@ impl IstioCa {
         }
     }
 
-    fn late(&self, what: &str) -> SignError {
+    fn late(&self, what: &str, limit: Duration) -> SignError {
         SignError {
             code: Code::DeadlineExceeded,
-            message: format!(
-                "{what} {} within {:?}",
-                self.istiod.address(),
-                self.deadline
-            ),
+            message: format!("{what} {} within {limit:?}", self.istiod.address()),
         }
     }
 }

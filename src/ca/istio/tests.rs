@@ -86,6 +86,41 @@ async fn an_authority_that_never_answers_is_left_at_the_deadline() {
 }
 
 #[tokio::test]
+async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let hasty = ca(&istiod, Duration::from_millis(50));
+    let mut limits = Vec::new();
+    for answer in [
+        vec![Answer::Never; 5],
+        vec![Answer::Refusal(Code::Internal, "")],
+        vec![Answer::Never],
+    ]
+    .concat()
+    {
+        fake.answers([answer]);
+        let message = loop {
+            let (_, message) = found(hasty.sign("csr", DAY).await);
+            // Dialling anew has its pauses, and no more time than at first.
+            if !message.starts_with("no connection") {
+                break message;
+            }
+            assert!(message.ends_with("within 50ms"), "{message}");
+        };
+        limits.extend(
+            message
+                .rsplit_once("within ")
+                .map(|(_, limit)| limit.to_owned()),
+        );
+    }
+    assert_eq!(
+        limits,
+        ["50ms", "100ms", "200ms", "400ms", "400ms", "50ms"],
+        "an answer is one, a refusal too"
+    );
+}
+
+#[tokio::test]
 async fn a_connection_that_cannot_be_had_or_breaks_does_not_wedge() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
