@@ -425,7 +425,7 @@ async fn wait_until(instant: Option<Instant>) {
 }
 
 /// Whether there is no file, or nothing in it.
-fn is_absent(error: &FileError) -> bool {
+pub(super) fn is_absent(error: &FileError) -> bool {
     match error {
         FileError::Unreadable { source, .. } => source.kind() == io::ErrorKind::NotFound,
         FileError::NoCertificate { bytes, .. } | FileError::NoKey { bytes, .. } => *bytes == 0,

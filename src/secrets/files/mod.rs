@@ -62,6 +62,8 @@ pub struct Files {
     shared: Arc<Shared>,
     mesh: Mesh,
     merged: Arc<Mutex<Option<Merged>>>,
+    /// Whether there were files of the pair and of the roots at the start, good or not.
+    claimed: [bool; 2],
 }
 
 /// What `ROOTCA` holds, kept as it takes a while to make.
@@ -90,7 +92,7 @@ pub struct Secret {
 /// What there is under a name.
 #[derive(Clone, Debug)]
 pub enum Found {
-    /// The name has no files, or none yet and another source.
+    /// The name has no files, or none that were ever good and another source.
     NoFile,
     /// Its files are about to be read.
     Pending,
@@ -109,17 +111,33 @@ pub fn new(
     let shared = Arc::new(Shared::default());
     let debounce = config.debounce;
     let workload = config.workload.clone();
-    let files = Files {
-        config: Arc::new(config),
-        shared: shared.clone(),
-        mesh: Mesh::default(),
-        merged: Arc::default(),
-    };
-    let mut keeper = Keeper::new(shared, clock, debounce, Metrics::new(registry));
+    let mut keeper = Keeper::new(shared.clone(), clock, debounce, Metrics::new(registry));
     for source in workload.iter().flat_map(WorkloadFiles::sources) {
         keeper.pin(source, !workload.as_ref().is_some_and(|w| w.is_only_source));
     }
+    let claimed = workload.map(|workload| {
+        let sources = workload.sources();
+        sources.map(|source| is_claimed(&shared.found(&source)))
+    });
+    let files = Files {
+        config: Arc::new(config),
+        shared,
+        mesh: Mesh::default(),
+        merged: Arc::default(),
+        claimed: claimed.unwrap_or_default(),
+    };
     (files, keeper.run())
+}
+
+/// Whether there are files, good or not. What may not be read is not meant for us.
+fn is_claimed(found: &Found) -> bool {
+    match found {
+        Found::NoFile | Found::Pending => false,
+        Found::Missing(error) => {
+            !matches!(**error, FileError::Unreadable { .. }) && !keeper::is_absent(error)
+        }
+        Found::There(_) => true,
+    }
 }
 
 impl WorkloadFiles {
@@ -210,7 +228,15 @@ impl Files {
         };
         let found = self.shared.found(&source);
         let workload = self.config.workload.as_ref();
-        let has_other_source = matches!(name, Name::RootCa | Name::Default)
+        let [pair, roots] = self.claimed;
+        let was_claimed = match name {
+            Name::Default => Some(pair),
+            Name::RootCa => Some(roots),
+            Name::SystemRoots | Name::FileRoot(_) | Name::FileCert { .. } => None,
+        };
+        // What the authority gives meanwhile would be another identity, which changes when the files
+        // become good. But where it has been served, files that come and are no good do not end it.
+        let has_other_source = was_claimed.is_some_and(|was| !(was && is_claimed(&found)))
             && workload.is_some_and(|workload| !workload.is_only_source);
         match found {
             Found::There(own) if *name == Name::RootCa => Found::There(self.merged(own)),

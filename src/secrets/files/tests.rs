@@ -312,6 +312,28 @@ async fn the_workloads_files_go_first_once_they_are_there_and_for_good() {
 }
 
 #[tokio::test]
+async fn files_that_are_there_at_the_start_and_no_good_are_waited_for_until_they_go() {
+    let directory = tempfile::tempdir().unwrap();
+    let ((pem, key), (_, other)) = (generated(), generated());
+    write(directory.path(), "cert-chain.pem", &pem);
+    write(directory.path(), "key.pem", &other);
+    write(directory.path(), "root-cert.pem", "");
+    let fixture = start(directory, false);
+    let subscription = fixture.want(&[&Name::Default, &Name::RootCa]);
+    missing(&subscription, &Name::Default).await;
+    // An empty file is none.
+    assert!(matches!(subscription.found(&Name::RootCa), Found::NoFile));
+    fixture.write("root-cert.pem", "nonsense");
+    rest().await;
+    assert!(matches!(subscription.found(&Name::RootCa), Found::NoFile));
+    fs::remove_file(fixture.path("key.pem")).unwrap();
+    let gone = |found: &Found| matches!(found, Found::NoFile);
+    once(&subscription, &Name::Default, gone).await;
+    fixture.write("key.pem", &key);
+    chain_is(&subscription, &Name::Default, &pem).await;
+}
+
+#[tokio::test]
 async fn files_that_are_there_at_the_start_are_known_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let (pem, key) = generated();
@@ -356,6 +378,7 @@ fn files_of(directory: &TempDir, shared: Arc<Shared>) -> Files {
         shared,
         mesh: Mesh::default(),
         merged: Arc::default(),
+        claimed: [false; 2],
     }
 }
 

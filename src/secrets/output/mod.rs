@@ -314,13 +314,10 @@ impl Writer {
             if !name.starts_with(VERSION) || Some(&*name) == linked {
                 continue;
             }
-            let metadata = entry.metadata()?;
-            let age = SystemTime::now().duration_since(metadata.modified()?);
-            if age.is_ok_and(|age| age > STALE) {
-                match metadata.is_dir() {
-                    true => fs::remove_dir_all(entry.path())?,
-                    false => fs::remove_file(entry.path())?,
-                }
+            // Somebody else's must not keep us from writing ours.
+            if let Err(error) = remove_if_stale(&entry) {
+                let path = entry.path();
+                tracing::warn!("{} of an earlier agent stays: {error}", path.display());
             }
         }
         Ok(())
@@ -328,6 +325,16 @@ impl Writer {
 
     fn path(&self, name: &str) -> PathBuf {
         self.config.directory.join(name)
+    }
+}
+
+fn remove_if_stale(entry: &fs::DirEntry) -> io::Result<()> {
+    let metadata = entry.metadata()?;
+    let age = SystemTime::now().duration_since(metadata.modified()?);
+    match age.is_ok_and(|age| age > STALE) {
+        true if metadata.is_dir() => fs::remove_dir_all(entry.path()),
+        true => fs::remove_file(entry.path()),
+        false => Ok(()),
     }
 }
 
