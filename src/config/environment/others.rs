@@ -10,7 +10,6 @@ use super::Row;
 use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 
 const CONNECTION: State = NotYet("connection to istiod");
-const BOOTSTRAP: State = NotYet("Envoy's bootstrap");
 const WASM: State = NotYet("Wasm modules");
 const PLATFORM: State = NotYet("platform discovery");
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
@@ -51,7 +50,7 @@ pub(super) const OTHERS: &[Row] = &[
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
 
     // Envoy.
-    row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", BOOTSTRAP),
+    row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", Honoured),
 
     // Status port.
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
