@@ -1,9 +1,12 @@
 //! What keeps an agent from starting, and what it finds in its place when it starts.
 
-use std::os::unix::fs::FileTypeExt;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
+use rustix::fs::{CWD, FileType, OFlags, mknodat};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -173,4 +176,27 @@ async fn an_agent_that_waits_for_everything_still_stops_at_once() {
     );
     assert!(!log.contains("were cut off"), "{log}");
     drop((discovery.end().await, secrets.end().await));
+}
+
+#[tokio::test]
+async fn a_log_nobody_reads_holds_up_neither_secrets_nor_the_end() {
+    let mut istiod = local_istiod().await;
+    let hand_over = "exec \"$0\" \"$@\" >pipe";
+    let place = Place::with_envoy(&istiod).started_by(&["/bin/sh", "-c", hand_over]);
+    let pipe = place.path("pipe");
+    mknodat(CWD, &pipe, FileType::Fifo, 0o600.into(), 0).unwrap();
+    let mut full = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(&pipe)
+        .unwrap();
+    while full.write(&[b'x'; 4096]).is_ok() {}
+    let agent = place.start().await;
+    relays(&place, &mut istiod).await;
+    let mut secrets = ask_for_secrets(&place, &["default"]).await;
+    next_response(&mut secrets).await;
+    agent.terminate();
+    let (code, _) = agent.ends().await;
+    assert_eq!(code, 0);
 }
