@@ -45,13 +45,21 @@ impl Machine {
     }
 
     pub(super) fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
+        self.load_beside(flags, interfaces::of_this_machine())
+    }
+
+    fn load_beside(
+        &self,
+        flags: &str,
+        interfaces: std::io::Result<Vec<Interface>>,
+    ) -> Result<Config, Vec<Problem>> {
         let line = format!("pilot-agent proxy {flags}");
         let typed = cli::parse(line.split_whitespace().map(str::to_owned)).expect("flags");
         let Some(Command::Proxy(flags)) = typed.cli.command else {
             panic!("no proxy");
         };
         let env = self.variables.iter().copied().collect();
-        load(&flags, &typed.cli.log, &env, self.root.path())
+        load_with(&flags, &typed.cli.log, &env, self.root.path(), interfaces)
     }
 
     pub(super) fn config(&self) -> Config {
@@ -209,7 +217,14 @@ fn where_somebody_else_may_serve_secrets_an_authority_that_cannot_be_asked_is_to
 #[test]
 fn probes_come_from_an_address_of_the_applications_family() {
     for (address, origin) in [("10.0.0.9", "127.0.0.6"), ("fd00::9", "::6")] {
-        let config = machine(&[("INSTANCE_IP", address)]).config();
+        // The pod has both families.
+        let interfaces = ["10.0.0.9", "fd00::9"].map(|address| Interface {
+            name: "eth0".to_owned(),
+            address: address.parse().expect("an address"),
+        });
+        let machine = machine(&[("INSTANCE_IP", address)]);
+        let config = machine.load_beside("sidecar", Ok(interfaces.into()));
+        let config = config.expect("a good configuration");
         let status = config.status.expect("a status port");
         assert_eq!(status.application, address);
         assert_eq!(status.probes.origin.0.to_string(), origin);
