@@ -14,16 +14,15 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::task::JoinSet;
+
+use crate::logging::{PIECE, has_room};
 
 /// How much is remembered.
 const KEPT: usize = 4 << 10;
 /// All that fits into a pipe, so that lines arrive whole. Only what was read is ever touched.
 const CHUNK: usize = 64 << 10;
-/// A pipe that takes anything takes so much: PIPE_BUF.
-const PIECE: usize = 4 << 10;
 /// For what Envoy wrote last. A program it has started may hold the pipe open.
 const REST: Duration = Duration::from_millis(250);
 
@@ -94,13 +93,6 @@ async fn write<W: Write + AsFd + Send + 'static>(mut to: W, piece: &[u8]) -> io:
         to
     });
     waiting.await.map_err(io::Error::other)
-}
-
-/// Whether [`PIECE`] bytes can be written without waiting.
-fn has_room(to: &impl AsFd) -> bool {
-    let mut ask = [PollFd::new(to, PollFlags::OUT)];
-    let at_once = Timespec::default();
-    poll(&mut ask, Some(&at_once)).is_ok_and(|ready| ready > 0)
 }
 
 impl Last {

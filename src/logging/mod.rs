@@ -26,6 +26,7 @@ use tracing_subscriber::registry::LookupSpan;
 use levels::{Levels, scope_of};
 use line::{Content, Line};
 use outlet::Outlet;
+pub(crate) use outlet::{PIECE, has_room};
 pub use recent::Entry;
 use recent::Recent;
 

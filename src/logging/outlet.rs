@@ -22,7 +22,7 @@ use super::line::{Content, Line};
 /// Most bytes of lines that are kept.
 const MOST: usize = 256 << 10;
 /// A pipe that takes anything takes so much: PIPE_BUF.
-const PIECE: usize = 4 << 10;
+pub(crate) const PIECE: usize = 4 << 10;
 
 /// Outlets that are waiting for their readers, and when there are none any more.
 static WAITING: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
@@ -99,7 +99,8 @@ where
 
 impl Kept {
     fn keep(&mut self, line: &[u8]) {
-        if self.lines.len() + line.len() > MOST {
+        // The rest of one that has begun is kept, however long.
+        if !self.lines.is_empty() && self.lines.len() + line.len() > MOST {
             self.left_out += 1;
         } else {
             self.lines.extend_from_slice(line);
@@ -156,7 +157,7 @@ where
 }
 
 /// Whether [`PIECE`] bytes can be written without waiting.
-fn has_room(to: &impl AsFd) -> bool {
+pub(crate) fn has_room(to: &impl AsFd) -> bool {
     let mut ask = [PollFd::new(to, PollFlags::OUT)];
     poll(&mut ask, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
@@ -212,7 +213,7 @@ mod tests {
     fn a_line_longer_than_a_pipe_comes_whole() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let outlet = Outlet::new(writer, false);
-        let line = "x".repeat(200 << 10) + "\n";
+        let line = "x".repeat(2 * MOST) + "\n";
         outlet.put(line.as_bytes());
         let mut read = vec![0; line.len()];
         reader.read_exact(&mut read).expect("bytes");

@@ -88,8 +88,10 @@ fn count(encoded: &[u8]) -> Result<usize, Malformed> {
     let mut count = 0;
     for field in proto::fields(encoded, 0..encoded.len()) {
         let (number, _) = field?;
-        count += usize::from(number == 1);
-        make_way(count);
+        if number == 1 {
+            count += 1;
+            make_way(count);
+        }
     }
     Ok(count)
 }
