@@ -10,9 +10,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::process::Pid;
 use serde::{Serialize, Serializer};
 use tokio::time::Instant;
@@ -57,7 +58,7 @@ impl Resident {
 
     fn look_after(&self, pause: Duration) -> Option<u64> {
         let process = self.0.as_ref()?;
-        let mut seen = process.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = process.seen.lock();
         if seen.when.is_none_or(|when| when.elapsed() >= pause) {
             seen.when = Some(Instant::now());
             // Of a process that has ended the last figure stays.

@@ -8,8 +8,9 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -38,7 +39,7 @@ impl Own {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

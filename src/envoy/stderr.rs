@@ -11,9 +11,10 @@
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::task::JoinSet;
 
@@ -113,7 +114,7 @@ impl Last {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

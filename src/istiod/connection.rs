@@ -8,12 +8,13 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -204,7 +205,7 @@ impl Owned {
         let Some(tasks) = self.0.upgrade() else {
             return;
         };
-        let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = tasks.lock();
         while tasks.try_join_next().is_some() {}
         tasks.spawn(future);
     }

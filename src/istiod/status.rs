@@ -4,9 +4,10 @@
 //!
 //! Does not tell the token, nor what is said on the connection.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 
 use super::connection::{About, Negotiated};
@@ -108,9 +109,8 @@ impl Record {
         }
     }
 
-    /// What a panic may have left behind is a dial too few.
     fn lock(&self) -> MutexGuard<'_, Dials> {
-        self.dials.lock().unwrap_or_else(PoisonError::into_inner)
+        self.dials.lock()
     }
 }
 

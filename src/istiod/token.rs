@@ -9,12 +9,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+
 use std::time::{Duration, SystemTime};
 
 use base64::Engine;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use http::HeaderValue;
+use parking_lot::Mutex;
 use serde::Deserialize;
 use zeroize::Zeroizing;
 
@@ -76,7 +77,7 @@ impl Reader {
 
     /// When the token that was read last expires.
     pub(super) fn expiry(&self) -> Option<SystemTime> {
-        *self.expiry.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.expiry.lock()
     }
 
     /// The `authorization` header as of now. `known_otherwise` tells whether a client certificate
@@ -89,7 +90,7 @@ impl Reader {
         };
         match read(path) {
             Ok(token) => {
-                *self.expiry.lock().unwrap_or_else(PoisonError::into_inner) = token.expiry;
+                *self.expiry.lock() = token.expiry;
                 self.unless_expired(path, token, known_otherwise)
             }
             Err(problem) => {
@@ -127,10 +128,7 @@ impl Reader {
     }
 
     fn complain(&self, problem: Option<String>) {
-        let mut last = self
-            .complaint
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.complaint.lock();
         if *last != problem
             && let Some(problem) = &problem
         {

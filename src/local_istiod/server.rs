@@ -8,12 +8,13 @@
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::RwLock;
 use rcgen::KeyPair;
 use rustls::RootCertStore;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -71,14 +72,11 @@ pub enum TlsError {
 
 impl Peers {
     pub(super) fn all(&self) -> Vec<SocketAddr> {
-        self.0
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.0.read().clone()
     }
 
     fn add(&self, peer: SocketAddr) {
-        let mut peers = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut peers = self.0.write();
         peers.push(peer);
     }
 }

@@ -10,9 +10,10 @@
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::Level;
 
@@ -30,9 +31,9 @@ static WAITING: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 /// Waits until all lines are written, within `limit`.
 pub(super) fn finish(limit: Duration) {
     let (count, changed) = &WAITING;
-    let waiting = lock(count);
+    let mut waiting = count.lock();
     // After that they are lost.
-    let _ = changed.wait_timeout_while(waiting, limit, |waiting| *waiting > 0);
+    let _ = changed.wait_while_for(&mut waiting, |waiting| *waiting > 0, limit);
 }
 
 /// Where lines go. Each write is taken for one.
@@ -61,7 +62,7 @@ where
     }
 
     fn put(&self, line: &[u8]) {
-        let mut kept = lock(&self.kept);
+        let mut kept = self.kept.lock();
         let mut rest = line;
         let is_next = !kept.is_waiting && kept.lines.is_empty();
         while is_next && !rest.is_empty() && has_room(&*self.to) {
@@ -80,19 +81,19 @@ where
         let waiting = move || {
             loop {
                 // Others log while this waits.
-                let lines = lock(&shared).take(json);
+                let lines = shared.lock().take(json);
                 let Some(lines) = lines else { break };
                 write(&to, &lines);
             }
-            *lock(&WAITING.0) -= 1;
+            *WAITING.0.lock() -= 1;
             WAITING.1.notify_all();
         };
-        *lock(&WAITING.0) += 1;
+        *WAITING.0.lock() += 1;
         let thread = std::thread::Builder::new().name("log".to_owned());
         kept.is_waiting = thread.spawn(waiting).is_ok();
         if !kept.is_waiting {
             // The next line tries again.
-            *lock(&WAITING.0) -= 1;
+            *WAITING.0.lock() -= 1;
         }
     }
 }
@@ -160,10 +161,6 @@ where
 pub(crate) fn has_room(to: &impl AsFd) -> bool {
     let mut ask = [PollFd::new(to, PollFlags::OUT)];
     poll(&mut ask, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -6,8 +6,9 @@
 //! Does not hold more than the log: what was not logged is not here.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 /// How many lines are kept, and how much of each, in characters.
@@ -40,7 +41,7 @@ impl Recent {
         time: String,
     ) {
         let message: String = message.chars().take(LONGEST).collect();
-        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.0.lock();
         let is_same = |entry: &Entry| {
             (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
         };
@@ -68,7 +69,7 @@ impl Recent {
 
     /// The newest first.
     pub(super) fn entries(&self) -> Vec<Entry> {
-        let entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = self.0.lock();
         entries.iter().rev().cloned().collect()
     }
 }

@@ -12,8 +12,10 @@ mod text;
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 /// All families. Clones share them.
 #[derive(Clone, Default)]
@@ -149,7 +151,7 @@ impl Registry {
     /// The page: families in the order of their names, each with its series.
     pub fn render(&self) -> String {
         // Computed families may take a while and must not hold others up.
-        let families: Vec<_> = lock(&self.0).iter().map(|(n, f)| (*n, f.clone())).collect();
+        let families: Vec<_> = self.0.lock().iter().map(|(n, f)| (*n, f.clone())).collect();
         let mut page = String::new();
         for (name, family) in families {
             let series = family.series(name);
@@ -187,7 +189,7 @@ impl Registry {
         labels: &'static [&'static str],
         source: Source,
     ) -> Source {
-        let mut families = lock(&self.0);
+        let mut families = self.0.lock();
         let family = families.entry(name).or_insert(Family {
             help,
             kind,
@@ -200,7 +202,7 @@ impl Registry {
 
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(lock(&self.0).keys()).finish()
+        f.debug_set().entries(self.0.lock().keys()).finish()
     }
 }
 
@@ -217,7 +219,7 @@ impl<const N: usize> Gauges<N> {
 
     /// Takes a series away, of something that is no more.
     pub fn forget(&self, values: [&str; N]) {
-        lock(&self.0).remove(&values.map(str::to_owned).to_vec());
+        self.0.lock().remove(&values.map(str::to_owned).to_vec());
     }
 }
 
@@ -268,12 +270,7 @@ impl Histogram {
 
 fn cell<const N: usize>(cells: &Labelled<Cell>, values: [&str; N]) -> Arc<Cell> {
     let values = values.map(str::to_owned).to_vec();
-    lock(cells).entry(values).or_default().clone()
-}
-
-/// What a panic may have left behind is a number too few, not a broken map.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    cells.lock().entry(values).or_default().clone()
 }
 
 #[cfg(test)]

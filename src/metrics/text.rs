@@ -5,14 +5,14 @@
 use std::fmt::{self, Write};
 use std::sync::atomic::Ordering;
 
-use super::{Buckets, Cell, Family, Source, lock};
+use super::{Buckets, Cell, Family, Source};
 
 impl Family {
     pub(super) fn series(&self, name: &str) -> String {
         let mut text = String::new();
         match &self.source {
             Source::Cells(cells) => {
-                for (values, cell) in lock(cells).iter() {
+                for (values, cell) in cells.lock().iter() {
                     let values: Vec<_> = values.iter().map(String::as_str).collect();
                     if let Some(number) = cell.read() {
                         line(&mut text, name, self.labels, &values, number);

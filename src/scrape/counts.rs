@@ -6,7 +6,9 @@
 //! Does not decide what is a failure.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::metrics::{Counter, Counters, Registry};
 
@@ -76,7 +78,7 @@ impl Counts {
     }
 
     pub(super) fn duplicate(&self, origin: Origin, family: &str) {
-        let mut families = self.families.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut families = self.families.lock();
         let is_named = families.contains(family)
             || families.len() < MOST_FAMILIES
                 && family.len() <= LONGEST_NAME

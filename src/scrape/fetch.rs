@@ -10,7 +10,6 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
-use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 use http::uri::PathAndQuery;
@@ -19,6 +18,7 @@ use http_body_util::{BodyExt, Empty};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::net::TcpStream;
 
 /// What of an answer is held: its head, or a piece of its body.
@@ -127,8 +127,8 @@ impl Pool {
         Some(idle.swap_remove(index))
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Exchange>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, Vec<Exchange>> {
+        self.0.lock()
     }
 }
 

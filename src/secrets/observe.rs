@@ -5,9 +5,10 @@
 //!
 //! Does not tell keys.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde::Serialize;
@@ -85,11 +86,11 @@ impl Record {
     }
 
     pub(super) fn issue(&self, issued: Issued) {
-        *self.issued.lock().unwrap_or_else(PoisonError::into_inner) = Some(issued);
+        *self.issued.lock() = Some(issued);
     }
 
     pub(super) fn issued(&self) -> Option<Issued> {
-        *self.issued.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.issued.lock()
     }
 
     pub(super) fn now(&self) -> SystemTime {

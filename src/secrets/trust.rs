@@ -7,8 +7,8 @@
 //! Does not publish, nor judge who may be believed: both sources are istiod.
 
 use std::collections::{BTreeSet, HashSet};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
@@ -68,20 +68,14 @@ impl Trust {
 
     /// The authority has sent these.
     pub(super) fn learn(&self, roots: &Roots) {
-        let mut authority = self
-            .authority
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut authority = self.authority.lock();
         *authority = Some(roots.clone());
     }
 
     /// All roots. Nothing before the authority has spoken: the mesh's alone would have Envoy refuse
     /// its own peers.
     pub(super) fn merged(&self) -> Option<Roots> {
-        let authority = self
-            .authority
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let authority = self.authority.lock();
         let authority = authority.clone()?;
         Some(match &*self.mesh.borrow() {
             Some(mesh) => authority.with(mesh),

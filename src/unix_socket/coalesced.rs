@@ -9,9 +9,10 @@
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// What is written at once: sixteen frames of the usual size with their heads.
@@ -128,7 +129,7 @@ impl<IO: AsyncRead + Unpin> AsyncRead for Coalesced<IO> {
 
 /// Both sides are polled by one task, so nobody waits; a panic leaves bytes, not a broken state.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

@@ -9,12 +9,13 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
@@ -118,7 +119,7 @@ impl Discovery {
     }
 
     fn replace_newest(&self, peer: Peer, stop: CancellationToken) {
-        let mut newest = self.0.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut newest = self.0.newest.lock();
         newest.retain(|_, older| !older.is_cancelled());
         if let Some(older) = newest.insert(peer, stop) {
             tracing::warn!(target: "xdsproxy", "registered overlapping stream; closing previous");

@@ -9,9 +9,10 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
@@ -219,9 +220,7 @@ impl Asked<'_> {
     }
 
     fn kept(&self) -> MutexGuard<'_, Option<(SocketAddr, Reply)>> {
-        self.cut_short
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.cut_short.lock()
     }
 }
 

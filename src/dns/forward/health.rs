@@ -8,9 +8,10 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 /// Lost packets do not make a bad server.
@@ -83,8 +84,7 @@ impl Health {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Failing>> {
-        // What a panic may have left behind is a wrong order.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -8,8 +8,9 @@
 //! Does not ask anybody itself.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::OnceCell;
 
 use super::reply::Reply;
@@ -98,8 +99,7 @@ impl InFlight {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in here can panic half way.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -118,7 +118,7 @@ impl Flight {
     }
 
     fn sent(&self) -> MutexGuard<'_, Sent> {
-        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sent.lock()
     }
 }
 

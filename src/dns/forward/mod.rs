@@ -30,11 +30,12 @@ mod tests;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
 use self::cache::{Cache, Found};
@@ -208,8 +209,7 @@ impl Inner {
     }
 
     fn cache(&self) -> Option<MutexGuard<'_, Cache>> {
-        // Nothing in there can panic half way.
         let cache = self.cache.as_ref()?;
-        Some(cache.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(cache.lock())
     }
 }

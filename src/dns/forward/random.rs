@@ -1,10 +1,10 @@
 //! Ids nobody can guess, drawn from the system's secure source a few hundred at a time.
 
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
 
 use aws_lc_rs::error::Unspecified;
 use aws_lc_rs::rand;
+use parking_lot::Mutex;
 
 const BATCH: usize = 512;
 
@@ -24,7 +24,7 @@ impl Ids {
     }
 
     pub(super) fn next(&self) -> Result<u16, Unspecified> {
-        let mut batch = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut batch = self.0.lock();
         if batch.used + 2 > BATCH {
             rand::fill(&mut batch.bytes)?;
             batch.used = 0;

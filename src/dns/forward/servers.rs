@@ -10,9 +10,10 @@
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::resolv_conf::ResolvConf;
@@ -61,8 +62,7 @@ impl Watched {
     }
 
     pub(super) fn current(&self) -> Arc<Servers> {
-        // Each field is replaced as a whole, so what a panic left behind is still good.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         let now = Instant::now();
         if state.looked.is_none_or(|looked| now - looked >= LOOK_AGAIN) {
             state.looked = Some(now);

@@ -5,7 +5,7 @@
 //! Does not notice that a kept connection has grown stale before somebody wants it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ::http::{Request, Response};
@@ -14,6 +14,7 @@ use http_body_util::Empty;
 use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -59,7 +60,7 @@ pub(in crate::probe) struct Executor(Weak<Mutex<JoinSet<()>>>);
 impl Pool {
     /// A connection that was in order when it was last seen.
     pub(super) fn take(&self, key: &Key) -> Option<Open> {
-        let mut idle = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.0.lock();
         idle.retain(|_, (since, _)| since.elapsed() < IDLE);
         let (_, open) = idle.remove(key)?;
         (!open.is_closed()).then_some(open)
@@ -67,7 +68,7 @@ impl Pool {
 
     pub(super) fn put(&self, key: Key, open: Open) {
         if !open.is_closed() {
-            let mut idle = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut idle = self.0.lock();
             idle.insert(key, (Instant::now(), open));
         }
     }
@@ -170,7 +171,7 @@ impl Executor {
     fn start(&self, future: impl Future<Output = ()> + Send + 'static) {
         // Nothing is started for a connection that is gone.
         if let Some(tasks) = self.0.upgrade() {
-            let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut tasks = tasks.lock();
             while tasks.try_join_next().is_some() {}
             tasks.spawn(future);
         }

@@ -19,9 +19,10 @@ use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::Path;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::Roots;
@@ -252,7 +253,7 @@ impl Files {
         else {
             return own;
         };
-        let mut kept = self.merged.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.merged.lock();
         if let Some(kept) = &*kept
             && Arc::ptr_eq(&kept.own, &own)
             && kept.mesh == mesh

@@ -13,9 +13,10 @@ mod stats;
 use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -218,7 +219,7 @@ impl Readiness {
     }
 
     fn proof(&self, process: Process) -> Proof {
-        let proof = *self.proof.lock().unwrap_or_else(PoisonError::into_inner);
+        let proof = *self.proof.lock();
         let none = Proof {
             of: Some(process),
             ..Proof::default()
@@ -231,7 +232,7 @@ impl Readiness {
     }
 
     fn keep(&self, proof: Proof) {
-        *self.proof.lock().unwrap_or_else(PoisonError::into_inner) = proof;
+        *self.proof.lock() = proof;
     }
 }
 

@@ -13,8 +13,10 @@ mod snapshot;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
+
+use parking_lot::Mutex;
 
 use super::Protocol;
 use super::metrics::Metrics;
@@ -104,7 +106,7 @@ impl Observer {
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
             registry.computed(name, help, kind, &["type"], move |series| {
-                for (type_url, of) in &lock(&table).types {
+                for (type_url, of) in &table.lock().types {
                     if let Some(value) = value(of) {
                         series(&[type_url], value);
                     }
@@ -117,7 +119,7 @@ impl Observer {
 
     /// What is known now.
     pub fn snapshot(&self) -> Snapshot {
-        let table = lock(&self.table);
+        let table = self.table.lock();
         Snapshot {
             streams: table.streams,
             stream: table.stream.as_ref().map(Stream::snapshot),
@@ -131,7 +133,7 @@ impl Observer {
     }
 
     pub(super) fn stream_began(&self, id: u32, protocol: Protocol) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         table.streams += 1;
         table.stream = Some(Stream {
             id,
@@ -142,7 +144,7 @@ impl Observer {
     }
 
     pub(super) fn istiod_connected(&self, id: u32) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         if let Some(stream) = table.stream.as_mut().filter(|stream| stream.id == id) {
             stream.is_open = true;
         }
@@ -155,7 +157,7 @@ impl Observer {
             self.metrics.istiod_ended(of_istiod);
         }
         self.metrics.envoy_ended(of_envoy);
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         table.stream.take_if(|stream| stream.id == id);
         table.last_end = Some(EndSnapshot {
             id,
@@ -166,14 +168,14 @@ impl Observer {
 
     pub(super) fn received(&self, received: Received) {
         self.metrics.responses.inc();
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         table.of(&received.type_url).received(received);
     }
 
     pub(super) fn requested(&self, request: &Request) {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
-        lock(&self.table).of(&request.type_url).requests += 1;
+        self.table.lock().of(&request.type_url).requests += 1;
         self.answered(
             &request.type_url,
             &request.nonce,
@@ -186,7 +188,7 @@ impl Observer {
         if nonce.is_empty() {
             return;
         }
-        let took = lock(&self.table).of(type_url).answered(nonce, refusal);
+        let took = self.table.lock().of(type_url).answered(nonce, refusal);
         if let Some(took) = took {
             self.metrics.push_to_ack.observe(took.as_secs_f64());
         }
@@ -238,9 +240,4 @@ fn beginning(text: &str) -> &str {
 fn cut(mut text: String) -> String {
     text.truncate(beginning(&text).len());
     text
-}
-
-/// What a panic may have left behind is a number too few, not a broken table.
-fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
-    table.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -122,7 +122,7 @@ fn nothing_grows_with_what_istiod_and_envoy_send() {
     assert_eq!(snapshot.types[OTHER].responses, 2000 - MOST_TYPES as u64);
     let last = snapshot.types["type 1"].last_response.clone().unwrap();
     assert_eq!((last.nonce.len(), last.answered), (LONGEST_TEXT, true));
-    let table = lock(&observer.table);
+    let table = observer.table.lock();
     assert_eq!(table.types["type 0"].unanswered.len(), MOST_UNANSWERED);
 }
 
