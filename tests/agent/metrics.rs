@@ -17,7 +17,7 @@ use prost::Message;
 
 use crate::support::{Bench, CLUSTER, LISTENER, eventually};
 
-const README: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md"));
+const TABLE: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md"));
 
 fn request(type_url: &str, nonce: &str, refusal: Option<&str>) -> DeltaDiscoveryRequest {
     DeltaDiscoveryRequest {
@@ -175,11 +175,11 @@ fn names_in(folder: &Path, names: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn the_readme_names_every_metric_and_no_other() {
+fn the_table_of_metrics_names_every_metric_and_no_other() {
     let mut names = BTreeSet::new();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     names_in(&source, &mut names);
-    let cells = README
+    let cells = TABLE
         .lines()
         .filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     let cells = cells

@@ -394,6 +394,6 @@ pub fn reference() -> String {
 }
 
 #[cfg(test)]
-mod readme;
+mod docs;
 #[cfg(test)]
 mod tests;

@@ -1,21 +1,21 @@
-//! The README's list of variables is the table.
+//! `docs/settings.md` lists the variables of the table.
 
 use std::fs;
 
 use super::*;
 
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/settings.md");
 const BEGIN: &str = "<!-- settings: begin -->\n";
 const END: &str = "<!-- settings: end -->\n";
 
 #[test]
 #[expect(
     clippy::disallowed_methods,
-    reason = "how whoever runs the test asks for an update"
+    reason = "how a developer asks for an update"
 )]
-fn the_readme_lists_every_variable_as_it_is() {
-    let readme = fs::read_to_string(FILE).expect("README.md");
-    let (head, rest) = readme.split_once(BEGIN).expect("where the list begins");
+fn the_documentation_lists_every_variable_as_it_is() {
+    let page = fs::read_to_string(FILE).expect("docs/settings.md");
+    let (head, rest) = page.split_once(BEGIN).expect("where the list begins");
     let (list, tail) = rest.split_once(END).expect("where the list ends");
     let expected = list_of_variables();
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
@@ -24,7 +24,7 @@ fn the_readme_lists_every_variable_as_it_is() {
     } else {
         assert!(
             list == expected,
-            "README.md is out of date: run this test with UPDATE_GOLDEN=1"
+            "docs/settings.md is out of date: run this test with UPDATE_GOLDEN=1"
         );
     }
 }
