@@ -139,7 +139,6 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
             timeout: LIMIT,
         },
         limits: istiod::Limits::default(),
-        meanwhile: istiod::Meanwhile::default(),
     };
     let (istiod, run) = istiod::new(config, &Registry::default(), CancellationToken::new());
     (istiod, JoinSet::from_iter([run]))

@@ -257,16 +257,14 @@ impl Agent {
         istiod
     }
 
-    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer; and
-    /// in between where large responses are read, as those may have the processor.
+    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
     fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
         };
         let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
         let shutdown = self.shutdown.clone();
-        let (dns, serving, help) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
-        self.config.istiod.meanwhile = istiod::Meanwhile::new(help);
+        let (dns, serving, _) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
         let (done, ended) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

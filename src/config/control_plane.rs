@@ -12,7 +12,7 @@ use http::{HeaderName, HeaderValue};
 use super::environment as variables;
 use super::{Problem, Sources, members};
 use crate::compliance::Policy;
-use crate::istiod::{Config, Keepalive, Limits, Meanwhile, Security, tls, token};
+use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
 /// What gRPC clients keep between pings at the least: servers take more for an attack.
 const LEAST_INTERVAL: Duration = Duration::from_secs(10);
@@ -110,7 +110,6 @@ impl Sources<'_> {
             metadata: self.metadata(headers),
             keepalive: self.keepalive(),
             limits: Limits::default(),
-            meanwhile: Meanwhile::default(),
         }
     }
 

@@ -18,7 +18,6 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::connection::{self, About, Connection, Driver, Io, Negotiated, Owned};
-use super::paced::Paced;
 use super::tls::{self, TlsError};
 use super::tls_stream::TlsStream;
 use super::{Config, Security};
@@ -195,7 +194,6 @@ async fn attempt(
         .await?
         .and_then(|stream| prepared(stream, config))
         .map_err(|source| Cause::Connect { to, source })?;
-    let stream = Paced::new(stream, config.meanwhile.clone());
     let (io, tls): (Box<dyn Io>, _) = match tls {
         None => (Box::new(stream), None),
         Some(tls) => {
@@ -226,7 +224,7 @@ fn prepared(stream: TcpStream, config: &Config) -> io::Result<TcpStream> {
 }
 
 async fn encrypt(
-    stream: Paced<TcpStream>,
+    stream: TcpStream,
     to: SocketAddr,
     tls: Encryption<'_>,
 ) -> Result<(Box<dyn Io>, Negotiated), Cause> {

@@ -30,7 +30,7 @@ use tower_service::Service;
 use crate::compliance::Policy;
 use crate::metrics::Registry;
 
-use super::{Body, Config, Istiod, Keepalive, Limits, Meanwhile, Security, tls, token};
+use super::{Body, Config, Istiod, Keepalive, Limits, Security, tls, token};
 use crate::proto::istio_v1_auth::istio_certificate_service_server::{
     IstioCertificateService, IstioCertificateServiceServer,
 };
@@ -310,7 +310,6 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             timeout: Duration::from_secs(10),
         },
         limits: Limits::default(),
-        meanwhile: Meanwhile::default(),
     }
 }
 

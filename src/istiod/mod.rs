@@ -13,7 +13,6 @@ mod dial;
 pub(crate) mod fake;
 mod file;
 mod frames;
-mod paced;
 pub mod roots;
 pub mod status;
 pub mod tls;
@@ -36,7 +35,6 @@ use tonic::Code;
 
 pub use connection::{About, Connection, Negotiated};
 pub use dial::{Cause, DialError, Limits};
-pub use paced::Meanwhile;
 use status::{Record, Status};
 use worker::{Ask, Worker};
 
@@ -59,8 +57,6 @@ pub struct Config {
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
-    /// What a large response must not hold up.
-    pub meanwhile: Meanwhile,
 }
 
 /// What protects the connection.

@@ -143,7 +143,6 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
             timeout: Duration::from_secs(10),
         },
         limits: istiod::Limits::default(),
-        meanwhile: istiod::Meanwhile::default(),
     }
 }
 

@@ -57,7 +57,6 @@ impl Connection {
                 timeout: PATIENCE,
             },
             limits: istiod::Limits::default(),
-            meanwhile: istiod::Meanwhile::default(),
         };
         let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
         let mut tasks = JoinSet::new();
