@@ -38,6 +38,8 @@ pub mod clock;
 
 pub mod backoff;
 
+mod replace_file;
+
 mod request_path;
 
 pub mod compliance;

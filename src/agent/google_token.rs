@@ -6,10 +6,7 @@
 //! Does not send the token.
 
 use std::convert::Infallible;
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::io;
 use std::time::Duration;
 
 use crate::backoff::Backoff;
@@ -17,6 +14,7 @@ use crate::bootstrap::platform;
 use crate::clock::Clock;
 use crate::config::GoogleToken;
 use crate::istiod::token;
+use crate::replace_file::replace_file;
 
 /// A token with less life left is replaced.
 const AHEAD: Duration = Duration::from_secs(25 * 60);
@@ -68,29 +66,15 @@ async fn refresh(
 ) -> Result<Duration, Error> {
     let token = platform::google_identity(platform, &config.audience).await;
     let token = token.ok_or_else(|| Error::NoAnswer(config.audience.clone()))?;
-    write(&config.path, token.as_bytes())?;
+    replace_file(&config.path, token.as_bytes(), 0o640)?;
     let expiry = token::expiry(token.as_bytes());
     let left = expiry.and_then(|end| end.duration_since(clock.now() + AHEAD).ok());
     Ok(left.unwrap_or_default().max(LEAST))
 }
 
-fn write(path: &Path, token: &[u8]) -> io::Result<()> {
-    let temporary = path.with_extension("new");
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o640)
-        .open(&temporary)?;
-    file.write_all(token)?;
-    fs::rename(temporary, path)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use base64::Engine;

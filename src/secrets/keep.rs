@@ -7,8 +7,8 @@
 //!
 //! Does not decide when to renew.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use zeroize::Zeroizing;
 
 use super::certificate::{CertificateError, Workload};
 use crate::identity::SpiffeId;
+use crate::replace_file::replace_file;
 
 const DIRECTORY: &str = "istio-agent";
 const FILE: &str = "workload.json";
@@ -175,8 +176,8 @@ impl Keep {
             path: path.clone(),
             source,
         })?;
-        replace(&path, [&line, b"\n", key_pem.as_bytes()])
-            .map_err(|source| KeepError::Io { path, source })
+        let text = Zeroizing::new([&line, &b"\n"[..], key_pem.as_bytes()].concat());
+        replace_file(&path, &text, 0o600).map_err(|source| KeepError::Io { path, source })
     }
 
     fn read(&self, path: &Path) -> Result<Zeroizing<Vec<u8>>, KeepError> {
@@ -233,21 +234,4 @@ fn ours(path: &Path, found: &fs::Metadata) -> Result<(), KeepError> {
         mode: found.mode() & 0o7777,
         us,
     })
-}
-
-fn replace(path: &Path, parts: [&[u8]; 3]) -> io::Result<()> {
-    let temporary = path.with_extension("tmp");
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let mut file: File = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&temporary)?;
-    for part in parts {
-        file.write_all(part)?;
-    }
-    fs::rename(temporary, path)
 }

@@ -1,0 +1,78 @@
+//! Replaces a file whole: a reader finds the old content or the new, never a part of it.
+//!
+//! The new content is written to `<path>.tmp` and renamed over `path`. A `.tmp` file that a killed
+//! agent left is removed first. Nothing is synced to disk: the file survives the agent, not a power
+//! failure.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Puts `bytes` at `path` in a new file with `mode`, less the umask. After an error `path` is as it
+/// was.
+pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    let temporary = PathBuf::from(temporary);
+    // A leftover could be a link, or have another mode.
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(&temporary)?;
+    let replaced = file
+        .write_all(bytes)
+        .and_then(|()| fs::rename(&temporary, path));
+    replaced.inspect_err(|_| {
+        // The first error is the one to report.
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let entries = fs::read_dir(directory).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn old_content_and_leftovers_of_a_killed_agent_give_way_to_a_file_with_the_mode() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, victim) = (directory.path().join("a.pem"), directory.path().join("b"));
+        fs::write(&victim, "untouched").unwrap();
+        symlink(&victim, directory.path().join("a.pem.tmp")).unwrap();
+        for content in ["first", "second"] {
+            replace_file(&path, content.as_bytes(), 0o600).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), content);
+            let mode = fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
+        assert_eq!(names(directory.path()), ["a.pem", "b"]);
+    }
+
+    #[test]
+    fn a_failure_leaves_what_was_there_and_no_temporary_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("taken");
+        fs::create_dir_all(path.join("by a directory")).unwrap();
+        assert!(replace_file(&path, b"new", 0o600).is_err());
+        assert_eq!(names(directory.path()), ["taken"]);
+        let missing = directory.path().join("missing/file");
+        let error = replace_file(&missing, b"new", 0o600).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+}
