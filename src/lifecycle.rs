@@ -49,7 +49,7 @@ impl Urgency {
 
 /// What the agent has been asked for so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Asked {
+pub struct StopRequest {
     pub urgency: Urgency,
     /// Why, in the words of who asked first.
     pub cause: Option<&'static str>,
@@ -57,7 +57,7 @@ pub struct Asked {
 
 /// The way to ask the agent to stop, and to hear that somebody has. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Stop(watch::Sender<Asked>);
+pub struct Stop(watch::Sender<StopRequest>);
 
 impl Stop {
     pub fn new() -> Self {
@@ -67,18 +67,18 @@ impl Stop {
     /// Makes it one step more urgent.
     pub fn escalate(&self, cause: &'static str) {
         let next = self.0.borrow().urgency.next();
-        self.ask(next, cause);
+        self.request(next, cause);
     }
 
     /// Makes it at least as urgent as given.
-    pub fn ask(&self, urgency: Urgency, cause: &'static str) {
+    pub fn request(&self, urgency: Urgency, cause: &'static str) {
         self.0.send_modify(|asked| {
             asked.urgency = asked.urgency.max(urgency);
             asked.cause.get_or_insert(cause);
         });
     }
 
-    pub fn asked(&self) -> watch::Receiver<Asked> {
+    pub fn requested(&self) -> watch::Receiver<StopRequest> {
         self.0.subscribe()
     }
 }
@@ -208,7 +208,7 @@ mod tests {
     async fn each_signal_is_one_step_more_urgent() {
         use rustix::process::{Signal, getpid, kill_process};
         let stop = Stop::new();
-        let mut asked = stop.asked();
+        let mut asked = stop.requested();
         let watching = signals(stop).expect("the signals are caught");
         let asking = async {
             for (signal, expected) in [

@@ -32,12 +32,12 @@ use crate::bootstrap::{self, Written, platform};
 use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
-use crate::envoy::orphans::Own;
+use crate::envoy::reaper::Children;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
-    self, Asked, BoxError, CancellationToken, Ended, Stop, Tasks, Urgency, with_causes,
+    self, BoxError, CancellationToken, Ended, Stop, StopRequest, Tasks, Urgency, with_causes,
 };
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
@@ -157,7 +157,7 @@ impl Agent {
         let envoy = envoy.map(|config| {
             let inputs = inputs
                 .clone()
-                .map(|inputs| inputs as Arc<dyn envoy::epochs::Inputs>);
+                .map(|inputs| inputs as Arc<dyn envoy::hot_restart::Inputs>);
             envoy::new(config, inputs, stop, &metrics)
         });
         let (envoy, envoy_life) = match envoy {
@@ -315,7 +315,7 @@ impl Agent {
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
         let life = self.envoy_life.take();
         let (config, inputs) = (self.config.clone(), self.inputs.clone());
-        let mut envoy = pin!(envoy_until_its_end(config, inputs, life, stop.asked()));
+        let mut envoy = pin!(envoy_until_its_end(config, inputs, life, stop.requested()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -323,7 +323,7 @@ impl Agent {
                 ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
                     let broken = broken.insert(Error::of(ended));
                     tracing::error!("{}; draining Envoy and stopping", with_causes(broken));
-                    stop.ask(Urgency::Drain, "a part of the agent ended");
+                    stop.request(Urgency::Drain, "a part of the agent ended");
                 }
             }
         };
@@ -374,7 +374,7 @@ async fn envoy_until_its_end(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
     envoy: Option<EnvoyLife>,
-    mut asked: watch::Receiver<Asked>,
+    mut asked: watch::Receiver<StopRequest>,
 ) -> Result<ExitCode, BoxError> {
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     if let Some(grpc) = &config.grpc {
@@ -390,7 +390,7 @@ async fn envoy_until_its_end(
         tokio::select! {
             // An error is the end of the watch, which is an end as well.
             _ = asked => return Ok(ExitCode::Success),
-            never = envoy::orphans::reap(Own::default()) => match never {},
+            never = envoy::reaper::reap(Children::default()) => match never {},
         }
     };
     let ours = !config.has_custom_bootstrap && !writes_by_itself;

@@ -14,14 +14,14 @@ use tokio::sync::watch;
 use super::held::Held;
 use super::{Body, Sources, reply};
 use crate::envoy::handle::Envoy;
-use crate::lifecycle::{Asked, Stop, Urgency};
+use crate::lifecycle::{Stop, StopRequest, Urgency};
 
 /// Longer than Envoy's admin port may take to answer.
 const LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Control {
     stop: Stop,
-    asked: watch::Receiver<Asked>,
+    asked: watch::Receiver<StopRequest>,
     envoy: Option<Envoy>,
 }
 
@@ -29,7 +29,7 @@ impl Control {
     pub(super) fn new(sources: &Sources) -> Self {
         Self {
             stop: sources.stop.clone(),
-            asked: sources.stop.asked(),
+            asked: sources.stop.requested(),
             envoy: sources.envoy.clone(),
         }
     }
@@ -71,6 +71,6 @@ struct Asking(Stop);
 
 impl Drop for Asking {
     fn drop(&mut self) {
-        self.0.ask(Urgency::Terminate, "/quitquitquit called");
+        self.0.request(Urgency::Terminate, "/quitquitquit called");
     }
 }

@@ -163,10 +163,10 @@ async fn the_agent_quits_once_the_answer_is_sent_and_is_not_ready_then() {
     let request = Request::post("/quitquitquit").body(()).expect("a request");
     let from = "[::1]:7".parse().expect("an address");
     let answer = router.answer(request, from).await;
-    assert_eq!(stop.asked().borrow().urgency, Urgency::Run);
+    assert_eq!(stop.requested().borrow().urgency, Urgency::Run);
     let body = answer.into_body().collect().await.expect("a body");
     assert_eq!(body.to_bytes(), "OK");
-    assert_eq!(stop.asked().borrow().urgency, Urgency::Terminate);
+    assert_eq!(stop.requested().borrow().urgency, Urgency::Terminate);
     let (status, text, _) = asked(&router, "GET /healthz/ready", THERE).await;
     assert_eq!(status, 503);
     assert_eq!(text, "server is terminated: /quitquitquit called\n");

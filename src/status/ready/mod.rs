@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 use super::Sources;
 use crate::envoy::handle::{Envoy, Report, State};
-use crate::lifecycle::{Asked, Urgency};
+use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::Gauge;
 use crate::timeline::{Milestone, Timeline};
 use bootstrap_file::BootstrapFile;
@@ -51,7 +51,7 @@ pub(super) enum NotReady {
 
 pub(super) struct Readiness {
     timeline: Timeline,
-    asked: watch::Receiver<Asked>,
+    asked: watch::Receiver<StopRequest>,
     envoy: Option<Envoy>,
     grpc: Option<BootstrapFile>,
     dns: Option<watch::Receiver<bool>>,
@@ -82,7 +82,7 @@ impl Readiness {
         );
         Self {
             timeline: sources.timeline.clone(),
-            asked: sources.stop.asked(),
+            asked: sources.stop.requested(),
             envoy: sources.envoy.clone(),
             grpc: grpc.map(BootstrapFile::new),
             dns: sources.dns_ready.clone(),

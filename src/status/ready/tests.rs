@@ -150,7 +150,7 @@ async fn an_agent_on_its_way_out_is_not_ready() {
     assert_eq!(scene.ready.check().await, Ok(()));
     scene
         .stop
-        .ask(Urgency::Drain, "received signal: terminated");
+        .request(Urgency::Drain, "received signal: terminated");
     let expected = "server is terminated: received signal: terminated";
     assert_eq!(scene.missing().await, expected);
 }
