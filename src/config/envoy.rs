@@ -18,10 +18,10 @@ use crate::bootstrap::{self, grpc, node, platform};
 use crate::dns::listen;
 use crate::envoy;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
-use crate::envoy::epochs;
+use crate::envoy::crash_restart::Budget;
+use crate::envoy::hot_restart;
 use crate::envoy::machine::{Drain, Limits};
 use crate::envoy::requests;
-use crate::envoy::restart::Budget;
 
 /// Longest wait for an answer of Envoy's admin port.
 const ADMIN_CALL: Duration = Duration::from_secs(2);
@@ -188,20 +188,20 @@ impl Sources<'_> {
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {
-                announce: ADMIN_CALL,
+                drain_call: ADMIN_CALL,
                 drain: self.drain(bootstrap.node.exit_on_zero_connections),
-                outlast: self.outlast(),
+                long_requests: self.outlast(),
                 quit: QUIT,
                 terminate: TERMINATE,
                 kill: KILL,
             },
-            housekeeping: housekeeping(bootstrap),
+            internal_ports: internal_ports(bootstrap),
             hot_restart: self.hot_restart(),
             restarts: self.restarts(),
         })
     }
 
-    fn hot_restart(&mut self) -> Option<epochs::Limits> {
+    fn hot_restart(&mut self) -> Option<hot_restart::Limits> {
         if !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
@@ -214,7 +214,7 @@ impl Sources<'_> {
                 expected: format!("more than the drain duration, using {least:?}"),
             });
         }
-        Some(epochs::Limits {
+        Some(hot_restart::Limits {
             parent_shutdown: wanted.max(least),
             live: NEXT_LIVE,
             check: CHECK,
@@ -379,7 +379,7 @@ impl Sources<'_> {
 }
 
 /// Ports of Envoy's own listeners. The one of the admin port has no port in its name.
-fn housekeeping(bootstrap: &bootstrap::Config) -> Vec<u16> {
+fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     let always = [bootstrap.health_port, bootstrap.prometheus_port];
     let secure = [
         bootstrap.secure_metrics_port,

@@ -373,7 +373,7 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         };
         let envoy = config.envoy.expect("Envoy");
         assert_eq!(envoy.limits.drain, expected, "{variables:?}");
-        assert_eq!(envoy.housekeeping, [15021, 15090]);
+        assert_eq!(envoy.internal_ports, [15021, 15090]);
         assert_eq!(envoy.restarts, None);
     }
     let set = "ISTIO_AGENT_LAST_REQUESTS";
@@ -390,7 +390,7 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         let config = machine(variables).config();
         let counts = config.bootstrap.stats.expressions.len();
         let limits = config.envoy.expect("Envoy").limits;
-        assert_eq!(limits.outlast, seconds(outlast), "{variables:?}");
+        assert_eq!(limits.long_requests, seconds(outlast), "{variables:?}");
         assert_eq!(counts > 0, outlast > 0, "{variables:?}");
     }
     let config = machine(&[("ISTIO_AGENT_ENVOY_RESTARTS", "often")]).config();

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 use super::command::Command;
 use super::crash::Crash;
 use super::memory::{KillCounter, Resident};
-use super::orphans::{Claim, Own};
 use super::process::{Ended, Error, Process};
+use super::reaper::{Children, Claim};
 use super::stderr::Tee;
 use crate::clock;
 
@@ -32,7 +32,7 @@ pub(super) struct Child {
 
 impl Child {
     /// Starts Envoy. Call it on the main thread.
-    pub(super) fn start(command: &Command, epoch: u32, own: &Own) -> Result<Self, Error> {
+    pub(super) fn start(command: &Command, epoch: u32, own: &Children) -> Result<Self, Error> {
         let kills = KillCounter::start();
         let mut process = Process::start(command)?;
         let claim = own.claim(process.pid());

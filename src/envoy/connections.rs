@@ -1,7 +1,7 @@
 //! Counts the connections an Envoy still has, and waits until none of what is counted is left.
 //!
 //! The figures are Envoy's own gauges of its listeners, one line each. Those of the pod's own
-//! housekeeping do not count: health checks, scrapes, the admin port that is asked here, and Envoy's
+//! internal_ports do not count: health checks, scrapes, the admin port that is asked here, and Envoy's
 //! internal listeners. Envoy writes the colons of an IPv6 address as underscores.
 //!
 //! Does not know how long to go on, or what follows.
@@ -24,22 +24,26 @@ pub(super) const PATH: &str = "/stats?usedonly&filter=downstream_cx_active%24";
 const GAUGE: &str = ".downstream_cx_active";
 
 /// The sum of all that counts; none when there are no figures at all.
-pub(super) fn sum(statistics: &str, housekeeping: &[u16]) -> Option<u64> {
+pub(super) fn sum(statistics: &str, internal_ports: &[u16]) -> Option<u64> {
     if statistics.trim().is_empty() {
         return None;
     }
     let counted = statistics.lines().filter(|line| !line.trim().is_empty());
-    Some(counted.filter_map(|line| figure(line, housekeeping)).sum())
+    Some(
+        counted
+            .filter_map(|line| figure(line, internal_ports))
+            .sum(),
+    )
 }
 
 /// The figure of one line, if it counts.
-fn figure(line: &str, housekeeping: &[u16]) -> Option<u64> {
+fn figure(line: &str, internal_ports: &[u16]) -> Option<u64> {
     let Some((name, value)) = line.rsplit_once(": ") else {
         tracing::warn!(line, "Envoy counts connections in a form that is not known");
         return None;
     };
     let listener = name.strip_prefix("listener.")?.strip_suffix(GAUGE)?;
-    if !counts(listener, housekeeping) {
+    if !counts(listener, internal_ports) {
         return None;
     }
     let value = value.trim().parse();
@@ -52,12 +56,12 @@ fn figure(line: &str, housekeeping: &[u16]) -> Option<u64> {
     value.ok()
 }
 
-/// Whether a listener is none of Envoy's own or of the pod's housekeeping.
-pub(super) fn counts(listener: &str, housekeeping: &[u16]) -> bool {
+/// Whether a listener is none of Envoy's own or of the pod's internal_ports.
+pub(super) fn counts(listener: &str, internal_ports: &[u16]) -> bool {
     let of_envoy = ["admin", "admin.main_thread"].contains(&listener)
         || listener.contains("worker_")
         || listener.starts_with("envoy_internal_");
-    !of_envoy && !port_of_own(listener).is_some_and(|port| housekeeping.contains(&port))
+    !of_envoy && !port_of_own(listener).is_some_and(|port| internal_ports.contains(&port))
 }
 
 /// The port of a listener that is bound to everywhere or to this machine.

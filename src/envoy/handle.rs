@@ -13,9 +13,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
-use super::epochs::machine::Method;
+use super::hot_restart::machine::Method;
 use super::memory::Resident;
-use super::plan::{self, Ending, Plan};
+use super::shutdown::{self, Plan, Shutdown};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -42,7 +42,7 @@ pub struct Report {
     pub pid: Option<i32>,
     /// How many Envoys this agent has started before this one.
     pub epoch: u32,
-    #[serde(serialize_with = "plan::in_utc_if_any")]
+    #[serde(serialize_with = "shutdown::in_utc_if_any")]
     pub started: Option<SystemTime>,
     /// What Envoy holds in memory. It is looked at when somebody shows it.
     pub rss_bytes: Resident,
@@ -51,9 +51,9 @@ pub struct Report {
     /// The steps of an end, from where Envoy is now.
     pub plan: Plan,
     /// The way down, once it has begun.
-    pub ending: Option<Ending>,
+    pub ending: Option<Shutdown>,
     /// When the next Envoy starts, while there is none.
-    #[serde(serialize_with = "plan::in_utc_if_any")]
+    #[serde(serialize_with = "shutdown::in_utc_if_any")]
     pub restart: Option<SystemTime>,
     /// Every Envoy there is, the one that serves among them.
     pub epochs: Vec<Epoch>,
@@ -72,7 +72,7 @@ pub struct Epoch {
     pub restart_epoch: u32,
     pub pid: i32,
     pub state: Role,
-    #[serde(serialize_with = "plan::in_utc_if_any")]
+    #[serde(serialize_with = "shutdown::in_utc_if_any")]
     pub started: Option<SystemTime>,
     pub config: PathBuf,
 }
@@ -93,7 +93,7 @@ pub enum Role {
 pub struct Restart {
     /// Why, in the words of who wanted it last.
     pub reason: &'static str,
-    #[serde(serialize_with = "plan::in_utc_if_any")]
+    #[serde(serialize_with = "shutdown::in_utc_if_any")]
     pub when: Option<SystemTime>,
     /// None before it is known whether there is anything to start.
     pub method: Option<Method>,
@@ -206,7 +206,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::envoy::plan::{Plan, Step, WaitsFor};
+    use crate::envoy::shutdown::{Plan, PlannedStep, Step};
 
     #[test]
     fn a_report_is_json_with_moments_in_utc_and_spans_in_seconds() {
@@ -215,14 +215,14 @@ mod tests {
             state: State::Draining,
             pid: Some(42),
             started: Some(moment),
-            ending: Some(Ending {
+            ending: Some(Shutdown {
                 cause: "received signal: terminated",
                 since: moment,
-                plan: Plan(vec![Step {
-                    waits_for: WaitsFor::DrainTime,
+                plan: Plan(vec![PlannedStep {
+                    waits_for: Step::DrainTime,
                     at_most: Duration::from_millis(1500),
                 }]),
-                waits_for: Some(WaitsFor::DrainTime),
+                waits_for: Some(Step::DrainTime),
                 until: Some(moment),
                 connections: Some(3),
             }),

@@ -12,15 +12,15 @@ mod child;
 pub mod command;
 mod connections;
 pub mod crash;
-pub mod epochs;
+pub mod crash_restart;
 pub mod handle;
+pub mod hot_restart;
 pub mod machine;
 pub mod memory;
-pub mod orphans;
-pub mod plan;
 pub mod process;
+pub mod reaper;
 pub mod requests;
-pub mod restart;
+pub mod shutdown;
 mod stderr;
 mod supervisor;
 
@@ -35,12 +35,12 @@ use crate::lifecycle::{BoxError, Stop};
 use crate::metrics::{Kind, Registry};
 use admin::Admin;
 use command::Command;
-use epochs::{Epochs, Inputs};
+use crash_restart::Budget;
 use handle::{Envoy, Report, State};
+use hot_restart::{HotRestart, Inputs};
 use machine::Limits;
 use process::Ended;
-use restart::Budget;
-use supervisor::{Counters, Supervisor, Told};
+use supervisor::{Counters, Requests, Supervisor};
 
 /// Orders nobody has come to yet; who gives more waits.
 const ORDERS: usize = 8;
@@ -60,10 +60,10 @@ pub struct Config {
     /// Of a sidecar only inbound listeners are drained.
     pub drain_inbound_only: bool,
     pub limits: Limits,
-    /// Ports of Envoy whose connections are the pod's housekeeping.
-    pub housekeeping: Vec<u16>,
+    /// Ports of Envoy whose connections are the pod's internal_ports.
+    pub internal_ports: Vec<u16>,
     /// None replaces no Envoy while it serves.
-    pub hot_restart: Option<epochs::Limits>,
+    pub hot_restart: Option<hot_restart::Limits>,
     /// None leaves restarts to whoever runs the agent.
     pub restarts: Option<Budget>,
 }
@@ -115,12 +115,12 @@ pub fn new(
     let counters = Counters::of(metrics);
     let handle = Envoy::new(admin, report, give);
     let epochs = config.hot_restart.zip(inputs);
-    let epochs = epochs.map(|(limits, inputs)| Epochs::new(limits, inputs));
-    let told = Told {
-        requests: stop.asked(),
+    let epochs = epochs.map(|(limits, inputs)| HotRestart::new(limits, inputs));
+    let requests = Requests {
+        stop: stop.requested(),
         orders,
     };
-    let supervisor = Supervisor::new(config, admin, epochs, told, publish, counters);
+    let supervisor = Supervisor::new(config, admin, epochs, requests, publish, counters);
     (handle, supervisor.run())
 }
 

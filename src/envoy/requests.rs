@@ -5,7 +5,7 @@
 //! anything. Of one that is not HTTP nobody but its ends knows, so each counts: those are a listener's
 //! connections less the ones that speak HTTP. A tunnel is no request but a connection within another.
 //! Of a sidecar only what comes in counts, by the names istiod gives, as only that is drained. The
-//! pod's own housekeeping does not count.
+//! pod's own internal_ports does not count.
 //!
 //! Does not know how long to go on, or what follows.
 
@@ -46,7 +46,7 @@ pub fn statistics(inbound_only: bool) -> [&'static str; 2] {
 }
 
 /// How many there are. None is left where there are no figures, as Envoy may not keep them.
-pub(super) fn under_way(statistics: &str, inbound_only: bool, housekeeping: &[u16]) -> u64 {
+pub(super) fn under_way(statistics: &str, inbound_only: bool, internal_ports: &[u16]) -> u64 {
     let (mut requests, mut speak_http, mut connections) = (0_u64, 0_u64, 0_u64);
     let mut is_sending = false;
     for line in statistics.lines() {
@@ -73,7 +73,7 @@ pub(super) fn under_way(statistics: &str, inbound_only: bool, housekeeping: &[u1
             }
         } else if let Some(listener) = scope.strip_prefix("listener.")
             && gauge == "downstream_cx_active"
-            && connections::counts(listener, housekeeping)
+            && connections::counts(listener, internal_ports)
             && (!inbound_only || CAPTURED.iter().any(|port| listener.ends_with(port)))
         {
             connections = connections.saturating_add(value);

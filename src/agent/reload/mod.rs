@@ -22,8 +22,8 @@ use super::secret_sockets::Settled;
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable};
 use crate::envoy::command::Command;
-use crate::envoy::epochs::{self, Prepared};
 use crate::envoy::handle::Envoy;
+use crate::envoy::hot_restart::{self, Prepared};
 use crate::file_watch::FileWatch;
 use crate::lifecycle::BoxError;
 
@@ -153,7 +153,7 @@ impl Inputs {
     }
 }
 
-impl epochs::Inputs for Inputs {
+impl hot_restart::Inputs for Inputs {
     fn first(&self) -> Result<Prepared, BoxError> {
         self.prepare(&self.first, 0)
     }

@@ -10,8 +10,8 @@ use super::*;
 use crate::cli::{self, Command as Typed};
 use crate::config;
 use crate::envoy::admin::Admin;
-use crate::envoy::epochs::Inputs as _;
 use crate::envoy::handle::Report;
+use crate::envoy::hot_restart::Inputs as _;
 
 /// A directory, and what the environment says at the moment.
 struct Place {

@@ -11,17 +11,17 @@
 use std::time::Duration;
 
 use super::handle::State;
-use super::plan::{Plan, Step, WaitsFor};
+use super::shutdown::{Plan, PlannedStep, Step};
 use crate::lifecycle::Urgency;
 
 /// How long each step may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// For the answer to the drain call.
-    pub announce: Duration,
+    pub drain_call: Duration,
     pub drain: Drain,
     /// For requests that outlast a drain for a time; zero cuts them.
-    pub outlast: Duration,
+    pub long_requests: Duration,
     /// Between asking Envoy to quit and SIGTERM.
     pub quit: Duration,
     /// Between SIGTERM and SIGKILL.
@@ -88,9 +88,9 @@ pub enum Event {
     /// Somebody wants Envoy drained and not ended.
     DrainOrdered,
     /// Somebody wants the end, this urgently.
-    Asked(Urgency),
+    StopRequested(Urgency),
     /// Another Envoy is to take this one's place, once this one has ended.
-    Replace(Farewell),
+    Replace(EndBy),
     /// The drain call was answered, or given up.
     Answered,
     /// No connection, or no request, is left, or they cannot be counted.
@@ -106,11 +106,11 @@ pub enum Event {
 
 /// How an Envoy ends that is to be replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Farewell {
+pub enum EndBy {
     /// On its usual way down.
-    Usual,
+    Quit,
     /// Drained, then killed: asked to quit it would hang.
-    Killed,
+    Kill,
 }
 
 /// What to do next. The waits are for [`Event::Deadline`].
@@ -149,7 +149,7 @@ pub struct Machine {
     /// Whether a drain was ordered, so that the end needs none.
     is_drained: bool,
     /// Whether and how Envoy ends for the next.
-    replaced: Option<Farewell>,
+    replaced: Option<EndBy>,
 }
 
 impl Phase {
@@ -200,11 +200,11 @@ impl Machine {
 
     /// The steps from here to the end, as long as nobody makes it more urgent.
     pub fn plan(&self) -> Plan {
-        use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
-        use WaitsFor::{Quit, Termination};
+        use Step::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
+        use Step::{Quit, Termination};
         let parts = self.limits.drain.parts();
         let steps = [
-            (Phase::Announcing, DrainCall, Some(self.limits.announce)),
+            (Phase::Announcing, DrainCall, Some(self.limits.drain_call)),
             (Phase::Draining, DrainTime, Some(parts.time)),
             (Phase::Counting, Connections, parts.connections),
             (Phase::Closing, LastRequests, Some(parts.last_requests)),
@@ -217,9 +217,9 @@ impl Machine {
             (Phase::Terminating, Termination, Some(self.limits.terminate)),
             (Phase::Killing, Kill, Some(self.limits.kill)),
         ];
-        let step = |(phase, waits_for, limit): (Phase, WaitsFor, Option<Duration>)| {
+        let step = |(phase, waits_for, limit): (Phase, Step, Option<Duration>)| {
             let at_most = limit.filter(|_| phase >= self.next_step())?;
-            Some(Step { waits_for, at_most })
+            Some(PlannedStep { waits_for, at_most })
         };
         Plan(steps.into_iter().filter_map(step).collect())
     }
@@ -241,11 +241,11 @@ impl Machine {
         match (self.phase, event) {
             (Exited, _) => Action::Nothing,
             (_, EnvoyExited { may_restart }) => self.exited(may_restart),
-            (_, Event::Asked(urgency)) => self.asked(urgency),
+            (_, Event::StopRequested(urgency)) => self.asked(urgency),
             (_, DrainOrdered) => self.ordered(),
             (Initial, Begin) | (Pausing, Deadline) => self.enter(Starting),
-            (Running | Phase::Drained, Event::Replace(farewell)) => {
-                self.replaced = Some(farewell);
+            (Running | Phase::Drained, Event::Replace(end_by)) => {
+                self.replaced = Some(end_by);
                 self.enter(Announcing)
             }
             (Starting, Live) if self.is_drained => self.enter(Phase::Drained),
@@ -269,8 +269,8 @@ impl Machine {
     /// waited for them.
     fn outlast(&self) -> Option<Duration> {
         let is_timed = matches!(self.limits.drain, Drain::For(_));
-        let may = is_timed && !self.limits.outlast.is_zero();
-        may.then_some(self.limits.outlast)
+        let may = is_timed && !self.limits.long_requests.is_zero();
+        may.then_some(self.limits.long_requests)
     }
 
     /// Whether they do. An Envoy that another follows leaves nobody to serve meanwhile.
@@ -316,7 +316,7 @@ impl Machine {
     }
 
     fn enter(&mut self, phase: Phase) -> Action {
-        let hangs = self.replaced == Some(Farewell::Killed);
+        let hangs = self.replaced == Some(EndBy::Kill);
         let phase = match phase {
             Phase::Quitting | Phase::Terminating if hangs => Phase::Killing,
             phase => phase,
@@ -328,11 +328,11 @@ impl Machine {
             Phase::Pausing => Action::Pause,
             Phase::Starting => Action::Start,
             Phase::Drained => Action::Tell,
-            Phase::Announcing => Action::Announce(self.limits.announce),
+            Phase::Announcing => Action::Announce(self.limits.drain_call),
             Phase::Draining => Action::Wait(parts.time),
             Phase::Counting => Action::Count(parts.connections.unwrap_or_default()),
             Phase::Closing => Action::Close(parts.last_requests),
-            Phase::Outlasting => Action::Outlast(self.limits.outlast),
+            Phase::Outlasting => Action::Outlast(self.limits.long_requests),
             Phase::Quitting => Action::Quit(self.limits.quit),
             Phase::Terminating => Action::Terminate(self.limits.terminate),
             Phase::Killing => Action::Kill(self.limits.kill),

@@ -7,9 +7,9 @@ use Event::{Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, Qu
 
 const SECOND: Duration = Duration::from_secs(1);
 const LIMITS: Limits = Limits {
-    announce: SECOND.saturating_mul(2),
+    drain_call: SECOND.saturating_mul(2),
     drain: Drain::For(SECOND.saturating_mul(5)),
-    outlast: Duration::ZERO,
+    long_requests: Duration::ZERO,
     quit: SECOND,
     terminate: SECOND.saturating_mul(3),
     kill: SECOND.saturating_mul(4),
@@ -22,15 +22,15 @@ const UNTIL_IDLE: Limits = Limits {
     ..LIMITS
 };
 const OUTLASTED: Limits = Limits {
-    outlast: SECOND.saturating_mul(8),
+    long_requests: SECOND.saturating_mul(8),
     ..LIMITS
 };
 const QUIT: Action = Action::Quit(LIMITS.quit);
 const TERMINATE: Action = Action::Terminate(LIMITS.terminate);
 const KILL: Action = Action::Kill(LIMITS.kill);
-const ASK: Event = Event::Asked(Urgency::Drain);
-const ASK_AGAIN: Event = Event::Asked(Urgency::Terminate);
-const ASK_A_THIRD_TIME: Event = Event::Asked(Urgency::Kill);
+const ASK: Event = Event::StopRequested(Urgency::Drain);
+const ASK_AGAIN: Event = Event::StopRequested(Urgency::Terminate);
+const ASK_A_THIRD_TIME: Event = Event::StopRequested(Urgency::Kill);
 const CRASH: Event = EnvoyExited { may_restart: true };
 const LAST_CRASH: Event = EnvoyExited { may_restart: false };
 
@@ -53,7 +53,7 @@ fn up(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
 
 #[test]
 fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
-    let announce = Action::Announce(LIMITS.announce);
+    let announce = Action::Announce(LIMITS.drain_call);
     let way = up(&[
         (ASK, announce),
         (Answered, Action::Wait(SECOND * 4)),
@@ -79,7 +79,7 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
 #[test]
 fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
     let start = [
-        (ASK, Action::Announce(LIMITS.announce)),
+        (ASK, Action::Announce(LIMITS.drain_call)),
         (Answered, Action::Wait(SECOND * 5)),
         (Idle, Action::Nothing),
         (Deadline, Action::Count(SECOND * 54)),
@@ -108,7 +108,7 @@ fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
 #[test]
 fn requests_outlast_a_drain_for_a_time_until_the_last_has_ended_or_somebody_insists() {
     let drained = [
-        (ASK, Action::Announce(LIMITS.announce)),
+        (ASK, Action::Announce(LIMITS.drain_call)),
         (Answered, Action::Wait(SECOND * 4)),
         (Deadline, Action::Close(SECOND)),
         (Deadline, Action::Outlast(SECOND * 8)),
@@ -125,13 +125,13 @@ fn requests_outlast_a_drain_for_a_time_until_the_last_has_ended_or_somebody_insi
     }
     // A drain until idle has waited for them.
     let limits = Limits {
-        outlast: SECOND * 8,
+        long_requests: SECOND * 8,
         ..UNTIL_IDLE
     };
     let plan = |limits| walk(limits, &up(&drained[..1])).plan();
     assert_eq!(plan(limits), plan(UNTIL_IDLE));
     // One that is followed by another leaves nobody to serve meanwhile, unless the end is wanted.
-    let replaced = Event::Replace(Farewell::Usual);
+    let replaced = Event::Replace(EndBy::Quit);
     let before = [(replaced, drained[0].1), drained[1], drained[2]];
     walk(OUTLASTED, &up(&[&before[..], &[(Deadline, QUIT)]].concat()));
     let wanted = [(ASK, Action::Nothing), drained[3]];
@@ -159,7 +159,7 @@ fn a_drain_keeps_a_part_of_its_time_for_the_last_requests() {
 
 #[test]
 fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
-    let announce = Action::Announce(LIMITS.announce);
+    let announce = Action::Announce(LIMITS.drain_call);
     for way in [
         up(&[(ASK_AGAIN, QUIT), (ASK, Action::Nothing)]),
         up(&[(ASK, announce), (ASK_AGAIN, QUIT), (ASK_A_THIRD_TIME, KILL)]),
@@ -207,7 +207,7 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the
         &up(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
     );
     walk(LIMITS, &up(&[again[0], (ASK, Action::Leave)]));
-    let asked = (ASK, Action::Announce(LIMITS.announce));
+    let asked = (ASK, Action::Announce(LIMITS.drain_call));
     walk(
         LIMITS,
         &up(&[asked, (CRASH, Action::Leave), (ASK, Action::Nothing)]),
@@ -222,11 +222,11 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the
 
 #[test]
 fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_wanted() {
-    let announce = Action::Announce(LIMITS.announce);
+    let announce = Action::Announce(LIMITS.drain_call);
     let wait = (Answered, Action::Wait(SECOND * 4));
     let close = (Deadline, Action::Close(SECOND));
-    for (farewell, end) in [(Farewell::Usual, QUIT), (Farewell::Killed, KILL)] {
-        let replaced = (Event::Replace(farewell), announce);
+    for (end_by, end) in [(EndBy::Quit, QUIT), (EndBy::Kill, KILL)] {
+        let replaced = (Event::Replace(end_by), announce);
         let way = [replaced, wait, close, (Deadline, end)];
         let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
         let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
@@ -241,7 +241,7 @@ fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is
         LIMITS,
         &[
             (Begin, Action::Start),
-            (Event::Replace(Farewell::Usual), Action::Nothing),
+            (Event::Replace(EndBy::Quit), Action::Nothing),
         ],
     );
 }
@@ -252,9 +252,9 @@ fn the_plan_names_the_steps_that_are_left() {
         let steps = machine.plan().0;
         steps.iter().map(|step| step.waits_for).collect()
     };
-    use WaitsFor::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
-    use WaitsFor::{Quit, Termination};
-    let asked = up(&[(ASK, Action::Announce(LIMITS.announce))]);
+    use Step::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
+    use Step::{Quit, Termination};
+    let asked = up(&[(ASK, Action::Announce(LIMITS.drain_call))]);
     let machine = walk(LIMITS, &asked);
     assert_eq!(
         waits(&machine),
@@ -279,7 +279,7 @@ fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
     let steps = |machine: &Machine| machine.plan().0.len();
     let drained = walk(LIMITS, &up(&[(DrainOrdered, Action::Tell)]));
     assert_eq!(steps(&drained), 3);
-    let asked = (ASK, Action::Announce(LIMITS.announce));
+    let asked = (ASK, Action::Announce(LIMITS.drain_call));
     let late = (DrainOrdered, Action::Nothing);
     assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 6);
 }
@@ -344,8 +344,8 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         Deadline,
         CRASH,
         LAST_CRASH,
-        Event::Replace(Farewell::Usual),
-        Event::Replace(Farewell::Killed),
+        Event::Replace(EndBy::Quit),
+        Event::Replace(EndBy::Kill),
     ]);
     prop::collection::vec(event, 0..24)
 }
@@ -396,7 +396,7 @@ proptest! {
             // The end of one that was to be replaced is the first with nobody to follow it, so its
             // requests are now let outlast the drain.
             let is_followed = machine.expects_the_end() && !machine.is_asked_to_stop();
-            let more = if is_followed { limits.outlast } else { Duration::ZERO };
+            let more = if is_followed { limits.long_requests } else { Duration::ZERO };
             world.step(&mut machine, request)?;
             prop_assert!(machine.plan().at_most() <= left + more);
         }

@@ -15,7 +15,7 @@ use super::super::crash::Crash;
 use super::super::machine::{Event, Phase};
 use super::super::memory::Resident;
 use super::super::process::Ended;
-use super::super::{Error, epochs};
+use super::super::{Error, hot_restart};
 use super::Supervisor;
 
 impl Supervisor {
@@ -47,10 +47,10 @@ impl Supervisor {
     fn is_relaunched_after(&mut self, ended: Ended) -> bool {
         if ended == Ended::Code(0) {
             // It was asked to end, and has sent the one before away.
-            self.apply(epochs::machine::Event::Unready);
+            self.apply(hot_restart::machine::Event::Unready);
         }
         self.abandon("the Envoy that serves has ended");
-        self.apply(epochs::machine::Event::ServingExited);
+        self.apply(hot_restart::machine::Event::ServingExited);
         self.epochs
             .as_ref()
             .is_some_and(|epochs| epochs.is_relaunch)

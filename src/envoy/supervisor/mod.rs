@@ -6,7 +6,8 @@
 //! Does not decide what follows what; [`super::machine`] does.
 
 mod end;
-mod epochs;
+mod hot_restart;
+
 mod start;
 mod steps;
 mod tell;
@@ -21,16 +22,16 @@ use super::admin::Admin;
 use super::calls::warn;
 use super::child::Child;
 use super::crash::Crash;
-use super::epochs::{Epochs, News};
+use super::crash_restart::Restarts;
 use super::handle::{Order, Report, State};
+use super::hot_restart::{HotRestart, Progress};
 use super::machine::{Action, Event, Machine, Phase};
-use super::orphans::Own;
-use super::plan::{Ending, WaitsFor};
 use super::process::{self, Ended, Process};
-use super::restart::Restarts;
-use super::{Config, Error, Exit, orphans};
+use super::reaper::Children;
+use super::shutdown::{Shutdown, Step};
+use super::{Config, Error, Exit, reaper};
 use crate::clock::Clock;
-use crate::lifecycle::{Asked, Urgency};
+use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{self, Counter, Registry};
 
 /// What is counted.
@@ -42,8 +43,8 @@ pub(super) struct Counters {
 }
 
 /// How the supervisor hears what others want.
-pub(super) struct Told {
-    pub(super) requests: watch::Receiver<Asked>,
+pub(super) struct Requests {
+    pub(super) stop: watch::Receiver<StopRequest>,
     pub(super) orders: mpsc::Receiver<Order>,
 }
 
@@ -57,10 +58,10 @@ pub(super) struct Supervisor {
     /// How many have been started.
     count: u32,
     /// What can replace that Envoy while it serves.
-    epochs: Option<Epochs>,
+    epochs: Option<HotRestart>,
     /// Why it was last to be replaced.
     reason: &'static str,
-    own: Own,
+    own: Children,
     restarts: Restarts,
     /// How the last Envoy ended, while there is none.
     last_end: Option<Ended>,
@@ -72,7 +73,7 @@ pub(super) struct Supervisor {
     calls: JoinSet<Event>,
     /// The order the machine hears of now.
     order: Option<oneshot::Sender<()>>,
-    told: Told,
+    requests: Requests,
     /// The urgency acted on so far.
     asked: Urgency,
     publish: watch::Sender<Report>,
@@ -104,8 +105,8 @@ impl Supervisor {
     pub(super) fn new(
         config: Config,
         admin: Admin,
-        epochs: Option<Epochs>,
-        told: Told,
+        epochs: Option<HotRestart>,
+        requests: Requests,
         publish: watch::Sender<Report>,
         counters: Counters,
     ) -> Self {
@@ -119,13 +120,13 @@ impl Supervisor {
             count: 0,
             epochs,
             reason: "",
-            own: Own::default(),
+            own: Children::default(),
             last_end: None,
             pause: Duration::ZERO,
             deadline: None,
             calls: JoinSet::new(),
             order: None,
-            told,
+            requests,
             asked: Urgency::Run,
             publish,
             counters,
@@ -142,7 +143,7 @@ impl Supervisor {
         };
         let exit = tokio::select! {
             exit = to_the_end => exit,
-            never = orphans::reap(own) => match never {},
+            never = reaper::reap(own) => match never {},
         };
         if self.child.is_none() {
             self.publish
@@ -153,10 +154,10 @@ impl Supervisor {
 
     async fn until_the_end(&mut self) -> Result<Exit, Error> {
         self.recall();
-        self.asked = self.told.requests.borrow().urgency;
+        self.asked = self.requests.stop.borrow().urgency;
         let mut event = match self.asked {
             Urgency::Run => Event::Begin,
-            asked => Event::Asked(asked),
+            asked => Event::StopRequested(asked),
         };
         loop {
             let action = self.tell_machine(event);
@@ -202,11 +203,11 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 ended = ended(&mut self.child) => return self.ended(ended?).await,
-                urgency = asked_for_more(&mut self.told.requests, self.asked) => {
+                urgency = more_urgent(&mut self.requests.stop, self.asked) => {
                     self.asked = urgency;
-                    return Ok(Event::Asked(urgency));
+                    return Ok(Event::StopRequested(urgency));
                 }
-                Some(order) = self.told.orders.recv() => match order {
+                Some(order) = self.requests.orders.recv() => match order {
                     Order::Drain(order) => {
                         self.order = Some(order);
                         return Ok(Event::DrainOrdered);
@@ -246,7 +247,7 @@ impl Supervisor {
         if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
             self.deadline = Some(Instant::now() + wait);
         }
-        if step.is_some() && matches!(event, Event::Asked(_)) {
+        if step.is_some() && matches!(event, Event::StopRequested(_)) {
             self.show_plan();
         }
         self.show(step);
@@ -260,7 +261,7 @@ impl Supervisor {
         let now = self.clock.now();
         self.publish.send_modify(|report| {
             let since = report.ending.as_ref().map_or(now, |ending| ending.since);
-            report.ending = Some(Ending {
+            report.ending = Some(Shutdown {
                 cause,
                 since,
                 plan,
@@ -271,7 +272,7 @@ impl Supervisor {
         });
     }
 
-    fn show(&self, step: Option<(Duration, WaitsFor)>) {
+    fn show(&self, step: Option<(Duration, Step)>) {
         let (now, phase) = (self.clock.now(), self.machine.phase());
         let pause = (phase == Phase::Pausing).then_some(self.pause);
         self.publish.send_modify(|report| {
@@ -288,8 +289,8 @@ impl Supervisor {
     }
 
     fn cause(&self) -> &'static str {
-        self.told
-            .requests
+        self.requests
+            .stop
             .borrow()
             .cause
             .unwrap_or("nobody said why")
@@ -333,16 +334,16 @@ impl Supervisor {
 }
 
 /// The wait an action begins, on the way down.
-fn step(action: Action) -> Option<(Duration, WaitsFor)> {
+fn step(action: Action) -> Option<(Duration, Step)> {
     Some(match action {
-        Action::Announce(wait) => (wait, WaitsFor::DrainCall),
-        Action::Wait(wait) => (wait, WaitsFor::DrainTime),
-        Action::Count(wait) => (wait, WaitsFor::Connections),
-        Action::Close(wait) => (wait, WaitsFor::LastRequests),
-        Action::Outlast(wait) => (wait, WaitsFor::LongRequests),
-        Action::Quit(wait) => (wait, WaitsFor::Quit),
-        Action::Terminate(wait) => (wait, WaitsFor::Termination),
-        Action::Kill(wait) => (wait, WaitsFor::Kill),
+        Action::Announce(wait) => (wait, Step::DrainCall),
+        Action::Wait(wait) => (wait, Step::DrainTime),
+        Action::Count(wait) => (wait, Step::Connections),
+        Action::Close(wait) => (wait, Step::LastRequests),
+        Action::Outlast(wait) => (wait, Step::LongRequests),
+        Action::Quit(wait) => (wait, Step::Quit),
+        Action::Terminate(wait) => (wait, Step::Termination),
+        Action::Kill(wait) => (wait, Step::Kill),
         _ => return None,
     })
 }
@@ -355,7 +356,7 @@ async fn ended(child: &mut Option<Child>) -> Result<Ended, process::Error> {
 }
 
 /// Returns when the urgency stands above what was acted on.
-async fn asked_for_more(requests: &mut watch::Receiver<Asked>, acted_on: Urgency) -> Urgency {
+async fn more_urgent(requests: &mut watch::Receiver<StopRequest>, acted_on: Urgency) -> Urgency {
     let higher = requests.wait_for(|now| now.urgency > acted_on).await;
     if let Some(urgency) = higher.ok().map(|asked| asked.urgency) {
         return urgency;
@@ -364,7 +365,7 @@ async fn asked_for_more(requests: &mut watch::Receiver<Asked>, acted_on: Urgency
     std::future::pending().await
 }
 
-async fn news(epochs: &mut Option<Epochs>) -> Result<News, process::Error> {
+async fn news(epochs: &mut Option<HotRestart>) -> Result<Progress, process::Error> {
     match epochs {
         Some(epochs) => epochs.news().await,
         None => std::future::pending().await,

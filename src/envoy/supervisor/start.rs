@@ -8,8 +8,8 @@ use std::sync::Arc;
 use super::super::calls;
 use super::super::child::Child;
 use super::super::command::{Command, Mode};
-use super::super::epochs::base::Base;
-use super::super::epochs::{Epochs, Run};
+use super::super::hot_restart::base_id::BaseId;
+use super::super::hot_restart::{HotRestart, Launch};
 use super::super::{Config, Error};
 use super::{JoinSet, Supervisor};
 
@@ -53,7 +53,7 @@ impl Supervisor {
         let run = match epochs.serving.take() {
             // The one before lives, and knows it by its place.
             Some(run) if is_relaunch => run,
-            _ => Run {
+            _ => Launch {
                 prepared,
                 base: new_base(&self.config, self.count),
                 place: 0,
@@ -66,15 +66,15 @@ impl Supervisor {
 }
 
 /// The base of a line that begins with the Envoy of this number, where there can be one.
-pub(super) fn new_base(config: &Config, number: u32) -> Option<Arc<Base>> {
-    super::super::epochs::base::can_share().then(|| {
+pub(super) fn new_base(config: &Config, number: u32) -> Option<Arc<BaseId>> {
+    super::super::hot_restart::base_id::can_share().then(|| {
         let name = format!("envoy-base-id{number}");
-        Arc::new(Base::at(config.directory.join(name), config.command.user))
+        Arc::new(BaseId::at(config.directory.join(name), config.command.user))
     })
 }
 
-impl Epochs {
-    pub(super) fn command_of(&self, run: &Run) -> Command {
+impl HotRestart {
+    pub(super) fn command_of(&self, run: &Launch) -> Command {
         let parent_shutdown = self.limits.parent_shutdown;
         let mode = match (&run.base, run.place) {
             (None, _) => Mode::Alone,

@@ -51,13 +51,13 @@ impl Supervisor {
 
     /// Waits for the end of the last connection.
     fn until_idle(&self, period: Duration) -> impl Future<Output = Event> + Send + use<> {
-        let housekeeping = self.config.housekeeping.clone();
+        let internal_ports = self.config.internal_ports.clone();
         let look = Look {
             path: connections::PATH,
             what: "active connections",
             period,
         };
-        let gone = self.gone(look, move |text| connections::sum(text, &housekeeping));
+        let gone = self.gone(look, move |text| connections::sum(text, &internal_ports));
         async move {
             tokio::time::sleep(period).await;
             gone.await
@@ -102,14 +102,14 @@ impl Supervisor {
     pub(super) fn outlast(&mut self, at_most: Duration) {
         tracing::info!("the drain is over; requests still under way have {at_most:?} more");
         let inbound_only = self.config.drain_inbound_only;
-        let housekeeping = self.config.housekeeping.clone();
+        let internal_ports = self.config.internal_ports.clone();
         let look = Look {
             path: requests::PATH,
             what: "requests under way",
             period: connections::PERIOD,
         };
         let gone = self.gone(look, move |text| {
-            Some(requests::under_way(text, inbound_only, &housekeeping))
+            Some(requests::under_way(text, inbound_only, &internal_ports))
         });
         // The call that closes the listeners may still be on its way.
         self.calls.spawn(gone);

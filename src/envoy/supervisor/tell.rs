@@ -7,9 +7,9 @@
 use std::time::SystemTime;
 
 use super::super::child::Child;
-use super::super::epochs::Beside;
-use super::super::epochs::machine::{Method, Verdict};
 use super::super::handle::{Epoch, Outcome, Restart, Role};
+use super::super::hot_restart::Instance;
+use super::super::hot_restart::machine::{Method, Verdict};
 use super::Supervisor;
 
 impl Supervisor {
@@ -33,7 +33,7 @@ impl Supervisor {
 
     pub(super) fn say_checked(&mut self, verdict: Verdict, problem: Option<String>) {
         match verdict {
-            Verdict::Same => {
+            Verdict::Unchanged => {
                 tracing::info!("nothing has changed for Envoy, which goes on");
                 self.conclude(Outcome::Unchanged, "unchanged", None);
             }
@@ -42,7 +42,7 @@ impl Supervisor {
                 tracing::error!("Envoy is not restarted and serves on: {problem}");
                 self.conclude(Outcome::Refused, "refused", Some(problem));
             }
-            Verdict::Good(_) => {}
+            Verdict::Usable(_) => {}
         }
     }
 
@@ -111,7 +111,7 @@ impl Supervisor {
     /// Publishes which Envoys there are.
     pub(super) fn show_epochs(&self) {
         let epochs = self.epochs.as_ref();
-        let beside = |beside: Option<&Beside>, state| {
+        let beside = |beside: Option<&Instance>, state| {
             beside.map(|beside| Epoch {
                 epoch: beside.epoch,
                 restart_epoch: beside.run.place,

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Manner {
+pub(super) enum Behaviour {
     Answering,
     /// Everything but the quit call is welcome.
     QuitRefused,
@@ -25,7 +25,7 @@ pub(super) struct FakeAdmin {
 }
 
 impl FakeAdmin {
-    pub(super) async fn start(manner: Manner) -> Self {
+    pub(super) async fn start(behaviour: Behaviour) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let port = listener.local_addr().expect("an address").port();
         let (note, asked) = watch::channel(Vec::new());
@@ -35,7 +35,8 @@ impl FakeAdmin {
         serving.spawn(async move {
             let open = Mutex::new(Vec::new());
             while let Ok((stream, _)) = listener.accept().await {
-                let answered = answer(stream, manner, &note, active.load(Ordering::Relaxed)).await;
+                let answered =
+                    answer(stream, behaviour, &note, active.load(Ordering::Relaxed)).await;
                 // What is not answered stays open.
                 open.lock().expect("no panic").push(answered);
             }
@@ -68,7 +69,7 @@ impl FakeAdmin {
 
 async fn answer(
     mut stream: TcpStream,
-    manner: Manner,
+    behaviour: Behaviour,
     note: &watch::Sender<Vec<String>>,
     connections: u64,
 ) -> TcpStream {
@@ -76,14 +77,14 @@ async fn answer(
     let length = stream.read(&mut request).await.unwrap_or_default();
     let request = String::from_utf8_lossy(&request[..length]);
     let path = request.split(' ').nth(1).unwrap_or_default().to_owned();
-    let status = match manner {
-        Manner::QuitRefused if path == "/quitquitquit" => "405 Method Not Allowed",
+    let status = match behaviour {
+        Behaviour::QuitRefused if path == "/quitquitquit" => "405 Method Not Allowed",
         _ => "200 OK",
     };
     let body = format!("listener.0.0.0.0_80.downstream_cx_active: {connections}\n");
     let length = body.len();
     let text = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
-    if manner != Manner::Silent {
+    if behaviour != Behaviour::Silent {
         // The one who asked may have ended.
         let _ = stream.write_all(text.as_bytes()).await;
     }

@@ -14,9 +14,9 @@ use tokio::net::unix::pipe;
 
 use super::*;
 use crate::lifecycle::Urgency;
-use fake_admin::{FakeAdmin, Manner};
+use fake_admin::{Behaviour, FakeAdmin};
 use machine::Drain;
-use plan::WaitsFor;
+use shutdown::Step;
 
 struct Stage {
     directory: TempDir,
@@ -73,14 +73,14 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
         early: Duration::from_secs(1),
         drain_inbound_only: true,
         limits: Limits {
-            announce: long,
+            drain_call: long,
             drain: Drain::For(long),
-            outlast: Duration::ZERO,
+            long_requests: Duration::ZERO,
             quit: long,
             terminate: long,
             kill: long,
         },
-        housekeeping: Vec::new(),
+        internal_ports: Vec::new(),
         hot_restart: None,
         restarts: None,
     }
@@ -88,8 +88,8 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
 
 impl Stage {
     /// With an admin port.
-    async fn with_admin(mut self, manner: Manner) -> (Self, FakeAdmin) {
-        let admin = FakeAdmin::start(manner).await;
+    async fn with_admin(mut self, behaviour: Behaviour) -> (Self, FakeAdmin) {
+        let admin = FakeAdmin::start(behaviour).await;
         self.config.admin_port = admin.port;
         (self, admin)
     }
@@ -178,12 +178,12 @@ async fn a_third_request_kills_without_waiting() {
 #[tokio::test]
 async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
     let short = Duration::from_millis(50);
-    let (mut stage, admin) = stage("stopped").with_admin(Manner::Silent).await;
+    let (mut stage, admin) = stage("stopped").with_admin(Behaviour::Silent).await;
     stage.config.admin_call = short;
     stage.config.limits = Limits {
-        announce: short,
+        drain_call: short,
         drain: Drain::For(short),
-        outlast: Duration::ZERO,
+        long_requests: Duration::ZERO,
         quit: short,
         terminate: short,
         kill: Duration::from_secs(3600),
@@ -196,7 +196,7 @@ async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
 
 #[tokio::test]
 async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
-    let (mut stage, admin) = stage("obeys").with_admin(Manner::Answering).await;
+    let (mut stage, admin) = stage("obeys").with_admin(Behaviour::Answering).await;
     stage.config.limits.drain = Drain::For(Duration::from_secs(1));
     let stop = Stop::new();
     let (envoy, life) = stage.start(&stop);
@@ -211,7 +211,7 @@ async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
         assert_eq!(ending.plan.0.len(), 6);
         let report = wait_for(&envoy, |report| report.state == State::Stopping).await;
         let waits_for = report.ending.expect("a plan").waits_for;
-        assert_eq!(waits_for, Some(WaitsFor::Quit));
+        assert_eq!(waits_for, Some(Step::Quit));
         admin.was_asked("/quitquitquit").await;
         let envoy = report.pid.and_then(rustix::process::Pid::from_raw);
         // What Envoy does by itself.
@@ -228,7 +228,7 @@ async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
 
 #[tokio::test]
 async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
-    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
     let stop = Stop::new();
     let (envoy, life) = stage.start(&stop);
     let story = async {
@@ -250,13 +250,13 @@ async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
 
 #[tokio::test]
 async fn a_first_request_that_is_urgent_skips_the_drain() {
-    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
     let stop = Stop::new();
     let (_envoy, life) = stage.start(&stop);
     let story = async {
         stage.wait_until_ready().await;
         admin.was_asked("/ready").await;
-        stop.ask(Urgency::Terminate, "/quitquitquit called");
+        stop.request(Urgency::Terminate, "/quitquitquit called");
     };
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
@@ -266,7 +266,7 @@ async fn a_first_request_that_is_urgent_skips_the_drain() {
 
 #[tokio::test]
 async fn a_drain_until_idle_ends_with_the_last_connection() {
-    let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+    let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
     let limits = &mut stage.config.limits;
     limits.drain = Drain::UntilIdle {
         at_least: Duration::from_millis(10),
@@ -292,10 +292,10 @@ async fn a_drain_until_idle_ends_with_the_last_connection() {
 #[tokio::test]
 async fn what_outlasts_a_drain_for_a_time_holds_envoy_until_it_has_ended_and_what_does_not_never() {
     for active in [0, 3] {
-        let (mut stage, admin) = stage("obeys").with_admin(Manner::QuitRefused).await;
+        let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
         stage.config.drain_inbound_only = false;
         stage.config.limits.drain = Drain::For(Duration::from_millis(10));
-        stage.config.limits.outlast = Duration::from_secs(3600);
+        stage.config.limits.long_requests = Duration::from_secs(3600);
         let stop = Stop::new();
         let (envoy, life) = stage.start(&stop);
         admin.set_connections(active);
@@ -306,7 +306,7 @@ async fn what_outlasts_a_drain_for_a_time_holds_envoy_until_it_has_ended_and_wha
                 wait_for(&envoy, |report| {
                     let ending = report.ending.as_ref();
                     let waits_for = ending.and_then(|ending| ending.waits_for);
-                    waits_for == Some(WaitsFor::LongRequests)
+                    waits_for == Some(Step::LongRequests)
                         && ending.is_some_and(|ending| ending.connections == Some(active))
                 })
                 .await;
@@ -359,7 +359,7 @@ async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
     let story = async {
         next.wait_until_ready().await;
         assert_eq!(envoy.report().borrow().last_crash, Some(record));
-        stop.ask(Urgency::Terminate, "a test");
+        stop.request(Urgency::Terminate, "a test");
     };
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);

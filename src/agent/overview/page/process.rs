@@ -8,7 +8,7 @@ use crate::agent::overview::html::{Html, Tone};
 use crate::clock::rfc3339;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Report, State};
-use crate::envoy::plan::{Ending, WaitsFor};
+use crate::envoy::shutdown::{Shutdown, Step};
 
 /// The state in a word.
 pub(super) fn state(html: &mut Html, envoy: Option<&Report>) {
@@ -73,7 +73,7 @@ pub(super) fn end(html: &mut Html, envoy: Option<&Report>) {
     });
 }
 
-fn under_way(html: &mut Html, ending: &Ending) {
+fn under_way(html: &mut Html, ending: &Shutdown) {
     fact(html, "Why", Some(ending.cause.to_owned()));
     fact(html, "Since", Some(utc(ending.since)));
     fact(
@@ -83,7 +83,7 @@ fn under_way(html: &mut Html, ending: &Ending) {
     );
     fact(html, "No later than", ending.until.map(utc));
     let counted = match ending.waits_for {
-        Some(WaitsFor::LongRequests) => "Requests",
+        Some(Step::LongRequests) => "Requests",
         _ => "Connections",
     };
     let left = ending.connections.map(|count| count.to_string());

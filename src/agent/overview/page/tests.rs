@@ -7,7 +7,7 @@ use super::*;
 use crate::agent::overview::{About, Dns};
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Report, State};
-use crate::envoy::plan::{Ending, Plan, WaitsFor};
+use crate::envoy::shutdown::{Plan, Shutdown, Step};
 use crate::istiod::status::Failure;
 use crate::secrets::observe::{Certificate, Problem, Secret, Snapshot as Certificates};
 use crate::xds::observe::{
@@ -290,11 +290,11 @@ fn an_end_under_way_says_what_it_waits_for() {
     let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
     overview.envoy = Some(Report {
         state: State::Draining,
-        ending: Some(Ending {
+        ending: Some(Shutdown {
             cause: "received signal: terminated",
             since: moment,
             plan: Plan::default(),
-            waits_for: Some(WaitsFor::Connections),
+            waits_for: Some(Step::Connections),
             until: Some(moment),
             connections: Some(3),
         }),

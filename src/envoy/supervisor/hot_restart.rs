@@ -3,7 +3,7 @@
 //! The next Envoy is started beside the one that serves; once it serves itself the two change
 //! places. What happens is logged where it happens and published with it.
 //!
-//! Does not decide what follows what; [`super::super::epochs::machine`] does.
+//! Does not decide what follows what; [`super::super::hot_restart::machine`] does.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use tokio::time::Instant;
 use super::super::Error;
 use super::super::calls;
 use super::super::child::Child;
-use super::super::epochs::base::Base;
-use super::super::epochs::machine::{self, Action, Method, Phase, Verdict};
-use super::super::epochs::{Beside, Epochs, News, Run};
 use super::super::handle::Outcome;
+use super::super::hot_restart::base_id::BaseId;
+use super::super::hot_restart::machine::{self, Action, Method, Phase, Verdict};
+use super::super::hot_restart::{HotRestart, Instance, Launch, Progress};
 use super::super::machine::{Event, Phase as Life};
 use super::Supervisor;
 use super::start::new_base;
@@ -51,7 +51,7 @@ impl Supervisor {
                 self.await_the_old_one();
                 self.apply(machine::Event::Ready);
             }
-            Event::Asked(_) => {
+            Event::StopRequested(_) => {
                 self.abandon("Envoy is to end");
                 // A full restart has got further than that.
                 self.say_abandoned("Envoy is to end");
@@ -100,32 +100,32 @@ impl Supervisor {
     }
 
     /// Something under way has ended.
-    pub(super) async fn hear(&mut self, news: News) -> Option<Event> {
+    pub(super) async fn hear(&mut self, news: Progress) -> Option<Event> {
         let serves = self.machine.phase() == Life::Running;
         let epochs = self.epochs.as_mut()?;
         let is_early = epochs.is_early();
         match &news {
-            News::Checked(Verdict::Good(_), _) if !serves => {
+            Progress::Checked(Verdict::Usable(_), _) if !serves => {
                 self.abandon("the Envoy that serves drains or has ended");
             }
-            News::Checked(verdict, problem) => self.say_checked(*verdict, problem.clone()),
-            News::NextEnded(ended) => {
+            Progress::Checked(verdict, problem) => self.say_checked(*verdict, problem.clone()),
+            Progress::NextEnded(ended) => {
                 epochs.drop_calls();
                 let last = last_line(epochs.next.take()).await;
                 self.say_failed(format!("it ended before it served: {ended}, {last:?}"));
             }
-            News::OldEnded(ended) => {
+            Progress::OldEnded(ended) => {
                 epochs.deadline = None;
                 let old = epochs.old.take();
                 let epoch = old.as_ref().map(|old| old.epoch).unwrap_or_default();
                 last_line(old).await;
                 tracing::info!("Envoy epoch {epoch} has left: {ended}");
             }
-            News::Deadline if epochs.next.is_some() => {
+            Progress::Deadline if epochs.next.is_some() => {
                 let limit = epochs.limits.live;
                 self.say_failed(format!("it did not serve within {limit:?}"));
             }
-            News::Live | News::Deadline => {}
+            Progress::Live | Progress::Deadline => {}
         }
         self.apply(news.event(is_early))
     }
@@ -146,12 +146,12 @@ impl Supervisor {
             Action::KillNext => kill(epochs.next.as_ref()),
             Action::KillOld => kill(epochs.old.as_ref()),
             Action::Promote(method) => self.promote(method),
-            Action::Replace(farewell) => {
+            Action::Replace(end_by) => {
                 tracing::warn!(
                     "Envoy is replaced by a full restart: it ends, then the next starts"
                 );
                 self.say_method(Method::Full);
-                return Some(Event::Replace(farewell));
+                return Some(Event::Replace(end_by));
             }
         }
         self.show_epochs();
@@ -185,7 +185,7 @@ impl Supervisor {
         let child = Child::start(&epochs.command_of(&run), epoch, &self.own)?;
         self.count += 1;
         epochs.await_live(self.admin, run.place);
-        epochs.next = Some(Beside {
+        epochs.next = Some(Instance {
             child,
             run,
             epoch,
@@ -212,7 +212,7 @@ impl Supervisor {
         }
         epochs.successor_serves(stay);
         let old_epoch = std::mem::replace(&mut self.epoch, next.epoch);
-        epochs.old = epochs.serving.replace(next.run).map(|run| Beside {
+        epochs.old = epochs.serving.replace(next.run).map(|run| Instance {
             child: served,
             run,
             epoch: old_epoch,
@@ -284,32 +284,32 @@ impl Supervisor {
 }
 
 /// What an Envoy that has ended wrote last; all of it is copied on.
-async fn last_line(beside: Option<Beside>) -> String {
+async fn last_line(beside: Option<Instance>) -> String {
     let Some(mut beside) = beside else {
         return String::new();
     };
     beside.child.finish().await.pop().unwrap_or_default()
 }
 
-fn kill(beside: Option<&Beside>) {
+fn kill(beside: Option<&Instance>) {
     if let Some(beside) = beside {
         tracing::warn!("killing Envoy epoch {}", beside.epoch);
         beside.child.process.kill();
     }
 }
 
-impl Epochs {
+impl HotRestart {
     /// What the next Envoy runs on: in the line of the one that serves, or as the first of another.
-    fn next_run(&mut self, method: Method, new: Option<Arc<Base>>) -> Option<Run> {
+    fn next_run(&mut self, method: Method, new: Option<Arc<BaseId>>) -> Option<Launch> {
         let prepared = Arc::new(self.prepared.take()?);
         let serving = self.serving.as_ref()?;
         Some(match method {
-            Method::Hot => Run {
+            Method::Hot => Launch {
                 prepared,
                 base: serving.base.clone(),
                 place: serving.place + 1,
             },
-            Method::Overlap | Method::Full => Run {
+            Method::Overlap | Method::Full => Launch {
                 prepared,
                 base: new,
                 place: 0,

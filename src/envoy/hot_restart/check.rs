@@ -11,13 +11,13 @@ use std::time::Duration;
 use http::Method;
 use serde_json::Value;
 
-use super::machine::{Neighbour, Verdict};
-use super::{Inputs, Prepared, Run};
+use super::machine::{Serving, Verdict};
+use super::{Inputs, Launch, Prepared};
 use crate::envoy::admin::{Admin, Error as AdminError};
 use crate::envoy::child::Child;
 use crate::envoy::command::{Command, Mode};
-use crate::envoy::orphans::Own;
 use crate::envoy::process::Ended;
+use crate::envoy::reaper::Children;
 use crate::lifecycle::{BoxError, with_causes};
 
 /// How often a next Envoy is asked whether it serves.
@@ -25,11 +25,11 @@ const LOOK: Duration = Duration::from_millis(25);
 
 pub(super) struct Check {
     pub(super) inputs: Arc<dyn Inputs>,
-    pub(super) serving: Option<Run>,
+    pub(super) serving: Option<Launch>,
     pub(super) number: u32,
     pub(super) admin: Admin,
     pub(super) limit: Duration,
-    pub(super) own: Own,
+    pub(super) own: Children,
 }
 
 #[derive(Debug)]
@@ -72,17 +72,17 @@ impl Check {
         let prepared = tokio::task::spawn_blocking(move || inputs.read(number)).await??;
         let serving = self.serving.as_ref();
         if serving.is_some_and(|run| run.prepared.digest == prepared.digest) {
-            return Ok((Verdict::Same, None));
+            return Ok((Verdict::Unchanged, None));
         }
         validate(&prepared.command, self.number, &self.own).await?;
         let place = serving.map(|run| run.place);
-        let neighbour = neighbour(self.admin, place).await;
-        Ok((Verdict::Good(neighbour), Some(prepared)))
+        let serving_state = serving_state(self.admin, place).await;
+        Ok((Verdict::Usable(serving_state), Some(prepared)))
     }
 }
 
 /// Has Envoy read what it would start from.
-async fn validate(command: &Command, number: u32, own: &Own) -> Result<(), BoxError> {
+async fn validate(command: &Command, number: u32, own: &Children) -> Result<(), BoxError> {
     let command = Command {
         mode: Mode::Validate,
         ..command.clone()
@@ -97,14 +97,14 @@ async fn validate(command: &Command, number: u32, own: &Own) -> Result<(), BoxEr
 }
 
 /// Who has the admin port, beside the Envoy that serves at this place.
-async fn neighbour(admin: Admin, place: Option<u32>) -> Neighbour {
+async fn serving_state(admin: Admin, place: Option<u32>) -> Serving {
     match admin.request(Method::GET, "/server_info").await {
-        Err(AdminError::Connect { .. }) => Neighbour::WithoutPort,
+        Err(AdminError::Connect { .. }) => Serving::WithoutAdminPort,
         Ok(answer) => match (state_and_place(&answer.body), place) {
-            (Some((State::Serving, found)), Some(place)) if found == place => Neighbour::Live,
-            _ => Neighbour::Odd,
+            (Some((State::Serving, found)), Some(place)) if found == place => Serving::Live,
+            _ => Serving::Unexpected,
         },
-        Err(_) => Neighbour::Odd,
+        Err(_) => Serving::Unexpected,
     }
 }
 

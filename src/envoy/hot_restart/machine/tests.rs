@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use super::*;
 use Event::{Checked, Deadline, Live, NextExited, OldExited, Ready, ServingExited, Stop, Wanted};
 
-const GOOD: Event = Checked(Verdict::Good(Neighbour::Live));
-const WITHOUT_PORT: Event = Checked(Verdict::Good(Neighbour::WithoutPort));
-const ODD: Event = Checked(Verdict::Good(Neighbour::Odd));
+const USABLE: Event = Checked(Verdict::Usable(Serving::Live));
+const WITHOUT_ADMIN_PORT: Event = Checked(Verdict::Usable(Serving::WithoutAdminPort));
+const UNEXPECTED: Event = Checked(Verdict::Usable(Serving::Unexpected));
 const LEFT: Event = OldExited { early: false };
 const LEFT_EARLY: Event = OldExited { early: true };
 const HOT: Action = Action::Start(Method::Hot);
@@ -32,7 +32,7 @@ fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
 const STARTED: [(Event, Action); 3] = [
     (Ready, Action::Nothing),
     (Wanted, Action::Check),
-    (GOOD, HOT),
+    (USABLE, HOT),
 ];
 const PROMOTED: [(Event, Action); 4] = [STARTED[0], STARTED[1], STARTED[2], (Live, PROMOTE)];
 
@@ -49,7 +49,7 @@ fn what_is_wanted_during_a_change_waits_until_the_old_one_has_left() {
         (Wanted, Action::Nothing),
         (Wanted, Action::Nothing),
         (LEFT, Action::Check),
-        (Checked(Verdict::Same), Action::Nothing),
+        (Checked(Verdict::Unchanged), Action::Nothing),
     ];
     after(&PROMOTED, &again);
     walk(&[(Wanted, Action::Nothing), (Ready, Action::Check)]);
@@ -57,7 +57,7 @@ fn what_is_wanted_during_a_change_waits_until_the_old_one_has_left() {
 
 #[test]
 fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
-    for verdict in [Verdict::Same, Verdict::Refused] {
+    for verdict in [Verdict::Unchanged, Verdict::Refused] {
         let machine = after(&STARTED[..2], &[(Checked(verdict), Action::Nothing)]);
         assert_eq!(machine.phase(), Phase::Idle);
         assert!(machine.is_continuable());
@@ -71,17 +71,24 @@ fn a_next_one_that_fails_leaves_a_line_that_ends_and_another_way_is_taken() {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
         assert!(!machine.is_continuable());
-        let full = Action::Replace(Farewell::Usual);
-        for (neighbour, expected) in [(GOOD, full), (ODD, full), (WITHOUT_PORT, OVERLAP)] {
-            after(&failed, &[(Wanted, Action::Check), (neighbour, expected)]);
+        let full = Action::Replace(EndBy::Quit);
+        for (serving_state, expected) in [
+            (USABLE, full),
+            (UNEXPECTED, full),
+            (WITHOUT_ADMIN_PORT, OVERLAP),
+        ] {
+            after(
+                &failed,
+                &[(Wanted, Action::Check), (serving_state, expected)],
+            );
         }
         let overlapped = [
             (Wanted, Action::Check),
-            (WITHOUT_PORT, OVERLAP),
+            (WITHOUT_ADMIN_PORT, OVERLAP),
             (Live, Action::Promote(Method::Overlap)),
             (LEFT, Action::Nothing),
             (Wanted, Action::Check),
-            (GOOD, HOT),
+            (USABLE, HOT),
         ];
         after(&failed, &overlapped);
     }
@@ -101,7 +108,7 @@ fn a_new_one_that_dies_while_the_old_one_leaves_is_started_again_once() {
 
 #[test]
 fn an_old_one_that_dies_early_has_its_successor_replaced_before_it_hangs() {
-    let early = (LEFT_EARLY, Action::Replace(Farewell::Killed));
+    let early = (LEFT_EARLY, Action::Replace(EndBy::Kill));
     after(&PROMOTED, &[early]);
     // A successor that is gone or going needs no replacement.
     after(
@@ -128,7 +135,7 @@ fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
     after(&PROMOTED, &taken_along);
     after(
         &STARTED[..2],
-        &[(Stop, Action::Nothing), (GOOD, Action::Nothing)],
+        &[(Stop, Action::Nothing), (USABLE, Action::Nothing)],
     );
 }
 
@@ -136,7 +143,7 @@ fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
 fn what_is_wanted_stays_so_when_the_one_that_serves_dies_or_drains_before_its_successor_serves() {
     let again = (Ready, Action::Check);
     after(&STARTED[..2], &[(ServingExited, Action::Nothing), again]);
-    let drained = [(Event::Unready, Action::Nothing), (GOOD, Action::Nothing)];
+    let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&drained[..], &[again]].concat());
     let killed = [
         (ServingExited, Action::KillNext),
@@ -157,7 +164,7 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     let mut machine = Machine::new(false);
     machine.apply(Ready);
     machine.apply(Wanted);
-    assert_eq!(machine.apply(GOOD), Action::Replace(Farewell::Usual));
+    assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
     machine.apply(ServingExited);
     assert!(!machine.is_continuable());
 }
@@ -238,8 +245,8 @@ proptest! {
     #[test]
     fn there_is_one_next_at_most_and_no_old_one_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
-            Ready, Event::Unready, Event::Unshared, Wanted, GOOD, WITHOUT_PORT, ODD,
-            Checked(Verdict::Same), Checked(Verdict::Refused), Live, Deadline, NextExited, LEFT,
+            Ready, Event::Unready, Event::Unshared, Wanted, USABLE, WITHOUT_ADMIN_PORT, UNEXPECTED,
+            Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, NextExited, LEFT,
             LEFT_EARLY, ServingExited, Stop,
         ]), 0..40),
     ) {

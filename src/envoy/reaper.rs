@@ -16,16 +16,16 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// Processes whose end somebody waits for. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub struct Own(Arc<Mutex<Vec<Pid>>>);
+pub struct Children(Arc<Mutex<Vec<Pid>>>);
 
 /// The claim to hear of a process' end oneself, given up when dropped.
 #[derive(Debug)]
 pub struct Claim {
-    own: Own,
+    own: Children,
     pid: Pid,
 }
 
-impl Own {
+impl Children {
     pub fn claim(&self, pid: Pid) -> Claim {
         self.lock().push(pid);
         Claim {
@@ -49,15 +49,15 @@ impl Drop for Claim {
     }
 }
 
-/// Reaps orphans for ever, except for `own`.
-pub async fn reap(own: Own) -> Infallible {
+/// Reaps reaper for ever, except for `own`.
+pub async fn reap(own: Children) -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
     let mut children = match signal(SignalKind::child()) {
         Ok(children) => children,
         Err(error) => {
-            tracing::warn!(%error, "cannot watch for orphans; leaving them unreaped");
+            tracing::warn!(%error, "cannot watch for reaper; leaving them unreaped");
             return std::future::pending().await;
         }
     };
@@ -69,7 +69,7 @@ pub async fn reap(own: Own) -> Infallible {
     }
 }
 
-fn reap_once(own: &Own) {
+fn reap_once(own: &Children) {
     let Ok(processes) = fs::read_dir("/proc") else {
         return; // Without /proc there is no telling whose zombie is whose.
     };
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_claim_lasts_until_it_is_dropped() {
-        let own = Own::default();
+        let own = Children::default();
         let (first, second) = (Pid::from_raw(41), Pid::from_raw(42));
         let (first, second) = (first.expect("a pid"), second.expect("a pid"));
         let (claim, _other) = (own.claim(first), own.claim(second));

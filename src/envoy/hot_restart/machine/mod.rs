@@ -12,7 +12,7 @@
 
 use serde::Serialize;
 
-use crate::envoy::machine::Farewell;
+use crate::envoy::machine::EndBy;
 
 /// How one Envoy follows another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -54,20 +54,20 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The next would be what serves already.
-    Same,
+    Unchanged,
     /// What there is cannot be used.
     Refused,
-    Good(Neighbour),
+    Usable(Serving),
 }
 
 /// The one that serves, by its admin port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Neighbour {
+pub enum Serving {
     Live,
     /// It serves, and nobody has the port: a next one that failed has taken it from it.
-    WithoutPort,
+    WithoutAdminPort,
     /// It does not answer as it should.
-    Odd,
+    Unexpected,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub enum Action {
     /// Start the one that serves again, at its place in the line.
     Relaunch,
     /// Bring the one that serves down, and start the next after it.
-    Replace(Farewell),
+    Replace(EndBy),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -174,7 +174,7 @@ impl Machine {
             (Phase::Starting(_), NextExited) => self.rest(),
             (Leaving(Method::Hot), OldExited { early: true }) if self.is_ready => {
                 self.phase = Idle;
-                self.replace(Farewell::Killed)
+                self.replace(EndBy::Kill)
             }
             (Leaving(_) | Clearing, OldExited { .. }) => self.rest(),
             (Leaving(_), Deadline) => {
@@ -211,18 +211,18 @@ impl Machine {
     }
 
     fn checked(&mut self, verdict: Verdict) -> Action {
-        let neighbour = match verdict {
-            Verdict::Good(neighbour) if self.is_ready => neighbour,
+        let serving_state = match verdict {
+            Verdict::Usable(serving_state) if self.is_ready => serving_state,
             // It is wanted still, of the next one that serves.
-            Verdict::Good(_) => return self.want_again(),
-            Verdict::Same | Verdict::Refused => return self.rest(),
+            Verdict::Usable(_) => return self.want_again(),
+            Verdict::Unchanged | Verdict::Refused => return self.rest(),
         };
-        let method = match neighbour {
-            Neighbour::Live if self.is_continuable => Method::Hot,
-            Neighbour::WithoutPort => Method::Overlap,
-            Neighbour::Live | Neighbour::Odd => {
+        let method = match serving_state {
+            Serving::Live if self.is_continuable => Method::Hot,
+            Serving::WithoutAdminPort => Method::Overlap,
+            Serving::Live | Serving::Unexpected => {
                 self.phase = Phase::Idle;
-                return self.replace(Farewell::Usual);
+                return self.replace(EndBy::Quit);
             }
         };
         // The mark is there until the next one serves.
@@ -231,9 +231,9 @@ impl Machine {
         Action::Start(method)
     }
 
-    fn replace(&mut self, farewell: Farewell) -> Action {
+    fn replace(&mut self, end_by: EndBy) -> Action {
         self.is_ready = false;
-        Action::Replace(farewell)
+        Action::Replace(end_by)
     }
 
     fn promote(&mut self, method: Method) -> Action {

@@ -20,7 +20,7 @@ const SPREAD: u64 = 10;
 
 /// The number of a line. Dropping it removes what the line leaves behind.
 #[derive(Debug)]
-pub(in crate::envoy) struct Base {
+pub(in crate::envoy) struct BaseId {
     file: PathBuf,
     id: OnceLock<u32>,
 }
@@ -30,7 +30,7 @@ pub(in crate::envoy) fn can_share() -> bool {
     rustix::fs::access(SHARED_MEMORY, Access::WRITE_OK | Access::EXEC_OK).is_ok()
 }
 
-impl Base {
+impl BaseId {
     /// Of a line whose first Envoy is about to be started, as this user where it is another than the
     /// agent's.
     pub(in crate::envoy) fn at(file: PathBuf, user: Option<u32>) -> Self {
@@ -63,7 +63,7 @@ impl Base {
     }
 }
 
-impl Drop for Base {
+impl Drop for BaseId {
     fn drop(&mut self) {
         if let Some(id) = self.id() {
             remove(&memory(id));
@@ -95,7 +95,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
         fs::write(&file, "1").expect("left by another");
-        let base = Base::at(file.clone(), None);
+        let base = BaseId::at(file.clone(), None);
         assert_eq!(base.id(), None);
         // No Envoy takes so high a number, so no memory of this name can be anybody's.
         for text in ["", "-1", "4294967296", "a"] {
@@ -120,7 +120,7 @@ mod tests {
         }
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
-        let base = Base::at(file.clone(), Some(1337));
+        let base = BaseId::at(file.clone(), Some(1337));
         let found = fs::metadata(&file).expect("a file");
         assert_eq!(std::os::unix::fs::MetadataExt::uid(&found), 1337);
         assert_eq!(base.id(), None);

@@ -1,13 +1,13 @@
 //! From one Envoy to the next while both run: on request, what Envoy starts from is read anew, and
 //! if it has changed the next Envoy takes over from the one that serves.
 //!
-//! [`Inputs`] reads; [`machine`] decides; [`Epochs`] owns the Envoys that do not serve, the next and
+//! [`Inputs`] reads; [`machine`] decides; [`HotRestart`] owns the Envoys that do not serve, the next and
 //! the old one, and the checks under way. The supervisor owns the one that serves, and carries out
 //! what the machine says. Each Envoy has a file of its own, which goes with it.
 //!
 //! Does not notice changes; who does orders a restart.
 
-pub(super) mod base;
+pub(super) mod base_id;
 mod check;
 pub mod machine;
 
@@ -21,10 +21,10 @@ use tokio::time::Instant;
 use super::admin::Admin;
 use super::child::Child;
 use super::command::Command;
-use super::orphans::Own;
 use super::process::{self, Ended};
+use super::reaper::Children;
 use crate::lifecycle::BoxError;
-use base::Base;
+use base_id::BaseId;
 use check::Check;
 use machine::{Event, Machine, Verdict};
 
@@ -69,19 +69,19 @@ impl fmt::Debug for Prepared {
 
 /// What an Envoy was started on.
 #[derive(Clone, Debug)]
-pub(super) struct Run {
+pub(super) struct Launch {
     pub(super) prepared: Arc<Prepared>,
     /// None of an Envoy that shares nothing.
-    pub(super) base: Option<Arc<Base>>,
+    pub(super) base: Option<Arc<BaseId>>,
     /// Its number in its line.
     pub(super) place: u32,
 }
 
 /// An Envoy that does not serve, yet or any more.
 #[derive(Debug)]
-pub(super) struct Beside {
+pub(super) struct Instance {
     pub(super) child: Child,
-    pub(super) run: Run,
+    pub(super) run: Launch,
     /// Its number among all of this agent.
     pub(super) epoch: u32,
     pub(super) started: SystemTime,
@@ -89,7 +89,7 @@ pub(super) struct Beside {
 
 /// How something under way has ended.
 #[derive(Debug)]
-pub(super) enum News {
+pub(super) enum Progress {
     /// With the reason, where what was read cannot be used.
     Checked(Verdict, Option<String>),
     Live,
@@ -105,16 +105,16 @@ enum Call {
 }
 
 /// Everything about changes but the Envoy that serves.
-pub(super) struct Epochs {
+pub(super) struct HotRestart {
     pub(super) limits: Limits,
     pub(super) inputs: Arc<dyn Inputs>,
     pub(super) machine: Machine,
     /// What the one that serves runs on.
-    pub(super) serving: Option<Run>,
+    pub(super) serving: Option<Launch>,
     /// What has been found good and is to be started.
     pub(super) prepared: Option<Prepared>,
-    pub(super) next: Option<Beside>,
-    pub(super) old: Option<Beside>,
+    pub(super) next: Option<Instance>,
+    pub(super) old: Option<Instance>,
     pub(super) deadline: Option<Instant>,
     /// When the one that took over from the old one began to serve, which is when Envoy begins to
     /// count the old one's time.
@@ -124,12 +124,12 @@ pub(super) struct Epochs {
     calls: JoinSet<Call>,
 }
 
-impl Epochs {
+impl HotRestart {
     pub(super) fn new(limits: Limits, inputs: Arc<dyn Inputs>) -> Self {
         Self {
             limits,
             inputs,
-            machine: Machine::new(base::can_share()),
+            machine: Machine::new(base_id::can_share()),
             serving: None,
             prepared: None,
             next: None,
@@ -142,7 +142,7 @@ impl Epochs {
     }
 
     /// Finds out whether there is something to start as the Envoy of this number.
-    pub(super) fn check(&mut self, number: u32, admin: Admin, own: Own) {
+    pub(super) fn check(&mut self, number: u32, admin: Admin, own: Children) {
         let check = Check {
             inputs: Arc::clone(&self.inputs),
             serving: self.serving.clone(),
@@ -173,28 +173,28 @@ impl Epochs {
     }
 
     /// Waits for what is under way. May be dropped and called again.
-    pub(super) async fn news(&mut self) -> Result<News, process::Error> {
+    pub(super) async fn news(&mut self) -> Result<Progress, process::Error> {
         let deadline = self.deadline;
         tokio::select! {
-            ended = ended(&mut self.next) => ended.map(News::NextEnded),
-            ended = ended(&mut self.old) => ended.map(News::OldEnded),
+            ended = ended(&mut self.next) => ended.map(Progress::NextEnded),
+            ended = ended(&mut self.old) => ended.map(Progress::OldEnded),
             Some(call) = self.calls.join_next() => Ok(self.called(call)),
             () = super::supervisor::reached(deadline) => {
                 self.deadline = None;
-                Ok(News::Deadline)
+                Ok(Progress::Deadline)
             }
         }
     }
 
-    fn called(&mut self, call: Result<Call, JoinError>) -> News {
+    fn called(&mut self, call: Result<Call, JoinError>) -> Progress {
         match call {
-            Ok(Call::Live) => News::Live,
+            Ok(Call::Live) => Progress::Live,
             Ok(Call::Checked(checked)) => {
                 self.prepared = checked.prepared;
-                News::Checked(checked.verdict, checked.reason)
+                Progress::Checked(checked.verdict, checked.reason)
             }
             // Looking out ends at its deadline.
-            Err(error) => News::Checked(Verdict::Refused, Some(error.to_string())),
+            Err(error) => Progress::Checked(Verdict::Refused, Some(error.to_string())),
         }
     }
 
@@ -213,7 +213,7 @@ impl Epochs {
     }
 }
 
-impl News {
+impl Progress {
     pub(super) fn event(&self, early: bool) -> Event {
         match self {
             Self::Checked(verdict, _) => Event::Checked(*verdict),
@@ -225,7 +225,7 @@ impl News {
     }
 }
 
-impl Beside {
+impl Instance {
     /// Ends it now and waits until it has, but not for ever.
     pub(super) async fn end(mut self, limit: Duration) {
         self.child.process.kill();
@@ -237,7 +237,7 @@ impl Beside {
     }
 }
 
-async fn ended(beside: &mut Option<Beside>) -> Result<Ended, process::Error> {
+async fn ended(beside: &mut Option<Instance>) -> Result<Ended, process::Error> {
     match beside {
         Some(beside) => beside.child.process.ended().await,
         None => std::future::pending().await,
@@ -268,7 +268,7 @@ mod tests {
             live: second,
             check: second,
         };
-        let mut epochs = Epochs::new(limits, Arc::new(Nothing));
+        let mut epochs = HotRestart::new(limits, Arc::new(Nothing));
         assert!(!epochs.is_early(), "nobody serves whom it would surprise");
         tokio::time::advance(second * 100).await;
         epochs.successor_serves(second * 70);

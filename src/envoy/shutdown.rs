@@ -1,6 +1,6 @@
 //! What lies ahead of an Envoy that is to end, in a form for people.
 //!
-//! A [`Plan`] is the list of steps left; [`Ending`] says which of them is under way. Both are shown
+//! A [`Plan`] is the list of steps left; [`Shutdown`] says which of them is under way. Both are shown
 //! by the status port, and the plan is logged in one line when the way down begins.
 //!
 //! Does not decide what follows what; [`super::machine`] does.
@@ -15,7 +15,7 @@ use crate::clock;
 /// What a step waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum WaitsFor {
+pub enum Step {
     /// The answer to the drain call.
     DrainCall,
     /// Time in which clients leave.
@@ -35,26 +35,26 @@ pub enum WaitsFor {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Step {
-    pub waits_for: WaitsFor,
+pub struct PlannedStep {
+    pub waits_for: Step,
     #[serde(rename = "at_most_seconds", serialize_with = "in_seconds")]
     pub at_most: Duration,
 }
 
 /// The steps left, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Plan(pub Vec<Step>);
+pub struct Plan(pub Vec<PlannedStep>);
 
 /// The way down, as far as it has got.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Ending {
+pub struct Shutdown {
     /// Why, in the words of who asked first.
     pub cause: &'static str,
     #[serde(serialize_with = "in_utc")]
     pub since: SystemTime,
     /// As it was when the way down began, or when somebody made it shorter.
     pub plan: Plan,
-    pub waits_for: Option<WaitsFor>,
+    pub waits_for: Option<Step>,
     /// When the step under way is over at the latest.
     #[serde(serialize_with = "in_utc_if_any")]
     pub until: Option<SystemTime>,
@@ -78,7 +78,7 @@ impl fmt::Display for Plan {
     }
 }
 
-impl fmt::Display for WaitsFor {
+impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::DrainCall => "drain call",
@@ -114,14 +114,11 @@ mod tests {
 
     #[test]
     fn reads_as_one_line_that_ends_with_the_whole() {
-        let step = |waits_for, seconds| Step {
+        let step = |waits_for, seconds| PlannedStep {
             waits_for,
             at_most: Duration::from_secs(seconds),
         };
-        let plan = Plan(vec![
-            step(WaitsFor::Quit, 2),
-            step(WaitsFor::Termination, 5),
-        ]);
+        let plan = Plan(vec![step(Step::Quit, 2), step(Step::Termination, 5)]);
         let expected = "quit call 2s, SIGTERM 5s, all in all 7s at most";
         assert_eq!(plan.to_string(), expected);
     }
