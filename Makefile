@@ -16,10 +16,8 @@ help: ## Lists these commands.
 envoy: ## Finds or fetches an Envoy.
 	@deploy/envoy/get-envoy >/dev/null
 
-build: ## Builds the agent as it is shipped, and local-istiod beside it.
-	@# Two builds: the agent must not carry what only local-istiod needs, not even for the demo.
-	@cargo build --release --locked --bin pilot-agent
-	@cargo build --release --locked --features local-istiod --bin local-istiod
+build: ## Builds the agent as it ships, and local-istiod beside it.
+	@cargo build --release --locked
 
 demo: envoy build ## Shows the agent at work on this machine; KEEP=1 leaves it running.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
@@ -31,9 +29,9 @@ demo-stop: ## Ends what `make demo KEEP=1` left running.
 test: ## Runs all tests, those with a real Envoy included.
 	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
 	export ENVOY_BIN; \
-	cargo test --locked --all-features
+	cargo test --locked
 
-fuzz: ## Feeds random bytes to all that read foreign ones, FUZZ_SECONDS=60 each.
+fuzz: ## Feeds random bytes to every parser of foreign input, FUZZ_SECONDS=60 each.
 	@tests/fuzz
 
 bench: ## Runs the benchmarks.
@@ -41,4 +39,4 @@ bench: ## Runs the benchmarks.
 
 lint: ## Checks format and lints; warnings are errors.
 	@cargo fmt --check
-	@cargo clippy --all-targets --all-features --locked -- -D warnings
+	@cargo clippy --all-targets --locked -- -D warnings

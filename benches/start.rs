@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
-use istio_agent::local_istiod::{LocalIstiod, Options};
+use local_istiod::{LocalIstiod, Options};
 use support::table::Table;
 use support::{Process, block_on, connect, median, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

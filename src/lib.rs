@@ -57,6 +57,3 @@ pub mod logging;
 pub mod metrics;
 
 pub mod proto;
-
-#[cfg(feature = "local-istiod")]
-pub mod local_istiod;

@@ -12,9 +12,9 @@ use istio_agent::ca::Ca;
 use istio_agent::ca::csr::{self, KeyType};
 use istio_agent::ca::istio::IstioCa;
 use istio_agent::identity::SpiffeId;
-use istio_agent::local_istiod::{LocalIstiod, Variant};
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::{Captured, Intercepting, Interceptor, Interceptors, Outcome};
+use local_istiod::{LocalIstiod, Variant};
 use prost::Message;
 use tonic::{Code, Status};
 

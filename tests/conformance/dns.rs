@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use istio_agent::local_istiod::{LocalIstiod, Options, Resource, Snapshot};
+use local_istiod::{LocalIstiod, Options, Resource, Snapshot};
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};

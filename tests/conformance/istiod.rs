@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse;
 use envoy_types::pb::google::protobuf::Any;
-use istio_agent::local_istiod::{LocalIstiod, Options, Security};
 use istio_agent::xds::Protocol;
+use local_istiod::{LocalIstiod, Options, Security};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};

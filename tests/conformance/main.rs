@@ -2,7 +2,7 @@
 //!
 //! Each test gives the binary a directory of its own to run in, spoils something, and looks for
 //! what an operator would: a clear sentence in the log, and recovery without a restart once the
-//! input is mended. `AGENT_BIN` and `LOCAL_ISTIOD_BIN` name other binaries to test than cargo's.
+//! input is mended. `AGENT_BIN` names another binary to test than cargo's.
 //!
 //! Does not look into the rooms; their own tests do. Only [`properties`] calls the library.
 #![allow(
@@ -14,7 +14,6 @@
 )]
 
 mod certificates;
-mod control_plane;
 mod dns;
 mod floods;
 mod istiod;

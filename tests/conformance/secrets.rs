@@ -10,7 +10,7 @@ use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::private_key_
 use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::google::rpc;
-use istio_agent::local_istiod::LocalIstiod;
+use local_istiod::LocalIstiod;
 use prost::Message;
 use rcgen::{CertificateParams, KeyPair};
 use serde_json::json;

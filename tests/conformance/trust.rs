@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use istio_agent::local_istiod::{LocalIstiod, Options, Resource, Snapshot};
 use istio_agent::xds::Protocol;
+use local_istiod::{LocalIstiod, Options, Resource, Snapshot};
 use prost::Message;
 use rcgen::{CertificateParams, KeyPair};
 use tokio::sync::watch;

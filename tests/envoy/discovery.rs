@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryResponse, DiscoveryResponse};
 use istio_agent::envoy::admin::Admin;
-use istio_agent::local_istiod::{Stream, Variant};
+use local_istiod::{Stream, Variant};
 use prost::Message;
 use serde_json::{Value, json};
 use tonic::Status;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use istio_agent::local_istiod::Event;
+use local_istiod::Event;
 use serde_json::Value;
 use tokio::time::Instant;
 

@@ -8,13 +8,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use istio_agent::istiod::{self, Istiod, Keepalive, Security, tls, token};
 use istio_agent::lifecycle::{CancellationToken, Tasks};
-use istio_agent::local_istiod::{LocalIstiod, Options, Stream};
 use istio_agent::metrics::Registry;
 use istio_agent::unix_socket;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::observe::Observer;
 use istio_agent::xds::server::Discovery;
+use local_istiod::{LocalIstiod, Options, Stream};
 use tempfile::TempDir;
 
 use envoy::Envoy;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
-use istio_agent::local_istiod::{LocalIstiod, Options, Stream};
+use local_istiod::{LocalIstiod, Options, Stream};
 use prost::Message;
 
 use envoy::Envoy;

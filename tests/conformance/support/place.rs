@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use istio_agent::local_istiod::LocalIstiod;
+use local_istiod::LocalIstiod;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 

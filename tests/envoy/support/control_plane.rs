@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use istio_agent::local_istiod::{
-    Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow,
-};
+use local_istiod::{Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 

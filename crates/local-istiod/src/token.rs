@@ -2,8 +2,6 @@
 //!
 //! A token is a JWT with an ES256 signature by the key of this control plane. Its subject is
 //! `system:serviceaccount:<namespace>:<service account>`, as Kubernetes writes it.
-//!
-//! Does not know certificates, and keeps no list of the tokens it minted.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -2,8 +2,7 @@
 //!
 //! It writes what an agent needs (root, tokens) into a folder, serves certificates and the resources
 //! of another folder, and prints one line per event.
-//!
-//! Does not run in the background; SIGTERM and SIGINT end it.
+//! SIGTERM and SIGINT end it.
 
 use std::error::Error;
 use std::fs;
@@ -16,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use istio_agent::local_istiod::{
+use local_istiod::{
     Event, Events, Keys, LocalIstiod, Options, Snapshot, SnapshotError, follow, write_private,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -66,7 +65,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The error with those of its causes it does not tell itself.
+/// The error and its causes, without repetition.
 fn sentence(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,6 +1,6 @@
 //! Whose stream it is: the node Envoy describes, held against the identity of the caller.
 //!
-//! Does not look anything up; a node is what it says, in the namespace its caller proves.
+//! The node is taken from its request, its namespace from the caller's identity.
 
 use std::fmt::Display;
 
@@ -20,7 +20,7 @@ pub(super) struct Identified {
 }
 
 /// Refuses what istiod refuses. An id without `~` is none of Istio's: an Envoy without an agent has
-/// a name of its own there, and only its metadata can tell a namespace.
+/// a name of its own there, and only its metadata names a namespace.
 pub(super) fn identify(
     node: Option<&Node>,
     caller: Option<&SpiffeId>,
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn refuses_with_istiods_codes() {
-        let caller = SpiffeId::new("cluster.local", "bank", "cart");
+        let caller = "spiffe://cluster.local/ns/bank/sa/cart".parse().unwrap();
         let table = [
             (None, Code::InvalidArgument, "missing node information"),
             (

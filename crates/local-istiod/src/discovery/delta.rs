@@ -1,6 +1,4 @@
 //! Subscriptions in the delta protocol: every push holds what differs from what Envoy has.
-//!
-//! Does not do I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +12,7 @@ use super::{
     Answer, Protocol, Pushed, Report, Selected, common_version, depends_on, has_wildcard,
     in_push_order, select,
 };
-use crate::local_istiod::snapshot::Resources;
+use crate::snapshot::Resources;
 
 #[derive(Debug)]
 pub(super) struct Subscriptions {
@@ -158,7 +156,7 @@ impl Subscriptions {
 }
 
 impl Watch {
-    /// A reconnected Envoy tells what it has; of types without a wildcard that is what it wants.
+    /// A reconnected Envoy lists what it has; for types without a wildcard that is its subscription.
     fn begin(request: &DeltaDiscoveryRequest) -> Self {
         let mut watch = Self {
             wildcard: request.resource_names_subscribe.is_empty()
@@ -191,7 +189,7 @@ impl Watch {
             }
         }
         if !request.resource_names_unsubscribe.is_empty() {
-            // Envoy has dropped them, which is no removal to tell it.
+            // Envoy has dropped them, so no removal is sent.
             let (wildcard, names) = (self.wildcard, &self.names);
             self.has.retain(|name, _| wildcard || names.contains(name));
         }

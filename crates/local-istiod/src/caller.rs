@@ -1,6 +1,4 @@
 //! Who calls: the identity in a verified client certificate, or else in a bearer token.
-//!
-//! Does not decide what a caller may do.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -28,7 +26,7 @@ pub(super) struct Authenticator {
     pub(super) tokens: Arc<TokenKey>,
 }
 
-/// Why a caller stays unknown. The caller itself is not told.
+/// Why a caller is not authenticated. The caller sees a status code only.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallerError {
     #[error("neither a client certificate nor a bearer token")]
@@ -50,7 +48,7 @@ pub(super) enum CallerError {
 }
 
 impl Authenticator {
-    /// The certificate counts first; a certificate that names nobody leaves it to the token.
+    /// The certificate counts first; a certificate without an identity leaves it to the token.
     pub(super) fn caller(&self, peer: &Peer, headers: &HeaderMap) -> Result<SpiffeId, CallerError> {
         let Some(leaf) = &peer.leaf else {
             return self.bearer(headers);
@@ -97,10 +95,10 @@ impl Authenticator {
             .and_then(|header| header.strip_prefix("Bearer "))
             .ok_or(CallerError::NotBearer)?;
         let account = self.tokens.verify(token, SystemTime::now())?;
-        Ok(SpiffeId::new(
-            &self.trust_domain,
-            account.namespace,
-            account.service_account,
-        ))
+        Ok(SpiffeId {
+            trust_domain: self.trust_domain.clone(),
+            namespace: account.namespace,
+            service_account: account.service_account,
+        })
     }
 }

@@ -1,6 +1,6 @@
 //! What happens in the control plane, one line each, for a person who watches it.
 //!
-//! Does not decide anything; who wants no events gives no sender.
+//! Without a sender events are dropped.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -88,9 +88,9 @@ impl Events {
         Self(Some(sender))
     }
 
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn report(&self, event: Event) {
         if let Some(sender) = &self.0 {
-            let _ = sender.send(event); // Nobody watches any more.
+            let _ = sender.send(event); // The receiver may be gone.
         }
     }
 }

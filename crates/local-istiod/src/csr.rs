@@ -3,7 +3,7 @@
 //! The form is the one istiod's Kubernetes signer insists on: no subject (or one empty
 //! organisation), and as only extension the subject's alternative names with at most one URI.
 //!
-//! Does not know who asks; `authority` compares the name with the caller.
+//! `authority` compares its name with the caller's.
 
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_ASN1, ECDSA_P384_SHA384_ASN1, RSA_PKCS1_2048_8192_SHA256, UnparsedPublicKey,

@@ -19,8 +19,8 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 
 use super::{LocalIstiod, Security};
-use crate::proto::istio_v1_auth::IstioCertificateRequest;
-use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
+use crate::proto::IstioCertificateRequest;
+use crate::proto::istio_certificate_service_client::IstioCertificateServiceClient;
 
 /// A private key and the chain signed for it, PEM.
 pub(super) type Certificate = (String, Vec<String>);
@@ -152,7 +152,7 @@ struct Connector(std::net::SocketAddr, Option<Arc<rustls::ClientConfig>>);
 trait Io: tokio::io::AsyncRead + tokio::io::AsyncWrite + Send + Unpin {}
 impl<T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Send + Unpin> Io for T {}
 
-impl tower_service::Service<http::Uri> for Connector {
+impl tonic::codegen::Service<http::Uri> for Connector {
     type Response = TokioIo<Box<dyn Io>>;
     type Error = std::io::Error;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;

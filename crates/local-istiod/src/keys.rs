@@ -1,8 +1,6 @@
 //! What must outlive a control plane for its workloads to trust the next one: root and token key.
 //!
 //! Kept in memory from one start to the next, or in a folder with private files.
-//!
-//! Does not sign anything.
 
 use std::fs;
 use std::io::{self, Write};

@@ -1,10 +1,8 @@
 //! Serves discovery from a snapshot: one session per stream, its subscriptions by protocol variant.
 //!
-//! A session lets the first request tell the node, holds the node against the caller as istiod
+//! A session takes the node from the first request, holds the node against the caller as istiod
 //! does, and then answers requests and pushes what a new snapshot changes, in the order in which
 //! Envoy wants it.
-//!
-//! Does not know what resources mean, except which types need their names asked for.
 
 mod delta;
 mod node;
@@ -97,7 +95,7 @@ async fn session<P: Protocol>(
         node: node.title.clone(),
         events,
     };
-    report.events.tell(Event::Opened {
+    report.events.report(Event::Opened {
         node: report.node.clone(),
         variant: stream.variant,
     });
@@ -106,14 +104,14 @@ async fn session<P: Protocol>(
         Ok(()) => "the client is done".to_owned(),
         Err(status) => format!("{:?}: {}", status.code(), status.message()),
     };
-    report.events.tell(Event::Closed {
+    report.events.report(Event::Closed {
         node: report.node.clone(),
         reason,
     });
     result
 }
 
-/// The node and the request that told it. Health reports before it say nothing about the node.
+/// The node and the request that named it. Health reports before it say nothing about the node.
 async fn introduction<P: Protocol>(
     stream: &mut Stream,
 ) -> Result<Option<(node::Identified, P::Request)>, Status> {
@@ -177,7 +175,7 @@ fn resources_of(
     snapshots.borrow_and_update().of_node(folders)
 }
 
-/// Tells the events of one node.
+/// Reports the events of one node.
 #[derive(Clone, Debug, Default)]
 struct Report {
     node: String,
@@ -186,7 +184,7 @@ struct Report {
 
 impl Report {
     fn pushed(&self, type_url: &str, version: &str, resources: usize, removed: usize) {
-        self.events.tell(Event::Pushed {
+        self.events.report(Event::Pushed {
             node: self.node.clone(),
             type_url: type_url.to_owned(),
             version: version.to_owned(),
@@ -195,7 +193,7 @@ impl Report {
         });
     }
 
-    /// Tells what an answer says about the last push, and whether it is about the last one at all.
+    /// Reports an ACK or NACK, and whether it answers the last push.
     fn answered(
         &self,
         type_url: &str,
@@ -234,12 +232,12 @@ impl Report {
                 (acked, Answer::Ack)
             }
         };
-        self.events.tell(event);
+        self.events.report(event);
         answer
     }
 
     fn health(&self, error: Option<&rpc::Status>) {
-        self.events.tell(Event::Health {
+        self.events.report(Event::Health {
             node: self.node.clone(),
             healthy: error.is_none(),
         });

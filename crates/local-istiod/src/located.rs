@@ -1,6 +1,4 @@
 //! YAML or JSON as a tree that remembers its lines.
-//!
-//! Does not know what the values mean.
 
 use std::fmt;
 

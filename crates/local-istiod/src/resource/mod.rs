@@ -3,8 +3,6 @@
 //! A file holds one resource, a list of them, or a list under `resources`, each with its `@type`.
 //! Members are checked against Envoy's own definitions; a wrong one is reported with its line and
 //! path. A type without a definition here is passed through: it has `name` and base64 `value`.
-//!
-//! Does not check what Envoy checks beyond the definitions.
 
 use std::sync::LazyLock;
 
@@ -171,7 +169,7 @@ fn fault(
     }
 }
 
-/// Finds the innermost member that does not convert, as conversion itself tells no place.
+/// Finds the innermost member that does not convert, as conversion itself gives no position.
 fn narrow(
     tree: &Located,
     definition: &MessageDescriptor,

@@ -1,6 +1,4 @@
 //! Subscriptions in the state-of-the-world protocol: every push holds all resources asked for.
-//!
-//! Does not do I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +10,7 @@ use super::{
     Answer, Protocol, Pushed, Report, common_version, depends_on, has_wildcard, in_push_order,
     select, versions,
 };
-use crate::local_istiod::snapshot::Resources;
+use crate::snapshot::Resources;
 
 #[derive(Debug)]
 pub(super) struct Subscriptions {

@@ -2,8 +2,6 @@
 //!
 //! Every node gets the resources of `common` (also those beside the folders) and of the folders
 //! named after it. A folder that cannot be read leaves what was read before in force.
-//!
-//! Does not know which types Envoy asks for.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -99,7 +97,7 @@ async fn poll(
     sender: watch::Sender<Arc<Snapshot>>,
 ) {
     let mut last = read.clone();
-    let mut told = None;
+    let mut reported = None;
     loop {
         tokio::time::sleep(POLL).await;
         let outcome = match blocking(&folder, list).await {
@@ -116,15 +114,15 @@ async fn poll(
         };
         match outcome {
             Ok(snapshot) => {
-                told = None;
+                reported = None;
                 sender.send_replace(Arc::new(snapshot));
             }
             Err(error) => {
                 // Once per reason, not five times a second.
                 let reason = error.to_string();
-                if told.replace(reason.clone()).as_ref() != Some(&reason) {
+                if reported.replace(reason.clone()).as_ref() != Some(&reason) {
                     let folder = folder.clone();
-                    events.tell(Event::LoadFailed { folder, reason });
+                    events.report(Event::LoadFailed { folder, reason });
                 }
             }
         }
@@ -138,7 +136,7 @@ async fn load(folder: &Path, files: &Files, events: &Events) -> Result<Snapshot,
     let files = files.clone();
     let snapshot = blocking(folder, move |folder| read(folder, &files)).await?;
     let resources = snapshot.len();
-    events.tell(Event::Loaded { resources });
+    events.report(Event::Loaded { resources });
     Ok(snapshot)
 }
 
@@ -243,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn keeps_the_last_good_resources_and_tells_file_and_line() {
+    async fn keeps_the_last_good_resources_and_names_file_and_line() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a.yaml");
         fs::write(&file, cluster("a", 1)).unwrap();

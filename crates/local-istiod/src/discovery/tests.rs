@@ -126,7 +126,7 @@ mod delta_protocol {
     }
 
     #[test]
-    fn sends_only_what_differs_and_tells_what_is_gone() {
+    fn sends_changed_resources_and_names_removed_ones() {
         let before = resources(&[(CLUSTERS, "a", b"a"), (CLUSTERS, "b", b"b")]);
         let mut stream = delta::Subscriptions::new(Report::default());
         let first = stream.request(ask(CLUSTERS, &[]), &before).unwrap();

@@ -4,7 +4,7 @@
 //! keeps older certificates trusted. The serving certificate stays with the first root, so agents
 //! that know the roots from a file still connect after a rotation.
 //!
-//! Does not authenticate; callers hand in the identity they have established.
+//! Callers pass the identity they have authenticated.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     fn caller() -> SpiffeId {
-        SpiffeId::new("cluster.local", "shop", "cart")
+        "spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap()
     }
 
     fn authority(longest: Duration) -> Authority {

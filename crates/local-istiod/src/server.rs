@@ -2,8 +2,6 @@
 //!
 //! Every connection and its streams belong to the accepting future: dropping that closes all of
 //! them at once, as a crash would; cancelling the token lets streams end with a status first.
-//!
-//! Does not look into messages.
 
 use std::convert::Infallible;
 use std::io;
@@ -32,7 +30,7 @@ use super::caller::Peer;
 use super::certificates::Certificates;
 use super::event::Event;
 use super::stream::{Acceptor, Variant};
-use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateServiceServer;
+use crate::proto::istio_certificate_service_server::IstioCertificateServiceServer;
 
 /// Large, so that only a client's own windows hold a test back.
 const WINDOW: u32 = 16 * 1024 * 1024;
@@ -128,7 +126,7 @@ pub(super) async fn serve(
                 connections.spawn(async move {
                     if let Err(error) = connection(stopping).await {
                         let reason = chain(error.as_ref());
-                        events.tell(Event::ConnectionFailed { peer, reason });
+                        events.report(Event::ConnectionFailed { peer, reason });
                     }
                 });
             }

@@ -92,7 +92,7 @@ fn accepts_json_one_resource_and_raw_types() {
 }
 
 #[test]
-fn tells_line_and_path_of_what_is_wrong() {
+fn errors_name_line_and_path() {
     let table = [
         (
             "stat_prefix: outbound",

@@ -1,9 +1,7 @@
 //! A small control plane for demos, development and tests: certificates and discovery behind TLS.
 //!
-//! It answers as istiod does, with istiod's status codes, on one port. Discovery streams are handed
-//! to whoever scripts them, or served from a snapshot of resources.
-//!
-//! Does not watch Kubernetes, and translates no Istio configuration: resources are Envoy's own.
+//! It answers as istiod does, with istiod's status codes, on one port. A test scripts discovery streams
+//! itself ([`LocalIstiod::streams`]) or has them served from a snapshot of Envoy resources.
 
 mod authority;
 mod caller;
@@ -11,6 +9,7 @@ mod certificates;
 mod csr;
 mod discovery;
 mod event;
+mod identity;
 mod keys;
 mod located;
 mod resource;
@@ -18,6 +17,18 @@ mod server;
 mod snapshot;
 mod stream;
 mod token;
+
+/// Messages and stubs of istiod's certificate service, generated from `proto/`.
+#[allow(
+    missing_debug_implementations,
+    unreachable_pub,
+    unused_qualifications,
+    clippy::unwrap_used,
+    clippy::wildcard_imports
+)]
+mod proto {
+    tonic::include_proto!("istio.v1.auth");
+}
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -31,6 +42,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use authority::AuthorityError;
 pub use event::{Event, Events};
+pub use identity::SpiffeId;
 pub use keys::{Keys, KeysError, write_private};
 pub use resource::{Resource, ResourceError};
 pub use server::TlsError;
@@ -38,7 +50,7 @@ pub use snapshot::{Snapshot, SnapshotError, follow};
 pub use stream::{Gone, Stream, Variant};
 pub use token::{Claims, TokenKeyError};
 
-use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateServiceServer;
+use crate::proto::istio_certificate_service_server::IstioCertificateServiceServer;
 use authority::Authority;
 use caller::Authenticator;
 use certificates::{Certificates, Script};
@@ -48,7 +60,7 @@ use stream::Acceptor;
 /// The names istiod's certificate has in a cluster, and those of this machine.
 const NAMES: [&str; 3] = ["istiod.istio-system.svc", "localhost", "127.0.0.1"];
 
-/// Streams that may wait for whoever scripts them.
+/// Accepted streams that may wait for the test to take them.
 const WAITING_STREAMS: usize = 64;
 
 /// How long a stop waits for connections to end by themselves.
@@ -75,7 +87,7 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Security {
     Tls,
-    /// As istiod's port 15010: discovery asks nobody who it is, certificates are refused.
+    /// As istiod's port 15010: discovery without authentication, no certificates.
     Plaintext,
 }
 

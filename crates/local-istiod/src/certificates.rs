@@ -2,8 +2,6 @@
 //!
 //! Refusals carry istiod's codes and texts; the reason of a failed authentication goes to the
 //! events only, as istiod keeps it to its log.
-//!
-//! Does not sign; `authority` does.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,8 +14,8 @@ use super::authority::{Authority, AuthorityError};
 use super::caller::{Authenticator, CallerError, Peer};
 use super::event::{Event, Events};
 use crate::identity::SpiffeId;
-use crate::proto::istio_v1_auth::istio_certificate_service_server::IstioCertificateService;
-use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
+use crate::proto::istio_certificate_service_server::IstioCertificateService;
+use crate::proto::{IstioCertificateRequest, IstioCertificateResponse};
 
 /// The answer to every request, good or bad; none signs.
 pub(super) type Script = Option<Result<Vec<String>, Status>>;
@@ -41,7 +39,7 @@ impl IstioCertificateService for Certificates {
         let (metadata, extensions, request) = request.into_parts();
         let peer = extensions
             .get::<Peer>()
-            .ok_or_else(|| Status::internal("the connection told no peer"))?;
+            .ok_or_else(|| Status::internal("the connection has no peer"))?;
         let script = self.script.borrow().clone();
         match script {
             Some(Ok(cert_chain)) => Ok(Response::new(IstioCertificateResponse { cert_chain })),
@@ -67,7 +65,7 @@ impl Certificates {
             .authority
             .sign(&request.csr, &caller, Duration::from_secs(seconds))
             .map_err(|error| self.refused(peer.address, &error.to_string(), status_of(&error)))?;
-        self.events.tell(Event::Issued {
+        self.events.report(Event::Issued {
             identity: caller,
             lifetime: issued.lifetime,
         });
@@ -84,7 +82,7 @@ impl Certificates {
     }
 
     fn refused(&self, peer: SocketAddr, reason: &str, status: Status) -> Status {
-        self.events.tell(Event::Refused {
+        self.events.report(Event::Refused {
             peer,
             reason: reason.to_owned(),
         });

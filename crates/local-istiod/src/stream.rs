@@ -3,8 +3,6 @@
 //! Like istiod's, the response headers go out with the first message and not before: a client that
 //! waits for them before it asks would wait for ever. Messages pass as bytes, so a script may send
 //! what no encoder would write.
-//!
-//! Does not know resources, versions or nonces.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -39,7 +37,7 @@ pub struct Stream {
     pub variant: Variant,
     /// The request headers, among them the agent's metadata.
     pub headers: HeaderMap,
-    /// Who opened it; none without TLS, as istiod asks nobody there.
+    /// The caller's identity; none without TLS.
     pub caller: Option<SpiffeId>,
     requests: Streaming<Bytes>,
     responses: mpsc::Sender<Result<Bytes, Status>>,
@@ -89,7 +87,7 @@ impl Variant {
     }
 }
 
-/// Accepts streams: authenticates the caller and hands the stream to whoever serves it.
+/// Accepts streams: authenticates the caller and hands the stream to the test or the discovery service.
 #[derive(Clone, Debug)]
 pub(super) struct Acceptor {
     /// None without TLS.
@@ -123,11 +121,11 @@ impl Acceptor {
         let (metadata, extensions, requests) = request.into_parts();
         let mut headers = metadata.into_headers();
         if let Some(token) = headers.get_mut(AUTHORIZATION) {
-            token.set_sensitive(true); // For whoever prints a stream.
+            token.set_sensitive(true); // For `Debug` of a stream.
         }
         let peer = extensions
             .get::<Peer>()
-            .ok_or_else(|| Status::internal("the connection told no peer"))?;
+            .ok_or_else(|| Status::internal("the connection has no peer"))?;
         let caller = self.caller(peer, &headers)?;
         let (responses, answers) = mpsc::channel(1);
         let stream = Stream {
@@ -141,7 +139,7 @@ impl Acceptor {
         self.accepted
             .send(stream)
             .await
-            .map_err(|_| Status::unavailable("nobody serves discovery"))?;
+            .map_err(|_| Status::unavailable("discovery is not served"))?;
         Answers::begin(answers, self.stopping.clone()).await
     }
 
@@ -152,7 +150,7 @@ impl Acceptor {
         match authenticator.caller(peer, headers) {
             Ok(caller) => Ok(Some(caller)),
             Err(error) => {
-                self.events.tell(Event::ConnectionFailed {
+                self.events.report(Event::ConnectionFailed {
                     peer: peer.address,
                     reason: format!("stream not authenticated: {error}"),
                 });
