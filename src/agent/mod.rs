@@ -264,7 +264,7 @@ impl Agent {
         };
         let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
         let shutdown = self.shutdown.clone();
-        let (dns, serving, _) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
+        let (dns, serving) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
         let (done, ended) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

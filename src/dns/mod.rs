@@ -3,8 +3,7 @@
 //! [`new`] binds and returns a handle and a future. The handle takes tables from istiod: an index is
 //! built on another thread and put in place whole, so nobody who asks waits for it, and the last one
 //! stays for as long as istiod is away. The future serves; it wants a thread of its own, so that
-//! neither a large push nor a certificate delays an answer. What has the processors for long calls
-//! the function in between, which answers what has come.
+//! neither a large push nor a certificate delays an answer.
 //!
 //! Does not know how others are asked, only that they can be: see [`Forward`].
 
@@ -99,20 +98,13 @@ pub struct Dns {
     building: Arc<Mutex<()>>,
 }
 
-/// Binds everything, and returns what serves there until `shutdown`, and what helps it when called.
+/// Binds everything, and returns what serves there until `shutdown`.
 pub fn new<F: Forward>(
     config: Config,
     forwarder: F,
     registry: &Registry,
     shutdown: CancellationToken,
-) -> Result<
-    (
-        Dns,
-        impl Future<Output = Result<(), Error>> + Send + use<F>,
-        impl Fn() + Send + Sync + use<F>,
-    ),
-    Error,
-> {
+) -> Result<(Dns, impl Future<Output = Result<(), Error>> + Send + use<F>), Error> {
     let mut bound = Vec::new();
     for address in &config.addresses {
         bound.push(bind(address)?);
@@ -134,8 +126,7 @@ pub fn new<F: Forward>(
         metrics,
         tables: receiver,
     };
-    let (serving, help) = server::new(bound, Arc::new(shared), shutdown)?;
-    Ok((dns, serving, help))
+    Ok((dns, server::serve(bound, Arc::new(shared), shutdown)))
 }
 
 impl Dns {

@@ -46,17 +46,13 @@ struct Room {
 }
 
 fn room() -> Room {
-    let (mut room, serving, _) = unserved();
+    let (mut room, serving) = unserved();
     room.tasks.spawn("dns", serving);
     room
 }
 
-/// A room, and what serves it, and what helps that.
-fn unserved() -> (
-    Room,
-    impl Future<Output = Result<(), Error>> + Send,
-    impl Fn(),
-) {
+/// A room, and what serves it.
+fn unserved() -> (Room, impl Future<Output = Result<(), Error>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
         scope: scope(),
@@ -69,14 +65,14 @@ fn unserved() -> (
     // The number the kernel picks for UDP may be taken for TCP.
     let built = || new(config(), Resolver, &registry, shutdown.clone()).ok();
     let built = std::iter::repeat_with(built).take(9).flatten().next();
-    let (dns, serving, help) = built.expect("bound");
+    let (dns, serving) = built.expect("bound");
     let room = Room {
         dns,
         tasks: Tasks::new(),
         shutdown,
         registry,
     };
-    (room, serving, help)
+    (room, serving)
 }
 
 async fn with_table() -> Room {
@@ -159,38 +155,6 @@ async fn answers_both_families_over_both_protocols() {
 }
 
 #[tokio::test]
-async fn help_answers_from_the_table_and_leaves_what_others_know_to_who_serves() {
-    let (mut room, serving, help) = unserved();
-    let table = encode([("mesh.local", external(&["1.2.3.4"]))]);
-    room.dns.update(table.into()).await.expect("a table");
-    for address in room.dns.addresses() {
-        let udp = client(*address).await;
-        for name in ["other.com", "mesh.local"] {
-            udp.send(&query(name, 1, None)).await.expect("sent");
-        }
-        help();
-        let message = decode(&next(&udp).await);
-        assert_eq!(message.answers[0].3, "1.2.3.4");
-    }
-    let waiting = client(room.dns.addresses()[0]).await;
-    waiting
-        .send(&query("other.com", 1, None))
-        .await
-        .expect("sent");
-    help();
-    room.tasks.spawn("dns", serving);
-    assert_eq!(decode(&next(&waiting).await).answers[0].3, "4.4.4.1");
-    // Also what was looked at twice counts once.
-    let page = room.registry.render();
-    for line in [
-        "istio_agent_dns_requests_total 5\n",
-        "istio_agent_dns_responses_total{rcode=\"NOERROR\",source=\"agent\"} 2\n",
-    ] {
-        assert!(page.contains(line), "{line} is not in\n{page}");
-    }
-}
-
-#[tokio::test]
 async fn what_is_no_proper_request_is_counted_as_neither_request_nor_response() {
     let room = with_table().await;
     let udp = room.udp().await;
@@ -263,7 +227,7 @@ fn an_index_nobody_waits_for_any_more_is_built_before_the_next() {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().max_blocking_threads(1).build();
     runtime.unwrap().block_on(async {
-        let (room, _serving, _) = unserved();
+        let (room, _serving) = unserved();
         let (end, ended) = std::sync::mpsc::channel::<()>();
         // The one thread there is for such work is taken until then.
         let busy = tokio::task::spawn_blocking(move || ended.recv());

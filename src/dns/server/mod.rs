@@ -11,12 +11,12 @@ mod udp;
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet};
 
 use super::answer::{self, Answer, Outcome, Policy};
@@ -25,7 +25,6 @@ use super::table::Table;
 use super::wire::{self, Question};
 use super::{Error, Forward, Transport};
 use crate::lifecycle::{CancellationToken, Tasks};
-use udp::{Helper, Left};
 
 /// Room for any message.
 const LARGEST: usize = u16::MAX as usize;
@@ -64,44 +63,16 @@ impl<F> Shared<F> {
     }
 }
 
-/// What serves until `shutdown`, or until a socket fails for good; queries under way end with it. And
-/// what helps it, from a thread that has a processor, when called there.
-pub(super) fn new<F: Forward>(
+/// Serves until `shutdown`, or until a socket fails for good; queries under way end with it.
+pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
-    shared: Arc<Shared<F>>,
-    shutdown: CancellationToken,
-) -> Result<
-    (
-        impl Future<Output = Result<(), Error>> + Send + use<F>,
-        impl Fn() + Send + Sync + use<F>,
-    ),
-    Error,
-> {
-    let (mut served, mut helpers) = (Vec::new(), Vec::new());
-    for bound in bound {
-        let (helper, left) = Helper::new(&bound.udp, shared.clone()).map_err(Error::Socket)?;
-        helpers.push(helper);
-        served.push((bound, left));
-    }
-    let helpers = Mutex::new(helpers);
-    let help = move || {
-        // Who finds it taken has no need to help.
-        if let Ok(mut helpers) = helpers.try_lock() {
-            helpers.iter_mut().for_each(Helper::help);
-        }
-    };
-    Ok((serve(served, shared, shutdown), help))
-}
-
-async fn serve<F: Forward>(
-    served: Vec<(Bound, mpsc::Receiver<Left>)>,
     shared: Arc<Shared<F>>,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let mut tasks = Tasks::new();
-    for (Bound { udp, tcp, .. }, left) in served {
+    for Bound { udp, tcp, .. } in bound {
         let tcp = TcpListener::from_std(tcp).map_err(Error::Socket)?;
-        tasks.spawn("DNS over UDP", udp::serve(udp, left, shared.clone()));
+        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));
         tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone()));
     }
     tokio::select! {

@@ -4,9 +4,6 @@
 //! their turn, however much more there is. The socket is watched for queries only: the kernel would
 //! report room for answers after each that is sent, which wakes the thread for nothing.
 //!
-//! While all processors are busy, a loop that is woken waits for one, for milliseconds. If it is this
-//! agent that keeps one busy, its [`Helper`] answers there, in between.
-//!
 //! Does not let a full machine grow the agent: beyond [`MOST_FORWARDS`] queries waiting for others,
 //! the next is failed at once, so its client can ask another resolver.
 
@@ -16,15 +13,13 @@ use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::mpsc;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use super::{Forwards, LARGEST, REST, Shared};
-use crate::dns::answer::{self, Answer, Outcome};
+use crate::dns::answer::{self, Answer};
 use crate::dns::metrics::Source;
 use crate::dns::table::Table;
 use crate::dns::wire::{Name, OWN_UDP};
@@ -35,114 +30,13 @@ const MOST_FORWARDS: usize = 1024;
 /// Queries taken in one go, before others have their turn.
 const BATCH: usize = 64;
 
-/// Queries a helper takes in one go: a flood of them must not keep its thread from its own work.
-const HELPED: usize = 16;
-/// Most queries that helpers have left to a loop.
-const MOST_LEFT: usize = 1024;
-
-/// A query and who asks.
-pub(super) type Left = (Bytes, SocketAddr);
-
 /// Receives queries and writes answers, each in a buffer of its own.
-struct Answerer<F> {
-    shared: Arc<Shared<F>>,
-    query: Box<[u8]>,
-    name: Name,
-    out: Box<[u8]>,
-}
-
-impl<F> Answerer<F> {
-    fn new(shared: Arc<Shared<F>>) -> Self {
-        Self {
-            shared,
-            // One byte more tells what is too long.
-            query: vec![0; usize::from(OWN_UDP) + 1].into(),
-            name: Name::new(),
-            out: vec![0; LARGEST].into(),
-        }
-    }
-
-    /// What has come, of this length, and what is to be done about it.
-    fn receive(
-        &mut self,
-        socket: &UdpSocket,
-        table: Option<&Table>,
-    ) -> io::Result<(usize, SocketAddr, Outcome)> {
-        let (length, client) = socket.recv_from(&mut self.query)?;
-        Ok((length, client, self.judge(length, table)))
-    }
-
-    fn judge(&mut self, length: usize, table: Option<&Table>) -> Outcome {
-        answer::answer(
-            &self.query[..length],
-            Transport::Udp,
-            table,
-            self.shared.policy,
-            &mut self.name,
-            &mut self.out,
-        )
-    }
-}
-
-/// Answers what has come to a loop's socket from another thread.
-pub(super) struct Helper<F> {
-    socket: UdpSocket,
-    answerer: Answerer<F>,
-    left: mpsc::Sender<Left>,
-}
-
-impl<F> Helper<F> {
-    /// A helper, and where its loop finds what it has left.
-    pub(super) fn new(
-        socket: &UdpSocket,
-        shared: Arc<Shared<F>>,
-    ) -> io::Result<(Self, mpsc::Receiver<Left>)> {
-        let (left, receiver) = mpsc::channel(MOST_LEFT);
-        let helper = Self {
-            socket: socket.try_clone()?,
-            answerer: Answerer::new(shared),
-            left,
-        };
-        Ok((helper, receiver))
-    }
-
-    /// Answers from the table what is there, up to [`HELPED`]. Does not wait: what others have to be
-    /// asked and what there is no room for is left to the loop.
-    pub(super) fn help(&mut self) {
-        let shared = self.answerer.shared.clone();
-        let table = shared.tables.borrow();
-        for _ in 0..HELPED {
-            let Ok(left) = self.left.try_reserve() else {
-                return;
-            };
-            // If nothing can be received, the loop says so.
-            let received = self.answerer.receive(&self.socket, table.as_deref());
-            let Ok((length, client, outcome)) = received else {
-                return;
-            };
-            let is_done = match outcome.answer {
-                Answer::Reply(length) => {
-                    send(&self.socket, &self.answerer.out[..length], client).is_none()
-                }
-                Answer::Forward => false,
-                Answer::Drop => true,
-            };
-            if is_done {
-                shared.count(&outcome, &self.answerer.out);
-            } else {
-                let query = Bytes::copy_from_slice(&self.answerer.query[..length]);
-                left.send((query, client));
-            }
-        }
-    }
-}
-
 struct Loop<F> {
     shared: Arc<Shared<F>>,
     forwards: Forwards<F, SocketAddr>,
-    answerer: Answerer<F>,
-    /// What a helper has left.
-    left: mpsc::Receiver<Left>,
+    query: Box<[u8]>,
+    name: Name,
+    out: Box<[u8]>,
     /// Whether nothing could be received lately.
     is_failing: bool,
 }
@@ -158,17 +52,15 @@ enum Pause {
 }
 
 /// Serves for as long as it is polled, or until the socket fails.
-pub(super) async fn serve<F: Forward>(
-    socket: UdpSocket,
-    left: mpsc::Receiver<Left>,
-    shared: Arc<Shared<F>>,
-) -> io::Result<()> {
+pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>) -> io::Result<()> {
     let socket = watch(socket, Interest::READABLE)?;
     let mut serving = Loop {
         forwards: Forwards::new(shared.clone(), Transport::Udp, MOST_FORWARDS),
-        answerer: Answerer::new(shared.clone()),
         shared,
-        left,
+        // One byte more tells what is too long.
+        query: vec![0; usize::from(OWN_UDP) + 1].into(),
+        name: Name::new(),
+        out: vec![0; LARGEST].into(),
         is_failing: false,
     };
     loop {
@@ -176,9 +68,7 @@ pub(super) async fn serve<F: Forward>(
             Pause::Turn => yield_now().await,
             Pause::Failure => sleep(REST).await,
             Pause::NoRoom(length, client) => {
-                if let Err(error) =
-                    send_late(&socket, &serving.answerer.out[..length], client).await
-                {
+                if let Err(error) = send_late(&socket, &serving.out[..length], client).await {
                     not_sent(client, &error);
                 }
             }
@@ -193,16 +83,10 @@ impl<F: Forward> Loop<F> {
         context: &mut Context<'_>,
     ) -> Poll<io::Result<Pause>> {
         loop {
-            // First, as it may start what is waited for next.
-            while let Poll::Ready(Some((query, client))) = self.left.poll_recv(context) {
-                if let Some(pause) = self.take_over(socket.get_ref(), &query, client) {
-                    return Poll::Ready(Ok(pause));
-                }
-            }
             while !self.forwards.running.is_empty()
                 && let Poll::Ready(Some(asked)) = self.forwards.running.poll_join_next(context)
             {
-                let out = &mut self.answerer.out;
+                let out = &mut self.out;
                 if let Some((client, length)) = self.forwards.finish(asked, out)
                     && let Some(pause) = send(socket.get_ref(), &out[..length], client)
                 {
@@ -223,7 +107,7 @@ impl<F: Forward> Loop<F> {
         // Held for a batch: who swaps tables waits a moment, and frees the old one.
         let table = shared.tables.borrow();
         for _ in 0..BATCH {
-            let (length, client, outcome) = match self.answerer.receive(socket, table.as_deref()) {
+            let (length, client) = match socket.recv_from(&mut self.query) {
                 Ok(received) => received,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
                 Err(error) => {
@@ -235,37 +119,27 @@ impl<F: Forward> Loop<F> {
                 }
             };
             self.is_failing = false;
-            if let Some(pause) = self.act(socket, length, client, &outcome) {
+            if let Some(pause) = self.act(socket, length, client, table.as_deref()) {
                 return Some(pause);
             }
         }
         Some(Pause::Turn)
     }
 
-    /// Answers what a helper has left.
-    fn take_over(&mut self, socket: &UdpSocket, query: &[u8], client: SocketAddr) -> Option<Pause> {
-        let shared = self.shared.clone();
-        self.answerer.query[..query.len()].copy_from_slice(query);
-        let outcome = {
-            let table = shared.tables.borrow();
-            self.answerer.judge(query.len(), table.as_deref())
-        };
-        self.act(socket, query.len(), client, &outcome)
-    }
-
-    /// Does what is to be done about the query of this length in the buffer.
+    /// Answers the query of this length in the buffer, or passes it on.
     fn act(
         &mut self,
         socket: &UdpSocket,
         length: usize,
         client: SocketAddr,
-        outcome: &Outcome,
+        table: Option<&Table>,
     ) -> Option<Pause> {
-        let Answerer {
-            shared, query, out, ..
-        } = &mut self.answerer;
-        shared.count(outcome, out);
-        let query = &query[..length];
+        let Self {
+            shared, name, out, ..
+        } = self;
+        let query = &self.query[..length];
+        let outcome = answer::answer(query, Transport::Udp, table, shared.policy, name, out);
+        shared.count(&outcome, out);
         let length = match (outcome.answer, outcome.question) {
             (Answer::Reply(length), _) => length,
             (Answer::Forward, Some(question)) if !self.forwards.is_full() => {
@@ -324,6 +198,7 @@ fn not_sent(client: SocketAddr, error: &io::Error) {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use tokio::sync::watch;
 
     use super::*;
@@ -361,25 +236,10 @@ mod tests {
         (socket, client, Arc::new(shared))
     }
 
-    #[test]
-    fn a_flood_leaves_a_helper_to_its_own_work() {
-        let (socket, client, shared) = unserved();
-        let (mut helper, _left) = Helper::new(&socket, shared).expect("a socket");
-        for _ in 0..HELPED + 3 {
-            client.send(&query("a", 1, None)).expect("sent");
-        }
-        for expected in [HELPED, 3, 0] {
-            helper.help();
-            let answers = std::iter::repeat_with(|| client.recv(&mut [0; 512]));
-            assert_eq!(answers.take_while(Result::is_ok).count(), expected);
-        }
-    }
-
     #[tokio::test]
     async fn a_flood_leaves_others_their_turn() {
         let (socket, client, shared) = unserved();
-        let (_left, left) = mpsc::channel(1);
-        let mut serving = std::pin::pin!(serve(socket, left, shared));
+        let mut serving = std::pin::pin!(serve(socket, shared));
         let sent = 2 * BATCH + 1;
         for _ in 0..sent {
             client.send(&query("a", 1, None)).expect("sent");
