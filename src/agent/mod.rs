@@ -9,7 +9,7 @@
 mod envoy_user;
 mod google_token;
 mod milestones;
-mod name_tables;
+mod nds;
 mod overview;
 mod pages;
 pub mod reload;
@@ -47,7 +47,7 @@ use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
 use crate::{dns, status, xds};
-use name_tables::NameTables;
+use nds::Nds;
 use overview::Rooms;
 use reload::{Inputs, Load};
 use secret_sockets::{Server, Settled};
@@ -298,7 +298,7 @@ impl Agent {
         let listener = unix_socket::bind(&config.socket)?;
         let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
         if let Some(dns) = dns {
-            interceptors.push(Box::new(NameTables::new(dns)));
+            interceptors.push(Box::new(Nds::new(dns)));
         }
         if let Some(bundles) = bundles {
             interceptors.push(Box::new(bundles));

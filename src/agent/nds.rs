@@ -1,7 +1,6 @@
-//! Takes name tables off discovery and hands them to DNS: glue between two rooms that do not know
-//! each other.
+//! Intercepts NDS: hands istiod's name tables to the DNS server instead of to Envoy.
 //!
-//! A response holds one table. Its bytes are not copied on their way.
+//! A response holds one `NameTable`. Its bytes are not copied on their way.
 
 use bytes::Bytes;
 
@@ -11,17 +10,17 @@ use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
-/// The interceptor of name tables.
+/// The interceptor of NDS responses.
 #[derive(Debug)]
-pub(super) struct NameTables(Dns);
+pub(super) struct Nds(Dns);
 
-impl NameTables {
+impl Nds {
     pub(super) fn new(dns: Dns) -> Self {
         Self(dns)
     }
 }
 
-impl Interceptor for NameTables {
+impl Interceptor for Nds {
     fn type_url(&self) -> &str {
         TYPE_URL
     }
@@ -48,7 +47,7 @@ impl Interceptor for NameTables {
     }
 }
 
-/// The one resource of a response.
+/// The name table in a response.
 fn table(response: Captured) -> Result<Bytes, String> {
     resource::first(response, TYPE_URL)
         .map_err(|why| format!("failed to unmarshal name table: {why}"))
