@@ -3,8 +3,8 @@
 //! | path | method | from | answer |
 //! |---|---|---|---|
 //! | `/healthz/ready` | any | all | 200, or 503 with what is missing |
-//! | `/stats/prometheus` | any | all | the metrics of all, as [`Scrape`] has them |
-//! | `/metrics` | any | all | the agent's own metrics |
+//! | `/stats/prometheus`, `/metrics` | any | all | the merged metrics, as [`Scrape`] has them |
+//! | `/metrics/agent` | any | all | the agent's own metrics |
 //! | `/quitquitquit` | POST | loopback | ends the agent without a drain |
 //! | `/drain` | POST | loopback | has Envoy send its clients away |
 //! | `/drain` | GET | loopback | JSON: what the end will look like, and how far it is |
@@ -160,11 +160,13 @@ impl Router {
                 Ok(()) => plain(StatusCode::OK, ""),
                 Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
             },
-            "/stats/prometheus" | "/metrics" if self.metrics_localhost_only && !is_local => {
+            "/stats/prometheus" | "/metrics" | "/metrics/agent"
+                if self.metrics_localhost_only && !is_local =>
+            {
                 reply::forbidden()
             }
-            "/stats/prometheus" => (self.scrape)(head).await,
-            "/metrics" => reply::metrics(&self.metrics),
+            "/stats/prometheus" | "/metrics" => (self.scrape)(head).await,
+            "/metrics/agent" => reply::metrics(&self.metrics),
             "/quitquitquit" | "/drain" if !is_local => reply::forbidden(),
             "/quitquitquit" if head.method == Method::POST => self.control.quit(),
             "/drain" if head.method == Method::POST => self.control.drain().await,

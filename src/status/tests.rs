@@ -10,6 +10,10 @@ use crate::lifecycle::Urgency;
 const HERE: &str = "127.0.0.1:1";
 const THERE: &str = "10.0.0.1:1";
 
+fn merged_metrics() -> Scrape {
+    Arc::new(|_| Box::pin(async { plain(StatusCode::OK, "merged 1\n") }))
+}
+
 /// A page of all metrics that holds the agent's own alone.
 pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     Arc::new(move |_| {
@@ -53,7 +57,7 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
         envoy: None,
         dns_ready: None,
         metrics: metrics.clone(),
-        scrape: own_metrics(metrics),
+        scrape: merged_metrics(),
         debug: vec![Page {
             path: "/debug/x",
             content: Arc::new(|| Some(json!({ "a": 1 }))),
@@ -78,13 +82,15 @@ async fn asked(router: &Router, line: &str, from: &str) -> (u16, String, Respons
 async fn each_page_answers_whom_and_as_it_should() {
     let router = router(&Stop::new(), false);
     let forbidden = "Only requests from localhost are allowed\n";
+    let merged = "merged 1\n";
     let page = "# HELP istio_agent_tests Tests.\n# TYPE istio_agent_tests counter\n\
                 istio_agent_tests 1\n";
     for (line, from, status, body) in [
         ("GET /healthz/ready", THERE, 200, ""),
         ("POST /healthz/ready", THERE, 200, ""),
-        ("GET /stats/prometheus?x", THERE, 200, page),
-        ("GET /metrics", THERE, 200, page),
+        ("GET /stats/prometheus?x", THERE, 200, merged),
+        ("GET /metrics?x", THERE, 200, merged),
+        ("GET /metrics/agent", THERE, 200, page),
         ("POST /quitquitquit", THERE, 403, forbidden),
         ("GET /quitquitquit", THERE, 403, forbidden),
         ("GET /quitquitquit", HERE, 405, "Method Not Allowed\n"),
@@ -124,7 +130,8 @@ async fn each_page_answers_whom_and_as_it_should() {
 #[tokio::test]
 async fn metrics_can_be_kept_on_this_machine() {
     let router = router(&Stop::new(), true);
-    for path in ["GET /metrics", "GET /stats/prometheus"] {
+    for path in ["/metrics", "/metrics/agent", "/stats/prometheus"] {
+        let path = &format!("GET {path}");
         assert_eq!(asked(&router, path, THERE).await.0, 403);
         assert_eq!(asked(&router, path, HERE).await.0, 200);
     }

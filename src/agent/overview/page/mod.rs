@@ -26,7 +26,7 @@ const HEAD: &str = concat!(
 
 const LINKS: &str = "<footer class=dim>As JSON: <a href=\"overview\">all of this</a>. Also: \
     <a href=\"../healthz/ready\">readiness</a>, <a href=\"../drain\">the end</a>, \
-    <a href=\"../metrics\">metrics of the agent</a>, \
+    <a href=\"../metrics/agent\">metrics of the agent</a>, \
     <a href=\"../stats/prometheus\">metrics of all</a>.</footer>\n";
 
 /// The page.
