@@ -42,6 +42,12 @@ mod replace_file;
 
 mod request_path;
 
+pub mod executor;
+
+pub mod dial;
+
+pub mod http_client;
+
 pub mod compliance;
 
 pub mod unix_socket;

@@ -1,0 +1,300 @@
+//! Sends HTTP requests over TCP, TLS or a Unix socket.
+//!
+//! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
+//! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
+//! reading, and the deadline, to its caller. Answers are read leniently: long heads, folded headers
+//! and spaces before a colon pass, invalid headers are left out.
+//!
+//! A connection is driven by the call or the body that waits for it, so dropping these ends it. Where
+//! connections are kept, one is kept once its answer has been read to the end.
+
+mod connection;
+mod redirect;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderValue, Request, Response, Uri, header};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use rustls::pki_types::ServerName;
+use tokio::net::UnixStream;
+
+use crate::dial::{self, Dialer};
+use connection::{Connection, Pool};
+pub use redirect::Redirects;
+
+const MOST_REDIRECTS: usize = 10;
+/// What is read of a body that is not wanted, so that the server does not see its answer cut off.
+const LONGEST_DISCARDED: usize = 1 << 20;
+
+/// How a client connects and what it accepts.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub dialer: Dialer,
+    /// Connects here, whatever the host of the request.
+    pub unix_socket: Option<PathBuf>,
+    /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
+    pub tls: Option<Arc<rustls::ClientConfig>>,
+    pub redirects: Redirects,
+    /// Bytes of an answer's head, and of the buffer its body passes through.
+    pub largest_head: usize,
+    /// Whether connections are kept for the next request, idle for 90 s at most.
+    pub keeps_connections: bool,
+}
+
+/// Sends requests. Clones share kept connections and the memory of failed addresses.
+#[derive(Clone, Debug, Default)]
+pub struct Client {
+    config: Config,
+    pool: Pool,
+}
+
+/// The body of an answer, and the connection it arrives on.
+#[derive(Debug)]
+pub struct Body {
+    incoming: Incoming,
+    uri: Uri,
+    /// None after the end.
+    connection: Option<Connection>,
+    pool: Option<Pool>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{found:?} is no address to ask, expected http://host[:port]/path")]
+    Url { found: String },
+    #[error(transparent)]
+    Connect(#[from] dial::Error),
+    #[error("cannot connect to {path}", path = .path.display())]
+    Unix {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("TLS handshake with {authority} failed")]
+    Tls {
+        authority: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the connection to {authority} failed before the end of the answer")]
+    Broken {
+        authority: String,
+        #[source]
+        source: hyper::Error,
+    },
+    #[error("{authority} redirects to {found:?}, expected a path or a URL")]
+    Redirect { authority: String, found: String },
+    #[error("stopped after {MOST_REDIRECTS} redirects, the last by {authority}")]
+    Redirects { authority: String },
+    #[error("the answer of {authority} has more than {limit} bytes")]
+    TooLarge { authority: String, limit: usize },
+    #[error("no answer from {authority} within {limit:?}")]
+    Late { authority: String, limit: Duration },
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            dialer: Dialer::default(),
+            unix_socket: None,
+            tls: None,
+            redirects: Redirects::Return,
+            largest_head: 256 << 10,
+            keeps_connections: false,
+        }
+    }
+}
+
+impl Client {
+    pub fn new(config: Config) -> Self {
+        let pool = Pool::default();
+        Self { config, pool }
+    }
+
+    /// Sends a request and reads the answer, all within `limit`.
+    pub async fn fetch(
+        &self,
+        request: Request<Bytes>,
+        limit: Duration,
+        largest_body: usize,
+    ) -> Result<Response<Bytes>, Error> {
+        let authority = host_and_port(request.uri());
+        let fetched = tokio::time::timeout(limit, async {
+            let (head, mut body) = self.send(request).await?.into_parts();
+            let bytes = body.collect(largest_body).await?;
+            Ok(Response::from_parts(head, bytes))
+        });
+        fetched
+            .await
+            .map_err(|_| Error::Late { authority, limit })?
+    }
+
+    /// Sends a request, whose URI is absolute, and follows redirects as configured. The Host header
+    /// is taken from the URI if there is none.
+    pub async fn send(&self, mut request: Request<Bytes>) -> Result<Response<Body>, Error> {
+        for _ in 0..=MOST_REDIRECTS {
+            let mut response = self.send_once(&request).await?;
+            if !self.config.redirects.follow(&mut request, &response)? {
+                return Ok(response);
+            }
+            response.body_mut().discard().await;
+        }
+        let authority = host_and_port(request.uri());
+        Err(Error::Redirects { authority })
+    }
+
+    /// Sends the request on a kept connection, if one still works, or on a new one.
+    async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
+        let uri = request.uri();
+        let mut request = request.clone();
+        if !request.headers().contains_key(header::HOST) {
+            let host = HeaderValue::from_str(&host_and_port(uri)).map_err(|_| unusable(uri))?;
+            request.headers_mut().insert(header::HOST, host);
+        }
+        if !self.config.keeps_connections {
+            let close = HeaderValue::from_static("close");
+            request.headers_mut().insert(header::CONNECTION, close);
+        }
+        while let Some(mut kept) = self.pool.take(uri).await {
+            // The server may close it just as the request arrives; then another one is tried.
+            if let Ok(response) = kept.send(request.clone()).await {
+                return Ok(self.answer(response, uri, kept));
+            }
+        }
+        let mut connection = self.connect(uri).await?;
+        let response = connection.send(request).await;
+        let response = response.map_err(|source| broken(uri, source))?;
+        Ok(self.answer(response, uri, connection))
+    }
+
+    fn answer(
+        &self,
+        response: Response<Incoming>,
+        uri: &Uri,
+        connection: Connection,
+    ) -> Response<Body> {
+        response.map(|incoming| Body {
+            incoming,
+            uri: uri.clone(),
+            connection: Some(connection),
+            pool: self.config.keeps_connections.then(|| self.pool.clone()),
+        })
+    }
+
+    async fn connect(&self, uri: &Uri) -> Result<Connection, Error> {
+        let largest_head = self.config.largest_head;
+        if let Some(path) = &self.config.unix_socket {
+            let stream = UnixStream::connect(path).await;
+            let stream = stream.map_err(|source| Error::Unix {
+                path: path.clone(),
+                source,
+            })?;
+            let connection = Connection::http1(stream, largest_head).await;
+            return connection.map_err(|source| broken(uri, source));
+        }
+        let (default_port, tls) = match (uri.scheme_str(), &self.config.tls) {
+            (Some("http"), _) => (80, None),
+            (Some("https"), Some(config)) => (443, Some(config.clone())),
+            _ => return Err(unusable(uri)),
+        };
+        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+        if host.is_empty() {
+            return Err(unusable(uri));
+        }
+        let port = uri.port_u16().unwrap_or(default_port);
+        let stream = self.config.dialer.connect(host, port).await?;
+        let Some(tls) = tls else {
+            let connection = Connection::http1(stream, largest_head).await;
+            return connection.map_err(|source| broken(uri, source));
+        };
+        let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
+        let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
+        let stream = stream.await.map_err(|source| Error::Tls {
+            authority: host_and_port(uri),
+            source,
+        })?;
+        let connection = match stream.get_ref().1.alpn_protocol() {
+            Some(b"h2") => Connection::http2(stream).await,
+            _ => Connection::http1(stream, largest_head).await,
+        };
+        connection.map_err(|source| broken(uri, source))
+    }
+}
+
+impl Body {
+    /// The next bytes of the body. None at its end.
+    pub async fn chunk(&mut self) -> Option<Result<Bytes, Error>> {
+        loop {
+            let connection = self.connection.as_mut()?;
+            match connection.drive(self.incoming.frame()).await {
+                Some(Ok(frame)) => {
+                    // Trailers are left out.
+                    if let Ok(data) = frame.into_data() {
+                        return Some(Ok(data));
+                    }
+                }
+                Some(Err(source)) => {
+                    self.connection = None;
+                    return Some(Err(broken(&self.uri, source)));
+                }
+                None => {
+                    let connection = self.connection.take()?;
+                    if let Some(pool) = &self.pool {
+                        pool.put(&self.uri, connection);
+                    }
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Reads the body to its end, in at most `limit` bytes.
+    pub async fn collect(&mut self, limit: usize) -> Result<Bytes, Error> {
+        let mut whole = BytesMut::new();
+        while let Some(chunk) = self.chunk().await {
+            let chunk = chunk?;
+            if chunk.len() > limit - whole.len() {
+                let authority = host_and_port(&self.uri);
+                return Err(Error::TooLarge { authority, limit });
+            }
+            whole.extend_from_slice(&chunk);
+        }
+        Ok(whole.freeze())
+    }
+
+    /// Reads what is left, up to 1 MiB, so that the server does not see its answer cut off and the
+    /// connection can be kept.
+    pub async fn discard(&mut self) {
+        let mut left = LONGEST_DISCARDED;
+        while let Some(Ok(chunk)) = self.chunk().await {
+            match left.checked_sub(chunk.len()) {
+                Some(rest) => left = rest,
+                None => return,
+            }
+        }
+    }
+}
+
+/// The authority without a user.
+fn host_and_port(uri: &Uri) -> String {
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    let host = authority.rsplit('@').next();
+    host.unwrap_or_default().to_owned()
+}
+
+fn unusable(uri: &Uri) -> Error {
+    let found = uri.to_string();
+    Error::Url { found }
+}
+
+fn broken(uri: &Uri, source: hyper::Error) -> Error {
+    let authority = host_and_port(uri);
+    Error::Broken { authority, source }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,269 @@
+//! The client against servers that answer with fixed bytes.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::{Method, StatusCode};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::task::JoinSet;
+
+use super::*;
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// A server; gone when dropped.
+struct Server {
+    url: String,
+    connections: Arc<AtomicUsize>,
+    _tasks: JoinSet<()>,
+}
+
+impl Server {
+    /// Answers requests on each connection with `answers` in turn, then closes it.
+    async fn start(answers: &[&str]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}/a", listener.local_addr().expect("an address"));
+        let answers: Vec<_> = answers.iter().map(|answer| (*answer).to_owned()).collect();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let count = connections.clone();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut streams = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                count.fetch_add(1, Ordering::Relaxed);
+                streams.spawn(serve(stream, answers.clone()));
+            }
+        });
+        Self {
+            url,
+            connections,
+            _tasks: tasks,
+        }
+    }
+
+    fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+}
+
+/// Replaces `REQUEST` in an answer with the request's bytes. An empty answer keeps silent.
+async fn serve(mut stream: impl AsyncRead + AsyncWrite + Unpin, answers: Vec<String>) {
+    for answer in answers {
+        let mut request = vec![0; 4096];
+        match stream.read(&mut request).await {
+            Ok(length) if length > 0 => request.truncate(length),
+            _ => return,
+        }
+        if answer.is_empty() {
+            std::future::pending::<()>().await;
+        }
+        let request = String::from_utf8_lossy(&request).into_owned();
+        let answer = answer.replace("REQUEST", &request);
+        let _ = stream.write_all(answer.as_bytes()).await;
+    }
+}
+
+fn get(url: &str) -> Request<Bytes> {
+    let request = Request::builder().uri(url);
+    request.body(Bytes::new()).expect("a request")
+}
+
+async fn fetch(client: &Client, url: &str) -> Result<Response<Bytes>, Error> {
+    client.fetch(get(url), LIMIT, 1 << 20).await
+}
+
+fn keeping() -> Client {
+    Client::new(Config {
+        keeps_connections: true,
+        ..Config::default()
+    })
+}
+
+#[tokio::test]
+async fn a_request_has_path_host_and_body_and_closes_its_connection() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
+    let mut request = get(&format!("{}?b=c", server.url));
+    *request.method_mut() = Method::POST;
+    *request.body_mut() = Bytes::from_static(b"hello");
+    let answer = Client::default().fetch(request, LIMIT, 1000).await;
+    let text = String::from_utf8(answer.expect("an answer").body().to_vec()).expect("text");
+    let host = server
+        .url
+        .trim_start_matches("http://")
+        .trim_end_matches("/a");
+    assert!(text.starts_with("POST /a?b=c HTTP/1.1\r\n"), "{text}");
+    assert!(text.contains(&format!("host: {host}\r\n")), "{text}");
+    assert!(text.contains("connection: close\r\n"), "{text}");
+    assert!(text.ends_with("\r\n\r\nhello"), "{text}");
+}
+
+#[tokio::test]
+async fn a_unix_socket_stands_in_for_the_host() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("socket");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    let client = Client::new(Config {
+        unix_socket: Some(path.clone()),
+        ..Config::default()
+    });
+    let serving = async {
+        let (stream, _) = listener.accept().await.expect("a connection");
+        serve(stream, vec!["HTTP/1.1 200 OK\r\n\r\nREQUEST".into()]).await;
+    };
+    let (answer, ()) = tokio::join!(fetch(&client, "http://host/x"), serving);
+    assert!(answer.expect("an answer").body().starts_with(b"GET /x "));
+    std::fs::remove_file(&path).expect("removed");
+    let error = fetch(&client, "http://host/x").await.expect_err("an error");
+    assert_eq!(
+        error.to_string(),
+        format!("cannot connect to {}", path.display())
+    );
+}
+
+#[tokio::test]
+async fn unusual_heads_are_read() {
+    let headers: String = (0..500).map(|index| format!("x-{index}: y\r\n")).collect();
+    for (head, name, expected) in [
+        ("folded: a\r\n b\r\n", "folded", "a  b"),
+        ("space : a\r\n", "space", "a"),
+        ("bad name: a\r\ngood: b\r\n", "good", "b"),
+        (&headers, "x-499", "y"),
+    ] {
+        let answer = format!("HTTP/1.1 200 OK\r\n{head}content-length: 0\r\n\r\n");
+        let server = Server::start(&[&answer]).await;
+        let answer = fetch(&Client::default(), &server.url)
+            .await
+            .expect("an answer");
+        let value = answer.headers()[name].to_str().expect("text");
+        let value: Vec<_> = value.split_whitespace().collect();
+        assert_eq!(value, expected.split_whitespace().collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test]
+async fn answers_beyond_the_limits_are_errors() {
+    let head = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(300 << 10));
+    let body = format!("HTTP/1.1 200 OK\r\n\r\n{}", "y".repeat(2 << 20));
+    for (answer, expected) in [
+        (head.as_str(), "failed before the end of the answer"),
+        (&body, "has more than 1048576 bytes"),
+        (
+            "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK",
+            "failed before the end of the answer",
+        ),
+        ("nonsense\r\n\r\n", "failed before the end of the answer"),
+    ] {
+        let server = Server::start(&[answer]).await;
+        let found = match fetch(&Client::default(), &server.url).await {
+            Ok(answer) => answer.status().to_string(),
+            Err(error) => error.to_string(),
+        };
+        assert!(found.contains(expected), "{found}, expected {expected}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_covers_head_and_body() {
+    for answer in ["", "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK"] {
+        let server = Server::start(&[answer, ""]).await;
+        let request = get(&server.url);
+        let error = Client::default().fetch(request, LIMIT, 1000).await;
+        let error = error.expect_err("an error").to_string();
+        assert!(error.ends_with("within 5s"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_connection_is_kept_when_its_answer_was_read_to_the_end() {
+    const ANSWER: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK";
+    for (client, connections) in [(Client::default(), 3), (keeping(), 1)] {
+        let server = Server::start(&[ANSWER; 4]).await;
+        for _ in 0..3 {
+            fetch(&client, &server.url).await.expect("an answer");
+        }
+        assert_eq!(server.connections(), connections);
+        let unread = client.send(get(&server.url)).await.expect("an answer");
+        drop(unread);
+        fetch(&client, &server.url).await.expect("an answer");
+        assert_eq!(
+            server.connections(),
+            connections + if connections == 1 { 1 } else { 2 }
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_the_server_closed_is_replaced() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"]).await;
+    let client = keeping();
+    for connections in 1..=3 {
+        fetch(&client, &server.url).await.expect("an answer");
+        assert_eq!(server.connections(), connections);
+    }
+}
+
+#[tokio::test]
+async fn redirects_are_followed_as_configured() {
+    let target = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
+    let other = target.url.replace("127.0.0.1", "localhost");
+    for (redirects, location, expected) in [
+        (Redirects::Return, &target.url, "302"),
+        (Redirects::SameHost, &target.url, "200"),
+        (Redirects::SameHost, &other, "302"),
+        (Redirects::Follow, &other, "200"),
+        (
+            Redirects::Follow,
+            &"loop".to_owned(),
+            "stopped after 10 redirects",
+        ),
+        (
+            Redirects::Follow,
+            &"http://[".to_owned(),
+            "expected a path or a URL",
+        ),
+        (
+            Redirects::Follow,
+            &"https://h/".to_owned(),
+            "is no address to ask",
+        ),
+    ] {
+        let answer = format!("HTTP/1.1 302 Found\r\nlocation: {location}\r\n\r\nbody");
+        let server = Server::start(&[&answer]).await;
+        let client = Client::new(Config {
+            redirects,
+            ..Config::default()
+        });
+        let mut request = get(&server.url);
+        let host = HeaderValue::from_static("cart");
+        request.headers_mut().insert(header::HOST, host);
+        let found = match client.fetch(request, LIMIT, 1000).await {
+            Ok(answer) if answer.status() == StatusCode::OK => {
+                let text = String::from_utf8_lossy(answer.body()).into_owned();
+                assert!(text.contains("host: ") && !text.contains("cart"), "{text}");
+                "200".to_owned()
+            }
+            Ok(answer) => answer.status().as_u16().to_string(),
+            Err(error) => error.to_string(),
+        };
+        assert!(
+            found.contains(expected),
+            "{redirects:?} {location}: {found}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn addresses_that_cannot_be_asked_are_errors() {
+    for url in [
+        "/path",
+        "https://localhost/",
+        "ftp://localhost/",
+        "localhost:15021",
+    ] {
+        let error = fetch(&Client::default(), url).await.expect_err("an error");
+        assert!(matches!(error, Error::Url { .. }), "{url}: {error}");
+    }
+    let refused = fetch(&Client::default(), "http://127.0.0.1:1/").await;
+    let error = refused.expect_err("an error").to_string();
+    assert_eq!(error, "cannot connect to 127.0.0.1:1");
+}
