@@ -1,5 +1,5 @@
-# The commands of the README. Each fetches or builds what it needs; see deploy/envoy/get-envoy for
-# where Envoy comes from.
+# The commands of the README. Each fetches or builds what it needs; deploy/envoy/get-envoy finds or
+# fetches Envoy.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,7 +19,7 @@ envoy: ## Finds or fetches an Envoy.
 build: ## Builds the agent as it ships, and local-istiod beside it.
 	@cargo build --release --locked
 
-demo: envoy build ## Shows the agent at work on this machine; KEEP=1 leaves it running.
+demo: envoy build ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
 	$(demo) --binaries $(target)/release --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
 

@@ -2,7 +2,7 @@
 """Shows the agent at work: two workloads, two Envoys, a control plane, all on loopback.
 
 Tells the story in scenes; each prints what it measured and refuses to go on when a step fails.
-Run it with `make demo`. Does not need anything but Python's standard library, an Envoy, and the
+Run it with `make demo`. Needs only Python's standard library, an Envoy, and the
 two binaries. `make demo KEEP=1` leaves all running, `make demo-stop` ends what was kept.
 """
 

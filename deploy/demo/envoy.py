@@ -1,7 +1,7 @@
 """Asks an Envoy, through its admin port, what it holds.
 
 Everything the demo says about an Envoy's configuration and certificates comes from here, as Envoy
-tells it. Does not change anything in Envoy.
+tells it. Reads only.
 """
 
 import json
@@ -28,7 +28,7 @@ class Admin:
             return answer.read().decode()
 
     def state(self):
-        """LIVE, INITIALIZING, … or None while nobody answers."""
+        """LIVE, INITIALIZING, … or None while the admin port is closed."""
         try:
             return json.loads(self.get("/server_info"))["state"]
         except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 Four threads send to the client's Envoy: two on connections they keep, two that open one for each
 request, which the client's Envoy then carries over a new mTLS connection. A request fails if it is
-not answered 200 by the expected identity to the expected caller. Does not retry anything.
+not answered 200 by the expected identity to the expected caller. Failed requests are not retried.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """The pieces of the demo's mesh: a control plane, and workloads with an agent and an Envoy each.
 
 All live under one folder and on loopback. Each agent's working directory stands for the root of
-its container. Does not tell a story; `demo.py` does.
+its container.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Finds free TCP ports.
 
 Looks below the range the kernel takes ports of outgoing connections from, so that a connection of
-the load cannot take a listener's port while its owner restarts. Does not reserve what it finds.
+the load cannot take a listener's port while its owner restarts. Ports are not reserved.
 """
 
 import os
@@ -45,7 +45,7 @@ def first_outgoing_port():
 
 
 def accepts(port):
-    """Whether somebody listens on the port."""
+    """Whether the port has a listener."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
         return True
@@ -54,7 +54,7 @@ def accepts(port):
 
 
 def accepts_unix(path):
-    """Whether somebody listens on the Unix socket, whose path may be too long to connect to."""
+    """Whether the Unix socket has a listener, whose path may be too long to connect to."""
     folder = None
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -2,7 +2,7 @@
 
 Each process has a session and a log file of its own and is noted in `running.json`, so that every
 way out of the demo, and the next run after a kept one, can end it with all it started. A pid is
-only signalled while its start time is the noted one. Does not know what the processes do.
+only signalled while its start time is the noted one.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What the demo prints, in a form a person enjoys reading.
 
-Colours only on a terminal. Does not decide what is said: every fact comes from the scenes.
+Colours only on a terminal. Every fact comes from the scenes.
 """
 
 import os
