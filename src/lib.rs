@@ -56,8 +56,6 @@ mod file_watch;
 
 pub mod lifecycle;
 
-pub mod timeline;
-
 pub mod logging;
 
 pub mod metrics;

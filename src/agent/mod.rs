@@ -8,10 +8,7 @@
 
 mod envoy_user;
 mod google_token;
-mod milestones;
 mod nds;
-mod overview;
-mod pages;
 pub mod reload;
 mod renewal;
 mod resource;
@@ -41,14 +38,13 @@ use crate::lifecycle::{
 };
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
-use crate::timeline::{Milestone, Timeline};
+use crate::status::startup::{Milestone, Milestones};
 use crate::unix_socket::{self, BindError};
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
 use crate::{dns, status, xds};
 use nds::Nds;
-use overview::Rooms;
 use reload::{Inputs, Load};
 use secret_sockets::{Server, Settled};
 use trust_bundles::TrustBundles;
@@ -96,7 +92,7 @@ impl Error {
 ///
 /// `load` reads the configuration anew, for the Envoy that is to follow the first.
 pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
-    let timeline = Timeline::start();
+    let milestones = Milestones::start();
     keep_keys_out_of_dumps(&config);
     raise_limit_of_files();
     let stop = Stop::new();
@@ -113,7 +109,7 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
             return Err(Unusable(config.authority_problems).into());
         }
         settled.tell(&mut config.bootstrap.node);
-        let agent = Agent::build(config, port, settled, load, timeline, &stop)?;
+        let agent = Agent::build(config, port, settled, load, milestones, &stop)?;
         agent.run(stop).await
     };
     tokio::select! {
@@ -147,7 +143,7 @@ impl Agent {
         port: Option<status::Listener>,
         settled: Settled,
         load: Load,
-        timeline: Timeline,
+        milestones: Milestones,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
         let metrics = registry();
@@ -174,7 +170,6 @@ impl Agent {
             last_tasks: Tasks::new(),
             last_shutdown: CancellationToken::new(),
         };
-        let mut pages: Vec<_> = envoy.iter().map(pages::envoy).collect();
         if let (Some(_), Some(envoy)) = (&agent.inputs, envoy.clone()) {
             let changes = reload::changes(envoy, &agent.config.inputs)?;
             agent.spawn_until_shutdown("watch for changes", changes);
@@ -182,48 +177,32 @@ impl Agent {
         let dns = agent.dns()?;
         agent.token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        pages.push(pages::istiod(&istiod));
         let (secrets, bundles) = agent.secrets(&istiod, server)?;
-        pages.extend(secrets.as_ref().map(pages::certificates));
-        pages.extend(dns.as_ref().map(pages::name_table));
-        let observer = agent.discovery(istiod.clone(), bundles, dns.clone())?;
-        pages.push(pages::discovery(observer.clone()));
-        timeline.mark(Milestone::SocketsBound);
-        let rooms = Rooms {
-            node: agent.config.bootstrap.node.id.clone(),
-            timeline,
-            envoy,
-            istiod,
-            secrets,
-            discovery: observer,
-            dns,
-        };
-        agent.spawn_until_shutdown("watch of the start", milestones::watch(&rooms));
+        let discovery = agent.discovery(istiod.clone(), bundles, dns.clone())?;
+        milestones.mark(Milestone::SocketsBound);
         if let Some(port) = port {
-            agent.status(port, rooms, stop, pages)?;
+            agent.status(
+                port,
+                status::Sources {
+                    node: agent.config.bootstrap.node.id.clone(),
+                    milestones,
+                    stop: stop.clone(),
+                    envoy,
+                    istiod,
+                    secrets,
+                    discovery,
+                    dns,
+                    metrics: agent.metrics.clone(),
+                    scrape: agent.scrape(),
+                },
+            )?;
         }
         Ok(agent)
     }
 
-    fn status(
-        &mut self,
-        port: status::Listener,
-        rooms: Rooms,
-        stop: &Stop,
-        debug: Vec<status::Page>,
-    ) -> Result<(), Error> {
+    fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), Error> {
         let Some(config) = self.config.status.clone() else {
             return Ok(());
-        };
-        let sources = status::Sources {
-            timeline: rooms.timeline.clone(),
-            stop: stop.clone(),
-            dns_ready: rooms.dns.as_ref().map(dns::Dns::ready),
-            metrics: self.metrics.clone(),
-            scrape: self.scrape(),
-            debug,
-            envoy: rooms.envoy.clone(),
-            glance: Arc::new(rooms),
         };
         let serving = status::new(config, port, sources, self.last_shutdown.clone())?;
         self.last_tasks.spawn("status port", async move {
@@ -233,7 +212,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The page of all metrics.
+    /// Answers requests for merged metrics.
     fn scrape(&self) -> status::Scrape {
         let scrape = Scrape::new(self.config.scrape.clone(), self.metrics.clone());
         Arc::new(move |request| {

@@ -1,34 +1,31 @@
-//! The status port: readiness, control, probes of the application, metrics, and a look inside.
+//! The status port: readiness, control, application probes, metrics and debug pages.
 //!
 //! | path | method | from | answer |
 //! |---|---|---|---|
-//! | `/healthz/ready` | any | all | 200, or 503 with what is missing |
-//! | `/stats/prometheus`, `/metrics` | any | all | the merged metrics, as [`Scrape`] has them |
+//! | `/healthz/ready` | any | all | 200, or 503 with the reason |
+//! | `/stats/prometheus`, `/metrics` | any | all | merged metrics of agent, Envoy and application |
 //! | `/metrics/agent` | any | all | the agent's own metrics |
 //! | `/quitquitquit` | POST | loopback | ends the agent without a drain |
-//! | `/drain` | POST | loopback | has Envoy send its clients away |
-//! | `/drain` | GET | loopback | JSON: what the end will look like, and how far it is |
-//! | `/app-health/…`, `/app-lifecycle/…` | any | all | what the application says |
-//! | `/debug/` | any | loopback | HTML: everything at one glance, for people |
+//! | `/drain` | POST | loopback | drains Envoy's listeners |
+//! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and how far it is |
+//! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
+//! | `/debug/` | any | loopback | HTML: the overview |
 //! | `/debug/overview` | any | loopback | JSON: the same |
-//! | `/debug/…` | any | loopback | JSON: parts of it, as [`Sources`] has them |
+//! | `/debug/…` | any | loopback | JSON: parts of it, and the name table |
 //!
-//! [`bind`] takes the port, before the rooms are built; the future of [`new`] serves it until it is
-//! told to stop, which is last of all.
-//!
-//! Does not know the rooms it reports on, but for Envoy and the probes: [`Sources`] has them.
+//! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until it
+//! is told to stop.
 
 mod app_probe;
 mod control;
-mod debug;
-mod held;
+mod overview;
 mod path;
 mod probers;
 mod ready;
 mod reply;
 mod server;
+pub mod startup;
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -37,25 +34,28 @@ use std::sync::Arc;
 use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
-use tokio::sync::watch;
+use serde_json::{Value, json};
 
+use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
+use crate::istiod::Istiod;
 use crate::lifecycle::{BoxError, CancellationToken, Stop};
 use crate::metrics::Registry;
 use crate::probe;
-use crate::timeline::Timeline;
+use crate::secrets::Secrets;
+use crate::xds::observe::Observer;
 use app_probe::AppProbes;
-use control::Control;
-pub use debug::{Glance, Page, Ready};
+use overview::Overview;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
-use reply::{json, plain};
+use reply::plain;
 pub use server::{BindError, Listener, bind};
+use startup::Milestones;
 
-/// What every answer consists of.
+/// The body of every answer.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
-/// Answers a request for the metrics of all.
+/// Answers a request for merged metrics.
 pub type Scrape = Arc<
     dyn Fn(::http::request::Parts) -> Pin<Box<dyn Future<Output = Response<Body>> + Send>>
         + Send
@@ -67,27 +67,31 @@ pub struct Config {
     pub port: u16,
     /// Whether metrics are for callers on this machine only.
     pub metrics_localhost_only: bool,
-    /// Where the application is.
+    /// The host of application probes.
     pub application: String,
     pub probers: Probers,
     pub probes: probe::Config,
-    /// The bootstrap of gRPC applications, which cannot start without.
+    /// The bootstrap of gRPC applications.
     pub grpc_bootstrap: Option<PathBuf>,
 }
 
-/// What the rooms provide.
+/// What the port reports on and controls.
+#[allow(missing_debug_implementations)]
 pub struct Sources {
-    /// How the start went, from when the agent came to life.
-    pub timeline: Timeline,
+    /// Envoy's node id.
+    pub node: String,
+    pub milestones: Milestones,
     pub stop: Stop,
-    /// None where the agent runs without Envoy.
+    /// None if the agent runs without Envoy.
     pub envoy: Option<Envoy>,
-    /// Whether names can be looked up; none where the agent does not answer DNS.
-    pub dns_ready: Option<watch::Receiver<bool>>,
+    pub istiod: Istiod,
+    /// None if another process serves certificates.
+    pub secrets: Option<Secrets>,
+    pub discovery: Observer,
+    /// None if the agent does not answer DNS.
+    pub dns: Option<Dns>,
     pub metrics: Registry,
     pub scrape: Scrape,
-    pub debug: Vec<Page>,
-    pub glance: Arc<dyn Glance>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -98,7 +102,7 @@ pub enum Error {
     Tls(#[from] rustls::Error),
 }
 
-/// What serves the port until `stop`.
+/// Serves the port until `stop`, and records start-up milestones.
 pub fn new(
     config: Config,
     listener: Listener,
@@ -108,43 +112,37 @@ pub fn new(
     let router = Arc::new(Router::new(config, sources)?);
     Ok(async move {
         let watched = router.clone();
+        let watches = async {
+            tokio::join!(watched.ready.watch(), startup::watch(&watched.sources));
+            std::future::pending().await
+        };
         tokio::select! {
             () = server::serve(listener, router, stop) => {}
-            never = watched.ready.watch() => match never {},
+            () = watches => {}
         }
     })
 }
 
-/// Finds who answers.
 struct Router {
-    envoy: Option<Envoy>,
     metrics_localhost_only: bool,
+    sources: Arc<Sources>,
     ready: Readiness,
-    control: Control,
     probes: AppProbes,
-    metrics: Registry,
-    scrape: Scrape,
-    debug: Vec<Page>,
-    glance: Arc<dyn Glance>,
 }
 
 impl Router {
     fn new(config: Config, sources: Sources) -> Result<Self, Error> {
+        let sources = Arc::new(sources);
         Ok(Self {
-            envoy: sources.envoy.clone(),
             metrics_localhost_only: config.metrics_localhost_only,
-            ready: Readiness::new(config.grpc_bootstrap.clone(), &sources),
-            control: Control::new(&sources),
+            ready: Readiness::new(config.grpc_bootstrap.clone(), sources.clone()),
             probes: AppProbes::new(config)?,
-            metrics: sources.metrics,
-            scrape: sources.scrape,
-            debug: sources.debug,
-            glance: sources.glance,
+            sources,
         })
     }
 
     async fn answer<B>(&self, request: Request<B>, from: SocketAddr) -> Response<Body> {
-        if let Some(envoy) = &self.envoy {
+        if let Some(envoy) = &self.sources.envoy {
             envoy.look_at_memory();
         }
         let (head, _) = request.into_parts();
@@ -165,67 +163,68 @@ impl Router {
             {
                 reply::forbidden()
             }
-            "/stats/prometheus" | "/metrics" => (self.scrape)(head).await,
-            "/metrics/agent" => reply::metrics(&self.metrics),
+            "/stats/prometheus" | "/metrics" => (self.sources.scrape)(head).await,
+            "/metrics/agent" => reply::metrics(&self.sources.metrics),
             "/quitquitquit" | "/drain" if !is_local => reply::forbidden(),
-            "/quitquitquit" if head.method == Method::POST => self.control.quit(),
-            "/drain" if head.method == Method::POST => self.control.drain().await,
-            "/drain" if head.method == Method::GET => self.control.progress(),
+            "/quitquitquit" if head.method == Method::POST => control::quit(&self.sources.stop),
+            "/drain" if head.method == Method::POST => control::drain(&self.sources).await,
+            "/drain" if head.method == Method::GET => control::progress(&self.sources),
             "/quitquitquit" | "/drain" => reply::method_not_allowed(),
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
-            "/debug/" | "/debug/overview" if !is_local => reply::forbidden(),
-            "/debug/" => {
-                self.at_a_glance(|glance, ready| reply::html(glance.html(ready)))
-                    .await
-            }
-            "/debug/overview" => {
-                self.at_a_glance(|glance, ready| json(StatusCode::OK, &glance.json(ready)))
-                    .await
-            }
-            page => match self.debug.iter().find(|debug| debug.path == page) {
+            page => match debug_page(page) {
                 Some(_) if !is_local => reply::forbidden(),
-                Some(debug) => look_inside(debug).await,
+                Some(page) => self.debug(page).await,
                 None => reply::not_found(),
             },
         }
     }
 
-    /// A form of the page of everything. Readiness is not logged, as nobody probes.
-    async fn at_a_glance(&self, form: fn(&dyn Glance, Ready) -> Response<Body>) -> Response<Body> {
-        let ready = self.ready.check().await;
+    /// Makes a debug page on another thread, as some take a while.
+    async fn debug(&self, page: DebugPage) -> Response<Body> {
+        // Without the log line of a probe.
+        let ready = match page {
+            DebugPage::Part(_) => Ok(()),
+            DebugPage::Html | DebugPage::Overview => self.ready.check().await,
+        };
         let ready = ready.map_err(|missing| missing.to_string());
-        let glance = self.glance.clone();
-        let reply = aside(move || form(&*glance, ready)).await;
-        reply.unwrap_or_else(|failure| failure)
+        let sources = self.sources.clone();
+        let made = tokio::task::spawn_blocking(move || match page {
+            DebugPage::Html => reply::html(Overview::new(&sources, ready).html()),
+            DebugPage::Overview => reply::json(&json!(Overview::new(&sources, ready))),
+            DebugPage::Part(part) => {
+                part(&sources).map_or_else(reply::no_json, |part| reply::json(&part))
+            }
+        });
+        made.await
+            .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
     }
 }
 
-async fn look_inside(page: &Page) -> Response<Body> {
-    let content = page.content.clone();
-    match aside(move || content()).await {
-        Ok(Some(content)) => json(StatusCode::OK, &content),
-        Ok(None) => json(StatusCode::NOT_FOUND, &serde_json::json!({})),
-        Err(failure) => failure,
-    }
+enum DebugPage {
+    Html,
+    Overview,
+    /// None if the agent runs without that part, or there is nothing to show yet.
+    Part(fn(&Sources) -> Option<Value>),
 }
 
-/// Makes a page aside, as some take a while.
-async fn aside<C: Send + 'static>(
-    make: impl FnOnce() -> C + Send + 'static,
-) -> Result<C, Response<Body>> {
-    let made = tokio::task::spawn_blocking(make).await;
-    made.map_err(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
-}
-
-impl fmt::Debug for Sources {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sources")
-            .field("envoy", &self.envoy)
-            .field("debug", &self.debug)
-            .finish_non_exhaustive()
-    }
+fn debug_page(path: &str) -> Option<DebugPage> {
+    Some(match path {
+        "/debug/" => DebugPage::Html,
+        "/debug/overview" => DebugPage::Overview,
+        "/debug/envoy" => DebugPage::Part(|sources| {
+            let report = sources.envoy.as_ref()?.report();
+            Some(json!(*report.borrow()))
+        }),
+        "/debug/istiod" => DebugPage::Part(|sources| Some(json!(sources.istiod.status()))),
+        "/debug/certs" => {
+            DebugPage::Part(|sources| Some(json!(sources.secrets.as_ref()?.snapshot())))
+        }
+        "/debug/xdsz" => DebugPage::Part(|sources| Some(json!(sources.discovery.snapshot()))),
+        "/debug/ndsz" => DebugPage::Part(|sources| sources.dns.as_ref()?.ndsz()),
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

@@ -1,8 +1,4 @@
-//! The small answers.
-//!
-//! Text, JSON, HTML and the errors that every page shares.
-//!
-//! Does not decide which of them to give.
+//! Answers: text, JSON, HTML and the errors all pages share.
 
 use ::http::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
@@ -27,15 +23,22 @@ pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body
     reply
 }
 
-pub(super) fn json(status: StatusCode, value: &Value) -> Response<Body> {
-    let mut reply = bytes(status, value.to_string().into());
+pub(super) fn json(value: &Value) -> Response<Body> {
+    let mut reply = bytes(StatusCode::OK, value.to_string().into());
     reply.headers_mut().insert(CONTENT_TYPE, JSON);
     let no_store = HeaderValue::from_static("no-store");
     reply.headers_mut().insert(CACHE_CONTROL, no_store);
     reply
 }
 
-/// A page that consists of itself alone: whatever got into it, nothing is run, loaded or sent.
+/// 404 where JSON is expected.
+pub(super) fn no_json() -> Response<Body> {
+    let mut reply = json(&Value::Object(serde_json::Map::new()));
+    *reply.status_mut() = StatusCode::NOT_FOUND;
+    reply
+}
+
+/// A page that may run, load and send nothing, whatever got into it.
 pub(super) fn html(text: String) -> Response<Body> {
     let mut reply = bytes(StatusCode::OK, text.into());
     let policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
@@ -59,7 +62,16 @@ pub(super) fn metrics(registry: &Registry) -> Response<Body> {
     reply
 }
 
-/// An answer without a type.
+/// `body`, which drops `guard` once it has been sent or given up.
+pub(super) fn holding(body: Body, guard: impl Send + 'static) -> Body {
+    let holding = body.map_err(move |error| {
+        let _held = &guard;
+        error
+    });
+    holding.boxed_unsync()
+}
+
+/// An answer without a content type.
 pub(super) fn bytes(status: StatusCode, body: Bytes) -> Response<Body> {
     let body = Full::new(body).map_err(|never| match never {});
     let mut reply = Response::new(body.boxed_unsync());
@@ -91,7 +103,7 @@ pub(super) fn method_not_allowed() -> Response<Body> {
     refusal(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
 }
 
-/// An error that is not to be taken for anything but text.
+/// An error as text, which browsers must not take for another type.
 pub(super) fn refusal(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
     let mut reply = plain(status, text);
     let no_sniff = HeaderValue::from_static("nosniff");

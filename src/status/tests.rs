@@ -2,7 +2,6 @@
 
 use ::http::HeaderValue;
 use http_body_util::BodyExt;
-use serde_json::json;
 
 use super::*;
 use crate::lifecycle::Urgency;
@@ -14,7 +13,7 @@ fn merged_metrics() -> Scrape {
     Arc::new(|_| Box::pin(async { plain(StatusCode::OK, "merged 1\n") }))
 }
 
-/// A page of all metrics that holds the agent's own alone.
+/// Merged metrics without other sources than the agent.
 pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     Arc::new(move |_| {
         let metrics = metrics.clone();
@@ -22,16 +21,36 @@ pub(super) fn own_metrics(metrics: Registry) -> Scrape {
     })
 }
 
-/// A page that holds nothing but readiness.
-pub(super) struct OfReadiness;
-
-impl Glance for OfReadiness {
-    fn json(&self, ready: Ready) -> serde_json::Value {
-        json!({ "missing": ready.err() })
+/// The sources of an agent without Envoy, secrets and DNS, whose istiod is not there.
+pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources {
+    let istiod = crate::istiod::fake::plaintext("127.0.0.1:1");
+    let (istiod, _) = crate::istiod::new(istiod, &metrics, CancellationToken::new());
+    Sources {
+        node: "node".to_owned(),
+        milestones: Milestones::start(),
+        stop,
+        envoy: None,
+        istiod,
+        secrets: None,
+        discovery: Observer::new(&metrics),
+        dns: None,
+        metrics,
+        scrape,
     }
+}
 
-    fn html(&self, ready: Ready) -> String {
-        format!("<p>{ready:?}")
+pub(super) fn config(probers: Probers) -> Config {
+    Config {
+        port: 15020,
+        metrics_localhost_only: false,
+        application: "127.0.0.1".to_owned(),
+        probers,
+        probes: probe::Config {
+            origin: probe::Origin(std::net::Ipv4Addr::LOCALHOST.into()),
+            offers_http2: true,
+            keeps_connections: false,
+        },
+        grpc_bootstrap: None,
     }
 }
 
@@ -40,31 +59,10 @@ fn router(stop: &Stop, metrics_localhost_only: bool) -> Router {
     metrics.counter("istio_agent_tests", "Tests.").inc();
     let probers = r#"{"/app-health/a/livez": {"tcpSocket": {"port": 1}}}"#;
     let config = Config {
-        port: 15020,
         metrics_localhost_only,
-        application: "127.0.0.1".to_owned(),
-        probers: Probers::parse(probers).expect("probers"),
-        probes: probe::Config {
-            origin: probe::Origin(std::net::Ipv4Addr::LOCALHOST.into()),
-            offers_http2: true,
-            keeps_connections: false,
-        },
-        grpc_bootstrap: None,
+        ..config(Probers::parse(probers).expect("probers"))
     };
-    let sources = Sources {
-        timeline: Timeline::start(),
-        stop: stop.clone(),
-        envoy: None,
-        dns_ready: None,
-        metrics: metrics.clone(),
-        scrape: merged_metrics(),
-        debug: vec![Page {
-            path: "/debug/x",
-            content: Arc::new(|| Some(json!({ "a": 1 }))),
-        }],
-        glance: Arc::new(OfReadiness),
-    };
-    Router::new(config, sources).expect("a router")
+    Router::new(config, sources(stop.clone(), merged_metrics(), metrics)).expect("a router")
 }
 
 async fn asked(router: &Router, line: &str, from: &str) -> (u16, String, Response<()>) {
@@ -85,6 +83,7 @@ async fn each_page_answers_whom_and_as_it_should() {
     let merged = "merged 1\n";
     let page = "# HELP istio_agent_tests Tests.\n# TYPE istio_agent_tests counter\n\
                 istio_agent_tests 1\n";
+    let discovery = r#"{"streams":0,"stream":null,"last_end":null,"types":{}}"#;
     for (line, from, status, body) in [
         ("GET /healthz/ready", THERE, 200, ""),
         ("POST /healthz/ready", THERE, 200, ""),
@@ -99,12 +98,13 @@ async fn each_page_answers_whom_and_as_it_should() {
         ("POST /drain", HERE, 200, "OK"),
         ("POST /drain", "[::ffff:127.0.0.9]:1", 200, "OK"),
         ("POST /drain", "[::1]:1", 200, "OK"),
-        ("GET /debug/x", THERE, 403, forbidden),
-        ("GET /debug/x", HERE, 200, r#"{"a":1}"#),
+        ("GET /debug/xdsz", THERE, 403, forbidden),
+        ("GET /debug/xdsz", HERE, 200, discovery),
+        ("GET /debug/ndsz", HERE, 404, "{}"),
+        ("GET /debug/envoy", HERE, 404, "{}"),
+        ("GET /debug/x", HERE, 404, "404 page not found\n"),
         ("GET /debug/", THERE, 403, forbidden),
-        ("GET /debug/", HERE, 200, "<p>Ok(())"),
         ("GET /debug/overview", THERE, 403, forbidden),
-        ("GET /debug/overview", HERE, 200, r#"{"missing":null}"#),
         ("GET /debug", HERE, 301, "see /debug/\n"),
         ("GET /debug/pprof/", HERE, 404, "404 page not found\n"),
         ("GET /app-health/a/livez", THERE, 500, ""),
@@ -144,15 +144,27 @@ async fn errors_are_text_and_other_spellings_are_redirected() {
     let text = HeaderValue::from_static("text/plain; charset=utf-8");
     assert_eq!(head.headers()["content-type"], text);
     assert_eq!(head.headers()["x-content-type-options"], "nosniff");
-    let (status, _, head) = asked(&router, "GET //debug/x?y", THERE).await;
+    let (status, _, head) = asked(&router, "GET //debug/xdsz?y", THERE).await;
     assert_eq!(
         (status, &head.headers()["location"]),
-        (301, &HeaderValue::from_static("/debug/x?y"))
+        (301, &HeaderValue::from_static("/debug/xdsz?y"))
     );
 }
 
 #[tokio::test]
-async fn the_page_for_people_runs_and_loads_nothing_and_is_never_old() {
+async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
+    let router = router(&Stop::new(), false);
+    let (status, json, _) = asked(&router, "GET /debug/overview", HERE).await;
+    let json: Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!((status, &json["ready"]), (200, &json!(true)));
+    assert_eq!(json["start_up"][0]["milestone"], "ready");
+    let (status, html, _) = asked(&router, "GET /debug/", HERE).await;
+    assert_eq!(status, 200);
+    assert!(html.contains("Pod <b class=\"good\">ready</b>"), "{html}");
+}
+
+#[tokio::test]
+async fn the_html_page_is_not_stored_and_may_run_and_load_nothing() {
     let router = router(&Stop::new(), false);
     let (_, _, head) = asked(&router, "GET /debug/", HERE).await;
     let header = |name: &str| head.headers()[name].to_str().expect("text").to_owned();
@@ -178,7 +190,7 @@ async fn the_agent_quits_once_the_answer_is_sent_and_is_not_ready_then() {
     assert_eq!(status, 503);
     assert_eq!(text, "server is terminated: /quitquitquit called\n");
     let (_, progress, _) = asked(&router, "GET /drain", HERE).await;
-    let progress: serde_json::Value = serde_json::from_str(&progress).expect("JSON");
+    let progress: Value = serde_json::from_str(&progress).expect("JSON");
     let expected = json!({
         "asked": "terminate",
         "cause": "/quitquitquit called",

@@ -132,7 +132,7 @@ async fn every_path_answers_as_it_should() {
         let named = |name: &str| milestones.iter().any(|each| each["milestone"] == name);
         assert!(named("sockets bound") && named("ready"), "{milestones:?}");
         let page = ask(port, "GET /debug/").await;
-        assert!(page.body.starts_with("<!doctype html>"), "{page:?}");
+        assert!(page.body.starts_with("<!DOCTYPE html>"), "{page:?}");
     }
 }
 

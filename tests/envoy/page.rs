@@ -31,7 +31,7 @@ const SECTIONS: [&str; 7] = [
     "Connection to istiod",
     "Certificates",
     "Start-up",
-    "Drain and end",
+    "Drain and shutdown",
     "Discovery (xDS)",
     "Recent warnings",
 ];
@@ -173,7 +173,7 @@ async fn a_person_sees_at_a_glance_how_a_pod_is() {
         "&lt;script&gt;",
         "signal 11",
         "not connected",
-        "clients sent away",
+        "no drain at the shutdown",
     ] {
         assert!(document.contains(expected), "{expected}: {document}");
     }

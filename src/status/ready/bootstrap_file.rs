@@ -1,8 +1,6 @@
-//! Whether a gRPC application finds its bootstrap, and the certificates that it names.
+//! Whether the bootstrap of gRPC applications exists, and the certificate files it names.
 //!
-//! The file is read until that succeeds once; the certificates must be there each time.
-//!
-//! Does not look into the certificates.
+//! The bootstrap is read until that succeeds once; the certificate files must exist at each check.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

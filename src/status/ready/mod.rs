@@ -1,38 +1,33 @@
-//! Whether the pod can take traffic, and what is missing if not.
+//! Readiness of the pod, and the reason if it is not ready.
 //!
-//! Envoy must run, have been configured once, and serve; the agent must not be on its way out. What
-//! an Envoy has proven once it need not prove again, but another process has to: proofs belong to an
-//! epoch and a pid. Requests that come while Envoy is being asked share the answer, so a stuck Envoy
-//! gathers no crowd.
-//!
-//! Does not ask Envoy anything once it is proven.
+//! Envoy must run, have accepted clusters and listeners once, and be live; the agent must not be
+//! stopping. A check that an Envoy process has passed is not repeated for it, so a steady probe costs
+//! no request to Envoy; another process, told by epoch and pid, starts anew. Requests that arrive
+//! while Envoy's admin port is asked share the answer.
 
 mod bootstrap_file;
 mod stats;
 
-use std::convert::Infallible;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Sources;
+use super::startup::Milestone;
 use crate::envoy::handle::{Envoy, Report, State};
-use crate::lifecycle::{StopRequest, Urgency};
+use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
-use crate::timeline::{Milestone, Timeline};
 use bootstrap_file::BootstrapFile;
 
-/// Pauses of the watch while Envoy starts, and when it takes long.
+/// Pauses between two checks of an Envoy that starts: in the first [`START`], and later.
 const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 const START: Duration = Duration::from_secs(30);
 
-/// Why the answer is no.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum NotReady {
     #[error("Envoy has not been started yet")]
@@ -50,51 +45,45 @@ pub(super) enum NotReady {
 }
 
 pub(super) struct Readiness {
-    timeline: Timeline,
-    asked: watch::Receiver<StopRequest>,
-    envoy: Option<Envoy>,
+    sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
-    dns: Option<watch::Receiver<bool>>,
     startup: Gauge,
-    proof: Mutex<Proof>,
-    /// When Envoy was asked last, and what came of it. Locked while it is being asked.
+    passed: Mutex<Passed>,
+    /// When Envoy was asked last, and the result. Locked while it is being asked.
     last: tokio::sync::Mutex<Option<(Instant, Result<(), NotReady>)>>,
     was_ready: AtomicBool,
     has_started: AtomicBool,
 }
 
-/// What one Envoy has proven.
+/// The checks one Envoy process has passed.
 #[derive(Clone, Copy, Debug, Default)]
-struct Proof {
-    of: Option<Process>,
+struct Passed {
+    by: Option<Process>,
     is_configured: bool,
     is_live: bool,
 }
 
-/// One Envoy among those before and after it.
+/// Epoch and pid of an Envoy.
 type Process = (u32, Option<i32>);
 
 impl Readiness {
-    pub(super) fn new(grpc: Option<PathBuf>, sources: &Sources) -> Self {
+    pub(super) fn new(grpc: Option<PathBuf>, sources: Arc<Sources>) -> Self {
         let startup = sources.metrics.gauge(
             "istio_agent_startup_duration_seconds",
             "The time from the process starting to being marked ready.",
         );
         Self {
-            timeline: sources.timeline.clone(),
-            asked: sources.stop.requested(),
-            envoy: sources.envoy.clone(),
+            sources,
             grpc: grpc.map(BootstrapFile::new),
-            dns: sources.dns_ready.clone(),
             startup,
-            proof: Mutex::default(),
+            passed: Mutex::default(),
             last: tokio::sync::Mutex::default(),
             was_ready: AtomicBool::new(false),
             has_started: AtomicBool::new(false),
         }
     }
 
-    /// The answer to a request, which is also logged.
+    /// Checks for a readiness probe, and logs the result as pilot-agent does.
     pub(super) async fn check_and_log(&self) -> Result<(), NotReady> {
         let ready = self.check().await;
         let was_ready = self.was_ready.swap(ready.is_ok(), Ordering::Relaxed);
@@ -107,41 +96,39 @@ impl Readiness {
     }
 
     pub(super) async fn check(&self) -> Result<(), NotReady> {
-        if let Some(envoy) = &self.envoy {
+        if let Some(envoy) = &self.sources.envoy {
             self.envoy_is_ready(envoy).await?;
         }
         self.not_terminating()?;
         if let Some(file) = &self.grpc {
             file.check()?;
         }
-        match &self.dns {
-            Some(ready) if !*ready.borrow() => return Err(NotReady::Dns),
+        match &self.sources.dns {
+            Some(dns) if !*dns.ready().borrow() => return Err(NotReady::Dns),
             _ => {}
         }
-        self.timeline.mark(Milestone::Ready);
+        self.sources.milestones.mark(Milestone::Ready);
         Ok(())
     }
 
-    /// Asks Envoy again and again until it is live, so that the moment is known when nobody asks,
-    /// and that of readiness with it.
-    pub(super) async fn watch(&self) -> Infallible {
-        if let Some(envoy) = &self.envoy {
+    /// Checks Envoy until it is live, so that the time of readiness is known without a probe.
+    pub(super) async fn watch(&self) {
+        if let Some(envoy) = &self.sources.envoy {
             self.until_live(envoy).await;
         }
-        if let Some(ready) = &self.dns {
-            let _ = ready.clone().wait_for(|ready| *ready).await; // Checked below.
+        if let Some(dns) = &self.sources.dns {
+            let _ = dns.ready().wait_for(|ready| *ready).await; // Checked below.
         }
         if let Err(missing) = self.check().await {
             tracing::debug!("Envoy is live and the pod is not ready: {missing}");
         }
-        std::future::pending().await
     }
 
     async fn until_live(&self, envoy: &Envoy) {
         let mut report = envoy.report();
         let (mut watched, mut since) = (None, Instant::now());
         loop {
-            // Much of a report changes while an Envoy lives, and only another one starts anew.
+            // Only another process starts anew, not every change of the report.
             let process = alive(&report.borrow_and_update()).ok();
             if process != watched {
                 (watched, since) = (process, Instant::now());
@@ -156,8 +143,7 @@ impl Readiness {
             };
             tokio::select! {
                 changed = report.changed() => if changed.is_err() {
-                    // Nobody runs Envoy any more.
-                    return;
+                    return; // Envoy's supervisor has ended.
                 },
                 () = tokio::time::sleep(pause), if is_there => {}
             }
@@ -166,7 +152,7 @@ impl Readiness {
 
     async fn envoy_is_ready(&self, envoy: &Envoy) -> Result<(), NotReady> {
         let process = alive(&envoy.report().borrow())?;
-        if self.proof(process).is_live {
+        if self.passed_by(process).is_live {
             return Ok(());
         }
         let came = Instant::now();
@@ -176,67 +162,61 @@ impl Readiness {
         {
             return answer.clone();
         }
-        let answer = self.prove(envoy, process).await;
+        let answer = self.ask(envoy, process).await;
         *last = Some((Instant::now(), answer.clone()));
         answer
     }
 
-    /// Asks Envoy for what it has not proven yet.
-    async fn prove(&self, envoy: &Envoy, process: Process) -> Result<(), NotReady> {
-        let mut proof = self.proof(process);
-        if !proof.is_configured {
+    /// Makes the checks `process` has not passed yet.
+    async fn ask(&self, envoy: &Envoy, process: Process) -> Result<(), NotReady> {
+        let mut passed = self.passed_by(process);
+        if !passed.is_configured {
             stats::is_configured(envoy.admin()).await?;
-            proof.is_configured = true;
-            self.keep(proof);
-            self.timeline.mark(Milestone::ConfigReceived);
+            passed.is_configured = true;
+            *self.passed.lock() = passed;
+            self.sources.milestones.mark(Milestone::ConfigReceived);
         }
         self.not_terminating()?;
-        if !proof.is_live {
+        if !passed.is_live {
             stats::is_live(envoy.admin()).await?;
-            proof.is_live = true;
-            self.keep(proof);
-            self.mark_start();
+            passed.is_live = true;
+            *self.passed.lock() = passed;
+            self.record_start();
         }
         Ok(())
     }
 
     /// Records how long the first start took.
-    fn mark_start(&self) {
+    fn record_start(&self) {
         if !self.has_started.swap(true, Ordering::Relaxed) {
-            let took = self.timeline.elapsed();
-            self.timeline.mark(Milestone::EnvoyLive);
+            let took = self.sources.milestones.elapsed();
+            self.sources.milestones.mark(Milestone::EnvoyLive);
             self.startup.set(took.as_secs_f64());
             tracing::info!("Readiness succeeded in {took:?}");
         }
     }
 
     fn not_terminating(&self) -> Result<(), NotReady> {
-        let asked = self.asked.borrow();
+        let asked = self.sources.stop.requested().borrow().clone();
         match asked.urgency {
             Urgency::Run => Ok(()),
             _ => Err(NotReady::Terminated(asked.cause.unwrap_or("asked to stop"))),
         }
     }
 
-    fn proof(&self, process: Process) -> Proof {
-        let proof = *self.proof.lock();
-        let none = Proof {
-            of: Some(process),
-            ..Proof::default()
-        };
-        if proof.of == Some(process) {
-            proof
-        } else {
-            none
+    fn passed_by(&self, process: Process) -> Passed {
+        let passed = *self.passed.lock();
+        match passed.by == Some(process) {
+            true => passed,
+            false => Passed {
+                by: Some(process),
+                ..Passed::default()
+            },
         }
-    }
-
-    fn keep(&self, proof: Proof) {
-        *self.proof.lock() = proof;
     }
 }
 
-/// The Envoy that runs now.
+/// The Envoy process, if there is one.
 fn alive(report: &Report) -> Result<Process, NotReady> {
     match report.state {
         State::Initial => Err(NotReady::NotStarted),

@@ -1,15 +1,14 @@
-//! What Envoy's own counters say about its start.
+//! Envoy's counters about its start: clusters and listeners accepted, workers running.
 //!
-//! Counters and not its `/ready`: an Envoy that cannot reach its discovery, or refuses its listeners,
-//! calls itself ready all the same.
-//!
-//! Does not remember anything.
+//! Envoy's `/ready` does not tell: an Envoy that cannot reach istiod, or rejects its listeners, calls
+//! itself ready all the same.
 
 use std::time::Duration;
 
 use ::http::{Method, StatusCode};
 
-use crate::envoy::admin::{Admin, Answer, Error};
+use crate::envoy::admin::{Admin, Answer};
+use crate::lifecycle::with_causes;
 
 const CONFIGURED_LIMIT: Duration = Duration::from_secs(1);
 const LIVE_LIMIT: Duration = Duration::from_secs(3);
@@ -24,7 +23,6 @@ const LIVE: &str =
 const STATE: &str = "server.state";
 const WORKERS: &str = "listener_manager.workers_started";
 
-/// What the counters do not show yet.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::status) enum Missing {
     #[error("failed to get config stats: {0}")]
@@ -49,7 +47,7 @@ pub(in crate::status) enum Missing {
     Number { name: &'static str, line: String },
 }
 
-/// How Envoy has fared with clusters and listeners.
+/// Envoy's counts of CDS and LDS updates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::status) struct Updates {
     clusters: u64,
@@ -68,13 +66,13 @@ impl std::fmt::Display for Updates {
     }
 }
 
-/// Whether Envoy has taken clusters and listeners.
+/// Whether Envoy has accepted clusters and listeners.
 pub(super) async fn is_configured(admin: Admin) -> Result<(), Missing> {
     let body = ask(admin, CONFIGURED, CONFIGURED_LIMIT).await;
     has_updates(&body.map_err(Missing::NoUpdates)?)
 }
 
-/// Whether Envoy serves.
+/// Whether Envoy is live and its workers run.
 pub(super) async fn is_live(admin: Admin) -> Result<(), Missing> {
     let body = ask(admin, LIVE, LIVE_LIMIT).await;
     has_workers(&body.map_err(Missing::NoState)?)
@@ -87,14 +85,7 @@ async fn ask(admin: Admin, path: &str, limit: Duration) -> Result<String, String
             Ok(String::from_utf8_lossy(&body).into_owned())
         }
         Ok(Answer { status, .. }) => Err(format!("unexpected status {}", status.as_u16())),
-        Err(error) => Err(with_cause(&error)),
-    }
-}
-
-fn with_cause(error: &Error) -> String {
-    match std::error::Error::source(error) {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
+        Err(error) => Err(with_causes(&error)),
     }
 }
 
@@ -105,23 +96,13 @@ fn has_updates(body: &str) -> Result<(), Missing> {
         listeners: number(body, "listener_manager.lds.update_success")?,
         listeners_rejected: number(body, "listener_manager.lds.update_rejected")?,
     };
-    match updates {
-        Updates {
-            clusters: 1..,
-            listeners: 1..,
-            ..
-        } => Ok(()),
-        Updates {
-            clusters: 0,
-            listeners: 0,
-            ..
-        } => Err(Missing::NotReceived(updates)),
-        Updates {
-            clusters_rejected: 0,
-            listeners_rejected: 0,
-            ..
-        } => Err(Missing::NotComplete(updates)),
-        Updates { .. } => Err(Missing::Rejected(updates)),
+    match (updates.clusters, updates.listeners) {
+        (1.., 1..) => Ok(()),
+        (0, 0) => Err(Missing::NotReceived(updates)),
+        _ if updates.clusters_rejected.max(updates.listeners_rejected) > 0 => {
+            Err(Missing::Rejected(updates))
+        }
+        _ => Err(Missing::NotComplete(updates)),
     }
 }
 

@@ -1,46 +1,43 @@
-//! The port itself: who is let in, how many, and for how long.
+//! The listener of the status port, and bounds on its connections.
 //!
-//! HTTP/1.1 on both address families. The number of connections is bounded; where there is no room,
-//! the one that has been silent longest makes it, so that a flood of idle ones does not keep the
-//! kubelet out. A request's head must come within [`activity::HEAD`], and an answer be read within
-//! [`activity::READING`]; between requests there may be a pause longer than any probe or scrape makes.
-//!
-//! Does not look at paths.
-
-mod activity;
+//! HTTP/1.1 on both address families. A connection beyond [`MOST_CONNECTIONS`] closes the one that
+//! has been idle longest, so that a flood of idle ones does not lock out the kubelet. One without a
+//! request for [`IDLE`] is closed, and so is one whose client reads nothing of an answer for
+//! [`UNREAD`].
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::future::poll_fn;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use ::http::Request;
-use http_body::Body;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::TokioIo;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
+use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::task::{AbortHandle, Id, JoinSet};
-use tokio::time::{sleep_until, timeout};
+use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
+use tokio::time::{Instant, timeout};
 
-use super::Router;
-use super::held::Held;
+use super::{Router, reply};
 use crate::lifecycle::CancellationToken;
-use activity::{Activity, Heard};
 
 /// The kubelet, Prometheus and Envoy need a handful.
 const MOST_CONNECTIONS: usize = 256;
 /// Heads beyond this are refused with 431.
 const LARGEST_HEAD: usize = 64 << 10;
+/// Longer than the pause between two probes or scrapes.
+const IDLE: Duration = Duration::from_secs(300);
+/// Longer than any scraper waits. The kernel measures it.
+const UNREAD: Duration = Duration::from_secs(60);
 const BACKLOG: u32 = 1024;
 /// How long answers under way may take when the port is closed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the status port {port}")]
@@ -50,24 +47,27 @@ pub struct BindError {
     source: io::Error,
 }
 
-/// The port, bound.
+/// The bound port.
 #[derive(Debug)]
-pub struct Listener(TcpListener);
+pub struct Listener {
+    listener: TcpListener,
+    unread: Duration,
+}
 
-/// Binds the port on all addresses of both families, or of IPv4 where there is no other.
+/// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
 pub fn bind(port: u16) -> Result<Listener, BindError> {
-    let bound = match bind_both(port) {
+    let listener = match bind_both(port) {
         Err(error) if has_no_v6(&error) => bind_v4(port),
         bound => bound,
     };
-    bound
-        .map(Listener)
-        .map_err(|source| BindError { port, source })
+    let listener = listener.map_err(|source| BindError { port, source })?;
+    let unread = UNREAD;
+    Ok(Listener { listener, unread })
 }
 
 fn bind_both(port: u16) -> io::Result<TcpListener> {
     let socket = TcpSocket::new_v6()?;
-    rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
+    sockopt::set_ipv6_v6only(&socket, false)?;
     listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
 }
 
@@ -76,7 +76,7 @@ fn bind_v4(port: u16) -> io::Result<TcpListener> {
 }
 
 fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
-    // An agent that follows another must not wait for its connections to be forgotten.
+    // A restarted agent must not wait for its predecessor's connections in TIME_WAIT.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
@@ -89,77 +89,81 @@ fn has_no_v6(error: &io::Error) -> bool {
 }
 
 /// Serves until `stop`, then lets answers under way be finished.
-pub(super) async fn serve(
-    Listener(listener): Listener,
-    router: Arc<Router>,
-    stop: CancellationToken,
-) {
-    let mut guests = Guests::default();
+pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: CancellationToken) {
+    let Listener { listener, unread } = listener;
+    let mut connections = Connections::default();
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => match accepted {
-                Ok((stream, from)) => guests.let_in(stream, from, &router, &stop),
+                Ok((stream, from)) => {
+                    set_options(&stream, unread);
+                    connections.accept(stream, from, &router, &stop);
+                }
                 Err(error) => {
-                    // Out of descriptors, most likely: connections of our own are some of them.
+                    // Most likely the file descriptors are used up: close one of our own.
                     tracing::error!("failed to accept a connection to the status port: {error}");
-                    guests.send_away_one();
+                    connections.close_most_idle();
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             },
-            Some(ended) = guests.tasks.join_next_with_id() => guests.forget(&ended),
+            Some(ended) = connections.tasks.join_next_with_id() => connections.forget(&ended),
         }
     }
     drop(listener);
-    let all_ended = async { while guests.tasks.join_next().await.is_some() {} };
-    if timeout(2 * LAST_WORDS, all_ended).await.is_err() {
+    let all_ended = async { while connections.tasks.join_next().await.is_some() {} };
+    if timeout(2 * SHUTDOWN_LIMIT, all_ended).await.is_err() {
         tracing::debug!("connections to the status port were cut off");
     }
 }
 
-/// Connections, and how they spend their time.
-#[derive(Default)]
-struct Guests {
-    tasks: JoinSet<()>,
-    known: HashMap<Id, (Arc<Activity>, AbortHandle)>,
+/// Without them it is slower, or a client that reads nothing is noticed later.
+fn set_options(stream: &TcpStream, unread: Duration) {
+    let _ = stream.set_nodelay(true);
+    let milliseconds = u32::try_from(unread.as_millis()).unwrap_or(u32::MAX);
+    let _ = sockopt::set_tcp_user_timeout(stream, milliseconds);
 }
 
-impl Guests {
-    fn let_in(
+#[derive(Default)]
+struct Connections {
+    tasks: JoinSet<()>,
+    open: HashMap<Id, (Activity, AbortHandle)>,
+}
+
+/// Whether an answer is under way, and since when.
+#[derive(Clone, Debug)]
+struct Activity(Arc<Mutex<(bool, Instant)>>);
+
+impl Connections {
+    fn accept(
         &mut self,
         stream: TcpStream,
         from: SocketAddr,
         router: &Arc<Router>,
         stop: &CancellationToken,
     ) {
-        while self.known.len() >= MOST_CONNECTIONS {
-            self.send_away_one();
+        while self.open.len() >= MOST_CONNECTIONS {
+            self.close_most_idle();
         }
-        let activity = Arc::new(Activity::new());
-        let guest = Guest {
-            from,
-            router: router.clone(),
-            activity: activity.clone(),
-        };
-        let handle = self.tasks.spawn(guest.serve(stream, stop.clone()));
-        self.known.insert(handle.id(), (activity, handle));
+        let activity = Activity(Arc::new(Mutex::new((false, Instant::now()))));
+        let (router, stop) = (router.clone(), stop.clone());
+        let served = serve_connection(stream, from, router, activity.clone(), stop);
+        let handle = self.tasks.spawn(served);
+        self.open.insert(handle.id(), (activity, handle));
     }
 
-    /// Ends the connection that is missed least.
-    fn send_away_one(&mut self) {
-        let least = self
-            .known
-            .iter()
-            .min_by_key(|(_, (activity, _))| activity.rank());
-        if let Some(id) = least.map(|(id, _)| *id)
-            && let Some((_, handle)) = self.known.remove(&id)
+    fn close_most_idle(&mut self) {
+        let connections = self.open.iter();
+        let most_idle = connections.min_by_key(|(_, (activity, _))| *activity.0.lock());
+        if let Some(id) = most_idle.map(|(id, _)| *id)
+            && let Some((_, handle)) = self.open.remove(&id)
         {
-            tracing::debug!("closing a connection to the status port to make room");
+            tracing::debug!("closing a connection to the status port, as there are too many");
             handle.abort();
         }
     }
 
-    fn forget(&mut self, ended: &Result<(Id, ()), tokio::task::JoinError>) {
+    fn forget(&mut self, ended: &Result<(Id, ()), JoinError>) {
         let id = match ended {
             Ok((id, ())) => *id,
             Err(error) => {
@@ -169,57 +173,53 @@ impl Guests {
                 error.id()
             }
         };
-        self.known.remove(&id);
+        self.open.remove(&id);
     }
 }
 
-/// One connection.
-struct Guest {
-    from: SocketAddr,
-    router: Arc<Router>,
-    activity: Arc<Activity>,
+impl Activity {
+    fn set(&self, is_answering: bool) {
+        *self.0.lock() = (is_answering, Instant::now());
+    }
 }
 
-impl Guest {
-    async fn serve(self, stream: TcpStream, stop: CancellationToken) {
-        // Answers are small; one that waits for its predecessor's acknowledgement is late.
-        let _ = stream.set_nodelay(true); // It works without.
-        let io = TokioIo::new(Heard::new(stream, self.activity.clone()));
-        let answer = async |request: Request<Incoming>| {
-            self.activity.is_asked(!request.body().is_end_stream());
-            let answer = self.router.answer(request, self.from).await;
-            let end = self.activity.until_answered();
-            Ok::<_, Infallible>(answer.map(|body| Held::new(body, end)))
-        };
-        // A connection that asks nothing needs no room for an answer.
-        let service = service_fn(|request| Box::pin(answer(request)));
-        let mut builder = http1::Builder::new();
-        // Time is watched below, where pauses between requests are not mistaken for late heads.
-        builder
-            .header_read_timeout(None)
-            .max_header_size(LARGEST_HEAD)
-            .max_buf_size(LARGEST_HEAD);
-        let mut connection = pin!(builder.serve_connection(io, service));
-        let mut timer = pin!(sleep_until(self.activity.since()));
-        let served = poll_fn(|context| {
-            if connection.as_mut().poll(context).is_ready() {
-                return Poll::Ready(());
-            }
-            let Some(deadline) = self.activity.deadline() else {
-                return Poll::Pending;
-            };
-            if timer.deadline() != deadline {
-                timer.as_mut().reset(deadline);
-            }
-            timer.as_mut().poll(context)
-        });
-        tokio::select! {
-            () = served => return,
-            () = stop.cancelled() => {}
-        }
-        connection.as_mut().graceful_shutdown();
-        // Whoever has not read the answer by now is not waiting for it.
-        let _ = timeout(LAST_WORDS, connection).await;
+async fn serve_connection(
+    stream: TcpStream,
+    from: SocketAddr,
+    router: Arc<Router>,
+    activity: Activity,
+    stop: CancellationToken,
+) {
+    let answer = async |request: Request<Incoming>| {
+        activity.set(true);
+        let guard = Answering(activity.clone());
+        let answer = router.answer(request, from).await;
+        Ok::<_, Infallible>(answer.map(|body| reply::holding(body, guard)))
+    };
+    // A connection without a request needs no memory for an answer.
+    let service = service_fn(|request| Box::pin(answer(request)));
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE)
+        .max_header_size(LARGEST_HEAD)
+        .max_buf_size(LARGEST_HEAD);
+    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+    tokio::select! {
+        _ = connection.as_mut() => return,
+        () = stop.cancelled() => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    // A client that has not read the answer by now is not waiting for it.
+    let _ = timeout(SHUTDOWN_LIMIT, connection).await;
+}
+
+/// An answer under way, until it is sent or given up.
+struct Answering(Activity);
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.0.set(false);
     }
 }
 

@@ -1,4 +1,4 @@
-//! Connections that want too much, or too little.
+//! Connections that are idle, too many, or not read.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Duration, Instant};
@@ -6,10 +6,8 @@ use tokio::time::{Duration, Instant};
 use super::*;
 use crate::lifecycle::Stop;
 use crate::metrics::Registry;
-use crate::probe;
-use crate::status::tests::{OfReadiness, own_metrics};
-use crate::status::{Config, Probers, Scrape, Sources, reply};
-use crate::timeline::Timeline;
+use crate::status::tests::{config, own_metrics, sources};
+use crate::status::{Probers, Scrape, reply};
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
@@ -25,30 +23,11 @@ async fn port() -> Port {
 }
 
 fn port_with(scrape: Scrape, metrics: Registry) -> Port {
-    let config = Config {
-        port: 0,
-        metrics_localhost_only: false,
-        application: String::new(),
-        probers: Probers::default(),
-        probes: probe::Config {
-            origin: probe::Origin(Ipv4Addr::LOCALHOST.into()),
-            offers_http2: true,
-            keeps_connections: false,
-        },
-        grpc_bootstrap: None,
-    };
-    let sources = Sources {
-        timeline: Timeline::start(),
-        stop: Stop::new(),
-        envoy: None,
-        dns_ready: None,
-        metrics,
-        scrape,
-        debug: Vec::new(),
-        glance: Arc::new(OfReadiness),
-    };
-    let listener = bind(0).expect("a port");
-    let port = listener.0.local_addr().expect("an address").port();
+    let sources = sources(Stop::new(), scrape, metrics);
+    let config = config(Probers::default());
+    let mut listener = bind(0).expect("a port");
+    listener.unread = UNREAD_LIMIT;
+    let port = listener.listener.local_addr().expect("an address").port();
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
@@ -101,67 +80,54 @@ async fn a_head_that_is_too_large_is_refused() {
 }
 
 #[tokio::test]
-async fn who_says_nothing_or_little_is_sent_away_and_who_pauses_is_not() {
+async fn a_connection_without_a_whole_request_is_closed_after_the_idle_limit() {
     let port = port().await;
-    let mut paused = port.connect().await;
-    assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
     let mut silent = port.connect().await;
     let mut slow = port.connect().await;
     slow.write_all(b"GET / HTTP/1.1\r\n").await.expect("sent");
     let mut late = port.connect().await;
     assert_eq!(asked(&mut late, READY).await, "HTTP/1.1 200 OK");
     late.write_all(b"GET /").await.expect("sent");
+    let mut kept = port.connect().await;
+    assert_eq!(asked(&mut kept, READY).await, "HTTP/1.1 200 OK");
     tokio::time::pause();
+    tokio::time::sleep(IDLE - Duration::from_secs(5)).await;
+    assert_eq!(asked(&mut kept, READY).await, "HTTP/1.1 200 OK");
     let before = Instant::now();
     let mut byte = [0; 1024];
-    assert_eq!(silent.read(&mut byte).await.unwrap_or_default(), 0);
-    assert_eq!(late.read(&mut byte).await.unwrap_or_default(), 0);
+    for closed in [&mut silent, &mut slow, &mut late] {
+        assert_eq!(closed.read(&mut byte).await.unwrap_or_default(), 0);
+    }
     let took = before.elapsed();
-    assert!(took >= activity::HEAD - Duration::from_secs(1), "{took:?}");
-    assert!(took < 2 * activity::HEAD, "{took:?}");
-    tokio::time::resume();
-    assert_eq!(asked(&mut paused, READY).await, "HTTP/1.1 200 OK");
-    assert!(activity::SILENCE > 10 * activity::HEAD);
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert_eq!(asked(&mut kept, READY).await, "HTTP/1.1 200 OK");
 }
 
 #[tokio::test]
-async fn a_head_that_begins_while_another_request_is_answered_has_no_more_time() {
-    let (tell, mut told) = tokio::sync::watch::channel(false);
-    let (release, released) = tokio::sync::watch::channel(false);
+async fn an_answer_may_take_longer_than_the_idle_limit() {
     let scrape: Scrape = Arc::new(move |_| {
-        tell.send_replace(true);
-        let mut released = released.clone();
         Box::pin(async move {
-            released.wait_for(|is| *is).await.expect("a release");
+            tokio::time::sleep(2 * IDLE).await;
             reply::bytes(::http::StatusCode::OK, bytes::Bytes::from_static(b"x"))
         })
     });
     let port = port_with(scrape, Registry::default());
     let mut stream = port.connect().await;
-    let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
-    stream.write_all(request).await.expect("sent");
-    told.wait_for(|is| *is).await.expect("asked");
     tokio::time::pause();
-    stream.write_all(b"GET /").await.expect("sent");
-    tokio::time::sleep(Duration::from_millis(1)).await;
-    release.send_replace(true);
-    let before = Instant::now();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).await.expect("an end");
-    assert!(answer.ends_with(b"\r\n\r\nx"));
-    let took = before.elapsed();
-    assert!(took < 2 * activity::HEAD, "{took:?}");
+    let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
+    assert_eq!(asked(&mut stream, request).await, "HTTP/1.1 200 OK");
 }
 
-/// What is left in buffers of an answer whose reader stops after its first byte, for so long.
-async fn left_to_read(port: &Port, stops_for: Duration) -> usize {
+/// In place of [`UNREAD`], which is too long to wait for.
+const UNREAD_LIMIT: Duration = Duration::from_secs(2);
+
+/// How much arrives of an answer whose reader pauses after its first byte.
+async fn read_after_pause(port: &Port, pause: Duration) -> usize {
     let mut stream = port.connect().await;
     let request = b"GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n";
     stream.write_all(request).await.expect("sent");
     stream.read_u8().await.expect("a first byte");
-    tokio::time::pause();
-    tokio::time::sleep(stops_for).await;
-    tokio::time::resume();
+    tokio::time::sleep(pause).await;
     let (mut length, mut bytes) = (0, vec![0; 1 << 20]);
     while length < ANSWER {
         match stream.read(&mut bytes).await {
@@ -175,17 +141,17 @@ async fn left_to_read(port: &Port, stops_for: Duration) -> usize {
 const ANSWER: usize = 64 << 20;
 
 #[tokio::test]
-async fn who_does_not_read_a_large_answer_is_sent_away_and_who_pauses_is_not() {
+async fn a_connection_whose_client_does_not_read_the_answer_is_closed() {
     let answer = bytes::Bytes::from(vec![b'#'; ANSWER]);
     let scrape: Scrape = Arc::new(move |_| {
         let answer = answer.clone();
         Box::pin(async move { reply::bytes(::http::StatusCode::OK, answer) })
     });
     let port = port_with(scrape, Registry::default());
-    let paused = left_to_read(&port, activity::READING / 2).await;
-    assert!(paused >= ANSWER, "{paused}");
-    let gone = left_to_read(&port, 2 * activity::READING).await;
-    assert!(gone < ANSWER, "{gone}");
+    let after_a_pause = read_after_pause(&port, UNREAD_LIMIT / 4).await;
+    assert!(after_a_pause >= ANSWER, "{after_a_pause}");
+    let too_late = read_after_pause(&port, 3 * UNREAD_LIMIT).await;
+    assert!(too_late < ANSWER, "{too_late}");
 }
 
 #[tokio::test]
@@ -208,7 +174,7 @@ async fn in_a_flood_of_idle_connections_the_kubelet_gets_through() {
 #[tokio::test]
 async fn a_taken_port_is_an_error_that_names_it() {
     let taken = bind(0).expect("a port");
-    let port = taken.0.local_addr().expect("an address").port();
+    let port = taken.listener.local_addr().expect("an address").port();
     let error = bind(port).expect_err("taken");
     let expected = format!("cannot listen on the status port {port}");
     assert_eq!(error.to_string(), expected);

@@ -101,7 +101,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
 ];
 
 impl Observer {
-    pub(super) fn new(registry: &Registry) -> Self {
+    pub(crate) fn new(registry: &Registry) -> Self {
         let table = Arc::<Mutex<Table>>::default();
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();

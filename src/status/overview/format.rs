@@ -1,9 +1,7 @@
-//! Numbers and names as people say them.
-//!
-//! Does not know HTML.
+//! Durations, sizes and type names in the form people read.
 
-/// A time in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
-pub(super) fn span(seconds: f64) -> String {
+/// A duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
+pub(super) fn duration(seconds: f64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
     if seconds < 1.0 {
         return format!("{:.0} ms", seconds.max(0.0) * 1e3);
@@ -11,21 +9,22 @@ pub(super) fn span(seconds: f64) -> String {
     if seconds < 10.0 {
         return format!("{seconds:.1} s");
     }
-    let whole = seconds as u64;
-    let fits = |(length, _): &(u64, &str)| whole >= *length;
-    let first = UNITS.iter().position(fits).unwrap_or(UNITS.len() - 1);
-    let (length, unit) = UNITS[first];
-    let text = format!("{} {unit}", whole / length);
-    match UNITS
-        .get(first + 1)
-        .map(|(next, unit)| (whole % length / next, unit))
-    {
-        Some((more, unit)) if more > 0 => format!("{text} {more} {unit}"),
-        _ => text,
+    let mut rest = seconds as u64;
+    let mut parts = Vec::new();
+    for (length, unit) in UNITS {
+        // A second unit follows only directly: `1 d 5 s` is `1 d`.
+        if rest >= length || !parts.is_empty() {
+            parts.push((rest / length, unit));
+            rest %= length;
+        }
     }
+    let shown = parts.iter().take(2).filter(|(count, _)| *count > 0);
+    let shown: Vec<_> = shown
+        .map(|(count, unit)| format!("{count} {unit}"))
+        .collect();
+    shown.join(" ")
 }
 
-/// An amount of memory or of data.
 pub(super) fn size(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),
@@ -34,19 +33,13 @@ pub(super) fn size(bytes: u64) -> String {
     }
 }
 
-/// How many there are of a thing.
-pub(super) fn counted(count: usize, thing: &str) -> String {
+/// `1 type`, `2 types`.
+pub(super) fn counted(count: usize, noun: &str) -> String {
     let s = if count == 1 { "" } else { "s" };
-    format!("{count} {thing}{s}")
+    format!("{count} {noun}{s}")
 }
 
-/// The moment of a log line or of a snapshot, without what programs need: `2026-01-31 12:00:59`.
-pub(super) fn moment(rfc3339: &str) -> String {
-    let to_the_second = rfc3339.get(..19).unwrap_or(rfc3339);
-    to_the_second.replace('T', " ")
-}
-
-/// What people call a type of resources, and its last name.
+/// The abbreviation of a resource type's discovery service, and the type's last name.
 pub(super) fn resource_type(url: &str) -> (Option<&'static str>, &str) {
     let name = url.rsplit(['.', '/']).next().unwrap_or(url);
     let short = match name {
@@ -69,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spans_are_said_in_their_two_largest_units() {
+    fn durations_have_their_two_largest_units() {
         for (seconds, expected) in [
             (-3.0, "0 ms"),
             (0.0, "0 ms"),
@@ -83,12 +76,12 @@ mod tests {
             (86_399.0, "23 h 59 min"),
             (86_400.0 * 3650.0 + 7_200.0, "3650 d 2 h"),
         ] {
-            assert_eq!(span(seconds), expected, "{seconds}");
+            assert_eq!(duration(seconds), expected, "{seconds}");
         }
     }
 
     #[test]
-    fn sizes_and_moments_are_short() {
+    fn sizes_have_binary_units() {
         for (bytes, expected) in [
             (0, "0 B"),
             (1_023, "1023 B"),
@@ -97,18 +90,10 @@ mod tests {
         ] {
             assert_eq!(size(bytes), expected);
         }
-        let moments = [
-            ("2026-01-31T12:00:59Z", "2026-01-31 12:00:59"),
-            ("2026-01-31T12:00:59.123456Z", "2026-01-31 12:00:59"),
-            ("short", "short"),
-        ];
-        for (moment_found, expected) in moments {
-            assert_eq!(moment(moment_found), expected);
-        }
     }
 
     #[test]
-    fn known_types_have_the_name_people_know() {
+    fn known_types_have_the_abbreviation_of_their_discovery_service() {
         let known = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
         assert_eq!(resource_type(known), (Some("CDS"), "Cluster"));
         assert_eq!(resource_type("odd/one"), (None, "one"));

@@ -1,0 +1,362 @@
+//! The overview as an HTML page: no scripts, no further files, reloaded every five seconds. Every
+//! colour is also said in words.
+
+use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
+
+use super::format::{duration, size};
+use super::{Overview, discovery};
+use crate::clock::rfc3339;
+use crate::envoy::crash::Crash;
+use crate::envoy::handle::{Report, State};
+use crate::envoy::shutdown::{Shutdown, Step};
+use crate::istiod::status::{Status, Tls};
+use crate::logging::Entry;
+use crate::secrets::observe::{Certificate, Secret, Snapshot};
+
+/// A bundle of roots may be long; the JSON has all.
+const MOST_CERTIFICATES: usize = 5;
+
+/// Classes of the style sheet.
+pub(super) const GOOD: &str = "good";
+pub(super) const WARN: &str = "warn";
+pub(super) const BAD: &str = "bad";
+const PLAIN: &str = "plain";
+
+pub(super) fn page(overview: &Overview) -> String {
+    let agent = &overview.agent;
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width,initial-scale=1";
+                meta http-equiv="refresh" content="5";
+                title { (readiness(overview)) ": " (agent.node) }
+                style { (PreEscaped(include_str!("style.css"))) }
+            }
+            body {
+                h1 { "istio-agent" }
+                div.dim {
+                    (agent.node) br;
+                    (agent.version) ", up " (duration(agent.uptime_seconds)) ", seen " (overview.now)
+                }
+                (states(overview))
+                main { (sections(overview)) }
+                footer.dim {
+                    "As JSON: " a href="overview" { "all of this" } ". Also: "
+                    a href="../healthz/ready" { "readiness" } ", "
+                    a href="../drain" { "drain" } ", "
+                    a href="../metrics/agent" { "the agent's metrics" } ", "
+                    a href="../stats/prometheus" { "merged metrics" } "."
+                }
+            }
+        }
+    };
+    // Control characters, and those that turn the direction of text, could hide what is beside them.
+    let is_hidden = |character: char| {
+        (character.is_control() && character != '\n')
+            || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    page.into_string().replace(is_hidden, "\u{fffd}")
+}
+
+fn readiness(overview: &Overview) -> &'static str {
+    if overview.ready { "ready" } else { "not ready" }
+}
+
+/// The state of every section in one place.
+fn states(overview: &Overview) -> Markup {
+    let class = if overview.ready { GOOD } else { BAD };
+    html! {
+        ul.states {
+            li {
+                "Pod " (badge(class, readiness(overview)))
+                @if let Some(missing) = &overview.missing { (note(missing)) }
+            }
+            li { "Envoy " (envoy_state(overview.envoy.as_ref())) }
+            li { "istiod " (istiod_state(&overview.istiod)) }
+            li { "Certificate " (certificate_state(overview.certificates.as_ref())) }
+            li { "Configuration " (discovery::state(&overview.discovery)) }
+        }
+    }
+}
+
+fn sections(overview: &Overview) -> Markup {
+    let name_table = |ready| match ready {
+        true => badge(GOOD, "received"),
+        false => badge(WARN, "not received yet"),
+    };
+    html! {
+        @if let Some(envoy) = &overview.envoy {
+            (envoy_section(envoy, overview.envoy_uptime_seconds))
+        }
+        (istiod_section(&overview.istiod))
+        @if let Some(envoy) = &overview.envoy { (drain_section(envoy)) }
+        @if let Some(snapshot) = &overview.certificates { (certificates(snapshot)) }
+        (start_up(overview))
+        @if let Some(dns) = &overview.dns {
+            (section("DNS", "ndsz", facts([("Name table", Some(name_table(dns.ready)))])))
+        }
+        (discovery::section(&overview.discovery))
+        (warnings(&overview.warnings))
+    }
+}
+
+/// A state in colour and in words.
+pub(super) fn badge(class: &str, words: impl Render) -> Markup {
+    html! { b class=(class) { (words) } }
+}
+
+/// Small letters after a space.
+pub(super) fn note(text: impl Render) -> Markup {
+    html! { " " small { (text) } }
+}
+
+/// A card with a link to its source as JSON.
+fn section(title: &str, json: &str, content: Markup) -> Markup {
+    html! { section { (heading(title, json)) (content) } }
+}
+
+pub(super) fn wide_section(title: &str, json: &str, content: Markup) -> Markup {
+    html! { section.wide { (heading(title, json)) (content) } }
+}
+
+fn heading(title: &str, json: &str) -> Markup {
+    html! { h2 { (title) " " a href=(json) { "JSON" } } }
+}
+
+/// Names and values; those without a value are left out.
+fn facts<const N: usize>(facts: [(&str, Option<Markup>); N]) -> Markup {
+    html! {
+        table.facts {
+            @for (name, value) in facts {
+                @if let Some(value) = value { tr { th scope="row" { (name) } td { (value) } } }
+            }
+        }
+    }
+}
+
+fn text(text: impl Render) -> Markup {
+    html! { (text) }
+}
+
+fn envoy_state(envoy: Option<&Report>) -> Markup {
+    match envoy.map(|envoy| envoy.state) {
+        None => badge(PLAIN, "not run by the agent"),
+        Some(State::Running) => badge(GOOD, "running"),
+        Some(State::Initial) => badge(WARN, "not started yet"),
+        Some(State::Starting) => badge(WARN, "starting"),
+        Some(State::Draining) => badge(WARN, "draining"),
+        Some(State::Stopping) => badge(WARN, "stopping"),
+        Some(State::Exited) => badge(BAD, "exited"),
+    }
+}
+
+fn envoy_section(envoy: &Report, uptime: Option<f64>) -> Markup {
+    let crash = |crash: &Crash| {
+        let when = format!("{}, pid {}", crash.when, crash.pid);
+        html! { (badge(BAD, crash.to_string())) (note(when)) }
+    };
+    let last_crash = envoy.last_crash.as_ref();
+    let content = facts([
+        ("State", Some(envoy_state(Some(envoy)))),
+        ("Uptime", uptime.map(duration).map(text)),
+        ("Process", envoy.pid.map(|pid| html! { "pid " (pid) })),
+        ("Memory", envoy.rss_bytes.look().map(size).map(text)),
+        ("Restarts", Some(text(envoy.epoch))),
+        ("Next start", envoy.restart.map(rfc3339).map(text)),
+        (
+            "Last crash",
+            Some(last_crash.map_or_else(|| text("none"), crash)),
+        ),
+    ]);
+    section("Envoy", "envoy", content)
+}
+
+fn drain_section(envoy: &Report) -> Markup {
+    let (class, words) = match (&envoy.ending, envoy.is_drained) {
+        (Some(_), _) => (WARN, "shutting down"),
+        (None, true) => (WARN, "drained, no drain at the shutdown"),
+        (None, false) => (GOOD, "none requested"),
+    };
+    let ending = envoy.ending.as_ref();
+    let steps = (!envoy.plan.0.is_empty()).then(|| text(envoy.plan.to_string()));
+    let until = ending.and_then(|ending| ending.until);
+    let counted = |ending: &Shutdown| match ending.waits_for {
+        Some(Step::LongRequests) => "Requests",
+        _ => "Connections",
+    };
+    let content = facts([
+        ("State", Some(badge(class, words))),
+        ("Cause", ending.map(|ending| text(ending.cause))),
+        ("Since", ending.map(|ending| text(rfc3339(ending.since)))),
+        (
+            "Waits for",
+            ending.and_then(|ending| Some(text(ending.waits_for?.to_string()))),
+        ),
+        ("No later than", until.map(rfc3339).map(text)),
+        (
+            ending.map_or("", counted),
+            ending.and_then(|ending| ending.connections).map(text),
+        ),
+        ("Steps of a shutdown", steps),
+    ]);
+    section("Drain and shutdown", "../drain", content)
+}
+
+fn istiod_state(status: &Status) -> Markup {
+    match status.connected {
+        Some(_) => badge(GOOD, "connected"),
+        None => badge(BAD, "not connected"),
+    }
+}
+
+fn istiod_section(status: &Status) -> Markup {
+    let connected = status.connected.as_ref();
+    let tls = |tls: Option<&Tls>| match tls {
+        None => badge(WARN, "none: plaintext"),
+        Some(tls) => {
+            let known = [&tls.version, &tls.key_exchange, &tls.cipher].into_iter();
+            text(
+                known
+                    .flatten()
+                    .map(String::as_str)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            )
+        }
+    };
+    let address = html! {
+        (status.address)
+        @if let Some(connected) = connected { (note(&connected.peer)) }
+    };
+    let failure = status.last_error.as_ref();
+    let content = facts([
+        ("State", Some(istiod_state(status))),
+        ("Address", Some(address)),
+        ("Since", connected.map(|connected| text(&connected.since))),
+        (
+            "TLS",
+            connected.map(|connected| tls(connected.tls.as_ref())),
+        ),
+        ("Dials", Some(text(status.dials))),
+        (
+            "Last error",
+            failure.map(|failure| html! { (failure.error) (note(&failure.at)) }),
+        ),
+    ]);
+    section("Connection to istiod", "istiod", content)
+}
+
+/// The life left of the workload certificate.
+fn certificate_state(snapshot: Option<&Snapshot>) -> Markup {
+    let Some(snapshot) = snapshot else {
+        return badge(PLAIN, "served by another process");
+    };
+    let leaf = snapshot
+        .secrets
+        .first()
+        .and_then(|secret| secret.certificates.first());
+    match leaf {
+        Some(leaf) => life(leaf, snapshot.problem.is_some()),
+        None => badge(BAD, "none yet"),
+    }
+}
+
+fn certificates(snapshot: &Snapshot) -> Markup {
+    let content = html! {
+        @if let Some(problem) = &snapshot.problem {
+            p {
+                (badge(BAD, "no new certificate")) " " (problem.error)
+                (note(format!("{} in a row, next attempt {}", problem.failures, problem.next_attempt)))
+            }
+        }
+        table.list {
+            tr { th scope="col" { "Secret" } th { "Left" } th { "Expires" } }
+            @for secret in &snapshot.secrets { (secret_rows(secret, snapshot.problem.is_some())) }
+        }
+    };
+    section("Certificates", "certs", content)
+}
+
+fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
+    let certificates = &secret.certificates;
+    html! {
+        @if certificates.is_empty() {
+            tr { td { (secret.name) } td { (badge(BAD, "not there yet")) } td {} }
+        }
+        @for (index, certificate) in certificates.iter().take(MOST_CERTIFICATES).enumerate() {
+            tr {
+                td {
+                    (secret.name)
+                    @if certificate.spiffe_ids.is_empty() { (note(&certificate.subject)) }
+                    @else { (note(certificate.spiffe_ids.join(" "))) }
+                }
+                td { (life(certificate, renewal_fails)) }
+                td data-of="Expires" {
+                    (certificate.not_after)
+                    @if let (0, Some(renewal)) = (index, &secret.next_renewal) {
+                        (note(format!("renewal {renewal}")))
+                    }
+                }
+            }
+        }
+        @if certificates.len() > MOST_CERTIFICATES {
+            tr { td { "and " (certificates.len() - MOST_CERTIFICATES) " more" } td {} td {} }
+        }
+    }
+}
+
+fn life(certificate: &Certificate, renewal_fails: bool) -> Markup {
+    let left = certificate.remaining_seconds;
+    if left <= 0.0 {
+        return badge(BAD, format!("expired {} ago", duration(-left)));
+    }
+    let class = if renewal_fails { WARN } else { GOOD };
+    badge(class, format!("{} left", duration(left)))
+}
+
+fn start_up(overview: &Overview) -> Markup {
+    let reached = &overview.start_up;
+    let last = reached.last().map_or(1.0, |last| last.after_ms).max(0.001);
+    let content = html! {
+        table.times {
+            @for reached in reached {
+                tr {
+                    th scope="row" { (reached.milestone) }
+                    td { (format!("{:.1} ms", reached.after_ms)) }
+                    td { progress max="100" value=(format!("{:.0}", reached.after_ms / last * 100.0)) {} }
+                }
+            }
+        }
+    };
+    section("Start-up", "overview", content)
+}
+
+fn warnings(entries: &[Entry]) -> Markup {
+    let content = html! {
+        @if entries.is_empty() {
+            p { (badge(GOOD, "none")) }
+        } @else {
+            table.list {
+                tr { th scope="col" { "Last" } th { "Level" } th { "Message" } }
+                @for entry in entries {
+                    tr {
+                        td {
+                            (entry.last)
+                            @if entry.times > 1 {
+                                (note(format!("{} times since {}", entry.times, entry.first)))
+                            }
+                        }
+                        td {
+                            (badge(if entry.level == "error" { BAD } else { WARN }, entry.level))
+                            (note(entry.scope))
+                        }
+                        td { (entry.message) }
+                    }
+                }
+            }
+        }
+    };
+    wide_section("Recent warnings", "overview", content)
+}
