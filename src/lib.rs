@@ -30,6 +30,14 @@ pub mod bootstrap;
 
 pub mod scrape;
 
+pub mod address;
+
+pub mod duration;
+
+pub mod problem;
+
+pub mod proxy_config;
+
 pub mod exit_code;
 
 pub mod identity;

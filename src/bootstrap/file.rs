@@ -40,7 +40,7 @@ impl Written {
 pub fn write(config: &Config) -> Result<Written, Error> {
     make_directory(&config.directory)?;
     let mut written = Written { paths: Vec::new() };
-    if let Some(Tracer::Lightstep(_, token)) = Tracer::of(&config.settings.tracing) {
+    if let Some(Tracer::Lightstep(_, token)) = Tracer::of(&config.node.proxy_config) {
         replace(&config.token_file(), &token.0, 0o600)?;
         written.paths.push(config.token_file());
     }

@@ -33,7 +33,7 @@ pub(super) fn section(config: &Config) -> Value {
 
 fn metrics(config: &Config) -> Listener {
     let mut listener = Listener::new(config.prometheus_port, "stats", METRICS);
-    if config.settings.stats_compression.unwrap_or(true) {
+    if config.node.proxy_config.stats_compression.unwrap_or(true) {
         listener.filters = ["brotli", "zstd", "gzip"].map(compressor).into();
     }
     listener

@@ -6,7 +6,6 @@
 //!
 //! Does not support templates, and does not start Envoy.
 
-pub mod address;
 mod clusters;
 mod file;
 pub mod grpc;
@@ -17,7 +16,6 @@ pub mod node;
 pub mod platform;
 mod runtime;
 mod services;
-pub mod settings;
 pub mod show;
 mod sinks;
 pub mod stats;
@@ -32,8 +30,9 @@ use serde_json::{Map, Value, json};
 
 pub use clusters::FILES_SOCKET;
 pub use file::{Error, Written, write};
-use settings::Settings;
 use tracer::Tracer;
+
+use crate::proxy_config::ProxyConfig;
 
 /// What differs from one bootstrap to the next. Paths stay as they are: Envoy shares the agent's
 /// working directory.
@@ -65,7 +64,8 @@ pub struct Config {
     /// Those of Envoy, the agent and the workload for callers of the mesh.
     pub secure_merged_metrics_port: Option<u16>,
     pub outlier_log_path: Option<String>,
-    pub settings: Settings,
+    /// Replaces `$(HOST_IP)` in addresses of collectors, unless it is empty.
+    pub host_ip: String,
     pub stats: stats::Choice,
     pub client_files: tls::ClientFiles,
     pub compliance_fips_140_2: bool,
@@ -186,15 +186,15 @@ pub fn document(config: &Config) -> Value {
     set("static_resources", resources);
     set(
         "overload_manager",
-        overload_manager(config.settings.connection_limit()),
+        overload_manager(connection_limit(&config.node.proxy_config)),
     );
-    if let Some(tracer) = Tracer::of(&config.settings.tracing) {
+    if let Some(tracer) = Tracer::of(&config.node.proxy_config) {
         set(
             "tracing",
             tracer.section(&config.token_file(), &config.node.cluster),
         );
     }
-    let sinks = sinks::section(&config.settings);
+    let sinks = sinks::section(config);
     if !sinks.is_empty() {
         set("stats_sinks", sinks.into());
     }
@@ -315,6 +315,22 @@ fn dynamic_resources(delta: bool) -> Value {
             "grpc_services": [{ "envoy_grpc": { "cluster_name": "xds-grpc" } }],
         },
     })
+}
+
+/// How many connections Envoy takes: the first limit that is set in one of three places.
+fn connection_limit(config: &ProxyConfig) -> i64 {
+    let settings = config.connection_settings.as_ref();
+    let settings = settings.and_then(|it| it.global_downstream_connection_limit);
+    let metadata = config.metadata("ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS");
+    let runtime = config
+        .runtime_values
+        .get("overload.global_downstream_max_connections");
+    let texts = [metadata, runtime.map(String::as_str)];
+    let texts = texts.into_iter().flatten().flat_map(str::parse);
+    let mut limits = settings.map(i64::from).into_iter().chain(texts);
+    limits
+        .find(|limit| *limit > 0)
+        .unwrap_or(i64::from(i32::MAX))
 }
 
 fn overload_manager(connections: i64) -> Value {

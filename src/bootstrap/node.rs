@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::locality::Locality;
 use super::metadata;
 use super::platform::Platform;
+use crate::proxy_config::ProxyConfig;
 
 /// The sources of the node section.
 #[derive(Clone, Debug)]
@@ -29,7 +30,7 @@ pub struct Node {
     pub static_labels: BTreeMap<String, String>,
     pub labels: Option<BTreeMap<String, String>>,
     pub annotations: BTreeMap<String, String>,
-    pub proxy_config: Map<String, Value>,
+    pub proxy_config: ProxyConfig,
     pub version: String,
     pub ports: Ports,
     /// Name in istiod's certificate; absent when it has none.
@@ -93,7 +94,7 @@ fn metadata<'n>(
         ("LABELS", json!(labels)),
         ("STATIC_LABELS", json!(static_labels)),
         ("PLATFORM_METADATA", json!(node.platform.metadata)),
-        ("PROXY_CONFIG", json!(node.proxy_config)),
+        ("PROXY_CONFIG", node.proxy_config.document().into()),
         ("NAME", json!(node.name)),
         ("NAMESPACE", json!(node.namespace)),
         ("SERVICE_ACCOUNT", json!(node.service_account)),

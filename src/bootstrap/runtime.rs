@@ -16,7 +16,7 @@ pub(super) fn section(config: &Config) -> Value {
 /// Istio's switches, and the user's over them.
 fn switches(config: &Config) -> Map<String, Value> {
     let mut switches = of_istio(config);
-    for (name, value) in &config.settings.runtime_values {
+    for (name, value) in &config.node.proxy_config.runtime_values {
         let value = match value.as_str() {
             // The way to take a switch back.
             "" => {

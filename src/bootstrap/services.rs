@@ -5,33 +5,52 @@
 use serde_json::{Value, json};
 
 use super::Config;
-use super::address::Address;
 use super::clusters::http2;
-use super::settings::{Keepalive, RemoteService, TlsSettings};
 use super::tls::{self, Peer};
 use super::tracer::Tracer;
+use crate::address;
+use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
-    let settings = &config.settings;
-    let metrics = settings.metrics_service();
-    let logs = &settings.envoy_access_log_service;
-    let logs = logs.address.as_ref().map(|address| (address, logs));
-    let remote = |name, service: Option<(&Address, &RemoteService)>| {
-        service.map(|(address, service)| remote(config, name, address, service))
+    let proxy_config = &config.node.proxy_config;
+    let logs = proxy_config.envoy_access_log_service.as_ref();
+    let logs = logs.and_then(|logs| Some((socket_address(config, &logs.address)?, Some(logs))));
+    let remote = |name, service: Option<(Value, Option<&RemoteService>)>| {
+        service.map(|(address, service)| remote(config, name, &address, service))
     };
-    Tracer::of(&settings.tracing)
-        .map(|tracer| collector(config, &tracer))
+    Tracer::of(proxy_config)
+        .and_then(|tracer| collector(config, &tracer))
         .into_iter()
-        .chain(remote("envoy_metrics_service", metrics))
+        .chain(remote("envoy_metrics_service", metrics_service(config)))
         .chain(remote("envoy_accesslog_service", logs))
         .collect()
 }
 
-fn collector(config: &Config, tracer: &Tracer<'_>) -> Value {
-    let (name, address) = (tracer.cluster(), tracer.address());
+/// The address of the metrics service, given in one of two members, and its settings.
+pub(super) fn metrics_service(config: &Config) -> Option<(Value, Option<&RemoteService>)> {
+    let proxy_config = &config.node.proxy_config;
+    let service = proxy_config.envoy_metrics_service.as_ref();
+    let address = service.and_then(|service| socket_address(config, &service.address));
+    let older = || socket_address(config, &proxy_config.envoy_metrics_service_address);
+    Some((address.or_else(older)?, service))
+}
+
+/// Envoy's form of `host:port`; None for an empty one. Envoy resolves names.
+pub(super) fn socket_address(config: &Config, address: &str) -> Option<Value> {
+    let (host, port) = address::parts(address)?;
+    let host = match host {
+        "$(HOST_IP)" if !config.host_ip.is_empty() => &config.host_ip,
+        host => host,
+    };
+    Some(json!({ "socket_address": { "address": host, "port_value": port } }))
+}
+
+fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
+    let (name, address) = (tracer.cluster(), socket_address(config, tracer.address())?);
     let is_http2 = matches!(tracer, Tracer::Lightstep(..));
-    let tls = &config.settings.tracing.tls_settings;
-    let mut cluster = cluster(config, name, address);
+    let tracing = config.node.proxy_config.tracing.as_ref();
+    let tls = tracing.and_then(|tracing| tracing.tls_settings.as_ref());
+    let mut cluster = cluster(config, name, &address);
     secure(config, &mut cluster, tls, "tracer", is_http2);
     if is_http2 {
         http2(&mut cluster);
@@ -39,20 +58,22 @@ fn collector(config: &Config, tracer: &Tracer<'_>) -> Value {
     if matches!(tracer, Tracer::Zipkin(_)) {
         cluster["dns_refresh_rate"] = json!("30s");
     }
-    cluster
+    Some(cluster)
 }
 
-fn remote(config: &Config, name: &str, address: &Address, service: &RemoteService) -> Value {
+fn remote(config: &Config, name: &str, address: &Value, service: Option<&RemoteService>) -> Value {
     let mut cluster = cluster(config, name, address);
-    secure(config, &mut cluster, &service.tls_settings, name, true);
+    let tls = service.and_then(|service| service.tls_settings.as_ref());
+    secure(config, &mut cluster, tls, name, true);
     http2(&mut cluster);
-    if let Some(keepalive) = keepalive(&service.tcp_keepalive) {
+    let settings = service.and_then(|service| service.tcp_keepalive.as_ref());
+    if let Some(keepalive) = settings.and_then(keepalive) {
         cluster["upstream_connection_options"] = json!({ "tcp_keepalive": keepalive });
     }
     cluster
 }
 
-fn cluster(config: &Config, name: &str, address: &Address) -> Value {
+fn cluster(config: &Config, name: &str, address: &Value) -> Value {
     json!({
         "name": name,
         "alt_stat_name": format!("{name};"),
@@ -63,12 +84,19 @@ fn cluster(config: &Config, name: &str, address: &Address) -> Value {
         "lb_policy": "ROUND_ROBIN",
         "load_assignment": {
             "cluster_name": name,
-            "endpoints": [{ "lb_endpoints": [{ "endpoint": { "address": address.section() } }] }],
+            "endpoints": [{ "lb_endpoints": [{ "endpoint": { "address": address } }] }],
         },
     })
 }
 
-fn secure(config: &Config, cluster: &mut Value, settings: &TlsSettings, sni: &str, http2: bool) {
+fn secure(
+    config: &Config,
+    cluster: &mut Value,
+    settings: Option<&TlsSettings>,
+    sni: &str,
+    http2: bool,
+) {
+    let Some(settings) = settings else { return };
     let peer = Peer {
         settings,
         files: &config.client_files,
@@ -80,13 +108,15 @@ fn secure(config: &Config, cluster: &mut Value, settings: &TlsSettings, sni: &st
     }
 }
 
-/// Whole seconds, as the kernel has it; what is not positive is the kernel's default.
-fn keepalive(settings: &Keepalive) -> Option<Value> {
-    let seconds = |text: &str| text.trim_end_matches('s').split('.').next()?.parse().ok();
+/// In whole seconds, as in the kernel; zero is the kernel's default.
+fn keepalive(settings: &TcpKeepalive) -> Option<Value> {
     let members = [
         ("keepalive_probes", Some(u64::from(settings.probes))),
-        ("keepalive_time", seconds(&settings.time)),
-        ("keepalive_interval", seconds(&settings.interval)),
+        ("keepalive_time", settings.time.map(|time| time.as_secs())),
+        (
+            "keepalive_interval",
+            settings.interval.map(|time| time.as_secs()),
+        ),
     ];
     let members: serde_json::Map<_, _> = members
         .into_iter()
@@ -111,7 +141,7 @@ mod tests {
                 })),
             ),
         ] {
-            let settings = serde_json::from_value(settings).expect("settings");
+            let settings = crate::proxy_config::from_json(&settings);
             assert_eq!(keepalive(&settings), expected);
         }
     }

@@ -4,18 +4,20 @@
 
 use serde_json::{Value, json};
 
-use super::settings::Settings;
+use super::Config;
+use super::services::{metrics_service, socket_address};
 
-pub(super) fn section(settings: &Settings) -> Vec<Value> {
-    let metrics = settings.metrics_service().map(|_| {
+pub(super) fn section(config: &Config) -> Vec<Value> {
+    let metrics = metrics_service(config).map(|_| {
         let service = json!({
             "transport_api_version": "V3",
             "grpc_service": { "envoy_grpc": { "cluster_name": "envoy_metrics_service" } },
         });
         sink("metrics_service", "MetricsServiceConfig", service)
     });
-    let statsd = settings.statsd_udp_address.as_ref().map(|address| {
-        let address = json!({ "address": address.section() });
+    let statsd = socket_address(config, &config.node.proxy_config.statsd_udp_address);
+    let statsd = statsd.map(|address| {
+        let address = json!({ "address": address });
         sink("statsd", "StatsdSink", address)
     });
     metrics.into_iter().chain(statsd).collect()

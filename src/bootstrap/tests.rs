@@ -107,7 +107,9 @@ fn envoy_takes_every_bootstrap_it_has_the_extensions_for() {
         let mut config = config(&case(&name)).bootstrap;
         // A stock Envoy has neither Istio's own extension nor this tracer, which was given up.
         config.metadata_discovery = false;
-        config.settings.tracing.lightstep = settings::Lightstep::default();
+        if let Some(tracing) = &mut config.node.proxy_config.tracing {
+            tracing.lightstep = None;
+        }
         if let Err(error) = show::validate(&config, Path::new(&envoy), None) {
             refused.push(format!("{name}: {error}"));
         }
@@ -201,4 +203,58 @@ fn the_default_file_is_where_pilot_agent_puts_it() {
     let config = config(&case).bootstrap;
     assert_eq!(config.file(), Path::new("etc/istio/proxy/envoy-rev.json"));
     assert_eq!(config.xds_socket, Path::new("./etc/istio/proxy/XDS"));
+}
+
+#[test]
+fn the_first_place_that_limits_connections_wins() {
+    let meta = "ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS";
+    let runtime = "overload.global_downstream_max_connections";
+    for (document, limit) in [
+        (json!({}), 2_147_483_647),
+        (json!({"runtimeValues": {runtime: "5"}}), 5),
+        (
+            json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "6"}}),
+            6,
+        ),
+        (
+            json!({"runtimeValues": {runtime: "5"}, "proxyMetadata": {meta: "six"}}),
+            5,
+        ),
+        (
+            json!({"connectionSettings": {"globalDownstreamConnectionLimit": 7},
+                   "proxyMetadata": {meta: "6"}}),
+            7,
+        ),
+        (
+            json!({"connectionSettings": {"globalDownstreamConnectionLimit": 0}}),
+            2_147_483_647,
+        ),
+    ] {
+        let config = crate::proxy_config::from_json(&document);
+        assert_eq!(connection_limit(&config), limit, "{document}");
+    }
+}
+
+#[test]
+fn either_member_may_give_the_address_of_the_metrics_service() {
+    let mut config = config(&case("default")).bootstrap;
+    let document = json!({"envoyMetricsServiceAddress": "metrics:1"});
+    config.node.proxy_config = crate::proxy_config::from_json(&document);
+    let (address, _) = services::metrics_service(&config).expect("a service");
+    let expected = json!({"socket_address": {"address": "metrics", "port_value": 1}});
+    assert_eq!(address, expected);
+}
+
+#[test]
+fn the_host_ip_replaces_its_placeholder() {
+    let mut config = config(&case("default")).bootstrap;
+    for (host_ip, address, expected) in [
+        ("10.0.0.1", "$(HOST_IP):9411", "10.0.0.1"),
+        ("fd00::1", "[$(HOST_IP)]:9411", "fd00::1"),
+        ("", "$(HOST_IP):9411", "$(HOST_IP)"),
+    ] {
+        host_ip.clone_into(&mut config.host_ip);
+        let found = services::socket_address(&config, address).expect("an address");
+        assert_eq!(found["socket_address"]["address"], expected, "{host_ip}");
+    }
 }

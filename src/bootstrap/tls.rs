@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::settings::{TlsMode, TlsSettings};
+use crate::proxy_config::{TlsMode, TlsSettings};
 
 const UPSTREAM: &str =
     "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext";
@@ -116,7 +116,7 @@ fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
 
 /// Envoy takes expected names only together with roots, so without any these are the system's.
 fn validation(settings: &TlsSettings, roots: Option<Value>) -> (&'static str, Value) {
-    if roots.is_none() && settings.insecure_skip_verify {
+    if roots.is_none() && settings.insecure_skip_verify == Some(true) {
         return ("validation_context", json!({}));
     }
     let names = settings.subject_alt_names.iter();
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     fn context(settings: Value, files: &ClientFiles, http2: bool) -> Option<Value> {
-        let settings = serde_json::from_value(settings).expect("settings");
+        let settings = crate::proxy_config::from_json(&settings);
         let peer = Peer {
             settings: &settings,
             files,

@@ -6,26 +6,27 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::address::Address;
-use super::settings::{Token, Tracing};
+use crate::proxy_config::{ProxyConfig, Secret};
 
 /// The one tracer that is configured, with its address.
 pub(super) enum Tracer<'a> {
-    Zipkin(&'a Address),
-    Lightstep(&'a Address, &'a Token),
-    Datadog(&'a Address),
+    Zipkin(&'a str),
+    Lightstep(&'a str, &'a Secret),
+    Datadog(&'a str),
 }
 
 impl<'a> Tracer<'a> {
-    pub(super) fn of(tracing: &'a Tracing) -> Option<Self> {
-        let lightstep = &tracing.lightstep;
-        let zipkin = tracing.zipkin.address.as_ref().map(Self::Zipkin);
-        zipkin
-            .or_else(|| {
-                let address = lightstep.address.as_ref()?;
-                Some(Self::Lightstep(address, &lightstep.access_token))
-            })
-            .or_else(|| tracing.datadog.address.as_ref().map(Self::Datadog))
+    pub(super) fn of(config: &'a ProxyConfig) -> Option<Self> {
+        let tracing = config.tracing.as_ref()?;
+        if let Some(zipkin) = &tracing.zipkin {
+            return Some(Self::Zipkin(&zipkin.address));
+        }
+        if let Some(lightstep) = &tracing.lightstep {
+            let (address, token) = (&lightstep.address, &lightstep.access_token);
+            return Some(Self::Lightstep(address, token));
+        }
+        let datadog = tracing.datadog.as_ref()?;
+        Some(Self::Datadog(&datadog.address))
     }
 
     pub(super) fn cluster(&self) -> &'static str {
@@ -36,7 +37,7 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    pub(super) fn address(&self) -> &'a Address {
+    pub(super) fn address(&self) -> &'a str {
         match self {
             Self::Zipkin(address) | Self::Lightstep(address, _) | Self::Datadog(address) => address,
         }

@@ -10,7 +10,8 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 
 use super::environment as variables;
-use super::{Problem, Sources, members};
+use super::{Problem, Sources};
+use crate::address;
 use crate::compliance::Policy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
@@ -52,8 +53,8 @@ impl Sources<'_> {
         has_authority: bool,
         may_serve: bool,
     ) -> (Config, Option<Config>) {
-        let address = self.mesh.discovery_address.clone();
-        let discovery = if self.mesh.plaintext {
+        let address = self.proxy_config.discovery_address.clone();
+        let discovery = if self.proxy_config.is_plaintext() {
             Security::Plaintext
         } else {
             let mut tls = self.tls(Purpose::Discovery { has_authority }, &address, true);
@@ -66,10 +67,10 @@ impl Sources<'_> {
         if !has_authority {
             return (discovery, None);
         }
-        let before = self.problems.len();
+        let before = self.notes.problems.len();
         let certificates = self.certificates();
         if may_serve {
-            self.authority_problems = self.problems.split_off(before);
+            self.authority_problems = self.notes.problems.split_off(before);
         }
         let differs = !is_same(&discovery, &certificates);
         (discovery, differs.then_some(certificates))
@@ -81,7 +82,7 @@ impl Sources<'_> {
         let address = if named {
             given
         } else {
-            self.mesh.discovery_address.clone()
+            self.proxy_config.discovery_address.clone()
         };
         if address.contains("googleapis.com") {
             self.problem(
@@ -91,7 +92,7 @@ impl Sources<'_> {
             );
         }
         // An address of the mesh configuration was reported there if it is no good.
-        if named && members::split_address(&address).is_none() {
+        if named && address::split(&address).is_none() {
             self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
         }
         let security = if address.ends_with(":15010") {
@@ -141,13 +142,10 @@ impl Sources<'_> {
     fn policy(&mut self) -> Policy {
         let name = self.get(&variables::COMPLIANCE_POLICY);
         Policy::parse(&name).unwrap_or_else(|| {
-            let warning = Problem {
-                subject: "COMPLIANCE_POLICY".to_owned(),
-                found: name,
-                expected: "fips-140-2, fips-140-3 or pqc; none is in force".to_owned(),
-            };
-            if !self.warnings.contains(&warning) {
-                self.warnings.push(warning);
+            let expected = "fips-140-2, fips-140-3 or pqc; none is in force";
+            let warning = Problem::new("COMPLIANCE_POLICY", name, expected);
+            if !self.notes.warnings.contains(&warning) {
+                self.notes.warnings.push(warning);
             }
             Policy::None
         })
@@ -163,14 +161,11 @@ impl Sources<'_> {
     }
 
     fn at_least(&mut self, name: &str, found: Duration, least: Duration) -> Duration {
-        let warning = Problem {
-            subject: name.to_owned(),
-            found: format!("{found:?}"),
-            expected: format!("at least {least:?}, which is used"),
-        };
-        // A server with headers of its own asks for the same settings twice.
-        if found < least && !self.warnings.contains(&warning) {
-            self.warnings.push(warning);
+        let expected = format!("at least {least:?}, which is used");
+        let warning = Problem::new(name, format!("{found:?}"), expected);
+        // A second connection reads the same settings.
+        if found < least && !self.notes.warnings.contains(&warning) {
+            self.notes.warnings.push(warning);
         }
         found.max(least)
     }
@@ -190,11 +185,12 @@ impl Sources<'_> {
                     value.set_sensitive(name != "clusterid");
                     metadata.push((name, value));
                 }
-                _ => self.problems.push(Problem {
-                    subject: format!("{prefix}{name}"),
-                    found: "(not shown)".to_owned(),
-                    expected: "a header's name and value".to_owned(),
-                }),
+                _ => {
+                    let subject = format!("{prefix}{name}");
+                    let expected = "a header's name and value";
+                    let problem = Problem::new(subject, "(not shown)", expected);
+                    self.notes.problems.push(problem);
+                }
             }
         }
         metadata
@@ -202,7 +198,7 @@ impl Sources<'_> {
 
     fn tls(&mut self, purpose: Purpose, address: &str, override_name: bool) -> tls::Config {
         let expected = self.get(&variables::ISTIOD_SAN);
-        let host = members::split_address(address).map_or(address, |(host, _)| host);
+        let host = address::split(address).map_or(address, |(host, _)| host);
         let server_name = match host {
             _ if override_name && !expected.is_empty() => expected,
             host if host.contains("localhost") => ISTIOD_NAME.to_owned(),
@@ -227,7 +223,7 @@ impl Sources<'_> {
 
     /// The client certificate that workloads with mounted files name to istiod as well.
     fn mounted_client(&self) -> Option<tls::ClientCertificate> {
-        let named = |key: &str| self.mesh.metadata.get(key).map(PathBuf::from);
+        let named = |key: &str| self.proxy_config.metadata(key).map(PathBuf::from);
         Some(tls::ClientCertificate {
             chain: named("ISTIO_META_TLS_CLIENT_CERT_CHAIN")?,
             key: named("ISTIO_META_TLS_CLIENT_KEY")?,
@@ -247,8 +243,10 @@ impl Sources<'_> {
             Purpose::Discovery {
                 has_authority: false,
             } => {
-                let named = self.mesh.metadata.get("ISTIO_META_TLS_CLIENT_ROOT_CERT");
-                named.cloned().unwrap_or_default()
+                let named = self
+                    .proxy_config
+                    .metadata("ISTIO_META_TLS_CLIENT_ROOT_CERT");
+                named.unwrap_or_default().to_owned()
             }
             _ => String::new(),
         };

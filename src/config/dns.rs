@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, Sources, interfaces};
+use super::{Sources, interfaces};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, Scope, listen};
@@ -85,11 +85,8 @@ impl Sources<'_> {
     /// Without resolvers the names of the mesh are answered all the same.
     fn resolv_conf(&mut self, path: &Path) -> ResolvConf {
         ResolvConf::read(path).unwrap_or_else(|error| {
-            self.warnings.push(Problem {
-                subject: path.display().to_string(),
-                found: error.to_string(),
-                expected: "resolvers, answering names of the mesh only".to_owned(),
-            });
+            let expected = "resolvers, answering names of the mesh only";
+            self.warn(&path.display().to_string(), error.to_string(), expected);
             ResolvConf::default()
         })
     }

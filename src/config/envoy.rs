@@ -11,17 +11,16 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Problem, READABLE_YAML, Sources, duration};
-use crate::bootstrap::settings::Settings;
+use super::{READABLE_YAML, Sources};
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
 use crate::dns::listen;
-use crate::envoy;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::machine::{Drain, Limits};
 use crate::envoy::requests;
+use crate::{duration, envoy};
 
 /// Longest wait for an answer of Envoy's admin port.
 const ADMIN_CALL: Duration = Duration::from_secs(2);
@@ -52,12 +51,11 @@ impl Sources<'_> {
         log_as_json: bool,
     ) -> bootstrap::Config {
         let node = self.node(sds_socket);
-        let settings = self.settings();
         let waypoint = self.flags.kind == NodeType::Waypoint;
         let delta = self.get(&variables::ISTIO_DELTA_XDS) || waypoint;
         let port = |port: u16| Some(port).filter(|port| *port != 0);
         bootstrap::Config {
-            directory: self.mesh.config_path.clone().into(),
+            directory: self.proxy_config.config_path.clone().into(),
             revision: None,
             xds_socket: xds_socket.to_owned(),
             sds_socket: sds_socket.to_owned(),
@@ -65,21 +63,18 @@ impl Sources<'_> {
             metadata_discovery: self.metadata_discovery(&node, delta, waypoint),
             dual_stack: self.get(&variables::ISTIO_DUAL_STACK),
             log_as_json,
-            admin_port: self.mesh.admin_port,
-            agent_port: self.mesh.status_port,
+            admin_port: self.proxy_config.admin_port(),
+            agent_port: self.proxy_config.agent_port(),
             health_port: node.ports.health,
             health_proxy_protocol: self.get(&variables::ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL),
             prometheus_port: node.ports.prometheus,
-            metrics_localhost_only: self
-                .mesh
-                .metadata
-                .get("METRICS_LOCALHOST_ACCESS_ONLY")
-                .is_some_and(|value| value == "true"),
+            metrics_localhost_only: self.proxy_config.metadata("METRICS_LOCALHOST_ACCESS_ONLY")
+                == Some("true"),
             secure_metrics_port: port(node.ports.secure_metrics),
             secure_merged_metrics_port: port(node.ports.secure_merged_metrics),
             outlier_log_path: Some(self.flags.outlier_log_path.clone()).filter(|p| !p.is_empty()),
-            stats: self.stats(&settings, node.exit_on_zero_connections),
-            settings,
+            stats: self.stats(node.exit_on_zero_connections),
+            host_ip: self.get(&variables::HOST_IP),
             client_files: client_files(&node),
             compliance_fips_140_2: self.get(&variables::COMPLIANCE_POLICY) == "fips-140-2",
             keep_path_fragment: !self
@@ -89,34 +84,12 @@ impl Sources<'_> {
         }
     }
 
-    /// What the bootstrap takes from ProxyConfig.
-    fn settings(&mut self) -> Settings {
-        let host_ip = self.get(&variables::HOST_IP);
-        match Settings::read(&self.mesh.document) {
-            Ok(mut settings) => {
-                settings.resolve_host_ip(&host_ip);
-                settings
-            }
-            Err(error) => {
-                // What is wrong with a member has been said by its name already.
-                if self.problems.is_empty() {
-                    self.problem("ProxyConfig", &error.to_string(), "members of their types");
-                }
-                Settings::default()
-            }
-        }
-    }
-
     /// Peers are found over changes only.
     fn metadata_discovery(&mut self, node: &node::Node, delta: bool, waypoint: bool) -> bool {
         let wanted = node.metadata_discovery || waypoint;
         if wanted && !delta {
-            self.warnings.push(Problem {
-                subject: "ISTIO_DELTA_XDS".to_owned(),
-                found: "false".to_owned(),
-                expected: "true for the discovery of peers' metadata, going on without it"
-                    .to_owned(),
-            });
+            let expected = "true for the discovery of peers' metadata, going on without it";
+            self.warn("ISTIO_DELTA_XDS", "false", expected);
         }
         wanted && delta
     }
@@ -159,11 +132,8 @@ impl Sources<'_> {
         let host = self.get(&variables::GCE_METADATA_HOST);
         let gcp = platform::StaticGcp::parse(&known, quota, zone);
         if gcp.is_none() && !known.is_empty() {
-            self.warnings.push(Problem {
-                subject: "GCP_METADATA".to_owned(),
-                found: known,
-                expected: "project|number|cluster|location, going on without it".to_owned(),
-            });
+            let expected = "project|number|cluster|location, going on without it";
+            self.warn("GCP_METADATA", known, expected);
         }
         platform::Config {
             choice: platform::Choice::parse(&choice),
@@ -183,7 +153,7 @@ impl Sources<'_> {
             command: self.command(bootstrap, v6),
             directory: bootstrap.directory.clone(),
             admin_host: bootstrap.admin_host(),
-            admin_port: self.mesh.admin_port,
+            admin_port: self.proxy_config.admin_port(),
             admin_call: ADMIN_CALL,
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
@@ -206,13 +176,11 @@ impl Sources<'_> {
             return None;
         }
         let wanted = self.get(&variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME);
-        let least = self.mesh.drain_duration + Duration::from_secs(1);
+        let least = self.proxy_config.drain_time() + Duration::from_secs(1);
         if wanted < least {
-            self.warnings.push(Problem {
-                subject: variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name.to_owned(),
-                found: format!("{wanted:?}"),
-                expected: format!("more than the drain duration, using {least:?}"),
-            });
+            let name = variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name;
+            let expected = format!("more than the drain duration, using {least:?}");
+            self.warn(name, format!("{wanted:?}"), expected);
         }
         Some(hot_restart::Limits {
             parent_shutdown: wanted.max(least),
@@ -228,13 +196,13 @@ impl Sources<'_> {
         let fixed = [pod.join("labels"), pod.join("annotations")];
         let named = [
             self.flags.mesh_config.clone(),
-            self.mesh.binary_path.clone(),
-            self.mesh.custom_bootstrap.clone().unwrap_or_default(),
+            PathBuf::from(&self.proxy_config.binary_path),
+            PathBuf::from(&self.proxy_config.custom_config_file),
             overriding.into(),
         ];
         // A program without a path is found elsewhere.
         let named = named.into_iter().filter(|path| {
-            let is_program = *path == self.mesh.binary_path;
+            let is_program = *path == Path::new(&self.proxy_config.binary_path);
             !is_program || path.components().count() > 1
         });
         let files = fixed.into_iter().chain(named);
@@ -243,7 +211,7 @@ impl Sources<'_> {
 
     fn drain(&mut self, until_idle: bool) -> Drain {
         if !until_idle {
-            return Drain::For(self.mesh.termination_drain_duration);
+            return Drain::For(self.proxy_config.termination_drain_time());
         }
         Drain::UntilIdle {
             at_least: self.get(&variables::MINIMUM_DRAIN_DURATION),
@@ -272,7 +240,7 @@ impl Sources<'_> {
     fn outlast(&mut self) -> Duration {
         let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
         let is_set = self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS);
-        let drain = self.mesh.termination_drain_duration;
+        let drain = self.proxy_config.termination_drain_time();
         match (self.until_the_reserve(), is_set) {
             (Some(time), true) => wanted.min(time.saturating_sub(drain)),
             (Some(time), false) => time.saturating_sub(drain),
@@ -296,12 +264,8 @@ impl Sources<'_> {
         let text = self.get(&variables::ISTIO_AGENT_ENVOY_RESTARTS);
         let budget = budget(&text);
         if budget.is_none() && !text.is_empty() {
-            self.warnings.push(Problem {
-                subject: variables::ISTIO_AGENT_ENVOY_RESTARTS.name.to_owned(),
-                found: text,
-                expected: "restarts in a duration, such as 3/10m, going on without restarts"
-                    .to_owned(),
-            });
+            let expected = "restarts in a duration, such as 3/10m, going on without restarts";
+            self.warn(variables::ISTIO_AGENT_ENVOY_RESTARTS.name, text, expected);
         }
         budget
     }
@@ -309,35 +273,41 @@ impl Sources<'_> {
     fn command(&mut self, bootstrap: &bootstrap::Config, v6: bool) -> Command {
         let level = &self.flags.proxy_log_level;
         let (log, dropped) = LogLevels::split(level, &self.flags.proxy_component_log_level);
-        self.warnings
-            .extend(dropped.into_iter().map(|part| Problem {
-                subject: "--proxyLogLevel".to_owned(),
-                found: part,
-                expected: "a level or component:level, leaving it out".to_owned(),
-            }));
+        for part in dropped {
+            let expected = "a level or component:level, leaving it out";
+            self.warn("--proxyLogLevel", part, expected);
+        }
         Command {
-            binary: self.mesh.binary_path.clone(),
-            bootstrap: self
-                .mesh
-                .custom_bootstrap
-                .clone()
-                .unwrap_or_else(|| bootstrap.file()),
+            binary: PathBuf::from(&self.proxy_config.binary_path),
+            bootstrap: match self.proxy_config.custom_config_file.as_str() {
+                "" => bootstrap.file(),
+                custom => custom.into(),
+            },
             mode: Mode::Alone,
-            drain_time: self.mesh.drain_duration,
+            drain_time: self.proxy_config.drain_time(),
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
-            file_flush_interval: self.mesh.file_flush_interval,
-            file_flush_min_size_kb: bootstrap.settings.file_flush_min_size_kb,
+            file_flush_interval: self
+                .proxy_config
+                .file_flush_interval
+                .unwrap_or(Duration::from_secs(1)),
+            file_flush_min_size_kb: self.proxy_config.file_flush_min_size_kb,
             log,
             skip_deprecated_logs: bootstrap.node.skip_deprecated_logs,
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
-            concurrency: self.mesh.concurrency.filter(|threads| *threads != 0),
+            concurrency: self.envoy_threads(),
             user: self.envoy_user(),
             fips_ciphers: matches!(
                 self.get(&variables::COMPLIANCE_POLICY).as_str(),
                 "fips-140-2" | "fips-140-3"
             ),
         }
+    }
+
+    /// None lets Envoy use every hardware thread.
+    fn envoy_threads(&self) -> Option<u32> {
+        let threads = u32::try_from(self.proxy_config.concurrency?).ok();
+        threads.filter(|threads| *threads != 0)
     }
 
     /// An agent that is root to stand in for the machine's resolver runs Envoy as the user whose
@@ -369,11 +339,7 @@ impl Sources<'_> {
     }
 
     fn no_override(&mut self, found: String) -> Option<String> {
-        self.warnings.push(Problem {
-            subject: "ISTIO_BOOTSTRAP_OVERRIDE".to_owned(),
-            found,
-            expected: READABLE_YAML.to_owned(),
-        });
+        self.warn("ISTIO_BOOTSTRAP_OVERRIDE", found, READABLE_YAML);
         None
     }
 }

@@ -1,55 +1,48 @@
-//! The MeshConfig file, as far as it can be wrong.
+//! Checks the MeshConfig file.
 //!
-//! Only `defaultConfig` has an effect on the agent. A few other members are checked, because a file
-//! that istiod would refuse is best found early.
-//!
-//! Does not know the schema of MeshConfig.
+//! Only `defaultConfig` has an effect on the agent. A few other members are checked, so that a file that
+//! istiod would refuse is found early.
 
 use std::time::Duration;
 
-use super::members::is_label;
-use super::yaml::{Node, Tree};
-use super::{Notes, Problem, duration};
+use crate::address::is_label;
+use crate::duration;
+use crate::problem::{Diagnostics, Problem};
+use crate::proxy_config::field::camel_case;
+use crate::proxy_config::yaml::{Node, Tree};
 
 const PORT: &str = "a port from 1 to 65535";
 const TIMEOUT: &str = "a duration from 1ms to 1h";
 const DOMAIN: &str = "a name of labels, each of letters, digits and inner hyphens";
 
-type Check = (&'static str, &'static str, &'static str, fn(&Tree) -> bool);
+type Check = (&'static str, &'static str, fn(&Tree) -> bool);
 
 const CHECKS: [Check; 5] = [
-    ("proxyListenPort", "proxy_listen_port", PORT, is_port),
-    (
-        "proxyInboundListenPort",
-        "proxy_inbound_listen_port",
-        PORT,
-        is_port,
-    ),
-    ("connectTimeout", "connect_timeout", TIMEOUT, is_timeout),
-    ("trustDomain", "trust_domain", DOMAIN, is_domain),
-    ("defaultConfig", "default_config", "an object", is_object),
+    ("proxy_listen_port", PORT, is_port),
+    ("proxy_inbound_listen_port", PORT, is_port),
+    ("connect_timeout", TIMEOUT, is_timeout),
+    ("trust_domain", DOMAIN, is_domain),
+    ("default_config", "an object", is_object),
 ];
 
-pub(super) fn check(origin: &str, mesh: &Node, notes: &mut Notes) {
-    for (camel, snake, expected, is_good) in CHECKS {
-        let given = member(mesh, camel, snake);
-        let wrong = given.filter(|node| !matches!(node.tree, Tree::Null) && !is_good(&node.tree));
-        notes.problems.extend(wrong.map(|node| Problem {
-            subject: format!("{camel} of {origin} line {}", node.line),
-            found: node.tree.shown(),
-            expected: expected.to_owned(),
+pub(super) fn check(origin: &str, mesh: &Node, notes: &mut Diagnostics) {
+    for (name, expected, is_good) in CHECKS {
+        let wrong = member(mesh, name).filter(|node| !is_good(&node.tree));
+        notes.problems.extend(wrong.map(|node| {
+            let subject = format!("{} of {origin} line {}", camel_case(name), node.line);
+            Problem::new(subject, node.tree.shown(), expected)
         }));
     }
 }
 
-/// The member under its name in camel or in snake case.
-pub(super) fn member<'n>(mesh: &'n Node, camel: &str, snake: &str) -> Option<&'n Node> {
+/// The member under its name in camel or snake case. A member that is null is not set.
+pub(super) fn member<'n>(mesh: &'n Node, name: &str) -> Option<&'n Node> {
     let Tree::Map(entries) = &mesh.tree else {
         return None;
     };
     let find = |name: &str| entries.iter().find(|(key, _)| key == name);
-    let entry = find(camel).or_else(|| find(snake))?;
-    Some(&entry.1)
+    let (_, node) = find(&camel_case(name)).or_else(|| find(name))?;
+    (!matches!(node.tree, Tree::Null)).then_some(node)
 }
 
 fn is_port(tree: &Tree) -> bool {
@@ -69,7 +62,7 @@ fn is_timeout(tree: &Tree) -> bool {
     duration::parse(text).is_some_and(|timeout| allowed.contains(&timeout))
 }
 
-/// An empty one stands for the default.
+/// An empty name stands for the default.
 fn is_domain(tree: &Tree) -> bool {
     let Tree::Text(text) = tree else {
         return false;
@@ -84,10 +77,10 @@ fn is_object(tree: &Tree) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::yaml;
+    use crate::proxy_config::yaml;
 
     fn subjects(text: &str) -> Vec<String> {
-        let mut notes = Notes::default();
+        let mut notes = Diagnostics::default();
         let mesh = yaml::object("mesh", text)
             .expect("YAML")
             .expect("an object");
@@ -97,14 +90,14 @@ mod tests {
     }
 
     #[test]
-    fn a_mesh_istiod_would_take_is_good_whatever_else_it_says() {
+    fn members_that_are_not_checked_do_no_harm() {
         let text = "proxyListenPort: 15001\nconnect_timeout: 10s\ntrustDomain: td-1.example\n\
                     extensionProviders: [{name: a}]\nfromTheFuture: 1\ndefaultConfig:\n";
         assert_eq!(subjects(text), [""; 0]);
     }
 
     #[test]
-    fn what_istiod_would_refuse_is_named_with_its_line() {
+    fn values_istiod_would_refuse_are_named_with_their_line() {
         let text = "proxyListenPort: 0\nproxy_inbound_listen_port: 70000\nconnectTimeout: 2h\n\
                     trustDomain: a..b\ndefaultConfig: []\n";
         let expected = [

@@ -1,27 +1,22 @@
-//! Flags, environment, mesh configuration and downward API become one checked [`Config`].
+//! Reads flags, environment, mesh configuration and downward API into one checked [`Config`].
 //!
-//! [`load`] reads everything once, builds the form of each room, and reports every problem at once,
-//! each with the variable or member, what was found and what was expected. Nothing is checked again
-//! afterwards. Well-known paths are relative: they resolve against the working directory, also
-//! Envoy's, so several agents can live side by side.
-//!
-//! Does not watch for changes, and opens no connection.
+//! [`load`] reads everything once, builds the configuration of each module, and reports every problem
+//! at once, each with the variable or member, what was found and what was expected. Nothing is checked
+//! again afterwards. Well-known paths are relative: they resolve against the working directory, also
+//! Envoy's, so that several agents can run side by side.
 
 mod control_plane;
 mod dns;
-pub mod duration;
 mod effective;
 pub mod environment;
 mod envoy;
 pub mod interfaces;
-mod members;
-pub mod mesh;
+mod merged;
 mod mesh_file;
 mod metrics;
 mod node;
 pub mod pod;
 pub mod report;
-mod schema;
 mod secret_files;
 mod stats;
 mod statsd;
@@ -29,20 +24,23 @@ mod status;
 mod threads;
 mod validate;
 mod workload;
-mod yaml;
 
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use crate::cli::{LogFlags, ProxyFlags};
 use crate::compliance::Policy;
+use crate::problem::Diagnostics;
+pub use crate::problem::Problem;
+use crate::proxy_config::ProxyConfig;
 use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use environment::Environment;
 use interfaces::Interface;
-use mesh::ProxyConfig;
 use pod::Pairs;
 pub use secret_files::{AbsentSocket, SecretSources};
 pub use workload::{KeyChoice, SecretsParameters};
@@ -93,33 +91,13 @@ pub struct Config {
     pub warnings: Vec<Problem>,
 }
 
-/// A setting that cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub struct Problem {
-    /// Variable, flag, member or file.
-    pub subject: String,
-    pub found: String,
-    pub expected: String,
-}
-
-/// What is expected of a file the agent can do without.
+/// Expectations of a file that the agent can run without.
 const READABLE: &str = "a readable file, going on without it";
 const READABLE_YAML: &str = "a readable YAML or JSON file, going on without it";
 
-impl Problem {
-    /// Whether a file was there and could not be used.
-    pub fn is_lost_file(&self) -> bool {
-        [READABLE, READABLE_YAML].contains(&self.expected.as_str())
-    }
-}
-
-/// What was found wrong so far.
-#[derive(Debug, Default)]
-struct Notes {
-    /// What makes the configuration unusable.
-    problems: Vec<Problem>,
-    /// What is odd and left out, or replaced by a default.
-    warnings: Vec<Problem>,
+/// Whether the warning is about an existing file that could not be used.
+pub fn is_lost_file(warning: &Problem) -> bool {
+    [READABLE, READABLE_YAML].contains(&warning.expected.as_str())
 }
 
 /// Every problem of a configuration, as one error.
@@ -137,31 +115,19 @@ impl fmt::Display for Unusable {
     }
 }
 
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            subject,
-            found,
-            expected,
-        } = self;
-        write!(f, "{subject} is {found:?}, expected {expected}")
-    }
-}
-
-/// What the parts of the configuration are built from.
+/// The inputs of the configuration, and the problems found in them.
 struct Sources<'a> {
     flags: &'a ProxyFlags,
     env: &'a Environment,
-    /// The working directory, against which files are looked for.
+    /// The working directory, against which paths resolve.
     root: &'a Path,
-    mesh: ProxyConfig,
+    proxy_config: ProxyConfig,
     labels: Option<Pairs>,
     annotations: Pairs,
     addresses: Vec<IpAddr>,
     namespace: String,
-    problems: Vec<Problem>,
+    notes: Diagnostics,
     authority_problems: Vec<Problem>,
-    warnings: Vec<Problem>,
 }
 
 /// Reads the configuration. `root` is the working directory.
@@ -174,10 +140,10 @@ pub fn load(
     load_with(flags, log, env, root, interfaces::of_this_machine())
 }
 
-/// The status port of an agent that runs in `root`, for commands beside it. What is wrong with the
-/// configuration is for that agent to say.
+/// The status port of an agent that runs in `root`, for commands beside it. Problems of the
+/// configuration are for that agent to report.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
-    let annotations = pod_pairs(root, "annotations", &mut Notes::default());
+    let annotations = pod_pairs(root, "annotations", &mut Diagnostics::default());
     effective::status_port(env, root, &annotations.unwrap_or_default())
 }
 
@@ -191,7 +157,7 @@ pub(crate) fn load_with(
 ) -> Result<Config, Vec<Problem>> {
     let mut sources = Sources::read(flags, env, root, interfaces);
     let sds_socket = sources.sds_socket();
-    let xds_socket = Path::new(&sources.mesh.config_path).join("XDS");
+    let xds_socket = Path::new(&sources.proxy_config.config_path).join("XDS");
     let secret_sources = sources.secret_sources(&sds_socket);
     let may_serve =
         secret_sources.absent_socket != AbsentSocket::Serve || root.join(&sds_socket).exists();
@@ -210,8 +176,8 @@ pub(crate) fn load_with(
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
     let jwt_policy = sources.get(&environment::JWT_POLICY);
-    if !sources.problems.is_empty() {
-        return Err([sources.problems, sources.authority_problems].concat());
+    if !sources.notes.problems.is_empty() {
+        return Err([sources.notes.problems, sources.authority_problems].concat());
     }
     Ok(Config {
         istiod,
@@ -225,7 +191,7 @@ pub(crate) fn load_with(
         max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         sds_socket,
         bootstrap,
-        has_custom_bootstrap: sources.mesh.custom_bootstrap.is_some(),
+        has_custom_bootstrap: !sources.proxy_config.custom_config_file.is_empty(),
         grpc,
         scrape,
         inputs,
@@ -236,7 +202,7 @@ pub(crate) fn load_with(
         jwt_policy,
         cluster_id,
         authority_problems: sources.authority_problems,
-        warnings: sources.warnings,
+        warnings: sources.notes.warnings,
     })
 }
 
@@ -249,7 +215,8 @@ impl Config {
         let node = &self.bootstrap.node;
         let ips: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
         tracing::info!(ips = ips.join(","), id = node.id, "Proxy role");
-        tracing::info!("Effective config: {}", mesh::printable(&node.proxy_config));
+        let effective = Value::from(node.proxy_config.printable());
+        tracing::info!("Effective config: {effective}");
         tracing::info!("JWT policy is {}", self.jwt_policy);
         if !self.secret_sources.has_authority() {
             tracing::info!(
@@ -298,49 +265,42 @@ impl<'a> Sources<'a> {
         root: &'a Path,
         interfaces: std::io::Result<Vec<Interface>>,
     ) -> Self {
-        let mut notes = Notes::default();
+        let mut notes = Diagnostics::default();
         let labels = pod_pairs(root, "labels", &mut notes);
         let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
-        let document = effective::document(flags, env, root, &annotations, &mut notes);
-        let Notes {
-            problems,
-            mut warnings,
-        } = notes;
-        let instance_ip = env.get(&environment::INSTANCE_IP, &mut warnings);
+        let merged = effective::merge(flags, env, root, &annotations, &mut notes);
+        let warnings = &mut notes.warnings;
+        let instance_ip = env.get(&environment::INSTANCE_IP, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            warnings.push(Problem {
-                subject: "network interfaces".to_owned(),
-                found: error.to_string(),
-                expected: "a list of them, going on without".to_owned(),
-            });
+            let expected = "a list of them, going on without";
+            warnings.push(Problem::new(
+                "network interfaces",
+                error.to_string(),
+                expected,
+            ));
             Vec::new()
         });
-        let excluded = annotations
-            .get(pod::EXCLUDED_INTERFACES)
-            .map(String::as_str);
-        let excluded = excluded
-            .unwrap_or_default()
-            .split(',')
-            .filter(|name| !name.is_empty());
-        let excluded: Vec<_> = excluded.map(str::to_owned).collect();
-        let excluded: Vec<_> = excluded.iter().map(String::as_str).collect();
+        let excluded = annotations.get(pod::EXCLUDED_INTERFACES);
+        let excluded = excluded.map_or("", String::as_str).split(',');
+        let excluded: Vec<_> = excluded.filter(|name| !name.is_empty()).collect();
+        let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
+        let namespace = env.get(&environment::POD_NAMESPACE, warnings);
         Self {
             flags,
             env,
             root,
-            mesh: document.read(),
+            proxy_config: merged.config,
             labels,
+            addresses,
+            namespace,
             annotations,
-            addresses: pod::addresses(&instance_ip, &interfaces, &excluded, &mut warnings),
-            namespace: env.get(&environment::POD_NAMESPACE, &mut warnings),
-            problems,
+            notes,
             authority_problems: Vec::new(),
-            warnings,
         }
     }
 
     fn get<T>(&mut self, variable: &environment::Variable<T>) -> T {
-        self.env.get(variable, &mut self.warnings)
+        self.env.get(variable, &mut self.notes.warnings)
     }
 
     fn sds_socket(&mut self) -> PathBuf {
@@ -356,16 +316,18 @@ impl<'a> Sources<'a> {
     }
 
     fn problem(&mut self, subject: &str, found: &str, expected: impl Into<String>) {
-        self.problems.push(Problem {
-            subject: subject.to_owned(),
-            found: found.to_owned(),
-            expected: expected.into(),
-        });
+        let problem = Problem::new(subject, found, expected);
+        self.notes.problems.push(problem);
+    }
+
+    fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
+        let warning = Problem::new(subject, found, expected);
+        self.notes.warnings.push(warning);
     }
 }
 
-/// What the downward API says about the pod.
-fn pod_pairs(root: &Path, name: &str, notes: &mut Notes) -> Option<Pairs> {
+/// Labels or annotations from the downward API.
+fn pod_pairs(root: &Path, name: &str, notes: &mut Diagnostics) -> Option<Pairs> {
     let path = root.join("./etc/istio/pod").join(name);
     pod::read_pairs(&path, &mut notes.warnings)
 }

@@ -1,6 +1,4 @@
-//! Who Envoy says it is: node id, cluster, and the sources of node metadata.
-//!
-//! Does not put the metadata together: the bootstrap does.
+//! Envoy's node: id, cluster and the inputs of node metadata.
 
 use std::path::Path;
 
@@ -8,15 +6,17 @@ use serde_json::{Map, Value};
 
 use super::environment as variables;
 use super::pod::{self, Pairs};
-use super::{Problem, Sources, members};
+use super::{Problem, Sources};
+use crate::address;
 use crate::bootstrap::platform::Platform;
 use crate::bootstrap::{metadata, node};
 use crate::cli::version::ISTIO_VERSION;
+use crate::proxy_config::TracingServiceName;
 
-/// What a `serviceCluster` says that says nothing.
+/// The default of `serviceCluster`, which names no workload.
 const NO_CLUSTER: &str = "istio-proxy";
 
-/// Where the name of a workload stands, for its cluster. Telemetry looks in the opposite order.
+/// Labels with the name of a workload, in the order for its cluster. Telemetry has the reverse order.
 const NAME_LABELS: [&str; 3] = [
     "app",
     "app.kubernetes.io/name",
@@ -54,7 +54,7 @@ impl Sources<'_> {
             static_labels,
             labels: self.labels.clone(),
             annotations: self.annotations.clone(),
-            proxy_config: self.mesh.document.clone(),
+            proxy_config: self.proxy_config.clone(),
             version: ISTIO_VERSION.to_owned(),
             ports: self.ports(),
             istiod_san: self.istiod_san(),
@@ -89,22 +89,22 @@ impl Sources<'_> {
     }
 
     fn istiod_san(&self) -> Option<String> {
-        let (host, _) = members::split_address(&self.mesh.discovery_address)?;
+        let (host, _) = address::split(&self.proxy_config.discovery_address)?;
         let name = if host == "localhost" {
             "istiod.istio-system.svc"
         } else {
             host
         };
-        (!self.mesh.plaintext).then(|| name.to_owned())
+        (!self.proxy_config.is_plaintext()).then(|| name.to_owned())
     }
 
     /// Members of node metadata as given: `proxyMetadata`, then `ISTIO_META_*`, then the members of
     /// `ISTIO_METAJSON_*`, each over the one before. Labels among them are returned apart.
     fn raw_metadata(&mut self) -> (Map<String, Value>, Pairs) {
         let mut raw = Map::new();
-        let of_mesh = self.mesh.metadata.iter();
+        let of_mesh = self.proxy_config.proxy_metadata.iter();
         let of_mesh =
-            of_mesh.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.as_str())));
+            of_mesh.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.0.as_str())));
         for (name, value) in of_mesh.chain(self.env.with_prefix("ISTIO_META_")) {
             raw.insert(name.to_owned(), value.into());
         }
@@ -118,11 +118,12 @@ impl Sources<'_> {
                     }
                     raw.extend(members);
                 }
-                Err(error) => self.warnings.push(Problem {
-                    subject: format!("ISTIO_METAJSON_{name}"),
-                    found: error.to_string(),
-                    expected: "a JSON object, leaving it out".to_owned(),
-                }),
+                Err(error) => {
+                    let expected = "a JSON object, leaving it out";
+                    let subject = format!("ISTIO_METAJSON_{name}");
+                    let warning = Problem::new(subject, error.to_string(), expected);
+                    self.notes.warnings.push(warning);
+                }
             }
         }
         let dns = self.get(&variables::DNS_PROXY_ADDR);
@@ -145,23 +146,26 @@ impl Sources<'_> {
         };
         let workload = raw.get("WORKLOAD_NAME").and_then(Value::as_str);
         let workload = workload.filter(|name| !name.is_empty()).map(str::to_owned);
-        let opposite: Vec<_> = NAME_LABELS.into_iter().rev().collect();
+        let reversed: Vec<_> = NAME_LABELS.into_iter().rev().collect();
         let canonical = || {
-            label(&opposite)
+            label(&reversed)
                 .or_else(|| workload.clone())
                 .unwrap_or_default()
         };
         let namespace = self.namespace.as_str();
-        let configured = match (self.mesh.document.get("tracingServiceName"), namespace) {
-            (Some(Value::String(name)), "") if name.starts_with("CANONICAL_NAME") => canonical(),
-            (Some(Value::String(name)), _) if name == "CANONICAL_NAME_ONLY" => canonical(),
-            (Some(Value::String(name)), _) if name == "CANONICAL_NAME_AND_NAMESPACE" => {
+        let service_cluster = self.proxy_config.service_cluster.as_ref();
+        let configured = match (self.proxy_config.tracing_service_name, namespace) {
+            (Some(TracingServiceName::CanonicalNameOnly), _)
+            | (Some(TracingServiceName::CanonicalNameAndNamespace), "") => canonical(),
+            (Some(TracingServiceName::CanonicalNameAndNamespace), _) => {
                 let name = Some(canonical()).filter(|name| !name.is_empty());
                 return format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER));
             }
-            (Some(_), _) => String::new(),
-            (None, _) if self.mesh.service_cluster.is_empty() => self.flags.service_cluster.clone(),
-            (None, _) => self.mesh.service_cluster.clone(),
+            (Some(TracingServiceName::AppLabelAndNamespace), _) => String::new(),
+            (None, _) => {
+                let cluster = service_cluster.filter(|cluster| !cluster.is_empty());
+                cluster.unwrap_or(&self.flags.service_cluster).clone()
+            }
         };
         if !configured.is_empty() && configured != NO_CLUSTER {
             return configured;

@@ -1,9 +1,7 @@
-//! What is known of this pod: its addresses, its node id, its labels and annotations.
+//! The pod: its addresses, node id, labels and annotations.
 //!
-//! Labels and annotations come from files Kubernetes writes, one `key="value"` per line. A line
-//! that cannot be read is a warning and costs that line only.
-//!
-//! Does not read network interfaces, which [`super::interfaces`] does.
+//! Labels and annotations come from files of the downward API, one `key="value"` per line. A line that
+//! cannot be read is left out with a warning.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +13,7 @@ use super::{Problem, READABLE};
 
 pub type Pairs = BTreeMap<String, String>;
 
-/// What kind of Envoy this is; the first part of the node id.
+/// The type of node; the first part of the node id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeType {
     Sidecar,
@@ -33,8 +31,8 @@ impl fmt::Display for NodeType {
     }
 }
 
-/// The addresses of the node, the most important first: `INSTANCE_IP`, then those of interfaces that
-/// are not `excluded`. Never empty, each once.
+/// The addresses of the node: `INSTANCE_IP`, then the addresses of interfaces that are not
+/// `excluded`. Never empty, without duplicates.
 pub fn addresses(
     instance_ip: &str,
     interfaces: &[Interface],
@@ -70,28 +68,22 @@ pub fn addresses(
     addresses
 }
 
-/// Names interfaces whose addresses are not the node's.
+/// Lists interfaces whose addresses are not the node's.
 pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
 
 fn warn_of_unknown(excluded: &[&str], interfaces: &[Interface], warnings: &mut Vec<Problem>) {
     let is_known = |name: &str| interfaces.iter().any(|interface| interface.name == name);
     for name in excluded.iter().filter(|name| !is_known(name)) {
-        warnings.push(Problem {
-            subject: EXCLUDED_INTERFACES.to_owned(),
-            found: (*name).to_owned(),
-            expected: "the name of an interface, leaving it out".to_owned(),
-        });
+        let expected = "the name of an interface, leaving it out";
+        warnings.push(Problem::new(EXCLUDED_INTERFACES, *name, expected));
     }
 }
 
 fn first_address(instance_ip: &str, warnings: &mut Vec<Problem>) -> Option<IpAddr> {
     let parsed = instance_ip.parse().ok();
     if parsed.is_none() && !instance_ip.is_empty() {
-        warnings.push(Problem {
-            subject: "INSTANCE_IP".to_owned(),
-            found: instance_ip.to_owned(),
-            expected: "an IP address, using those of the interfaces".to_owned(),
-        });
+        let expected = "an IP address, using those of the interfaces";
+        warnings.push(Problem::new("INSTANCE_IP", instance_ip, expected));
     }
     parsed
 }
@@ -107,17 +99,14 @@ pub fn node_id(
     format!("{kind}~{address}~{pod}.{namespace}~{domain}")
 }
 
-/// The pairs of a downward API file, or nothing when there is no such file.
+/// The pairs of a downward API file; None when the file is missing.
 pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
     match std::fs::read_to_string(path) {
         Ok(text) => Some(parse_pairs(&text, path, warnings)),
         Err(error) => {
             if error.kind() != std::io::ErrorKind::NotFound {
-                warnings.push(Problem {
-                    subject: path.display().to_string(),
-                    found: error.to_string(),
-                    expected: READABLE.to_owned(),
-                });
+                let subject = path.display().to_string();
+                warnings.push(Problem::new(subject, error.to_string(), READABLE));
             }
             None
         }
@@ -134,11 +123,11 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
             Some(value) => {
                 pairs.insert(key.to_owned(), value);
             }
-            None => warnings.push(Problem {
-                subject: format!("{} line {}", path.display(), index + 1),
-                found: line.to_owned(),
-                expected: "key=\"value\", skipping the line".to_owned(),
-            }),
+            None => {
+                let subject = format!("{} line {}", path.display(), index + 1);
+                let expected = "key=\"value\", skipping the line";
+                warnings.push(Problem::new(subject, line, expected));
+            }
         }
     }
     pairs

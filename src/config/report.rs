@@ -1,17 +1,16 @@
-//! What the agent would run with, for people and for scripts: every value and where it is from.
+//! Reports the effective configuration: every value and its origin, as YAML with comments or as JSON.
 //!
-//! The text is YAML, with the origins as comments. What may be secret is not shown. A configuration
-//! that cannot be used is shown as well, with its problems.
-//!
-//! Does not decide anything: the values are those [`super::load`] finds.
+//! Secrets are hidden. A configuration that cannot be used is reported with its problems.
 
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::environment::{Environment, TABLE};
-use super::{Notes, Problem, effective, load, mesh, pod_pairs};
+use super::merged::{DEFAULT, Merged};
+use super::{Problem, effective, load, pod_pairs};
 use crate::cli::{LogFlags, ProxyFlags, config};
+use crate::problem::Diagnostics;
 
 /// The effective configuration and its origins.
 #[derive(Debug)]
@@ -30,13 +29,13 @@ struct Setting {
     origin: String,
 }
 
-/// Looks at everything [`load`] looks at. `root` is the working directory.
+/// Reads what [`load`] reads. `root` is the working directory.
 pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path) -> Report {
-    let mut notes = Notes::default();
+    let mut notes = Diagnostics::default();
     let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
-    let document = effective::document(flags, env, root, &annotations, &mut notes);
+    let merged = effective::merge(flags, env, root, &annotations, &mut notes);
     let (warnings, problems) = match load(flags, log, env, root) {
-        // Whether somebody else serves the workload's secrets is seen when the agent starts.
+        // Whether another process serves the workload's secrets is known when the agent starts.
         Ok(config) => {
             let warnings = [config.warnings, config.authority_problems];
             (warnings.concat(), Vec::new())
@@ -44,7 +43,7 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
         Err(problems) => (notes.warnings, problems),
     };
     Report {
-        proxy_config: proxy_config(&document),
+        proxy_config: proxy_config(&merged),
         variables: variables(env),
         flags: flags_used(flags),
         warnings,
@@ -52,24 +51,23 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
     }
 }
 
-fn proxy_config(document: &mesh::Document) -> Vec<Setting> {
-    let shown = mesh::printable(&document.canonical());
-    let members = shown.as_object().into_iter().flatten();
+fn proxy_config(merged: &Merged) -> Vec<Setting> {
+    let members = merged.config.printable().into_iter();
     let settings = members.map(|(name, value)| Setting {
-        name: name.clone(),
-        value: value.clone(),
-        origin: document.origin(name),
+        origin: merged.origin(&name).to_owned(),
+        name,
+        value,
     });
     settings.collect()
 }
 
 fn variables(env: &Environment) -> Vec<Setting> {
-    // What this one says is shown member by member.
+    // This one is shown member by member.
     let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
     let settings = rows.map(|row| {
         let given = env.text(row.name);
         let (value, origin) = match given {
-            None => (row.default, mesh::DEFAULT),
+            None => (row.default, DEFAULT),
             // The headers of probes may hold credentials.
             Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
             Some(text) if (row.is_good)(text) => (text, "variable"),
@@ -88,12 +86,7 @@ fn flags_used(flags: &ProxyFlags) -> Vec<Setting> {
     let settings = config::flags(flags).into_iter().map(|flag| Setting {
         name: flag.name.to_owned(),
         value: json!(flag.value),
-        origin: if flag.is_default {
-            mesh::DEFAULT
-        } else {
-            "flag"
-        }
-        .to_owned(),
+        origin: if flag.is_default { DEFAULT } else { "flag" }.to_owned(),
     });
     settings.collect()
 }
@@ -235,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_nobody_can_use_is_shown_with_its_problems() {
+    fn an_unusable_configuration_is_shown_with_its_problems() {
         let report = reported(&[("PROXY_CONFIG", "{drainDuration: 1, statusPort: x}")]);
         assert!(!report.is_usable());
         assert_eq!(report.json()["problems"].as_array().map(Vec::len), Some(2));

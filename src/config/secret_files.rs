@@ -9,11 +9,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use super::Sources;
 use super::environment as variables;
-use super::members::Reader;
 use crate::istiod::roots::SYSTEM_BUNDLES;
 use crate::sds::Style;
 use crate::sds::provider::{Kind, Provider};
@@ -131,17 +128,16 @@ impl Sources<'_> {
     }
 
     fn key_provider(&self) -> Option<Provider> {
-        let given = self.mesh.document.get("privateKeyProvider")?;
-        [Kind::CryptoMb, Kind::Qat].into_iter().find_map(|kind| {
-            let method = given.get(kind.name())?.as_object()?;
-            Some(Provider {
-                kind,
-                poll_delay: Reader(method).duration("pollDelay"),
-                fallback: method
-                    .get("fallback")
-                    .and_then(Value::as_bool)
-                    .unwrap_or(false),
-            })
+        let given = self.proxy_config.private_key_provider.as_ref()?;
+        let (kind, method) = match (&given.cryptomb, &given.qat) {
+            (Some(method), _) => (Kind::CryptoMb, method),
+            (None, Some(method)) => (Kind::Qat, method),
+            (None, None) => return None,
+        };
+        Some(Provider {
+            kind,
+            poll_delay: method.poll_delay,
+            fallback: method.fallback.unwrap_or_default(),
         })
     }
 

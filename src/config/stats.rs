@@ -1,23 +1,22 @@
-//! Which statistics the pod asks for: annotations over ProxyConfig.
-//!
-//! Does not know the statistics everybody gets.
+//! The statistics a pod adds to the default ones: annotations over ProxyConfig.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::Number;
 
-use super::{Problem, Sources, duration};
-use crate::bootstrap::settings::Settings;
+use super::Sources;
 use crate::bootstrap::stats::Choice;
+use crate::duration;
 
 const PREFIX: &str = "sidecar.istio.io/";
 /// Envoy's own interval.
 const FLUSH: Duration = Duration::from_secs(5);
 
 impl Sources<'_> {
-    pub(super) fn stats(&mut self, settings: &Settings, until_idle: bool) -> Choice {
-        let matcher = &settings.proxy_stats_matcher;
+    pub(super) fn stats(&mut self, until_idle: bool) -> Choice {
+        let matcher = self.proxy_config.proxy_stats_matcher.clone();
+        let matcher = matcher.unwrap_or_default();
         let flush = self.flush();
         let mut expressions = self.either("statsInclusionRegexps", &matcher.inclusion_regexps);
         expressions.extend(self.statistics_of_requests(until_idle));
@@ -25,7 +24,7 @@ impl Sources<'_> {
             prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
             expressions,
-            tags: self.tags(&settings.extra_stat_tags),
+            tags: self.tags(),
             buckets: self.buckets(),
             flush,
             eviction: self.eviction(flush),
@@ -37,7 +36,7 @@ impl Sources<'_> {
         Some(text.as_str()).filter(|text| !text.is_empty())
     }
 
-    /// The annotation's list, or the setting's: never both.
+    /// The annotation's list, else the setting's.
     fn either(&self, annotation: &str, setting: &[String]) -> Vec<String> {
         match self.stats_annotation(annotation) {
             Some(list) => list.split(',').map(str::to_owned).collect(),
@@ -45,12 +44,10 @@ impl Sources<'_> {
         }
     }
 
-    fn tags(&self, setting: &[String]) -> Vec<String> {
+    fn tags(&self) -> Vec<String> {
         let annotation = self.stats_annotation("extraStatTags").unwrap_or_default();
-        let all = setting
-            .iter()
-            .map(String::as_str)
-            .chain(annotation.split(','));
+        let setting = self.proxy_config.extra_stat_tags.iter();
+        let all = setting.map(String::as_str).chain(annotation.split(','));
         let mut tags: Vec<String> = Vec::new();
         for tag in all.filter(|tag| !tag.is_empty()) {
             if !tags.iter().any(|known| known == tag) {
@@ -95,10 +92,6 @@ impl Sources<'_> {
     }
 
     fn odd(&mut self, annotation: &str, found: String, expected: &str) {
-        self.warnings.push(Problem {
-            subject: format!("{PREFIX}{annotation}"),
-            found,
-            expected: expected.to_owned(),
-        });
+        self.warn(&format!("{PREFIX}{annotation}"), found, expected);
     }
 }

@@ -1,38 +1,32 @@
-//! The statsd collector, by address: Envoy takes no names for it.
+//! Resolves the name of the statsd collector, for which Envoy takes only an IP address.
 //!
-//! A name is looked up within a limit, on a thread of its own, because the system's resolver cannot
-//! be interrupted. A name that is not found costs the statistics, not the start.
-//!
-//! Does not look up what is an address already.
+//! The lookup has a time limit and a thread of its own, because the system's resolver cannot be
+//! interrupted. Without an answer the agent starts without statsd.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use serde_json::json;
-
-use super::Notes;
-use super::members::{is_address, split_address};
-use super::mesh::Document;
+use super::merged::Merged;
+use crate::address;
+use crate::problem::Diagnostics;
 
 const NAME: &str = "statsdUdpAddress";
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// Replaces the name by an address, or unsets it with a warning.
-pub(super) fn resolve(document: &mut Document, notes: &mut Notes) {
-    resolve_by(system, LIMIT, document, notes);
+pub(super) fn resolve(merged: &mut Merged, notes: &mut Diagnostics) {
+    resolve_by(system, LIMIT, merged, notes);
 }
 
-fn resolve_by<F>(look_up: F, limit: Duration, document: &mut Document, notes: &mut Notes)
+fn resolve_by<F>(look_up: F, limit: Duration, merged: &mut Merged, notes: &mut Diagnostics)
 where
     F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
 {
-    // What is no address of any form is reported by the rules.
-    let Some(address) = document.text(NAME).filter(|text| is_address(text)) else {
-        return;
-    };
-    let Some((host, port)) = split_address(address) else {
+    let address = &merged.config.statsd_udp_address;
+    // The validation reports an address that is not valid.
+    let Some((host, port)) = address::split(address).filter(|_| address::is_valid(address)) else {
         return;
     };
     if host.parse::<IpAddr>().is_ok() {
@@ -40,29 +34,28 @@ where
     }
     match within(limit, host.to_owned(), look_up) {
         Ok(ip) => {
-            let (origin, address) = (document.origin(NAME), SocketAddr::new(ip, port));
-            let origin = format!("{origin}, looked up");
-            document.set(&origin, NAME, json!(address.to_string()));
+            let origin = format!("{}, looked up", merged.origin(NAME));
+            merged.config.statsd_udp_address = SocketAddr::new(ip, port).to_string();
+            merged.set_origin(NAME, &origin);
         }
         Err(reason) => {
             let found = format!("{address}: {reason}");
             let expected = "a name that can be looked up, going on without statsd";
-            notes
-                .warnings
-                .push(document.problem(NAME, &found, expected));
-            document.unset(NAME);
+            let warning = merged.problem(NAME, &found, expected);
+            notes.warnings.push(warning);
+            merged.config.statsd_udp_address.clear();
         }
     }
 }
 
-/// The first IPv4 address, else the last of the others.
+/// The first IPv4 address, else the last IPv6 address.
 fn within<F>(limit: Duration, host: String, look_up: F) -> Result<IpAddr, String>
 where
     F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
 {
     let (answer, answers) = mpsc::channel();
     let task = move || {
-        // Nobody is left to hear an answer that comes too late.
+        // The receiver is gone when the answer comes too late.
         let _ = answer.send(look_up(&host));
     };
     let thread = std::thread::Builder::new().name("statsd".to_owned());
@@ -89,16 +82,12 @@ mod tests {
     where
         F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
     {
-        let mut notes = Notes::default();
-        let mut document = Document::builtin();
-        document.overlay_text("it", text, &mut notes);
-        resolve_by(
-            look_up,
-            Duration::from_millis(20),
-            &mut document,
-            &mut notes,
-        );
-        let address = document.text(NAME).map(str::to_owned);
+        let mut notes = Diagnostics::default();
+        let mut merged = Merged::builtin();
+        merged.merge_text("it", text, &mut notes);
+        resolve_by(look_up, Duration::from_millis(20), &mut merged, &mut notes);
+        let address = merged.config.statsd_udp_address;
+        let address = Some(address).filter(|address| !address.is_empty());
         (address, notes.warnings.len())
     }
 
@@ -107,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_becomes_an_address_of_the_first_version_if_it_has_one() {
+    fn a_name_becomes_its_ipv4_address_if_it_has_one() {
         let text = "{statsdUdpAddress: 'statsd:8125'}";
         let both = |_: &str| Ok(vec![ip("fd00::1"), ip("10.0.0.1"), ip("10.0.0.2")]);
         assert_eq!(resolved(text, both), (Some("10.0.0.1:8125".into()), 0));
@@ -127,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_and_nonsense_are_left_alone() {
+    fn ip_addresses_and_invalid_text_are_left_alone() {
         for address in ["10.0.0.1:1", "[fd00::1]:1", "statsd", "a b:1"] {
             let text = format!("{{statsdUdpAddress: '{address}'}}");
             let panics = |_: &str| panic!("looked up");

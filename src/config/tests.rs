@@ -452,7 +452,7 @@ fn late_annotations_win_over_what_was_checked() {
     let config = machine.config();
     assert_eq!(config.istiod.address, "a_b:15012");
     assert_eq!(config.bootstrap.agent_port, None);
-    let document = &config.bootstrap.node.proxy_config;
+    let document = config.bootstrap.node.proxy_config.document();
     assert!(!document.contains_key("statusPort"), "{document:?}");
     let env = machine.variables.iter().copied().collect();
     let of_command = || status_port(&env, machine.root.path());
@@ -491,7 +491,8 @@ fn the_flag_names_the_service_cluster_only_where_the_configuration_empties_it() 
         let config = machine(&[("PROXY_CONFIG", document)])
             .load("sidecar --serviceCluster from-flag")
             .expect("good");
-        let found = config.bootstrap.node.proxy_config.get("serviceCluster");
+        let canonical = config.bootstrap.node.proxy_config.document();
+        let found = canonical.get("serviceCluster");
         assert_eq!(found.unwrap_or(&json!(null)), &expected, "{document}");
     }
 }

@@ -1,60 +1,56 @@
-//! How many worker threads Envoy gets.
+//! Sets the number of Envoy's worker threads.
 //!
-//! A flag that is not zero wins over the documents. Where neither says anything, the CPU limit of
-//! the pod counts: `ISTIO_CPU_LIMIT`, else the quota of the control group this process is in. Zero in
-//! a document is an answer: every hardware thread.
-//!
-//! Does not look at the pod, or at anything else outside the container.
+//! A flag that is not zero wins over the documents. Without either, the CPU limit of the pod counts:
+//! `ISTIO_CPU_LIMIT`, else the quota of the process's control group. Zero in a document means every
+//! hardware thread.
 
 use std::path::Path;
 
-use serde_json::{Value, json};
-
-use super::mesh::Document;
-use super::{Notes, Problem};
+use super::merged::Merged;
+use crate::problem::{Diagnostics, Problem};
 
 const NAME: &str = "concurrency";
 const GROUPS: &str = "./sys/fs/cgroup";
 const ONLINE: &str = "./sys/devices/system/cpu/online";
 
-/// Settles the concurrency of the document.
 pub(super) fn set(
-    document: &mut Document,
+    merged: &mut Merged,
     flag: u32,
     variable: u32,
     root: &Path,
-    notes: &mut Notes,
+    notes: &mut Diagnostics,
 ) {
-    let quota = quota(root);
+    let (limit, origin) = match variable {
+        0 => (quota(root), "CPU quota of the control group"),
+        limit => (Some(limit), "ISTIO_CPU_LIMIT"),
+    };
+    let given = merged.config.concurrency;
+    let mut set = |threads: u32, origin: &str| {
+        merged.config.concurrency = Some(i32::try_from(threads).unwrap_or(i32::MAX));
+        merged.set_origin(NAME, origin);
+    };
     if flag != 0 {
-        document.set("--concurrency", NAME, json!(flag));
-        notes.warnings.push(Problem {
-            subject: "--concurrency".to_owned(),
-            found: flag.to_string(),
-            expected: "concurrency of ProxyConfig, which this flag overrides".to_owned(),
-        });
-    } else if document.get(NAME).is_none() {
-        match quota {
-            _ if variable != 0 => document.set("ISTIO_CPU_LIMIT", NAME, json!(variable)),
-            Some(quota) => document.set("CPU quota of the control group", NAME, json!(quota)),
-            None => {}
-        }
+        set(flag, "--concurrency");
+        let expected = "concurrency of ProxyConfig, which this flag overrides";
+        let warning = Problem::new("--concurrency", flag.to_string(), expected);
+        notes.warnings.push(warning);
+    } else if let (None, Some(limit)) = (given, limit) {
+        set(limit, origin);
     }
-    let limit = if variable != 0 { Some(variable) } else { quota };
     if let (Some(limit), Some(cpus)) = (limit, online(root)) {
-        notes.warnings.extend(throttled(document, limit, cpus));
+        notes.warnings.extend(throttled(merged, limit, cpus));
     }
 }
 
 /// The warning that every thread is more than the limit allows.
-fn throttled(document: &Document, limit: u32, cpus: u32) -> Option<Problem> {
-    let all = document.get(NAME).and_then(Value::as_u64).unwrap_or(0) == 0;
+fn throttled(merged: &Merged, limit: u32, cpus: u32) -> Option<Problem> {
+    let all = merged.config.concurrency.unwrap_or_default() == 0;
     let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
     let found = format!("every one of {cpus} CPUs");
-    (all && limit < cpus).then(|| document.problem(NAME, &found, &expected))
+    (all && limit < cpus).then(|| merged.problem(NAME, &found, &expected))
 }
 
-/// CPUs the control group may use, rounded up; nothing when it is not limited.
+/// CPUs the control group may use, rounded up; None without a limit.
 fn quota(root: &Path) -> Option<u32> {
     let read = |file: &str| std::fs::read_to_string(root.join(GROUPS).join(file)).ok();
     if let Some(both) = read("cpu.max") {
@@ -103,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_strongest_that_says_anything_decides() {
+    fn the_flag_wins_over_documents_and_those_over_limits() {
         for (document, variable, flag, group, threads) in [
             ("{}", 0, 0, "max 100000", None),
             ("{}", 4, 0, "max 100000", Some(4)),
@@ -116,17 +112,17 @@ mod tests {
             ("{}", 0, 5, "max 100000", Some(5)),
         ] {
             let root = machine(&[("sys/fs/cgroup/cpu.max", group)]);
-            let mut notes = Notes::default();
-            let mut config = Document::builtin();
-            config.overlay_text("it", document, &mut notes);
+            let mut notes = Diagnostics::default();
+            let mut config = Merged::builtin();
+            config.merge_text("it", document, &mut notes);
             set(&mut config, flag, variable, root.path(), &mut notes);
-            assert_eq!(config.read().concurrency, threads, "{document} {group}");
+            assert_eq!(config.config.concurrency, threads, "{document} {group}");
             assert_eq!(notes.warnings.len(), usize::from(flag != 0), "{document}");
         }
     }
 
     #[test]
-    fn groups_of_the_first_version_count_as_well() {
+    fn quotas_of_control_groups_version_1_count_as_well() {
         for (quota, threads) in [("250000", Some(3)), ("-1", None), ("x", None)] {
             let root = machine(&[
                 ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota),
@@ -137,12 +133,12 @@ mod tests {
     }
 
     #[test]
-    fn every_thread_of_a_larger_machine_is_a_warning() {
+    fn every_hardware_thread_beyond_the_limit_is_a_warning() {
         for (cpus, warnings) in [("0-7", 1), ("0-1", 0), ("0,2,5-6", 1), ("", 0), ("7-0", 0)] {
             let root = machine(&[("sys/devices/system/cpu/online", cpus)]);
-            let mut notes = Notes::default();
-            let mut config = Document::builtin();
-            config.overlay_text("it", "{concurrency: 0}", &mut notes);
+            let mut notes = Diagnostics::default();
+            let mut config = Merged::builtin();
+            config.merge_text("it", "{concurrency: 0}", &mut notes);
             set(&mut config, 0, 2, root.path(), &mut notes);
             assert_eq!(notes.warnings.len(), warnings, "{cpus}");
         }

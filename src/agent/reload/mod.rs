@@ -20,7 +20,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use super::envoy_user;
 use super::secret_sockets::Settled;
 use crate::bootstrap::{self, platform::Platform};
-use crate::config::{Config, Problem, Unusable};
+use crate::config::{Config, Problem, Unusable, is_lost_file};
 use crate::envoy::command::Command;
 use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::{self, Prepared};
@@ -141,11 +141,10 @@ impl Inputs {
         }
         // At the start there is nothing better than to go on without a file; now there is.
         let was_lost = |lost: &Problem| {
-            let same =
-                |warning: &Problem| warning.is_lost_file() && warning.subject == lost.subject;
+            let same = |warning: &Problem| is_lost_file(warning) && warning.subject == lost.subject;
             first.warnings.iter().any(same)
         };
-        let lost = config.warnings.iter().filter(|w| w.is_lost_file());
+        let lost = config.warnings.iter().filter(|w| is_lost_file(w));
         match lost.into_iter().find(|lost| !was_lost(lost)) {
             Some(lost) => Err(Error::Worse(lost.clone())),
             None => Ok(()),

@@ -14,8 +14,8 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::time::Duration;
 
-use super::Problem;
-use super::duration;
+use crate::duration;
+use crate::problem::Problem;
 
 /// The variables of one process.
 #[derive(Clone, Default)]
@@ -237,12 +237,9 @@ impl Environment {
             if let Some(value) = found.to_str().and_then(variable.parse) {
                 return value;
             }
-            let warning = Problem {
-                subject: variable.name.to_owned(),
-                found: found.to_string_lossy().into_owned(),
-                expected: format!("{}, using {:?}", variable.expected, variable.default),
-            };
-            // Several rooms may ask for one variable.
+            let expected = format!("{}, using {:?}", variable.expected, variable.default);
+            let warning = Problem::new(variable.name, found.to_string_lossy(), expected);
+            // Several modules may read one variable.
             if !warnings.contains(&warning) {
                 warnings.push(warning);
             }

@@ -1,239 +1,238 @@
-//! Which values of a ProxyConfig make sense.
-//!
-//! Looks at the effective document, so a value that a later document replaces does no harm. All
-//! problems are reported, each with the document and line its member came from.
-//!
-//! Does not check types: what is here is of the right type.
+//! Checks the values of a merged ProxyConfig, so that a value a later document replaces does no harm.
+//! Every problem is reported, with the document and line of the member.
 
-use std::time::Duration;
+use std::fmt::Display;
 
-use serde_json::Value;
+use super::merged::Merged;
+use crate::problem::Diagnostics;
+use crate::proxy_config::{
+    AuthenticationPolicy, ConnectionSettings, Enumeration, KeyOffload, ProxyConfig, RemoteService,
+    TlsMode, TlsSettings, Tracing,
+};
+use crate::{address, duration};
 
-use super::members::is_address;
-use super::mesh::Document;
-use super::{Notes, Problem, duration};
-
-const ADDRESS: &str = "host:port with a port from 1 to 65535";
 const NOT_EMPTY: &str = "a string that is not empty";
 
-/// Members of `connectionSettings` and the least they may say. A window has a least size in HTTP/2.
-const LEAST: [(&[&str], i64); 3] = [
-    (
-        &[
-            "listenerPerConnectionBufferLimitBytes",
-            "clusterPerConnectionBufferLimitBytes",
-        ],
-        0,
-    ),
-    (
-        &[
-            "httpMaxConcurrentStreams",
-            "listenerConnectionLimit",
-            "globalDownstreamConnectionLimit",
-        ],
-        1,
-    ),
-    (
-        &[
-            "http2InitialStreamWindowSize",
-            "http2InitialConnectionWindowSize",
-        ],
-        65_535,
-    ),
-];
-
-/// Reports what cannot be used, and warns of what is out of date.
-pub(super) fn check(document: &Document, notes: &mut Notes) {
-    let root = Value::Object(document.canonical());
-    let mut rules = Rules {
-        document,
-        root: &root,
-        problems: &mut notes.problems,
-    };
-    rules.required();
-    rules.ports();
-    rules.addresses();
-    rules.tracing();
-    rules.services();
-    rules.key_provider();
-    rules.connections();
-    if root
-        .pointer("/proxyMetadata/ISTIO_META_DNS_AUTO_ALLOCATE")
-        .is_some()
-    {
+/// Reports values that cannot be used, and warns of outdated ones.
+pub(super) fn check(merged: &Merged, notes: &mut Diagnostics) {
+    let config = &merged.config;
+    let mut rules = Rules { merged, notes };
+    rules.required(config);
+    rules.ports(config);
+    rules.addresses(config);
+    if let Some(tracing) = &config.tracing {
+        rules.tracing(tracing);
+    }
+    rules.service("envoyMetricsService", config.envoy_metrics_service.as_ref());
+    rules.service(
+        "envoyAccessLogService",
+        config.envoy_access_log_service.as_ref(),
+    );
+    rules.key_provider(config);
+    if let Some(settings) = &config.connection_settings {
+        rules.connections(settings);
+    }
+    if config.metadata("ISTIO_META_DNS_AUTO_ALLOCATE").is_some() {
         let path = "proxyMetadata.ISTIO_META_DNS_AUTO_ALLOCATE";
         let expected = "nothing: istiod allocates addresses by itself";
-        notes.warnings.push(document.problem(path, "set", expected));
+        notes.warnings.push(merged.problem(path, "set", expected));
     }
 }
 
 struct Rules<'a> {
-    document: &'a Document,
-    root: &'a Value,
-    problems: &'a mut Vec<Problem>,
+    merged: &'a Merged,
+    notes: &'a mut Diagnostics,
 }
 
 impl Rules<'_> {
-    fn required(&mut self) {
-        for name in ["configPath", "binaryPath"] {
-            self.filled(name);
+    fn required(&mut self, config: &ProxyConfig) {
+        self.filled("configPath", &config.config_path);
+        self.filled("binaryPath", &config.binary_path);
+        if config.tracing_service_name.is_none() {
+            let cluster = config.service_cluster.as_deref();
+            self.filled("serviceCluster", cluster.unwrap_or_default());
         }
-        if self.at("tracingServiceName").is_none() {
-            self.filled("serviceCluster");
-        }
-        let drain = self.duration("drainDuration").unwrap_or_default();
-        if drain.is_zero() || drain.subsec_nanos() != 0 {
-            self.problem("drainDuration", "a duration of whole seconds, at least 1s");
-        }
-        if self.text("controlPlaneAuthPolicy") == "INHERIT" {
-            self.problem("controlPlaneAuthPolicy", "NONE or MUTUAL_TLS");
-        }
-        // A negative one would be lost without a word.
-        if self
-            .number("concurrency")
-            .is_some_and(|threads| threads < 0)
-        {
-            self.problem("concurrency", "a whole number, 0 or more");
+        let drain = config.drain_time();
+        self.expect(
+            !drain.is_zero() && drain.subsec_nanos() == 0,
+            "drainDuration",
+            duration::seconds(drain),
+            "a duration of whole seconds, at least 1s",
+        );
+        let policy = config.control_plane_auth_policy;
+        self.expect(
+            policy != AuthenticationPolicy::Inherit,
+            "controlPlaneAuthPolicy",
+            policy.name(),
+            "NONE or MUTUAL_TLS",
+        );
+        self.at_least("concurrency", config.concurrency, 0);
+    }
+
+    fn ports(&mut self, config: &ProxyConfig) {
+        for (name, port) in [
+            ("proxyAdminPort", config.proxy_admin_port),
+            ("statusPort", config.status_port),
+        ] {
+            let is_port = (1..=65535).contains(&port);
+            self.expect(is_port, name, port, "a port from 1 to 65535");
         }
     }
 
-    fn ports(&mut self) {
-        for name in ["proxyAdminPort", "statusPort"] {
-            let port = self.number(name).unwrap_or_default();
-            if !(1..=65535).contains(&port) {
-                self.problem(name, "a port from 1 to 65535");
+    fn addresses(&mut self, config: &ProxyConfig) {
+        self.address("discoveryAddress", &config.discovery_address);
+        for (name, address) in [
+            ("statsdUdpAddress", &config.statsd_udp_address),
+            (
+                "envoyMetricsServiceAddress",
+                &config.envoy_metrics_service_address,
+            ),
+        ] {
+            if !address.is_empty() {
+                self.address(name, address);
             }
         }
     }
 
-    fn addresses(&mut self) {
-        self.address("discoveryAddress", false);
-        for name in ["statsdUdpAddress", "envoyMetricsServiceAddress"] {
-            if !self.text(name).is_empty() {
-                self.address(name, false);
+    fn tracing(&mut self, tracing: &Tracing) {
+        // An address of these two may name the host it runs on by a variable.
+        for (name, collector) in [("zipkin", &tracing.zipkin), ("datadog", &tracing.datadog)] {
+            if let Some(collector) = collector {
+                let address = collector.address.replacen("$(HOST_IP)", "127.0.0.1", 1);
+                self.address(&format!("tracing.{name}.address"), &address);
             }
+        }
+        if let Some(lightstep) = &tracing.lightstep {
+            self.address("tracing.lightstep.address", &lightstep.address);
+            let has_token = !lightstep.access_token.0.is_empty();
+            self.expect(has_token, "tracing.lightstep.accessToken", "", NOT_EMPTY);
+        }
+        self.tls("tracing.tlsSettings", tracing.tls_settings.as_ref());
+    }
+
+    fn service(&mut self, name: &str, service: Option<&RemoteService>) {
+        if let Some(service) = service {
+            if !service.address.is_empty() {
+                self.address(&format!("{name}.address"), &service.address);
+            }
+            self.tls(
+                &format!("{name}.tlsSettings"),
+                service.tls_settings.as_ref(),
+            );
         }
     }
 
-    fn tracing(&mut self) {
-        for (tracer, may_be_host) in [("zipkin", true), ("datadog", true), ("lightstep", false)] {
-            if self.at(&format!("tracing.{tracer}")).is_some() {
-                self.address(&format!("tracing.{tracer}.address"), may_be_host);
+    fn tls(&mut self, path: &str, settings: Option<&TlsSettings>) {
+        let Some(settings) = settings else { return };
+        let files = [
+            ("clientCertificate", &settings.client_certificate),
+            ("privateKey", &settings.private_key),
+            ("caCertificates", &settings.ca_certificates),
+            ("caCrl", &settings.ca_crl),
+        ];
+        let by_credential = !settings.credential_name.is_empty();
+        if by_credential && matches!(settings.mode, TlsMode::Simple | TlsMode::Mutual) {
+            self.empty(path, &files, "nothing beside a credentialName");
+        } else if settings.mode == TlsMode::Mutual {
+            for (name, file) in &files[..2] {
+                self.filled(&format!("{path}.{name}"), file);
             }
         }
-        if self.at("tracing.lightstep").is_some() {
-            self.filled("tracing.lightstep.accessToken");
-        }
-        self.tls("tracing.tlsSettings");
-    }
-
-    fn services(&mut self) {
-        for name in ["envoyMetricsService", "envoyAccessLogService"] {
-            let path = format!("{name}.address");
-            if !self.text(&path).is_empty() {
-                self.address(&path, false);
-            }
-            self.tls(&format!("{name}.tlsSettings"));
-        }
-    }
-
-    fn tls(&mut self, path: &str) {
-        let member = |name: &str| format!("{path}.{name}");
-        let mode = self.text(&member("mode"));
-        let by_credential = !self.text(&member("credentialName")).is_empty();
-        let files = ["clientCertificate", "privateKey", "caCertificates", "caCrl"];
-        if by_credential && matches!(mode.as_str(), "SIMPLE" | "MUTUAL") {
-            self.absent(path, &files, "nothing beside a credentialName");
-        } else if mode == "MUTUAL" {
-            for name in ["clientCertificate", "privateKey"] {
-                self.filled(&member(name));
-            }
-        }
-        if self.at(&member("insecureSkipVerify")) == Some(&Value::Bool(true)) {
-            self.absent(path, &files[2..], "nothing beside insecureSkipVerify");
+        if settings.insecure_skip_verify == Some(true) {
+            self.empty(path, &files[2..], "nothing beside insecureSkipVerify");
         }
     }
 
-    fn key_provider(&mut self) {
-        let Some(provider) = self.at("privateKeyProvider").and_then(Value::as_object) else {
+    fn key_provider(&mut self, config: &ProxyConfig) {
+        let Some(provider) = &config.private_key_provider else {
             return;
         };
-        match provider.keys().next() {
-            None => self.problem("privateKeyProvider", "a provider: cryptomb or qat"),
-            Some(name) => {
-                let path = format!("privateKeyProvider.{name}.pollDelay");
-                if self.duration(&path).unwrap_or_default().is_zero() {
-                    self.problem(&path, "a duration that is not zero");
-                }
-            }
-        }
-    }
-
-    /// Durations cannot be negative here.
-    fn connections(&mut self) {
-        for (names, least) in LEAST {
-            for name in names {
-                let path = format!("connectionSettings.{name}");
-                if self.number(&path).is_some_and(|number| number < least) {
-                    self.problem(&path, &format!("a whole number, {least} or more"));
-                }
-            }
-        }
-    }
-
-    fn filled(&mut self, path: &str) {
-        if self.text(path).is_empty() {
-            self.problem(path, NOT_EMPTY);
-        }
-    }
-
-    fn absent(&mut self, path: &str, names: &[&str], expected: &str) {
-        for name in names {
-            let path = format!("{path}.{name}");
-            if !self.text(&path).is_empty() {
-                self.problem(&path, expected);
-            }
-        }
-    }
-
-    /// An address of a collector may name the host it runs on by a variable.
-    fn address(&mut self, path: &str, may_be_host: bool) {
-        let mut address = self.text(path);
-        if may_be_host {
-            address = address.replacen("$(HOST_IP)", "127.0.0.1", 1);
-        }
-        if !is_address(&address) {
-            self.problem(path, ADDRESS);
-        }
-    }
-
-    fn at(&self, path: &str) -> Option<&Value> {
-        self.root.pointer(&format!("/{}", path.replace('.', "/")))
-    }
-
-    fn text(&self, path: &str) -> String {
-        let text = self.at(path).and_then(Value::as_str);
-        text.unwrap_or_default().to_owned()
-    }
-
-    fn number(&self, path: &str) -> Option<i64> {
-        self.at(path)?.as_i64()
-    }
-
-    fn duration(&self, path: &str) -> Option<Duration> {
-        duration::parse(self.at(path)?.as_str()?)
-    }
-
-    fn problem(&mut self, path: &str, expected: &str) {
-        // Zero is not written, but may have been set.
-        let found = match self.at(path).or_else(|| self.document.get(path)) {
-            None => "not set".to_owned(),
-            Some(Value::String(text)) => text.clone(),
-            Some(Value::Object(members)) if members.is_empty() => "empty".to_owned(),
-            Some(value) => value.to_string(),
+        let mut poll_delay = |name: &str, method: &KeyOffload| {
+            let delay = method.poll_delay.unwrap_or_default();
+            let path = format!("privateKeyProvider.{name}.pollDelay");
+            let expected = "a duration that is not zero";
+            self.expect(!delay.is_zero(), &path, duration::seconds(delay), expected);
         };
-        let problem = self.document.problem(path, &found, expected);
-        self.problems.push(problem);
+        match (&provider.cryptomb, &provider.qat) {
+            (Some(method), _) => poll_delay("cryptomb", method),
+            (None, Some(method)) => poll_delay("qat", method),
+            (None, None) => {
+                let expected = "a provider: cryptomb or qat";
+                self.expect(false, "privateKeyProvider", "empty", expected);
+            }
+        }
+    }
+
+    /// HTTP/2 has a least size for windows.
+    fn connections(&mut self, settings: &ConnectionSettings) {
+        for (name, value, least) in [
+            (
+                "listenerPerConnectionBufferLimitBytes",
+                settings.listener_per_connection_buffer_limit_bytes,
+                0,
+            ),
+            (
+                "clusterPerConnectionBufferLimitBytes",
+                settings.cluster_per_connection_buffer_limit_bytes,
+                0,
+            ),
+            (
+                "httpMaxConcurrentStreams",
+                settings.http_max_concurrent_streams,
+                1,
+            ),
+            (
+                "listenerConnectionLimit",
+                settings.listener_connection_limit,
+                1,
+            ),
+            (
+                "globalDownstreamConnectionLimit",
+                settings.global_downstream_connection_limit,
+                1,
+            ),
+            (
+                "http2InitialStreamWindowSize",
+                settings.http2_initial_stream_window_size,
+                65_535,
+            ),
+            (
+                "http2InitialConnectionWindowSize",
+                settings.http2_initial_connection_window_size,
+                65_535,
+            ),
+        ] {
+            self.at_least(&format!("connectionSettings.{name}"), value, least);
+        }
+    }
+
+    fn at_least(&mut self, path: &str, value: Option<i32>, least: i32) {
+        if let Some(value) = value {
+            let expected = format!("a whole number, {least} or more");
+            self.expect(value >= least, path, value, &expected);
+        }
+    }
+
+    fn filled(&mut self, path: &str, text: &str) {
+        self.expect(!text.is_empty(), path, text, NOT_EMPTY);
+    }
+
+    fn empty(&mut self, path: &str, members: &[(&str, &String)], expected: &str) {
+        for (name, text) in members {
+            self.expect(text.is_empty(), &format!("{path}.{name}"), text, expected);
+        }
+    }
+
+    fn address(&mut self, path: &str, address: &str) {
+        let expected = "host:port with a port from 1 to 65535";
+        self.expect(address::is_valid(address), path, address, expected);
+    }
+
+    fn expect(&mut self, is_good: bool, path: &str, found: impl Display, expected: &str) {
+        if !is_good {
+            let problem = self.merged.problem(path, &found.to_string(), expected);
+            self.notes.problems.push(problem);
+        }
     }
 }
 

@@ -2,15 +2,17 @@
 
 use proptest::prelude::*;
 
-use super::*;
-use crate::config::schema::convert::tests as random;
+use serde_json::Value;
 
-fn notes(text: &str) -> Notes {
-    let mut notes = Notes::default();
-    let mut document = Document::builtin();
-    document.overlay_text("it", text, &mut notes);
+use super::*;
+use crate::proxy_config::tests as random;
+
+fn notes(text: &str) -> Diagnostics {
+    let mut notes = Diagnostics::default();
+    let mut merged = Merged::builtin();
+    merged.merge_text("it", text, &mut notes);
     assert_eq!(notes.problems, [], "{text}");
-    check(&document, &mut notes);
+    check(&merged, &mut notes);
     notes
 }
 
@@ -37,7 +39,7 @@ fn good_values_are_good() {
 }
 
 #[test]
-fn values_nobody_could_use_are_named_with_document_and_line() {
+fn unusable_values_are_named_with_document_and_line() {
     for (text, path) in [
         ("{configPath: ''}", "configPath"),
         ("{binaryPath: ''}", "binaryPath"),
@@ -116,13 +118,13 @@ fn values_nobody_could_use_are_named_with_document_and_line() {
 }
 
 #[test]
-fn a_setting_that_is_out_of_date_is_a_warning() {
+fn an_outdated_setting_is_a_warning() {
     let notes = notes("{proxyMetadata: {ISTIO_META_DNS_AUTO_ALLOCATE: 'true'}}");
     assert_eq!((notes.problems.len(), notes.warnings.len()), (0, 1));
 }
 
 #[test]
-fn the_line_is_that_of_the_member_or_of_what_should_contain_it() {
+fn the_line_is_that_of_the_member_or_of_its_parent() {
     let text = "tracing:\n  lightstep:\n    address:\n      x\nstatusPort: 0\n";
     let problems = notes(text).problems.into_iter();
     let subjects: Vec<_> = problems.map(|problem| problem.subject).collect();
@@ -142,16 +144,16 @@ proptest! {
             1..3,
         ),
     ) {
-        let mut notes = Notes::default();
-        let mut document = Document::builtin();
+        let mut notes = Diagnostics::default();
+        let mut merged = Merged::builtin();
         for members in documents {
             let text = Value::Object(members.into_iter().collect()).to_string();
-            document.overlay_text("it", &text, &mut notes);
+            merged.merge_text("it", &text, &mut notes);
         }
         notes.problems.clear();
-        check(&document, &mut notes);
+        check(&merged, &mut notes);
         if notes.problems.is_empty() {
-            prop_assert!(document.read().status_port.is_some());
+            prop_assert!(merged.config.agent_port().is_some());
         }
         for problem in notes.problems {
             let (path, origin) = problem.subject.split_once(" of ").expect("an origin");

@@ -1,32 +1,32 @@
-//! Documents laid over each other.
+//! Documents that are merged.
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::*;
 
-fn folded(documents: &[&str]) -> (Document, Notes) {
-    let mut notes = Notes::default();
-    let mut document = Document::builtin();
+fn merged(documents: &[&str]) -> (Merged, Diagnostics) {
+    let mut notes = Diagnostics::default();
+    let mut merged = Merged::builtin();
     for (index, text) in documents.iter().enumerate() {
-        document.overlay_text(&format!("document {index}"), text, &mut notes);
+        merged.merge_text(&format!("document {index}"), text, &mut notes);
     }
-    (document, notes)
+    (merged, notes)
 }
 
 fn canonical(documents: &[&str]) -> Map<String, Value> {
-    let (document, notes) = folded(documents);
+    let (merged, notes) = merged(documents);
     assert_eq!(notes.problems, [], "{documents:?}");
-    document.canonical()
+    merged.config.document()
 }
 
 #[test]
 fn empty_documents_change_nothing() {
-    let (document, notes) = folded(&["", "{}\n", "null", "# only a comment\n"]);
+    let (merged, notes) = merged(&["", "{}\n", "null", "# only a comment\n"]);
     assert_eq!(notes.problems, []);
-    let config = document.read();
+    let config = merged.config;
     assert_eq!(config.discovery_address, "istiod.istio-system.svc:15012");
-    assert_eq!(config.drain_duration, Duration::from_secs(45));
-    assert_eq!(config.document.len(), 10);
+    assert_eq!(config.drain_time(), Duration::from_secs(45));
+    assert_eq!(config.document().len(), 10);
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn members_merge_by_their_rule() {
 }
 
 #[test]
-fn a_group_is_written_even_when_it_says_zero() {
+fn a_oneof_is_written_even_when_it_is_zero() {
     let found = canonical(&["tracingServiceName: 0"]);
     assert_eq!(found["tracingServiceName"], "APP_LABEL_AND_NAMESPACE");
     assert!(!found.contains_key("serviceCluster"));
@@ -132,19 +132,19 @@ fn a_group_is_written_even_when_it_says_zero() {
 fn the_members_the_agent_uses_have_types() {
     let text = "{controlPlaneAuthPolicy: 0, status_port: '2', drain_duration: 1m30s, \
                 fileFlushInterval: 10ms, customConfigFile: a.json, concurrency: 3}";
-    let config = folded(&[text]).0.read();
-    assert!(config.plaintext);
-    assert_eq!(config.status_port, Some(2));
-    assert_eq!(config.drain_duration, Duration::from_secs(90));
-    assert_eq!(config.file_flush_interval, Duration::from_millis(10));
-    assert_eq!(config.custom_bootstrap, Some("a.json".into()));
+    let config = merged(&[text]).0.config;
+    assert!(config.is_plaintext());
+    assert_eq!(config.agent_port(), Some(2));
+    assert_eq!(config.drain_time(), Duration::from_secs(90));
+    assert_eq!(config.file_flush_interval, Some(Duration::from_millis(10)));
+    assert_eq!(config.custom_config_file, "a.json");
     assert_eq!(config.concurrency, Some(3));
-    assert_eq!(config.document["drainDuration"], "90s");
+    assert_eq!(config.document()["drainDuration"], "90s");
 }
 
 #[test]
 fn every_wrong_member_is_named_with_its_document_and_line() {
-    let (_, notes) = folded(&[
+    let (_, notes) = merged(&[
         "drainDuration: 1\nstatusPort: x",
         "\nproxyMetadata: {A: true}\ncontrolPlaneAuthPolicy: MAYBE",
         "- 1",
@@ -165,10 +165,10 @@ fn every_wrong_member_is_named_with_its_document_and_line() {
 
 #[test]
 fn origins_are_kept() {
-    let (document, _) = folded(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
-    assert_eq!(document.origin("statusPort"), "document 1 line 2");
-    assert_eq!(document.origin("drainDuration"), "document 0 line 2");
-    assert_eq!(document.origin("proxyAdminPort"), "default");
+    let (merged, _) = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
+    assert_eq!(merged.origin("statusPort"), "document 1 line 2");
+    assert_eq!(merged.origin("drainDuration"), "document 0 line 2");
+    assert_eq!(merged.origin("proxyAdminPort"), "default");
 }
 
 #[test]
@@ -176,6 +176,7 @@ fn the_log_shows_no_secrets() {
     let text = "{proxyMetadata: {TOKEN: hush, ISTIO_META_A: a}, \
                 tracing: {lightstep: {accessToken: hush, address: 'a:1'}}, \
                 readinessProbe: {httpGet: {httpHeaders: [{name: a, value: hush}]}}}";
-    let text = printable(&canonical(&[text])).to_string();
+    let (merged, _) = merged(&[text]);
+    let text = Value::from(merged.config.printable()).to_string();
     assert!(!text.contains("hush") && text.contains("a:1"), "{text}");
 }

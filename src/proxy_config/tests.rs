@@ -1,24 +1,23 @@
-//! Documents by the tables: good ones, broken ones and random ones.
+//! Documents: good ones, broken ones and random ones.
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::config::schema::PROXY_CONFIG;
-use crate::config::yaml;
+use crate::problem::Diagnostics;
 
-fn read(text: &str) -> (Map<String, Value>, Notes) {
-    let mut notes = Notes::default();
+fn read(text: &str) -> (ProxyConfig, Diagnostics) {
+    let mut notes = Diagnostics::default();
     let node = yaml::object("it", text).expect("YAML").expect("an object");
     (members_of(&node, &mut notes), notes)
 }
 
 #[test]
-fn values_have_one_form() {
+fn a_value_is_written_in_one_form() {
     for (text, canonical) in [
         ("{status_port: '15021'}", json!({"statusPort": 15021})),
         ("{statusPort: 15021.0}", json!({"statusPort": 15021})),
         ("{statusPort: 1, status_port: 2}", json!({"statusPort": 1})),
-        ("{statusPort: 0}", json!({"statusPort": 0})),
+        ("{statusPort: 0}", json!({})),
         ("{statusPort: null}", json!({})),
         ("{drainDuration: 1m30s}", json!({"drainDuration": "90s"})),
         ("{drainDuration: 100ms}", json!({"drainDuration": "0.100s"})),
@@ -71,7 +70,7 @@ fn values_have_one_form() {
     ] {
         let (found, notes) = read(text);
         assert_eq!(notes.problems, [], "{text}");
-        assert_eq!(Value::Object(found), canonical, "{text}");
+        assert_eq!(Value::Object(found.document()), canonical, "{text}");
     }
 }
 
@@ -126,7 +125,7 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
 }
 
 #[test]
-fn what_no_table_knows_is_left_out_and_named_once() {
+fn unknown_members_are_left_out_and_named_once() {
     let (found, notes) = read(
         "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\nmeshId: a\nmesh_id: b\nserviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY",
     );
@@ -135,7 +134,7 @@ fn what_no_table_knows_is_left_out_and_named_once() {
         "tracing": {"sampling": 1},
         "meshId": "a",
     });
-    assert_eq!(Value::Object(found), canonical);
+    assert_eq!(Value::Object(found.document()), canonical);
     assert_eq!(notes.problems, []);
     assert_eq!(notes.warnings.len(), 1);
     assert_eq!(
@@ -144,8 +143,15 @@ fn what_no_table_knows_is_left_out_and_named_once() {
     );
 }
 
-/// Any tree of YAML, written as JSON, with names that are often those of a table.
-pub(in crate::config) fn document() -> impl Strategy<Value = Value> {
+#[test]
+fn debug_output_holds_no_token() {
+    let document = json!({"tracing": {"lightstep": {"accessToken": "hush"}}});
+    let config: ProxyConfig = from_json(&document);
+    assert!(!format!("{config:?}").contains("hush"));
+}
+
+/// Any tree of YAML, written as JSON, with names that are often known ones.
+pub(crate) fn document() -> impl Strategy<Value = Value> {
     let scalar = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
@@ -163,8 +169,11 @@ pub(in crate::config) fn document() -> impl Strategy<Value = Value> {
     })
 }
 
-pub(in crate::config) fn name() -> impl Strategy<Value = String> {
-    let top: Vec<_> = PROXY_CONFIG.iter().map(|m| m.name.to_owned()).collect();
+pub(crate) fn name() -> impl Strategy<Value = String> {
+    let top: Vec<_> = ProxyConfig::MEMBERS
+        .iter()
+        .map(|name| field::camel_case(name))
+        .collect();
     let inner = [
         "zipkin",
         "address",
@@ -182,18 +191,18 @@ pub(in crate::config) fn name() -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn any_document_ends_in_a_form_or_in_problems_with_member_and_line(
+    fn any_document_is_read_or_has_problems_with_member_and_line(
         members in prop::collection::hash_map(name(), document(), 0..8),
     ) {
         let document = Value::Object(members.into_iter().collect());
         for text in [document.to_string(), format!("{document:#}")] {
             let Ok(Some(node)) = yaml::object("it", &text) else { continue };
-            let mut notes = Notes::default();
+            let mut notes = Diagnostics::default();
             members_of(&node, &mut notes);
             for problem in notes.problems {
                 let (path, line) = problem.subject.split_once(" of it line ").expect("a line");
                 let top = path.split(['.', '[']).next().expect("a member");
-                prop_assert!(PROXY_CONFIG.iter().any(|member| member.name == top), "{path}");
+                prop_assert!(ProxyConfig::MEMBERS.iter().any(|name| field::camel_case(name) == top), "{path}");
                 let line: usize = line.parse().expect("a number");
                 prop_assert!((1..=text.lines().count()).contains(&line));
             }
@@ -201,16 +210,16 @@ proptest! {
     }
 
     #[test]
-    fn the_canonical_form_reads_back_as_itself(
+    fn the_written_form_reads_back_as_itself(
         members in prop::collection::hash_map(name(), document(), 0..8),
     ) {
         let document = Value::Object(members.into_iter().collect()).to_string();
         let Ok(Some(node)) = yaml::object("it", &document) else { return Ok(()) };
-        let mut notes = Notes::default();
+        let mut notes = Diagnostics::default();
         let once = members_of(&node, &mut notes);
-        let text = Value::Object(once.clone()).to_string();
+        let text = Value::Object(once.document()).to_string();
         let node = yaml::object("it", &text).expect("YAML").expect("an object");
-        let mut notes = Notes::default();
+        let mut notes = Diagnostics::default();
         prop_assert_eq!(members_of(&node, &mut notes), once);
         prop_assert_eq!(notes.problems, []);
     }
@@ -218,15 +227,13 @@ proptest! {
     #[test]
     fn any_text_is_read_without_panic(text in "[\\PC\\n\\t]{0,200}|[a-c:\\[\\]{}&*!|>'\"\\-, \\n]{0,80}") {
         if let Ok(Some(node)) = yaml::object("it", &text) {
-            members_of(&node, &mut Notes::default());
+            members_of(&node, &mut Diagnostics::default());
         }
     }
 }
 
-fn members_of(node: &Node, notes: &mut Notes) -> Map<String, Value> {
-    let (sets, _) = members("it", node, PROXY_CONFIG, notes);
-    let sets = sets
-        .into_iter()
-        .map(|set| (set.member.name.to_owned(), set.value));
-    sets.collect()
+fn members_of(node: &yaml::Node, notes: &mut Diagnostics) -> ProxyConfig {
+    let mut config = ProxyConfig::default();
+    field::read_into(&mut config, "it", node, notes);
+    config
 }

@@ -1,10 +1,9 @@
-//! Durations as Go writes them: `100ms`, `1h30m`, `1.5s`.
-//!
-//! Does not take negative durations: no setting has a use for one.
+//! Parses durations in Go's syntax (`100ms`, `1h30m`, `1.5s`), and writes them as protobuf's JSON does.
+//! Negative durations are refused.
 
 use std::time::Duration;
 
-/// The duration `text` spells, or nothing.
+/// The duration in Go's syntax; None for anything else.
 pub fn parse(text: &str) -> Option<Duration> {
     let mut rest = text.strip_prefix('+').unwrap_or(text);
     if rest == "0" {
@@ -21,7 +20,7 @@ pub fn parse(text: &str) -> Option<Duration> {
     }
 }
 
-/// The form istiod reads: seconds, with 0, 3, 6 or 9 decimals.
+/// The form of protobuf's JSON: seconds with 0, 3, 6 or 9 decimals.
 pub fn seconds(duration: Duration) -> String {
     let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
     match nanos {
@@ -32,7 +31,7 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// One number with its unit, and what follows.
+/// The first number with its unit, and the rest.
 fn leading_part(text: &str) -> Option<(Duration, &str)> {
     let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, rest) = text.split_at(digits_end);
@@ -51,7 +50,7 @@ fn leading_part(text: &str) -> Option<(Duration, &str)> {
     };
     let number: f64 = number.parse().ok()?;
     let nanos = (number * nanos_per_unit).round();
-    // 2^63 nanoseconds is the longest Go can say.
+    // Go's longest duration is 2^63 nanoseconds.
     (nanos < 9.223_372_036_854_776e18).then(|| (Duration::from_nanos(nanos as u64), rest))
 }
 

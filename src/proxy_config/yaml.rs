@@ -1,9 +1,7 @@
-//! YAML and JSON as a tree that knows its lines.
+//! YAML and JSON documents as a tree of values with their line numbers.
 //!
-//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. How
-//! deep and how large a document may be is limited.
-//!
-//! Does not know what any document means.
+//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. The
+//! depth of a document and the size its aliases may expand to are limited.
 
 use std::fmt;
 
@@ -11,17 +9,17 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
 use serde_saphyr::Spanned;
 
-use super::Problem;
+use crate::problem::Problem;
 
-/// A value and the line it stands on.
+/// A value and its line.
 #[derive(Clone, Debug)]
-pub(super) struct Node {
-    pub(super) line: u64,
-    pub(super) tree: Tree,
+pub struct Node {
+    pub line: u64,
+    pub tree: Tree,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum Tree {
+pub enum Tree {
     Null,
     Bool(bool),
     Number(Number),
@@ -30,15 +28,15 @@ pub(super) enum Tree {
     Map(Vec<(String, Node)>),
 }
 
-/// How many values aliases may repeat. No configuration has as many.
+/// Most values that aliases may repeat.
 const MOST_REPEATED: usize = 10_000;
 
-/// How deep values may nest. Reading a level takes stack, up to 32 KB without optimization, which no
-/// document may overflow; ProxyConfig needs eight.
+/// Deepest nesting of values. Each level takes up to 32 KB of stack without optimization; ProxyConfig
+/// needs eight levels.
 const DEEPEST: usize = 24;
 
-/// The members of a document and the line it begins on, or nothing when it is empty.
-pub(super) fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
+/// The object of a document; None when it is empty or null.
+pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
     if text.trim().is_empty() {
         return Ok(None);
     }
@@ -60,16 +58,13 @@ pub(super) fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> 
 }
 
 fn problem(origin: &str, line: u64, found: &str) -> Problem {
-    Problem {
-        subject: format!("{origin} line {line}"),
-        found: found.to_owned(),
-        expected: "a YAML or JSON object".to_owned(),
-    }
+    let subject = format!("{origin} line {line}");
+    Problem::new(subject, found, "a YAML or JSON object")
 }
 
 impl Tree {
-    /// The value for a report. Text stands for itself, anything else says what it is.
-    pub(super) fn shown(&self) -> String {
+    /// The value for an error: text as it is, anything else with its type.
+    pub fn shown(&self) -> String {
         match self {
             Self::Bool(value) => format!("the boolean {value}"),
             Self::Number(number) => format!("the number {number}"),
@@ -78,8 +73,8 @@ impl Tree {
         }
     }
 
-    /// What the value is, for a report of a value that may be secret.
-    pub(super) fn kind(&self) -> &'static str {
+    /// The type of the value, for an error that must not show a secret.
+    pub fn kind(&self) -> &'static str {
         match self {
             Self::Null => "null",
             Self::Bool(_) => "a boolean",
@@ -185,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn every_value_knows_its_line() {
+    fn every_value_has_its_line() {
         let text = "# comment\na: 1\nb:\n  c: [x,\n    'yes']\n  d: yes\n7: ~\n";
         let node = object("it", text).expect("good").expect("an object");
         assert_eq!(
@@ -202,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_is_a_problem_with_its_line_and_no_piece_of_the_document() {
+    fn a_document_that_is_not_an_object_is_a_problem_with_its_line_and_without_its_text() {
         for (text, subject) in [
             ("a: 1\nb: [", "it line 2"),
             ("\n- 1", "it line 2"),
@@ -217,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_without_end_is_refused() {
+    fn a_document_that_is_too_deep_or_expands_too_far_is_refused() {
         let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
         for level in 1..12 {
@@ -231,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn no_secret_is_in_a_report_of_broken_yaml() {
+    fn an_error_of_broken_yaml_shows_no_secret() {
         for value in [
             "*hush",
             "%hush",

@@ -1,0 +1,143 @@
+//! Merges ProxyConfig documents.
+//!
+//! A later document wins member by member: a member replaces the earlier one whole, except
+//! `proxyMetadata`, which merges by key, and `proxyHeaders`, which keeps some of its members. `null`
+//! leaves what is there.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::mesh_file;
+use crate::problem::{Diagnostics, Problem};
+use crate::proxy_config::field::{Field, read_into};
+use crate::proxy_config::yaml::{self, Node, Tree};
+use crate::proxy_config::{AuthenticationPolicy, ProxyConfig};
+
+/// A merged ProxyConfig with the origin of each member.
+#[derive(Clone, Debug)]
+pub(super) struct Merged {
+    pub(super) config: ProxyConfig,
+    /// Document and line by the path of a member; members of the default are missing.
+    origins: BTreeMap<String, String>,
+}
+
+/// The origin of a value that is set nowhere.
+pub(super) const DEFAULT: &str = "default";
+
+impl Merged {
+    /// The built-in defaults.
+    pub(super) fn builtin() -> Self {
+        let config = ProxyConfig {
+            config_path: "./etc/istio/proxy".to_owned(),
+            binary_path: "/usr/local/bin/envoy".to_owned(),
+            service_cluster: Some("istio-proxy".to_owned()),
+            drain_duration: Some(Duration::from_secs(45)),
+            termination_drain_duration: Some(Duration::from_secs(5)),
+            discovery_address: "istiod.istio-system.svc:15012".to_owned(),
+            proxy_admin_port: 15000,
+            control_plane_auth_policy: AuthenticationPolicy::MutualTls,
+            stat_name_length: 189,
+            status_port: 15020,
+            ..ProxyConfig::default()
+        };
+        Self {
+            config,
+            origins: BTreeMap::new(),
+        }
+    }
+
+    /// Merges the ProxyConfig in `text` (YAML or JSON).
+    pub(super) fn merge_text(&mut self, origin: &str, text: &str, notes: &mut Diagnostics) {
+        match yaml::object(origin, text) {
+            Ok(None) => {}
+            Ok(Some(node)) => self.merge(origin, &node, notes),
+            Err(problem) => notes.problems.push(problem),
+        }
+    }
+
+    /// Merges `defaultConfig` of the MeshConfig in `text`.
+    pub(super) fn merge_mesh(&mut self, origin: &str, text: &str, notes: &mut Diagnostics) {
+        let mesh = match yaml::object(origin, text) {
+            Ok(None) => return,
+            Ok(Some(mesh)) => mesh,
+            Err(problem) => return notes.problems.push(problem),
+        };
+        mesh_file::check(origin, &mesh, notes);
+        // The check reported a value that is not an object.
+        let config = mesh_file::member(&mesh, "default_config");
+        if let Some(config) = config.filter(|node| matches!(node.tree, Tree::Map(_))) {
+            self.merge(&format!("defaultConfig of {origin}"), config, notes);
+        }
+    }
+
+    fn merge(&mut self, origin: &str, node: &Node, notes: &mut Diagnostics) {
+        let earlier = self.config.clone();
+        let lines = read_into(&mut self.config, origin, node, notes);
+        let config = &mut self.config;
+        if lines.contains_key("proxyMetadata") {
+            let later = std::mem::replace(&mut config.proxy_metadata, earlier.proxy_metadata);
+            config.proxy_metadata.extend(later);
+        }
+        if let (Some(later), Some(earlier)) = (&mut config.proxy_headers, earlier.proxy_headers) {
+            inherit(
+                &mut later.forwarded_client_cert,
+                earlier.forwarded_client_cert,
+            );
+            inherit(&mut later.request_id, earlier.request_id);
+            inherit(&mut later.attempt_count, earlier.attempt_count);
+            inherit(&mut later.server, earlier.server);
+            inherit(&mut later.envoy_debug_headers, earlier.envoy_debug_headers);
+        }
+        // The two are one oneof.
+        if lines.contains_key("tracingServiceName") {
+            config.service_cluster = None;
+            self.forget("serviceCluster");
+        } else if lines.contains_key("serviceCluster") {
+            config.tracing_service_name = None;
+            self.forget("tracingServiceName");
+        }
+        for member in lines.keys().filter(|path| member_of(path) == *path) {
+            self.forget(member);
+        }
+        let origins = lines
+            .into_iter()
+            .map(|(path, line)| (path, format!("{origin} line {line}")));
+        self.origins.extend(origins);
+    }
+
+    /// Notes that a member was set by other means than a document.
+    pub(super) fn set_origin(&mut self, member: &str, origin: &str) {
+        self.forget(member);
+        self.origins.insert(member.to_owned(), origin.to_owned());
+    }
+
+    fn forget(&mut self, member: &str) {
+        self.origins.retain(|path, _| member_of(path) != member);
+    }
+
+    /// Where the value at `path` was set last; for a value that is not set, where its parent was.
+    pub(super) fn origin(&self, path: &str) -> &str {
+        let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
+        let origin = parents.find_map(|path| self.origins.get(path));
+        origin.map_or(DEFAULT, String::as_str)
+    }
+
+    /// A problem with the value at `path`.
+    pub(super) fn problem(&self, path: &str, found: &str, expected: &str) -> Problem {
+        Problem::new(format!("{path} of {}", self.origin(path)), found, expected)
+    }
+}
+
+fn inherit<T: Field>(later: &mut T, earlier: T) {
+    if later.is_unset() {
+        *later = earlier;
+    }
+}
+
+/// The member of ProxyConfig that a path begins with.
+fn member_of(path: &str) -> &str {
+    path.split(['.', '[']).next().unwrap_or(path)
+}
+
+#[cfg(test)]
+mod tests;

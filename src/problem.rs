@@ -1,0 +1,46 @@
+//! A setting that cannot be used, and the collection of all of them.
+
+use std::fmt;
+
+/// A setting that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct Problem {
+    /// Variable, flag, member or file.
+    pub subject: String,
+    pub found: String,
+    pub expected: String,
+}
+
+impl Problem {
+    pub fn new(
+        subject: impl Into<String>,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self {
+            subject: subject.into(),
+            found: found.into(),
+            expected: expected.into(),
+        }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            subject,
+            found,
+            expected,
+        } = self;
+        write!(f, "{subject} is {found:?}, expected {expected}")
+    }
+}
+
+/// The problems found while a configuration is read.
+#[derive(Debug, Default)]
+pub struct Diagnostics {
+    /// What makes the configuration unusable.
+    pub problems: Vec<Problem>,
+    /// What is left out, or replaced by a default.
+    pub warnings: Vec<Problem>,
+}

@@ -1,0 +1,285 @@
+//! Reads and writes messages by protobuf's JSON mapping, as pilot-agent does.
+//!
+//! Members may be named in camel case or snake case, numbers may be quoted, enumerations are given by
+//! name or number, durations in Go's syntax. Unknown members are left out and named once; each value
+//! of the wrong type is a problem with its path, line, value and expectation, and reading goes on.
+//! The written form has camel-case names, names of enumerations, and no members that are unset.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+
+use super::scalar::Scalar;
+use super::yaml::{Node, Tree};
+use crate::problem::{Diagnostics, Problem};
+
+/// Whether secret values are written or replaced by `(not shown)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Secrets {
+    Shown,
+    Hidden,
+}
+
+/// The type of a message's member.
+pub trait Field: Default {
+    /// The value, or None after a problem was reported.
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self>;
+    fn json(&self, secrets: Secrets) -> Value;
+    /// Whether the member is left out of the written form.
+    fn is_unset(&self) -> bool;
+}
+
+/// A message: an object with known members.
+pub trait Message: Default {
+    /// Names as in the `.proto` file.
+    const MEMBERS: &'static [&'static str];
+    /// The members of which only one may be set.
+    const ONEOF: &'static [&'static str];
+    fn read_members(&mut self, given: &Given<'_>, reader: &mut Reader<'_>);
+    fn members(&self, secrets: Secrets) -> Map<String, Value>;
+}
+
+/// The members given by a document, with their values.
+pub type Given<'n> = Vec<(&'static str, &'n Node)>;
+
+/// Reads one document and collects what is wrong with it.
+#[derive(Debug)]
+pub struct Reader<'a> {
+    /// The name of the document.
+    origin: &'a str,
+    problems: &'a mut Vec<Problem>,
+    path: String,
+    /// The line of every member read, by its path.
+    lines: BTreeMap<String, u64>,
+    ignored: Vec<String>,
+}
+
+/// Reads the members `node` sets into `message`; the others stay. Returns the lines of those members.
+pub fn read_into<M: Message>(
+    message: &mut M,
+    origin: &str,
+    node: &Node,
+    diagnostics: &mut Diagnostics,
+) -> BTreeMap<String, u64> {
+    let mut reader = Reader {
+        origin,
+        problems: &mut diagnostics.problems,
+        path: String::new(),
+        lines: BTreeMap::new(),
+        ignored: Vec::new(),
+    };
+    reader.message(message, node);
+    let Reader { lines, ignored, .. } = reader;
+    if !ignored.is_empty() {
+        diagnostics.warnings.push(Problem::new(
+            format!("the part of {origin} that is not known"),
+            ignored.join(", "),
+            "nothing, leaving it out",
+        ));
+    }
+    lines
+}
+
+impl Reader<'_> {
+    /// Reads an object; returns false when the value is none.
+    pub fn message<M: Message>(&mut self, message: &mut M, node: &Node) -> bool {
+        let Some(entries) = self.entries(node) else {
+            return false;
+        };
+        let given = self.given(entries, M::MEMBERS, M::ONEOF);
+        message.read_members(&given, self);
+        true
+    }
+
+    /// Reads one member if it is given.
+    pub fn member<T: Field>(&mut self, given: &Given<'_>, name: &str, member: &mut T) {
+        let Some((_, node)) = given.iter().find(|(given, _)| *given == name) else {
+            return;
+        };
+        let value = self.within(&camel_case(name), |reader| {
+            let value = T::read(node, reader)?;
+            reader.lines.insert(reader.path.clone(), node.line);
+            Some(value)
+        });
+        if let Some(value) = value {
+            *member = value;
+        }
+    }
+
+    /// The members that count: in camel case before snake case, the last of a oneof. The names of
+    /// the others are noted.
+    fn given<'n>(
+        &mut self,
+        entries: &'n [(String, Node)],
+        members: &'static [&'static str],
+        oneof: &[&str],
+    ) -> Given<'n> {
+        let is_null = |node: &Node| matches!(node.tree, Tree::Null);
+        let find = |name: &str| {
+            let entry = entries
+                .iter()
+                .find(|(key, node)| key == name && !is_null(node));
+            entry.map(|(_, node)| node)
+        };
+        let mut given: Given<'n> = Vec::new();
+        for member in members {
+            if let Some(node) = find(&camel_case(member)).or_else(|| find(member)) {
+                given.retain(|(other, _)| !(oneof.contains(member) && oneof.contains(other)));
+                given.push((member, node));
+            }
+        }
+        for (key, node) in entries {
+            let is_used = given.iter().any(|(_, used)| std::ptr::eq(*used, node));
+            let is_known = members
+                .iter()
+                .any(|name| name == key || camel_case(name) == *key);
+            // A known member that is null is one that is not set.
+            if !(is_used || is_known && is_null(node)) {
+                let path = self.joined(key);
+                self.ignored.push(format!("{path} line {}", node.line));
+            }
+        }
+        given
+    }
+
+    fn entries<'n>(&mut self, node: &'n Node) -> Option<&'n [(String, Node)]> {
+        if let Tree::Map(entries) = &node.tree {
+            return Some(entries);
+        }
+        self.problem(node, node.tree.shown(), "an object");
+        None
+    }
+
+    fn scalar<T: Scalar>(&mut self, node: &Node) -> Option<T> {
+        let value = T::parse(&node.tree);
+        if value.is_none() {
+            let found = match T::IS_SECRET {
+                true => format!("{} (not shown)", node.tree.kind()),
+                false => node.tree.shown(),
+            };
+            self.problem(node, found, &T::expected());
+        }
+        value
+    }
+
+    fn within<T>(&mut self, name: &str, read: impl FnOnce(&mut Self) -> T) -> T {
+        let length = self.path.len();
+        self.path = self.joined(name);
+        let value = read(self);
+        self.path.truncate(length);
+        value
+    }
+
+    fn joined(&self, name: &str) -> String {
+        let dot = if self.path.is_empty() || name.starts_with('[') {
+            ""
+        } else {
+            "."
+        };
+        format!("{}{dot}{name}", self.path)
+    }
+
+    fn problem(&mut self, node: &Node, found: String, expected: &str) {
+        let subject = format!("{} of {} line {}", self.path, self.origin, node.line);
+        self.problems.push(Problem::new(subject, found, expected));
+    }
+}
+
+/// Adds a member to the written form if it is set.
+pub fn write<T: Field>(members: &mut Map<String, Value>, name: &str, member: &T, secrets: Secrets) {
+    if !member.is_unset() {
+        members.insert(camel_case(name), member.json(secrets));
+    }
+}
+
+/// The JSON name of a member.
+pub fn camel_case(name: &str) -> String {
+    let mut words = name.split('_');
+    let mut camel = words.next().unwrap_or_default().to_owned();
+    for word in words {
+        let (first, rest) = word.split_at(1.min(word.len()));
+        camel += &first.to_ascii_uppercase();
+        camel += rest;
+    }
+    camel
+}
+
+/// A message, a wrapper, a duration or a member of a oneof: zero can be told from unset.
+impl<T: Field> Field for Option<T> {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        T::read(node, reader).map(Some)
+    }
+
+    fn json(&self, secrets: Secrets) -> Value {
+        self.as_ref()
+            .map_or(Value::Null, |value| value.json(secrets))
+    }
+
+    fn is_unset(&self) -> bool {
+        self.is_none()
+    }
+}
+
+impl<T: Field> Field for Vec<T> {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        let Tree::List(items) = &node.tree else {
+            reader.problem(node, node.tree.shown(), "a list");
+            return None;
+        };
+        // Every item is read, so that each problem is found.
+        let items: Vec<_> = items
+            .iter()
+            .enumerate()
+            .map(|(at, item)| reader.within(&format!("[{at}]"), |reader| T::read(item, reader)))
+            .collect();
+        items.into_iter().collect()
+    }
+
+    fn json(&self, secrets: Secrets) -> Value {
+        self.iter().map(|item| item.json(secrets)).collect()
+    }
+
+    fn is_unset(&self) -> bool {
+        self.is_empty()
+    }
+}
+
+/// `null` is the zero value.
+impl<T: Field> Field for BTreeMap<String, T> {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        let mut values = Self::new();
+        for (key, node) in reader.entries(node)? {
+            let value = match node.tree {
+                Tree::Null => Some(T::default()),
+                _ => reader.within(key, |reader| T::read(node, reader)),
+            };
+            values.extend(value.map(|value| (key.clone(), value)));
+        }
+        Some(values)
+    }
+
+    fn json(&self, secrets: Secrets) -> Value {
+        let members = self
+            .iter()
+            .map(|(key, value)| (key.clone(), value.json(secrets)));
+        Value::Object(members.collect())
+    }
+
+    fn is_unset(&self) -> bool {
+        self.is_empty()
+    }
+}
+
+impl<S: Scalar> Field for S {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        reader.scalar(node)
+    }
+
+    fn json(&self, secrets: Secrets) -> Value {
+        Scalar::json(self, secrets)
+    }
+
+    fn is_unset(&self) -> bool {
+        *self == Self::default()
+    }
+}
