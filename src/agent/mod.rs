@@ -9,12 +9,12 @@
 mod envoy_user;
 mod google_token;
 mod nds;
+mod pcds;
 pub mod reload;
 mod renewal;
 mod resource;
-mod secret_sockets;
+mod sds_socket;
 mod secrets;
-mod trust_bundles;
 
 use std::future::Future;
 use std::io;
@@ -45,9 +45,9 @@ use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;
 use crate::{dns, status, xds};
 use nds::Nds;
+use pcds::Pcds;
 use reload::{Inputs, Load};
-use secret_sockets::{Server, Settled};
-use trust_bundles::TrustBundles;
+use sds_socket::{Detected, SdsOwner};
 
 /// How long the rooms may take to end once Envoy is gone.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
@@ -104,12 +104,12 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
             .as_ref()
             .map(|config| status::bind(config.port));
         let port = port.transpose().map_err(status::Error::from)?;
-        let settled = secret_sockets::settle(&config).await?;
-        if settled.server == Server::Agent && !config.authority_problems.is_empty() {
+        let detected = sds_socket::detect(&config).await?;
+        if detected.owner == SdsOwner::Agent && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
         }
-        settled.tell(&mut config.bootstrap.node);
-        let agent = Agent::build(config, port, settled, load, milestones, &stop)?;
+        detected.add_to(&mut config.bootstrap.node);
+        let agent = Agent::build(config, port, detected, load, milestones, &stop)?;
         agent.run(stop).await
     };
     tokio::select! {
@@ -141,14 +141,14 @@ impl Agent {
     fn build(
         config: Config,
         port: Option<status::Listener>,
-        settled: Settled,
+        detected: Detected,
         load: Load,
         milestones: Milestones,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
         let metrics = registry();
-        let server = settled.server;
-        let inputs = Inputs::of(&config, load, settled).map(Arc::new);
+        let owner = detected.owner;
+        let inputs = Inputs::of(&config, load, detected).map(Arc::new);
         let envoy = config.envoy.clone();
         let envoy = envoy.map(|config| {
             let inputs = inputs
@@ -177,8 +177,8 @@ impl Agent {
         let dns = agent.dns()?;
         agent.token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let (secrets, bundles) = agent.secrets(&istiod, server)?;
-        let discovery = agent.discovery(istiod.clone(), bundles, dns.clone())?;
+        let (secrets, pcds) = agent.secrets(&istiod, owner)?;
+        let discovery = agent.discovery(istiod.clone(), pcds, dns.clone())?;
         milestones.mark(Milestone::SocketsBound);
         if let Some(port) = port {
             agent.status(
@@ -266,7 +266,7 @@ impl Agent {
     fn discovery(
         &mut self,
         istiod: Istiod,
-        bundles: Option<TrustBundles>,
+        pcds: Option<Pcds>,
         dns: Option<dns::Dns>,
     ) -> Result<Observer, Error> {
         let config = xds::Config {
@@ -279,8 +279,8 @@ impl Agent {
         if let Some(dns) = dns {
             interceptors.push(Box::new(Nds::new(dns)));
         }
-        if let Some(bundles) = bundles {
-            interceptors.push(Box::new(bundles));
+        if let Some(pcds) = pcds {
+            interceptors.push(Box::new(pcds));
         }
         let interceptors = Interceptors::new(interceptors);
         let registry = &self.metrics;

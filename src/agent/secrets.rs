@@ -4,8 +4,8 @@
 //!
 //! Does not find out who serves the workload's socket.
 
-use super::secret_sockets::{self, Server};
-use super::trust_bundles::TrustBundles;
+use super::pcds::Pcds;
+use super::sds_socket::{self, SdsOwner};
 use super::{Agent, Error};
 use crate::bootstrap;
 use crate::clock::Clock;
@@ -22,13 +22,13 @@ impl Agent {
     pub(super) fn secrets(
         &mut self,
         istiod: &Istiod,
-        server: Server,
-    ) -> Result<(Option<Secrets>, Option<TrustBundles>), Error> {
+        owner: SdsOwner,
+    ) -> Result<(Option<Secrets>, Option<Pcds>), Error> {
         let mut config = self.config.secret_sources.files.clone();
         let mut socket = self.config.sds_socket.clone();
-        if let Server::Other { is_healthy } = server {
+        if let SdsOwner::Other { is_healthy } = owner {
             config.workload = None;
-            let watching = secret_sockets::watch_over(socket, is_healthy, &self.metrics);
+            let watching = sds_socket::watch_health(socket, is_healthy, &self.metrics);
             self.spawn_until_shutdown("watch over the server of secrets", watching);
             socket = bootstrap::FILES_SOCKET.into();
         }
@@ -37,7 +37,7 @@ impl Agent {
         let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("keeper of secrets from files", keeping);
-        let serves_workload = server == Server::Agent;
+        let serves_workload = owner == SdsOwner::Agent;
         // Files that are there have taken the authority's place.
         let signs = serves_workload
             && self.config.secret_sources.has_authority()
@@ -47,7 +47,7 @@ impl Agent {
             self.output(secrets.clone(), &files);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
-        let bundles = wants_roots.then(|| TrustBundles::new(secrets.clone(), files.clone()));
+        let pcds = wants_roots.then(|| Pcds::new(secrets.clone(), files.clone()));
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),
@@ -59,7 +59,7 @@ impl Agent {
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
-        Ok((secrets, bundles))
+        Ok((secrets, pcds))
     }
 
     /// Writes what is served to a directory, if that is asked for.

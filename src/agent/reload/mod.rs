@@ -18,7 +18,7 @@ use aws_lc_rs::digest::{self, SHA256};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::envoy_user;
-use super::secret_sockets::Settled;
+use super::sds_socket::Detected;
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable, is_lost_file};
 use crate::envoy::command::Command;
@@ -38,7 +38,7 @@ pub(crate) struct Inputs {
     first: Config,
     load: Load,
     /// Who serves secrets, which does not change.
-    settled: Settled,
+    detected: Detected,
     /// Where this is.
     platform: OnceLock<Platform>,
 }
@@ -59,12 +59,12 @@ enum Error {
 
 impl Inputs {
     /// None where Envoy is not replaced while it serves.
-    pub(super) fn of(config: &Config, load: Load, settled: Settled) -> Option<Self> {
+    pub(super) fn of(config: &Config, load: Load, detected: Detected) -> Option<Self> {
         config.envoy.as_ref()?.hot_restart?;
         Some(Self {
             first: config.clone(),
             load,
-            settled,
+            detected,
             platform: OnceLock::new(),
         })
     }
@@ -83,7 +83,7 @@ impl Inputs {
         })?;
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
-        self.settled.tell(&mut bootstrap.node);
+        self.detected.add_to(&mut bootstrap.node);
         let mut command = envoy.command.clone();
         let (document, files) = if config.has_custom_bootstrap {
             let path = command.bootstrap.clone();

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use tempfile::TempDir;
 
-use super::super::secret_sockets::settle;
+use super::super::sds_socket::detect;
 use super::*;
 use crate::cli::{self, Command as Typed};
 use crate::config;
@@ -66,9 +66,9 @@ impl Place {
     async fn inputs(&self) -> Inputs {
         let load = self.load();
         let mut config = load().expect("a good configuration");
-        let settled = settle(&config).await.expect("settled");
-        settled.tell(&mut config.bootstrap.node);
-        Inputs::of(&config, load, settled).expect("hot restart")
+        let detected = detect(&config).await.expect("detected");
+        detected.add_to(&mut config.bootstrap.node);
+        Inputs::of(&config, load, detected).expect("hot restart")
     }
 }
 
@@ -82,8 +82,8 @@ async fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
         place.set(name, value);
         let load = place.load();
         let config = load().expect("a good configuration");
-        let settled = settle(&config).await.expect("settled");
-        assert!(Inputs::of(&config, load, settled).is_none(), "{name}");
+        let detected = detect(&config).await.expect("detected");
+        assert!(Inputs::of(&config, load, detected).is_none(), "{name}");
     }
 }
 

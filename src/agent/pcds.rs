@@ -15,7 +15,7 @@ const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
 /// The interceptor of trust bundles.
 #[derive(Debug)]
-pub(super) struct TrustBundles {
+pub(super) struct Pcds {
     secrets: Option<Secrets>,
     files: Files,
 }
@@ -27,7 +27,7 @@ struct ProxyConfig {
     ca_certificates_pem: Vec<String>,
 }
 
-impl TrustBundles {
+impl Pcds {
     pub(super) fn new(secrets: Option<Secrets>, files: Files) -> Self {
         Self { secrets, files }
     }
@@ -53,7 +53,7 @@ impl TrustBundles {
     }
 }
 
-impl Interceptor for TrustBundles {
+impl Interceptor for Pcds {
     fn type_url(&self) -> &str {
         TYPE_URL
     }

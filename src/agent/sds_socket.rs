@@ -28,21 +28,21 @@ const LONGEST: Duration = Duration::from_secs(10);
 
 /// Who serves the workload's secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Server {
+pub(super) enum SdsOwner {
     Agent,
     Other { is_healthy: bool },
 }
 
 /// Who serves secrets, and what istiod is told of it in the node's metadata.
 #[derive(Clone, Debug)]
-pub(super) struct Settled {
-    pub(super) server: Server,
+pub(super) struct Detected {
+    pub(super) owner: SdsOwner,
     metadata: Vec<&'static str>,
 }
 
-impl Settled {
+impl Detected {
     /// Tells istiod, and whoever writes a bootstrap for this node.
-    pub(super) fn tell(&self, node: &mut Node) {
+    pub(super) fn add_to(&self, node: &mut Node) {
         for name in &self.metadata {
             node.raw.insert((*name).to_owned(), "true".into());
         }
@@ -50,20 +50,20 @@ impl Settled {
 }
 
 /// Finds out who serves secrets.
-pub(super) async fn settle(config: &Config) -> Result<Settled, Error> {
+pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
     let mut metadata = Vec::new();
     if is_healthy(Path::new(CREDENTIALS)).await? {
         tracing::info!("Credential SDS socket found");
         metadata.push("credential");
     }
-    let server = server(&config.sds_socket, config.secret_sources.absent_socket).await?;
-    if server != Server::Agent {
+    let owner = owner(&config.sds_socket, config.secret_sources.absent_socket).await?;
+    if owner != SdsOwner::Agent {
         metadata.push("file-credential");
     }
-    Ok(Settled { server, metadata })
+    Ok(Detected { owner, metadata })
 }
 
-async fn server(socket: &Path, absent: AbsentSocket) -> Result<Server, Error> {
+async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, Error> {
     // What is dead now may be somebody's who is yet to come, and is left alone then.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
@@ -71,14 +71,14 @@ async fn server(socket: &Path, absent: AbsentSocket) -> Result<Server, Error> {
     };
     match absent {
         _ if is_healthy => log_found(socket),
-        AbsentSocket::Serve => return Ok(Server::Agent),
+        AbsentSocket::Serve => return Ok(SdsOwner::Agent),
         AbsentSocket::Fail => return Err(Error::NoWorkloadSocket(socket.display().to_string())),
         AbsentSocket::Wait => tracing::warn!(
             "nobody serves secrets at {} yet; Envoy waits, and the agent serves only files",
             socket.display()
         ),
     }
-    Ok(Server::Other { is_healthy })
+    Ok(SdsOwner::Other { is_healthy })
 }
 
 /// Whether somebody serves secrets there. A dead socket is removed: whoever comes needs its place.
@@ -110,7 +110,7 @@ fn log_found(socket: &Path) {
 }
 
 /// Watches over a socket of somebody else.
-pub(super) fn watch_over(
+pub(super) fn watch_health(
     socket: PathBuf,
     is_healthy: bool,
     registry: &Registry,
@@ -120,10 +120,10 @@ pub(super) fn watch_over(
         "Whether the server of secrets that is not the agent answers",
     );
     gauge.set(f64::from(u8::from(is_healthy)));
-    look_for_ever(socket, is_healthy, gauge)
+    check_forever(socket, is_healthy, gauge)
 }
 
-async fn look_for_ever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
+async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
     let mut backoff = Backoff::new(SHORTEST, LONGEST);
     loop {
         let pause = match is_healthy {
