@@ -1,32 +1,31 @@
-//! Lets an Envoy that runs as another user than the agent reach what was made for it.
+//! Gives an Envoy that runs as another user than the agent access to the agent's directories and
+//! files.
 //!
 //! Directories the agent made are closed to others, as secrets are served in one of them: they get
-//! Envoy's group. Files that were written for it become its own. What is open to everybody, or
-//! already somebody else's, stays as it is.
-//!
-//! Does not open anything to anybody else.
+//! Envoy's group. Files written for Envoy become its own. Directories open to all users, or of
+//! another owner, stay as they are.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-/// Enter, for the owner's group and for all others.
+/// Search permission of the group and of others.
 const GROUP_ENTERS: u32 = 0o010;
 const OTHERS_ENTER: u32 = 0o001;
 
-/// Lets `user` use `files`, and what is in `directories`. Envoy itself says what it still misses.
+/// Gives `user` access to `files` and `directories`. A failure is logged: Envoy reports what it cannot open.
 pub(super) fn admit<'a>(
     user: u32,
     files: &[PathBuf],
     directories: impl IntoIterator<Item = Option<&'a Path>>,
 ) {
     for file in files {
-        tell(file, chown(file, Some(user), Some(user)));
+        log(file, chown(file, Some(user), Some(user)));
     }
     for directory in directories.into_iter().flatten() {
         for directory in directory.ancestors().filter(|d| !d.as_os_str().is_empty()) {
-            tell(directory, enter(user, directory));
+            log(directory, enter(user, directory));
         }
     }
 }
@@ -42,7 +41,7 @@ fn enter(group: u32, directory: &Path) -> io::Result<()> {
     chown(directory, None, Some(group))
 }
 
-fn tell(path: &Path, result: io::Result<()>) {
+fn log(path: &Path, result: io::Result<()>) {
     if let Err(error) = result {
         let path = path.display();
         tracing::warn!("cannot let Envoy's user into {path}, starting Envoy all the same: {error}");
@@ -53,7 +52,7 @@ fn tell(path: &Path, result: io::Result<()>) {
 mod tests {
     use super::*;
 
-    /// Group and mode of a directory before and after, as root; nobody else may give things away.
+    /// Group and mode of a directory before and after, as root, which alone may change owners.
     #[test]
     fn only_closed_directories_of_root_get_the_group() {
         if !rustix::process::getuid().is_root() {

@@ -1,9 +1,4 @@
-//! Has Google's metadata service vouch for this machine, and keeps what it says in the token file.
-//!
-//! A token is replaced well before it expires, as the calls to istiod read the file as they find it.
-//! The file is replaced as a whole.
-//!
-//! Does not send the token.
+//! Fetches an identity token from Google's metadata service, and keeps it fresh in the token file.
 
 use std::convert::Infallible;
 use std::io;
@@ -24,7 +19,6 @@ const LEAST: Duration = Duration::from_secs(5 * 60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// Why there is no new token.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("Failed to get vm identity token from metadata server: no token for audience {0:?}")]

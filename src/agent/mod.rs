@@ -1,15 +1,16 @@
-//! The hall: builds every room, runs them side by side, and brings them down.
+//! The wiring: builds all modules, runs them side by side, and stops them.
 //!
-//! [`Agent::build`] binds the sockets and makes the rooms, so a socket that cannot be had ends the
-//! agent before Envoy exists. [`Agent::run`] starts Envoy and waits for its end. The sockets outlive
-//! Envoy, which asks for its configuration until it has drained.
+//! [`Agent::build`] binds the sockets first, so an agent that cannot bind one ends before Envoy
+//! starts. [`Agent::run`] starts Envoy and waits for its end. The sockets outlive Envoy, which
+//! fetches its configuration until it has drained.
 //!
-//! The only place where rooms meet that may not see each other.
+//! Modules that must not use each other meet only here.
 
 mod envoy_user;
 mod google_token;
 mod nds;
 mod pcds;
+mod process;
 pub mod reload;
 mod renewal;
 mod resource;
@@ -22,13 +23,13 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
 use crate::cli::version;
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
+use crate::envoy::handle::Envoy;
 use crate::envoy::reaper::Children;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -49,10 +50,9 @@ use pcds::Pcds;
 use reload::{Inputs, Load};
 use sds_socket::{Detected, SdsOwner};
 
-/// How long the rooms may take to end once Envoy is gone.
+/// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Why the agent cannot start, or had to end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("agent configured for non-default SDS socket path: {0} but no socket found")]
@@ -79,8 +79,8 @@ pub enum Error {
     },
 }
 
-impl Error {
-    fn of(ended: Ended) -> Self {
+impl From<Ended> for Error {
+    fn from(ended: Ended) -> Self {
         Self::Ended {
             name: ended.name,
             source: ended.result.err(),
@@ -90,19 +90,19 @@ impl Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 ///
-/// `load` reads the configuration anew, for the Envoy that is to follow the first.
+/// `load` reads the configuration again before a hot restart.
 pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
-    keep_keys_out_of_dumps(&config);
-    raise_limit_of_files();
+    if !config.may_dump_core {
+        process::bar_core_dumps();
+    }
+    process::raise_file_limit();
     let stop = Stop::new();
     let signals = lifecycle::signals(stop.clone())?;
     let running = async {
-        // Before anything else, some of which takes a while; what it shows comes with the rooms.
-        let port = config
-            .status
-            .as_ref()
-            .map(|config| status::bind(config.port));
+        // First, as what follows may take a while; it is served once all modules are built.
+        let status = config.status.as_ref();
+        let port = status.map(|status| status::bind(status.port));
         let port = port.transpose().map_err(status::Error::from)?;
         let detected = sds_socket::detect(&config).await?;
         if detected.owner == SdsOwner::Agent && !config.authority_problems.is_empty() {
@@ -118,21 +118,19 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
     }
 }
 
-/// Envoy from its start to its end; it starts when this is polled.
-type EnvoyLife = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>>;
+/// Runs Envoy, from the first poll until Envoy has ended.
+type Supervisor = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send>>;
 
 /// Everything the agent consists of, built and bound.
 struct Agent {
     config: Config,
-    /// What Envoys start from, when one is to follow the other.
+    /// What Envoys start from, if Envoy can be hot restarted.
     inputs: Option<Arc<Inputs>>,
-    /// Runs Envoy, from its start to its end.
-    envoy_life: Option<EnvoyLife>,
-    /// What the agent counts about itself.
+    supervisor: Option<Supervisor>,
     metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
-    /// The rooms that stay until the others are gone.
+    /// Tasks that are stopped after all others: the status port.
     last_tasks: Tasks,
     last_shutdown: CancellationToken,
 }
@@ -146,58 +144,57 @@ impl Agent {
         milestones: Milestones,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
-        let metrics = registry();
         let owner = detected.owner;
-        let inputs = Inputs::of(&config, load, detected).map(Arc::new);
-        let envoy = config.envoy.clone();
-        let envoy = envoy.map(|config| {
-            let inputs = inputs
-                .clone()
-                .map(|inputs| inputs as Arc<dyn envoy::hot_restart::Inputs>);
-            envoy::new(config, inputs, stop, &metrics)
-        });
-        let (envoy, envoy_life) = match envoy {
-            Some((handle, life)) => (Some(handle), Some(Box::pin(life) as EnvoyLife)),
-            None => (None, None),
-        };
         let mut agent = Self {
+            inputs: Inputs::of(&config, load, detected).map(Arc::new),
             config,
-            inputs,
-            envoy_life,
-            metrics,
+            supervisor: None,
+            metrics: registry(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
             last_tasks: Tasks::new(),
             last_shutdown: CancellationToken::new(),
         };
-        if let (Some(_), Some(envoy)) = (&agent.inputs, envoy.clone()) {
-            let changes = reload::changes(envoy, &agent.config.inputs)?;
-            agent.spawn_until_shutdown("watch for changes", changes);
-        }
+        let envoy = agent.envoy(stop)?;
         let dns = agent.dns()?;
-        agent.token();
+        agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds) = agent.secrets(&istiod, owner)?;
         let discovery = agent.discovery(istiod.clone(), pcds, dns.clone())?;
         milestones.mark(Milestone::SocketsBound);
         if let Some(port) = port {
-            agent.status(
-                port,
-                status::Sources {
-                    node: agent.config.bootstrap.node.id.clone(),
-                    milestones,
-                    stop: stop.clone(),
-                    envoy,
-                    istiod,
-                    secrets,
-                    discovery,
-                    dns,
-                    metrics: agent.metrics.clone(),
-                    scrape: agent.scrape(),
-                },
-            )?;
+            let sources = status::Sources {
+                node: agent.config.bootstrap.node.id.clone(),
+                milestones,
+                stop: stop.clone(),
+                envoy,
+                istiod,
+                secrets,
+                discovery,
+                dns,
+                metrics: agent.metrics.clone(),
+                scrape: agent.scrape(),
+            };
+            agent.status(port, sources)?;
         }
         Ok(agent)
+    }
+
+    /// Prepares Envoy's supervisor, and the watch for changes that hot restart Envoy.
+    fn envoy(&mut self, stop: &Stop) -> io::Result<Option<Envoy>> {
+        let Some(config) = self.config.envoy.clone() else {
+            return Ok(None);
+        };
+        let inputs = self.inputs.clone();
+        let inputs = inputs.map(|inputs| inputs as Arc<dyn envoy::hot_restart::Inputs>);
+        let has_inputs = inputs.is_some();
+        let (envoy, supervisor) = envoy::new(config, inputs, stop, &self.metrics);
+        self.supervisor = Some(Box::pin(supervisor));
+        if has_inputs {
+            let changes = reload::changes(envoy.clone(), &self.config.inputs)?;
+            self.spawn_until_shutdown("watch for changes", changes);
+        }
+        Ok(Some(envoy))
     }
 
     fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), Error> {
@@ -221,8 +218,8 @@ impl Agent {
         })
     }
 
-    /// Fetches what istiod knows the agent by, for discovery as for certificates.
-    fn token(&mut self) {
+    /// Keeps the token for istiod fresh where Google's metadata service issues it.
+    fn google_token(&mut self) {
         if let Some(token) = self.config.google_token.clone() {
             let platform = self.config.platform.clone();
             let fetching = google_token::keep_fresh(token, platform, Clock::system());
@@ -236,7 +233,7 @@ impl Agent {
         istiod
     }
 
-    /// Answers DNS on a thread of its own, so that nothing else the agent does delays an answer.
+    /// Answers DNS on its own thread, so that no other work delays an answer.
     fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
@@ -250,12 +247,12 @@ impl Agent {
             .build()
             .map_err(Error::DnsThread)?;
         let serve = move || {
-            // The agent waits for it, unless it was cut off.
+            // Not received if the shutdown took too long.
             let _ = done.send(runtime.block_on(serving));
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name("dns".to_owned());
-        // Its end is heard over the channel, and a panic is an end of that.
+        // The channel reports its end; a panic closes it.
         thread.spawn(serve).map_err(Error::DnsThread)?;
         self.tasks.spawn("DNS server", async move {
             ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
@@ -292,15 +289,15 @@ impl Agent {
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
-        let life = self.envoy_life.take();
+        let supervisor = self.supervisor.take();
         let (config, inputs) = (self.config.clone(), self.inputs.clone());
-        let mut envoy = pin!(envoy_until_its_end(config, inputs, life, stop.requested()));
+        let mut envoy = pin!(run_envoy(config, inputs, supervisor, stop.requested()));
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
                 code = &mut envoy => break code,
                 ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
-                    let broken = broken.insert(Error::of(ended));
+                    let broken = broken.insert(Error::from(ended));
                     tracing::error!("{}; draining Envoy and stopping", with_causes(broken));
                     stop.request(Urgency::Drain, "a part of the agent ended");
                 }
@@ -331,7 +328,7 @@ impl Agent {
         });
     }
 
-    /// Spawns a task that would never end by itself.
+    /// Spawns a task that does not end by itself.
     fn spawn_until_shutdown(
         &mut self,
         name: &'static str,
@@ -347,70 +344,45 @@ impl Agent {
     }
 }
 
-/// Writes the bootstrap and runs Envoy on it; without Envoy, waits to be asked to stop. The other
-/// rooms are at work while the cloud is asked where this is.
-async fn envoy_until_its_end(
+/// Writes the bootstrap and runs Envoy on it; without Envoy, waits for a stop request. Other tasks
+/// run while the cloud's metadata service is asked.
+async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
-    envoy: Option<EnvoyLife>,
-    mut asked: watch::Receiver<StopRequest>,
+    supervisor: Option<Supervisor>,
+    mut stop: watch::Receiver<StopRequest>,
 ) -> Result<ExitCode, BoxError> {
     config.bootstrap.node.platform = platform::discover(&config.platform).await;
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
-    let writes_by_itself = inputs.is_some();
+    let has_inputs = inputs.is_some();
     if let Some(inputs) = inputs {
-        // Where this is does not change.
         inputs.set_platform(config.bootstrap.node.platform.clone());
     }
-    let Some(envoy) = envoy else {
-        let asked = asked.wait_for(|asked| asked.urgency != Urgency::Run);
+    let Some(supervisor) = supervisor else {
         tokio::select! {
-            // An error is the end of the watch, which is an end as well.
-            _ = asked => return Ok(ExitCode::Success),
+            // An error means that all senders are gone, which ends the agent as well.
+            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(ExitCode::Success),
             never = envoy::reaper::reap(Children::default()) => match never {},
         }
     };
-    let ours = !config.has_custom_bootstrap && !writes_by_itself;
-    let written = ours.then(|| bootstrap::write(&config.bootstrap));
+    // With inputs, the supervisor writes the bootstrap of each epoch.
+    let writes = !config.has_custom_bootstrap && !has_inputs;
+    let written = writes.then(|| bootstrap::write(&config.bootstrap));
     let written = written.transpose()?;
     let files = written.as_ref().map_or(&[][..], Written::files);
     if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
         envoy_user::admit(user, files, directories);
     }
-    Ok(match envoy.await? {
+    Ok(match supervisor.await? {
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
 }
 
-/// Private keys are in our memory. Envoy's own dumps are not concerned: a new program starts anew.
-fn keep_keys_out_of_dumps(config: &Config) {
-    if config.may_dump_core {
-        return;
-    }
-    let barred = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    if let Err(error) = barred {
-        tracing::warn!("core dumps cannot be barred: {error}; one would hold private keys");
-    }
-}
-
-/// Opens as many files as the machine allows, as programs in Go do: the lower limit is for programs
-/// of old that cannot count further. Envoy inherits it.
-fn raise_limit_of_files() {
-    let limit = getrlimit(Resource::Nofile);
-    let current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current, ..limit }) {
-        tracing::warn!(
-            "the limit of open files stays at {:?}: {error}",
-            limit.current
-        );
-    }
-}
-
-/// What the agent counts about itself, with what it is and what the kernel knows of it.
+/// The agent's metrics, with its version and the kernel's figures of the process.
 fn registry() -> Registry {
     let registry = Registry::default();
     version::publish(&registry);
@@ -418,7 +390,7 @@ fn registry() -> Registry {
     registry
 }
 
-/// The next room of either set that ends.
+/// The next task of either set that ends.
 async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
     tokio::select! {
         ended = tasks.next_ended() => ended,

@@ -1,8 +1,7 @@
-//! Takes the mesh's trust bundle off discovery and hands it to the keepers of secrets, whose roots it
-//! joins: glue between two rooms that do not know each other.
+//! Intercepts PCDS: hands the mesh's trust bundle to the secrets instead of to Envoy.
 //!
-//! It comes as a ProxyConfig, of which one field counts. A bundle without a certificate is refused,
-//! and the last one stays.
+//! The bundle is one field of a ProxyConfig. A bundle without a certificate is rejected, and the last
+//! one stays.
 
 use prost::Message;
 
@@ -13,7 +12,7 @@ use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
-/// The interceptor of trust bundles.
+/// The interceptor of PCDS responses.
 #[derive(Debug)]
 pub(super) struct Pcds {
     secrets: Option<Secrets>,

@@ -1,6 +1,4 @@
-//! Connects the keeper of secrets to its authority.
-//!
-//! Does not serve secrets.
+//! Connects certificate renewal to its authority.
 
 use std::time::Duration;
 
@@ -12,11 +10,10 @@ use crate::config::KeyChoice;
 use crate::istiod::Istiod;
 use crate::secrets::{self, Secrets};
 
-/// How long istiod may take to be connected to, and at first to answer a certificate request.
+/// For the connection to istiod, and for its first answer to a CSR.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
-    /// Has certificates signed and kept as configured.
     pub(super) fn renewal(&mut self, istiod: &Istiod) -> Secrets {
         let authority = match self.config.ca_istiod.clone() {
             Some(config) => self.istiod("connection to the certificate authority", config),

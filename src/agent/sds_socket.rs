@@ -1,9 +1,7 @@
-//! Whose socket Envoy asks for the workload's secrets: the agent's, or somebody else's.
+//! Ownership of the workload SDS socket: the agent, or another process such as a SPIRE agent.
 //!
-//! Looked at before the rooms are built, as Envoy's bootstrap and its node depend on it. A socket of
-//! somebody else is watched over from then on, so that the log tells when it goes and comes.
-//!
-//! Does not serve anything.
+//! It is detected before other modules are built, as Envoy's bootstrap and node metadata depend on
+//! it. Another process' socket is checked from then on.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,24 +14,24 @@ use crate::config::{AbsentSocket, Config};
 use crate::metrics::{Gauge, Registry};
 use crate::unix_socket::probe::{self, Health};
 
-/// Where gateways find a server of credentials.
+/// Where a gateway finds another process that serves its credentials.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
 
-/// How often a healthy socket of somebody else is looked at.
+/// Between two checks of another process' socket while it is healthy.
 const PAUSE: Duration = Duration::from_secs(30);
 
-/// Bounds of the pause while it is not.
+/// Bounds of the pause while it is not healthy.
 const SHORTEST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(10);
 
-/// Who serves the workload's secrets.
+/// The process that serves the workload's secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SdsOwner {
     Agent,
     Other { is_healthy: bool },
 }
 
-/// Who serves secrets, and what istiod is told of it in the node's metadata.
+/// The owner, and the node metadata that tells istiod.
 #[derive(Clone, Debug)]
 pub(super) struct Detected {
     pub(super) owner: SdsOwner,
@@ -41,7 +39,6 @@ pub(super) struct Detected {
 }
 
 impl Detected {
-    /// Tells istiod, and whoever writes a bootstrap for this node.
     pub(super) fn add_to(&self, node: &mut Node) {
         for name in &self.metadata {
             node.raw.insert((*name).to_owned(), "true".into());
@@ -49,7 +46,6 @@ impl Detected {
     }
 }
 
-/// Finds out who serves secrets.
 pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
     let mut metadata = Vec::new();
     if is_healthy(Path::new(CREDENTIALS)).await? {
@@ -64,7 +60,7 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
 }
 
 async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, Error> {
-    // What is dead now may be somebody's who is yet to come, and is left alone then.
+    // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
         AbsentSocket::Serve | AbsentSocket::Fail => is_healthy(socket).await?,
@@ -74,17 +70,17 @@ async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, Error> {
         AbsentSocket::Serve => return Ok(SdsOwner::Agent),
         AbsentSocket::Fail => return Err(Error::NoWorkloadSocket(socket.display().to_string())),
         AbsentSocket::Wait => tracing::warn!(
-            "nobody serves secrets at {} yet; Envoy waits, and the agent serves only files",
+            "no process serves secrets at {} yet; Envoy waits, and the agent serves only files",
             socket.display()
         ),
     }
     Ok(SdsOwner::Other { is_healthy })
 }
 
-/// Whether somebody serves secrets there. A dead socket is removed: whoever comes needs its place.
+/// Whether a process serves the socket. A dead socket is removed, so that it can be bound again.
 async fn is_healthy(socket: &Path) -> Result<bool, Error> {
     let problem = match probe::health(socket).await {
-        // One with a full queue is somebody's all the same.
+        // A full queue also means that a process serves it.
         Health::Healthy | Health::Busy => return Ok(true),
         Health::Absent => return Ok(false),
         Health::Dead(problem) => problem,
@@ -109,7 +105,7 @@ fn log_found(socket: &Path) {
     );
 }
 
-/// Watches over a socket of somebody else.
+/// Checks another process' socket for ever, and logs when its health changes.
 pub(super) fn watch_health(
     socket: PathBuf,
     is_healthy: bool,
@@ -117,7 +113,7 @@ pub(super) fn watch_health(
 ) -> impl Future<Output = ()> + Send + use<> {
     let gauge = registry.gauge(
         "istio_agent_external_sds_healthy",
-        "Whether the server of secrets that is not the agent answers",
+        "Whether the SDS server that is not the agent answers",
     );
     gauge.set(f64::from(u8::from(is_healthy)));
     check_forever(socket, is_healthy, gauge)
@@ -133,7 +129,7 @@ async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
         tokio::time::sleep(pause).await;
         let health = probe::health(&socket).await;
         if matches!(health, Health::Busy) {
-            continue; // That tells nothing new.
+            continue; // It tells nothing about health.
         }
         match (is_healthy, &health) {
             (false, Health::Healthy) => {
@@ -141,7 +137,7 @@ async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
                 backoff.reset();
             }
             (true, Health::Absent | Health::Dead(_)) => tracing::warn!(
-                "nobody serves secrets at {} any more ({health:?}); Envoy keeps what it has",
+                "no process serves secrets at {} any more ({health:?}); Envoy keeps what it has",
                 socket.display()
             ),
             _ => {}

@@ -1,8 +1,6 @@
-//! Builds what keeps secrets, serves and writes them.
+//! Builds the secret cache, SDS and the certificate output.
 //!
-//! Which parts there are depends on where secrets come from: an authority, files, or somebody else.
-//!
-//! Does not find out who serves the workload's socket.
+//! Which of them exist depends on the source of secrets: an authority, files, or another process.
 
 use super::pcds::Pcds;
 use super::sds_socket::{self, SdsOwner};
@@ -17,8 +15,7 @@ use crate::unix_socket::access::Access;
 use crate::{sds, unix_socket};
 
 impl Agent {
-    /// Keeps secrets fresh, serves and writes them: all of them, or those from files if somebody
-    /// else serves the workload's. Returns who takes roots of the mesh, if they are wanted.
+    /// Serves all secrets, or only those from files if another process owns the workload socket.
     pub(super) fn secrets(
         &mut self,
         istiod: &Istiod,
@@ -29,16 +26,16 @@ impl Agent {
         if let SdsOwner::Other { is_healthy } = owner {
             config.workload = None;
             let watching = sds_socket::watch_health(socket, is_healthy, &self.metrics);
-            self.spawn_until_shutdown("watch over the server of secrets", watching);
+            self.spawn_until_shutdown("watch of the SDS socket", watching);
             socket = bootstrap::FILES_SOCKET.into();
         }
-        // Without Envoy nobody asks, and the socket is not there.
+        // Without Envoy there is no client.
         let serves = self.config.envoy.is_some();
         let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
-        self.spawn_until_shutdown("keeper of secrets from files", keeping);
+        self.spawn_until_shutdown("secrets from files", keeping);
         let serves_workload = owner == SdsOwner::Agent;
-        // Files that are there have taken the authority's place.
+        // Files that exist replace the authority.
         let signs = serves_workload
             && self.config.secret_sources.has_authority()
             && !(files.have(&Name::Default) && files.have(&Name::RootCa));
@@ -62,7 +59,7 @@ impl Agent {
         Ok((secrets, pcds))
     }
 
-    /// Writes what is served to a directory, if that is asked for.
+    /// Writes the workload's secrets to a directory (`OUTPUT_CERTS`).
     fn output(&mut self, secrets: Option<Secrets>, files: &Files) {
         let Some(config) = self.config.secrets.output.clone() else {
             return;
@@ -76,7 +73,7 @@ impl Agent {
         self.spawn_until_shutdown("certificate output", writing);
     }
 
-    /// Who may ask for secrets.
+    /// The users who may connect to the SDS socket.
     fn access(&self) -> Access {
         let users = self.config.secret_sources.users.clone();
         users.map_or_else(Access::default, |users| {
