@@ -37,10 +37,10 @@ impl Interceptor for Nds {
                 Err(error) => Err(error),
             };
             match taken {
-                Ok(()) => Outcome::Taken,
+                Ok(()) => Outcome::Accepted,
                 Err(error) => {
                     tracing::error!(target: "dns", "{error}, keeping the last one");
-                    Outcome::Refused(error)
+                    Outcome::Rejected(error)
                 }
             }
         })

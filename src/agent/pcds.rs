@@ -63,10 +63,10 @@ impl Interceptor for Pcds {
 
     fn intercept(&self, response: Captured) -> Intercepting {
         let outcome = match self.take(response) {
-            Ok(()) => Outcome::Taken,
+            Ok(()) => Outcome::Accepted,
             Err(error) => {
                 tracing::error!(target: "cache", "{error}, keeping the last one");
-                Outcome::Refused(error)
+                Outcome::Rejected(error)
             }
         };
         Box::pin(std::future::ready(outcome))

@@ -114,7 +114,7 @@ async fn run(listener: Listener, service: Service, shutdown: CancellationToken) 
     let server =
         SecretDiscoveryServiceServer::new(service).max_decoding_message_size(LARGEST_REQUEST);
     listener
-        .serve(TowerToHyperService::new(server), |stream| stream, shutdown)
+        .serve(TowerToHyperService::new(server), shutdown)
         .await;
 }
 

@@ -179,14 +179,8 @@ impl Listener {
 
     /// Serves HTTP/2 without TLS until `shutdown`, then waits for streams to notice it and end. Hangs
     /// up on who is silent at first, and on who comes while too many are served.
-    ///
-    /// `wrap` sees each accepted stream before HTTP/2 does.
-    pub async fn serve<S, B, IO>(
-        self,
-        service: S,
-        wrap: impl Fn(UnixStream) -> IO + Clone + Send + 'static,
-        shutdown: CancellationToken,
-    ) where
+    pub async fn serve<S, B>(self, service: S, shutdown: CancellationToken)
+    where
         S: hyper::service::Service<
                 http::Request<Incoming>,
                 Response = http::Response<B>,
@@ -196,7 +190,6 @@ impl Listener {
             + Send
             + 'static,
         B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
-        IO: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
         let tasks = TaskTracker::new();
         let mut access = self.access.clone();
@@ -219,7 +212,7 @@ impl Listener {
                     let Ok(place) = place else {
                         continue;
                     };
-                    let (service, wrap) = (service.clone(), wrap.clone());
+                    let service = service.clone();
                     let (shutdown, streams) = (shutdown.clone(), tasks.clone());
                     let connection = async move {
                         let _place = place;
@@ -227,7 +220,7 @@ impl Listener {
                         if speaks(&stream).await {
                             let peer = Peer::of(&stream);
                             let service = WithPeer { service, peer };
-                            Box::pin(serve_connection(wrap(stream), service, &streams)).await;
+                            Box::pin(serve_connection(stream, service, &streams)).await;
                         }
                     };
                     tasks.spawn(async move {
@@ -377,7 +370,7 @@ mod tests {
         let stop = CancellationToken::new();
         tasks.spawn(async move {
             let service = service_fn(nothing);
-            listener.serve(service, |stream| stream, stop).await;
+            listener.serve(service, stop).await;
         });
         (directory, path, tasks)
     }

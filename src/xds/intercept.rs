@@ -1,9 +1,8 @@
-//! What becomes of a response: passed on, kept from Envoy, or handed to somebody in the agent.
+//! Decides by type whether a response passes to Envoy, is withheld, or goes to an [`Interceptor`].
 //!
-//! The agent plugs in one [`Interceptor`] per type it takes or rewrites. All other types pass if
-//! Envoy can know them and are withheld if not.
-//!
-//! Does not open messages; an interceptor gets its message whole and decodes it itself.
+//! The wiring registers one interceptor per type the agent consumes or rewrites (NDS, PCDS, ECDS). All other
+//! types pass if Envoy can know them and are withheld if not. An interceptor gets its message whole
+//! and decodes it itself.
 
 use std::fmt;
 use std::future::Future;
@@ -11,6 +10,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
+use envoy_types::pb::google::rpc;
+use prost::Message;
+use tonic::Code;
 
 use super::Protocol;
 
@@ -18,10 +21,8 @@ use super::Protocol;
 const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
 /// The one type outside Envoy's name space that Istio's Envoy takes.
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
-/// The code of a refusal the agent makes itself: `google.rpc.Code.INTERNAL`, as pilot-agent sends.
-const INTERNAL: u8 = 13;
 
-/// A response of a type somebody intercepts, whole and unopened.
+/// A response of a type with an interceptor, whole and not decoded.
 #[derive(Clone, Debug)]
 pub struct Captured {
     pub protocol: Protocol,
@@ -37,28 +38,28 @@ pub struct Captured {
 /// What an interceptor made of a response.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// Taken by the agent: acknowledged to istiod, not shown to Envoy.
-    Taken,
-    /// This message goes to Envoy in its place. Envoy acknowledges it, by the nonce it carries.
+    /// Consumed by the agent: istiod gets an ACK, Envoy gets nothing.
+    Accepted,
+    /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries.
     Forward(Bytes),
-    /// Not usable, for the reason given: refused to istiod, not shown to Envoy.
-    Refused(String),
+    /// Not usable, for the reason given: istiod gets a NACK, Envoy gets nothing.
+    Rejected(String),
 }
 
 /// The future of an [`Outcome`].
 pub type Intercepting = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
-/// Takes or rewrites the responses of one type.
+/// Consumes or rewrites the responses of one type.
 pub trait Interceptor: Send + Sync {
     fn type_url(&self) -> &str;
 
-    /// Whether the agent itself asks istiod for the type, or Envoy does.
+    /// Whether the agent subscribes to the type itself; otherwise Envoy does.
     fn subscribes(&self) -> bool;
 
-    /// Takes a response that holds at least one resource.
+    /// Handles a response that holds at least one resource.
     ///
-    /// Responses of one type come one after the other, in the order in which they arrived; those of
-    /// other types go on meanwhile.
+    /// Responses of one type are handled one by one in the order of arrival, beside those of other
+    /// types.
     fn intercept(&self, response: Captured) -> Intercepting;
 }
 
@@ -66,13 +67,13 @@ pub trait Interceptor: Send + Sync {
 #[derive(Clone, Default)]
 pub struct Interceptors(Arc<[Box<dyn Interceptor>]>);
 
-/// What becomes of a response, by its type.
+/// Where a response goes, by its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum Disposition {
     Pass,
     Withhold,
-    /// For the interceptor of this index.
-    Capture(usize),
+    /// To the interceptor of this index.
+    Intercept(usize),
 }
 
 impl Interceptors {
@@ -80,13 +81,13 @@ impl Interceptors {
         Self(interceptors.into())
     }
 
-    pub(crate) fn fate(&self, type_url: &str) -> Fate {
+    pub(crate) fn disposition(&self, type_url: &str) -> Disposition {
         if let Some(index) = self.0.iter().position(|i| i.type_url() == type_url) {
-            Fate::Capture(index)
+            Disposition::Intercept(index)
         } else if type_url.starts_with(ENVOY_TYPES) || type_url == WORKLOAD {
-            Fate::Pass
+            Disposition::Pass
         } else {
-            Fate::Withhold
+            Disposition::Withhold
         }
     }
 
@@ -98,15 +99,15 @@ impl Interceptors {
         self.0[index].intercept(response)
     }
 
-    /// Requests for the types the agent asks for itself.
+    /// Requests for the types the agent subscribes to itself.
     ///
-    /// Without resource names, which istiod takes as "all", and without a node: they follow Envoy's
-    /// first request, which carries it.
+    /// Without resource names, which istiod takes as "all", and without a node, which Envoy's first
+    /// request has carried.
     pub(crate) fn subscriptions(&self, protocol: Protocol) -> Vec<Bytes> {
         self.0
             .iter()
             .filter(|interceptor| interceptor.subscribes())
-            .map(|interceptor| answer(protocol, interceptor.type_url(), "", "", None))
+            .map(|interceptor| request(protocol, interceptor.type_url(), "", "", None))
             .collect()
     }
 }
@@ -119,8 +120,8 @@ impl fmt::Debug for Interceptors {
     }
 }
 
-/// An acknowledgement of `response`, or a refusal if there is a `problem`.
-pub(crate) fn acknowledge(response: &Captured, problem: Option<&str>) -> Bytes {
+/// The ACK of `response`, or its NACK if there is a `problem`.
+pub(crate) fn answer(response: &Captured, problem: Option<&str>) -> Bytes {
     let Captured {
         protocol,
         type_url,
@@ -128,41 +129,40 @@ pub(crate) fn acknowledge(response: &Captured, problem: Option<&str>) -> Bytes {
         nonce,
         ..
     } = response;
-    answer(*protocol, type_url, version, nonce, problem)
+    request(*protocol, type_url, version, nonce, problem)
 }
 
-/// A request as the agent itself sends it, framed for gRPC.
-fn answer(
+/// A request of the agent's own, framed for gRPC.
+fn request(
     protocol: Protocol,
     type_url: &str,
     version: &str,
     nonce: &str,
     problem: Option<&str>,
 ) -> Bytes {
-    // Field numbers of DiscoveryRequest and DeltaDiscoveryRequest in discovery.proto.
-    let mut message = BytesMut::new();
-    match protocol {
-        Protocol::StateOfTheWorld => {
-            put(&mut message, 1, version.as_bytes());
-            put(&mut message, 4, type_url.as_bytes());
-            put(&mut message, 5, nonce.as_bytes());
+    let (type_url, response_nonce) = (type_url.to_owned(), nonce.to_owned());
+    let error_detail = problem.map(|problem| rpc::Status {
+        code: Code::Internal.into(),
+        message: problem.to_owned(),
+        details: Vec::new(),
+    });
+    frame(&match protocol {
+        Protocol::StateOfTheWorld => DiscoveryRequest {
+            version_info: version.to_owned(),
+            type_url,
+            response_nonce,
+            error_detail,
+            ..Default::default()
         }
-        Protocol::Delta => {
-            put(&mut message, 2, type_url.as_bytes());
-            put(&mut message, 6, nonce.as_bytes());
+        .encode_to_vec(),
+        Protocol::Delta => DeltaDiscoveryRequest {
+            type_url,
+            response_nonce,
+            error_detail,
+            ..Default::default()
         }
-    }
-    if let Some(problem) = problem {
-        // google.rpc.Status: code 1, message 2.
-        let mut status = BytesMut::from(&[0x08, INTERNAL][..]);
-        put(&mut status, 2, problem.as_bytes());
-        let field = match protocol {
-            Protocol::StateOfTheWorld => 6,
-            Protocol::Delta => 7,
-        };
-        put(&mut message, field, &status);
-    }
-    frame(&message)
+        .encode_to_vec(),
+    })
 }
 
 /// A gRPC frame around a message. Source: gRPC over HTTP/2, Length-Prefixed-Message.
@@ -174,21 +174,8 @@ pub(crate) fn frame(message: &[u8]) -> Bytes {
     framed.freeze()
 }
 
-/// Writes a length-delimited field, unless it is empty.
-fn put(message: &mut BytesMut, field: u8, value: &[u8]) {
-    if !value.is_empty() {
-        message.put_u8(field << 3 | 2);
-        prost::encoding::encode_varint(value.len() as u64, message);
-        message.extend_from_slice(value);
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
-    use envoy_types::pb::google::rpc::Status;
-    use prost::Message;
-
     use super::*;
 
     struct Subscription(&'static str);
@@ -201,25 +188,35 @@ mod tests {
             true
         }
         fn intercept(&self, _: Captured) -> Intercepting {
-            Box::pin(async { Outcome::Taken })
+            Box::pin(async { Outcome::Accepted })
         }
     }
 
     #[test]
     fn envoys_types_and_workloads_pass_and_all_others_are_withheld() {
         let interceptors = Interceptors::new(vec![Box::new(Subscription("nds"))]);
-        for (type_url, fate) in [
+        for (type_url, disposition) in [
             (
                 "type.googleapis.com/envoy.config.cluster.v3.Cluster",
-                Fate::Pass,
+                Disposition::Pass,
             ),
-            ("type.googleapis.com/istio.workload.Workload", Fate::Pass),
-            ("type.googleapis.com/istio.workload.Address", Fate::Withhold),
-            ("istio.io/debug/syncz", Fate::Withhold),
-            ("", Fate::Withhold),
-            ("nds", Fate::Capture(0)),
+            (
+                "type.googleapis.com/istio.workload.Workload",
+                Disposition::Pass,
+            ),
+            (
+                "type.googleapis.com/istio.workload.Address",
+                Disposition::Withhold,
+            ),
+            ("istio.io/debug/syncz", Disposition::Withhold),
+            ("", Disposition::Withhold),
+            ("nds", Disposition::Intercept(0)),
         ] {
-            assert_eq!(interceptors.fate(type_url), fate, "{type_url}");
+            assert_eq!(
+                interceptors.disposition(type_url),
+                disposition,
+                "{type_url}"
+            );
         }
     }
 
@@ -233,13 +230,13 @@ mod tests {
             resources: 1,
             message: Bytes::new(),
         };
-        let status = Status {
+        let status = rpc::Status {
             code: 13,
             message: "broken".into(),
             ..Default::default()
         };
         for (problem, error_detail) in [(None, None), (Some("broken"), Some(status))] {
-            let sotw = acknowledge(&response(Protocol::StateOfTheWorld), problem);
+            let sotw = answer(&response(Protocol::StateOfTheWorld), problem);
             assert_eq!(
                 DiscoveryRequest::decode(&sotw[5..]).unwrap(),
                 DiscoveryRequest {
@@ -250,7 +247,7 @@ mod tests {
                     ..Default::default()
                 }
             );
-            let delta = acknowledge(&response(Protocol::Delta), problem);
+            let delta = answer(&response(Protocol::Delta), problem);
             assert_eq!(
                 DeltaDiscoveryRequest::decode(&delta[5..]).unwrap(),
                 DeltaDiscoveryRequest {

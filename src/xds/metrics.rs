@@ -1,11 +1,6 @@
-//! What the relay counts.
-//!
-//! The cells are found once, when the discovery service is built; recording is an atomic operation.
-//!
-//! Does not count by type: see [`super::observe`].
+//! The relay's metrics without a type URL; [`super::observe`] has those with one.
 
-use super::status::Class;
-use crate::metrics::{Counter, Gauge, Histogram, Registry};
+use crate::metrics::{Counter, Counters, Gauge, Histogram, Registry};
 
 /// From a few milliseconds to the minutes an Envoy may take to warm up.
 const ACK_BUCKETS: &[f64] = &[
@@ -19,14 +14,9 @@ pub(super) struct Metrics {
     pub(super) responses: Counter,
     pub(super) largest_request: Gauge,
     pub(super) push_to_ack: Histogram,
-    istiod_ends: Ends,
-    envoy_ends: Ends,
-}
-
-#[derive(Clone, Debug)]
-struct Ends {
-    cancelled: Counter,
-    error: Counter,
+    /// Both by class of the end.
+    pub(super) istiod_ends: Counters<1>,
+    pub(super) envoy_ends: Counters<1>,
 }
 
 impl Metrics {
@@ -50,41 +40,16 @@ impl Metrics {
                 "Time from the end of a discovery response to its acknowledgement",
                 ACK_BUCKETS,
             ),
-            istiod_ends: Ends::new(
-                registry,
+            istiod_ends: registry.counters(
                 "istio_agent_istiod_connection_terminations",
                 "The total number of connection errors to Istiod",
+                &["type"],
             ),
-            envoy_ends: Ends::new(
-                registry,
+            envoy_ends: registry.counters(
                 "istio_agent_envoy_connection_terminations",
                 "The total number of connection errors from envoy",
+                &["type"],
             ),
-        }
-    }
-
-    pub(super) fn istiod_ended(&self, class: Class) {
-        self.istiod_ends.count(class);
-    }
-
-    pub(super) fn envoy_ended(&self, class: Class) {
-        self.envoy_ends.count(class);
-    }
-}
-
-impl Ends {
-    fn new(registry: &Registry, name: &'static str, help: &'static str) -> Self {
-        let ends = registry.counters(name, help, &["type"]);
-        Self {
-            cancelled: ends.with(["cancelled"]),
-            error: ends.with(["error"]),
-        }
-    }
-
-    fn count(&self, class: Class) {
-        match class {
-            Class::Cancelled => self.cancelled.inc(),
-            Class::Error => self.error.inc(),
         }
     }
 }

@@ -1,15 +1,13 @@
-//! Relays discovery between Envoy and istiod.
+//! Relays xDS between Envoy and istiod, SotW and delta.
 //!
 //! Envoy opens an ADS stream on a Unix socket ([`server`]); the agent opens one of the same kind to
-//! istiod and ties the two ([`relay`], [`exchange`]). Messages stay unopened ([`wire`], [`request`],
-//! [`response`]): requests pass one by one, so that the agent's own can go between them; responses
-//! are cut through while their bytes arrive, unless their type is one the agent takes for itself,
-//! rewrites, or keeps from Envoy ([`intercept`]). What has passed can be asked of [`observe`].
-//!
-//! Does not know who takes which type: the agent plugs [`intercept::Interceptor`]s in. Keeps no
-//! subscriptions and no responses; when a stream ends, Envoy states its subscriptions anew.
+//! istiod and ties the two ([`relay`], [`stream`]). Messages are not decoded ([`wire`], [`request`],
+//! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
+//! are cut through while their bytes arrive, unless their type is intercepted or withheld
+//! ([`intercept`]). [`observe`] records what has passed. Subscriptions and responses are not kept:
+//! when a stream ends, Envoy sends its subscriptions anew.
 
-mod exchange;
+mod end;
 pub mod intercept;
 mod metrics;
 pub mod observe;
@@ -17,8 +15,7 @@ pub(crate) mod relay;
 pub mod request;
 pub mod response;
 pub mod server;
-mod status;
-mod stream_body;
+mod stream;
 pub mod wire;
 
 use std::path::PathBuf;

@@ -1,15 +1,16 @@
 //! One stream of Envoy tied to one stream of istiod.
 //!
-//! [`run`] feeds an [`Exchange`] and carries its bytes, in one loop that never waits for one
-//! direction while the other has work. When either stream ends, the other does; Envoy dials again
-//! and states its subscriptions anew.
+//! [`run`] feeds a [`StreamState`] and sends its bytes, in one loop that never waits for one direction
+//! while the other has work. When either stream ends, the other does; Envoy connects again and sends
+//! its subscriptions anew.
 //!
-//! While istiod cannot be reached, Envoy's stream is held open instead of being failed: a failed one
-//! sends Envoy into a backoff of up to 30 s, in which a returning istiod would go unnoticed.
+//! While istiod cannot be reached, Envoy's stream stays open: a failed one sends Envoy into a backoff
+//! of up to 30 s, in which a returning istiod would go unnoticed.
 //!
-//! When istiod does not know us on a connection that lacks our client certificate, that is left:
-//! the next stream dials anew.
+//! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
+//! connection.
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -17,20 +18,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Frame;
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
-use tokio::sync::mpsc::{self, error::SendError};
-use tokio::task::{JoinError, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::Protocol;
-use super::exchange::{Event, Exchange};
+use super::end::{self, End};
 use super::intercept::{Captured, Interceptors, Outcome};
 use super::observe::Observer;
-use super::status::{self, End};
-use super::stream_body::RequestQueue;
+use super::stream::StreamState;
 use crate::istiod::{Closed, Connection, Istiod};
 
 /// How many bytes of requests are kept for an istiod that is not there yet. A first round of
@@ -39,6 +41,21 @@ const MAX_HELD: usize = 4 << 20;
 
 /// A response that Envoy took longer than this to accept is worth a warning.
 const SLOW_SEND: Duration = Duration::from_secs(10);
+
+/// Frames between the relay and Envoy's socket: 256 KiB.
+const FRAMES: usize = 16;
+
+/// A frame of a response to Envoy: bytes as they came, then the status.
+pub(super) type ToEnvoy = Result<Frame<Bytes>, Infallible>;
+
+/// The body of the response to Envoy.
+pub(super) type ResponseBody = StreamBody<ReceiverStream<ToEnvoy>>;
+
+/// A body fed through a bounded channel: more is read from istiod only when Envoy has taken these.
+pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
+    let (sender, receiver) = mpsc::channel(FRAMES);
+    (sender, StreamBody::new(ReceiverStream::new(receiver)))
+}
 
 /// What a relay needs beside its two streams.
 #[derive(Debug)]
@@ -49,7 +66,7 @@ pub(crate) struct Relay {
     pub interceptors: Interceptors,
     pub observer: Observer,
     pub max_request_bytes: usize,
-    /// Fired when a newer stream takes this one's place, or the agent goes down.
+    /// Fired when a newer stream takes this one's place, or the agent stops.
     pub stop: CancellationToken,
 }
 
@@ -60,52 +77,46 @@ enum IstiodSide {
     Open(Incoming),
 }
 
-enum FromIstiod {
+/// What came from istiod.
+enum IstiodEvent {
     Connected(Connection),
     Opened(http::Response<Incoming>),
     Data(Bytes),
-    Ended(End),
 }
 
 impl IstiodSide {
-    /// What happens next. Safe to drop and call again.
-    async fn next(&mut self) -> FromIstiod {
+    /// Waits for the next event or the end. Cancel safe.
+    async fn next(&mut self) -> Result<IstiodEvent, End> {
         match self {
             Self::Connecting(connection) => match connection.await {
-                Ok(connection) => FromIstiod::Connected(connection),
-                // The agent goes down.
-                Err(closed) => FromIstiod::Ended(End::Lost {
-                    status: Status::unavailable(closed.to_string()),
-                    expected: true,
-                }),
+                Ok(connection) => Ok(IstiodEvent::Connected(connection)),
+                // The agent stops.
+                Err(closed) => Err(End::lost(&Status::unavailable(closed.to_string()), true)),
             },
-            Self::Opening(response) => match response.await {
-                Ok(response) => FromIstiod::Opened(response),
-                Err(error) => FromIstiod::Ended(status::lost(error)),
-            },
-            Self::Open(body) => match body.frame().await {
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(bytes) => FromIstiod::Data(bytes),
-                    Err(frame) => {
-                        let trailers = frame.into_trailers().unwrap_or_default();
-                        FromIstiod::Ended(status::of_trailers(trailers))
-                    }
-                },
-                Some(Err(error)) => FromIstiod::Ended(status::lost(error)),
-                None => FromIstiod::Ended(status::of_trailers(HeaderMap::new())),
-            },
+            Self::Opening(response) => {
+                let response = response.await.map_err(End::broken)?;
+                Ok(IstiodEvent::Opened(response))
+            }
+            Self::Open(body) => {
+                let frame = body.frame().await.transpose().map_err(End::broken)?;
+                match frame.map(Frame::into_data) {
+                    Some(Ok(bytes)) => Ok(IstiodEvent::Data(bytes)),
+                    Some(Err(frame)) => Err(End::istiod(frame.into_trailers().unwrap_or_default())),
+                    None => Err(End::istiod(HeaderMap::new())),
+                }
+            }
         }
     }
 }
 
 /// Runs the relay until either stream has ended, and ends the other.
-pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<Frame<Bytes>>) {
+pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<ToEnvoy>) {
     relay.observer.stream_began(relay.id, relay.protocol);
-    let end = Carrier::new(&relay, envoy, &to_envoy).run().await;
+    let end = Session::new(&relay, envoy, &to_envoy).run().await;
     end.log(relay.id);
     if let Some(trailers) = end.trailers() {
         // An Envoy that takes nothing any more does not hold the relay up.
-        let sent = to_envoy.send_timeout(Frame::trailers(trailers), Duration::from_secs(1));
+        let sent = to_envoy.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
         if sent.await.is_err() {
             tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy left without its status");
         }
@@ -119,12 +130,12 @@ pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<Fr
     );
 }
 
-/// An exchange with its two streams.
-struct Carrier<'a> {
+/// The stream state with its two streams.
+struct Session<'a> {
     relay: &'a Relay,
-    exchange: Exchange,
+    state: StreamState,
     envoy: Incoming,
-    to_envoy: &'a mpsc::Sender<Frame<Bytes>>,
+    to_envoy: &'a mpsc::Sender<ToEnvoy>,
     /// Since when Envoy lets a response wait.
     waiting_since: Option<Instant>,
     istiod: IstiodSide,
@@ -136,28 +147,19 @@ struct Carrier<'a> {
     /// bound.
     to_istiod: mpsc::UnboundedSender<Bytes>,
     /// The other end of `to_istiod`, until there is a connection to send it on.
-    queue: Option<RequestQueue>,
+    queue: Option<mpsc::UnboundedReceiver<Bytes>>,
     /// Bytes in `queue` while it is here.
     held: usize,
     interceptions: Interceptions,
 }
 
-/// What moved a relay on.
-enum Moved<'a> {
-    Envoy(Option<Result<Frame<Bytes>, hyper::Error>>),
-    /// Envoy has room for what comes next.
-    Room(Result<mpsc::Permit<'a, Frame<Bytes>>, SendError<()>>),
-    Intercepted(Result<Intercepted, JoinError>),
-    Istiod(FromIstiod),
-}
-
-impl<'a> Carrier<'a> {
-    fn new(relay: &'a Relay, envoy: Incoming, to_envoy: &'a mpsc::Sender<Frame<Bytes>>) -> Self {
+impl<'a> Session<'a> {
+    fn new(relay: &'a Relay, envoy: Incoming, to_envoy: &'a mpsc::Sender<ToEnvoy>) -> Self {
         let (to_istiod, queue) = mpsc::unbounded_channel();
         let istiod = relay.istiod.clone();
         Self {
             relay,
-            exchange: Exchange::new(
+            state: StreamState::new(
                 relay.id,
                 relay.protocol,
                 relay.interceptors.clone(),
@@ -170,17 +172,14 @@ impl<'a> Carrier<'a> {
             istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
             connection: None,
             to_istiod,
-            queue: Some(RequestQueue::new(
-                queue,
-                relay.observer.metrics.requests.clone(),
-            )),
+            queue: Some(queue),
             held: 0,
             interceptions: Interceptions::default(),
         }
     }
 
     async fn run(mut self) -> End {
-        let end = self.carry().await;
+        let Err(end) = self.relay().await;
         if let Some(connection) = &self.connection {
             let istiod = &self.relay.istiod;
             istiod.leave_if_unknown(connection, end.code_of_istiod());
@@ -190,62 +189,49 @@ impl<'a> Carrier<'a> {
         end
     }
 
-    async fn carry(&mut self) -> End {
+    async fn relay(&mut self) -> Result<Infallible, End> {
         let mut stopped = pin!(self.relay.stop.cancelled());
         let mut envoy_gone = pin!(self.to_envoy.closed());
         loop {
-            let moved = tokio::select! {
-                () = &mut stopped => return End::Stopped,
-                () = &mut envoy_gone => return End::EnvoyGone,
-                frame = self.envoy.frame(), if self.held < MAX_HELD => Moved::Envoy(frame),
-                room = self.to_envoy.reserve(), if !self.exchange.to_envoy.is_empty() => {
-                    Moved::Room(room)
+            tokio::select! {
+                () = &mut stopped => return Err(End::stopped()),
+                () = &mut envoy_gone => return Err(End::envoy_gone(None)),
+                frame = self.envoy.frame(), if self.held < MAX_HELD => match frame {
+                    Some(Ok(frame)) => {
+                        if let Ok(bytes) = frame.into_data() {
+                            self.state.read_requests(bytes)?;
+                        }
+                    }
+                    Some(Err(error)) => return Err(End::envoy_gone(Some(error))),
+                    None => return Err(self.state.envoy_done()),
+                },
+                room = self.to_envoy.reserve(), if !self.state.to_envoy.is_empty() => {
+                    self.send(room.map_err(|_| End::envoy_gone(None))?);
+                    warn_if_slow(self.waiting_since.take(), self.relay);
                 }
-                Some(done) = self.interceptions.running.join_next() => Moved::Intercepted(done),
-                from = self.istiod.next(), if self.exchange.wants_responses() => {
-                    Moved::Istiod(from)
+                Some(done) = self.interceptions.running.join_next() => {
+                    let (index, response, outcome) = done.map_err(|panic| {
+                        End::bad_response(&Status::internal(panic.to_string()))
+                    })?;
+                    self.interceptions.busy.retain(|other| *other != index);
+                    self.state.intercepted(&response, outcome);
                 }
-            };
-            if let Err(end) = self.on(moved) {
-                return end;
+                event = self.istiod.next(), if self.state.wants_responses() => match event {
+                    Ok(event) => self.istiod_event(event)?,
+                    Err(end) => return Err(self.state.istiod_done(end)),
+                },
             }
+            self.pass_on();
         }
     }
 
-    fn on(&mut self, moved: Moved<'a>) -> Result<(), End> {
-        match moved {
-            Moved::Envoy(None) => return Err(self.exchange.envoy_done()),
-            Moved::Envoy(Some(Err(error))) => return Err(End::EnvoyFailed(error)),
-            Moved::Envoy(Some(Ok(frame))) => {
-                if let Ok(bytes) = frame.into_data() {
-                    self.exchange.apply(Event::FromEnvoy(bytes))?;
-                }
+    fn istiod_event(&mut self, event: IstiodEvent) -> Result<(), End> {
+        match event {
+            IstiodEvent::Data(bytes) => self.state.read_responses(bytes)?,
+            IstiodEvent::Opened(response) => {
+                self.istiod = IstiodSide::Open(end::opened(response)?);
             }
-            Moved::Room(room) => {
-                self.send(room.map_err(|_| End::EnvoyGone)?);
-                warn_if_slow(self.waiting_since.take(), self.relay);
-            }
-            Moved::Intercepted(Ok((index, response, outcome))) => {
-                self.interceptions.busy.retain(|other| *other != index);
-                self.exchange.apply(Event::Intercepted(response, outcome))?;
-            }
-            Moved::Intercepted(Err(panic)) => {
-                return Err(End::BadResponse(Status::internal(panic.to_string())));
-            }
-            Moved::Istiod(from) => self.on_istiod(from)?,
-        }
-        self.carry_on();
-        Ok(())
-    }
-
-    fn on_istiod(&mut self, from: FromIstiod) -> Result<(), End> {
-        match from {
-            FromIstiod::Data(bytes) => self.exchange.apply(Event::FromIstiod(bytes))?,
-            FromIstiod::Ended(end) => return Err(self.exchange.istiod_done(end)),
-            FromIstiod::Opened(response) => {
-                self.istiod = IstiodSide::Open(status::opened(response)?);
-            }
-            FromIstiod::Connected(connection) => {
+            IstiodEvent::Connected(connection) => {
                 if let Some(queue) = self.queue.take() {
                     self.held = 0;
                     self.relay.observer.istiod_connected(self.relay.id);
@@ -258,23 +244,23 @@ impl<'a> Carrier<'a> {
     }
 
     /// Hands Envoy the next bytes.
-    fn send(&mut self, room: mpsc::Permit<'_, Frame<Bytes>>) {
-        if let Some(bytes) = self.exchange.to_envoy.pop_front() {
-            room.send(Frame::data(bytes));
+    fn send(&mut self, room: mpsc::Permit<'_, ToEnvoy>) {
+        if let Some(bytes) = self.state.to_envoy.pop_front() {
+            room.send(Ok(Frame::data(bytes)));
         }
     }
 
-    /// Passes on what the last event made ready.
-    fn carry_on(&mut self) {
-        for request in self.exchange.to_istiod.drain(..) {
+    /// Passes on what is ready.
+    fn pass_on(&mut self) {
+        for request in self.state.to_istiod.drain(..) {
             if self.queue.is_some() {
                 self.held += request.len();
             }
             // The queue is gone only when istiod's stream has ended, which is about to be seen.
             let _ = self.to_istiod.send(request);
         }
-        self.interceptions.start(&mut self.exchange);
-        while !self.exchange.to_envoy.is_empty() {
+        self.interceptions.start(&mut self.state);
+        while !self.state.to_envoy.is_empty() {
             match self.to_envoy.try_reserve() {
                 Ok(room) => self.send(room),
                 // Envoy takes it later, or is gone, which is seen elsewhere.
@@ -289,7 +275,7 @@ impl<'a> Carrier<'a> {
 
 type Intercepted = (usize, Captured, Outcome);
 
-/// What interceptors are at: one response of a type at a time.
+/// Running interceptors: one response of a type at a time.
 #[derive(Default)]
 struct Interceptions {
     running: JoinSet<Intercepted>,
@@ -297,15 +283,15 @@ struct Interceptions {
 }
 
 impl Interceptions {
-    /// Starts what waits for an interceptor that is idle.
-    fn start(&mut self, exchange: &mut Exchange) {
-        for (index, response) in std::mem::take(&mut exchange.captured) {
+    /// Starts the interceptors that are idle and have a response waiting.
+    fn start(&mut self, state: &mut StreamState) {
+        for (index, response) in std::mem::take(&mut state.captured) {
             if self.busy.contains(&index) {
-                exchange.captured.push_back((index, response));
+                state.captured.push_back((index, response));
                 continue;
             }
             self.busy.push(index);
-            let intercepting = exchange.interceptors.intercept(index, response.clone());
+            let intercepting = state.interceptors.intercept(index, response.clone());
             self.running
                 .spawn(async move { (index, response, intercepting.await) });
         }
@@ -314,8 +300,17 @@ impl Interceptions {
 
 /// Opens the stream to istiod. Its head may come only with the first response, so nothing waits for
 /// it.
-fn open(relay: &Relay, mut connection: Connection, queue: RequestQueue) -> IstiodSide {
-    let body = crate::istiod::Body::new(queue);
+fn open(
+    relay: &Relay,
+    mut connection: Connection,
+    queue: mpsc::UnboundedReceiver<Bytes>,
+) -> IstiodSide {
+    let sent = relay.observer.metrics.requests.clone();
+    let frames = UnboundedReceiverStream::new(queue).map(move |request| {
+        sent.inc();
+        Ok::<_, Infallible>(Frame::data(request))
+    });
+    let body = crate::istiod::Body::new(StreamBody::new(frames));
     let request = relay.istiod.request(relay.protocol.path(), body);
     tracing::info!(
         target: "xdsproxy",

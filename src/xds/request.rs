@@ -1,9 +1,9 @@
-//! Cuts what Envoy sends into messages, each with its gRPC frame, unopened.
+//! Splits what Envoy sends into requests, each with its gRPC frame, unchanged.
 //!
-//! Requests are taken whole, so that the agent's own can go between them: all are small but the
-//! first of a delta stream. A frame that announces more than it sends costs only what it sent.
+//! Requests are collected whole, so that the agent's own can be put between them: all are small but
+//! the first of a delta stream. A frame that announces more than it sends costs only what it sent.
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use tonic::Status;
 
 use super::Protocol;
@@ -20,8 +20,8 @@ pub struct Request {
     pub type_url: String,
     /// The nonce of the response it answers; empty if it answers none.
     pub nonce: String,
-    /// Why it refuses that response; None if it does not.
-    pub refusal: Option<String>,
+    /// The beginning of the reason, if it is a NACK of that response.
+    pub nack: Option<String>,
 }
 
 /// Collects the bytes of Envoy's requests.
@@ -42,28 +42,22 @@ impl RequestReader {
     }
 
     /// Takes the next bytes and hands out the messages they complete.
-    pub fn feed(&mut self, mut chunk: Bytes, mut each: impl FnMut(Request)) -> Result<(), Status> {
-        while !chunk.is_empty() {
-            let frame = if self.held.is_empty() {
-                match self.frame_length(&chunk)? {
-                    Some(length) if length <= chunk.len() => chunk.split_to(length),
-                    _ => {
-                        self.held.extend_from_slice(&chunk);
-                        return Ok(());
-                    }
-                }
-            } else {
-                match self.fill(&mut chunk)? {
-                    Some(frame) => frame,
-                    None => return Ok(()),
-                }
-            };
+    pub fn feed(&mut self, chunk: Bytes, mut each: impl FnMut(Request)) -> Result<(), Status> {
+        self.held.extend_from_slice(&chunk);
+        while let Some(length) = self.frame_length()?
+            && length <= self.held.len()
+        {
+            let frame = self.held.split_to(length).freeze();
             each(self.request(frame)?);
+        }
+        if self.held.is_empty() {
+            // An idle stream holds no memory.
+            self.held = BytesMut::new();
         }
         Ok(())
     }
 
-    /// Says whether the stream may end here.
+    /// Fails if the stream ends inside a message.
     pub fn finish(&self) -> Result<(), Status> {
         match self.held.len() {
             0 => Ok(()),
@@ -73,23 +67,9 @@ impl RequestReader {
         }
     }
 
-    /// Moves bytes from `chunk` until one frame is whole.
-    fn fill(&mut self, chunk: &mut Bytes) -> Result<Option<Bytes>, Status> {
-        let missing_head = HEAD.saturating_sub(self.held.len()).min(chunk.len());
-        self.held.extend_from_slice(&chunk[..missing_head]);
-        chunk.advance(missing_head);
-        let Some(length) = self.frame_length(&self.held)? else {
-            return Ok(None);
-        };
-        let missing = (length - self.held.len()).min(chunk.len());
-        self.held.extend_from_slice(&chunk[..missing]);
-        chunk.advance(missing);
-        Ok((self.held.len() == length).then(|| std::mem::take(&mut self.held).freeze()))
-    }
-
-    /// The length of the frame that begins `bytes`, head included, once the head is there.
-    fn frame_length(&self, bytes: &[u8]) -> Result<Option<usize>, Status> {
-        let Some((&[flag, l0, l1, l2, l3], _)) = bytes.split_first_chunk::<HEAD>() else {
+    /// The length of the first frame, head included, once the head is there.
+    fn frame_length(&self) -> Result<Option<usize>, Status> {
+        let Some((&[flag, length @ ..], _)) = self.held.split_first_chunk::<HEAD>() else {
             return Ok(None);
         };
         if flag != 0 {
@@ -97,7 +77,7 @@ impl RequestReader {
                 "Envoy sent a compressed message, and no compression was offered",
             ));
         }
-        let length = u32::from_be_bytes([l0, l1, l2, l3]) as usize;
+        let length = u32::from_be_bytes(length) as usize;
         if length > self.max_bytes {
             return Err(Status::resource_exhausted(format!(
                 "grpc: received message larger than max ({length} vs. {})",
@@ -118,7 +98,7 @@ impl RequestReader {
             frame,
             type_url: fields.type_url,
             nonce: fields.nonce,
-            refusal: fields.refusal,
+            nack: fields.nack,
         })
     }
 }
@@ -250,8 +230,8 @@ mod tests {
             for part in sent.chunks(chunk) {
                 reader.feed(Bytes::copy_from_slice(part), |request| got.push(request)).unwrap();
             }
-            let (nonce, refusal) = (String::new(), None);
-            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, refusal }]);
+            let (nonce, nack) = (String::new(), None);
+            prop_assert_eq!(got, vec![Request { frame: sent, type_url, nonce, nack }]);
         }
     }
 }

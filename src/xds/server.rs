@@ -1,10 +1,8 @@
-//! The discovery service Envoy dials: two streaming methods on a Unix socket.
+//! The aggregated discovery service (ADS) on a Unix socket: SotW and delta.
 //!
-//! The newest stream of an Envoy is the one that counts: it replaces an older one, of either
-//! protocol, which is told OK. While one Envoy follows another both have a stream. Everything else is
-//! unimplemented.
-//!
-//! Takes nothing from Envoy's request headers to istiod: the agent speaks there in its own name.
+//! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys, as
+//! during a hot restart, have a stream each. Other methods are UNIMPLEMENTED. Envoy's request headers
+//! are not forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -14,17 +12,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Request, Response};
+use http_body::Frame;
 use hyper::body::Incoming;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
 
+use super::end;
 use super::intercept::Interceptors;
 use super::observe::Observer;
-use super::relay::{self, Relay};
-use super::status;
-use super::stream_body::ResponseBody;
+use super::relay::{self, Relay, ResponseBody, response_body};
 use super::{Config, Protocol};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
@@ -67,7 +65,7 @@ impl Discovery {
         }))
     }
 
-    /// Tells what has passed.
+    /// A handle to what has passed.
     pub fn observer(&self) -> Observer {
         self.0.observer.clone()
     }
@@ -81,9 +79,7 @@ impl Discovery {
             self.0.config.cluster_id
         );
         let shutdown = self.0.shutdown.clone();
-        listener
-            .serve(self.clone(), |stream| stream, shutdown)
-            .await;
+        listener.serve(self.clone(), shutdown).await;
         self.0.relays.close();
         self.0.relays.wait().await;
     }
@@ -108,7 +104,7 @@ impl Discovery {
             Protocol::Delta => "accepted delta xds connection from envoy, forwarding to upstream",
         };
         tracing::debug!(target: "xdsproxy", id = relay.id, "{accepted}");
-        let (sender, body) = ResponseBody::channel();
+        let (sender, body) = response_body();
         // A relay that has ended counts as stopped, so that the next one replaces nothing.
         let ended = relay.stop.clone().drop_guard();
         self.0.relays.spawn(async move {
@@ -134,17 +130,18 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
     type Future = Ready<Result<Self::Response, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let mut response = match Protocol::from_path(request.uri().path()) {
+        let path = request.uri().path();
+        let mut response = match Protocol::from_path(path) {
             Some(protocol) => {
                 let peer = request.extensions().get().copied().unwrap_or_default();
                 Response::new(self.relay(protocol, peer, request.into_body()))
             }
             None => {
-                let status =
-                    Status::unimplemented(format!("unknown method {}", request.uri().path()));
-                let mut response = Response::new(ResponseBody::empty());
-                *response.headers_mut() = status::trailers_of(&status);
-                response
+                let status = Status::unimplemented(format!("unknown method {path}"));
+                let (sender, body) = response_body();
+                let trailers = Frame::trailers(end::trailers(&status));
+                let _ = sender.try_send(Ok(trailers)); // There is room for one.
+                Response::new(body)
             }
         };
         let kind = HeaderValue::from_static("application/grpc");

@@ -12,7 +12,7 @@ use envoy_types::pb::google::protobuf::Any;
 use envoy_types::pb::google::rpc;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::observe::TypeSnapshot;
-use istio_agent::xds::response::Taker;
+use istio_agent::xds::response::Consumer;
 use prost::Message;
 
 use crate::support::{Bench, CLUSTER, LISTENER, eventually};
@@ -101,8 +101,8 @@ async fn each_type_is_told_with_its_last_response_and_envoys_answers() {
     assert_eq!((clusters.requests, clusters.responses), (3, 2));
     assert_eq!((clusters.acks, clusters.nacks), (2, 0));
     assert_eq!(
-        (clusters.bytes, clusters.taker),
-        (bytes, Some(Taker::Envoy))
+        (clusters.bytes, clusters.consumer),
+        (bytes, Some(Consumer::Envoy))
     );
     let last = clusters.last_response.unwrap();
     assert_eq!((&*last.version, &*last.nonce), ("version of 3", "3"));

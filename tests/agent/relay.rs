@@ -393,9 +393,9 @@ impl Interceptor for Taking {
         let refused = response.message.windows(3).any(|bytes| bytes == b"bad");
         Box::pin(async move {
             if refused {
-                Outcome::Refused("a bad table".into())
+                Outcome::Rejected("a bad table".into())
             } else {
-                Outcome::Taken
+                Outcome::Accepted
             }
         })
     }

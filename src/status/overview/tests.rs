@@ -57,7 +57,7 @@ fn empty() -> Overview {
 /// A type whose last response has this version and was answered so.
 fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>) -> TypeSnapshot {
     TypeSnapshot {
-        taker: None,
+        consumer: None,
         requests: 1,
         responses: 1,
         bytes: 1,

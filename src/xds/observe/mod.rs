@@ -1,11 +1,8 @@
-//! What the relay has seen of each type, for `/debug/xdsz` and the metrics.
+//! Records per type URL what the relay has passed on, for `/debug/xdsz` and the metrics.
 //!
-//! The relay tells its [`Observer`] of each message when it is complete, never of parts. Types are
-//! told apart up to [`MOST_TYPES`]; what comes beyond, or under no usable name, is counted together.
-//! A response counts as acknowledged when a request carries its nonce, whoever sends that: Envoy, or
-//! the agent for what it takes itself.
-//!
-//! Does not keep resources, nor what Envoy subscribes to.
+//! The relay reports each message to its [`Observer`] when it is complete. Up to [`MOST_TYPES`] types
+//! have a record of their own; further ones, and those without a usable name, share one. A response
+//! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
 
 mod seen;
 mod snapshot;
@@ -19,10 +16,10 @@ use std::time::SystemTime;
 use parking_lot::Mutex;
 
 use super::Protocol;
+use super::end::End;
 use super::metrics::Metrics;
 use super::request::Request;
 use super::response::Received;
-use super::status::End;
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Kind, Registry};
 use seen::Type;
@@ -41,7 +38,7 @@ const LONGEST_TEXT: usize = 256;
 
 const OTHER: &str = "other";
 
-/// Hears of what passes, and tells. Clones share what they know.
+/// Records what passes. Clones share the record.
 #[derive(Clone, Debug)]
 pub struct Observer {
     table: Arc<Mutex<Table>>,
@@ -72,25 +69,25 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
         "istio_agent_xds_pushes_total",
         "Discovery responses from istiod",
         Kind::Counter,
-        |of| Some(of.responses as f64),
+        |of| Some(of.seen.responses as f64),
     ),
     (
         "istio_agent_xds_push_bytes_total",
         "Bytes of discovery responses from istiod",
         Kind::Counter,
-        |of| Some(of.bytes as f64),
+        |of| Some(of.seen.bytes as f64),
     ),
     (
         "istio_agent_xds_acks_total",
         "Discovery responses that were accepted",
         Kind::Counter,
-        |of| Some(of.acks as f64),
+        |of| Some(of.seen.acks as f64),
     ),
     (
         "istio_agent_xds_nacks_total",
         "Discovery responses that were refused",
         Kind::Counter,
-        |of| Some(of.nacks as f64),
+        |of| Some(of.seen.nacks as f64),
     ),
     (
         "istio_agent_xds_last_push_timestamp_seconds",
@@ -117,7 +114,7 @@ impl Observer {
         Self { table, metrics }
     }
 
-    /// What is known now.
+    /// What has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
         let table = self.table.lock();
         Snapshot {
@@ -154,9 +151,9 @@ impl Observer {
     pub(super) fn stream_ended(&self, id: u32, end: &End, connected: bool) {
         let (of_istiod, of_envoy) = end.classes();
         if connected {
-            self.metrics.istiod_ended(of_istiod);
+            self.metrics.istiod_ends.with([of_istiod]).inc();
         }
-        self.metrics.envoy_ended(of_envoy);
+        self.metrics.envoy_ends.with([of_envoy]).inc();
         let mut table = self.table.lock();
         table.stream.take_if(|stream| stream.id == id);
         table.last_end = Some(EndSnapshot {
@@ -175,20 +172,16 @@ impl Observer {
     pub(super) fn requested(&self, request: &Request) {
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
-        self.table.lock().of(&request.type_url).requests += 1;
-        self.answered(
-            &request.type_url,
-            &request.nonce,
-            request.refusal.as_deref(),
-        );
+        self.table.lock().of(&request.type_url).seen.requests += 1;
+        self.answered(&request.type_url, &request.nonce, request.nack.as_deref());
     }
 
-    /// An answer to the response of this nonce, with the problem if it is a refusal.
-    pub(super) fn answered(&self, type_url: &str, nonce: &str, refusal: Option<&str>) {
+    /// Records the ACK of the response of this nonce, or its NACK with the reason.
+    pub(super) fn answered(&self, type_url: &str, nonce: &str, nack: Option<&str>) {
         if nonce.is_empty() {
             return;
         }
-        let took = self.table.lock().of(type_url).answered(nonce, refusal);
+        let took = self.table.lock().of(type_url).answered(nonce, nack);
         if let Some(took) = took {
             self.metrics.push_to_ack.observe(took.as_secs_f64());
         }

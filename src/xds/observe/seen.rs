@@ -1,9 +1,7 @@
-//! One type: how much of it came, the last response, and what became of it.
+//! The record of one type: how much of it came, the last response, and its ACK or NACK.
 //!
-//! A response waits for the answer that carries its nonce. One that a newer response displaces goes on
-//! waiting, a few of them at most.
-//!
-//! Does not know which type it is.
+//! A response waits for the request that carries its nonce. One that a newer response displaces goes
+//! on waiting, up to [`MOST_UNANSWERED`] of a type.
 
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime};
@@ -13,25 +11,19 @@ use tokio::time::Instant;
 use super::snapshot::{AckSnapshot, NackSnapshot, PushSnapshot, TypeSnapshot};
 use super::{beginning, cut, now};
 use crate::clock::rfc3339;
-use crate::xds::response::{Received, Taker};
+use crate::xds::response::Received;
 
-/// How many responses of a type may wait for their acknowledgement before the oldest is forgotten.
+/// How many responses of a type may wait for their ACK before the oldest is forgotten.
 pub(super) const MOST_UNANSWERED: usize = 8;
 
 /// One type, since the agent's start.
 #[derive(Debug, Default)]
 pub(super) struct Type {
-    taker: Option<Taker>,
-    pub(super) requests: u64,
-    pub(super) responses: u64,
-    pub(super) bytes: u64,
-    pub(super) acks: u64,
-    pub(super) nacks: u64,
+    /// Counts, the last ACK and the last NACK; not the last response, which ages.
+    pub(super) seen: TypeSnapshot,
     pub(super) last: Option<Push>,
-    /// Responses before the last that wait for an answer.
+    /// Responses before the last that wait for an ACK or NACK.
     pub(super) unanswered: VecDeque<Push>,
-    accepted: Option<Accepted>,
-    refused: Option<Refused>,
 }
 
 /// A response that was passed on.
@@ -46,25 +38,11 @@ pub(super) struct Push {
     is_answered: bool,
 }
 
-#[derive(Debug)]
-struct Accepted {
-    version: String,
-    at: SystemTime,
-    took: Duration,
-}
-
-#[derive(Debug)]
-struct Refused {
-    version: Option<String>,
-    reason: String,
-    at: SystemTime,
-}
-
 impl Type {
     pub(super) fn received(&mut self, received: Received) {
-        self.taker = Some(received.taker);
-        self.responses += 1;
-        self.bytes += received.bytes;
+        self.seen.consumer = Some(received.consumer);
+        self.seen.responses += 1;
+        self.seen.bytes += received.bytes;
         let push = Push {
             version: cut(received.version),
             nonce: cut(received.nonce),
@@ -82,33 +60,33 @@ impl Type {
         }
     }
 
-    /// Returns how long an acceptance took.
-    pub(super) fn answered(&mut self, nonce: &str, refusal: Option<&str>) -> Option<Duration> {
-        let answered = self.await_no_longer(beginning(nonce));
-        match (refusal, answered) {
-            (Some(reason), answered) => {
-                self.nacks += 1;
-                self.refused = Some(Refused {
-                    version: answered.map(|(version, _)| version),
-                    reason: reason.to_owned(),
-                    at: now(),
-                });
-                None
-            }
-            (None, Some((version, took))) => {
-                self.acks += 1;
-                let at = now();
-                self.accepted = Some(Accepted { version, at, took });
-                Some(took)
-            }
-            // A changed subscription names the last response again.
-            (None, None) => None,
+    /// Records the ACK of the response of this nonce, or its NACK. Returns how long an ACK took.
+    pub(super) fn answered(&mut self, nonce: &str, nack: Option<&str>) -> Option<Duration> {
+        let answered = self.take_unanswered(beginning(nonce));
+        let at = rfc3339(now());
+        if let Some(reason) = nack {
+            self.seen.nacks += 1;
+            self.seen.last_nack = Some(NackSnapshot {
+                version: answered.map(|(version, _)| version),
+                reason: reason.to_owned(),
+                at,
+            });
+            return None;
         }
+        // A changed subscription names the last response again, which is no ACK.
+        let (version, took) = answered?;
+        self.seen.acks += 1;
+        self.seen.last_ack = Some(AckSnapshot {
+            version,
+            at,
+            after_seconds: took.as_secs_f64(),
+        });
+        Some(took)
     }
 
-    /// Version and age of the response of this nonce, if it waits for an answer. It and those before
-    /// it do no longer.
-    fn await_no_longer(&mut self, nonce: &str) -> Option<(String, Duration)> {
+    /// Version and age of the response of this nonce, if it waits for an ACK. From now on neither it
+    /// nor those before it wait.
+    fn take_unanswered(&mut self, nonce: &str) -> Option<(String, Duration)> {
         let earlier = self.unanswered.iter().position(|push| push.nonce == nonce);
         if let Some(index) = earlier {
             let push = self.unanswered.drain(..=index).next_back()?;
@@ -123,23 +101,8 @@ impl Type {
 
     pub(super) fn snapshot(&self) -> TypeSnapshot {
         TypeSnapshot {
-            taker: self.taker,
-            requests: self.requests,
-            responses: self.responses,
-            bytes: self.bytes,
-            acks: self.acks,
-            nacks: self.nacks,
             last_response: self.last.as_ref().map(Push::snapshot),
-            last_ack: self.accepted.as_ref().map(|accepted| AckSnapshot {
-                version: accepted.version.clone(),
-                at: rfc3339(accepted.at),
-                after_seconds: accepted.took.as_secs_f64(),
-            }),
-            last_nack: self.refused.as_ref().map(|refused| NackSnapshot {
-                version: refused.version.clone(),
-                reason: refused.reason.clone(),
-                at: rfc3339(refused.at),
-            }),
+            ..self.seen.clone()
         }
     }
 }

@@ -1,16 +1,13 @@
-//! The form in which people and programs read what an [`super::Observer`] knows.
-//!
-//! Moments are in UTC to the second, spans in seconds.
-//!
-//! Does not hold what nobody shows.
+//! The JSON form of what an [`super::Observer`] has recorded: times in UTC to the second, durations in
+//! seconds.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::xds::response::Taker;
+use crate::xds::response::Consumer;
 
-/// Everything an [`super::Observer`] knows.
+/// Everything an [`super::Observer`] has recorded.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     /// Streams of Envoy so far.
@@ -38,11 +35,11 @@ pub struct EndSnapshot {
     pub reason: String,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TypeSnapshot {
-    /// Who gets its responses.
-    pub taker: Option<Taker>,
-    /// Requests of Envoy, its answers included.
+    /// Where its responses go.
+    pub consumer: Option<Consumer>,
+    /// Requests of Envoy, ACKs and NACKs included.
     pub requests: u64,
     pub responses: u64,
     pub bytes: u64,

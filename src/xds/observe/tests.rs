@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::seen::MOST_UNANSWERED;
 use super::*;
-use crate::xds::response::Taker;
+use crate::xds::response::Consumer;
 
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 
@@ -21,7 +21,7 @@ fn response(type_url: &str, nonce: &str) -> Received {
         nonce: nonce.to_owned(),
         resources: 3,
         bytes: 100,
-        taker: Taker::Envoy,
+        consumer: Consumer::Envoy,
     }
 }
 
@@ -30,7 +30,7 @@ fn of(observer: &Observer, type_url: &str) -> TypeSnapshot {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_is_told_by_its_nonce() {
+async fn an_ack_or_nack_is_matched_by_its_nonce() {
     // What is answered after two responses, and how often each was then accepted or refused.
     for (answers, acks, nacks, accepted) in [
         (vec![("1", None), ("2", None)], 2, 0, Some("version of 2")),
@@ -60,7 +60,7 @@ async fn an_answer_is_told_by_its_nonce() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tells_the_last_response_its_age_and_how_long_its_acknowledgement_took() {
+async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
     let (observer, registry) = observer();
     observer.received(response(CLUSTER, "1"));
     tokio::time::advance(Duration::from_millis(20)).await;
@@ -88,14 +88,14 @@ async fn tells_the_last_response_its_age_and_how_long_its_acknowledgement_took()
 }
 
 #[test]
-fn a_refusal_is_told_with_its_version_and_reason() {
+fn a_nack_is_recorded_with_its_version_and_reason() {
     let (observer, _) = observer();
     observer.received(response(CLUSTER, "1"));
     observer.requested(&Request {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
         nonce: "1".to_owned(),
-        refusal: Some("no such port".to_owned()),
+        nack: Some("no such port".to_owned()),
     });
     let seen = of(&observer, CLUSTER);
     assert_eq!((seen.requests, seen.nacks), (1, 1));
@@ -106,7 +106,7 @@ fn a_refusal_is_told_with_its_version_and_reason() {
 }
 
 #[test]
-fn nothing_grows_with_what_istiod_and_envoy_send() {
+fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
     let (observer, _) = observer();
     let long = "é".repeat(1000);
     for number in 0..1000 {
@@ -127,17 +127,17 @@ fn nothing_grows_with_what_istiod_and_envoy_send() {
 }
 
 #[test]
-fn streams_are_told_apart_and_their_ends_counted_once_for_each_side() {
+fn ends_of_streams_are_counted_once_for_each_side() {
     let (observer, registry) = observer();
     observer.stream_began(1, Protocol::Delta);
     observer.istiod_connected(1);
     observer.stream_began(2, Protocol::StateOfTheWorld);
-    observer.stream_ended(1, &End::Stopped, true);
+    observer.stream_ended(1, &End::stopped(), true);
     let snapshot = observer.snapshot();
     let stream = snapshot.stream.unwrap();
     assert_eq!((stream.id, stream.connected), (2, false));
     assert_eq!(snapshot.last_end.unwrap().id, 1);
-    let bad = End::BadRequest(Status::internal("x".repeat(1000)));
+    let bad = End::bad_request(&Status::internal("x".repeat(1000)));
     observer.stream_ended(2, &bad, false);
     let snapshot = observer.snapshot();
     assert!(snapshot.stream.is_none());

@@ -96,7 +96,7 @@ fn knows_the_type_once_the_first_resource_has_begun() {
 }
 
 #[test]
-fn tells_a_refusal_and_keeps_the_beginning_of_its_reason() {
+fn keeps_the_beginning_of_the_reason_of_a_nack() {
     let refused = |message: &str| {
         let error_detail = Some(envoy_types::pb::google::rpc::Status {
             code: 13,
@@ -116,7 +116,7 @@ fn tells_a_refusal_and_keeps_the_beginning_of_its_reason() {
         let bytes = refused(message).encode_to_vec();
         let walker = Walker::request(Protocol::Delta, bytes.len() as u64);
         let fields = walk(walker, &bytes, 100).unwrap();
-        assert_eq!(fields.refusal.as_deref(), Some(kept));
+        assert_eq!(fields.nack.as_deref(), Some(kept));
         assert_eq!((&*fields.nonce, fields.resources), ("n", 0));
     }
     let bytes = DiscoveryRequest {
@@ -126,7 +126,7 @@ fn tells_a_refusal_and_keeps_the_beginning_of_its_reason() {
     .encode_to_vec();
     let walker = Walker::request(Protocol::StateOfTheWorld, bytes.len() as u64);
     let fields = walk(walker, &bytes, 1).unwrap();
-    assert_eq!(fields.refusal.as_deref(), Some("why"));
+    assert_eq!(fields.nack.as_deref(), Some("why"));
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! The relay without its sockets: events in, bytes out, no waiting.
+//! The stream state machine of the relay: bytes of both sides in, bytes out, no waiting.
 //!
-//! [`super::relay`] feeds an [`Exchange`] with what came and carries away what is ready.
+//! [`super::relay`] feeds a [`StreamState`] with what came and sends what is ready.
 
 use std::collections::VecDeque;
 
@@ -8,31 +8,23 @@ use bytes::Bytes;
 use tonic::Status;
 
 use super::Protocol;
-use super::intercept::{Captured, Interceptors, Outcome, acknowledge, frame};
+use super::end::End;
+use super::intercept::{Captured, Interceptors, Outcome, answer, frame};
 use super::observe::Observer;
 use super::request::RequestReader;
-use super::response::{Output, ResponseReader};
-use super::status::End;
+use super::response::{Consumer, Output, ResponseReader};
 
 /// The type whose first request the agent's own subscriptions follow.
 ///
 /// Envoy asks for listeners once its clusters are warm, so they never delay its start.
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
-/// How many responses may wait for interceptors before istiod is made to wait too.
+/// How many responses may wait for interceptors before no more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
 
-/// Everything that moves an [`Exchange`].
+/// The state of one ADS stream of Envoy and the stream to istiod it is tied to.
 #[derive(Debug)]
-pub(super) enum Event {
-    FromEnvoy(Bytes),
-    FromIstiod(Bytes),
-    Intercepted(Captured, Outcome),
-}
-
-/// The relay without its sockets.
-#[derive(Debug)]
-pub(super) struct Exchange {
+pub(super) struct StreamState {
     id: u32,
     protocol: Protocol,
     pub(super) interceptors: Interceptors,
@@ -45,13 +37,13 @@ pub(super) struct Exchange {
     pub(super) to_istiod: Vec<Bytes>,
     /// Bytes of responses that are ready.
     pub(super) to_envoy: VecDeque<Bytes>,
-    /// Rewritten messages that arrived in the midst of a passing one.
+    /// Rewritten messages that wait for the end of a passing one.
     between: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
     pub(super) captured: VecDeque<(usize, Captured)>,
 }
 
-impl Exchange {
+impl StreamState {
     pub(super) fn new(
         id: u32,
         protocol: Protocol,
@@ -74,19 +66,9 @@ impl Exchange {
         }
     }
 
-    pub(super) fn apply(&mut self, event: Event) -> Result<(), End> {
-        match event {
-            Event::FromEnvoy(bytes) => self.requests(bytes).map_err(End::BadRequest),
-            Event::FromIstiod(bytes) => self.responses(bytes).map_err(End::BadResponse),
-            Event::Intercepted(response, outcome) => {
-                self.intercepted(&response, outcome);
-                Ok(())
-            }
-        }
-    }
-
-    fn requests(&mut self, bytes: Bytes) -> Result<(), Status> {
-        self.requests.feed(bytes, |request| {
+    /// Takes bytes of requests from Envoy.
+    pub(super) fn read_requests(&mut self, bytes: Bytes) -> Result<(), End> {
+        let read = self.requests.feed(bytes, |request| {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
             self.observer.requested(&request);
@@ -97,14 +79,25 @@ impl Exchange {
                 let subscriptions = self.interceptors.subscriptions(self.protocol);
                 self.to_istiod.extend(subscriptions);
             }
-        })
+        });
+        read.map_err(|status| End::bad_request(&status))
     }
 
-    fn responses(&mut self, bytes: Bytes) -> Result<(), Status> {
-        self.responses.feed(bytes, |output| match output {
+    /// Takes bytes of responses from istiod.
+    pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
+        let read = self.responses.feed(bytes, |output| match output {
             Output::Pass(bytes) => self.to_envoy.push_back(bytes),
-            Output::Ended(received) => self.observer.received(received),
-            // Without resources there is nothing to take, and istiod gets no answer, as from
+            Output::Complete(received) => {
+                if received.consumer == Consumer::None {
+                    tracing::error!(
+                        target: "xdsproxy",
+                        "Skipping forwarding type url {} to Envoy as is not a valid Envoy type",
+                        received.type_url
+                    );
+                }
+                self.observer.received(received);
+            }
+            // Without resources there is nothing to consume, and istiod gets no ACK, as from
             // pilot-agent; and nothing to rewrite.
             Output::Captured(index, response) if response.resources == 0 => {
                 if !self.interceptors.subscribes(index) {
@@ -112,19 +105,17 @@ impl Exchange {
                 }
             }
             Output::Captured(index, response) => self.captured.push_back((index, response)),
-            Output::Withheld(type_url) => tracing::error!(
-                target: "xdsproxy",
-                "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type"
-            ),
-        })?;
-        self.fill_gap();
+        });
+        read.map_err(|status| End::bad_response(&status))?;
+        self.send_rewritten();
         Ok(())
     }
 
-    fn intercepted(&mut self, response: &Captured, outcome: Outcome) {
+    /// Takes what an interceptor made of a response.
+    pub(super) fn intercepted(&mut self, response: &Captured, outcome: Outcome) {
         match outcome {
-            Outcome::Taken => self.answer(response, None),
-            Outcome::Refused(problem) => {
+            Outcome::Accepted => self.answer(response, None),
+            Outcome::Rejected(problem) => {
                 tracing::warn!(
                     target: "xdsproxy",
                     id = self.id,
@@ -136,42 +127,43 @@ impl Exchange {
             }
             Outcome::Forward(message) => {
                 self.between.push_back(frame(&message));
-                self.fill_gap();
+                self.send_rewritten();
             }
         }
     }
 
-    /// Answers a response the agent has taken or refused.
+    /// Sends the ACK or NACK of a response the agent consumed.
     fn answer(&mut self, response: &Captured, problem: Option<&str>) {
         let (type_url, nonce) = (&response.type_url, &response.nonce);
         self.observer.answered(type_url, nonce, problem);
-        self.to_istiod.push(acknowledge(response, problem));
+        self.to_istiod.push(answer(response, problem));
     }
 
-    /// Lets rewritten messages go, unless one is just passing.
-    fn fill_gap(&mut self) {
+    /// Sends rewritten messages, unless one is just passing.
+    fn send_rewritten(&mut self) {
         if !self.responses.passing() {
             self.to_envoy.append(&mut self.between);
         }
     }
 
-    /// Whether there is room for what istiod says next.
+    /// Whether there is room for more of istiod's responses.
     pub(super) fn wants_responses(&self) -> bool {
         self.to_envoy.is_empty() && self.captured.len() < MAX_INTERCEPTED
     }
 
-    /// How the exchange ends when Envoy has closed its half.
+    /// How the streams end when Envoy has closed its half.
     pub(super) fn envoy_done(&self) -> End {
         match self.requests.finish() {
-            Ok(()) => End::EnvoyDone,
-            Err(status) => End::BadRequest(status),
+            Ok(()) => End::envoy_done(),
+            Err(status) => End::bad_request(&status),
         }
     }
 
-    /// How the exchange ends when istiod has: no success is told of a message in part.
+    /// How the streams end when istiod's has: no success is told of a message in part.
     pub(super) fn istiod_done(&self, end: End) -> End {
         if end.is_success() && !self.responses.between_messages() {
-            return End::BadResponse(Status::internal("istiod ended the stream inside a message"));
+            let status = Status::internal("istiod ended the stream inside a message");
+            return End::bad_response(&status);
         }
         end
     }
@@ -204,11 +196,11 @@ mod tests {
             self.subscribes
         }
         fn intercept(&self, _: Captured) -> Intercepting {
-            Box::pin(async { Outcome::Taken })
+            Box::pin(async { Outcome::Accepted })
         }
     }
 
-    fn exchange() -> Exchange {
+    fn state() -> StreamState {
         let protocol = Protocol::StateOfTheWorld;
         let interceptors = Interceptors::new(vec![
             Box::new(Scripted {
@@ -221,7 +213,7 @@ mod tests {
             }),
         ]);
         let observer = Observer::new(&Registry::default());
-        Exchange::new(1, protocol, interceptors, observer, 1000)
+        StreamState::new(1, protocol, interceptors, observer, 1000)
     }
 
     fn request(type_url: &str) -> Bytes {
@@ -245,8 +237,8 @@ mod tests {
         frame(&response.encode_to_vec())
     }
 
-    fn types_to_istiod(exchange: &mut Exchange) -> Vec<String> {
-        let requests = exchange.to_istiod.drain(..);
+    fn types_to_istiod(state: &mut StreamState) -> Vec<String> {
+        let requests = state.to_istiod.drain(..);
         requests
             .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap().type_url)
             .collect()
@@ -254,49 +246,41 @@ mod tests {
 
     #[test]
     fn own_subscriptions_follow_the_first_listener_request_once() {
-        let mut exchange = exchange();
+        let mut state = state();
         for _ in 0..2 {
-            exchange.apply(Event::FromEnvoy(request(CLUSTER))).unwrap();
-            exchange.apply(Event::FromEnvoy(request(LISTENER))).unwrap();
+            state.read_requests(request(CLUSTER)).unwrap();
+            state.read_requests(request(LISTENER)).unwrap();
         }
-        let types = types_to_istiod(&mut exchange);
+        let types = types_to_istiod(&mut state);
         assert_eq!(types, [CLUSTER, LISTENER, NAMES, CLUSTER, LISTENER]);
     }
 
     #[test]
     fn a_rewritten_message_waits_for_the_gap_behind_a_passing_one() {
-        let mut exchange = exchange();
+        let mut state = state();
         let (passing, own) = (response(CLUSTER), response(EXTENSION));
-        exchange.apply(Event::FromIstiod(own.clone())).unwrap();
-        let (_, captured) = exchange.captured.pop_front().unwrap();
+        state.read_responses(own.clone()).unwrap();
+        let (_, captured) = state.captured.pop_front().unwrap();
         assert_eq!(captured.message, own[5..]);
-        exchange
-            .apply(Event::FromIstiod(passing.slice(..80)))
-            .unwrap();
+        state.read_responses(passing.slice(..80)).unwrap();
         let rewritten = Bytes::from_static(b"rewritten");
         let outcome = Outcome::Forward(rewritten.clone());
-        exchange
-            .apply(Event::Intercepted(captured, outcome))
-            .unwrap();
-        assert_eq!(exchange.to_envoy, [passing.slice(..80)]);
-        exchange
-            .apply(Event::FromIstiod(passing.slice(80..)))
-            .unwrap();
+        state.intercepted(&captured, outcome);
+        assert_eq!(state.to_envoy, [passing.slice(..80)]);
+        state.read_responses(passing.slice(80..)).unwrap();
         let expected = [passing.slice(..80), passing.slice(80..), frame(&rewritten)];
-        assert_eq!(exchange.to_envoy, expected);
+        assert_eq!(state.to_envoy, expected);
     }
 
     #[test]
     fn a_taken_response_is_acknowledged_and_a_refused_one_says_why() {
-        let mut exchange = exchange();
-        exchange.apply(Event::FromIstiod(response(NAMES))).unwrap();
-        let (_, captured) = exchange.captured.pop_front().unwrap();
-        for outcome in [Outcome::Taken, Outcome::Refused("no table".into())] {
-            exchange
-                .apply(Event::Intercepted(captured.clone(), outcome))
-                .unwrap();
+        let mut state = state();
+        state.read_responses(response(NAMES)).unwrap();
+        let (_, captured) = state.captured.pop_front().unwrap();
+        for outcome in [Outcome::Accepted, Outcome::Rejected("no table".into())] {
+            state.intercepted(&captured, outcome);
         }
-        let answers: Vec<_> = exchange
+        let answers: Vec<_> = state
             .to_istiod
             .iter()
             .map(|r| DiscoveryRequest::decode(&r[5..]).unwrap())
@@ -311,8 +295,8 @@ mod tests {
             answers,
             [("n".into(), None), ("n".into(), Some("no table".into()))]
         );
-        assert!(exchange.to_envoy.is_empty());
-        let seen = &exchange.observer.snapshot().types[NAMES];
+        assert!(state.to_envoy.is_empty());
+        let seen = &state.observer.snapshot().types[NAMES];
         assert_eq!((seen.responses, seen.acks, seen.nacks), (1, 1, 1));
     }
 
@@ -325,25 +309,23 @@ mod tests {
             };
             frame(&response.encode_to_vec())
         };
-        let mut exchange = exchange();
-        exchange.apply(Event::FromIstiod(empty(NAMES))).unwrap();
-        exchange.apply(Event::FromIstiod(empty(EXTENSION))).unwrap();
-        assert!(exchange.captured.is_empty() && exchange.to_istiod.is_empty());
-        assert_eq!(exchange.to_envoy, [empty(EXTENSION)]);
+        let mut state = state();
+        state.read_responses(empty(NAMES)).unwrap();
+        state.read_responses(empty(EXTENSION)).unwrap();
+        assert!(state.captured.is_empty() && state.to_istiod.is_empty());
+        assert_eq!(state.to_envoy, [empty(EXTENSION)]);
     }
 
     #[test]
     fn istiod_waits_while_envoy_or_the_interceptors_have_enough() {
-        let mut exchange = exchange();
-        assert!(exchange.wants_responses());
-        exchange
-            .apply(Event::FromIstiod(response(CLUSTER)))
-            .unwrap();
-        assert!(!exchange.wants_responses());
-        exchange.to_envoy.clear();
+        let mut state = state();
+        assert!(state.wants_responses());
+        state.read_responses(response(CLUSTER)).unwrap();
+        assert!(!state.wants_responses());
+        state.to_envoy.clear();
         for _ in 0..MAX_INTERCEPTED {
-            exchange.apply(Event::FromIstiod(response(NAMES))).unwrap();
+            state.read_responses(response(NAMES)).unwrap();
         }
-        assert!(!exchange.wants_responses());
+        assert!(!state.wants_responses());
     }
 }

@@ -1,0 +1,312 @@
+//! How a relay's streams end: which side ended them, what Envoy is told, what the log says.
+//!
+//! A status that istiod gave reaches Envoy as it came, details included.
+
+use http::{HeaderMap, HeaderValue};
+use hyper::body::Incoming;
+use tonic::{Code, Status};
+
+/// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
+const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];
+
+/// Why a relay ended.
+#[derive(Debug)]
+pub(crate) struct End {
+    side: Side,
+    /// Whether it belongs to ordinary operation.
+    is_expected: bool,
+    /// In one line, for the log and `/debug/xdsz`.
+    reason: String,
+    code: Code,
+    /// The status for Envoy; None if Envoy reads no more.
+    trailers: Option<Box<HeaderMap>>,
+}
+
+/// The side that ended the streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Istiod,
+    Envoy,
+    Agent,
+}
+
+/// What the end of a stream counts as: the label `type` of the metric.
+pub(super) const CANCELLED: &str = "cancelled";
+pub(super) const ERROR: &str = "error";
+
+impl End {
+    fn new(side: Side, is_expected: bool, status: &Status) -> Self {
+        Self {
+            side,
+            is_expected,
+            reason: format!("{:?}: {}", status.code(), status.message()),
+            code: status.code(),
+            trailers: Some(Box::new(trailers(status))),
+        }
+    }
+
+    /// Istiod ended the stream with these trailers, or with a head that is all.
+    pub(crate) fn istiod(mut headers: HeaderMap) -> Self {
+        let Some(status) = Status::from_header_map(&headers) else {
+            let status = Status::unavailable("istiod ended the stream without a status");
+            return Self::lost(&status, false);
+        };
+        let is_expected = matches!(
+            status.code(),
+            Code::Ok | Code::Cancelled | Code::DeadlineExceeded
+        );
+        let mut kept = HeaderMap::new();
+        for name in STATUS_HEADERS {
+            if let Some(value) = headers.remove(name) {
+                kept.insert(name, value);
+            }
+        }
+        Self {
+            trailers: Some(Box::new(kept)),
+            ..Self::new(Side::Istiod, is_expected, &status)
+        }
+    }
+
+    /// The connection to istiod, or the stream on it, broke.
+    pub(crate) fn lost(status: &Status, is_expected: bool) -> Self {
+        Self::new(Side::Istiod, is_expected, status)
+    }
+
+    /// The stream to istiod broke with this error: unavailable, unless its reset says more.
+    pub(crate) fn broken(error: hyper::Error) -> Self {
+        let text = match std::error::Error::source(&error) {
+            Some(source) => format!("connection to istiod: {error}: {source}"),
+            None => format!("connection to istiod: {error}"),
+        };
+        let is_expected = is_ordinary(&error);
+        let code = match Status::from_error(Box::new(error)).code() {
+            Code::Unknown | Code::Cancelled | Code::Internal => Code::Unavailable,
+            code => code,
+        };
+        Self::lost(&Status::new(code, text), is_expected)
+    }
+
+    /// Istiod sent what cannot be relayed.
+    pub(crate) fn bad_response(status: &Status) -> Self {
+        Self::new(Side::Istiod, false, status)
+    }
+
+    /// Envoy sent what cannot be relayed.
+    pub(crate) fn bad_request(status: &Status) -> Self {
+        Self::new(Side::Envoy, false, status)
+    }
+
+    /// Envoy closed its side and waits for the status.
+    pub(crate) fn envoy_done() -> Self {
+        Self {
+            reason: "OK: closed its stream".to_owned(),
+            ..Self::new(Side::Envoy, true, &Status::ok(""))
+        }
+    }
+
+    /// Envoy reads no more, with the error its stream was reset with, if it was.
+    pub(crate) fn envoy_gone(error: Option<hyper::Error>) -> Self {
+        let mut end = Self::envoy_done();
+        end.trailers = None;
+        if let Some(error) = error {
+            end.reason = error.to_string();
+        }
+        end
+    }
+
+    /// A newer stream replaced this one, or the agent stops.
+    pub(crate) fn stopped() -> Self {
+        Self {
+            reason: "replaced by a newer stream, or the agent stops".to_owned(),
+            ..Self::new(Side::Agent, true, &Status::ok(""))
+        }
+    }
+
+    /// What it counts as for istiod's stream and for Envoy's.
+    pub(super) fn classes(&self) -> (&'static str, &'static str) {
+        match (self.side, self.is_expected) {
+            (Side::Istiod, false) => (ERROR, CANCELLED),
+            (Side::Envoy, false) => (CANCELLED, ERROR),
+            _ => (CANCELLED, CANCELLED),
+        }
+    }
+
+    /// Which side ended the streams and why, in one line.
+    pub(crate) fn reason(&self) -> String {
+        match self.side {
+            Side::Istiod => format!("istiod: {}", self.reason),
+            Side::Envoy => format!("Envoy: {}", self.reason),
+            Side::Agent => self.reason.clone(),
+        }
+    }
+
+    /// Whether istiod ended the stream without an error.
+    pub(crate) fn is_success(&self) -> bool {
+        self.code_of_istiod() == Some(Code::Ok)
+    }
+
+    /// The code istiod ended the stream with, if it was istiod.
+    pub(crate) fn code_of_istiod(&self) -> Option<Code> {
+        (self.side == Side::Istiod).then_some(self.code)
+    }
+
+    /// The status for Envoy; None if Envoy reads no more.
+    pub(crate) fn trailers(&self) -> Option<HeaderMap> {
+        self.trailers.as_deref().cloned()
+    }
+
+    /// Logs unexpected ends as warnings, the others at debug level.
+    pub(crate) fn log(&self, id: u32) {
+        let side = match self.side {
+            Side::Istiod => "upstream",
+            Side::Envoy => "downstream",
+            Side::Agent => {
+                tracing::debug!(target: "xdsproxy", id, "upstream stopped");
+                return;
+            }
+        };
+        let reason = &self.reason;
+        if self.is_expected {
+            tracing::debug!(target: "xdsproxy", id, "{side} terminated with status {reason}");
+        } else {
+            tracing::warn!(target: "xdsproxy", id, "{side} terminated with unexpected error {reason}");
+        }
+    }
+}
+
+/// The body of istiod's answer, or the end it already is.
+pub(crate) fn opened(response: http::Response<Incoming>) -> Result<Incoming, End> {
+    let (head, body) = response.into_parts();
+    if head.headers.contains_key("grpc-status") {
+        return Err(End::istiod(head.headers));
+    }
+    if head.status != http::StatusCode::OK {
+        return Err(End::bad_response(&Status::new(
+            from_http(head.status),
+            format!("istiod answered with HTTP status {}", head.status),
+        )));
+    }
+    match head.headers.get(http::header::CONTENT_TYPE) {
+        Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => Ok(body),
+        kind => Err(End::bad_response(&Status::unknown(format!(
+            "istiod answered with content type {kind:?}, expected application/grpc"
+        )))),
+    }
+}
+
+/// Whether a connection reached its greatest age or istiod goes away: no reason for a warning.
+fn is_ordinary(error: &hyper::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<h2::Error>());
+    match cause {
+        Some(cause) if cause.is_io() => cause.get_io().is_some_and(|error| {
+            matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+        }),
+        Some(cause) => matches!(
+            cause.reason(),
+            Some(h2::Reason::NO_ERROR | h2::Reason::CANCEL)
+        ),
+        None => error.is_canceled() || error.is_closed(),
+    }
+}
+
+pub(crate) fn trailers(status: &Status) -> HeaderMap {
+    let mut trailers = HeaderMap::new();
+    if status.add_header(&mut trailers).is_err() {
+        // The message cannot stand in a header; the code still can.
+        trailers.clear();
+        trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
+    }
+    trailers
+}
+
+/// Source: gRPC, "HTTP to gRPC Status Code Mapping".
+fn from_http(status: http::StatusCode) -> Code {
+    match status.as_u16() {
+        400 => Code::Internal,
+        401 => Code::Unauthenticated,
+        403 => Code::PermissionDenied,
+        404 => Code::Unimplemented,
+        429 | 502 | 503 | 504 => Code::Unavailable,
+        _ => Code::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn istiods_status_reaches_envoy_as_it_came() {
+        for code in 0..=16 {
+            let mut trailers = HeaderMap::new();
+            trailers.insert("grpc-status", HeaderValue::from(code));
+            trailers.insert("grpc-message", HeaderValue::from_static("caf%C3%A9 %25"));
+            trailers.insert("grpc-status-details-bin", HeaderValue::from_static("CAQ"));
+            let expected = trailers.clone();
+            trailers.insert("x-other", HeaderValue::from_static("dropped"));
+            assert_eq!(End::istiod(trailers).trailers(), Some(expected));
+        }
+    }
+
+    #[test]
+    fn ordinary_ends_count_as_cancelled_and_others_as_errors_of_the_side_that_made_them() {
+        let istiod = |code: Code| End::istiod(trailers(&Status::new(code, "why")));
+        let gone = Status::unavailable("gone");
+        let bad = Status::internal("bad");
+        for (end, expected, reason) in [
+            (istiod(Code::Ok), (CANCELLED, CANCELLED), "istiod: Ok: why"),
+            (
+                istiod(Code::DeadlineExceeded),
+                (CANCELLED, CANCELLED),
+                "istiod: DeadlineExceeded: why",
+            ),
+            (
+                istiod(Code::Unauthenticated),
+                (ERROR, CANCELLED),
+                "istiod: Unauthenticated: why",
+            ),
+            (
+                End::lost(&gone, true),
+                (CANCELLED, CANCELLED),
+                "istiod: Unavailable: gone",
+            ),
+            (
+                End::lost(&gone, false),
+                (ERROR, CANCELLED),
+                "istiod: Unavailable: gone",
+            ),
+            (
+                End::bad_response(&bad),
+                (ERROR, CANCELLED),
+                "istiod: Internal: bad",
+            ),
+            (
+                End::bad_request(&bad),
+                (CANCELLED, ERROR),
+                "Envoy: Internal: bad",
+            ),
+            (
+                End::envoy_gone(None),
+                (CANCELLED, CANCELLED),
+                "Envoy: OK: closed its stream",
+            ),
+        ] {
+            assert_eq!(end.classes(), expected, "{end:?}");
+            assert_eq!(end.reason(), reason);
+        }
+    }
+
+    #[test]
+    fn a_stream_without_a_status_is_unavailable() {
+        let trailers = End::istiod(HeaderMap::new()).trailers().unwrap();
+        assert_eq!(trailers["grpc-status"], "14");
+    }
+
+    #[test]
+    fn envoy_is_told_ok_when_a_newer_stream_replaces_its_own() {
+        assert_eq!(End::stopped().trailers().unwrap()["grpc-status"], "0");
+        assert!(End::envoy_gone(None).trailers().is_none());
+    }
+}
