@@ -1,15 +1,12 @@
-//! One HTTP/2 connection: opened, sent on, watched until it ends.
+//! One HTTP/2 connection to istiod, from its preface to its end.
 //!
-//! The windows are static. A stream that nobody reads can hold 4 of the 12 MiB of the connection, so
-//! other calls get through beside those of two Envoys, of which one follows the other. Pings go out only while streams are open.
-//!
-//! Does not dial and does not decide what follows an end.
+//! The windows are static. One unread stream holds at most a sixth of the connection window, so
+//! certificate requests get through beside the streams of two Envoys. Pings are sent only while
+//! streams are open.
 
 use std::fmt;
-use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Weak};
-use std::time::SystemTime;
 
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
@@ -19,7 +16,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::frames::{Peer, Watched};
+use super::frames::{self, Peer};
+use super::status::Connected;
 use super::{Body, Keepalive};
 
 /// How much of a stream istiod may send ahead of its being passed on. What is ahead has left the
@@ -38,31 +36,11 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Body>,
-    about: Arc<About>,
-}
-
-/// What is known of a connection.
-#[derive(Clone, Debug)]
-pub struct About {
-    /// The address dialed, as resolved.
-    pub address: SocketAddr,
-    pub since: SystemTime,
-    /// Nothing on a plaintext connection.
-    pub tls: Option<Negotiated>,
-}
-
-/// The outcome of a TLS handshake.
-#[derive(Clone, Copy, Debug)]
-pub struct Negotiated {
-    pub version: Option<rustls::ProtocolVersion>,
-    pub key_exchange: Option<rustls::NamedGroup>,
-    pub cipher: Option<rustls::CipherSuite>,
-    /// Whether we showed a client certificate.
-    pub client_certificate: bool,
+    about: Arc<Connected>,
 }
 
 impl Connection {
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &Connected {
         &self.about
     }
 
@@ -80,17 +58,18 @@ impl Connection {
         self.sender.is_closed()
     }
 
-    /// Whether istiod knows us by a certificate.
+    /// Whether it was opened with the client certificate.
     pub(super) fn has_client_certificate(&self) -> bool {
         let tls = self.about.tls.as_ref();
         tls.is_some_and(|tls| tls.client_certificate)
     }
 
-    pub(super) fn identity(&self) -> Arc<About> {
+    /// What tells it from other connections, without keeping it open.
+    pub(super) fn identity(&self) -> Arc<Connected> {
         self.about.clone()
     }
 
-    pub(super) fn is(&self, identity: &Arc<About>) -> bool {
+    pub(super) fn is(&self, identity: &Arc<Connected>) -> bool {
         Arc::ptr_eq(&self.about, identity)
     }
 }
@@ -101,36 +80,23 @@ impl fmt::Debug for Connection {
     }
 }
 
-impl fmt::Display for About {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, ", self.address)?;
-        match &self.tls {
-            None => f.write_str("plaintext"),
-            Some(Negotiated {
-                version,
-                key_exchange,
-                ..
-            }) => write!(f, "{version:?}, {key_exchange:?}"),
-        }
-    }
-}
-
 /// Runs an open connection. Must be polled for the connection to work.
 pub(super) struct Driver {
     running: Running,
     peer: watch::Receiver<Peer>,
 }
 
-type Running = hyper::client::conn::http2::Connection<TokioIo<Watched<Box<dyn Io>>>, Body, Owned>;
+type Running =
+    hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Owned>;
 
 /// Speaks HTTP/2 on `io` and returns once the peer has answered in kind.
 pub(super) async fn open(
     io: Box<dyn Io>,
-    about: About,
+    about: Connected,
     keepalive: Keepalive,
     tasks: Owned,
 ) -> Result<(Connection, Driver), String> {
-    let (io, mut peer) = Watched::new(io);
+    let (io, mut peer) = frames::inspect(io);
     let (sender, mut running) = Builder::new(tasks)
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
@@ -185,7 +151,7 @@ impl Driver {
     }
 }
 
-/// The tasks of all connections. They end with it.
+/// The tasks of all connections, ended when it is dropped.
 #[derive(Debug, Default)]
 pub(super) struct Tasks(Arc<Mutex<JoinSet<()>>>);
 
@@ -201,7 +167,7 @@ impl Tasks {
 
 impl Owned {
     pub(super) fn start(&self, future: impl Future<Output = ()> + Send + 'static) {
-        // After the room has ended nothing is started any more.
+        // Nothing is started after the worker has ended.
         let Some(tasks) = self.0.upgrade() else {
             return;
         };

@@ -1,26 +1,24 @@
-//! One dial: the name resolved, its addresses tried one after the other, each through TCP, TLS and
-//! the first frame of HTTP/2.
+//! One dial: resolves the name, and tries its addresses through TCP, TLS and the first HTTP/2 frame.
 //!
-//! Every step ends in time: the whole by [`Limits::total`], one address by [`Limits::per_address`]
-//! while others are left to try. Addresses are shuffled, so a fleet spreads over replicas.
-//!
-//! Does not try again; the worker does.
+//! Every step is bounded: the whole by [`Limits::total`], one address by [`Limits::per_address`]
+//! while others are left to try. Retries are the worker's.
 
 use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
+use tokio_rustls::TlsConnector;
 
-use super::connection::{self, About, Connection, Driver, Io, Negotiated, Owned};
+use super::connection::{self, Connection, Driver, Io, Owned};
+use super::status::{Connected, Tls};
 use super::tls::{self, TlsError};
-use super::tls_stream::TlsStream;
 use super::{Config, Security};
+use crate::clock::{Clock, rfc3339};
 
 /// Bounds of one dial.
 #[derive(Clone, Copy, Debug)]
@@ -87,19 +85,20 @@ impl Cause {
         }
     }
 
-    /// The cause without the address, which another dial takes from the same name.
-    pub(super) fn whoever_answers(&self) -> String {
+    /// The cause without the address, which is another at another dial of the same name.
+    pub(super) fn without_address(&self) -> String {
         match self {
             Self::Connect { to, .. }
             | Self::Handshake { to, .. }
             | Self::Alpn { to }
             | Self::NotHttp2 { to, .. } => self.to_string().replace(&to.to_string(), "istiod"),
             Self::TimedOut { .. } => "timed out".to_owned(),
-            Self::Tls(_) | Self::Resolve(_) | Self::NoAddress | Self::Stopping => self.to_string(),
+            _ => self.to_string(),
         }
     }
 }
 
+/// Opens a connection.
 pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, Driver), Cause> {
     let total = Bound::new(config.limits.total);
     let tls = match &config.security {
@@ -117,7 +116,13 @@ pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, D
             true => total,
             false => total.at_most(config.limits.per_address),
         };
-        match attempt_as_known(config, to, tls.as_ref(), bound, &tasks).await {
+        let attempt = Attempt {
+            config,
+            to,
+            bound,
+            tasks: &tasks,
+        };
+        match attempt.open(tls.as_ref()).await {
             Ok(open) => return Ok(open),
             Err(cause) => {
                 tracing::debug!(target: "xdsproxy", "istiod at {}: {cause}", config.address);
@@ -139,118 +144,89 @@ async fn resolve(address: &str, bound: Bound) -> Result<Vec<SocketAddr>, Cause> 
     Ok(addresses)
 }
 
-/// With the client certificate, if there is one; without it if istiod refuses that, as one of an
-/// earlier root may be in our hands. The token is then what istiod knows us by.
-async fn attempt_as_known(
-    config: &Config,
+/// What is tried with one address.
+struct Attempt<'a> {
+    config: &'a Config,
     to: SocketAddr,
-    tls: Option<&tls::Prepared>,
     bound: Bound,
-    tasks: &Owned,
-) -> Result<(Connection, Driver), Cause> {
-    let encryption = tls.map(|tls| Encryption {
-        config: &tls.config,
-        name: &tls.name,
-        client_certificate: tls.without_client.is_some(),
-    });
-    let outcome = attempt(config, to, encryption, bound, tasks.clone()).await;
-    let Err(cause) = &outcome else {
-        return outcome;
-    };
-    let Some(tls) = tls else {
-        return outcome;
-    };
-    match &tls.without_client {
-        Some(without) if cause.is_alert() => {
-            tracing::warn!("{cause}; leaving out the client certificate, using token instead");
-            let encryption = Encryption {
-                config: without,
-                name: &tls.name,
-                client_certificate: false,
-            };
-            attempt(config, to, Some(encryption), bound, tasks.clone()).await
+    tasks: &'a Owned,
+}
+
+impl Attempt<'_> {
+    /// With the client certificate, if there is one; without it if istiod refuses that, as it may be
+    /// one of an earlier root. istiod then authenticates the token.
+    async fn open(&self, tls: Option<&tls::Prepared>) -> Result<(Connection, Driver), Cause> {
+        let Some(tls) = tls else {
+            return self.speak(Box::new(self.connect().await?), None).await;
+        };
+        let has_client = tls.without_client.is_some();
+        let outcome = self.open_tls(tls, &tls.config, has_client).await;
+        match (outcome, &tls.without_client) {
+            (Err(cause), Some(without)) if cause.is_alert() => {
+                tracing::warn!("{cause}; leaving out the client certificate, using token instead");
+                self.open_tls(tls, without, false).await
+            }
+            (outcome, _) => outcome,
         }
-        _ => outcome,
     }
-}
 
-/// What TLS is spoken.
-#[derive(Clone, Copy)]
-struct Encryption<'a> {
-    config: &'a Arc<ClientConfig>,
-    name: &'a ServerName<'static>,
-    client_certificate: bool,
-}
-
-async fn attempt(
-    config: &Config,
-    to: SocketAddr,
-    tls: Option<Encryption<'_>>,
-    bound: Bound,
-    tasks: Owned,
-) -> Result<(Connection, Driver), Cause> {
-    let connecting = bound.of(format!("connecting to {to}"), TcpStream::connect(to));
-    let stream = connecting
-        .await?
-        .and_then(|stream| prepared(stream, config))
-        .map_err(|source| Cause::Connect { to, source })?;
-    let (io, tls): (Box<dyn Io>, _) = match tls {
-        None => (Box::new(stream), None),
-        Some(tls) => {
-            let doing = format!("in the TLS handshake with {to}");
-            let (io, tls) = bound.of(doing, encrypt(stream, to, tls)).await??;
-            (io, Some(tls))
+    async fn open_tls(
+        &self,
+        tls: &tls::Prepared,
+        config: &Arc<ClientConfig>,
+        client_certificate: bool,
+    ) -> Result<(Connection, Driver), Cause> {
+        let to = self.to;
+        let stream = self.connect().await?;
+        let connecting = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
+        let doing = format!("in the TLS handshake with {to}");
+        let stream = self.bound.of(doing, connecting).await?;
+        let stream = stream.map_err(|source| Cause::Handshake {
+            to,
+            name: tls.name.to_str().into_owned(),
+            source,
+        })?;
+        let (_, session) = stream.get_ref();
+        if session.alpn_protocol() != Some(b"h2") {
+            return Err(Cause::Alpn { to });
         }
-    };
-    let about = About {
-        address: to,
-        since: SystemTime::now(),
-        tls,
-    };
-    let opening = connection::open(io, about, config.keepalive, tasks);
-    bound
-        .of(format!("waiting for {to} to speak HTTP/2"), opening)
-        .await?
-        .map_err(|found| Cause::NotHttp2 { to, found })
-}
-
-/// Unacknowledged bytes end the connection after the keepalive timeout, so a call on a connection
-/// that was cut while idle fails soon, although pings wait for their interval.
-fn prepared(stream: TcpStream, config: &Config) -> io::Result<TcpStream> {
-    stream.set_nodelay(true)?;
-    let limit = u32::try_from(config.keepalive.timeout.as_millis()).unwrap_or(u32::MAX);
-    rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?;
-    Ok(stream)
-}
-
-async fn encrypt(
-    stream: TcpStream,
-    to: SocketAddr,
-    tls: Encryption<'_>,
-) -> Result<(Box<dyn Io>, Negotiated), Cause> {
-    let connecting = TlsStream::connect(tls.config.clone(), tls.name.clone(), stream);
-    let stream = connecting.await.map_err(|source| Cause::Handshake {
-        to,
-        name: printed(tls.name),
-        source,
-    })?;
-    let session = stream.session();
-    if session.alpn_protocol() != Some(b"h2") {
-        return Err(Cause::Alpn { to });
+        let negotiated = Tls::new(session, client_certificate);
+        self.speak(Box::new(stream), Some(negotiated)).await
     }
-    let negotiated = Negotiated {
-        version: session.protocol_version(),
-        key_exchange: session
-            .negotiated_key_exchange_group()
-            .map(|group| group.name()),
-        cipher: session.negotiated_cipher_suite().map(|suite| suite.suite()),
-        client_certificate: tls.client_certificate,
-    };
-    Ok((Box::new(stream), negotiated))
-}
 
-fn printed(name: &ServerName<'_>) -> String {
-    name.to_str().into_owned()
+    async fn speak(
+        &self,
+        io: Box<dyn Io>,
+        tls: Option<Tls>,
+    ) -> Result<(Connection, Driver), Cause> {
+        let to = self.to;
+        let about = Connected {
+            peer: to.to_string(),
+            since: rfc3339(Clock::system().now()),
+            tls,
+        };
+        let opening = connection::open(io, about, self.config.keepalive, self.tasks.clone());
+        let doing = format!("waiting for {to} to speak HTTP/2");
+        let opened = self.bound.of(doing, opening).await?;
+        opened.map_err(|found| Cause::NotHttp2 { to, found })
+    }
+
+    /// Unacknowledged bytes end the connection after the keepalive timeout, so a call on a connection
+    /// that was cut while idle fails soon, although pings wait for their interval.
+    async fn connect(&self) -> Result<TcpStream, Cause> {
+        let to = self.to;
+        let limit = self.config.keepalive.timeout.as_millis();
+        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
+        let doing = format!("connecting to {to}");
+        let connected = self.bound.of(doing, TcpStream::connect(to)).await?;
+        connected
+            .and_then(|stream| {
+                stream.set_nodelay(true)?;
+                rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?;
+                Ok(stream)
+            })
+            .map_err(|source| Cause::Connect { to, source })
+    }
 }
 
 /// A moment by which something must be done, and how long that was from the start.

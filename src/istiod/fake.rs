@@ -38,7 +38,7 @@ use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateRespo
 
 pub(crate) const NAME: &str = "istiod.istio-system.svc";
 
-/// Sends data for as long as anybody reads.
+/// Sends data for as long as the client reads.
 pub(crate) const ENDLESS: &str = "/test/Endless";
 /// Answers with what [`Fake::say`] hands over.
 pub(crate) const HELD: &str = "/test/Held";

@@ -1,9 +1,5 @@
-//! Reads small files that others write: certificates, keys, tokens.
-//!
-//! A path may name a pipe or a device by mistake. Neither may hold the agent up or fill its memory,
-//! so only regular files up to a size are read.
-//!
-//! Does not look at what is read.
+//! Reads certificates, keys and tokens: regular files up to a size, as a path may name a pipe or a
+//! device by mistake.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -40,7 +36,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn reads_regular_files_up_to_the_limit_and_nothing_else() {
+    async fn only_regular_files_up_to_the_limit_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "12345").unwrap();

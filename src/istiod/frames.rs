@@ -1,16 +1,13 @@
-//! Watches what a peer says on an HTTP/2 connection: that it speaks, leaves, or is gone.
+//! Reports the peer's first SETTINGS, its GOAWAY, and the loss of an HTTP/2 connection with its cause.
 //!
-//! The HTTP/2 library keeps the peer's first SETTINGS and its GOAWAY to itself, and reports the
-//! loss of a connection without the cause. [`Watched`] sits below it and walks over the frames
-//! read, nine header bytes at a time; payloads are skipped by their length.
-//!
-//! Does not check frames, nor change or hold back a byte.
+//! hyper reports none of these. [`inspect`] wraps the byte stream below it and reads the frame
+//! headers that pass, nine bytes each; payloads are skipped by their length. No byte is changed.
 
-use std::io::{self, IoSlice};
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Join, ReadBuf, ReadHalf, WriteHalf};
 use tokio::sync::watch;
 
 const HEADER: usize = 9;
@@ -25,7 +22,7 @@ pub(super) enum Peer {
     Speaks,
     /// It sent GOAWAY: streams may finish, new ones are refused.
     Leaves,
-    /// Nothing more will come, for this reason.
+    /// The connection is lost, for this reason.
     Lost(String),
 }
 
@@ -35,16 +32,26 @@ impl Peer {
     }
 }
 
-/// A byte stream whose incoming frames are walked over.
+/// A byte stream whose incoming frames are inspected.
+pub(super) type Inspected<T> = Join<Reader<ReadHalf<T>>, WriteHalf<T>>;
+
+/// Wraps a byte stream, and reports what its peer shows.
+pub(super) fn inspect<T: AsyncRead + AsyncWrite>(io: T) -> (Inspected<T>, watch::Receiver<Peer>) {
+    let (read, write) = tokio::io::split(io);
+    let (reader, seen) = Reader::new(read);
+    (tokio::io::join(reader, write), seen)
+}
+
+/// The incoming half.
 #[derive(Debug)]
-pub(super) struct Watched<T> {
+pub(super) struct Reader<T> {
     inner: T,
     walk: Walk,
     peer: watch::Sender<Peer>,
 }
 
-impl<T> Watched<T> {
-    pub(super) fn new(inner: T) -> (Self, watch::Receiver<Peer>) {
+impl<T> Reader<T> {
+    fn new(inner: T) -> (Self, watch::Receiver<Peer>) {
         let (peer, seen) = watch::channel(Peer::Silent);
         let walk = Walk::default();
         (Self { inner, walk, peer }, seen)
@@ -62,12 +69,12 @@ impl<T> Watched<T> {
 
     fn read(&mut self, bytes: &[u8]) {
         let mut seen = Vec::new();
-        self.walk.over(bytes, |peer| seen.push(peer));
+        self.walk.feed(bytes, |peer| seen.push(peer));
         seen.into_iter().for_each(|peer| self.saw(peer));
     }
 }
 
-/// Where in the sequence of frames the last byte stood.
+/// The position in the sequence of frames.
 #[derive(Debug, Default)]
 struct Walk {
     header: [u8; HEADER],
@@ -75,12 +82,12 @@ struct Walk {
     known: usize,
     payload_left: usize,
     started: bool,
-    /// The bytes are no HTTP/2; there is nothing to walk over.
+    /// The bytes are not HTTP/2.
     lost: bool,
 }
 
 impl Walk {
-    fn over(&mut self, mut bytes: &[u8], mut tell: impl FnMut(Peer)) {
+    fn feed(&mut self, mut bytes: &[u8], mut report: impl FnMut(Peer)) {
         while !bytes.is_empty() && !self.lost {
             if self.payload_left > 0 {
                 let skipped = self.payload_left.min(bytes.len());
@@ -93,32 +100,32 @@ impl Walk {
             self.known += taken;
             bytes = &bytes[taken..];
             if self.known == HEADER {
-                self.frame(&mut tell);
+                self.frame(&mut report);
             }
         }
     }
 
-    fn frame(&mut self, tell: &mut impl FnMut(Peer)) {
-        let [a, b, c, kind, ..] = self.header;
+    fn frame(&mut self, report: &mut impl FnMut(Peer)) {
+        let [high, middle, low, kind, ..] = self.header;
         self.known = 0;
-        self.payload_left = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
+        self.payload_left = u32::from_be_bytes([0, high, middle, low]) as usize;
         match (self.started, kind) {
-            (false, SETTINGS) => tell(Peer::Speaks),
+            (false, SETTINGS) => report(Peer::Speaks),
             (false, _) => {
                 self.lost = true;
                 let found = self.header.escape_ascii();
-                tell(Peer::Lost(format!(
+                report(Peer::Lost(format!(
                     "it answered \"{found}\" instead of HTTP/2"
                 )));
             }
-            (true, GOAWAY) => tell(Peer::Leaves),
+            (true, GOAWAY) => report(Peer::Leaves),
             (true, _) => {}
         }
         self.started = true;
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -138,36 +145,6 @@ impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_shutdown(cx)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -183,7 +160,7 @@ mod tests {
         let mut seen = Vec::new();
         let mut walk = Walk::default();
         for chunk in bytes.chunks(step) {
-            walk.over(chunk, |peer| seen.push(peer));
+            walk.feed(chunk, |peer| seen.push(peer));
         }
         seen
     }
@@ -210,10 +187,10 @@ mod tests {
 
     #[tokio::test]
     async fn keeps_the_first_reason_of_a_loss() {
-        let (mut watched, seen) = Watched::new(tokio::io::empty());
+        let (mut reader, seen) = Reader::new(tokio::io::empty());
         let mut nothing = Vec::new();
         for _ in 0..2 {
-            tokio::io::AsyncReadExt::read_to_end(&mut watched, &mut nothing)
+            tokio::io::AsyncReadExt::read_to_end(&mut reader, &mut nothing)
                 .await
                 .unwrap();
         }

@@ -1,11 +1,7 @@
-//! The one connection to the control plane.
+//! Shares one TLS HTTP/2 connection to istiod between xDS streams and certificate requests.
 //!
-//! The relay of configuration and the certificate call share one TLS HTTP/2 connection. [`Istiod`]
-//! is a cheap handle to it; the future made with it dials while somebody waits for a connection and
-//! drives the one there is. Names, certificate files and the token are read again whenever they
-//! are used.
-//!
-//! Does not know what is asked of istiod: callers bring requests.
+//! [`Istiod`] is a cheap handle; the future made with it dials while a call waits for a connection.
+//! Names, certificate files and the token are read again whenever they are used.
 
 mod connection;
 mod dial;
@@ -16,7 +12,6 @@ mod frames;
 pub mod roots;
 pub mod status;
 pub mod tls;
-mod tls_stream;
 pub mod token;
 mod worker;
 
@@ -33,10 +28,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
-pub use connection::{About, Connection, Negotiated};
+pub use connection::Connection;
 pub use dial::{Cause, DialError, Limits};
 use status::{Record, Status};
-use worker::{Ask, Worker};
+use worker::{Waiter, Worker};
 
 use crate::metrics::Registry;
 
@@ -52,8 +47,7 @@ pub struct Config {
     pub address: String,
     pub security: Security,
     pub token: token::Source,
-    /// Headers of every call: `clusterid` and those of `XDS_HEADER_*` or `CA_HEADER_*`. Names are
-    /// lower case.
+    /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
@@ -77,7 +71,7 @@ pub struct Keepalive {
 #[derive(Clone, Debug)]
 pub struct Istiod {
     shared: Arc<Shared>,
-    asks: mpsc::UnboundedSender<Ask>,
+    queue: mpsc::UnboundedSender<Waiter>,
 }
 
 #[derive(Debug)]
@@ -116,10 +110,10 @@ pub fn new(
     stop: CancellationToken,
 ) -> (Istiod, impl Future<Output = ()> + Send + 'static + use<>) {
     let config = Arc::new(config);
-    let (asks, asked) = mpsc::unbounded_channel();
+    let (queue, waiters) = mpsc::unbounded_channel();
     let connected = watch::Sender::new(None);
     let record = Record::new(registry);
-    let worker = Worker::new(config.clone(), asked, connected.clone(), record.clone());
+    let worker = Worker::new(config.clone(), waiters, connected.clone(), record.clone());
     let shared = Arc::new(Shared {
         token: token::Reader::new(config.token.clone()),
         config,
@@ -133,15 +127,15 @@ pub fn new(
         }
         connected.send_replace(None);
     };
-    (Istiod { shared, asks }, run)
+    (Istiod { shared, queue }, run)
 }
 
 impl Istiod {
     /// Waits until there is a connection, for as long as it takes.
     pub async fn connection(&self) -> Result<Connection, Closed> {
-        match self.ask(false).await {
+        match self.wait(false).await {
             Some(Ok(connection)) => Ok(connection),
-            // Only those who ask once are told of errors.
+            // Errors are only for `try_connection`.
             Some(Err(_)) | None => Err(Closed),
         }
     }
@@ -149,7 +143,7 @@ impl Istiod {
     /// Like [`Istiod::connection`], but gives up with the error of the dial that is under way or
     /// comes next.
     pub async fn try_connection(&self) -> Result<Connection, DialError> {
-        match self.ask(true).await {
+        match self.wait(true).await {
             Some(answer) => answer,
             None => Err(DialError {
                 address: self.shared.config.address.clone(),
@@ -158,12 +152,12 @@ impl Istiod {
         }
     }
 
-    async fn ask(&self, once: bool) -> Option<Result<Connection, DialError>> {
+    async fn wait(&self, once: bool) -> Option<Result<Connection, DialError>> {
         if let Some(connection) = worker::current(&self.shared.connected) {
             return Some(Ok(connection));
         }
         let (reply, answer) = oneshot::channel();
-        self.asks.send(Ask { once, reply }).ok()?;
+        self.queue.send(Waiter { once, reply }).ok()?;
         answer.await.ok()
     }
 
@@ -179,7 +173,7 @@ impl Istiod {
         request
     }
 
-    /// What is connected now.
+    /// The connection in use.
     pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
         self.shared.connected.subscribe()
     }
@@ -189,40 +183,40 @@ impl Istiod {
         &self.shared.config.address
     }
 
-    /// What is connected now and what became of the dials.
+    /// The connection now, and the dials so far.
     pub fn status(&self) -> Status {
         let connection = worker::current(&self.shared.connected);
-        let about = connection.as_ref().map(Connection::about);
+        let about = connection.map(|connection| connection.about().clone());
         let token_expires = self.shared.token.expiry();
         self.shared
             .record
             .status(self.address(), about, token_expires)
     }
 
-    /// Leaves a connection on which istiod does not know us, if it was opened without the client
-    /// certificate: that may have come since. Returns whether it did.
-    pub(crate) fn leave_if_unknown(&self, connection: &Connection, code: Option<Code>) -> bool {
-        let leaves = code == Some(Code::Unauthenticated) && self.lacks_certificate(connection);
+    /// Leaves a connection after UNAUTHENTICATED if it was opened without the client certificate,
+    /// which may have come since. Returns whether it did.
+    pub(crate) fn leave_if_unauthenticated(
+        &self,
+        connection: &Connection,
+        code: Option<Code>,
+    ) -> bool {
+        let is_configured = match &self.shared.config.security {
+            Security::Plaintext => false,
+            Security::Tls(tls) => tls.client.is_some(),
+        };
+        let leaves = code == Some(Code::Unauthenticated)
+            && is_configured
+            && !connection.has_client_certificate();
         if leaves {
             self.leave(connection);
         }
         leaves
     }
 
-    /// Whether a client certificate is configured that this connection was opened without.
-    fn lacks_certificate(&self, connection: &Connection) -> bool {
-        let configured = match &self.shared.config.security {
-            Security::Plaintext => false,
-            Security::Tls(tls) => tls.client.is_some(),
-        };
-        configured && !connection.has_client_certificate()
-    }
-
-    /// Has the next asker dial anew, as calls on this connection get no answer. Streams on it may
+    /// Has the next call dial anew, as calls on this connection get no answer. Its streams may
     /// finish.
     pub(crate) fn leave(&self, connection: &Connection) {
-        let identity = connection.identity();
-        worker::drop_if(&self.shared.connected, |current| current.is(&identity));
+        worker::forget(&self.shared.connected, &connection.identity());
     }
 
     /// Scheme and authority of every call.
@@ -234,7 +228,7 @@ impl Istiod {
         };
         let mut parts = http::uri::Parts::default();
         parts.scheme = Some(scheme);
-        // What is no authority cannot be dialed either, so the stand-in never leaves the agent.
+        // An invalid authority cannot be dialed either, so the placeholder never leaves the agent.
         let authority = Authority::try_from(authority);
         parts.authority =
             Some(authority.unwrap_or_else(|_| Authority::from_static("istiod.invalid")));
@@ -242,7 +236,7 @@ impl Istiod {
         from_parts(parts)
     }
 
-    /// Headers of every call. Those of the configuration cannot replace gRPC's own.
+    /// Headers of every call. Configured ones cannot replace gRPC's own.
     pub(crate) fn headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (name, value) in &self.shared.config.metadata {

@@ -1,10 +1,8 @@
-//! Trust anchors read from PEM files.
+//! Reads trust anchors from PEM files.
 //!
-//! Usable certificates of a file are taken, broken and expired ones left out with a warning; a file
-//! with none left is an error that tells what was found. Expiry is checked here, as path validation
-//! takes an anchor at its word.
-//!
-//! Does not keep earlier roots: what the file holds now is all that is trusted.
+//! Broken and expired certificates of a file are left out with a warning; a file without usable ones
+//! is an error that says what was found. Expiry is checked here, as path validation ignores that of
+//! an anchor. Earlier roots are not kept.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,7 +15,7 @@ use rustls::pki_types::pem::PemObject;
 use super::file;
 use super::tls::Roots;
 
-/// Many times the bundle of an operating system.
+/// Many times the size of an operating system's bundle.
 pub(super) const LARGEST: u64 = 16 << 20;
 
 /// Where the operating systems keep their bundle; the first that exists is used.
@@ -32,7 +30,7 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
     "/etc/ssl/certs/ca-certificates",
 ];
 
-/// Why there is nothing to trust.
+/// Why there are no trust anchors.
 #[derive(Debug, thiserror::Error)]
 pub enum RootsError {
     #[error("cannot read root certificates from {path}: {source}", path = .path.display())]
@@ -130,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_what_is_usable_and_tells_what_was_found_when_nothing_is() {
+    fn usable_certificates_are_taken_and_an_error_says_what_was_found_if_none_is() {
         let good = Authority::new("good").pem();
         let expired = Authority::expired("old").pem();
         let cut = good.replace("-----END CERTIFICATE-----", "");

@@ -1,16 +1,12 @@
-//! What the connection to istiod is and what became of the dials, for people to read.
-//!
-//! The worker notes each dial in a [`Record`], which handles read.
-//!
-//! Does not tell the token, nor what is said on the connection.
+//! The state of the connection to istiod and of the dials, for the debug page.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::Serialize;
 
-use super::connection::{About, Negotiated};
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
 
@@ -31,6 +27,7 @@ pub struct Status {
     pub token_expires: Option<String>,
 }
 
+/// What is known of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Connected {
     /// The address dialed, as resolved.
@@ -40,7 +37,7 @@ pub struct Connected {
     pub tls: Option<Tls>,
 }
 
-/// Names as rustls has them; none before the handshake's end.
+/// The outcome of a TLS handshake, in rustls' names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Tls {
     pub version: Option<String>,
@@ -56,7 +53,7 @@ pub struct Failure {
     pub error: String,
 }
 
-/// What the worker notes. Clones share it.
+/// The dials so far. Clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Record {
     dials: Arc<Mutex<Dials>>,
@@ -81,25 +78,25 @@ impl Record {
     }
 
     pub(super) fn dials(&self) {
-        self.lock().count += 1;
+        self.dials.lock().count += 1;
     }
 
     pub(super) fn failed(&self, error: &str) {
         self.failures.inc();
         let error = error.chars().take(LONGEST_ERROR).collect();
-        self.lock().last_error = Some((Clock::system().now(), error));
+        self.dials.lock().last_error = Some((Clock::system().now(), error));
     }
 
     pub(super) fn status(
         &self,
         address: &str,
-        connected: Option<&About>,
+        connected: Option<Connected>,
         token_expires: Option<SystemTime>,
     ) -> Status {
-        let dials = self.lock();
+        let dials = self.dials.lock();
         Status {
             address: address.to_owned(),
-            connected: connected.map(Connected::from),
+            connected,
             dials: dials.count,
             last_error: dials.last_error.as_ref().map(|(at, error)| Failure {
                 at: rfc3339(*at),
@@ -108,33 +105,31 @@ impl Record {
             token_expires: token_expires.map(rfc3339),
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Dials> {
-        self.dials.lock()
-    }
 }
 
-impl From<&About> for Connected {
-    fn from(about: &About) -> Self {
+impl Tls {
+    pub(super) fn new(session: &rustls::ClientConnection, client_certificate: bool) -> Self {
+        let group = session.negotiated_key_exchange_group();
+        let suite = session.negotiated_cipher_suite();
         Self {
-            peer: about.address.to_string(),
-            since: rfc3339(about.since),
-            tls: about.tls.as_ref().map(Tls::from),
+            version: session.protocol_version().map(named),
+            key_exchange: group.map(|group| named(group.name())),
+            cipher: suite.map(|suite| named(suite.suite())),
+            client_certificate,
         }
     }
 }
 
-impl From<&Negotiated> for Tls {
-    fn from(negotiated: &Negotiated) -> Self {
-        Self {
-            version: named(negotiated.version),
-            key_exchange: named(negotiated.key_exchange),
-            cipher: named(negotiated.cipher),
-            client_certificate: negotiated.client_certificate,
-        }
-    }
+fn named(value: impl fmt::Debug) -> String {
+    format!("{value:?}")
 }
 
-fn named(value: Option<impl std::fmt::Debug>) -> Option<String> {
-    value.map(|value| format!("{value:?}"))
+impl fmt::Display for Connected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, ", self.peer)?;
+        match &self.tls {
+            None => f.write_str("plaintext"),
+            Some(tls) => write!(f, "{:?}, {:?}", tls.version, tls.key_exchange),
+        }
+    }
 }

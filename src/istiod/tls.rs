@@ -1,10 +1,7 @@
-//! Roots, expected name and optional client certificate of the connection to istiod.
+//! Prepares TLS to istiod: roots, expected name, optional client certificate.
 //!
-//! Everything is read from its files at each dial, so a rotated one is in force for the next
-//! connection. TLS 1.2 and 1.3 with a post-quantum key exchange first, unless a compliance policy
-//! says otherwise.
-//!
-//! Does not choose the files or the name: the configuration does.
+//! All files are read at each dial, so a rotated one is in force for the next connection. TLS 1.2 and
+//! 1.3 with a post-quantum key exchange first, unless a compliance policy says otherwise.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,7 +20,7 @@ pub use super::roots::RootsError;
 use super::roots::{self, LARGEST, not_after, seconds};
 use crate::compliance::Policy;
 
-/// The files are read again at each dial, so a rotated one is in force for the next connection.
+/// Files and name of the TLS connection.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Sent as SNI and checked against the certificate.
@@ -111,7 +108,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
     })
 }
 
-/// As rustls pairs them when it is given the key, which it then does not overwrite.
+/// Like rustls' own pairing, which would leave a copy of the key in memory.
 fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,

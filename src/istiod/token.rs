@@ -1,15 +1,12 @@
-//! The bearer token: read when needed, never kept past its file.
+//! Reads the bearer token from its file for each call, and makes the `authorization` header.
 //!
-//! A platform replaces the file while the agent runs, so each call reads it anew. A call without a
-//! usable token is made all the same, without the header: a client certificate may be enough, and
-//! istiod decides. A token that has expired stays at home where a client certificate speaks for us;
-//! where none does it is sent, as istiod's clock is the one that counts.
-//!
-//! Does not verify the token, nor log any part of it but when it expires.
+//! Without a usable token a call has no such header: a client certificate may be enough, and istiod
+//! decides. An expired token is not sent if the connection was opened with the client certificate;
+//! otherwise it is, as istiod's clock counts. The token is not verified; of its content, only the
+//! expiry is logged.
 
 use std::io;
 use std::path::{Path, PathBuf};
-
 use std::time::{Duration, SystemTime};
 
 use base64::Engine;
@@ -22,7 +19,7 @@ use zeroize::Zeroizing;
 use super::file;
 use crate::clock::rfc3339;
 
-/// No token is this large; a file that is was meant for something else.
+/// Larger files are no tokens, but given by mistake.
 const LARGEST: u64 = 64 * 1024;
 
 /// Where tokens come from.
@@ -36,16 +33,16 @@ pub enum Source {
 
 const MOCK: &str = "Bearer test_token";
 
-/// Reads the token and complains once about each new reason why there is none, or none to send.
+/// Reads the token, and logs each new problem with it once.
 #[derive(Debug)]
 pub(super) struct Reader {
     source: Source,
-    complaint: Mutex<Option<String>>,
+    problem: Mutex<Option<String>>,
     /// When the token read last expires.
     expiry: Mutex<Option<SystemTime>>,
 }
 
-/// A header and when the token in it expires, as far as it says.
+/// A header, and when the token in it expires if it has that claim.
 struct Token {
     header: HeaderValue,
     expiry: Option<SystemTime>,
@@ -70,7 +67,7 @@ impl Reader {
     pub(super) fn new(source: Source) -> Self {
         Self {
             source,
-            complaint: Mutex::default(),
+            problem: Mutex::default(),
             expiry: Mutex::default(),
         }
     }
@@ -80,61 +77,44 @@ impl Reader {
         *self.expiry.lock()
     }
 
-    /// The `authorization` header as of now. `known_otherwise` tells whether a client certificate
-    /// speaks for us.
-    pub(super) fn authorization(&self, known_otherwise: bool) -> Option<HeaderValue> {
+    /// The `authorization` header as of now.
+    pub(super) fn authorization(&self, has_certificate: bool) -> Option<HeaderValue> {
         let path = match &self.source {
             Source::None => return None,
             Source::Mock => return Some(HeaderValue::from_static(MOCK)),
             Source::File(path) => path,
         };
-        match read(path) {
+        let (header, problem) = match read(path) {
             Ok(token) => {
                 *self.expiry.lock() = token.expiry;
-                self.unless_expired(path, token, known_otherwise)
+                let expired = token.expiry.filter(|end| *end <= SystemTime::now());
+                let problem = expired.map(|end| {
+                    let next = match has_certificate {
+                        true => "using the client certificate instead",
+                        false => "sent all the same, as there is no client certificate in use",
+                    };
+                    let path = path.display();
+                    format!("the token in {path} expired at {}; {next}", rfc3339(end))
+                });
+                let is_sent = problem.is_none() || !has_certificate;
+                (is_sent.then_some(token.header), problem)
             }
             Err(problem) => {
-                let why = format!("failed to fetch token from file: {problem}");
-                self.complain(Some(format!("{why}; calling istiod without")));
-                None
+                let why = "failed to fetch token from file";
+                (
+                    None,
+                    Some(format!("{why}: {problem}; calling istiod without")),
+                )
             }
-        }
-    }
-
-    fn unless_expired(
-        &self,
-        path: &Path,
-        token: Token,
-        known_otherwise: bool,
-    ) -> Option<HeaderValue> {
-        let Some(end) = token.expiry.filter(|end| *end <= SystemTime::now()) else {
-            self.complain(None);
-            return Some(token.header);
         };
-        let found = format!(
-            "the token in {} expired at {}",
-            path.display(),
-            rfc3339(end)
-        );
-        if known_otherwise {
-            self.complain(Some(format!(
-                "{found}; using the client certificate instead"
-            )));
-            return None;
-        }
-        let next = "sent all the same, as there is no client certificate in use";
-        self.complain(Some(format!("{found}; {next}")));
-        Some(token.header)
-    }
-
-    fn complain(&self, problem: Option<String>) {
-        let mut last = self.complaint.lock();
+        let mut last = self.problem.lock();
         if *last != problem
             && let Some(problem) = &problem
         {
             tracing::warn!("{problem}");
         }
         *last = problem;
+        header
     }
 }
 
@@ -167,7 +147,7 @@ fn read(path: &Path) -> Result<Token, Unusable> {
     })
 }
 
-/// When a JSON web token expires. Nothing for one that does not say, or is of another kind.
+/// When a JSON web token expires. None without that claim, or for another kind of token.
 pub(crate) fn expiry(token: &[u8]) -> Option<SystemTime> {
     #[derive(Deserialize)]
     struct Claims {
@@ -248,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_the_expiry_of_a_token_that_tells_it() {
+    fn finds_the_expiry_of_a_jwt() {
         let at = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
         let padded = jwt(r#"{"exp":12}"#).replace(".sig", "==.sig");
         for (token, expected) in [
@@ -267,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expired_token_stays_at_home_only_where_a_certificate_speaks_for_us() {
+    fn an_expired_token_is_not_sent_beside_a_client_certificate() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("istio-token");
         let reader = Reader::new(Source::File(path.clone()));

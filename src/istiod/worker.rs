@@ -1,10 +1,8 @@
-//! Owns the connection: answers those who ask for it, and dials while somebody does.
+//! Owns the connection, and dials while a call waits for one.
 //!
-//! Askers queue here while there is no connection. One dial serves all of them, also those who come
-//! while it runs. Between dials that fail the worker waits with full jitter; one that succeeds resets
-//! that.
-//!
-//! Does not dial or wake up while nobody asks.
+//! Calls queue here while there is no connection. One dial serves all of them, also those that come
+//! while it runs. Dials that fail are retried with backoff and full jitter; a success resets the
+//! backoff. Without calls the worker neither dials nor wakes up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,33 +13,33 @@ use tokio::time::Instant;
 use super::Config;
 use super::connection::{Connection, Driver, Tasks};
 use super::dial::{Cause, DialError, dial};
-use super::status::Record;
+use super::status::{Connected, Record};
 use crate::backoff::Backoff;
 
-/// Ceiling of the first wait between two dials.
+/// Upper bound of the first wait between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 
 /// A returning istiod is found within this and the time of one dial. A connection that held for as
 /// long was a good one.
 const LONGEST_WAIT: Duration = Duration::from_secs(4);
 
-/// Somebody waits for a connection.
+/// A call that waits for a connection.
 #[derive(Debug)]
-pub(super) struct Ask {
-    /// Content with the error of one dial.
+pub(super) struct Waiter {
+    /// Whether it gives up with the error of the next failed dial.
     pub(super) once: bool,
     pub(super) reply: oneshot::Sender<Result<Connection, DialError>>,
 }
 
 pub(super) struct Worker {
     config: Arc<Config>,
-    asks: mpsc::UnboundedReceiver<Ask>,
+    queue: mpsc::UnboundedReceiver<Waiter>,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
     tasks: Tasks,
     pace: Pace,
-    waiting: Vec<Ask>,
-    /// What was logged about the last dial, while that failed.
+    waiting: Vec<Waiter>,
+    /// The failure that was logged last, while dials fail.
     complaint: Option<String>,
 }
 
@@ -51,13 +49,13 @@ struct Abandoned;
 impl Worker {
     pub(super) fn new(
         config: Arc<Config>,
-        asks: mpsc::UnboundedReceiver<Ask>,
+        queue: mpsc::UnboundedReceiver<Waiter>,
         connected: watch::Sender<Option<Connection>>,
         record: Record,
     ) -> Self {
         Self {
             config,
-            asks,
+            queue,
             connected,
             record,
             tasks: Tasks::default(),
@@ -68,18 +66,18 @@ impl Worker {
     }
 
     pub(super) async fn run(mut self) {
-        while let Some(ask) = self.asks.recv().await {
-            self.waiting.push(ask);
+        while let Some(waiter) = self.queue.recv().await {
+            self.waiting.push(waiter);
             if let Err(Abandoned) = self.serve().await {
                 return;
             }
         }
     }
 
-    /// Returns when nobody waits any more.
+    /// Returns when no call waits.
     async fn serve(&mut self) -> Result<(), Abandoned> {
         loop {
-            self.waiting.retain(|ask| !ask.reply.is_closed());
+            self.waiting.retain(|waiter| !waiter.reply.is_closed());
             if let Some(connection) = current(&self.connected) {
                 self.give(&connection);
             }
@@ -101,20 +99,20 @@ impl Worker {
         }
     }
 
-    /// Runs `work` to its end while more askers join the queue.
+    /// Runs `work` to its end while more calls join the queue.
     async fn collect_during<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Abandoned> {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
                 done = &mut work => return Ok(done),
-                ask = self.asks.recv() => self.waiting.push(ask.ok_or(Abandoned)?),
+                waiter = self.queue.recv() => self.waiting.push(waiter.ok_or(Abandoned)?),
             }
         }
     }
 
     fn give(&mut self, connection: &Connection) {
-        for ask in self.waiting.drain(..) {
-            let _ = ask.reply.send(Ok(connection.clone())); // The asker may have gone meanwhile.
+        for waiter in self.waiting.drain(..) {
+            let _ = waiter.reply.send(Ok(connection.clone())); // The call may be cancelled.
         }
     }
 
@@ -128,7 +126,7 @@ impl Worker {
         self.connected.send_replace(Some(connection.clone()));
         let connected = self.connected.clone();
         self.tasks.owned().start(async move {
-            let leaves = || drop_if(&connected, |current| current.is(&identity));
+            let leaves = || forget(&connected, &identity);
             let reason = driver.run(leaves).await;
             let ended = format!("connection to istiod at {address} ended: {reason}");
             tracing::debug!(target: "xdsproxy", "{ended}");
@@ -141,19 +139,19 @@ impl Worker {
             address: self.config.address.clone(),
             source: Arc::new(cause),
         };
-        for ask in self.waiting.extract_if(.., |ask| ask.once) {
-            let _ = ask.reply.send(Err(error.clone())); // The asker may have gone meanwhile.
+        for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
+            let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
         }
         self.record.failed(&error.source.to_string());
         let wait = self.pace.failed();
         self.complain(&error.source, wait);
     }
 
-    /// An outage is told once in full, not at each dial.
+    /// Logs an outage once as an error, further failures of the same cause at debug level.
     fn complain(&mut self, cause: &Cause, wait: Duration) {
         let address = &self.config.address;
         let text = format!("failed to connect to upstream {address}: {cause}");
-        let complaint = cause.whoever_answers();
+        let complaint = cause.without_address();
         if self.complaint.as_ref() == Some(&complaint) {
             tracing::debug!(target: "xdsproxy", "{text}; next dial in {wait:?} at the earliest");
         } else {
@@ -169,12 +167,10 @@ pub(super) fn current(connected: &watch::Sender<Option<Connection>>) -> Option<C
     current.as_ref().filter(|c| !c.is_closed()).cloned()
 }
 
-/// Forgets the current connection if it is the one meant. Its streams may finish.
-pub(super) fn drop_if(
-    connected: &watch::Sender<Option<Connection>>,
-    meant: impl FnOnce(&Connection) -> bool,
-) {
-    connected.send_if_modified(|current| current.take_if(|current| meant(current)).is_some());
+/// Forgets the current connection if it is this one. Its streams may finish.
+pub(super) fn forget(connected: &watch::Sender<Option<Connection>>, identity: &Arc<Connected>) {
+    let is_meant = |current: &mut Connection| current.is(identity);
+    connected.send_if_modified(|current| current.take_if(is_meant).is_some());
 }
 
 /// When the next dial may start.
@@ -198,7 +194,7 @@ impl Pace {
         if let Some(since) = self.connected.take()
             && since.elapsed() < LONGEST_WAIT
         {
-            // It broke at once. Those who ask pace themselves, so one short wait is enough.
+            // It broke at once. Callers have a backoff of their own, so one short wait is enough.
             let mut short = Backoff::new(FIRST_WAIT, FIRST_WAIT);
             self.not_before = Some(Instant::now() + short.next_wait());
         }
@@ -227,7 +223,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn dials_at_once_first_and_then_waits_longer_up_to_the_cap() {
+    async fn the_first_dial_is_at_once_and_waits_grow_up_to_the_cap() {
         let mut pace = Pace::new();
         assert_eq!(pace.next_dial(), None);
         for attempt in 0..50u32 {
@@ -243,7 +239,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_that_broke_at_once_costs_one_short_wait_and_one_that_held_none() {
+    async fn a_connection_that_broke_at_once_costs_one_short_wait_and_a_long_one_none() {
         let mut pace = Pace::new();
         for _ in 0..10 {
             pace.failed();

@@ -182,7 +182,7 @@ impl<'a> Session<'a> {
         let Err(end) = self.relay().await;
         if let Some(connection) = &self.connection {
             let istiod = &self.relay.istiod;
-            istiod.leave_if_unknown(connection, end.code_of_istiod());
+            istiod.leave_if_unauthenticated(connection, end.code_of_istiod());
         }
         let Relay { id, observer, .. } = self.relay;
         observer.stream_ended(*id, &end, self.connection.is_some());

@@ -71,7 +71,7 @@ impl IstioCa {
         };
         self.missed.store(0, Ordering::Relaxed);
         let code = answer.as_ref().err().map(Status::code);
-        if self.istiod.leave_if_unknown(&connection, code) {
+        if self.istiod.leave_if_unauthenticated(&connection, code) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
         chain(answer?)
