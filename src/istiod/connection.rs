@@ -5,20 +5,19 @@
 //! streams are open.
 
 use std::fmt;
-use std::pin::{Pin, pin};
-use std::sync::{Arc, Weak};
+use std::pin::pin;
+use std::sync::Arc;
 
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 
 use super::frames::{self, Peer};
 use super::status::Connected;
 use super::{Body, Keepalive};
+use crate::executor::Executor;
 
 /// How much of a stream istiod may send ahead of its being passed on. What is ahead has left the
 /// processor's cache when its turn comes: with 4 MiB a large response costs a sixth more. With less
@@ -87,17 +86,17 @@ pub(super) struct Driver {
 }
 
 type Running =
-    hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Owned>;
+    hyper::client::conn::http2::Connection<TokioIo<frames::Inspected<Box<dyn Io>>>, Body, Executor>;
 
 /// Speaks HTTP/2 on `io` and returns once the peer has answered in kind.
 pub(super) async fn open(
     io: Box<dyn Io>,
     about: Connected,
     keepalive: Keepalive,
-    tasks: Owned,
+    executor: Executor,
 ) -> Result<(Connection, Driver), String> {
     let (io, mut peer) = frames::inspect(io);
-    let (sender, mut running) = Builder::new(tasks)
+    let (sender, mut running) = Builder::new(executor)
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
@@ -148,43 +147,5 @@ impl Driver {
             (Ok(()), Peer::Leaves) => "it sent GOAWAY".to_owned(),
             (Ok(()), _) => "no longer used".to_owned(),
         }
-    }
-}
-
-/// The tasks of all connections, ended when it is dropped.
-#[derive(Debug, Default)]
-pub(super) struct Tasks(Arc<Mutex<JoinSet<()>>>);
-
-/// Starts tasks in a [`Tasks`]. Weak, as the tasks themselves hold it.
-#[derive(Clone, Debug)]
-pub(super) struct Owned(Weak<Mutex<JoinSet<()>>>);
-
-impl Tasks {
-    pub(super) fn owned(&self) -> Owned {
-        Owned(Arc::downgrade(&self.0))
-    }
-}
-
-impl Owned {
-    pub(super) fn start(&self, future: impl Future<Output = ()> + Send + 'static) {
-        // Nothing is started after the worker has ended.
-        let Some(tasks) = self.0.upgrade() else {
-            return;
-        };
-        let mut tasks = tasks.lock();
-        while tasks.try_join_next().is_some() {}
-        tasks.spawn(future);
-    }
-}
-
-impl<F> hyper::rt::Executor<F> for Owned
-where
-    F: Future<Output: Send> + Send + 'static,
-{
-    fn execute(&self, future: F) {
-        let future: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
-            future.await;
-        });
-        self.start(future);
     }
 }

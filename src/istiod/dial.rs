@@ -14,11 +14,14 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 
-use super::connection::{self, Connection, Driver, Io, Owned};
+use super::connection::{self, Connection, Driver, Io};
 use super::status::{Connected, Tls};
 use super::tls::{self, TlsError};
 use super::{Config, Security};
 use crate::clock::{Clock, rfc3339};
+use crate::dial::{self, Dialer};
+use crate::executor::Executor;
+use crate::lifecycle::with_causes;
 
 /// Bounds of one dial.
 #[derive(Clone, Copy, Debug)]
@@ -51,12 +54,10 @@ pub struct DialError {
 pub enum Cause {
     #[error(transparent)]
     Tls(#[from] TlsError),
-    #[error("cannot resolve the name: {0}")]
-    Resolve(#[source] io::Error),
-    #[error("the name has no addresses")]
-    NoAddress,
-    #[error("cannot connect to {to}: {source}")]
-    Connect { to: SocketAddr, source: io::Error },
+    #[error("{address:?} is no address, expected host:port")]
+    Address { address: String },
+    #[error("{}", with_causes(.0))]
+    Connect(dial::Error),
     #[error("timed out after {after:?} {doing}")]
     TimedOut { doing: String, after: Duration },
     #[error("TLS handshake with {to} as {name:?} failed: {source}")]
@@ -88,7 +89,7 @@ impl Cause {
     /// The cause without the address, which is another at another dial of the same name.
     pub(super) fn without_address(&self) -> String {
         match self {
-            Self::Connect { to, .. }
+            Self::Connect(dial::Error::Connect { address: to, .. })
             | Self::Handshake { to, .. }
             | Self::Alpn { to }
             | Self::NotHttp2 { to, .. } => self.to_string().replace(&to.to_string(), "istiod"),
@@ -98,8 +99,12 @@ impl Cause {
     }
 }
 
-/// Opens a connection.
-pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, Driver), Cause> {
+/// Opens a connection. `dialer` remembers addresses that failed.
+pub(super) async fn dial(
+    config: &Config,
+    dialer: &Dialer,
+    executor: Executor,
+) -> Result<(Connection, Driver), Cause> {
     let total = Bound::new(config.limits.total);
     let tls = match &config.security {
         Security::Plaintext => None,
@@ -108,11 +113,15 @@ pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, D
             Some(prepared.await??)
         }
     };
-    let mut addresses = resolve(&config.address, total).await?;
-    fastrand::shuffle(&mut addresses);
-    let mut last = Cause::NoAddress;
-    while let Some(to) = addresses.pop() {
-        let bound = match addresses.is_empty() {
+    let (host, port) = host_and_port(&config.address)?;
+    let found = total.of("resolving the name", dial::resolve(host, port));
+    let mut candidates = dialer.candidates(found.await?.map_err(Cause::Connect)?);
+    let mut last = None;
+    while let Some((to, stream)) = total
+        .of(format!("connecting to {host}"), candidates.connect())
+        .await?
+    {
+        let bound = match candidates.is_empty() {
             true => total,
             false => total.at_most(config.limits.per_address),
         };
@@ -120,28 +129,33 @@ pub(super) async fn dial(config: &Config, tasks: Owned) -> Result<(Connection, D
             config,
             to,
             bound,
-            tasks: &tasks,
+            executor: &executor,
         };
-        match attempt.open(tls.as_ref()).await {
+        match attempt.open(stream, tls.as_ref()).await {
             Ok(open) => return Ok(open),
             Err(cause) => {
                 tracing::debug!(target: "xdsproxy", "istiod at {}: {cause}", config.address);
-                last = cause;
+                dialer.failed(to);
+                last = Some(cause);
             }
         }
     }
-    Err(last)
+    let host = host.to_owned();
+    let failed = candidates.failed.pop();
+    Err(last.unwrap_or(Cause::Connect(
+        failed.unwrap_or(dial::Error::NoAddress { host }),
+    )))
 }
 
-async fn resolve(address: &str, bound: Bound) -> Result<Vec<SocketAddr>, Cause> {
-    if let Ok(literal) = address.parse() {
-        return Ok(vec![literal]);
-    }
-    let found = bound.of("resolving the name", tokio::net::lookup_host(address));
-    let mut addresses: Vec<_> = found.await?.map_err(Cause::Resolve)?.collect();
-    addresses.sort_unstable();
-    addresses.dedup();
-    Ok(addresses)
+fn host_and_port(address: &str) -> Result<(&str, u16), Cause> {
+    let parts = address.rsplit_once(':').and_then(|(host, port)| {
+        let host = host.strip_prefix('[').unwrap_or(host);
+        let host = host.strip_suffix(']').unwrap_or(host);
+        Some((host, port.parse().ok()?))
+    });
+    parts.ok_or_else(|| Cause::Address {
+        address: address.to_owned(),
+    })
 }
 
 /// What is tried with one address.
@@ -149,22 +163,29 @@ struct Attempt<'a> {
     config: &'a Config,
     to: SocketAddr,
     bound: Bound,
-    tasks: &'a Owned,
+    executor: &'a Executor,
 }
 
 impl Attempt<'_> {
     /// With the client certificate, if there is one; without it if istiod refuses that, as it may be
     /// one of an earlier root. istiod then authenticates the token.
-    async fn open(&self, tls: Option<&tls::Prepared>) -> Result<(Connection, Driver), Cause> {
+    async fn open(
+        &self,
+        stream: TcpStream,
+        tls: Option<&tls::Prepared>,
+    ) -> Result<(Connection, Driver), Cause> {
         let Some(tls) = tls else {
-            return self.speak(Box::new(self.connect().await?), None).await;
+            return self.speak(Box::new(self.prepare(stream)?), None).await;
         };
         let has_client = tls.without_client.is_some();
-        let outcome = self.open_tls(tls, &tls.config, has_client).await;
+        let outcome = self.open_tls(stream, tls, &tls.config, has_client).await;
         match (outcome, &tls.without_client) {
             (Err(cause), Some(without)) if cause.is_alert() => {
                 tracing::warn!("{cause}; leaving out the client certificate, using token instead");
-                self.open_tls(tls, without, false).await
+                let doing = format!("connecting to {}", self.to);
+                let stream = self.bound.of(doing, TcpStream::connect(self.to)).await?;
+                let stream = stream.map_err(|source| self.failed(source))?;
+                self.open_tls(stream, tls, without, false).await
             }
             (outcome, _) => outcome,
         }
@@ -172,12 +193,13 @@ impl Attempt<'_> {
 
     async fn open_tls(
         &self,
+        stream: TcpStream,
         tls: &tls::Prepared,
         config: &Arc<ClientConfig>,
         client_certificate: bool,
     ) -> Result<(Connection, Driver), Cause> {
         let to = self.to;
-        let stream = self.connect().await?;
+        let stream = self.prepare(stream)?;
         let connecting = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
         let doing = format!("in the TLS handshake with {to}");
         let stream = self.bound.of(doing, connecting).await?;
@@ -205,7 +227,7 @@ impl Attempt<'_> {
             since: rfc3339(Clock::system().now()),
             tls,
         };
-        let opening = connection::open(io, about, self.config.keepalive, self.tasks.clone());
+        let opening = connection::open(io, about, self.config.keepalive, self.executor.clone());
         let doing = format!("waiting for {to} to speak HTTP/2");
         let opened = self.bound.of(doing, opening).await?;
         opened.map_err(|found| Cause::NotHttp2 { to, found })
@@ -213,19 +235,19 @@ impl Attempt<'_> {
 
     /// Unacknowledged bytes end the connection after the keepalive timeout, so a call on a connection
     /// that was cut while idle fails soon, although pings wait for their interval.
-    async fn connect(&self) -> Result<TcpStream, Cause> {
-        let to = self.to;
+    fn prepare(&self, stream: TcpStream) -> Result<TcpStream, Cause> {
         let limit = self.config.keepalive.timeout.as_millis();
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
-        let doing = format!("connecting to {to}");
-        let connected = self.bound.of(doing, TcpStream::connect(to)).await?;
-        connected
-            .and_then(|stream| {
-                stream.set_nodelay(true)?;
-                rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?;
-                Ok(stream)
-            })
-            .map_err(|source| Cause::Connect { to, source })
+        stream
+            .set_nodelay(true)
+            .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?))
+            .map_err(|source| self.failed(source))?;
+        Ok(stream)
+    }
+
+    fn failed(&self, source: io::Error) -> Cause {
+        let address = self.to;
+        Cause::Connect(dial::Error::Connect { address, source })
     }
 }
 

@@ -22,7 +22,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::uri::{Authority, PathAndQuery, Scheme};
+use http::uri::Scheme;
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -161,14 +161,12 @@ impl Istiod {
         answer.await.ok()
     }
 
-    /// A gRPC call of `path` with everything but the message: the headers of the configuration and
-    /// the token as its file holds it now.
+    /// A gRPC call of `path` with everything but the message: the configured headers and the token as
+    /// its file holds it now.
     pub fn request(&self, path: &'static str, body: Body) -> http::Request<Body> {
-        let mut parts = self.origin().into_parts();
-        parts.path_and_query = Some(PathAndQuery::from_static(path));
         let mut request = http::Request::new(body);
         *request.method_mut() = Method::POST;
-        *request.uri_mut() = from_parts(parts);
+        *request.uri_mut() = self.uri(path);
         *request.headers_mut() = self.headers();
         request
     }
@@ -219,21 +217,17 @@ impl Istiod {
         worker::forget(&self.shared.connected, &connection.identity());
     }
 
-    /// Scheme and authority of every call.
-    pub(crate) fn origin(&self) -> Uri {
+    /// Scheme and authority of every call, with a path.
+    pub(crate) fn uri(&self, path: &'static str) -> Uri {
         let config = &self.shared.config;
         let (scheme, authority) = match &config.security {
             Security::Plaintext => (Scheme::HTTP, config.address.clone()),
             Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
         };
-        let mut parts = http::uri::Parts::default();
-        parts.scheme = Some(scheme);
+        let builder = Uri::builder().scheme(scheme).authority(authority);
         // An invalid authority cannot be dialed either, so the placeholder never leaves the agent.
-        let authority = Authority::try_from(authority);
-        parts.authority =
-            Some(authority.unwrap_or_else(|_| Authority::from_static("istiod.invalid")));
-        parts.path_and_query = Some(PathAndQuery::from_static("/"));
-        from_parts(parts)
+        let uri = builder.path_and_query(path).build();
+        uri.unwrap_or_else(|_| Uri::from_static("http://istiod.invalid/"))
     }
 
     /// Headers of every call. Configured ones cannot replace gRPC's own.
@@ -261,12 +255,4 @@ fn bracketed(name: &str) -> String {
         Ok(_) => format!("[{name}]"),
         Err(_) => name.to_owned(),
     }
-}
-
-#[expect(
-    clippy::expect_used,
-    reason = "scheme, authority and path are all given, which is the only demand"
-)]
-fn from_parts(parts: http::uri::Parts) -> Uri {
-    Uri::from_parts(parts).expect("scheme, authority and path are given")
 }

@@ -66,15 +66,6 @@ pub enum TlsError {
     Setup(#[source] rustls::Error),
 }
 
-/// Why a client certificate is left out.
-#[derive(Debug, thiserror::Error)]
-enum LeftOut {
-    #[error("cannot parse the cert chain, using token instead: {path}: {why}", path = .path.display())]
-    Unusable { path: PathBuf, why: String },
-    #[error("cert expired, using token instead")]
-    Expired,
-}
-
 /// What one dial needs for its handshake.
 pub(super) struct Prepared {
     pub(super) config: Arc<ClientConfig>,
@@ -92,23 +83,57 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
     let builder = config.policy.builder().map_err(TlsError::Setup)?;
     let builder = builder.with_root_certificates(roots);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
-    let Some((path, chain, key)) = client_pair(config.client.as_ref()).await? else {
+    let client = match &config.client {
+        Some(client) => client_pair(client).await?,
+        None => None,
+    };
+    let Some(client) = client else {
         return Ok(Prepared {
             config: anonymous,
             without_client: None,
             name,
         });
     };
-    let pair = certified(chain, &key).map_err(|source| TlsError::Pair { path, source })?;
-    let pair = Arc::new(SingleCertAndKey::from(pair));
+    let client = Arc::new(SingleCertAndKey::from(client));
     Ok(Prepared {
-        config: for_http2(builder.with_client_cert_resolver(pair)),
+        config: for_http2(builder.with_client_cert_resolver(client)),
         without_client: Some(anonymous),
         name,
     })
 }
 
-/// Like rustls' own pairing, which would leave a copy of the key in memory.
+fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(tls)
+}
+
+/// The pair, unless its certificate is unusable or has expired.
+async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, TlsError> {
+    let chain = match chain(&client.chain).await {
+        Ok(chain) => chain,
+        Err(problem) => {
+            tracing::warn!("{problem}");
+            return Ok(None);
+        }
+    };
+    let path = || client.key.clone();
+    let pem = file::read_aside(path(), LARGEST).await;
+    let pem = pem.map_err(|source| TlsError::KeyUnreadable {
+        path: path(),
+        source,
+    })?;
+    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
+        path: path(),
+        source,
+    })?;
+    // rustls' own pairing would leave a copy of the key in memory.
+    let pair = certified(chain, &Zeroizing::new(key));
+    pair.map(Some).map_err(|source| TlsError::Pair {
+        path: client.chain.clone(),
+        source,
+    })
+}
+
 fn certified(
     chain: Vec<CertificateDer<'static>>,
     key: &PrivateKeyDer<'_>,
@@ -120,37 +145,10 @@ fn certified(
     }
 }
 
-fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
-    tls.alpn_protocols = vec![b"h2".to_vec()];
-    Arc::new(tls)
-}
-
-type Pair = (
-    PathBuf,
-    Vec<CertificateDer<'static>>,
-    Zeroizing<PrivateKeyDer<'static>>,
-);
-
-/// The pair, if one is configured and its certificate is still valid.
-async fn client_pair(client: Option<&ClientCertificate>) -> Result<Option<Pair>, TlsError> {
-    let Some(client) = client else {
-        return Ok(None);
-    };
-    let chain = match chain(&client.chain).await {
-        Ok(chain) => chain,
-        Err(reason) => {
-            tracing::warn!("{reason}");
-            return Ok(None);
-        }
-    };
-    let key = key(&client.key).await?;
-    Ok(Some((client.chain.clone(), chain, key)))
-}
-
-async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
-    let unusable = |why| LeftOut::Unusable {
-        path: path.to_owned(),
-        why,
+async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let unusable = |why: String| {
+        let path = path.display();
+        format!("cannot parse the cert chain, using token instead: {path}: {why}")
     };
     let pem = file::read_aside(path.to_owned(), LARGEST)
         .await
@@ -163,20 +161,9 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, LeftOut> {
         .ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
     match not_after(leaf) {
         None => Err(unusable("its first certificate is no X.509".to_owned())),
-        Some(end) if end < seconds(SystemTime::now()) => Err(LeftOut::Expired),
+        Some(end) if end < seconds(SystemTime::now()) => {
+            Err("cert expired, using token instead".to_owned())
+        }
         Some(_) => Ok(chain),
     }
-}
-
-async fn key(path: &Path) -> Result<Zeroizing<PrivateKeyDer<'static>>, TlsError> {
-    let pem = file::read_aside(path.to_owned(), LARGEST).await;
-    let pem = pem.map_err(|source| TlsError::KeyUnreadable {
-        path: path.to_owned(),
-        source,
-    })?;
-    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(Zeroizing::new(key))
 }

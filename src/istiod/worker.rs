@@ -11,10 +11,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use super::Config;
-use super::connection::{Connection, Driver, Tasks};
+use super::connection::{Connection, Driver};
 use super::dial::{Cause, DialError, dial};
 use super::status::{Connected, Record};
 use crate::backoff::Backoff;
+use crate::dial::Dialer;
+use crate::executor::ConnectionTasks;
 
 /// Upper bound of the first wait between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -36,8 +38,9 @@ pub(super) struct Worker {
     queue: mpsc::UnboundedReceiver<Waiter>,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
-    tasks: Tasks,
+    tasks: ConnectionTasks,
     pace: Pace,
+    dialer: Dialer,
     waiting: Vec<Waiter>,
     /// The failure that was logged last, while dials fail.
     complaint: Option<String>,
@@ -58,8 +61,9 @@ impl Worker {
             queue,
             connected,
             record,
-            tasks: Tasks::default(),
+            tasks: ConnectionTasks::default(),
             pace: Pace::new(),
+            dialer: Dialer::default(),
             waiting: Vec::new(),
             complaint: None,
         }
@@ -90,8 +94,9 @@ impl Worker {
                 continue;
             }
             self.record.dials();
-            let (config, tasks) = (self.config.clone(), self.tasks.owned());
-            let dial = async move { dial(&config, tasks).await };
+            let (config, dialer) = (self.config.clone(), self.dialer.clone());
+            let executor = self.tasks.executor();
+            let dial = async move { dial(&config, &dialer, executor).await };
             match self.collect_during(dial).await? {
                 Ok((connection, driver)) => self.connected(connection, driver),
                 Err(cause) => self.failed(cause),
@@ -125,7 +130,7 @@ impl Worker {
         let identity = connection.identity();
         self.connected.send_replace(Some(connection.clone()));
         let connected = self.connected.clone();
-        self.tasks.owned().start(async move {
+        self.tasks.executor().spawn(async move {
             let leaves = || forget(&connected, &identity);
             let reason = driver.run(leaves).await;
             let ended = format!("connection to istiod at {address} ended: {reason}");

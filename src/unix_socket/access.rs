@@ -1,9 +1,7 @@
-//! Whom a socket serves: the kernel says which user dials.
+//! Decides by the peer's user, as the kernel tells it, whether a connection is served.
 //!
-//! Each user that is turned away is logged once, with the process, so that neither an attack nor a
-//! mistake goes unnoticed or fills the log.
-//!
-//! Does not look at groups: a socket's directory is for that.
+//! Each refused user is logged once, with the process; all refusals are counted. Groups do not
+//! matter: a socket's directory is for them.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,71 +10,65 @@ use tokio::net::UnixStream;
 
 use crate::metrics::Counter;
 
-/// How many users turned away are remembered.
+/// How many refused users are remembered.
 const MOST_USERS: usize = 1024;
 
-/// Who may dial. By default everybody may.
+/// The users that may connect. By default all.
 #[derive(Clone, Debug, Default)]
-pub struct Access {
-    /// None lets everybody in.
-    users: Option<BTreeSet<u32>>,
+pub struct Access(Option<Allowed>);
+
+#[derive(Clone, Debug)]
+struct Allowed {
+    users: BTreeSet<u32>,
+    /// Refused users that have been logged.
     refused: BTreeSet<u32>,
-    refusals: Option<Counter>,
+    refusals: Counter,
 }
 
 impl Access {
-    /// Lets in these users, the one this process runs as, and root, who could take it anyway.
+    /// Admits these users, the one this process runs as, and root, which could read its memory anyway.
     pub fn only(users: impl IntoIterator<Item = u32>, refusals: Counter) -> Self {
         let own = rustix::process::geteuid().as_raw();
-        Self {
-            users: Some(users.into_iter().chain([own, 0]).collect()),
+        Self(Some(Allowed {
+            users: users.into_iter().chain([own, 0]).collect(),
             refused: BTreeSet::new(),
-            refusals: Some(refusals),
-        }
+            refusals,
+        }))
     }
 
     pub(super) fn admits(&mut self, stream: &UnixStream, path: &Path) -> bool {
-        if self.users.is_none() {
+        let Some(allowed) = &mut self.0 else {
             return true;
-        }
+        };
         match stream.peer_cred() {
-            Ok(peer) => self.admits_user(peer.uid(), peer.pid(), path),
+            Ok(peer) => allowed.admits(peer.uid(), peer.pid(), path),
             Err(error) => {
                 tracing::warn!("refused a connection on {}: {error}", path.display());
-                self.count();
+                allowed.refusals.inc();
                 false
             }
         }
     }
+}
 
-    fn admits_user(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
-        let users = self.users.as_ref();
-        if users.is_none_or(|users| users.contains(&user)) {
+impl Allowed {
+    fn admits(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
+        if self.users.contains(&user) {
             return true;
         }
-        self.count();
+        self.refusals.inc();
         if self.refused.len() < MOST_USERS && self.refused.insert(user) {
+            let users: Vec<_> = self.users.iter().map(u32::to_string).collect();
             tracing::warn!(
-                "refused user {user} (process {}) on {}, and will without a word from now on; \
-                 users let in: {}",
+                "refused user {user} (process {}) on {}; further refusals of it are only counted; \
+                 admitted users: {}",
                 process.unwrap_or_default(),
                 path.display(),
-                users.map(shown).unwrap_or_default()
+                users.join(", ")
             );
         }
         false
     }
-
-    fn count(&self) {
-        if let Some(refusals) = &self.refusals {
-            refusals.inc();
-        }
-    }
-}
-
-fn shown(users: &BTreeSet<u32>) -> String {
-    let users: Vec<_> = users.iter().map(u32::to_string).collect();
-    users.join(", ")
 }
 
 #[cfg(test)]
@@ -85,7 +77,7 @@ mod tests {
     use crate::metrics::Registry;
 
     #[tokio::test]
-    async fn lets_in_itself_root_and_those_named_and_counts_the_others() {
+    async fn admits_itself_root_and_named_users_and_counts_refusals() {
         let registry = Registry::default();
         let refusals = registry.counter("refusals_total", "Refusals");
         let mut access = Access::only([1337], refusals.clone());
@@ -98,11 +90,12 @@ mod tests {
             (4711, false),
             (4711, false),
         ] {
-            assert_eq!(access.admits_user(user, Some(1), path), expected, "{user}");
+            let allowed = access.0.as_mut().unwrap();
+            assert_eq!(allowed.admits(user, Some(1), path), expected, "{user}");
         }
         assert_eq!(refusals.get(), 2);
         let (near, _far) = UnixStream::pair().unwrap();
         assert!(access.admits(&near, path), "the kernel names this process");
-        assert!(Access::default().admits_user(4711, None, path));
+        assert!(Access::default().admits(&near, path));
     }
 }

@@ -1,10 +1,8 @@
-//! Asks a socket that somebody else serves whether gRPC is spoken there.
+//! Probes whether another process serves gRPC on a socket.
 //!
 //! A file may be left from a process that is gone, and a socket may be bound by one that never
-//! answers. So a probe is good only when the other side begins HTTP/2, in time. One whose queue is full
-//! is not dead for that.
-//!
-//! Does not call any method.
+//! answers. So the peer is healthy only if it sends HTTP/2 settings in time. One whose queue of
+//! connections is full is busy, not dead. No method is called.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -32,14 +30,14 @@ const SETTINGS: u8 = 4;
 pub enum Health {
     /// Nothing, or a file that is no socket.
     Absent,
-    /// A socket, and nobody who speaks HTTP/2.
+    /// A socket without a process that speaks HTTP/2.
     Dead(io::Error),
-    /// Somebody listens, with more callers waiting than are let in.
+    /// A process listens, and its queue of connections is full.
     Busy,
     Healthy,
 }
 
-/// Looks at the socket and waits for its greeting, for a second at the most.
+/// Connects and waits for HTTP/2 settings, together for a second at the most.
 pub async fn health(path: &Path) -> Health {
     if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
         return Health::Absent;
@@ -57,7 +55,7 @@ pub async fn health(path: &Path) -> Health {
             }
         }
     };
-    match tokio::time::timeout_at(end, greet(stream)).await {
+    match tokio::time::timeout_at(end, handshake(stream)).await {
         Ok(Ok(())) => Health::Healthy,
         Ok(Err(error)) => Health::Dead(error),
         Err(_) if has_queued => Health::Busy,
@@ -68,7 +66,7 @@ pub async fn health(path: &Path) -> Health {
     }
 }
 
-async fn greet(mut stream: UnixStream) -> io::Result<()> {
+async fn handshake(mut stream: UnixStream) -> io::Result<()> {
     stream.write_all(PREFACE).await?;
     let mut head = [0; 9];
     stream.read_exact(&mut head).await?;
@@ -102,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_settings_are_a_sign_of_life() {
+    async fn only_settings_are_healthy() {
         assert!(matches!(
             answered_with(b"\0\0\0\x04\0\0\0\0\0").await,
             Health::Healthy
@@ -114,14 +112,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_says_nothing_within_a_second_is_dead() {
+    async fn a_peer_without_settings_within_a_second_is_dead() {
         let start = Instant::now();
         assert!(matches!(answered_with(b"").await, Health::Dead(_)));
         assert_eq!(start.elapsed().as_millis() / 10, 100);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_has_more_callers_than_it_lets_in_is_busy_and_not_dead() {
+    async fn a_full_queue_of_connections_is_busy_and_not_dead() {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
@@ -137,7 +135,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn files_and_what_a_dead_process_left_are_told_apart() {
+    async fn a_file_is_absent_and_the_socket_of_an_ended_process_is_dead() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         assert!(matches!(health(&path).await, Health::Absent));

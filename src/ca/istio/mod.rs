@@ -86,7 +86,7 @@ impl IstioCa {
         let mut request = tonic::Request::new(request);
         *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
         request.set_timeout(limit);
-        IstioCertificateServiceClient::with_origin(Call(connection), self.istiod.origin())
+        IstioCertificateServiceClient::with_origin(Call(connection), self.istiod.uri("/"))
             .max_decoding_message_size(LARGEST_ANSWER)
             .create_certificate(request)
             .await
