@@ -19,19 +19,16 @@ use support::peer::{Client, ControlPlane, Shape, request, response};
 use support::table::Table;
 use support::{Process, connect, median};
 
-/// Rounds of each measurement, in each of which all relays take their turn; the median counts, of
-/// ratios that of each round's: how the kernel places the processes changes in the course of a run.
-/// Each round has processes of its own, as one costs a tenth more than the next of the same program
-/// for as long as it lives.
+/// Rounds of each measurement. In each, all relays run one after the other, as new processes; figures
+/// are medians, ratios those of the rounds'.
 const ROUNDS: usize = 7;
-/// Bytes of one resource: of an endpoint list and of a cluster, as meshes have them.
-const ENDPOINTS: usize = 500;
-const CLUSTER: usize = 2_000;
+/// Bytes of one resource, as a cluster has them.
+const RESOURCE: usize = 2_000;
+/// Bytes of a response.
+const SIZES: [usize; 3] = [1_000_000, 10_000_000, 100_000_000];
 /// Turns of the round trip, and trips in each.
 const TURNS: usize = 15;
 const TRIPS: usize = 500;
-/// Bytes of the largest response.
-const LARGE: usize = 100_000_000;
 /// Bytes relayed per round.
 const VOLUME: usize = 600 * 1_000_000;
 
@@ -47,15 +44,14 @@ fn main() {
     }
     let control_plane = ControlPlane::start();
     block_on(async {
-        throughput(&control_plane, Placed::ByTheKernel).await;
-        throughput(&control_plane, Placed::OnOneProcessor).await;
+        throughput(&control_plane).await;
         let relays = Relays::start(&control_plane);
         memory(&relays).await;
         latency(&control_plane, &relays).await;
     });
 }
 
-/// The three relays, each with its socket.
+/// The relays, each with its socket.
 struct Relays {
     _directory: tempfile::TempDir,
     all: Vec<(&'static str, Process, PathBuf)>,
@@ -86,23 +82,11 @@ impl Relays {
     }
 }
 
-/// Where the processes run. Between processors bytes go from cache to cache, which can double what
-/// they cost, and how often they do is up to the kernel; on one, every run costs the same.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Placed {
-    ByTheKernel,
-    OnOneProcessor,
-}
-
-async fn throughput(control_plane: &ControlPlane, placed: Placed) {
-    let one = placed == Placed::OnOneProcessor;
-    // The relays inherit it.
-    support::pin_all(std::process::id(), one.then_some(1));
+async fn throughput(control_plane: &ControlPlane) {
     let mut table = Table::new(&[
-        if one { "on one processor" } else { "relay" },
+        "relay",
         "protocol",
         "message",
-        "resource",
         "MB/s",
         "of direct",
         "CPU s/GB",
@@ -110,7 +94,7 @@ async fn throughput(control_plane: &ControlPlane, placed: Placed) {
         "of typed",
     ]);
     for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
-        for shape in shapes().filter(|shape| !one || shape.bytes == LARGE) {
+        for shape in SIZES.map(|size| Shape::new(size, RESOURCE)) {
             let mut names = Vec::new();
             let mut rates = vec![Vec::new(); 4];
             let mut costs = vec![Vec::new(); 3];
@@ -138,7 +122,6 @@ async fn throughput(control_plane: &ControlPlane, placed: Placed) {
                     name.to_owned(),
                     format!("{protocol:?}"),
                     format!("{} MB", shape.bytes / 1_000_000),
-                    format!("{} B", shape.resource),
                     format!("{rate:.0}"),
                     format!("{:.2}", rate / direct),
                     format!("{:.2}", median(costs[index].clone())),
@@ -149,17 +132,9 @@ async fn throughput(control_plane: &ControlPlane, placed: Placed) {
         }
     }
     table.print();
-    support::pin_all(std::process::id(), None);
 }
 
-fn shapes() -> impl Iterator<Item = Shape> {
-    let sizes = [1_000_000, 10_000_000, LARGE];
-    sizes
-        .into_iter()
-        .flat_map(|size| [ENDPOINTS, CLUSTER].map(|r| Shape::new(size, r)))
-}
-
-/// A stream over which the volume is pulled in messages of one shape.
+/// A stream over which the volume is requested in messages of one shape.
 struct Pull {
     client: Client,
     shape: Shape,
@@ -168,7 +143,7 @@ struct Pull {
 }
 
 impl Pull {
-    /// Opens it, and has a first message pass that counts for nothing.
+    /// Opens it and reads a first message, which is not measured.
     async fn begin(
         io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
         protocol: Protocol,
@@ -184,7 +159,7 @@ impl Pull {
         }
     }
 
-    /// Pulls it all and says how many MB a second came.
+    /// Requests it all and returns the rate in MB/s.
     async fn all(&mut self) -> f64 {
         let start = Instant::now();
         for _ in 0..VOLUME / self.shape.bytes {
@@ -214,7 +189,7 @@ async fn memory(relays: &Relays) {
             } else {
                 100_000_000
             };
-            let shape = Shape::new(size, CLUSTER);
+            let shape = Shape::new(size, RESOURCE);
             let length = response(protocol, shape).len();
             let before = agent.memory("VmRSS");
             agent.reset_peak();
@@ -233,8 +208,8 @@ async fn memory(relays: &Relays) {
     table.print();
 }
 
-/// How the kernel places the processes differs from connection to connection by more than a relay
-/// costs, so all are measured in short turns, each turn on new connections.
+/// All are measured in short turns, each on new connections: where the kernel places the processes
+/// makes more of a difference than a relay.
 async fn latency(control_plane: &ControlPlane, relays: &Relays) {
     let mut times = vec![Vec::new(); relays.all.len() + 1];
     for _ in 0..TURNS {
@@ -270,7 +245,7 @@ async fn round_trip(
     io: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
 ) -> f64 {
     let protocol = Protocol::Delta;
-    let shape = Shape::new(2_000, CLUSTER);
+    let shape = Shape::new(2_000, RESOURCE);
     let length = response(protocol, shape).len();
     let mut client = Client::open(io, protocol, request(protocol, shape)).await;
     client.read(length, None).await;

@@ -223,7 +223,7 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Waits for a socket file somebody answers on.
+/// Waits until a process accepts connections on a socket file.
 pub async fn connect(path: &Path) -> tokio::net::UnixStream {
     for _ in 0..50_000 {
         if let Ok(stream) = tokio::net::UnixStream::connect(path).await {
@@ -231,5 +231,5 @@ pub async fn connect(path: &Path) -> tokio::net::UnixStream {
         }
         tokio::time::sleep(Duration::from_micros(100)).await;
     }
-    panic!("nobody serves {} after 5 s", path.display());
+    panic!("no process serves {} after 5 s", path.display());
 }

@@ -220,7 +220,7 @@ mod tests {
             type_url in ".{0,20}",
             chunk in 1usize..90,
         ) {
-            // A known message with a field of a number nobody knows behind it.
+            // A known message with an unknown field at its end.
             let mut body = DeltaDiscoveryRequest { type_url: type_url.clone(), ..Default::default() }
                 .encode_to_vec();
             prost::encoding::bytes::encode(3000, &message, &mut body);

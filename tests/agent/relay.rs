@@ -1,4 +1,4 @@
-//! What the relay promises, seen from Envoy's socket and from istiod's port.
+//! The relay's promises, seen from Envoy's socket and from istiod's port.
 
 use std::time::Duration;
 
@@ -119,7 +119,7 @@ async fn messages_pass_unchanged_both_ways_with_unknown_fields() {
 }
 
 #[tokio::test]
-async fn istiod_sees_the_agents_metadata_and_none_of_envoys() {
+async fn istiod_gets_the_agents_metadata_and_not_envoys() {
     let mut bench = Bench::start().await;
     for account in ["first", "second"] {
         bench.write_token("default", account);
@@ -164,7 +164,7 @@ async fn every_status_of_istiod_reaches_envoy_with_its_message() {
 }
 
 #[tokio::test]
-async fn a_refused_token_is_told_to_envoy() {
+async fn envoy_gets_the_status_of_a_refused_token() {
     let bench = Bench::start().await;
     std::fs::write(bench.directory.path().join("token"), "no token").unwrap();
     let envoy = bench.envoy(Protocol::Delta).await;
@@ -194,7 +194,7 @@ async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
 }
 
 #[tokio::test]
-async fn when_envoy_goes_istiods_stream_ends() {
+async fn the_stream_to_istiod_ends_with_envoys() {
     let mut bench = Bench::start().await;
     for half_close in [true, false] {
         let mut envoy = bench.envoy(Protocol::Delta).await;
@@ -213,7 +213,7 @@ async fn when_envoy_goes_istiods_stream_ends() {
 }
 
 #[tokio::test]
-async fn a_stream_is_held_while_istiod_is_away_and_goes_on_when_it_returns() {
+async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
     let mut bench = Bench::start().await;
     let options = std::mem::replace(
         &mut bench.control_plane,
@@ -308,7 +308,7 @@ async fn a_first_delta_request_of_six_megabytes_passes() {
 }
 
 #[tokio::test]
-async fn requests_envoy_must_not_send_end_its_stream_with_a_reason() {
+async fn bad_requests_end_the_stream_with_a_reason() {
     let bench = Bench::with(Interceptors::default(), 1000).await;
     let cases: [(&[u8], Code, &str); 4] = [
         (
@@ -340,7 +340,7 @@ async fn requests_envoy_must_not_send_end_its_stream_with_a_reason() {
 }
 
 #[tokio::test]
-async fn a_sender_of_single_bytes_and_one_of_many_tiny_frames_are_understood() {
+async fn single_bytes_and_many_tiny_frames_are_understood() {
     let mut bench = Bench::start().await;
     let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
     let slow = framed(&request(Protocol::StateOfTheWorld, CLUSTER));
@@ -366,7 +366,7 @@ async fn a_sender_of_single_bytes_and_one_of_many_tiny_frames_are_understood() {
 }
 
 #[tokio::test]
-async fn methods_other_than_the_two_streams_are_unimplemented() {
+async fn other_methods_are_unimplemented() {
     let bench = Bench::start().await;
     for path in [
         "/envoy.service.cluster.v3.ClusterDiscoveryService/StreamClusters",
@@ -424,7 +424,7 @@ fn rewritten(message: &[u8]) -> Bytes {
 }
 
 #[tokio::test]
-async fn own_types_are_subscribed_taken_and_answered_and_others_rewritten_in_order() {
+async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
     let interceptors = Interceptors::new(vec![Box::new(Taking), Box::new(Rewriting)]);
     let mut bench = Bench::with(interceptors, 1 << 20).await;
     let protocol = Protocol::StateOfTheWorld;
@@ -485,7 +485,7 @@ async fn own_types_are_subscribed_taken_and_answered_and_others_rewritten_in_ord
 }
 
 #[tokio::test]
-async fn restarts_of_istiod_and_envoy_leave_no_task_behind() {
+async fn restarts_of_istiod_and_envoy_leak_no_task() {
     let mut bench = Bench::start().await;
     for _ in 0..20 {
         let envoy = bench.envoy(Protocol::Delta).await;

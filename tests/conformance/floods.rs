@@ -34,7 +34,7 @@ async fn serves(place: &Place, istiod: &mut LocalIstiod) {
 }
 
 #[tokio::test]
-async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was() {
+async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
@@ -76,7 +76,7 @@ async fn after_all_floods_a_good_envoy_is_served_and_the_memory_is_what_it_was()
 }
 
 #[tokio::test]
-async fn what_envoy_sends_while_istiod_is_away_is_held_up_and_not_piled_up() {
+async fn requests_while_istiod_is_away_are_held_up_to_a_bound() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let options = istiod.kill().await;
@@ -105,7 +105,7 @@ async fn what_envoy_sends_while_istiod_is_away_is_held_up_and_not_piled_up() {
 }
 
 #[tokio::test]
-async fn an_agent_out_of_descriptors_says_so_and_goes_on_when_it_has_some() {
+async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;

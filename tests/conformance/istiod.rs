@@ -1,5 +1,5 @@
-//! Control planes that refuse, stall, talk nonsense or end: what Envoy is told, what the log says,
-//! and that a good one is found on the same address without a restart.
+//! Control planes that refuse, stall, send garbage or end: what Envoy and the log are told, and that a
+//! good one on the same address is used without a restart.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -94,7 +94,7 @@ async fn started(options: Options) -> LocalIstiod {
 }
 
 #[tokio::test]
-async fn a_silent_istiod_is_given_up_in_time() {
+async fn a_silent_istiod_times_out() {
     tokio::join!(
         recovers_from(
             Security::Tls,
@@ -106,7 +106,7 @@ async fn a_silent_istiod_is_given_up_in_time() {
 }
 
 #[tokio::test]
-async fn an_istiod_that_talks_nonsense_is_told_apart() {
+async fn a_peer_that_is_not_istiod_is_logged_as_such() {
     tokio::join!(
         recovers_from(Security::Tls, Some(RANDOM), "TLS handshake with 127.1."),
         recovers_from(Security::Tls, Some(HTTP_1), "TLS handshake with 127.1."),
@@ -116,7 +116,7 @@ async fn an_istiod_that_talks_nonsense_is_told_apart() {
 }
 
 #[tokio::test]
-async fn a_refusing_istiod_is_named_and_envoys_stream_held_until_it_returns() {
+async fn a_refused_connection_is_logged_and_envoys_stream_held_until_istiod_returns() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let options = istiod.kill().await;
@@ -133,7 +133,7 @@ async fn a_refusing_istiod_is_named_and_envoys_stream_held_until_it_returns() {
 }
 
 #[tokio::test]
-async fn a_certificate_of_another_name_is_refused_until_it_has_ours() {
+async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served() {
     let mut options = options();
     let names = std::mem::take(&mut options.extra_names);
     let istiod = LocalIstiod::start(options).await.unwrap();
@@ -180,7 +180,7 @@ async fn a_status_too_long_for_a_header_still_ends_the_stream() {
 }
 
 #[tokio::test]
-async fn garbage_inside_a_stream_and_resets_inside_a_message_end_that_stream_only() {
+async fn malformed_messages_and_resets_end_only_their_stream() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let _agent = place.start().await;
@@ -210,7 +210,7 @@ async fn garbage_inside_a_stream_and_resets_inside_a_message_end_that_stream_onl
 }
 
 #[tokio::test]
-async fn the_newest_stream_counts_and_each_reads_the_token_anew() {
+async fn a_newer_stream_replaces_the_older_and_each_reads_the_token_again() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let agent = place.start().await;

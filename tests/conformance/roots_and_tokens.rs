@@ -1,4 +1,4 @@
-//! Spoilt root certificates and tokens: told in the log, and in use again as soon as mended.
+//! Broken root certificates and tokens are logged, and used again without a restart once repaired.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn expired_root() -> String {
 }
 
 #[tokio::test]
-async fn spoilt_roots_are_named_and_mended_ones_are_used_without_a_restart() {
+async fn broken_roots_are_logged_and_repaired_ones_used_without_a_restart() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let expired = expired_root();
@@ -72,7 +72,7 @@ async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
 }
 
 #[tokio::test]
-async fn the_root_of_another_mesh_is_told_apart_and_the_right_one_is_used_once_there() {
+async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_there() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     place.write(ROOT, local_istiod().await.root_pem());
@@ -83,7 +83,7 @@ async fn the_root_of_another_mesh_is_told_apart_and_the_right_one_is_used_once_t
 }
 
 #[tokio::test]
-async fn envoy_is_told_of_a_refused_token_and_a_mended_one_is_used_without_a_restart() {
+async fn envoy_gets_the_status_of_a_refused_token_and_a_repaired_one_is_used_without_a_restart() {
     let mut istiod = local_istiod().await;
     let expired = istiod
         .mint_token("default", "bench", Duration::ZERO)
@@ -127,7 +127,7 @@ async fn envoy_is_told_of_a_refused_token_and_a_mended_one_is_used_without_a_res
 }
 
 #[tokio::test]
-async fn a_missing_token_is_named_and_used_once_it_is_there() {
+async fn a_missing_token_is_logged_and_used_once_it_is_there() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     std::fs::remove_file(place.path(TOKEN)).unwrap();
@@ -142,7 +142,7 @@ async fn a_missing_token_is_named_and_used_once_it_is_there() {
 }
 
 #[tokio::test]
-async fn a_spoilt_client_certificate_is_named_and_the_token_used_instead() {
+async fn a_broken_client_certificate_is_logged_and_the_token_used_instead() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod).set("PROV_CERT", "./certs");
     place.write("certs/root-cert.pem", istiod.root_pem());
@@ -154,7 +154,7 @@ async fn a_spoilt_client_certificate_is_named_and_the_token_used_instead() {
 }
 
 #[tokio::test]
-async fn a_client_certificate_that_comes_late_is_shown_without_an_authority_too() {
+async fn a_late_client_certificate_is_sent_even_without_an_authority() {
     let mut istiod = local_istiod().await;
     let issued = Place::of(&istiod).set("OUTPUT_CERTS", "./certs");
     std::fs::create_dir(issued.path("certs")).unwrap();

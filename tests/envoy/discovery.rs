@@ -19,7 +19,7 @@ use crate::support::{envoy_binary, eventually, free_port, soon};
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 
 #[tokio::test]
-async fn state_of_the_world_config_through_the_agent_equals_config_without_it() {
+async fn sotw_config_through_the_agent_equals_config_without_it() {
     compare("false").await;
 }
 

@@ -30,7 +30,7 @@ async fn marked(port: u16, mark: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_control_plane_costs_no_request_and_is_in_force_5_s_after_its_return() {
+async fn a_killed_control_plane_costs_no_request_and_is_used_within_5_s_of_its_return() {
     let Some(binary) = envoy_binary() else { return };
     let (backend, port) = (Backend::start().await, free_port());
     let mut control_plane = ControlPlane::of(&resources(port, backend.port, "0")).await;
@@ -41,7 +41,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_in_force_5_s_after_its_r
     let _pod = Pod::serving(settings, &control_plane).await;
     marked(port, "0").await;
     let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
-    // The longer the outage, the longer everybody's pauses between attempts.
+    // The longer the outage, the longer the backoff of all sides.
     for (seconds, mark) in [(1, "1"), (12, "2")] {
         let dead = control_plane.kill().await;
         tokio::time::sleep(Duration::from_secs(seconds)).await;
@@ -56,7 +56,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_in_force_5_s_after_its_r
 }
 
 #[tokio::test]
-async fn a_hundred_restarts_of_the_control_plane_leave_nothing_behind_in_the_agent() {
+async fn a_hundred_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     let Some(binary) = envoy_binary() else { return };
     let settings = Settings {
         envoy: Some(&binary),

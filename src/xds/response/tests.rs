@@ -27,7 +27,7 @@ impl Interceptor for NameTables {
     }
 }
 
-/// A message of a type, with a field of a number nobody knows at its end.
+/// A message of a type, with an unknown field at its end.
 fn message(protocol: Protocol, type_url: &str, resources: usize, size: usize) -> Vec<u8> {
     let any = Any {
         type_url: type_url.into(),
