@@ -40,6 +40,8 @@ pub mod proxy_config;
 
 pub mod exit_code;
 
+pub mod version;
+
 pub mod identity;
 
 pub mod clock;

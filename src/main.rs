@@ -1,16 +1,16 @@
-//! The door: reads the command line, starts logging, checks the configuration, runs the agent and
-//! leaves with its exit code.
-//!
-//! Does not hold logic, and opens nothing before the configuration is known to be good.
+//! The program: reads the command line, starts logging, checks the configuration, runs the agent and
+//! exits with its code.
 
 use std::io::{self, Write};
 use std::sync::Arc;
 
 use istio_agent::cli::{
-    self, Cli, Command, LogFlags, ProxyFlags, Refused, Typed, absent::Absent, completion, request,
-    show, unknown, version, wait,
+    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, unknown, version,
+    wait,
 };
-use istio_agent::config::{self, environment::Environment};
+use istio_agent::config::environment::Environment;
+use istio_agent::config::flags::{LogFlags, ProxyFlags};
+use istio_agent::config;
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::{agent, logging};
@@ -34,13 +34,8 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
         Some(Command::Config(flags)) => {
             let (text, is_usable) = show::config(&flags, &log, &Environment::of_process());
-            print(&text).map(|done| {
-                if is_usable {
-                    done
-                } else {
-                    ExitCode::CommandFailed
-                }
-            })
+            let printed = print(&text)?;
+            Ok(if is_usable { printed } else { ExitCode::CommandFailed })
         }
         Some(Command::Bootstrap(flags)) => {
             let environment = Environment::of_process();
@@ -81,13 +76,13 @@ fn proxy(
     block_on(agent::run(config, Arc::new(load)))?
 }
 
-/// The kernel ends Envoy with the thread that started it, so there is one thread.
+/// Runs on this thread: the parent-death signal ends Envoy with the thread that started it.
 fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let output = runtime.block_on(future);
-    // A resolver that hangs must not hold up the end.
+    // A resolver that hangs must not delay the exit.
     runtime.shutdown_background();
     Ok(output)
 }
@@ -97,10 +92,10 @@ fn print(text: &str) -> Result<ExitCode, BoxError> {
     Ok(ExitCode::Success)
 }
 
-/// Says why on standard error, and in the log.
+/// Reports the error on standard error and in the log.
 fn fail(error: &(dyn std::error::Error + 'static)) -> ExitCode {
     let text = with_causes(error);
-    // Whoever closed standard error does not want to know.
+    // Standard error may be closed.
     let _ = writeln!(io::stderr(), "Error: {text}");
     // Commands that fail before logging is set up, or never set it up, log by the defaults.
     let _ = logging::init(logging::Options::default());

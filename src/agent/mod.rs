@@ -26,7 +26,7 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
-use crate::cli::version;
+use crate::version;
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;

@@ -8,18 +8,16 @@ use std::path::Path;
 use tempfile::TempDir;
 
 use super::*;
-use crate::cli::{self, Command};
 use crate::config::environment::Environment;
+use crate::config::flags;
 use crate::config::interfaces::Interface;
 
 /// The configuration of a golden case: its flags, its variables, its interfaces and its files.
 fn config(case: &Path) -> crate::config::Config {
     let read = |name: &str| fs::read_to_string(case.join("input").join(name)).expect("an input");
-    let line = format!("pilot-agent {}", read("flags").trim());
-    let typed = cli::parse(line.split_whitespace().map(str::to_owned)).expect("flags");
-    let Some(Command::Proxy(flags)) = typed.cli.command else {
-        panic!("{case:?} is about another command");
-    };
+    let line = read("flags");
+    let words = line.trim().strip_prefix("proxy").expect("the command proxy");
+    let (flags, log) = flags::parse(words);
     let env = read("env");
     let env: Environment = env
         .lines()
@@ -35,7 +33,7 @@ fn config(case: &Path) -> crate::config::Config {
         });
     let root = case.join("input");
     let interfaces = Ok(interfaces.collect());
-    crate::config::load_with(&flags, &typed.cli.log, &env, &root, interfaces)
+    crate::config::load_with(&flags, &log, &env, &root, interfaces)
         .unwrap_or_else(|problems| panic!("{}: {problems:?}", case.display()))
 }
 

@@ -1,16 +1,11 @@
-//! What the user may type: pilot-agent's commands and flags.
+//! The command line: pilot-agent's commands and flags.
 //!
-//! `clap` reads what is left after [`unknown::split`] took out flags of `proxy` that this agent does
-//! not have, so that an injection template of another version still starts. They are reported by
-//! name. Every other command refuses what it does not know. The small commands live here whole, and
-//! need nothing of the agent's configuration.
-//!
-//! Does not start anything: `main` does.
+//! [`unknown::split`] takes out flags of `proxy` that this agent does not have, so that an injection
+//! template of another version still starts; they are reported by name. `clap` reads the rest. Every
+//! other command refuses unknown flags. The small commands are implemented here.
 
 pub mod absent;
 pub mod completion;
-pub mod config;
-pub mod flags;
 mod http;
 pub mod request;
 pub mod show;
@@ -22,7 +17,8 @@ use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::config::environment;
-pub use flags::{LogFlags, ProxyFlags, announce};
+use crate::config::flags::{LogFlags, ProxyFlags};
+use crate::version as build;
 
 /// Istio agent.
 #[derive(Clone, Debug, Parser)]
@@ -40,7 +36,7 @@ pub enum Command {
     #[command(after_help = environment::reference())]
     Proxy(ProxyFlags),
     /// Prints the effective configuration and where each value is from.
-    Config(config::ConfigFlags),
+    Config(show::ConfigFlags),
     /// Prints the bootstrap Envoy would be started with, and starts nothing.
     Bootstrap(show::BootstrapFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.
@@ -61,7 +57,7 @@ pub enum Command {
     Collateral(absent::Words),
 }
 
-/// What was typed, with the flags of `proxy` nobody knows taken out.
+/// A command line, and the unknown flags of `proxy` taken out of it.
 #[derive(Clone, Debug)]
 pub struct Typed {
     pub cli: Cli,
@@ -85,12 +81,31 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     }
 }
 
+/// Logs every flag with its value, the flags without effect, and the version.
+pub fn announce(flags: &ProxyFlags, log: &LogFlags, unknown: &[unknown::Flag]) {
+    let mut values = [flags.values(), log.values()].concat();
+    values.sort_by_key(|flag| flag.name);
+    for flag in values {
+        tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);
+    }
+    for flag in unknown {
+        tracing::warn!("ignoring flag {flag}, which this agent does not have");
+    }
+    for flag in log.rotation.given() {
+        tracing::warn!("ignoring flag {flag}: this agent does not rotate log files");
+    }
+    for word in &flags.ignored {
+        tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
+    }
+    tracing::info!("Version {}", build::full());
+}
+
 /// The help of the program as a whole.
 pub fn help() -> String {
     Cli::command().render_help().to_string()
 }
 
-/// clap's report without its decoration, in pilot-agent's words where people look for them.
+/// clap's error in one sentence, with pilot-agent's text where it has one.
 fn one_sentence(error: &clap::Error) -> String {
     let word = match error.get(ContextKind::InvalidArg) {
         Some(invalid) => invalid.to_string(),
@@ -123,6 +138,6 @@ fn first_line(text: &str) -> String {
 #[cfg(test)]
 mod answers;
 #[cfg(test)]
-mod injected;
+mod injection_tests;
 #[cfg(test)]
 mod tests;

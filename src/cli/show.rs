@@ -1,19 +1,24 @@
-//! The `config` and `bootstrap` commands: what the agent would run with, and start Envoy on.
-//!
-//! Both take the flags of `proxy`, so that they can stand in its place on a command line.
-//!
-//! Does not start the agent, and does not look at a running one.
+//! The `config` and `bootstrap` commands: the configuration the agent would run with, and the bootstrap
+//! it would start Envoy with. Both take the flags of `proxy`.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
-use super::config::ConfigFlags;
-use super::{LogFlags, ProxyFlags};
 use crate::bootstrap::{platform, show};
 use crate::config::environment::Environment;
+use crate::config::flags::{LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
 use crate::lifecycle::BoxError;
+
+#[derive(Args, Clone, Debug)]
+pub struct ConfigFlags {
+    #[command(flatten)]
+    pub proxy: ProxyFlags,
+    /// Output form: yaml or json.
+    #[arg(short, long, value_parser = ["yaml", "json"], default_value = "yaml")]
+    pub output: String,
+}
 
 #[derive(Args, Clone, Debug)]
 pub struct BootstrapFlags {
@@ -49,7 +54,7 @@ pub async fn bootstrap(
     let text = show::show(&config.bootstrap, flags.output.as_deref())?;
     if flags.validate {
         let Some(envoy) = config.envoy else {
-            return Err("without Envoy nobody can validate the bootstrap".into());
+            return Err("without Envoy the bootstrap cannot be validated".into());
         };
         let over = envoy.command.override_json.as_deref();
         show::validate(&config.bootstrap, &envoy.command.binary, over)?;

@@ -1,31 +1,10 @@
-//! The `version` command.
-//!
-//! Prints what pilot-agent prints, in its shapes: the Istio release this agent follows, and the
-//! build of this agent beside it.
-//!
-//! Does not ask a running agent: it tells what this binary is.
+//! The `version` command: the Istio release this agent follows, in the forms pilot-agent prints, and the
+//! build of this agent.
 
 use clap::Args;
 use serde_json::json;
 
-use crate::metrics::Registry;
-
-/// The Istio release whose behaviour this agent follows. Istiod decides by it what Envoy's agent
-/// understands.
-pub const ISTIO_VERSION: &str = "1.32.0";
-
-const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
-
-const REVISION: &str = match option_env!("ISTIO_AGENT_REVISION") {
-    Some(revision) => revision,
-    None => "unknown",
-};
-
-/// `Clean` or `Modified`, said by whoever builds.
-const STATUS: &str = match option_env!("ISTIO_AGENT_STATUS") {
-    Some(status) => status,
-    None => "unknown",
-};
+use crate::version::{AGENT_VERSION, ISTIO_VERSION, REVISION, STATUS};
 
 /// There is no Go in here, and readers of the version expect some word.
 const GOLANG_VERSION: &str = "none";
@@ -34,7 +13,7 @@ const GOLANG_VERSION: &str = "none";
 pub struct VersionFlags {
     /// Prints the version alone.
     #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
-          default_missing_value = "true", value_parser = super::flags::truth,
+          default_missing_value = "true", value_parser = crate::config::flags::truth,
           action = clap::ArgAction::Set)]
     short: bool,
     /// Output form: yaml or json.
@@ -62,20 +41,6 @@ pub fn text(flags: &VersionFlags) -> String {
              agent version: istio-agent {AGENT_VERSION}"
         ),
     }
-}
-
-/// Has what this binary is on the page of metrics.
-pub(crate) fn publish(registry: &Registry) {
-    const LABELS: &[&str; 4] = &["version", "istio_version", "revision", "status"];
-    let help = "What this agent was built from; always 1.";
-    let builds = registry.gauges("istio_agent_build_info", help, LABELS);
-    let build = builds.with([AGENT_VERSION, ISTIO_VERSION, REVISION, STATUS]);
-    build.set(1.0);
-}
-
-/// One word for the log.
-pub fn full() -> String {
-    format!("{ISTIO_VERSION}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
 }
 
 fn output(text: &str) -> Result<Output, String> {

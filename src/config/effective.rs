@@ -11,8 +11,7 @@ use super::merged::Merged;
 use super::pod::Pairs;
 use super::{statsd, threads, validate};
 use crate::address;
-use crate::cli::ProxyFlags;
-use crate::cli::flags::MESH_CONFIG;
+use super::flags::{MESH_CONFIG, ProxyFlags};
 use crate::problem::{Diagnostics, Problem};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";

@@ -10,6 +10,7 @@ mod dns;
 mod effective;
 pub mod environment;
 mod envoy;
+pub mod flags;
 pub mod interfaces;
 mod merged;
 mod mesh_file;
@@ -31,7 +32,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::cli::{LogFlags, ProxyFlags};
+use flags::{LogFlags, ProxyFlags};
 use crate::compliance::Policy;
 use crate::problem::Diagnostics;
 pub use crate::problem::Problem;

@@ -10,7 +10,7 @@ use super::{Problem, Sources};
 use crate::address;
 use crate::bootstrap::platform::Platform;
 use crate::bootstrap::{metadata, node};
-use crate::cli::version::ISTIO_VERSION;
+use crate::version::ISTIO_VERSION;
 use crate::proxy_config::TracingServiceName;
 
 /// The default of `serviceCluster`, which names no workload.

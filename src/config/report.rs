@@ -6,27 +6,19 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::environment::{Environment, TABLE};
-use super::merged::{DEFAULT, Merged};
+use super::environment::{Environment, Row, TABLE};
+use super::merged::DEFAULT;
 use super::{Problem, effective, load, pod_pairs};
-use crate::cli::{LogFlags, ProxyFlags, config};
+use super::flags::{LogFlags, ProxyFlags};
 use crate::problem::Diagnostics;
 
 /// The effective configuration and its origins.
 #[derive(Debug)]
 pub struct Report {
-    proxy_config: Vec<Setting>,
-    variables: Vec<Setting>,
-    flags: Vec<Setting>,
+    /// Settings by section: the name, the value and its origin.
+    sections: [(&'static str, Vec<(String, Value, String)>); 3],
     warnings: Vec<Problem>,
     problems: Vec<Problem>,
-}
-
-#[derive(Debug)]
-struct Setting {
-    name: String,
-    value: Value,
-    origin: String,
 }
 
 /// Reads what [`load`] reads. `root` is the working directory.
@@ -42,53 +34,37 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
         }
         Err(problems) => (notes.warnings, problems),
     };
+    let members = merged.config.printable().into_iter().map(|(name, value)| {
+        let origin = merged.origin(&name).to_owned();
+        (name, value, origin)
+    });
+    // This variable is shown member by member.
+    let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
+    let flags = [vec![flags.node_type()], flags.values()].concat();
+    let flags = flags.into_iter().map(|flag| {
+        let origin = if flag.is_default() { DEFAULT } else { "flag" };
+        (flag.name.to_owned(), json!(flag.value), origin.to_owned())
+    });
     Report {
-        proxy_config: proxy_config(&merged),
-        variables: variables(env),
-        flags: flags_used(flags),
+        sections: [
+            ("proxyConfig", members.collect()),
+            ("variables", rows.map(|row| variable(row, env)).collect()),
+            ("flags", flags.collect()),
+        ],
         warnings,
         problems,
     }
 }
 
-fn proxy_config(merged: &Merged) -> Vec<Setting> {
-    let members = merged.config.printable().into_iter();
-    let settings = members.map(|(name, value)| Setting {
-        origin: merged.origin(&name).to_owned(),
-        name,
-        value,
-    });
-    settings.collect()
-}
-
-fn variables(env: &Environment) -> Vec<Setting> {
-    // This one is shown member by member.
-    let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
-    let settings = rows.map(|row| {
-        let given = env.text(row.name);
-        let (value, origin) = match given {
-            None => (row.default, DEFAULT),
-            // The headers of probes may hold credentials.
-            Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
-            Some(text) if (row.is_good)(text) => (text, "variable"),
-            Some(_) => (row.default, "default, as the variable is not of its type"),
-        };
-        Setting {
-            name: row.name.to_owned(),
-            value: json!(value),
-            origin: origin.to_owned(),
-        }
-    });
-    settings.collect()
-}
-
-fn flags_used(flags: &ProxyFlags) -> Vec<Setting> {
-    let settings = config::flags(flags).into_iter().map(|flag| Setting {
-        name: flag.name.to_owned(),
-        value: json!(flag.value),
-        origin: if flag.is_default { DEFAULT } else { "flag" }.to_owned(),
-    });
-    settings.collect()
+fn variable(row: &Row, env: &Environment) -> (String, Value, String) {
+    let (value, origin) = match env.text(row.name) {
+        None => (row.default, DEFAULT),
+        // The headers of probes may hold credentials.
+        Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
+        Some(text) if (row.is_good)(text) => (text, "variable"),
+        Some(_) => (row.default, "default, as the variable is not of its type"),
+    };
+    (row.name.to_owned(), json!(value), origin.to_owned())
 }
 
 impl Report {
@@ -97,50 +73,37 @@ impl Report {
     }
 
     pub fn json(&self) -> Value {
-        let section = |settings: &[Setting]| {
-            let entries = settings.iter().map(|setting| {
-                let entry = json!({ "value": setting.value, "origin": setting.origin });
-                (setting.name.clone(), entry)
+        let mut report = Map::new();
+        for (section, settings) in &self.sections {
+            let entries = settings.iter().map(|(name, value, origin)| {
+                let entry = json!({ "value": value, "origin": origin });
+                (name.clone(), entry)
             });
-            Value::Object(Map::from_iter(entries))
-        };
-        json!({
-            "proxyConfig": section(&self.proxy_config),
-            "variables": section(&self.variables),
-            "flags": section(&self.flags),
-            "warnings": texts(&self.warnings),
-            "problems": texts(&self.problems),
-        })
+            report.insert((*section).to_owned(), entries.collect());
+        }
+        report.insert("warnings".to_owned(), texts(&self.warnings).into());
+        report.insert("problems".to_owned(), texts(&self.problems).into());
+        report.into()
     }
 
     pub fn yaml(&self) -> String {
         let mut text = String::new();
-        for (name, settings) in [
-            ("proxyConfig", &self.proxy_config),
-            ("variables", &self.variables),
-            ("flags", &self.flags),
-        ] {
-            text += &format!("{name}:\n");
-            for setting in settings {
-                text += &setting.line();
+        for (section, settings) in &self.sections {
+            text += &format!("{section}:\n");
+            for (name, value, origin) in settings {
+                let setting = format!("  {name}: {value}");
+                text += &format!("{setting:<60} # {origin}\n");
             }
         }
         for (name, problems) in [("warnings", &self.warnings), ("problems", &self.problems)] {
-            let lines = texts(problems);
-            let lines = lines.iter().map(|line| format!("  - {}\n", json!(line)));
-            match lines.collect::<String>() {
-                none if none.is_empty() => {}
-                lines => text += &format!("{name}:\n{lines}"),
+            if !problems.is_empty() {
+                text += &format!("{name}:\n");
+            }
+            for line in texts(problems) {
+                text += &format!("  - {}\n", json!(line));
             }
         }
         text
-    }
-}
-
-impl Setting {
-    fn line(&self) -> String {
-        let setting = format!("  {}: {}", self.name, self.value);
-        format!("{setting:<60} # {}\n", self.origin)
     }
 }
 
@@ -155,7 +118,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::cli::{self, Command};
+    use crate::config::flags;
 
     fn reported(variables: &[(&str, &str)]) -> Report {
         let root = TempDir::new().expect("a directory");
@@ -166,13 +129,9 @@ mod tests {
         fs::create_dir_all(&pod).expect("made");
         let annotation = "proxy.istio.io/config=\"statusPort: 15099\"\n";
         fs::write(pod.join("annotations"), annotation).expect("written");
-        let line = "pilot-agent config sidecar --concurrency 2";
-        let typed = cli::parse(line.split(' ').map(str::to_owned)).expect("flags");
-        let Some(Command::Config(flags)) = typed.cli.command else {
-            panic!("no config");
-        };
+        let (flags, log) = flags::parse("sidecar --concurrency 2");
         let env = variables.iter().copied().collect();
-        report(&flags.proxy, &typed.cli.log, &env, root.path())
+        report(&flags, &log, &env, root.path())
     }
 
     #[test]

@@ -8,7 +8,6 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::ca::key::Encoding;
-use crate::cli::{self, Command};
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
@@ -53,13 +52,9 @@ impl Machine {
         flags: &str,
         interfaces: std::io::Result<Vec<Interface>>,
     ) -> Result<Config, Vec<Problem>> {
-        let line = format!("pilot-agent proxy {flags}");
-        let typed = cli::parse(line.split_whitespace().map(str::to_owned)).expect("flags");
-        let Some(Command::Proxy(flags)) = typed.cli.command else {
-            panic!("no proxy");
-        };
+        let (flags, log) = flags::parse(flags);
         let env = self.variables.iter().copied().collect();
-        load_with(&flags, &typed.cli.log, &env, self.root.path(), interfaces)
+        load_with(&flags, &log, &env, self.root.path(), interfaces)
     }
 
     pub(super) fn config(&self) -> Config {

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::Sources;
 use super::startup::Reached;
-use crate::cli::version;
+use crate::version;
 use crate::clock::{Clock, rfc3339};
 use crate::envoy::handle::Report;
 use crate::istiod::status::Status;

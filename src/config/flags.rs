@@ -1,17 +1,14 @@
-//! The flags of every command, and those of `proxy`.
+//! The flags of every command, and the flags of `proxy`.
 //!
-//! Names, types and defaults are pilot-agent's. Flags it once had, or has for what this agent does
-//! not do, are taken so that old command lines still start.
-//!
-//! Does not act on a flag; [`announce`] says which have no effect.
+//! Names, types and defaults are pilot-agent's. Flags of its older releases, and flags without an effect
+//! here, are accepted so that old command lines still start.
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Command};
 
-use super::{unknown, version};
-use crate::config::environment::Value;
-use crate::config::pod::NodeType;
+use super::environment::Value;
+use super::pod::NodeType;
 use crate::logging;
 
 /// Logging, for every command.
@@ -45,7 +42,7 @@ pub struct LogFlags {
     pub rotation: RotationFlags,
 }
 
-/// What older releases took to rotate log files by.
+/// Flags of older releases for the rotation of log files.
 #[derive(Args, Clone, Debug)]
 pub struct RotationFlags {
     #[arg(long = "log_rotate", global = true, hide = true)]
@@ -58,8 +55,8 @@ pub struct RotationFlags {
     max_backups: Option<i64>,
 }
 
-/// Where the mesh file is unless a flag says otherwise.
-pub(crate) const MESH_CONFIG: &str = "./etc/istio/config/mesh";
+/// The default path of the mesh file.
+pub(super) const MESH_CONFIG: &str = "./etc/istio/config/mesh";
 
 #[derive(Args, Clone, Debug)]
 pub struct ProxyFlags {
@@ -114,9 +111,72 @@ impl LogFlags {
     }
 }
 
+/// A flag with its value.
+#[derive(Clone, Debug)]
+pub struct Flag {
+    pub name: &'static str,
+    pub value: String,
+}
+
+impl Flag {
+    fn new(name: &'static str, value: impl ToString) -> Self {
+        let value = value.to_string();
+        Self { name, value }
+    }
+
+    /// Whether the value is the one of a command line without the flag.
+    pub fn is_default(&self) -> bool {
+        let proxy = ProxyFlags::augment_args(Command::new("proxy"));
+        let mut known = proxy.get_arguments();
+        let flag = known.find(|flag| flag.get_long() == Some(self.name));
+        // The type of node has no name on the command line.
+        let flag = flag.or_else(|| proxy.get_arguments().find(|flag| flag.get_id() == "kind"));
+        let default = flag.and_then(|flag| flag.get_default_values().first());
+        default.and_then(|default| default.to_str()) == Some(self.value.as_str())
+    }
+}
+
+impl ProxyFlags {
+    /// The flags of `proxy` by name, without the type of node.
+    pub fn values(&self) -> Vec<Flag> {
+        vec![
+            Flag::new("concurrency", self.concurrency),
+            Flag::new("domain", &self.domain),
+            Flag::new("meshConfig", self.mesh_config.display()),
+            Flag::new("outlierLogPath", &self.outlier_log_path),
+            Flag::new("profiling", self.profiling),
+            Flag::new("proxyComponentLogLevel", &self.proxy_component_log_level),
+            Flag::new("proxyLogLevel", &self.proxy_log_level),
+            Flag::new("serviceCluster", &self.service_cluster),
+            Flag::new("stsPort", self.sts_port),
+            Flag::new("templateFile", &self.template_file),
+            Flag::new("tokenManagerPlugin", &self.token_manager_plugin),
+        ]
+    }
+
+    /// The type of node, named as in reports.
+    pub fn node_type(&self) -> Flag {
+        Flag::new("type", self.kind)
+    }
+}
+
+impl LogFlags {
+    /// The flags of logging by name.
+    pub fn values(&self) -> Vec<Flag> {
+        vec![
+            Flag::new("log_as_json", self.as_json),
+            Flag::new("log_caller", &self.caller),
+            Flag::new("log_output_level", &self.output_level),
+            Flag::new("log_stacktrace_level", &self.stacktrace_level),
+            Flag::new("log_target", format!("[{}]", self.target.join(","))),
+            Flag::new("vklog", self.vklog),
+        ]
+    }
+}
+
 impl RotationFlags {
-    /// Names of those that were given.
-    fn given(&self) -> impl Iterator<Item = &'static str> {
+    /// Names of the flags that were given.
+    pub fn given(&self) -> impl Iterator<Item = &'static str> {
         [
             ("--log_rotate", self.path.is_some()),
             ("--log_rotate_max_age", self.max_age.is_some()),
@@ -126,45 +186,6 @@ impl RotationFlags {
         .into_iter()
         .filter_map(|(name, given)| given.then_some(name))
     }
-}
-
-/// Logs every flag with its value, what was left out, and what this program is.
-pub fn announce(flags: &ProxyFlags, log: &LogFlags, unknown: &[unknown::Flag]) {
-    let values = [
-        ("concurrency", flags.concurrency.to_string()),
-        ("domain", flags.domain.clone()),
-        ("log_as_json", log.as_json.to_string()),
-        ("log_caller", log.caller.clone()),
-        ("log_output_level", log.output_level.clone()),
-        ("log_stacktrace_level", log.stacktrace_level.clone()),
-        ("log_target", format!("[{}]", log.target.join(","))),
-        ("meshConfig", flags.mesh_config.display().to_string()),
-        ("outlierLogPath", flags.outlier_log_path.clone()),
-        ("profiling", flags.profiling.to_string()),
-        (
-            "proxyComponentLogLevel",
-            flags.proxy_component_log_level.clone(),
-        ),
-        ("proxyLogLevel", flags.proxy_log_level.clone()),
-        ("serviceCluster", flags.service_cluster.clone()),
-        ("stsPort", flags.sts_port.to_string()),
-        ("templateFile", flags.template_file.clone()),
-        ("tokenManagerPlugin", flags.token_manager_plugin.clone()),
-        ("vklog", log.vklog.to_string()),
-    ];
-    for (name, value) in values {
-        tracing::info!("FLAG: --{name}={value:?}");
-    }
-    for flag in unknown {
-        tracing::warn!("ignoring flag {flag}, which this agent does not have");
-    }
-    for flag in log.rotation.given() {
-        tracing::warn!("ignoring flag {flag}: this agent does not rotate log files");
-    }
-    for word in &flags.ignored {
-        tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
-    }
-    tracing::info!("Version {}", version::full());
 }
 
 fn node_type(text: &str) -> Result<NodeType, String> {
@@ -179,7 +200,40 @@ fn node_type(text: &str) -> Result<NodeType, String> {
     }
 }
 
-/// A yes or no in every spelling the environment knows too.
-pub(super) fn truth(text: &str) -> Result<bool, String> {
+/// A boolean in every spelling a variable may have.
+pub fn truth(text: &str) -> Result<bool, String> {
     bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED))
+}
+
+/// Reads the words behind `proxy`.
+#[cfg(test)]
+pub(crate) fn parse(words: &str) -> (ProxyFlags, LogFlags) {
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        proxy: ProxyFlags,
+        #[command(flatten)]
+        log: LogFlags,
+    }
+    let words = std::iter::once("proxy").chain(words.split_whitespace());
+    let line = <Line as clap::Parser>::parse_from(words);
+    (line.proxy, line.log)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn given_flags_differ_from_their_defaults() {
+        let (flags, _) = parse("router --concurrency 2 --proxyLogLevel=warning");
+        let all = flags.values().into_iter().chain([flags.node_type()]);
+        let given = all.filter(|flag| !flag.is_default());
+        let given: Vec<_> = given.map(|flag| (flag.name, flag.value)).collect();
+        let expected = [
+            ("concurrency", "2".to_owned()),
+            ("type", "router".to_owned()),
+        ];
+        assert_eq!(given, expected);
+    }
 }
