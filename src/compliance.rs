@@ -1,9 +1,7 @@
-//! What a compliance policy leaves of TLS: versions, cipher suites and key exchanges.
+//! The TLS versions, cipher suites and key exchanges a compliance policy allows.
 //!
-//! [`Policy::builder`] starts the configuration of every TLS connection whose parameters are the
-//! agent's to choose, so none can forget the policy.
-//!
-//! Does not concern probes, which meet applications as they are, nor the kind of workload keys.
+//! [`Policy::builder`] starts the configuration of every TLS connection to istiod, so none can forget
+//! the policy. Probes are exempt: they take applications as they are.
 
 use std::sync::Arc;
 
@@ -41,7 +39,7 @@ const AES_GCM_OF_TLS13: [SupportedCipherSuite; 2] = [
 ];
 
 impl Policy {
-    /// The policy of that name, if there is one.
+    /// The policy of that name; None for an unknown one.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "" => Some(Self::None),
@@ -90,7 +88,7 @@ mod tests {
     use rustls::NamedGroup::{self, X25519MLKEM768, secp256r1, secp384r1};
 
     #[test]
-    fn each_policy_leaves_its_versions_suites_and_key_exchanges() {
+    fn each_policy_allows_its_versions_suites_and_key_exchanges() {
         let table: [(&str, usize, usize, &[NamedGroup]); 3] = [
             ("fips-140-2", 1, 4, &[secp256r1]),
             ("fips-140-3", 2, 6, &[secp256r1, secp384r1]),

@@ -1,10 +1,9 @@
-//! How the program ends, as a number. Does not end it: `main` does.
+//! The exit codes of the program.
 
-/// Exit codes of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitCode {
     Success,
-    /// Any error of a command, as pilot-agent has it.
+    /// Any error of a command, as in pilot-agent.
     CommandFailed,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),

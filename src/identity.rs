@@ -1,7 +1,6 @@
-//! SPIFFE identities as Istio writes them: `spiffe://<trust domain>/ns/<namespace>/sa/<account>`.
+//! SPIFFE identities in Istio's form: `spiffe://<trust domain>/ns/<namespace>/sa/<account>`.
 //!
-//! Does not check that a namespace or account exists, nor that its name is a valid Kubernetes name:
-//! pilot-agent sends what it is given, and the certificate authority decides.
+//! Namespace and account are not checked further: as with pilot-agent, the certificate authority decides.
 
 use std::fmt;
 
@@ -53,20 +52,11 @@ impl std::str::FromStr for SpiffeId {
         let invalid = || InvalidSpiffeId {
             found: text.to_owned(),
         };
-        let mut parts = text
-            .strip_prefix("spiffe://")
-            .ok_or_else(invalid)?
-            .split('/');
-        match (
-            parts.next(),
-            parts.next(),
-            parts.next(),
-            parts.next(),
-            parts.next(),
-            parts.next(),
-        ) {
-            (Some(domain), Some("ns"), Some(namespace), Some("sa"), Some(account), None)
-                if !domain.is_empty() && !namespace.is_empty() && !account.is_empty() =>
+        let path = text.strip_prefix("spiffe://").ok_or_else(invalid)?;
+        let parts: Vec<_> = path.split('/').collect();
+        match parts[..] {
+            [domain, "ns", namespace, "sa", account]
+                if ![domain, namespace, account].contains(&"") =>
             {
                 Ok(Self::new(domain, namespace, account))
             }

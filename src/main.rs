@@ -5,12 +5,12 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, unknown, version,
-    wait,
+    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, unknown,
+    version, wait,
 };
+use istio_agent::config;
 use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{LogFlags, ProxyFlags};
-use istio_agent::config;
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::{agent, logging};
@@ -35,7 +35,11 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Config(flags)) => {
             let (text, is_usable) = show::config(&flags, &log, &Environment::of_process());
             let printed = print(&text)?;
-            Ok(if is_usable { printed } else { ExitCode::CommandFailed })
+            Ok(if is_usable {
+                printed
+            } else {
+                ExitCode::CommandFailed
+            })
         }
         Some(Command::Bootstrap(flags)) => {
             let environment = Environment::of_process();

@@ -26,7 +26,6 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, Written, platform};
-use crate::version;
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
@@ -41,6 +40,7 @@ use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::status::startup::{Milestone, Milestones};
 use crate::unix_socket::{self, BindError};
+use crate::version;
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
 use crate::xds::server::Discovery;

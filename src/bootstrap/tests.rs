@@ -16,7 +16,10 @@ use crate::config::interfaces::Interface;
 fn config(case: &Path) -> crate::config::Config {
     let read = |name: &str| fs::read_to_string(case.join("input").join(name)).expect("an input");
     let line = read("flags");
-    let words = line.trim().strip_prefix("proxy").expect("the command proxy");
+    let words = line
+        .trim()
+        .strip_prefix("proxy")
+        .expect("the command proxy");
     let (flags, log) = flags::parse(words);
     let env = read("env");
     let env: Environment = env

@@ -1,8 +1,7 @@
-//! How istiod is reached, for discovery and for certificates.
+//! The connections to istiod, for discovery and for certificates.
 //!
-//! Both share one connection unless something about them differs.
-//!
-//! Does not read certificates: their files are read at each dial, and only looked for here.
+//! Both share one connection unless their configuration differs. Certificate files are read at each
+//! dial; here they are only looked for.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,10 +11,9 @@ use http::{HeaderName, HeaderValue};
 use super::environment as variables;
 use super::{Problem, Sources};
 use crate::address;
-use crate::compliance::Policy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
-/// What gRPC clients keep between pings at the least: servers take more for an attack.
+/// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
 const LEAST_INTERVAL: Duration = Duration::from_secs(10);
 const LEAST_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -23,20 +21,20 @@ const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
 const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 
-/// The name istiod's certificate has when istiod is dialled as localhost.
+/// The name in istiod's certificate when istiod is dialled as localhost.
 const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 
-/// What discovery and certificates are asked for by different variables.
+/// The use of a connection, which has variables of its own.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// Of workloads whose certificates come from files only, or from an authority.
+    /// `has_authority` is false for workloads with certificates from files only.
     Discovery {
         has_authority: bool,
     },
     Certificates,
 }
 
-/// Google's identity token of this machine, to be kept in a file.
+/// The identity token that Google's metadata service issues, written to a file.
 #[derive(Clone, Debug)]
 pub struct GoogleToken {
     pub audience: String,
@@ -46,8 +44,8 @@ pub struct GoogleToken {
 impl Sources<'_> {
     /// The connection for discovery, and the one for certificates if there is one and it differs.
     ///
-    /// What is wrong with the latter alone is set apart if somebody else `may_serve` the workload's
-    /// secrets: nobody signs anything then.
+    /// Problems of the latter are kept apart if another process `may_serve` the workload's secrets,
+    /// because it is not used then.
     pub(super) fn control_plane(
         &mut self,
         has_authority: bool,
@@ -63,12 +61,19 @@ impl Sources<'_> {
             }
             Security::Tls(tls)
         };
-        let discovery = self.connection(address, discovery, "XDS_HEADER_");
+        let discovery = Config {
+            address,
+            security: discovery,
+            token: self.token(),
+            metadata: self.metadata("XDS_HEADER_"),
+            keepalive: self.keepalive(),
+            limits: Limits::default(),
+        };
         if !has_authority {
             return (discovery, None);
         }
         let before = self.notes.problems.len();
-        let certificates = self.certificates();
+        let certificates = self.certificates(&discovery);
         if may_serve {
             self.authority_problems = self.notes.problems.split_off(before);
         }
@@ -76,7 +81,7 @@ impl Sources<'_> {
         (discovery, differs.then_some(certificates))
     }
 
-    fn certificates(&mut self) -> Config {
+    fn certificates(&mut self, discovery: &Config) -> Config {
         let given = self.get(&variables::CA_ADDR);
         let named = !given.is_empty();
         let address = if named {
@@ -91,7 +96,7 @@ impl Sources<'_> {
                 "istiod or an authority that speaks as it does",
             );
         }
-        // An address of the mesh configuration was reported there if it is no good.
+        // The validation reports an address of ProxyConfig.
         if named && address::split(&address).is_none() {
             self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
         }
@@ -100,17 +105,11 @@ impl Sources<'_> {
         } else {
             Security::Tls(self.tls(Purpose::Certificates, &address, !named))
         };
-        self.connection(address, security, "CA_HEADER_")
-    }
-
-    fn connection(&mut self, address: String, security: Security, headers: &str) -> Config {
         Config {
             address,
             security,
-            token: self.token(),
-            metadata: self.metadata(headers),
-            keepalive: self.keepalive(),
-            limits: Limits::default(),
+            metadata: self.metadata("CA_HEADER_"),
+            ..discovery.clone()
         }
     }
 
@@ -122,7 +121,7 @@ impl Sources<'_> {
         }
     }
 
-    /// What has the token file written, if anything but the platform.
+    /// The token the agent has to write itself, if any.
     pub(super) fn token_fetcher(&mut self) -> Option<GoogleToken> {
         let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
         match kind.as_str() {
@@ -139,18 +138,6 @@ impl Sources<'_> {
         }
     }
 
-    fn policy(&mut self) -> Policy {
-        let name = self.get(&variables::COMPLIANCE_POLICY);
-        Policy::parse(&name).unwrap_or_else(|| {
-            let expected = "fips-140-2, fips-140-3 or pqc; none is in force";
-            let warning = Problem::new("COMPLIANCE_POLICY", name, expected);
-            if !self.notes.warnings.contains(&warning) {
-                self.notes.warnings.push(warning);
-            }
-            Policy::None
-        })
-    }
-
     fn keepalive(&mut self) -> Keepalive {
         let interval = self.get(&variables::GRPC_KEEPALIVE_INTERVAL);
         let timeout = self.get(&variables::GRPC_KEEPALIVE_TIMEOUT);
@@ -161,11 +148,9 @@ impl Sources<'_> {
     }
 
     fn at_least(&mut self, name: &str, found: Duration, least: Duration) -> Duration {
-        let expected = format!("at least {least:?}, which is used");
-        let warning = Problem::new(name, format!("{found:?}"), expected);
-        // A second connection reads the same settings.
-        if found < least && !self.notes.warnings.contains(&warning) {
-            self.notes.warnings.push(warning);
+        if found < least {
+            let expected = format!("at least {least:?}, which is used");
+            self.warn(name, format!("{found:?}"), expected);
         }
         found.max(least)
     }
@@ -178,10 +163,10 @@ impl Sources<'_> {
             .with_prefix(prefix)
             .map(|(name, value)| (name, value.to_owned()));
         for (name, value) in std::iter::once(("clusterid", cluster)).chain(given) {
-            // `HeaderName` folds to lower case, as HTTP/2 wants it.
+            // `HeaderName` folds to lower case, as HTTP/2 requires.
             match (name.parse::<HeaderName>(), HeaderValue::from_str(&value)) {
                 (Ok(name), Ok(mut value)) => {
-                    // It may be a credential, so it is not printed.
+                    // A header may be a credential, which is not printed.
                     value.set_sensitive(name != "clusterid");
                     metadata.push((name, value));
                 }
@@ -208,7 +193,7 @@ impl Sources<'_> {
             server_name,
             roots: self.roots(purpose),
             client: self.client_certificate(),
-            policy: self.policy(),
+            policy: self.policy,
         }
     }
 
@@ -230,8 +215,8 @@ impl Sources<'_> {
         })
     }
 
-    /// The first that applies: what the purpose's variable says, a mounted root, the root beside a
-    /// client certificate, the one named beside mounted certificates, istiod's own.
+    /// The first that applies: the purpose's variable, a mounted root, the root beside a client
+    /// certificate, the root named beside mounted certificates, istiod's own.
     fn roots(&mut self, purpose: Purpose) -> tls::Roots {
         let (name, given) = match purpose {
             Purpose::Discovery { .. } => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),

@@ -7,11 +7,11 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use super::environment::{self, Environment};
+use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::merged::Merged;
 use super::pod::Pairs;
 use super::{statsd, threads, validate};
 use crate::address;
-use super::flags::{MESH_CONFIG, ProxyFlags};
 use crate::problem::{Diagnostics, Problem};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";

@@ -14,6 +14,7 @@ use super::pod::NodeType;
 use super::{READABLE_YAML, Sources};
 use crate::bootstrap::tls::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
+use crate::compliance::Policy;
 use crate::dns::listen;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
 use crate::envoy::crash_restart::Budget;
@@ -76,7 +77,7 @@ impl Sources<'_> {
             stats: self.stats(node.exit_on_zero_connections),
             host_ip: self.get(&variables::HOST_IP),
             client_files: client_files(&node),
-            compliance_fips_140_2: self.get(&variables::COMPLIANCE_POLICY) == "fips-140-2",
+            compliance_fips_140_2: self.policy == Policy::Fips140_2,
             keep_path_fragment: !self
                 .get(&variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED),
             load_stats: self.load_stats(&node),
@@ -297,10 +298,7 @@ impl Sources<'_> {
             override_json: self.bootstrap_override(),
             concurrency: self.envoy_threads(),
             user: self.envoy_user(),
-            fips_ciphers: matches!(
-                self.get(&variables::COMPLIANCE_POLICY).as_str(),
-                "fips-140-2" | "fips-140-3"
-            ),
+            fips_ciphers: matches!(self.policy, Policy::Fips140_2 | Policy::Fips140_3),
         }
     }
 

@@ -32,7 +32,6 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use flags::{LogFlags, ProxyFlags};
 use crate::compliance::Policy;
 use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
@@ -41,6 +40,7 @@ use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
 use environment::Environment;
+use flags::{LogFlags, ProxyFlags};
 use interfaces::Interface;
 use pod::Pairs;
 pub use secret_files::{AbsentSocket, SecretSources};
@@ -123,6 +123,7 @@ struct Sources<'a> {
     /// The working directory, against which paths resolve.
     root: &'a Path,
     proxy_config: ProxyConfig,
+    policy: Policy,
     labels: Option<Pairs>,
     annotations: Pairs,
     addresses: Vec<IpAddr>,
@@ -286,11 +287,18 @@ impl<'a> Sources<'a> {
         let excluded: Vec<_> = excluded.filter(|name| !name.is_empty()).collect();
         let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
         let namespace = env.get(&environment::POD_NAMESPACE, warnings);
+        let policy = env.get(&environment::COMPLIANCE_POLICY, warnings);
+        let policy = Policy::parse(&policy).unwrap_or_else(|| {
+            let expected = "fips-140-2, fips-140-3 or pqc; none is in force";
+            warnings.push(Problem::new("COMPLIANCE_POLICY", policy, expected));
+            Policy::None
+        });
         Self {
             flags,
             env,
             root,
             proxy_config: merged.config,
+            policy,
             labels,
             addresses,
             namespace,

@@ -10,8 +10,8 @@ use super::{Problem, Sources};
 use crate::address;
 use crate::bootstrap::platform::Platform;
 use crate::bootstrap::{metadata, node};
-use crate::version::ISTIO_VERSION;
 use crate::proxy_config::TracingServiceName;
+use crate::version::ISTIO_VERSION;
 
 /// The default of `serviceCluster`, which names no workload.
 const NO_CLUSTER: &str = "istio-proxy";

@@ -148,25 +148,15 @@ fn unquote(literal: &str) -> Option<String> {
         match c {
             '"' => return None,
             '\\' => unescape(&mut chars, &mut bytes)?,
-            c => push_char(c, &mut bytes),
+            c => bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
         }
     }
     String::from_utf8(bytes).ok()
 }
 
-/// Appends the character of a `\u` or `\U` escape.
-fn push_number(code: u32, bytes: &mut Vec<u8>) -> Option<()> {
-    push_char(char::from_u32(code)?, bytes);
-    Some(())
-}
-
-fn push_char(c: char, bytes: &mut Vec<u8>) {
-    bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
-}
-
-/// What follows a backslash. `\x` and octal escapes name bytes, `\u` and `\U` characters.
+/// Appends what an escape stands for. `\x` and octal escapes name bytes, `\u` and `\U` characters.
 fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> {
-    let simple = match chars.next()? {
+    bytes.push(match chars.next()? {
         'a' => 7,
         'b' => 8,
         'f' => 12,
@@ -174,18 +164,20 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
         'r' => b'\r',
         't' => b'\t',
         'v' => 11,
-        '\\' => b'\\',
-        '"' => b'"',
+        c @ ('\\' | '"') => c as u8,
         'x' => u8::try_from(number(chars, 2, 16)?).ok()?,
-        'u' => return push_number(number(chars, 4, 16)?, bytes),
-        'U' => return push_number(number(chars, 8, 16)?, bytes),
         first @ '0'..='7' => {
             let rest = number(chars, 2, 8)?;
             u8::try_from(first.to_digit(8)? * 64 + rest).ok()?
         }
+        wide @ ('u' | 'U') => {
+            let digits = if wide == 'u' { 4 } else { 8 };
+            let c = char::from_u32(number(chars, digits, 16)?)?;
+            bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
+            return Some(());
+        }
         _ => return None,
-    };
-    bytes.push(simple);
+    });
     Some(())
 }
 

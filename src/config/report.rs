@@ -7,9 +7,9 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::environment::{Environment, Row, TABLE};
+use super::flags::{LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
 use super::{Problem, effective, load, pod_pairs};
-use super::flags::{LogFlags, ProxyFlags};
 use crate::problem::Diagnostics;
 
 /// The effective configuration and its origins.

@@ -129,14 +129,8 @@ messages! {
         enable_istio_tags: Option<bool>,
     }
 
-    Collector [] {
-        address: String,
-    }
-
-    Lightstep [] {
-        address: String,
-        access_token: Secret,
-    }
+    Collector [] { address: String, }
+    Lightstep [] { address: String, access_token: Secret, }
 
     Stackdriver [] {
         debug: bool,
@@ -145,10 +139,7 @@ messages! {
         max_number_of_message_events: Option<Int64>,
     }
 
-    OpenCensusAgent [] {
-        address: String,
-        context: Vec<TraceContext>,
-    }
+    OpenCensusAgent [] { address: String, context: Vec<TraceContext>, }
 
     CustomTag [literal environment header] {
         literal: Option<Literal>,
@@ -156,14 +147,8 @@ messages! {
         header: Option<NameAndDefault>,
     }
 
-    Literal [] {
-        value: String,
-    }
-
-    NameAndDefault [] {
-        name: String,
-        default_value: String,
-    }
+    Literal [] { value: String, }
+    NameAndDefault [] { name: String, default_value: String, }
 
     TlsSettings [] {
         mode: TlsMode,
@@ -183,11 +168,7 @@ messages! {
         tcp_keepalive: Option<TcpKeepalive>,
     }
 
-    TcpKeepalive [] {
-        probes: u32,
-        time: Option<Duration>,
-        interval: Option<Duration>,
-    }
+    TcpKeepalive [] { probes: u32, time: Option<Duration>, interval: Option<Duration>, }
 
     StatsMatcher [] {
         inclusion_prefixes: Vec<String>,
@@ -215,34 +196,12 @@ messages! {
         http_headers: Vec<HttpHeader>,
     }
 
-    HttpHeader [] {
-        name: String,
-        value: Secret,
-    }
-
-    TcpSocket [] {
-        host: String,
-        port: u32,
-    }
-
-    Exec [] {
-        command: Vec<String>,
-    }
-
-    Grpc [] {
-        port: u32,
-        service: String,
-    }
-
-    PrivateKeyProvider [cryptomb qat] {
-        cryptomb: Option<KeyOffload>,
-        qat: Option<KeyOffload>,
-    }
-
-    KeyOffload [] {
-        poll_delay: Option<Duration>,
-        fallback: Option<bool>,
-    }
+    HttpHeader [] { name: String, value: Secret, }
+    TcpSocket [] { host: String, port: u32, }
+    Exec [] { command: Vec<String>, }
+    Grpc [] { port: u32, service: String, }
+    PrivateKeyProvider [cryptomb qat] { cryptomb: Option<KeyOffload>, qat: Option<KeyOffload>, }
+    KeyOffload [] { poll_delay: Option<Duration>, fallback: Option<bool>, }
 
     ConnectionSettings [] {
         profile: Profile,
@@ -272,15 +231,8 @@ messages! {
     }
 
     ProxyProtocol [] {}
-
-    Sds [] {
-        enabled: bool,
-        k8s_sa_jwt_path: String,
-    }
-
-    Image [] {
-        image_type: String,
-    }
+    Sds [] { enabled: bool, k8s_sa_jwt_path: String, }
+    Image [] { image_type: String, }
 
     ProxyHeaders [] {
         forwarded_client_cert: ForwardClientCertDetails,
@@ -303,22 +255,10 @@ messages! {
         uri: Option<bool>,
     }
 
-    Disabled [] {
-        disabled: Option<bool>,
-    }
-
-    Enabled [] {
-        enabled: Option<bool>,
-    }
-
-    ServerHeader [] {
-        disabled: Option<bool>,
-        value: String,
-    }
-
-    ExchangeHeaders [] {
-        mode: ExchangeMode,
-    }
+    Disabled [] { disabled: Option<bool>, }
+    Enabled [] { enabled: Option<bool>, }
+    ServerHeader [] { disabled: Option<bool>, value: String, }
+    ExchangeHeaders [] { mode: ExchangeMode, }
 }
 
 enumerations! {
@@ -328,17 +268,8 @@ enumerations! {
         CanonicalNameAndNamespace = 2 "CANONICAL_NAME_AND_NAMESPACE",
     }
 
-    AuthenticationPolicy {
-        None = 0 "NONE",
-        MutualTls = 1 "MUTUAL_TLS",
-        Inherit = 1000 "INHERIT",
-    }
-
-    InterceptionMode {
-        Redirect = 0 "REDIRECT",
-        Tproxy = 1 "TPROXY",
-        None = 2 "NONE",
-    }
+    AuthenticationPolicy { None = 0 "NONE", MutualTls = 1 "MUTUAL_TLS", Inherit = 1000 "INHERIT", }
+    InterceptionMode { Redirect = 0 "REDIRECT", Tproxy = 1 "TPROXY", None = 2 "NONE", }
 
     TraceContext {
         Unspecified = 0 "UNSPECIFIED",
@@ -355,10 +286,7 @@ enumerations! {
         IstioMutual = 3 "ISTIO_MUTUAL",
     }
 
-    Profile {
-        Sidecar = 0 "SIDECAR",
-        Edge = 1 "EDGE",
-    }
+    Profile { Sidecar = 0 "SIDECAR", Edge = 1 "EDGE", }
 
     UnderscoresAction {
         Unspecified = 0 "HEADERS_WITH_UNDERSCORES_UNSPECIFIED",
@@ -384,8 +312,5 @@ enumerations! {
         AlwaysForwardOnly = 5 "ALWAYS_FORWARD_ONLY",
     }
 
-    ExchangeMode {
-        Undefined = 0 "UNDEFINED",
-        InMesh = 1 "IN_MESH",
-    }
+    ExchangeMode { Undefined = 0 "UNDEFINED", InMesh = 1 "IN_MESH", }
 }

@@ -6,8 +6,6 @@
 pub mod field;
 mod messages;
 mod scalar;
-#[cfg(test)]
-pub(crate) mod tests;
 pub mod yaml;
 
 use std::time::Duration;
@@ -78,3 +76,6 @@ pub(crate) fn from_json<M: Message>(json: &Value) -> M {
     assert_eq!(diagnostics.problems, [], "{json}");
     message
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

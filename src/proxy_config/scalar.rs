@@ -64,21 +64,33 @@ impl<E: Enumeration> Scalar for E {
     }
 }
 
-impl Scalar for String {
-    fn expected() -> String {
-        "a string".to_owned()
-    }
+/// Declares scalars: the expected form, how it is read, and how it is written.
+macro_rules! scalars {
+    ($($type:ty: $expected:expr, |$tree:ident| $parse:expr, |$value:ident| $json:expr;)*) => {$(
+        impl Scalar for $type {
+            fn expected() -> String {
+                $expected.to_owned()
+            }
 
-    fn parse(tree: &Tree) -> Option<Self> {
-        match tree {
-            Tree::Text(text) => Some(text.clone()),
-            _ => None,
+            fn parse($tree: &Tree) -> Option<Self> {
+                $parse
+            }
+
+            fn json(&self, _: Secrets) -> Value {
+                let $value = self;
+                json!($json)
+            }
         }
-    }
+    )*};
+}
 
-    fn json(&self, _: Secrets) -> Value {
-        json!(self)
-    }
+scalars! {
+    String: "a string", |tree| text(tree).map(str::to_owned), |value| value;
+    bool: "true or false", |tree| boolean(tree), |value| value;
+    u32: "a whole number from 0 to 4294967295", |tree| integer(tree)?.try_into().ok(), |value| value;
+    i32: "a whole number from -2147483648 to 2147483647", |tree| integer(tree)?.try_into().ok(), |value| value;
+    Int64: "a whole number", |tree| integer(tree).map(Int64), |value| value.0.to_string();
+    Duration: "a duration such as 45s or 1m30s", |tree| duration::parse(text(tree)?), |value| duration::seconds(*value);
 }
 
 impl Scalar for Secret {
@@ -100,57 +112,6 @@ impl Scalar for Secret {
     }
 }
 
-impl Scalar for bool {
-    fn expected() -> String {
-        "true or false".to_owned()
-    }
-
-    fn parse(tree: &Tree) -> Option<Self> {
-        match tree {
-            Tree::Bool(value) => Some(*value),
-            _ => None,
-        }
-    }
-
-    fn json(&self, _: Secrets) -> Value {
-        json!(self)
-    }
-}
-
-macro_rules! integers {
-    ($($integer:ty),*) => {$(
-        impl Scalar for $integer {
-            fn expected() -> String {
-                format!("a whole number from {} to {}", Self::MIN, Self::MAX)
-            }
-
-            fn parse(tree: &Tree) -> Option<Self> {
-                integer(tree)?.try_into().ok()
-            }
-
-            fn json(&self, _: Secrets) -> Value {
-                json!(self)
-            }
-        }
-    )*};
-}
-
-integers!(u32, i32);
-
-impl Scalar for Int64 {
-    fn expected() -> String {
-        "a whole number".to_owned()
-    }
-
-    fn parse(tree: &Tree) -> Option<Self> {
-        integer(tree).map(Self)
-    }
-
-    fn json(&self, _: Secrets) -> Value {
-        json!(self.0.to_string())
-    }
-}
-
 impl Scalar for f64 {
     fn expected() -> String {
         "a number".to_owned()
@@ -159,36 +120,28 @@ impl Scalar for f64 {
     fn parse(tree: &Tree) -> Option<Self> {
         let number: Self = match tree {
             Tree::Number(number) => number.as_f64()?,
-            Tree::Text(text) => text.parse().ok()?,
-            _ => return None,
+            _ => text(tree)?.parse().ok()?,
         };
         number.is_finite().then_some(number)
     }
 
     /// Without a fraction if it has none.
     fn json(&self, _: Secrets) -> Value {
-        match whole(*self) {
-            Some(integer) => json!(integer),
-            None => json!(self),
-        }
+        whole(*self).map_or_else(|| json!(self), Value::from)
     }
 }
 
-/// In Go's syntax; written in seconds.
-impl Scalar for Duration {
-    fn expected() -> String {
-        "a duration such as 45s or 1m30s".to_owned()
+fn text(tree: &Tree) -> Option<&str> {
+    match tree {
+        Tree::Text(text) => Some(text),
+        _ => None,
     }
+}
 
-    fn parse(tree: &Tree) -> Option<Self> {
-        match tree {
-            Tree::Text(text) => duration::parse(text),
-            _ => None,
-        }
-    }
-
-    fn json(&self, _: Secrets) -> Value {
-        json!(duration::seconds(*self))
+fn boolean(tree: &Tree) -> Option<bool> {
+    match tree {
+        Tree::Bool(value) => Some(*value),
+        _ => None,
     }
 }
 

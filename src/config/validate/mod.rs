@@ -3,8 +3,11 @@
 
 use std::fmt::Display;
 
+use serde_json::Value;
+
 use super::merged::Merged;
 use crate::problem::Diagnostics;
+use crate::proxy_config::field::{Message, Secrets};
 use crate::proxy_config::{
     AuthenticationPolicy, ConnectionSettings, Enumeration, KeyOffload, ProxyConfig, RemoteService,
     TlsMode, TlsSettings, Tracing,
@@ -12,6 +15,17 @@ use crate::proxy_config::{
 use crate::{address, duration};
 
 const NOT_EMPTY: &str = "a string that is not empty";
+
+/// The least values of members of `connectionSettings`. HTTP/2 has a least size of windows.
+const LEAST: [(&str, i64); 7] = [
+    ("listenerPerConnectionBufferLimitBytes", 0),
+    ("clusterPerConnectionBufferLimitBytes", 0),
+    ("httpMaxConcurrentStreams", 1),
+    ("listenerConnectionLimit", 1),
+    ("globalDownstreamConnectionLimit", 1),
+    ("http2InitialStreamWindowSize", 65_535),
+    ("http2InitialConnectionWindowSize", 65_535),
+];
 
 /// Reports values that cannot be used, and warns of outdated ones.
 pub(super) fn check(merged: &Merged, notes: &mut Diagnostics) {
@@ -66,7 +80,7 @@ impl Rules<'_> {
             policy.name(),
             "NONE or MUTUAL_TLS",
         );
-        self.at_least("concurrency", config.concurrency, 0);
+        self.at_least("concurrency", config.concurrency.map(i64::from), 0);
     }
 
     fn ports(&mut self, config: &ProxyConfig) {
@@ -163,50 +177,15 @@ impl Rules<'_> {
         }
     }
 
-    /// HTTP/2 has a least size for windows.
     fn connections(&mut self, settings: &ConnectionSettings) {
-        for (name, value, least) in [
-            (
-                "listenerPerConnectionBufferLimitBytes",
-                settings.listener_per_connection_buffer_limit_bytes,
-                0,
-            ),
-            (
-                "clusterPerConnectionBufferLimitBytes",
-                settings.cluster_per_connection_buffer_limit_bytes,
-                0,
-            ),
-            (
-                "httpMaxConcurrentStreams",
-                settings.http_max_concurrent_streams,
-                1,
-            ),
-            (
-                "listenerConnectionLimit",
-                settings.listener_connection_limit,
-                1,
-            ),
-            (
-                "globalDownstreamConnectionLimit",
-                settings.global_downstream_connection_limit,
-                1,
-            ),
-            (
-                "http2InitialStreamWindowSize",
-                settings.http2_initial_stream_window_size,
-                65_535,
-            ),
-            (
-                "http2InitialConnectionWindowSize",
-                settings.http2_initial_connection_window_size,
-                65_535,
-            ),
-        ] {
+        let settings = settings.members(Secrets::Shown);
+        for (name, least) in LEAST {
+            let value = settings.get(name).and_then(Value::as_i64);
             self.at_least(&format!("connectionSettings.{name}"), value, least);
         }
     }
 
-    fn at_least(&mut self, path: &str, value: Option<i32>, least: i32) {
+    fn at_least(&mut self, path: &str, value: Option<i64>, least: i64) {
         if let Some(value) = value {
             let expected = format!("a whole number, {least} or more");
             self.expect(value >= least, path, value, &expected);

@@ -13,13 +13,13 @@ use serde::Serialize;
 
 use super::Sources;
 use super::startup::Reached;
-use crate::version;
 use crate::clock::{Clock, rfc3339};
 use crate::envoy::handle::Report;
 use crate::istiod::status::Status;
 use crate::logging;
 use crate::secrets::Secrets;
 use crate::secrets::observe::Snapshot as Certificates;
+use crate::version;
 use crate::xds::observe::Snapshot as Discovery;
 
 #[derive(Debug, Serialize)]
