@@ -32,3 +32,21 @@ pub fn publish(registry: &Registry) {
 pub fn full() -> String {
     format!("{ISTIO_VERSION}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_build_is_a_metric() {
+        let registry = Registry::default();
+        publish(&registry);
+        let page = registry.render();
+        let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"{ISTIO_VERSION}\"");
+        assert!(
+            page.contains(&format!("istio_agent_build_info{{{labels},")),
+            "{page}"
+        );
+        assert!(page.ends_with("} 1\n"), "{page}");
+    }
+}

@@ -1,9 +1,5 @@
-//! Commands of pilot-agent that this agent does not have, by name.
-//!
-//! They take any words, so that whoever calls them reads what to use instead and not which flag is
-//! unknown.
-//!
-//! Does not do what they are for.
+//! Commands of pilot-agent that are missing here. They accept any arguments, so that the error says what
+//! to use instead.
 
 use clap::Args;
 

@@ -1,8 +1,6 @@
 //! The `completion` command.
 //!
 //! The script is made from the same definition the command line is read by.
-//!
-//! Does not install the script.
 
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;

@@ -1,4 +1,4 @@
-//! Starts from what Istio's injection templates hand over: whole environments, whole command lines.
+//! Starts with the environments and command lines of Istio's injection templates.
 
 use std::fs;
 
@@ -125,7 +125,7 @@ fn a_sidecar_starts_without_a_warning() {
 }
 
 #[test]
-fn what_a_sidecar_may_be_given_beside_is_warned_of_by_name() {
+fn optional_settings_of_a_sidecar_are_accepted() {
     let start = sidecar()
         .with(&[
             ("REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION", "true"),

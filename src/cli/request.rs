@@ -5,8 +5,6 @@
 //!
 //! Ports other than Istio's own are refused, but for the status port this pod has chosen: a native
 //! sidecar is drained over it by this command.
-//!
-//! Does not reach other hosts or other ports.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -168,9 +166,9 @@ mod tests {
 
     #[tokio::test]
     async fn the_status_port_of_the_pod_is_not_refused() {
-        // Port 1 is reserved; nobody listens.
+        // Port 1 is reserved; there is no listener.
         let answer = run(&flags(1, "drain"), || Some(1), &mut Vec::new()).await;
-        let error = answer.expect_err("nobody listens");
+        let error = answer.expect_err("there is no listener");
         assert!(!matches!(error, Error::Port { .. }), "{error}");
     }
 

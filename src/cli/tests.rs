@@ -35,7 +35,7 @@ fn understands_what_the_injector_passes() {
 }
 
 #[test]
-fn an_unknown_flag_of_proxy_is_reported_and_never_costs_the_type() {
+fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
     for (line, named) in [
         ("pilot-agent proxy --old router", "--old"),
         ("pilot-agent proxy router --old", "--old"),
@@ -139,7 +139,7 @@ fn flags_of_older_releases_still_start_the_agent() {
 }
 
 #[test]
-fn help_is_there_for_the_program_and_each_command() {
+fn the_program_and_each_command_have_help() {
     for line in [
         "pilot-agent --help",
         "pilot-agent help",
@@ -163,7 +163,7 @@ fn help_is_there_for_the_program_and_each_command() {
 }
 
 #[test]
-fn absent_commands_take_whatever_they_are_given() {
+fn missing_commands_accept_any_arguments() {
     for line in [
         "pilot-agent istio-iptables -p 15001 -z 15006 -x  -b * --run-validation --log_as_json",
         "pilot-agent istio-iptables --cleanup-only proxy",

@@ -1,10 +1,8 @@
-//! Flags that this agent does not have, where pilot-agent lets them pass: `proxy`, and no command.
+//! Takes unknown flags out of a command line where pilot-agent accepts them: of `proxy`, and without a
+//! command.
 //!
-//! They are taken out before `clap` sees the line. An unknown flag takes the word behind it along,
-//! as its value, unless that word is a flag, a command or a node type: `proxy --old router` is a
-//! router.
-//!
-//! Does not judge the values of flags it knows.
+//! The word after an unknown flag is taken as its value, unless it is a flag, a command or a node type:
+//! `proxy --old router` is a router.
 
 use std::fmt;
 

@@ -116,17 +116,4 @@ mod tests {
             format!("client version: {ISTIO_VERSION}")
         );
     }
-
-    #[test]
-    fn the_page_of_metrics_says_what_was_built() {
-        let registry = Registry::default();
-        publish(&registry);
-        let page = registry.render();
-        let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"{ISTIO_VERSION}\"");
-        assert!(
-            page.contains(&format!("istio_agent_build_info{{{labels},")),
-            "{page}"
-        );
-        assert!(page.ends_with("} 1\n"), "{page}");
-    }
 }

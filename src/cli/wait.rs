@@ -3,7 +3,7 @@
 //! Asks at once, and on this machine far more often than the period, which stays the longest pause:
 //! a pod's other containers start that much earlier. The pause is a tenth of the time waited so far.
 //!
-//! Does not know what readiness means: status 200 does.
+//! Status 200 means ready.
 
 use std::time::Duration;
 
@@ -122,7 +122,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn gives_up_in_time_with_the_last_error() {
-        // Port 1 is reserved; nobody listens.
+        // Port 1 is reserved; there is no listener.
         let flags = flags("http://127.0.0.1:1/".into());
         let started = Instant::now();
         let error = run(&flags).await.expect_err("never ready").to_string();

@@ -116,13 +116,13 @@ impl Sources<'_> {
     fn token(&mut self) -> token::Source {
         match self.get(&variables::CREDENTIAL_FETCHER_TYPE).as_str() {
             "Mock" => token::Source::Mock,
-            // Google's is fetched into the file.
+            // The agent writes Google's token to the file.
             _ => token::Source::File(TOKEN.into()),
         }
     }
 
     /// The token the agent has to write itself, if any.
-    pub(super) fn token_fetcher(&mut self) -> Option<GoogleToken> {
+    pub(super) fn google_token(&mut self) -> Option<GoogleToken> {
         let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
         match kind.as_str() {
             "" | "JWT" | "Mock" => None,

@@ -1,9 +1,8 @@
-//! Whether and how the pod's DNS is answered.
+//! The configuration of the agent's DNS.
 //!
-//! The addresses follow from the families of the pod's resolvers, and short names from its
-//! namespace, domain and first search domain, so resolv.conf is read here once.
-//!
-//! Does not follow later changes of resolv.conf; whoever asks the resolvers does.
+//! The listen addresses follow from the families of the pod's resolvers, and short names from its
+//! namespace, domain and first search domain, so resolv.conf is read here once. The forwarder follows
+//! its later changes.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -15,10 +14,10 @@ use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, Scope, listen};
 
-/// Where a machine keeps its resolvers while its own resolv.conf names the agent.
+/// The copy of a machine's resolv.conf while the original names the agent.
 const ORIGINAL: &str = "/var/lib/istio/resolv.conf";
 
-/// How DNS is answered, and how others are asked.
+/// The DNS server and its forwarder.
 #[derive(Clone, Debug)]
 pub struct DnsParameters {
     pub server: dns::Config,
@@ -82,7 +81,7 @@ impl Sources<'_> {
         self.root.join(path)
     }
 
-    /// Without resolvers the names of the mesh are answered all the same.
+    /// Without resolvers, names of the mesh are still answered.
     fn resolv_conf(&mut self, path: &Path) -> ResolvConf {
         ResolvConf::read(path).unwrap_or_else(|error| {
             let expected = "resolvers, answering names of the mesh only";
@@ -92,7 +91,7 @@ impl Sources<'_> {
     }
 }
 
-/// Of this machine. Where they cannot be listed, what was said is used as it is.
+/// The addresses of this machine; empty if they cannot be listed.
 fn own_addresses() -> Vec<IpAddr> {
     let found = interfaces::of_this_machine().unwrap_or_default();
     let mut addresses: Vec<_> = found.into_iter().map(|own| own.address).collect();

@@ -1,7 +1,5 @@
-//! What Envoy is told: its bootstrap and its command line. And the two files' worth beside it: the
-//! bootstrap of gRPC applications, and where to ask which cloud this is.
-//!
-//! Does not write or start anything.
+//! The configuration of the bootstrap, of Envoy and its command line, of the bootstrap for gRPC
+//! applications, and of the cloud platform.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -25,23 +23,23 @@ use crate::{duration, envoy};
 
 /// Longest wait for an answer of Envoy's admin port.
 const ADMIN_CALL: Duration = Duration::from_secs(2);
-/// Envoy ends within milliseconds of being asked to, unless it is stuck.
+/// The wait after `quitquitquit`: Envoy exits within milliseconds unless it hangs.
 const QUIT: Duration = Duration::from_secs(2);
-/// The same of SIGTERM and SIGKILL.
+/// The waits after SIGTERM and SIGKILL.
 const TERMINATE: Duration = Duration::from_secs(5);
 const KILL: Duration = Duration::from_secs(5);
-/// An Envoy that cannot start ends within milliseconds, too.
+/// An Envoy that exits within this time could not start.
 const EARLY: Duration = Duration::from_secs(1);
-/// Envoy itself waits up to 30 s for its configuration, where it does not wait for ever.
+/// The limit for a new Envoy to become live. Most of its own waits for configuration end after 30 s.
 const NEXT_LIVE: Duration = Duration::from_secs(45);
-/// A name server may take a while, and so may an Envoy on a busy machine.
+/// The limit for the validation of a bootstrap, which may resolve names.
 const CHECK: Duration = Duration::from_secs(15);
-/// The user whose traffic is captured nowhere, and its group.
+/// The user and group exempt from traffic capture.
 const UNCAPTURED: u32 = 1337;
-/// What is left of a pod's grace period for the end itself when the wait for connections is over.
+/// The part of a pod's grace period kept for the shutdown after the wait for connections.
 const RESERVE: Duration = Duration::from_secs(5);
 
-/// The grace period of a pod that says nothing about it, in Kubernetes.
+/// The default grace period in Kubernetes.
 const USUAL_GRACE: Duration = Duration::from_secs(30);
 
 impl Sources<'_> {
@@ -85,7 +83,7 @@ impl Sources<'_> {
         }
     }
 
-    /// Peers are found over changes only.
+    /// Peer metadata discovery needs delta xDS.
     fn metadata_discovery(&mut self, node: &node::Node, delta: bool, waypoint: bool) -> bool {
         let wanted = node.metadata_discovery || waypoint;
         if wanted && !delta {
@@ -109,7 +107,7 @@ impl Sources<'_> {
         parsed
     }
 
-    /// Where the bootstrap of gRPC applications goes.
+    /// The bootstrap of gRPC applications; None when it is switched off.
     pub(super) fn grpc(&mut self, xds_socket: &Path) -> Option<grpc::Config> {
         let path = self.get(&variables::GRPC_XDS_BOOTSTRAP);
         let certificates = self.get(&variables::OUTPUT_CERTS);
@@ -122,7 +120,7 @@ impl Sources<'_> {
         })
     }
 
-    /// The cloud to ask where this is.
+    /// How to find the cloud platform.
     pub(super) fn platform(&mut self) -> platform::Config {
         let choice = self.get(&variables::CLOUD_PLATFORM);
         let known = self.get(&variables::GCP_METADATA);
@@ -190,7 +188,7 @@ impl Sources<'_> {
         })
     }
 
-    /// Files Envoy is started from.
+    /// The files Envoy is started from.
     pub(super) fn inputs(&mut self) -> Vec<PathBuf> {
         let overriding = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
         let pod = Path::new("./etc/istio/pod");
@@ -201,7 +199,7 @@ impl Sources<'_> {
             PathBuf::from(&self.proxy_config.custom_config_file),
             overriding.into(),
         ];
-        // A program without a path is found elsewhere.
+        // A program without a directory is found by PATH.
         let named = named.into_iter().filter(|path| {
             let is_program = *path == Path::new(&self.proxy_config.binary_path);
             !is_program || path.components().count() > 1
@@ -220,7 +218,7 @@ impl Sources<'_> {
         }
     }
 
-    /// The longest a drain may take that ends with the last connection.
+    /// The longest drain that ends with the last connection.
     fn drain_ceiling(&mut self) -> Duration {
         let ceiling = self.get(&variables::ISTIO_AGENT_DRAIN_CEILING);
         match self.until_the_reserve() {
@@ -229,7 +227,7 @@ impl Sources<'_> {
         }
     }
 
-    /// The pod's grace period less what the end itself takes, where it is known.
+    /// The pod's grace period, if known, less the reserve for the shutdown.
     fn until_the_reserve(&mut self) -> Option<Duration> {
         let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
         let grace = Duration::from_secs(grace.into());
@@ -237,7 +235,7 @@ impl Sources<'_> {
         Some(time).filter(|time| !time.is_zero())
     }
 
-    /// How long requests may outlast a drain for a time.
+    /// How long requests may outlast a drain of fixed length.
     fn outlast(&mut self) -> Duration {
         let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
         let is_set = self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS);
@@ -250,7 +248,7 @@ impl Sources<'_> {
         }
     }
 
-    /// What Envoy has to keep statistics of, so that requests can outlast the drain.
+    /// The statistics Envoy must keep for requests to outlast the drain.
     pub(super) fn statistics_of_requests(&mut self, until_idle: bool) -> Vec<String> {
         if until_idle || self.outlast().is_zero() || self.get(&variables::DISABLE_ENVOY) {
             return Vec::new();
@@ -308,8 +306,8 @@ impl Sources<'_> {
         threads.filter(|threads| *threads != 0)
     }
 
-    /// An agent that is root to stand in for the machine's resolver runs Envoy as the user whose
-    /// traffic is not captured; otherwise Envoy's own lookups would come back.
+    /// An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt from
+    /// traffic capture, so that Envoy's own lookups are not captured.
     fn envoy_user(&mut self) -> Option<u32> {
         let stands_in = listen::stands_in(&self.get(&variables::DNS_PROXY_ADDR));
         let is_root = rustix::process::getuid().is_root();
@@ -342,7 +340,7 @@ impl Sources<'_> {
     }
 }
 
-/// Ports of Envoy's own listeners. The one of the admin port has no port in its name.
+/// Ports of Envoy's own listeners, except the admin port.
 fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     let always = [bootstrap.health_port, bootstrap.prometheus_port];
     let secure = [

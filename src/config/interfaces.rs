@@ -1,13 +1,9 @@
-//! The network interfaces of this machine.
-//!
-//! Those that are up, by their index, with addresses others can reach.
-//!
-//! Does not wait for addresses to appear.
+//! The network interfaces of this machine that are up, by index, with their reachable addresses.
 
 use std::io;
 use std::net::IpAddr;
 
-/// An address of an interface; one with several is listed as often.
+/// An address of an interface. An interface with several addresses is listed several times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
     pub name: String,
@@ -40,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_addresses_others_can_reach_count() {
+    fn only_reachable_addresses_count() {
         for (address, reachable) in [
             ("10.0.0.1", true),
             ("fd00::1", true),
@@ -56,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_asked() {
+    fn interfaces_of_this_machine_are_listed() {
         let interfaces = of_this_machine().expect("interfaces");
         assert!(
             interfaces

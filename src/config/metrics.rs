@@ -1,8 +1,4 @@
-//! Which metrics are merged into one page.
-//!
-//! The application's are a sidecar's matter; gateways have none.
-//!
-//! Does not ask for any.
+//! The sources of merged metrics. Only sidecars have an application to scrape.
 
 use super::Sources;
 use super::environment as variables;
@@ -11,7 +7,7 @@ use crate::scrape::targets::{self, Target};
 use crate::{bootstrap, scrape};
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
-/// The status port of an agent that has none configured.
+/// The status port of an agent without a configured one.
 const DEFAULT_PORT: u16 = 15020;
 
 impl Sources<'_> {
@@ -59,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_nobody_could_scrape_are_a_problem() {
+    fn targets_that_cannot_be_scraped_are_a_problem() {
         for json in ["", "{", r#"{"port":"15020"}"#, r#"{"port":"15099"}"#] {
             let machine = machine(&[
                 ("ISTIO_PROMETHEUS_ANNOTATIONS", json),

@@ -54,41 +54,41 @@ pub struct Config {
     pub ca_istiod: Option<istiod::Config>,
     pub secrets: SecretsParameters,
     pub secret_sources: SecretSources,
-    /// Google's token, where that is what istiod knows us by.
+    /// The identity token of Google, where istiod authenticates the agent by one.
     pub google_token: Option<GoogleToken>,
     /// Whether the agent may dump core.
     pub may_dump_core: bool,
-    /// Where Envoy asks for discovery.
+    /// The socket on which Envoy requests discovery.
     pub xds_socket: PathBuf,
-    /// Largest message taken from Envoy.
+    /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
-    /// Where Envoy asks for secrets.
+    /// The socket on which Envoy requests secrets.
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
-    /// Whether Envoy starts from a bootstrap that is not ours, which is neither written nor removed.
+    /// Whether Envoy starts from a custom bootstrap, which the agent neither writes nor removes.
     pub has_custom_bootstrap: bool,
     /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
-    /// What the merged page of metrics consists of.
+    /// The sources of merged metrics.
     pub scrape: scrape::Config,
-    /// None where no DNS is answered.
+    /// None without DNS.
     pub dns: Option<DnsParameters>,
-    /// Files the bootstrap and Envoy itself come from, which may change.
+    /// The files that the bootstrap and Envoy depend on.
     pub inputs: Vec<PathBuf>,
-    /// The cloud to ask where this is.
+    /// How to find the cloud platform.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     /// None when there is no status port.
     pub status: Option<crate::status::Config>,
-    /// Only logged: there is one kind of token.
+    /// For the log: there is one kind of token.
     pub jwt_policy: String,
-    /// What keeps certificates from being signed, if that is to be done at all: somebody else may
-    /// serve the workload's.
+    /// Problems with the certificate authority. They matter unless another process serves the
+    /// workload's secrets.
     pub authority_problems: Vec<Problem>,
-    /// What was found odd and replaced by a default.
+    /// Settings that were left out or replaced by a default.
     pub warnings: Vec<Problem>,
 }
 
@@ -142,8 +142,8 @@ pub fn load(
     load_with(flags, log, env, root, interfaces::of_this_machine())
 }
 
-/// The status port of an agent that runs in `root`, for commands beside it. Problems of the
-/// configuration are for that agent to report.
+/// The status port of the agent that runs in `root`. That agent reports problems of its
+/// configuration.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
     let annotations = pod_pairs(root, "annotations", &mut Diagnostics::default());
     effective::status_port(env, root, &annotations.unwrap_or_default())
@@ -165,51 +165,47 @@ pub(crate) fn load_with(
         secret_sources.absent_socket != AbsentSocket::Serve || root.join(&sds_socket).exists();
     let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority(), may_serve);
     let secrets = sources.secrets();
-    let google_token = sources.token_fetcher();
-    let may_dump_core = sources.get(&environment::ISTIO_AGENT_CORE_DUMP);
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
-    let envoy = sources.envoy(&bootstrap);
     let grpc = sources.grpc(&xds_socket);
-    let status = sources.status(grpc.as_ref().map(|grpc| grpc.path.clone()));
-    let scrape = sources.scrape(&bootstrap);
-    let platform = sources.platform();
-    let dns = sources.dns();
-    let inputs = sources.inputs();
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
-    let cluster_id = sources.get(&environment::ISTIO_META_CLUSTER_ID);
-    let jwt_policy = sources.get(&environment::JWT_POLICY);
-    if !sources.notes.problems.is_empty() {
-        return Err([sources.notes.problems, sources.authority_problems].concat());
-    }
-    Ok(Config {
+    let config = Config {
         istiod,
         ca_istiod,
         secrets,
         secret_sources,
-        google_token,
-        may_dump_core,
+        google_token: sources.google_token(),
+        may_dump_core: sources.get(&environment::ISTIO_AGENT_CORE_DUMP),
         xds_socket,
-        // Larger than any address space is as good as no limit.
-        max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
         sds_socket,
-        bootstrap,
+        // More than the address space is the same as no limit.
+        max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
+        envoy: sources.envoy(&bootstrap),
         has_custom_bootstrap: !sources.proxy_config.custom_config_file.is_empty(),
+        status: sources.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
         grpc,
-        scrape,
-        inputs,
-        platform,
-        dns,
-        envoy,
-        status,
-        jwt_policy,
-        cluster_id,
-        authority_problems: sources.authority_problems,
-        warnings: sources.notes.warnings,
+        scrape: sources.scrape(&bootstrap),
+        bootstrap,
+        platform: sources.platform(),
+        dns: sources.dns(),
+        inputs: sources.inputs(),
+        jwt_policy: sources.get(&environment::JWT_POLICY),
+        cluster_id: sources.get(&environment::ISTIO_META_CLUSTER_ID),
+        authority_problems: Vec::new(),
+        warnings: Vec::new(),
+    };
+    let (notes, authority_problems) = (sources.notes, sources.authority_problems);
+    if !notes.problems.is_empty() {
+        return Err([notes.problems, authority_problems].concat());
+    }
+    Ok(Config {
+        authority_problems,
+        warnings: notes.warnings,
+        ..config
     })
 }
 
 impl Config {
-    /// Logs what an operator looks for first.
+    /// Logs warnings, the node and the effective configuration, in pilot-agent's words.
     pub fn announce(&self) {
         for warning in &self.warnings {
             tracing::warn!("{warning}");

@@ -12,11 +12,13 @@ use super::merged::DEFAULT;
 use super::{Problem, effective, load, pod_pairs};
 use crate::problem::Diagnostics;
 
+/// Name, value and origin.
+type Setting = (String, Value, String);
+
 /// The effective configuration and its origins.
 #[derive(Debug)]
 pub struct Report {
-    /// Settings by section: the name, the value and its origin.
-    sections: [(&'static str, Vec<(String, Value, String)>); 3],
+    sections: [(&'static str, Vec<Setting>); 3],
     warnings: Vec<Problem>,
     problems: Vec<Problem>,
 }
@@ -56,7 +58,7 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
     }
 }
 
-fn variable(row: &Row, env: &Environment) -> (String, Value, String) {
+fn variable(row: &Row, env: &Environment) -> Setting {
     let (value, origin) = match env.text(row.name) {
         None => (row.default, DEFAULT),
         // The headers of probes may hold credentials.

@@ -1,10 +1,9 @@
-//! Where secrets come from: an authority, files, or somebody else's socket; and who may have them.
+//! The sources of secrets: a certificate authority, files, or another process's socket; and the users
+//! that may read them.
 //!
-//! What decides is looked for once: which files exist at the start. The first that applies counts:
-//! Google's mounted certificates if asked for, those of another provider where all three exist, the
-//! legacy ones if asked for. Otherwise there is an authority, and legacy files go before it.
-//!
-//! Does not read certificates, and does not look at sockets.
+//! The files present at the start decide. The first that applies counts: Google's mounted certificates
+//! if requested, a complete set of another provider's mounted certificates, the legacy files if
+//! requested. Otherwise there is an authority, and legacy files take precedence over it.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,25 +15,25 @@ use crate::sds::Style;
 use crate::sds::provider::{Kind, Provider};
 use crate::secrets::files;
 
-/// Where secrets come from.
+/// The sources of secrets and the access to them.
 #[derive(Clone, Debug)]
 pub struct SecretSources {
     pub files: files::Config,
-    /// What Envoy is told beside keys and roots.
+    /// Additions to keys and roots.
     pub style: Style,
     pub absent_socket: AbsentSocket,
-    /// Who may ask for secrets beside root and the agent's own user; None is everybody.
+    /// Users that may read secrets, besides root and the agent's own; None is every user.
     pub users: Option<BTreeSet<u32>>,
 }
 
-/// What to do when nobody else serves the workload's socket at the start.
+/// What to do when no other process serves the workload's socket at the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AbsentSocket {
-    /// Somebody else will serve it: wait.
+    /// Wait for another process to serve it.
     Wait,
     /// Serve it.
     Serve,
-    /// Do not start.
+    /// Refuse to start.
     Fail,
 }
 
@@ -46,10 +45,10 @@ const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
 const GOOGLE_NAMES: [&str; 3] = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
 const GOOGLE: &str = "GkeWorkloadCertificate";
 
-/// The revocation list of an authority of one's own.
+/// The revocation list of a plugged-in certificate authority.
 const REVOCATIONS: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
 
-/// The name of the socket that the agent serves itself when nobody else does.
+/// The name of the socket that the agent serves itself unless another process does.
 const OWN_SOCKET: &str = "socket";
 
 impl SecretSources {
@@ -91,7 +90,7 @@ impl Sources<'_> {
         if self.missing(MOUNTED, NAMES).is_empty() {
             return Some(workload_files(MOUNTED, NAMES, true));
         }
-        // What the agent writes itself is no source.
+        // Files the agent writes itself are not a source.
         let output = PathBuf::from(self.get(&variables::OUTPUT_CERTS));
         let absolute = |path: &Path| std::path::absolute(path).ok();
         let canonical = |path: &Path| std::fs::canonicalize(path).ok();
@@ -185,7 +184,7 @@ fn workload_files(directory: &str, names: [&str; 3], is_only_source: bool) -> fi
     }
 }
 
-/// One that may come, where there is none.
+/// The first bundle if none exists yet.
 fn system_roots() -> PathBuf {
     let found = SYSTEM_BUNDLES.iter().find(|path| Path::new(path).is_file());
     found.unwrap_or(&SYSTEM_BUNDLES[0]).into()

@@ -1,4 +1,4 @@
-//! The configuration from whole sets of sources.
+//! Configurations read from complete sets of inputs.
 
 use std::fs;
 use std::time::Duration;
@@ -96,7 +96,7 @@ fn an_injected_pod_has_one_connection_to_istiod() {
 }
 
 #[test]
-fn another_authority_has_a_connection_of_its_own() {
+fn another_authority_has_its_own_connection() {
     let config = machine(&[
         ("CA_ADDR", "ca.example:15010"),
         ("ISTIOD_SAN", "istiod.example"),
@@ -109,7 +109,7 @@ fn another_authority_has_a_connection_of_its_own() {
 }
 
 #[test]
-fn headers_of_one_purpose_split_the_connection_and_are_lower_case() {
+fn headers_of_one_use_split_the_connection_and_are_lower_case() {
     let config = machine(&[("XDS_HEADER_X-Team", "a=b")]).config();
     let (name, value) = &config.istiod.metadata[1];
     assert_eq!((name.as_str(), value.as_bytes()), ("x-team", &b"a=b"[..]));
@@ -184,7 +184,7 @@ fn roots_are_the_first_that_apply() {
 }
 
 #[test]
-fn a_root_is_named_beside_certificates_that_are_mounted() {
+fn metadata_names_the_root_of_mounted_certificates() {
     let metadata = "{proxyMetadata: {ISTIO_META_TLS_CLIENT_ROOT_CERT: named.pem}}";
     let machine = machine(&[("PROXY_CONFIG", metadata)]);
     machine.file("named.pem", "");
@@ -199,7 +199,7 @@ fn a_root_is_named_beside_certificates_that_are_mounted() {
 }
 
 #[test]
-fn where_somebody_else_may_serve_secrets_an_authority_that_cannot_be_asked_is_told_later() {
+fn problems_of_the_authority_wait_where_another_process_may_serve_secrets() {
     let bad = ("CA_ROOT_CA", "gone.pem");
     assert_eq!(machine(&[bad]).subjects().len(), 1);
     let machine = machine(&[bad]);
@@ -294,7 +294,7 @@ fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
 }
 
 #[test]
-fn keys_are_ecdsa_unless_rsa_is_asked_for() {
+fn keys_are_ecdsa_unless_rsa_is_configured() {
     for (variables, key) in [
         (&[][..], KeyChoice::EcdsaP256),
         (
@@ -395,7 +395,7 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
 }
 
 #[test]
-fn hot_restart_is_off_unless_asked_for_and_an_old_envoy_outstays_its_drain() {
+fn hot_restart_is_off_by_default_and_an_old_envoy_outlives_its_drain() {
     assert!(
         machine(&[])
             .config()
@@ -439,7 +439,7 @@ fn hot_restart_is_off_unless_asked_for_and_an_old_envoy_outstays_its_drain() {
 }
 
 #[test]
-fn late_annotations_win_over_what_was_checked() {
+fn late_annotations_win_over_checked_values() {
     let machine = machine(&[("PROXY_CONFIG", "{statusPort: 15099}")]);
     let annotations = "sidecar.istio.io/discoveryAddress=\"a_b:15012\"\n\
                        status.sidecar.istio.io/port=\"0\"\n";
@@ -493,7 +493,7 @@ fn the_flag_names_the_service_cluster_only_where_the_configuration_empties_it() 
 }
 
 #[test]
-fn a_bootstrap_of_ones_own_is_passed_to_envoy() {
+fn a_custom_bootstrap_is_passed_to_envoy() {
     let machine = machine(&[
         ("PROXY_CONFIG", "{customConfigFile: own/envoy.json}"),
         ("ISTIO_BOOTSTRAP", "not-looked-at.tmpl"),
@@ -545,7 +545,7 @@ fn metadata_of_the_wrong_type_is_a_problem() {
 }
 
 #[test]
-fn a_cluster_is_named_after_the_first_thing_known() {
+fn a_cluster_is_named_after_the_first_known_name() {
     let labels =
         r#"{"app": "a", "app.kubernetes.io/name": "n", "service.istio.io/canonical-name": "c"}"#;
     let only = "tracingServiceName: CANONICAL_NAME_ONLY";
@@ -590,7 +590,7 @@ fn the_override_of_the_bootstrap_is_read_or_left_out() {
 }
 
 #[test]
-fn a_statistics_annotation_that_makes_no_sense_is_left_out() {
+fn an_invalid_statistics_annotation_is_left_out() {
     for (annotation, value, good) in [
         ("statsFlushInterval", "10s", true),
         ("statsFlushInterval", "5m", false),
@@ -636,7 +636,7 @@ fn the_grpc_bootstrap_may_be_switched_off() {
 }
 
 #[test]
-fn dns_is_answered_where_it_is_captured_or_asked_for() {
+fn dns_is_answered_where_it_is_captured_or_enabled() {
     let capture = ("ISTIO_META_DNS_CAPTURE", "true");
     let server = ("ISTIO_META_ENABLE_DNS_SERVER", "true");
     for (variables, kind, expected) in [
@@ -651,7 +651,7 @@ fn dns_is_answered_where_it_is_captured_or_asked_for() {
 }
 
 #[test]
-fn dns_follows_the_pods_resolvers_and_goes_without_them() {
+fn dns_follows_the_pods_resolvers_and_runs_without_them() {
     let settings = [
         ("ISTIO_META_DNS_CAPTURE", "true"),
         ("ISTIO_AGENT_RESOLV_CONF", "resolv.conf"),
@@ -680,7 +680,7 @@ fn dns_follows_the_pods_resolvers_and_goes_without_them() {
 }
 
 #[test]
-fn nothing_is_kept_of_resolvers_answers_unless_it_is_asked_for() {
+fn answers_of_resolvers_are_cached_only_on_request() {
     let capture = ("ISTIO_META_DNS_CAPTURE", "true");
     let cache = |more: &[_]| {
         let settings = [&[capture], more].concat();
@@ -712,7 +712,7 @@ fn nothing_is_kept_of_resolvers_answers_unless_it_is_asked_for() {
 }
 
 #[test]
-fn envoy_of_an_agent_that_stands_in_for_the_resolver_is_the_user_nobody_captures() {
+fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
     let settings = [
         ("ISTIO_META_DNS_CAPTURE", "true"),
         ("DNS_PROXY_ADDR", "127.0.0.1:53"),
@@ -733,7 +733,7 @@ fn envoy_of_an_agent_that_stands_in_for_the_resolver_is_the_user_nobody_captures
 }
 
 #[test]
-fn certificates_are_kept_written_and_encoded_as_asked_for() {
+fn certificates_are_kept_written_and_encoded_as_configured() {
     let config = machine(&[]).config();
     let secrets = &config.secrets;
     assert_eq!(secrets.encoding, Encoding::Traditional);
@@ -762,7 +762,7 @@ fn certificates_are_kept_written_and_encoded_as_asked_for() {
 }
 
 #[test]
-fn authorities_fetchers_and_policies_nobody_knows_are_told() {
+fn unknown_authorities_fetchers_and_policies_are_reported() {
     for (name, value) in [
         ("CA_PROVIDER", "GoogleCA"),
         ("CA_ADDR", "meshca.googleapis.com:443"),

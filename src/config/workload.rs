@@ -1,6 +1,4 @@
-//! The workload's identity and what its certificates are to be like.
-//!
-//! Does not make keys.
+//! The workload's identity and the parameters of its certificates.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What keeps an agent from starting, and what it finds in its place when it starts.
+//! Errors that end the start, and leftovers that do not.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::support::place::Place;
 use crate::support::{ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays};
 
-/// Ends with code 255 and a log that has every one of `sentences` in it.
+/// Expects exit code 255 and each of `sentences` in the log.
 async fn refuses_to_start(place: &Place, sentences: &[&str]) {
     let (code, log) = place.ends().await;
     assert_eq!(code, 255, "{log}");
@@ -62,7 +62,7 @@ async fn a_discovery_socket_in_use_is_an_error_that_names_it() {
 }
 
 #[tokio::test]
-async fn paths_no_socket_can_have_are_errors_that_name_them() {
+async fn impossible_socket_paths_are_errors_that_name_them() {
     let istiod = local_istiod().await;
     let place = Place::of(&istiod);
     std::fs::create_dir_all(place.xds_socket()).unwrap();
@@ -80,7 +80,7 @@ async fn paths_no_socket_can_have_are_errors_that_name_them() {
     )
     .await;
 
-    // Nobody can make anything there, not even root.
+    // Not even root can create files there.
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
     refuses_to_start(&place, &["cannot create the directory of /sys/agent/XDS"]).await;
     let place = Place::of(&istiod).proxy("configPath", json!("/sys/kernel"));
@@ -96,14 +96,14 @@ async fn paths_no_socket_can_have_are_errors_that_name_them() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_cannot_run_is_told_with_the_reason() {
+async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
     let istiod = local_istiod().await;
     let with = |path: &str| Place::with_envoy(&istiod).proxy("binaryPath", json!(path));
     refuses_to_start(&with("/no/envoy"), &["no Envoy binary at /no/envoy"]).await;
     let place = with("./envoy");
     place.write("envoy", "not executable");
     refuses_to_start(&place, &["the Envoy binary ./envoy is not executable"]).await;
-    // Like an Envoy of another version, it does not know the arguments.
+    // Like an Envoy of another version, it refuses the arguments.
     let stays = "expected it to stay; its own log says why";
     refuses_to_start(
         &with("/bin/ls"),
@@ -118,7 +118,7 @@ async fn an_envoy_that_cannot_run_is_told_with_the_reason() {
 }
 
 #[tokio::test]
-async fn a_configuration_that_cannot_be_used_is_told_whole() {
+async fn every_problem_of_a_configuration_is_reported() {
     let istiod = local_istiod().await;
     let broken = Place::of(&istiod).set("PROXY_CONFIG", "a: [1, 2\nb: }");
     refuses_to_start(&broken, &["PROXY_CONFIG line 2 is "]).await;
@@ -139,7 +139,7 @@ async fn a_configuration_that_cannot_be_used_is_told_whole() {
 }
 
 #[tokio::test]
-async fn unknown_types_are_refused_and_unknown_flags_named_and_left_out() {
+async fn unknown_node_types_are_refused_and_unknown_flags_are_named_and_left_out() {
     let mut istiod = local_istiod().await;
     let gateway = Place::of(&istiod).kind("gateway");
     refuses_to_start(&gateway, &["invalid proxy Type: gateway"]).await;
@@ -154,7 +154,7 @@ async fn unknown_types_are_refused_and_unknown_flags_named_and_left_out() {
 }
 
 #[tokio::test]
-async fn an_agent_that_waits_for_everything_still_stops_at_once() {
+async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     drop(istiod);
@@ -165,21 +165,21 @@ async fn an_agent_that_waits_for_everything_still_stops_at_once() {
     agent
         .logs("is held open until there is a certificate")
         .await;
-    let asked = Instant::now();
+    let terminated = Instant::now();
     agent.terminate();
     let (code, log) = agent.ends().await;
     assert_eq!(code, 0, "{log}");
     assert!(
-        asked.elapsed() < Duration::from_secs(8),
+        terminated.elapsed() < Duration::from_secs(8),
         "{:?}",
-        asked.elapsed()
+        terminated.elapsed()
     );
     assert!(!log.contains("were cut off"), "{log}");
     drop((discovery.end().await, secrets.end().await));
 }
 
 #[tokio::test]
-async fn a_log_nobody_reads_holds_up_neither_secrets_nor_the_end() {
+async fn an_unread_log_delays_neither_secrets_nor_the_shutdown() {
     let mut istiod = local_istiod().await;
     let hand_over = "exec \"$0\" \"$@\" >pipe";
     let place = Place::with_envoy(&istiod).started_by(&["/bin/sh", "-c", hand_over]);

@@ -1,11 +1,8 @@
-//! The environment: one table of variables and the only code that reads them.
+//! The environment: the table of variables and the only code that reads them.
 //!
-//! [`Environment`] is a snapshot, so the rest of the program takes the environment as an argument
-//! and tests hand in a map. Each variable has a type; a value that does not parse is reported as a
-//! warning and its default is used. An empty string is a value for text and no value for the rest.
-//! The table says of every variable of pilot-agent what becomes of it here.
-//!
-//! Does not decide what a value means; [`super::load`] does.
+//! [`Environment`] is a snapshot, which tests replace by a map. Each variable has a type; a value that
+//! does not parse is reported as a warning and the default is used. An empty string is a value for text
+//! only. The table has every variable of pilot-agent, with its state in this agent.
 
 mod others;
 
@@ -31,7 +28,7 @@ pub struct Variable<T> {
     expected: &'static str,
 }
 
-/// A line of the table, for people.
+/// A row of the table, for help and documentation.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     pub name: &'static str,
@@ -44,25 +41,25 @@ pub struct Row {
     pub state: State,
 }
 
-/// What becomes of a variable here.
+/// The support for a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     Honoured,
-    /// Accepted, and it changes nothing, because.
+    /// Accepted without effect, with the reason.
     WithoutEffect(&'static str),
-    /// Part of what is still missing: of what.
+    /// Belongs to a missing feature, which is named.
     NotYet(&'static str),
-    /// Not wanted, because.
+    /// Refused, with the reason.
     Refused(&'static str),
 }
 
-/// How pilot-agent treats the variable of the same name.
+/// The variable of the same name in pilot-agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counterpart {
     Same,
-    /// The same meaning, with this default there.
+    /// The same meaning with another default.
     Default(&'static str),
-    /// It does not know the variable.
+    /// Unknown to pilot-agent.
     Own,
 }
 
@@ -114,86 +111,86 @@ variables! {
     CA_ROOT_CA: String = "", "Roots for the certificate authority: a PEM file, or SYSTEM.", Same;
     CA_ADDR: String = "", "Address of the certificate authority; empty means istiod's.", Same;
     ISTIOD_SAN: String = "", "Name expected in istiod's certificate.", Same;
-    PILOT_CERT_PROVIDER: String = "istiod", "Who provides istiod's certificate: picks roots.", Same;
+    PILOT_CERT_PROVIDER: String = "istiod", "Provider of istiod's certificate, which decides the roots.", Same;
     JWT_POLICY: String = "third-party-jwt", "Kind of token; only logged.", Same;
     PROV_CERT: String = "", "Directory of a client certificate for istiod.", Same;
     CA_PROVIDER: String = "Citadel", "Kind of certificate authority; GkeWorkloadCertificate takes Google's mounted files.", Same;
     FILE_MOUNTED_CERTS: bool = "false", "Takes certificates from ./etc/certs instead of an authority.", Same;
-    FILE_DEBOUNCE_DURATION: Duration = "100ms", "Rest between a change of a certificate file and the look at it.", Same;
-    PILOT_ENABLE_CA_CRL: bool = "true", "Hands Envoy the revocation list beside the workload's roots.", Same;
-    ISTIO_AGENT_EXTERNAL_SDS: String = "", "What happens when nobody else serves the secret socket at the start: wait, fallback or fail; empty is fallback, and fail for a name other than socket.", Own;
-    ISTIO_AGENT_SDS_USERS: String = "1337", "Users who may ask for secrets beside root and the agent's own: numbers, separated by commas, or any.", Own;
+    FILE_DEBOUNCE_DURATION: Duration = "100ms", "Time without further changes before a changed certificate file is read.", Same;
+    PILOT_ENABLE_CA_CRL: bool = "true", "Sends Envoy the certificate revocation list with the workload's roots.", Same;
+    ISTIO_AGENT_EXTERNAL_SDS: String = "", "What to do when no other process serves the SDS socket at the start: wait, fallback or fail; empty is fallback, or fail if the file name is not socket.", Own;
+    ISTIO_AGENT_SDS_USERS: String = "1337", "Numbers of users that may read secrets besides root and the agent's own user, separated by commas, or any.", Own;
     SECRET_TTL: Duration = "24h", "Lifetime asked for in certificate requests.", Same;
     SECRET_GRACE_PERIOD_RATIO: f64 = "0.5", "Part of the lifetime left at renewal.", Same;
     SECRET_GRACE_PERIOD_RATIO_JITTER: f64 = "0.01", "Spread of that part.", Same;
     WORKLOAD_RSA_KEY_SIZE: u32 = "2048", "Bits of an RSA key; when set, keys are RSA.", Same;
-    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless RSA is asked for.", Differs("RSA");
+    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless WORKLOAD_RSA_KEY_SIZE is set.", Differs("RSA");
     ECC_CURVE: String = "P256", "Curve of ECDSA keys: P256 or P384.", Same;
-    WORKLOAD_IDENTITY_SOCKET_FILE: String = "socket", "File name of the secret socket.", Same;
-    GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Silence before a ping to istiod.", Same;
-    GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "How long istiod may take to answer a ping.", Same;
-    ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Largest message taken from Envoy, in bytes.",
+    WORKLOAD_IDENTITY_SOCKET_FILE: String = "socket", "File name of the SDS socket.", Same;
+    GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before a keepalive ping to istiod.", Same;
+    GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "Time limit for istiod's answer to a keepalive ping.", Same;
+    ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Largest message accepted from Envoy, in bytes.",
         Differs("4194304");
-    ISTIO_DELTA_XDS: bool = "true", "Whether Envoy asks for changes only.", Same;
+    ISTIO_DELTA_XDS: bool = "true", "Envoy uses delta xDS.", Same;
     ENVOY_STATUS_PORT: u16 = "15021", "Port of Envoy's health listener.", Same;
     ENVOY_PROMETHEUS_PORT: u16 = "15090", "Port of Envoy's metrics listener.", Same;
-    ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "JSON: where the application has its metrics.", Same;
-    PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Envoy's metrics join those of the application.", Same;
-    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Most that is read of one of several application targets; unknown to pilot-agent, which has this limit.", Same;
-    ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "How long a scrape may take whose scraper does not say; unknown to pilot-agent, which waits for ever.", Same;
-    ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Keeps Envoy silent on deprecated fields.", Same;
+    ISTIO_PROMETHEUS_ANNOTATIONS: String = "", "Targets of the application's metrics, as JSON.", Same;
+    PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Merges Envoy's metrics with the application's.", Same;
+    ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u32 = "10485760", "Most bytes read from each of several application targets.", Same;
+    ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "Time limit of a scrape without a timeout of the scraper; pilot-agent has no limit.", Same;
+    ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Envoy does not log the use of deprecated fields.", Same;
     ISTIO_BOOTSTRAP: String = "", "A bootstrap template.", Same,
         State::Refused("this agent writes the bootstrap itself");
     ISTIO_CPU_LIMIT: u32 = "0", "CPUs of the pod: Envoy's concurrency unless configured.", Same;
     DISABLE_ENVOY: bool = "false", "Runs without Envoy.", Same;
-    ENVOY_SECURE_METRICS_PORT: u32 = "0", "Port of Envoy's metrics for callers of the mesh; 0 is none.", Same;
-    ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of all metrics for callers of the mesh; 0 is none.", Same;
-    ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL: bool = "false", "The health listener takes the PROXY protocol.", Same;
+    ENVOY_SECURE_METRICS_PORT: u32 = "0", "Port of Envoy's metrics with mutual TLS; 0 is none.", Same;
+    ENVOY_SECURE_MERGED_METRICS_PORT: u32 = "0", "Port of the merged metrics with mutual TLS; 0 is none.", Same;
+    ENVOY_STATUS_PORT_ENABLE_PROXY_PROTOCOL: bool = "false", "Envoy's health listener accepts the PROXY protocol.", Same;
     ISTIO_ENVOY_ENABLE_CORE_DUMP: bool = "false", "Lets Envoy dump core.", Same;
     ISTIO_BOOTSTRAP_OVERRIDE: String = "", "File merged over the bootstrap by Envoy.", Same;
-    HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy cuts fragments off paths.", Same;
+    HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED: bool = "true", "Envoy strips fragments from paths.", Same;
     ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families in a pod that has both.", Same;
-    PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension that finds peers' metadata; unset follows ENABLE_HBONE.", Same;
+    PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension for peer metadata discovery; unset follows ENABLE_HBONE.", Same;
     EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends with Envoy's last connection.", Same;
     MINIMUM_DRAIN_DURATION: Duration = "5s", "Shortest drain when it ends with the last connection.", Same;
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Longest drain when it ends with the last connection; unset follows TERMINATION_GRACE_PERIOD_SECONDS.", Own;
-    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "How long requests may outlast the drain before they are cut, 0s cuts them at once; unset follows TERMINATION_GRACE_PERIOD_SECONDS, or stays within 30s with the drain.", Own;
-    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which the longest drain and what outlasts it stay below; 0 is unknown.", Own;
-    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts an Envoy that crashed, so often in so long, such as 3/10m; empty ends the agent with it.", Own;
-    ISTIO_AGENT_HOT_RESTART: bool = "false", "Replaces Envoy while it serves, on SIGHUP and when its binary or what its bootstrap is made of changes.", Own;
-    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "How long a replaced Envoy may finish what it has begun; longer than the drain duration.", Own;
-    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Where the bootstrap of gRPC applications goes; empty is nowhere.", Same;
+    ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "How long requests may continue after the drain; 0s ends them at once. Unset follows TERMINATION_GRACE_PERIOD_SECONDS, or keeps drain and requests within 30s.", Own;
+    TERMINATION_GRACE_PERIOD_SECONDS: u32 = "0", "The pod's grace period, which limits the drain and the requests after it; 0 is unknown.", Own;
+    ISTIO_AGENT_ENVOY_RESTARTS: String = "", "Restarts of a crashed Envoy within a time, such as 3/10m; empty ends the agent with Envoy.", Own;
+    ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot restart of Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;
+    ISTIO_AGENT_PARENT_SHUTDOWN_TIME: Duration = "60s", "Time a replaced Envoy has for its open requests; longer than the drain duration.", Own;
+    GRPC_XDS_BOOTSTRAP: String = "etc/istio/proxy/grpc-bootstrap.json", "Path of the bootstrap for gRPC applications; empty writes none.", Same;
     OUTPUT_CERTS: String = "", "Directory to write key, chain and roots to; named in the bootstrap of gRPC applications.", Same;
     COMPLIANCE_POLICY: String = "", "Limits TLS to istiod and Envoy's: fips-140-2, fips-140-3 or pqc.", Same;
     PKCS8_KEY: bool = "false", "Writes keys as PKCS #8, not as PKCS #1 or SEC 1.", Same;
-    CREDENTIAL_FETCHER_TYPE: String = "JWT", "Where tokens come from: JWT (a file), GoogleComputeEngine or Mock.", Same;
+    CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
     PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes further roots from istiod's ProxyConfig.", Same;
     KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes: files of OUTPUT_CERTS are readable by all.", Same;
-    ISTIO_AGENT_KEEP_CERTS: String = "", "Directory in memory to keep key and certificate in over a restart of the container; empty is none.", Own;
-    ISTIO_AGENT_CORE_DUMP: bool = "false", "Lets the agent dump core, and debuggers at it: its keys are in there.", Own;
-    ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS in sidecars; told to istiod.", Same;
+    ISTIO_AGENT_KEEP_CERTS: String = "", "Directory in memory that keeps key and certificate across a restart of the container; empty is none.", Own;
+    ISTIO_AGENT_CORE_DUMP: bool = "false", "Lets the agent dump core and be debugged, which exposes its keys.", Own;
+    ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS in sidecars; part of node metadata.", Same;
     ISTIO_META_ENABLE_DNS_SERVER: bool = "false", "Answers DNS in nodes of any type.", Same;
-    DNS_PROXY_ADDR: String = "", "Where DNS is answered; empty is localhost:15053. Told to istiod.", Same;
-    DNS_FORWARD_PARALLEL: bool = "false", "Asks all resolvers at once.", Same;
-    DNS_FORWARD_TIMEOUT: Duration = "5s", "How long a question may take, with all resolvers.", Same;
-    ISTIO_AGENT_DNS_TTL: u32 = "30", "Seconds an answer about the mesh is good for.", Own;
+    DNS_PROXY_ADDR: String = "", "Listen address of DNS; empty is localhost:15053. Part of node metadata.", Same;
+    DNS_FORWARD_PARALLEL: bool = "false", "Queries all resolvers at once.", Same;
+    DNS_FORWARD_TIMEOUT: Duration = "5s", "Time limit of a forwarded query, for all resolvers together.", Same;
+    ISTIO_AGENT_DNS_TTL: u32 = "30", "TTL of answers from the name table, in seconds.", Own;
     ISTIO_AGENT_RESOLV_CONF: String = "/etc/resolv.conf", "The pod's resolvers.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Longest time a resolver's answer is given again; 0 asks each time.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "The same for names that do not exist.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "How long after its end a resolver's answer is given while no resolver answers; 0 is never.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Most answers kept.", Own;
-    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Most memory for answers kept.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_TTL: Duration = "0s", "Longest time a resolver's answer is cached; 0 caches nothing.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_NEGATIVE_TTL: Duration = "0s", "Longest time a negative answer is cached.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_STALE: Duration = "0s", "How long an expired answer is served while no resolver answers; 0 is never.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_ENTRIES: u32 = "1024", "Most answers in the cache.", Own;
+    ISTIO_AGENT_DNS_CACHE_MAX_BYTES: u32 = "524288", "Most memory of the cache, in bytes.", Own;
     HOST_IP: String = "", "Replaces $(HOST_IP) in addresses of collectors.", Same;
-    CLOUD_PLATFORM: String = "", "The cloud to ask where this is: aws, azure, gcp or none; otherwise it is found out.", Same;
+    CLOUD_PLATFORM: String = "", "The cloud platform: aws, azure, gcp or none; otherwise it is detected.", Same;
     GCP_METADATA: String = "", "Google project, its number, cluster and location, joined by |.", Same;
-    GCP_QUOTA_PROJECT: String = "", "Google project that pays.", Same;
+    GCP_QUOTA_PROJECT: String = "", "Google project for quota.", Same;
     GCP_ZONE: String = "", "Google zone.", Same;
     ISTIO_KUBE_APP_PROBERS: String = "", "Probes of the application, taken over by the agent: JSON.", Same;
     ISTIO_ENABLE_HTTP2_PROBING: bool = "true", "Probes with TLS may speak HTTP/2.", Same;
     REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Probes go to localhost instead of the pod's address.", Same;
     ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Probes keep their connections.", Same;
     METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Metrics for callers on this machine only.", Same;
-    GCE_METADATA_HOST: String = "", "Where Google's metadata service is.", Same;
+    GCE_METADATA_HOST: String = "", "Host of Google's metadata service.", Same;
 }
 
 /// Every variable of pilot-agent.
@@ -202,14 +199,14 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 }
 
 impl Environment {
-    /// The environment of this process. Names that are not text cannot be any of ours.
+    /// The environment of this process. Variables whose names are not text are left out.
     #[expect(clippy::disallowed_methods, reason = "this is the one reader")]
     pub fn of_process() -> Self {
         let named = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v)));
         Self(named.collect())
     }
 
-    /// Names the variables that ask for what this agent does not do yet.
+    /// Logs the variables that belong to missing features.
     pub fn announce(&self) {
         let names = self.not_yet();
         if !names.is_empty() {
@@ -217,8 +214,7 @@ impl Environment {
         }
     }
 
-    /// Variables that ask for what this agent does not do yet. One that says no more than its default
-    /// asks for nothing.
+    /// Variables that belong to missing features and differ from their defaults.
     pub fn not_yet(&self) -> Vec<&'static str> {
         let asks = |row: &&Row| {
             let found = self.0.get(row.name);
@@ -227,7 +223,7 @@ impl Environment {
         rows().filter(asks).map(|row| row.name).collect()
     }
 
-    /// The variable's value, or its default: with a warning when what is there is not of its type.
+    /// The variable's value, or its default; with a warning if the value is not of the variable's type.
     #[expect(
         clippy::expect_used,
         reason = "a default is of its variable's type, as a test shows"
@@ -252,7 +248,7 @@ impl Environment {
         self.0.get(variable.name).is_some_and(|v| !v.is_empty())
     }
 
-    /// The variable as it is. Nothing when it is not set, or not to text.
+    /// The variable as text; None when it is unset or not text.
     pub(super) fn text(&self, name: &str) -> Option<&str> {
         self.0.get(name)?.to_str()
     }
@@ -340,7 +336,7 @@ impl Value for Duration {
 }
 
 impl Row {
-    /// Whether a value is one of the row's kind, and another than the default.
+    /// Whether a value is of the row's type and differs from the default.
     fn changes(&self, value: &OsStr) -> bool {
         let Some(text) = value.to_str() else {
             return true;
@@ -391,6 +387,6 @@ pub fn reference() -> String {
 }
 
 #[cfg(test)]
-mod docs;
+mod docs_tests;
 #[cfg(test)]
 mod tests;

@@ -1,9 +1,5 @@
-//! Variables of pilot-agent this agent knows without reading them by name.
-//!
-//! Families are read by their prefix. The rest have no effect, for good or so far: a row says which
-//! and why. Whoever starts to read one moves its row to the table of [`super`].
-//!
-//! Does not list variables of traffic capture, which only `istio-iptables` reads.
+//! Variables of pilot-agent that this agent does not read by name: families, which are read by prefix,
+//! and variables without effect, with the reason. Variables of `istio-iptables` are not listed.
 
 use super::Counterpart::Same;
 use super::Row;
@@ -25,7 +21,7 @@ const fn row(
     Row {
         name,
         kind,
-        // What nobody reads cannot be wrong.
+        // A variable without effect has no wrong value.
         is_good: |_| true,
         default,
         help,
@@ -38,7 +34,7 @@ const fn row(
 pub(super) const OTHERS: &[Row] = &[
     // Families.
     row("ISTIO_META_<KEY>", "string", "", "Member KEY of the node's metadata.", Honoured),
-    row("ISTIO_METAJSON_<ANY>", "JSON", "", "An object whose members join the node's metadata; those of LABELS are labels.", Honoured),
+    row("ISTIO_METAJSON_<ANY>", "JSON", "", "An object whose members are added to node metadata; members of LABELS are labels.", Honoured),
     row("XDS_HEADER_<NAME>", "string", "", "A further header of discovery calls.", Honoured),
     row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
 
@@ -71,8 +67,8 @@ pub(super) const OTHERS: &[Row] = &[
 
     // Linked into pilot-agent, and idle there.
     row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
-    row("XDS_AUTH", "bool", "true", "Whether istiod checks who asks.", UNUSED),
-    row("XDS_AUTH_PLAINTEXT", "bool", "false", "The same without TLS.", UNUSED),
+    row("XDS_AUTH", "bool", "true", "Istiod authenticates clients.", UNUSED),
+    row("XDS_AUTH_PLAINTEXT", "bool", "false", "Istiod authenticates clients without TLS.", UNUSED),
     row("CLUSTER_ID", "string", "Kubernetes", "Name of istiod's cluster.", UNUSED),
     row("ENABLE_VTPROTOBUF", "bool", "true", "Encoding in istiod.", UNUSED),
     row("RESOLVE_HOSTNAME_GATEWAYS", "bool", "true", "Resolution in istiod.", UNUSED),

@@ -46,7 +46,7 @@ fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
 }
 
 #[test]
-fn a_prefix_is_cut_off_and_must_leave_a_name() {
+fn a_prefix_is_stripped_and_must_leave_a_name() {
     let env: Environment = [
         ("XDS_HEADER_a", "b=c"),
         ("XDS_HEADER_", "x"),
@@ -68,7 +68,7 @@ fn no_variable_has_two_rows() {
 }
 
 #[test]
-fn what_asks_for_more_than_there_is_is_named() {
+fn variables_of_missing_features_are_named() {
     let env: Environment = [
         ("POD_NAME", "cart-0"),
         ("SSL_CERT_DIR", "/certs"),
@@ -86,7 +86,7 @@ fn what_asks_for_more_than_there_is_is_named() {
 }
 
 #[test]
-fn the_help_of_proxy_names_every_variable_and_what_becomes_of_it() {
+fn the_help_of_proxy_has_every_variable_with_its_state() {
     let text = reference();
     for line in [
         "  POD_NAME (string, default \"\")\n",
