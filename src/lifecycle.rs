@@ -1,7 +1,7 @@
-//! Named tasks with one owner, and the one signal that tells all of them to stop.
+//! Named tasks with one owner, stop requests, and the signals that make them.
 //!
-//! Every task of the agent runs in a [`Tasks`] set, so none can end unnoticed and none outlives the
-//! agent. A [`CancellationToken`] goes down to everybody; the set hears back from everybody.
+//! Every task of the agent runs in a [`Tasks`] set, so none ends unnoticed and none outlives the
+//! agent. A [`CancellationToken`] stops all tasks that hold it.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -27,7 +27,7 @@ pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
 /// How urgently the agent has been asked to stop: once, again, and once more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// Nobody has asked.
+    /// Not at all.
     #[default]
     Run,
     Drain,
@@ -51,11 +51,11 @@ impl Urgency {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopRequest {
     pub urgency: Urgency,
-    /// Why, in the words of who asked first.
+    /// Of the first request.
     pub cause: Option<&'static str>,
 }
 
-/// The way to ask the agent to stop, and to hear that somebody has. Clones share it.
+/// Asks the agent to stop, and tells that it has been asked. Clones share the request.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(watch::Sender<StopRequest>);
 
@@ -142,13 +142,11 @@ impl Tasks {
         self.set.len()
     }
 
-    /// The next task to end; pending for ever while the set is empty, so that it can stand in a
-    /// `select!` beside what starts tasks.
+    /// The next task to end; pending while the set is empty, for use in a `select!`.
     pub async fn next_ended(&mut self) -> Ended {
         match self.set.join_next().await {
             Some(Ok(ended)) => ended,
-            // A task is only aborted by dropping or draining the set; what is left is a panic,
-            // whose name went with it.
+            // A panic, which loses the name: a task is aborted only by dropping or draining the set.
             Some(Err(error)) => Ended {
                 name: "a task that panicked",
                 result: Err(error.into()),
@@ -181,7 +179,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn drain_waits_for_tasks_that_heed_the_token_and_aborts_the_rest() {
+    async fn drain_waits_for_cancelled_tasks_and_aborts_the_rest() {
         let token = CancellationToken::new();
         let mut tasks = Tasks::new();
         let heeding = token.clone();
@@ -196,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn names_the_task_that_failed() {
+    async fn a_failed_task_is_named() {
         let mut tasks = Tasks::new();
         tasks.spawn("relay", async { Err::<(), BoxError>("no".into()) });
         let ended = tasks.next_ended().await;

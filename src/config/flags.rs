@@ -105,9 +105,7 @@ pub struct ProxyFlags {
 impl LogFlags {
     pub fn options(&self) -> Result<logging::Options, logging::Error> {
         logging::check_levels(&self.stacktrace_level)?;
-        Ok(logging::Options::parse(&self.output_level, &self.target)?
-            .with_json(self.as_json)
-            .with_callers_of(&self.caller))
+        logging::Options::parse(&self.output_level, &self.target, self.as_json, &self.caller)
     }
 }
 

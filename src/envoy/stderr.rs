@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::task::JoinSet;
 
-use crate::logging::{PIECE, has_room};
+use crate::logging::{PIPE_BUF, has_room};
 
 /// How much is remembered.
 const KEPT: usize = 4 << 10;
@@ -73,7 +73,7 @@ async fn copy(
     while from.read_buf(&mut chunk).await? > 0 {
         last.push(&chunk);
         when_read();
-        for piece in chunk.chunks(PIECE) {
+        for piece in chunk.chunks(PIPE_BUF) {
             to = write(to, piece).await?;
         }
         chunk.clear();

@@ -1,9 +1,7 @@
 //! Scopes and their levels.
 //!
-//! A tracing target that is the name of a scope belongs to it, one inside this crate to scope
+//! A tracing target with the name of a scope belongs to that scope, one inside this crate to scope
 //! `default`, and any other to scope `grpc`, that of libraries.
-//!
-//! Does not write anything.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +49,7 @@ impl Default for Levels {
 }
 
 impl Levels {
-    /// Later entries win, and those of the flag come after the defaults. Unknown scopes are ignored.
+    /// Reads `--log_output_level`. Later entries win. Unknown scopes are ignored.
     pub(super) fn parse(flag: &str) -> Result<Self, Error> {
         let Self(mut levels) = Self::default();
         for entry in flag
@@ -72,7 +70,7 @@ impl Levels {
         Ok(Self(levels))
     }
 
-    pub(super) fn of(&self, scope: &str) -> LevelFilter {
+    pub(super) fn get(&self, scope: &str) -> LevelFilter {
         self.0.get(scope).copied().unwrap_or(LevelFilter::OFF)
     }
 
@@ -87,7 +85,7 @@ fn level(word: &str) -> Option<LevelFilter> {
         "info" => LevelFilter::INFO,
         "warn" => LevelFilter::WARN,
         "error" => LevelFilter::ERROR,
-        // No line has this level here: what is fatal is an error and the end of the program.
+        // No line has level `fatal`: the program logs an error and ends.
         "fatal" | "none" => LevelFilter::OFF,
         _ => return None,
     })
@@ -98,11 +96,8 @@ pub(super) fn scope_of(target: &str) -> &'static str {
     if ours.contains(&target.split("::").next().unwrap_or(target)) {
         return DEFAULT;
     }
-    SCOPES
-        .iter()
-        .find(|scope| **scope == target)
-        .copied()
-        .unwrap_or(LIBRARIES)
+    let mut scopes = SCOPES.iter().copied();
+    scopes.find(|scope| *scope == target).unwrap_or(LIBRARIES)
 }
 
 #[cfg(test)]
@@ -123,7 +118,7 @@ mod tests {
             ("unheard:debug", "default", LevelFilter::INFO),
         ] {
             let levels = Levels::parse(flag).expect("the flag is good");
-            assert_eq!(levels.of(scope), expected, "{flag} {scope}");
+            assert_eq!(levels.get(scope), expected, "{flag} {scope}");
         }
         for flag in ["loud", "sds:loud", "a:b:info"] {
             assert!(Levels::parse(flag).is_err(), "{flag}");

@@ -1,6 +1,4 @@
 //! A line of the log, as text and as JSON.
-//!
-//! Does not know where lines go.
 
 use std::fmt::{self, Write as _};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,7 +8,6 @@ use tracing::Level;
 use tracing::field::{Field, Visit};
 
 use super::levels::DEFAULT;
-use super::recent::Recent;
 use crate::clock;
 
 /// Message and labels of an event.
@@ -21,31 +18,30 @@ pub(super) struct Content {
 }
 
 impl Content {
-    pub(super) fn of(message: String) -> Self {
+    pub(super) fn new(message: String) -> Self {
         Self {
             message,
             labels: Vec::new(),
         }
     }
 
-    /// Takes over the labels of a span around the event.
+    /// Adds the labels of a span around the event.
     pub(super) fn inherit(&mut self, span: &Self) {
         self.labels.extend(span.labels.iter().cloned());
     }
 
-    /// Message and labels in one line, whatever they quote, with `gap` between them.
-    fn text(&self, gap: char) -> String {
-        let mut text = self.message.replace('\n', "\\n");
+    /// Message and labels in one line, with `gap` between them.
+    pub(super) fn text(&self, gap: char) -> String {
+        let mut text = self.message.clone();
         let mut separator = gap;
         for (name, value) in &self.labels {
-            let value = value
-                .as_str()
-                .map_or_else(|| value.to_string(), str::to_owned);
-            let value = value.replace('\n', "\\n");
-            let _ = write!(text, "{separator}{name}={value}"); // A String takes everything.
+            let _ = match value {
+                Value::String(value) => write!(text, "{separator}{name}={value}"),
+                value => write!(text, "{separator}{name}={value}"),
+            }; // A String takes everything.
             separator = ' ';
         }
-        text
+        text.replace('\n', "\\n")
     }
 
     fn add(&mut self, field: &Field, value: Value) {
@@ -78,7 +74,6 @@ impl Visit for Content {
     }
 }
 
-/// One line of the log.
 pub(super) struct Line {
     pub(super) time: SystemTime,
     pub(super) level: Level,
@@ -88,14 +83,16 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn text(&self) -> String {
-        let mut line = format!("{}\t{}\t", timestamp(self.time), level_word(self.level));
-        if self.scope != DEFAULT {
-            line += self.scope;
-            line.push('\t');
-        }
-        if let Some(caller) = &self.caller {
-            line += caller;
+    pub(super) fn format(&self, json: bool) -> String {
+        if json { self.json() } else { self.text() }
+    }
+
+    fn text(&self) -> String {
+        let time = timestamp(self.time);
+        let mut line = format!("{time}\t{}\t", level_name(self.level));
+        let scope = (self.scope != DEFAULT).then_some(self.scope);
+        for column in scope.into_iter().chain(self.caller.as_deref()) {
+            line += column;
             line.push('\t');
         }
         line += &self.content.text('\t');
@@ -103,17 +100,9 @@ impl Line {
         line
     }
 
-    /// Notes the line among the recent ones, if it is a warning or worse.
-    pub(super) fn note(&self, recent: &Recent) {
-        if self.level <= Level::WARN {
-            let (level, time) = (level_word(self.level), timestamp(self.time));
-            recent.add(level, self.scope, &self.content.text(' '), time);
-        }
-    }
-
-    pub(super) fn json(&self) -> String {
+    fn json(&self) -> String {
         let mut members = Map::new();
-        members.insert("level".into(), level_word(self.level).into());
+        members.insert("level".into(), level_name(self.level).into());
         members.insert("time".into(), timestamp(self.time).into());
         if self.scope != DEFAULT {
             members.insert("scope".into(), self.scope.into());
@@ -130,7 +119,7 @@ impl Line {
     }
 }
 
-fn level_word(level: Level) -> &'static str {
+pub(super) fn level_name(level: Level) -> &'static str {
     match level {
         Level::ERROR => "error",
         Level::WARN => "warn",
@@ -140,7 +129,7 @@ fn level_word(level: Level) -> &'static str {
 }
 
 /// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.
-fn timestamp(time: SystemTime) -> String {
+pub(super) fn timestamp(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let seconds = clock::rfc3339(UNIX_EPOCH + since);
     let seconds = seconds.trim_end_matches('Z');

@@ -1,20 +1,19 @@
-//! Log lines as pilot-agent writes them, for people and programs that read them.
+//! The log, in pilot-agent's format.
 //!
 //! A tracing target is a scope; targets inside this crate belong to scope `default`, and those of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
-//! scope (not for `default`), caller (where asked for), message, labels, those of spans around the
-//! event first. A line that cannot be written is lost; one for which there is no room waits, without
-//! whoever logs it.
-//!
-//! Does not rotate files, and prints no stack traces.
+//! scope (not for `default`), caller (if configured), message, labels, those of spans around the
+//! event first. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
 mod levels;
 mod line;
-mod outlet;
+mod output;
 mod recent;
 
-use std::io::{self, Write as _};
-use std::sync::{Mutex, OnceLock};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
 use tracing::level_filters::LevelFilter;
@@ -25,17 +24,19 @@ use tracing_subscriber::registry::LookupSpan;
 
 use levels::{Levels, scope_of};
 use line::{Content, Line};
-use outlet::Outlet;
-pub(crate) use outlet::{PIECE, has_room};
+use output::Output;
+pub(crate) use output::{PIPE_BUF, has_room};
 pub use recent::Entry;
 use recent::Recent;
 
-/// What to log, how, and where to.
-#[derive(Clone, Debug)]
+/// The `--log_*` flags.
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     levels: Levels,
+    /// Standard output if empty.
     targets: Vec<String>,
     json: bool,
+    /// Scopes whose lines name the place in the source.
     callers: Vec<String>,
 }
 
@@ -56,56 +57,31 @@ pub enum Error {
 }
 
 impl Options {
-    /// Reads `--log_output_level` and `--log_target`.
-    pub fn parse(levels: &str, targets: &[String]) -> Result<Self, Error> {
-        let mut options = Self {
+    /// Reads `--log_output_level`, `--log_target`, `--log_as_json` and `--log_caller`.
+    pub fn parse(
+        levels: &str,
+        targets: &[String],
+        json: bool,
+        callers: &str,
+    ) -> Result<Self, Error> {
+        let callers = callers.split(',').map(|scope| scope.trim().to_owned());
+        Ok(Self {
             levels: Levels::parse(levels)?,
-            ..Self::default()
-        };
-        if !targets.is_empty() {
-            options.targets = targets.to_vec();
-        }
-        Ok(options)
-    }
-
-    /// `--log_as_json`.
-    #[must_use]
-    pub fn with_json(self, json: bool) -> Self {
-        Self { json, ..self }
-    }
-
-    /// `--log_caller`: scopes whose lines name the place in the source.
-    #[must_use]
-    pub fn with_callers_of(self, scopes: &str) -> Self {
-        let callers = scopes.split(',').map(|scope| scope.trim().to_owned());
-        Self {
+            targets: targets.to_vec(),
+            json,
             callers: callers.collect(),
-            ..self
-        }
+        })
     }
 }
 
-impl Default for Options {
-    /// As without any flag.
-    fn default() -> Self {
-        Self {
-            levels: Levels::default(),
-            targets: vec!["stdout".to_owned()],
-            json: false,
-            callers: Vec::new(),
-        }
-    }
-}
-
-/// Whether `flag` has the form of `--log_output_level`; that of other flags is the same.
+/// Checks a flag of the form of `--log_output_level`.
 pub fn check_levels(flag: &str) -> Result<(), Error> {
     Levels::parse(flag).map(drop)
 }
 
-/// How long the end may wait for readers of the log.
+/// How long the end of the program may wait for readers of the log.
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
-/// What the one log of this process has seen last.
 static RECENT: OnceLock<Recent> = OnceLock::new();
 
 /// The warnings and errors logged last, the newest first.
@@ -113,43 +89,38 @@ pub fn recent() -> Vec<Entry> {
     RECENT.get().map(Recent::entries).unwrap_or_default()
 }
 
-/// Has what is logged so far reach its readers, if they do not take too long.
+/// Waits until queued lines are written, if readers of the log do not take too long.
 pub fn finish() {
-    outlet::finish(FINISH_LIMIT);
+    output::finish(FINISH_LIMIT);
 }
 
-/// Logs from here on as `options` say.
+/// Sets the log of this process up, which is possible once.
 pub fn init(options: Options) -> Result<(), Error> {
-    let sinks = options.targets.iter();
-    let sinks = sinks.map(|target| open(target, options.json));
-    let layer = Lines {
-        levels: options.levels,
-        json: options.json,
-        callers: options.callers,
-        sinks: Mutex::new(sinks.collect::<Result<_, _>>()?),
-        recent: RECENT.get_or_init(Recent::default).clone(),
+    let default = ["stdout".to_owned()];
+    let targets = match options.targets.as_slice() {
+        [] => &default,
+        targets => targets,
     };
+    let mut outputs = Vec::new();
+    for target in targets {
+        let file = open(target).map_err(|source| Error::Target {
+            target: target.clone(),
+            source,
+        })?;
+        outputs.push(Output::new(file, options.json));
+    }
+    let recent = RECENT.get_or_init(Recent::default).clone();
+    let layer = Lines::new(options, outputs, recent);
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer))
         .map_err(|_| Error::Twice)
 }
 
-type Sink = Box<dyn io::Write + Send>;
-
-fn open(target: &str, json: bool) -> Result<Sink, Error> {
-    Ok(match target {
-        "stdout" => Box::new(Outlet::new(io::stdout(), json)),
-        "stderr" => Box::new(Outlet::new(io::stderr(), json)),
-        path => {
-            let file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path);
-            Box::new(file.map_err(|source| Error::Target {
-                target: path.to_owned(),
-                source,
-            })?)
-        }
-    })
+fn open(target: &str) -> io::Result<File> {
+    match target {
+        "stdout" => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),
+        "stderr" => Ok(io::stderr().as_fd().try_clone_to_owned()?.into()),
+        path => OpenOptions::new().create(true).append(true).open(path),
+    }
 }
 
 /// Writes each event as one line.
@@ -157,21 +128,25 @@ struct Lines {
     levels: Levels,
     json: bool,
     callers: Vec<String>,
-    /// Held for one write, so that lines of several threads do not mix.
-    sinks: Mutex<Vec<Sink>>,
+    outputs: Vec<Output>,
     recent: Recent,
 }
 
 impl Lines {
+    fn new(options: Options, outputs: Vec<Output>, recent: Recent) -> Self {
+        Self {
+            levels: options.levels,
+            json: options.json,
+            callers: options.callers,
+            outputs,
+            recent,
+        }
+    }
+
     /// File and line of the event, when its scope is to say so.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
-        if !self
-            .callers
-            .iter()
-            .any(|name| name == scope || name == "all")
-        {
-            return None;
-        }
+        let mut callers = self.callers.iter();
+        callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last folder and the file: enough to find it, short enough for a line.
         let start = file
@@ -180,22 +155,11 @@ impl Lines {
             .map_or(0, |(slash, _)| slash + 1);
         Some(format!("{}:{}", &file[start..], metadata.line()?))
     }
-
-    fn write(&self, line: &Line) {
-        let text = if self.json { line.json() } else { line.text() };
-        let Ok(mut sinks) = self.sinks.lock() else {
-            return; // A writer panicked; there is nowhere left to say so.
-        };
-        for sink in sinks.iter_mut() {
-            // Logging must not stop the agent, and a failure to log cannot be logged.
-            let _ = sink.write_all(text.as_bytes()).and_then(|()| sink.flush());
-        }
-    }
 }
 
 impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        *metadata.level() <= self.levels.of(scope_of(metadata.target()))
+        *metadata.level() <= self.levels.get(scope_of(metadata.target()))
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
@@ -236,29 +200,19 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
             caller: self.caller(metadata, scope),
             content,
         };
-        self.write(&line);
-        line.note(&self.recent);
+        let text = line.format(self.json);
+        for output in &self.outputs {
+            output.write(text.as_bytes());
+        }
+        self.recent.add(&line);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::io::{Read, Seek};
 
     use super::*;
-
-    /// Memory to log to.
-    #[derive(Clone, Default)]
-    struct Page(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Page {
-        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-            self.0.lock().expect("no panic").write(text)
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
 
     /// What is logged by `options` while `work` runs, without the times.
     fn logged(options: Options, work: impl FnOnce()) -> Vec<String> {
@@ -266,17 +220,14 @@ mod tests {
     }
 
     fn logged_and_kept(options: Options, recent: &Recent, work: impl FnOnce()) -> Vec<String> {
-        let page = Page::default();
-        let lines = Lines {
-            levels: options.levels,
-            json: options.json,
-            callers: options.callers,
-            sinks: Mutex::new(vec![Box::new(page.clone())]),
-            recent: recent.clone(),
-        };
+        let mut file = tempfile::tempfile().expect("a file");
+        let output = Output::new(file.try_clone().expect("cloned"), options.json);
+        let lines = Lines::new(options, vec![output], recent.clone());
         let subscriber = tracing_subscriber::registry().with(lines);
         tracing::subscriber::with_default(subscriber, work);
-        let text = String::from_utf8(page.0.lock().expect("no panic").clone()).expect("text");
+        let mut text = String::new();
+        file.rewind().expect("rewound");
+        file.read_to_string(&mut text).expect("text");
         let without_time = |line: &str| line.split_once('\t').map(|(_, rest)| rest.to_owned());
         text.lines().filter_map(without_time).collect()
     }
@@ -299,9 +250,12 @@ mod tests {
     #[test]
     fn callers_are_named_for_the_scopes_asked_for() {
         for (scopes, named) in [("sds,ca", true), ("all", true), ("ca", false), ("", false)] {
-            let lines = logged(Options::default().with_callers_of(scopes), || {
-                tracing::info!(target: "sds", "sent");
-            });
+            let lines = logged(
+                Options::parse("", &[], false, scopes).expect("flags"),
+                || {
+                    tracing::info!(target: "sds", "sent");
+                },
+            );
             let has_caller = lines[0].starts_with("info\tsds\tlogging/mod.rs:");
             assert_eq!(has_caller, named, "{scopes}: {}", lines[0]);
             assert!(lines[0].ends_with("\tsent"));
@@ -311,7 +265,7 @@ mod tests {
     #[test]
     fn warnings_and_errors_that_are_logged_are_kept_and_nothing_else() {
         let recent = Recent::default();
-        let options = Options::parse("default:info,ca:error", &[]).expect("levels");
+        let options = Options::parse("default:info,ca:error", &[], false, "").expect("levels");
         logged_and_kept(options, &recent, || {
             tracing::info!(target: "sds", "fine");
             tracing::warn!(target: "ca", "not logged");

@@ -1,15 +1,16 @@
-//! The warnings and errors logged last, for people who look into the agent.
+//! The warnings and errors logged last, for `/debug/overview`.
 //!
-//! A line that was logged before moves to the end and is counted, so that one that repeats does not
-//! drive out the others. The number of lines and the length of each are bounded.
-//!
-//! Does not hold more than the log: what was not logged is not here.
+//! A line that repeats moves to the end and is counted, so that it does not displace others. The
+//! number of lines and the length of each are bounded.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde::Serialize;
+use tracing::Level;
+
+use super::line::{Line, level_name, timestamp};
 
 /// How many lines are kept, and how much of each, in characters.
 const MOST: usize = 50;
@@ -32,15 +33,13 @@ pub struct Entry {
 pub(super) struct Recent(Arc<Mutex<VecDeque<Entry>>>);
 
 impl Recent {
-    /// Notes a line logged at `time`.
-    pub(super) fn add(
-        &self,
-        level: &'static str,
-        scope: &'static str,
-        message: &str,
-        time: String,
-    ) {
-        let message: String = message.chars().take(LONGEST).collect();
+    /// Adds the line, if it is a warning or an error.
+    pub(super) fn add(&self, line: &Line) {
+        if line.level > Level::WARN {
+            return;
+        }
+        let (level, scope, time) = (level_name(line.level), line.scope, timestamp(line.time));
+        let message: String = line.content.text(' ').chars().take(LONGEST).collect();
         let mut entries = self.0.lock();
         let is_same = |entry: &Entry| {
             (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
@@ -76,31 +75,47 @@ impl Recent {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::time::{Duration, UNIX_EPOCH};
 
-    fn add(recent: &Recent, message: &str, time: &str) {
-        recent.add("warn", "sds", message, time.to_owned());
+    use super::*;
+    use crate::logging::line::Content;
+
+    fn add(recent: &Recent, message: &str, second: u64) {
+        recent.add(&Line {
+            time: UNIX_EPOCH + Duration::from_secs(second),
+            level: Level::WARN,
+            scope: "sds",
+            caller: None,
+            content: Content::new(message.to_owned()),
+        });
     }
 
     #[test]
     fn a_line_that_repeats_is_one_entry_and_the_newest() {
         let recent = Recent::default();
-        for (message, time) in [("a", "1"), ("b", "2"), ("a", "3")] {
+        for (message, time) in [("a", 1), ("b", 2), ("a", 3)] {
             add(&recent, message, time);
         }
         let entries = recent.entries();
         let shown: Vec<_> = entries
             .iter()
-            .map(|entry| (&*entry.message, entry.times, &*entry.first, &*entry.last))
+            .map(|entry| {
+                (
+                    &*entry.message,
+                    entry.times,
+                    &entry.first[17..19],
+                    &entry.last[17..19],
+                )
+            })
             .collect();
-        assert_eq!(shown, [("a", 2, "1", "3"), ("b", 1, "2", "2")]);
+        assert_eq!(shown, [("a", 2, "01", "03"), ("b", 1, "02", "02")]);
     }
 
     #[test]
-    fn many_lines_and_long_ones_are_cut() {
+    fn the_number_of_lines_and_their_length_are_bounded() {
         let recent = Recent::default();
         for number in 0..2 * MOST {
-            add(&recent, &format!("{number} {}", "ü".repeat(LONGEST)), "1");
+            add(&recent, &format!("{number} {}", "ü".repeat(LONGEST)), 1);
         }
         let entries = recent.entries();
         assert_eq!(entries.len(), MOST);

@@ -1,11 +1,8 @@
-//! What the agent counts about itself, and its text form: Prometheus' exposition format 0.0.4.
+//! The agent's own metrics, and their Prometheus text format (0.0.4).
 //!
-//! A room asks the [`Registry`] for its counters, gauges and histograms by name, and records; asking
-//! again for a name gives the same one. A series appears with its first recording, as pilot-agent's
-//! do, and names are written as given: no suffix is added. Recording is a relaxed atomic operation
-//! once the series is in hand.
-//!
-//! Does not serve anything, and bounds no cardinality: callers give labels from small sets.
+//! A module gets counters, gauges and histograms from the [`Registry`] by name; the same name gives
+//! the same one. A series appears with its first recording, as pilot-agent's do, and no suffix is
+//! added to names. Cardinality is not bounded: labels have values from small sets.
 
 pub(crate) mod process;
 mod text;
@@ -21,11 +18,12 @@ use parking_lot::Mutex;
 #[derive(Clone, Default)]
 pub struct Registry(Arc<Mutex<BTreeMap<&'static str, Family>>>);
 
-/// What a family's name stands for.
+/// The type of a family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Counter,
     Gauge,
+    Histogram,
 }
 
 /// A number that only grows.
@@ -36,17 +34,17 @@ pub struct Counter(Arc<Cell>);
 #[derive(Clone, Debug)]
 pub struct Gauge(Arc<Cell>);
 
-/// Counts values by their size.
+/// Counts values in buckets.
 #[derive(Clone, Debug)]
 pub struct Histogram(Arc<Buckets>);
 
 /// Counters that differ in their labels.
 #[derive(Clone, Debug)]
-pub struct Counters<const N: usize>(Labelled<Cell>);
+pub struct Counters<const N: usize>(Cells);
 
 /// Gauges that differ in their labels.
 #[derive(Clone, Debug)]
-pub struct Gauges<const N: usize>(Labelled<Cell>);
+pub struct Gauges<const N: usize>(Cells);
 
 /// Writes the series of a family that is computed when it is read.
 pub type Collect = dyn Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync;
@@ -54,32 +52,32 @@ pub type Collect = dyn Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync;
 #[derive(Clone)]
 struct Family {
     help: &'static str,
-    kind: &'static str,
+    kind: Kind,
     labels: &'static [&'static str],
-    source: Source,
+    series: Series,
 }
 
 #[derive(Clone)]
-enum Source {
-    Cells(Labelled<Cell>),
+enum Series {
+    Cells(Cells),
     Buckets(Arc<Buckets>),
     Computed(Arc<Collect>),
 }
 
-type Labelled<T> = Arc<Mutex<BTreeMap<Vec<String>, Arc<T>>>>;
+/// By the values of the labels.
+type Cells = Arc<Mutex<BTreeMap<Vec<String>, Arc<Cell>>>>;
 
-/// An `f64` for gauges, a `u64` for counters, and whether anything was recorded yet.
+/// The bits of an `f64` for a gauge, a `u64` for a counter.
 #[derive(Debug, Default)]
 struct Cell {
     bits: AtomicU64,
     is_recorded: AtomicBool,
-    is_float: AtomicBool,
 }
 
 #[derive(Debug)]
 struct Buckets {
     bounds: &'static [f64],
-    /// One more than bounds: the last holds what is above all of them.
+    /// One more than bounds: the last counts values above all of them.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
 }
@@ -95,7 +93,7 @@ impl Registry {
         help: &'static str,
         labels: &'static [&'static str; N],
     ) -> Counters<N> {
-        Counters(self.cells(name, help, "counter", labels))
+        Counters(self.cells(name, help, Kind::Counter, labels))
     }
 
     pub fn gauge(&self, name: &'static str, help: &'static str) -> Gauge {
@@ -108,7 +106,7 @@ impl Registry {
         help: &'static str,
         labels: &'static [&'static str; N],
     ) -> Gauges<N> {
-        Gauges(self.cells(name, help, "gauge", labels))
+        Gauges(self.cells(name, help, Kind::Gauge, labels))
     }
 
     /// `bounds` are the upper ends of the buckets, in growing order, without infinity.
@@ -123,15 +121,15 @@ impl Registry {
             counts: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
             sum: AtomicU64::new(0),
         });
-        let source = Source::Buckets(buckets.clone());
-        match self.family(name, help, "histogram", &[], source) {
-            Source::Buckets(buckets) => Histogram(buckets),
-            // Another kind has the name, which stays its own.
+        let series = Series::Buckets(buckets.clone());
+        match self.add(name, help, Kind::Histogram, &[], series) {
+            Series::Buckets(buckets) => Histogram(buckets),
+            // The name is one of another kind: this one is not rendered.
             _ => Histogram(buckets),
         }
     }
 
-    /// A family whose series `collect` hands out each time the page is written.
+    /// A family whose series `collect` computes for each scrape.
     pub fn computed(
         &self,
         name: &'static str,
@@ -140,17 +138,13 @@ impl Registry {
         labels: &'static [&'static str],
         collect: impl Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync + 'static,
     ) {
-        let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-        };
-        let source = Source::Computed(Arc::new(collect));
-        self.family(name, help, kind, labels, source);
+        let series = Series::Computed(Arc::new(collect));
+        self.add(name, help, kind, labels, series);
     }
 
-    /// The page: families in the order of their names, each with its series.
+    /// The text format: families in the order of their names, each with its series.
     pub fn render(&self) -> String {
-        // Computed families may take a while and must not hold others up.
+        // Computed families may take a while, in which others can be registered.
         let families: Vec<_> = self.0.lock().iter().map(|(n, f)| (*n, f.clone())).collect();
         let mut page = String::new();
         for (name, family) in families {
@@ -158,7 +152,7 @@ impl Registry {
             if !series.is_empty() {
                 // A string takes everything.
                 let _ = writeln!(page, "# HELP {name} {}", family.help);
-                let _ = writeln!(page, "# TYPE {name} {}", family.kind);
+                let _ = writeln!(page, "# TYPE {name} {}", family.kind.name());
                 page.push_str(&series);
             }
         }
@@ -169,34 +163,44 @@ impl Registry {
         &self,
         name: &'static str,
         help: &'static str,
-        kind: &'static str,
+        kind: Kind,
         labels: &'static [&'static str],
-    ) -> Labelled<Cell> {
-        let cells = Labelled::default();
-        match self.family(name, help, kind, labels, Source::Cells(cells.clone())) {
-            Source::Cells(cells) => cells,
-            // Another kind has the name, which stays its own.
+    ) -> Cells {
+        let cells = Cells::default();
+        match self.add(name, help, kind, labels, Series::Cells(cells.clone())) {
+            Series::Cells(cells) => cells,
+            // The name is one of another kind: this one is not rendered.
             _ => cells,
         }
     }
 
-    /// The source of a name: the given one, unless the name is known already.
-    fn family(
+    /// The series of a name: the given ones, unless the name is known already.
+    fn add(
         &self,
         name: &'static str,
         help: &'static str,
-        kind: &'static str,
+        kind: Kind,
         labels: &'static [&'static str],
-        source: Source,
-    ) -> Source {
-        let mut families = self.0.lock();
-        let family = families.entry(name).or_insert(Family {
+        series: Series,
+    ) -> Series {
+        let family = Family {
             help,
             kind,
             labels,
-            source,
-        });
-        family.source.clone()
+            series,
+        };
+        let mut families = self.0.lock();
+        families.entry(name).or_insert(family).series.clone()
+    }
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
     }
 }
 
@@ -217,7 +221,7 @@ impl<const N: usize> Gauges<N> {
         Gauge(cell(&self.0, values))
     }
 
-    /// Takes a series away, of something that is no more.
+    /// Removes a series.
     pub fn forget(&self, values: [&str; N]) {
         self.0.lock().remove(&values.map(str::to_owned).to_vec());
     }
@@ -241,16 +245,14 @@ impl Counter {
 impl Gauge {
     pub fn set(&self, value: f64) {
         self.0.bits.store(value.to_bits(), Ordering::Relaxed);
-        self.0.is_float.store(true, Ordering::Relaxed);
         self.0.is_recorded.store(true, Ordering::Relaxed);
     }
 
     /// Sets the value unless it is greater already. Not for negative values.
     pub fn raise(&self, value: f64) {
-        // Numbers that are not negative stand in the order of their bits.
+        // The bits of non-negative floats have the order of their values.
         let bits = &self.0.bits;
         bits.fetch_max(value.max(0.0).to_bits(), Ordering::Relaxed);
-        self.0.is_float.store(true, Ordering::Relaxed);
         self.0.is_recorded.store(true, Ordering::Relaxed);
     }
 }
@@ -268,7 +270,7 @@ impl Histogram {
     }
 }
 
-fn cell<const N: usize>(cells: &Labelled<Cell>, values: [&str; N]) -> Arc<Cell> {
+fn cell<const N: usize>(cells: &Cells, values: [&str; N]) -> Arc<Cell> {
     let values = values.map(str::to_owned).to_vec();
     cells.lock().entry(values).or_default().clone()
 }

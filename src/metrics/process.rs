@@ -1,12 +1,7 @@
-//! What the kernel knows of this process, under the names Prometheus' clients use.
+//! The kernel's figures of this process, under the names Prometheus' clients use.
 //!
-//! They have the agent's prefix, as pilot-agent's do: an application has the same names without one,
-//! and of two sources with a name the page has only the first.
-//!
-//! Read from `/proc` and by system calls each time the page is written. What the kernel does not
-//! tell, or not in a form known here, is left out.
-//!
-//! Does not count anything itself.
+//! They have the agent's prefix, as pilot-agent's do: an application's page has the same names
+//! without one. They are read for each scrape; a figure the kernel does not give is left out.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +16,7 @@ const TICKS: f64 = 100.0;
 
 type Value = fn() -> Option<f64>;
 
-/// Name, meaning, kind, and where the value is.
+/// Name, help, kind and value.
 const FAMILIES: [(&str, &str, Kind, Value); 9] = [
     (
         "istio_agent_process_cpu_seconds_total",
@@ -79,7 +74,6 @@ const FAMILIES: [(&str, &str, Kind, Value); 9] = [
     ),
 ];
 
-/// Has the families on the page.
 pub(crate) fn publish(registry: &Registry) {
     for (name, help, kind, value) in FAMILIES {
         registry.computed(name, help, kind, &[], move |series| {
@@ -99,13 +93,13 @@ fn cpu_seconds() -> Option<f64> {
     Some(spent.tv_sec as f64 + spent.tv_nsec as f64 / 1e9)
 }
 
-/// Without the one that lists them.
+/// Without the descriptor that lists them.
 fn open_files() -> Option<f64> {
     let count = fs::read_dir("/proc/self/fd").ok()?.count();
     Some(count.saturating_sub(1) as f64)
 }
 
-/// No limit is the greatest number, as clients write it.
+/// No limit is the greatest number, as in Prometheus' clients.
 fn limit(resource: Resource) -> f64 {
     getrlimit(resource).current.unwrap_or(u64::MAX) as f64
 }
@@ -118,9 +112,9 @@ fn memory(status: &str, name: &str) -> Option<f64> {
     Some(kibibytes as f64 * 1024.0)
 }
 
-/// When a process began, by its `stat` file and the machine's.
+/// The start of a process, from its `stat` file and the machine's.
 fn start_time(process: &str, machine: &str) -> Option<f64> {
-    // The program's name stands in parentheses and may hold anything.
+    // The program's name is in parentheses and may contain any character.
     let (_, fields) = process.rsplit_once(')')?;
     let after_boot: u64 = fields.split_whitespace().nth(19)?.parse().ok()?;
     let mut lines = machine.lines();
@@ -129,7 +123,7 @@ fn start_time(process: &str, machine: &str) -> Option<f64> {
     Some(boot as f64 + after_boot as f64 / TICKS)
 }
 
-/// A number of the `IpExt` pair of lines, the first of which has the names.
+/// A figure of the two `IpExt` lines: names, then values.
 fn network(netstat: &str, name: &str) -> Option<f64> {
     let mut lines = netstat.lines().filter(|line| line.starts_with("IpExt:"));
     let (names, values) = (lines.next()?, lines.next()?);
@@ -143,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_the_kernel_writes() {
+    fn files_of_proc_are_parsed() {
         let status = "Name:\tVmRSS: x\nVmSize:\t  8192 kB\nVmRSS:\t    12 kB\n";
         assert_eq!(memory(status, "VmSize:"), Some(8_388_608.0));
         assert_eq!(memory(status, "VmRSS:"), Some(12_288.0));
@@ -167,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_on_the_page() {
+    fn every_figure_of_this_process_is_rendered() {
         let registry = Registry::default();
         publish(&registry);
         let page = registry.render();

@@ -1,26 +1,24 @@
-//! The text form of what was counted: Prometheus' exposition format 0.0.4.
-//!
-//! Does not count.
+//! Prometheus' text exposition format, version 0.0.4.
 
 use std::fmt::{self, Write};
 use std::sync::atomic::Ordering;
 
-use super::{Buckets, Cell, Family, Source};
+use super::{Buckets, Cell, Family, Kind, Series};
 
 impl Family {
     pub(super) fn series(&self, name: &str) -> String {
         let mut text = String::new();
-        match &self.source {
-            Source::Cells(cells) => {
+        match &self.series {
+            Series::Cells(cells) => {
                 for (values, cell) in cells.lock().iter() {
                     let values: Vec<_> = values.iter().map(String::as_str).collect();
-                    if let Some(number) = cell.read() {
+                    if let Some(number) = cell.read(self.kind) {
                         line(&mut text, name, self.labels, &values, number);
                     }
                 }
             }
-            Source::Buckets(buckets) => buckets.write(&mut text, name),
-            Source::Computed(collect) => collect(&mut |values, number| {
+            Series::Buckets(buckets) => buckets.write(&mut text, name),
+            Series::Computed(collect) => collect(&mut |values, number| {
                 line(&mut text, name, self.labels, values, Number::Float(number));
             }),
         }
@@ -45,16 +43,13 @@ impl fmt::Display for Number {
 }
 
 impl Cell {
-    fn read(&self) -> Option<Number> {
+    fn read(&self, kind: Kind) -> Option<Number> {
         let bits = self.bits.load(Ordering::Relaxed);
-        let is_recorded = self.is_recorded.load(Ordering::Relaxed);
-        is_recorded.then(|| {
-            if self.is_float.load(Ordering::Relaxed) {
-                Number::Float(f64::from_bits(bits))
-            } else {
-                Number::Whole(bits)
-            }
-        })
+        let number = match kind {
+            Kind::Gauge => Number::Float(f64::from_bits(bits)),
+            Kind::Counter | Kind::Histogram => Number::Whole(bits),
+        };
+        self.is_recorded.load(Ordering::Relaxed).then_some(number)
     }
 }
 
@@ -77,15 +72,10 @@ impl Buckets {
             let bucket = format!("{name}_bucket");
             line(text, &bucket, &["le"], &[&bound], Number::Whole(below));
         }
-        let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
-        line(text, &format!("{name}_sum"), &[], &[], Number::Float(sum));
-        line(
-            text,
-            &format!("{name}_count"),
-            &[],
-            &[],
-            Number::Whole(total),
-        );
+        let sum = Number::Float(f64::from_bits(self.sum.load(Ordering::Relaxed)));
+        for (suffix, number) in [("sum", sum), ("count", Number::Whole(total))] {
+            line(text, &format!("{name}_{suffix}"), &[], &[], number);
+        }
     }
 }
 
@@ -142,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn computed_series_are_asked_for_with_each_page() {
+    fn computed_series_are_computed_for_each_scrape() {
         let registry = Registry::default();
         registry.computed("a", "A.", Kind::Gauge, &["n"], |series| {
             series(&["x"], f64::NAN);
