@@ -6,7 +6,6 @@
 
 pub mod absent;
 pub mod completion;
-mod http;
 pub mod request;
 pub mod show;
 pub mod unknown;
@@ -136,7 +135,7 @@ fn first_line(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod answers;
+mod fake_server;
 #[cfg(test)]
 mod injection_tests;
 #[cfg(test)]

@@ -3,16 +3,17 @@
 //! The answer's body goes to standard output as it arrives, followed by a line feed. A status over
 //! 399 is an error that quotes the body, except 404, which counts as an answer.
 //!
-//! Ports other than Istio's own are refused, but for the status port this pod has chosen: a native
-//! sidecar is drained over it by this command.
+//! Only Istio's own ports and the status port of this pod, over which a native sidecar is drained, may
+//! be requested.
 
 use std::io::{self, Write};
 use std::time::Duration;
 
+use bytes::{Bytes, BytesMut};
 use clap::Args;
-use http::{Method, StatusCode};
+use http::{Method, Request, StatusCode};
 
-use super::http::{Error as HttpError, Target};
+use crate::http_client::{self, Client, http_url};
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
 const LIMIT: Duration = Duration::from_secs(60);
@@ -48,13 +49,13 @@ pub enum Error {
     #[error("no complete answer from port {port} within {LIMIT:?}")]
     Late { port: i32 },
     #[error(transparent)]
-    Http(#[from] HttpError),
+    Http(#[from] http_client::Error),
     #[error("cannot write the answer")]
     Output(#[source] io::Error),
 }
 
-/// Sends the request and writes the body of its answer to `output`. The status port of this pod is
-/// asked for when the port is none of those every pod has.
+/// Sends the request and writes the body of its answer to `output`. `status_port` is called if the
+/// port is not one that every pod has.
 pub async fn run(
     flags: &RequestFlags,
     status_port: impl FnOnce() -> Option<u16>,
@@ -67,32 +68,30 @@ pub async fn run(
         });
     }
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
-    let target = Target::parse(&format!("http://localhost:{}/{path}", flags.debug_port))?;
-    let answer = ask(flags, &target, output);
-    let answer = tokio::time::timeout(LIMIT, answer).await;
-    answer.map_err(|_| Error::Late {
+    let url = format!("http://localhost:{}/{path}", flags.debug_port);
+    let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
+    done.map_err(|_| Error::Late {
         port: flags.debug_port,
     })?
 }
 
-async fn ask(flags: &RequestFlags, target: &Target, output: &mut impl Write) -> Result<(), Error> {
-    let method = Method::from_bytes(flags.method.as_bytes()).map_err(|_| Error::Method {
-        found: flags.method.clone(),
-    })?;
-    let mut quote = Vec::new();
-    let status = target
-        .ask(method, flags.body.clone(), |status, piece| {
-            if is_success(status) {
-                return output.write_all(piece);
-            }
-            let room = LONGEST_QUOTE - quote.len();
-            quote.extend_from_slice(&piece[..piece.len().min(room)]);
-            Ok(())
-        })
-        .await?;
-    if !is_success(status) {
+async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), Error> {
+    let mut request = Request::new(Bytes::from(flags.body.clone()));
+    *request.uri_mut() = http_url(url)?;
+    *request.method_mut() =
+        Method::from_bytes(flags.method.as_bytes()).map_err(|_| Error::Method {
+            found: flags.method.clone(),
+        })?;
+    let (head, mut body) = Client::default().send(request).await?.into_parts();
+    let status = head.status;
+    if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
+        let mut quote = BytesMut::new();
+        body.read_into(&mut quote, LONGEST_QUOTE).await?;
         let body = String::from_utf8_lossy(&quote).into_owned();
         return Err(Error::Status { status, body });
+    }
+    while let Some(chunk) = body.chunk().await {
+        output.write_all(&chunk?).map_err(Error::Output)?;
     }
     output
         .write_all(b"\n")
@@ -100,14 +99,10 @@ async fn ask(flags: &RequestFlags, target: &Target, output: &mut impl Write) -> 
         .map_err(Error::Output)
 }
 
-fn is_success(status: StatusCode) -> bool {
-    status.as_u16() <= 399 || status == StatusCode::NOT_FOUND
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::answers::serve;
+    use crate::cli::fake_server::serve;
 
     fn flags(port: i32, path: &str) -> RequestFlags {
         RequestFlags {
@@ -122,9 +117,9 @@ mod tests {
     /// What `request` prints and the server sees, when the server answers `answer`.
     async fn exchange(answer: &'static str) -> (Result<(), Error>, String, String) {
         let (url, server) = serve(vec![answer]).await;
-        let target = Target::parse(&format!("{url}drain")).expect("an address");
+        let url = format!("{url}drain");
         let (mut output, flags) = (Vec::new(), flags(15000, "drain"));
-        let (result, seen) = tokio::join!(ask(&flags, &target, &mut output), server);
+        let (result, seen) = tokio::join!(send(&flags, &url, &mut output), server);
         (
             result,
             String::from_utf8(output).expect("text"),
@@ -156,19 +151,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_that_breaks_off_is_an_error() {
+    async fn an_incomplete_answer_is_an_error() {
         let (result, ..) = exchange("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nO").await;
         assert!(matches!(
             result,
-            Err(Error::Http(HttpError::Exchange { .. }))
+            Err(Error::Http(http_client::Error::Broken { .. }))
         ));
     }
 
     #[tokio::test]
-    async fn the_status_port_of_the_pod_is_not_refused() {
-        // Port 1 is reserved; there is no listener.
+    async fn the_status_port_of_the_pod_may_be_requested() {
+        // Port 1 is reserved and refuses connections.
         let answer = run(&flags(1, "drain"), || Some(1), &mut Vec::new()).await;
-        let error = answer.expect_err("there is no listener");
+        let error = answer.expect_err("no listener");
         assert!(!matches!(error, Error::Port { .. }), "{error}");
     }
 
@@ -184,6 +179,9 @@ mod tests {
             );
         }
         let error = run(&flags(15000, "a b"), || None, &mut Vec::new()).await;
-        assert!(matches!(error, Err(Error::Http(HttpError::Url { .. }))));
+        assert!(matches!(
+            error,
+            Err(Error::Http(http_client::Error::Url { .. }))
+        ));
     }
 }

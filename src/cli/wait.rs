@@ -1,20 +1,20 @@
-//! The `wait` command: returns when Envoy is ready, or when its patience ends.
+//! The `wait` command: returns when the readiness URL answers 200, or after a timeout.
 //!
-//! Asks at once, and on this machine far more often than the period, which stays the longest pause:
-//! a pod's other containers start that much earlier. The pause is a tenth of the time waited so far.
-//!
-//! Status 200 means ready.
+//! The first request is sent at once. On loopback the pause is a tenth of the time waited so far, and
+//! the period only its upper bound: a pod's other containers start that much earlier.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
+use bytes::Bytes;
 use clap::Args;
-use http::{Method, StatusCode};
+use http::{Request, StatusCode, Uri};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::http::{Error as HttpError, Target};
+use crate::http_client::{self, Client, http_url};
 use crate::lifecycle::with_causes;
 
-/// Bounds of the pause on this machine: asking costs Envoy next to nothing, but not nothing.
+/// Bounds of the pause on loopback.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_LOCAL_PAUSE: Duration = Duration::from_millis(100);
 
@@ -39,49 +39,55 @@ pub enum Error {
     #[error("timeout waiting for Envoy proxy to become ready. Last error: {last}")]
     NotReady { last: String },
     #[error("--url cannot be used")]
-    Url(#[from] HttpError),
+    Url(#[from] http_client::Error),
 }
 
 /// Returns when the answer is 200.
 pub async fn run(flags: &WaitFlags) -> Result<(), Error> {
-    let target = Target::parse(&flags.url)?;
+    let url = http_url(&flags.url)?;
     let mut last = "no answer yet".to_owned();
     let budget = Duration::from_secs(flags.timeout_seconds.into());
-    let ready = timeout(budget, until_ready(flags, &target, &mut last)).await;
+    let ready = timeout(budget, until_ready(flags, &url, &mut last)).await;
     ready.map_err(|_| Error::NotReady { last })?;
     tracing::info!("Envoy is ready!");
     Ok(())
 }
 
-async fn until_ready(flags: &WaitFlags, target: &Target, last: &mut String) {
+async fn until_ready(flags: &WaitFlags, url: &Uri, last: &mut String) {
     let since = Instant::now();
+    let client = Client::default();
     loop {
-        match attempt(flags, target).await {
+        match attempt(flags, &client, url).await {
             Ok(()) => return,
             Err(error) => {
                 tracing::debug!("Not ready yet: {error}");
                 *last = error;
             }
         }
-        sleep(pause(flags, target.is_local(), since.elapsed())).await;
+        sleep(pause(flags, is_loopback(url), since.elapsed())).await;
     }
 }
 
-async fn attempt(flags: &WaitFlags, target: &Target) -> Result<(), String> {
-    let limit = Duration::from_millis(flags.request_timeout_millis.into());
-    let answer = target.ask(Method::GET, String::new(), |_, _| Ok(()));
-    let answer = if limit.is_zero() {
-        answer.await
-    } else {
-        timeout(limit, answer)
-            .await
-            .map_err(|_| format!("no answer within {limit:?}"))?
+async fn attempt(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), String> {
+    let limit = match flags.request_timeout_millis {
+        0 => Duration::MAX,
+        millis => Duration::from_millis(millis.into()),
     };
-    match answer {
+    let mut request = Request::new(Bytes::new());
+    *request.uri_mut() = url.clone();
+    let answer = timeout(limit, client.send(request)).await;
+    let answer = answer.map_err(|_| format!("no answer within {limit:?}"))?;
+    match answer.map(|answer| answer.status()) {
         Ok(StatusCode::OK) => Ok(()),
         Ok(status) => Err(format!("HTTP status code {}", status.as_u16())),
         Err(error) => Err(with_causes(&error)),
     }
+}
+
+fn is_loopback(url: &Uri) -> bool {
+    let host = url.host().unwrap_or_default().trim_matches(['[', ']']);
+    let address: Result<IpAddr, _> = host.parse();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
@@ -97,7 +103,7 @@ fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::answers::serve;
+    use crate::cli::fake_server::serve;
 
     const BUSY: &str = "HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n";
     const READY: &str = "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n";
@@ -112,7 +118,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn asks_until_the_answer_is_ready() {
+    async fn requests_are_sent_until_the_answer_is_200() {
         let (url, server) = serve(vec![BUSY, BUSY, READY]).await;
         let flags = flags(url);
         let (ready, seen) = tokio::join!(run(&flags), server);
@@ -121,8 +127,8 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn gives_up_in_time_with_the_last_error() {
-        // Port 1 is reserved; there is no listener.
+    async fn ends_after_the_timeout_with_the_last_error() {
+        // Port 1 is reserved and refuses connections.
         let flags = flags("http://127.0.0.1:1/".into());
         let started = Instant::now();
         let error = run(&flags).await.expect_err("never ready").to_string();
@@ -134,6 +140,22 @@ mod tests {
             "{error}"
         );
         assert_eq!(started.elapsed().as_secs(), 5);
+    }
+
+    #[test]
+    fn loopback_is_recognized() {
+        for (url, expected) in [
+            ("http://localhost:15021/healthz/ready", true),
+            ("http://[::1]:80/x", true),
+            ("http://127.0.0.2", true),
+            ("http://example.com/", false),
+        ] {
+            assert_eq!(
+                is_loopback(&http_url(url).expect("a URL")),
+                expected,
+                "{url}"
+            );
+        }
     }
 
     #[test]
@@ -156,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_that_cannot_be_asked_is_an_error_at_once() {
+    async fn an_unusable_url_is_an_error_at_once() {
         let error = run(&flags("https://localhost/".into()))
             .await
             .expect_err("refused");

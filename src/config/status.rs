@@ -8,9 +8,9 @@ use super::environment as variables;
 use crate::probe;
 use crate::status::{self, Probers};
 
-/// Source addresses of probes, which traffic capture exempts.
-const ORIGIN: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
-const ORIGIN_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, 6));
+/// Source addresses of probes. Traffic capture leaves both alone.
+const PROBE_SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
+const PROBE_SOURCE_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, 6));
 
 impl Sources<'_> {
     /// None while the port is switched off.
@@ -18,10 +18,10 @@ impl Sources<'_> {
         let probers = self.probers();
         let is_legacy = self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION);
         let address = self.addresses[0];
-        // The source has the family of the destination.
-        let origin = match address {
-            IpAddr::V4(_) => ORIGIN,
-            IpAddr::V6(_) => ORIGIN_V6,
+        // The probed address must be of the same family.
+        let source = match address {
+            IpAddr::V4(_) => PROBE_SOURCE,
+            IpAddr::V6(_) => PROBE_SOURCE_V6,
         };
         let config = status::Config {
             port: self.proxy_config.agent_port().unwrap_or_default(),
@@ -32,7 +32,7 @@ impl Sources<'_> {
             },
             probers,
             probes: probe::Config {
-                origin: probe::Origin(origin),
+                source,
                 offers_http2: self.get(&variables::ISTIO_ENABLE_HTTP2_PROBING),
                 keeps_connections: self.get(&variables::ENABLE_PROBE_KEEPALIVE_CONNECTIONS),
             },

@@ -255,15 +255,24 @@ impl Body {
     /// Reads the body to its end, in at most `limit` bytes.
     pub async fn collect(&mut self, limit: usize) -> Result<Bytes, Error> {
         let mut whole = BytesMut::new();
-        while let Some(chunk) = self.chunk().await {
-            let chunk = chunk?;
-            if chunk.len() > limit - whole.len() {
-                let authority = host_and_port(&self.uri);
-                return Err(Error::TooLarge { authority, limit });
-            }
-            whole.extend_from_slice(&chunk);
+        self.read_into(&mut whole, limit + 1).await?;
+        if whole.len() > limit {
+            let authority = host_and_port(&self.uri);
+            return Err(Error::TooLarge { authority, limit });
         }
         Ok(whole.freeze())
+    }
+
+    /// Reads until `buffer` has `length` bytes or the body ends. What was read stays in the buffer if
+    /// the future is dropped.
+    pub async fn read_into(&mut self, buffer: &mut BytesMut, length: usize) -> Result<(), Error> {
+        while buffer.len() < length
+            && let Some(chunk) = self.chunk().await.transpose()?
+        {
+            let missing = length - buffer.len();
+            buffer.extend_from_slice(&chunk[..chunk.len().min(missing)]);
+        }
+        Ok(())
     }
 
     /// Reads what is left, up to 1 MiB, so that the server does not see its answer cut off and the
@@ -277,6 +286,16 @@ impl Body {
             }
         }
     }
+}
+
+/// Reads `http://host[:port]/path`.
+pub fn http_url(text: &str) -> Result<Uri, Error> {
+    let url = text.parse::<Uri>().ok();
+    let url = url.filter(|url| url.scheme_str() == Some("http"));
+    url.filter(|url| url.host().is_some_and(|host| !host.is_empty()))
+        .ok_or_else(|| Error::Url {
+            found: text.to_owned(),
+        })
 }
 
 /// The authority without a user.

@@ -252,6 +252,28 @@ async fn redirects_are_followed_as_configured() {
     }
 }
 
+#[test]
+fn a_url_has_a_host_and_may_leave_out_the_rest() {
+    for url in [
+        "http://localhost:15021/x",
+        "http://[::1]/?y=z",
+        "http://127.0.0.2",
+    ] {
+        assert!(http_url(url).is_ok(), "{url}");
+    }
+    for url in [
+        "",
+        "localhost:15021",
+        "https://localhost/",
+        "/path",
+        "http:///x",
+        "http://a/b c",
+    ] {
+        let error = http_url(url).expect_err(url);
+        assert!(matches!(error, Error::Url { .. }), "{error}");
+    }
+}
+
 #[tokio::test]
 async fn addresses_that_cannot_be_asked_are_errors() {
     for url in [

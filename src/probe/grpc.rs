@@ -1,18 +1,16 @@
-//! gRPC's health check: one call on a connection of its own.
-//!
-//! Does not speak TLS.
+//! gRPC's health check: one call in plaintext on a connection of its own.
 
-use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use ::http::{HeaderMap, HeaderValue, Request, Response, Uri, header};
+use ::http::{HeaderMap, Request, Response, Uri, header};
 use hyper::body::Incoming;
-use hyper::client::conn::http2::SendRequest;
+use hyper::client::conn::http2::{SendRequest, handshake};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tonic::body::Body;
+use tonic::codegen::BoxFuture;
 
-use super::http::Driver;
+use crate::executor::ConnectionTasks;
 use crate::proto::grpc_health_v1::HealthCheckRequest;
 use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
@@ -36,18 +34,22 @@ pub(super) async fn check(
     service: &str,
     headers: &HeaderMap,
 ) -> Result<(), Error> {
-    let driver = Driver::default();
-    let handshake = hyper::client::conn::http2::handshake(driver.executor(), TokioIo::new(stream));
-    let (sender, connection) = handshake.await.map_err(Error::Handshake)?;
-    driver.drive(connection);
-    let call = Call {
-        sender,
-        agent: headers.get(header::USER_AGENT).cloned(),
-    };
-    let request = HealthCheckRequest {
+    let tasks = ConnectionTasks::default();
+    let handshake = handshake(tasks.executor(), TokioIo::new(stream)).await;
+    let (sender, connection) = handshake.map_err(Error::Handshake)?;
+    // The call learns of an error.
+    tasks.executor().spawn(async { drop(connection.await) });
+    let mut request = tonic::Request::new(HealthCheckRequest {
         service: service.to_owned(),
-    };
-    let answer = HealthClient::with_origin(call, Uri::from_static("http://localhost"))
+    });
+    let agent = headers
+        .get(header::USER_AGENT)
+        .map(|agent| agent.as_bytes());
+    if let Some(agent) = agent.and_then(|agent| agent.try_into().ok()) {
+        request.metadata_mut().insert("user-agent", agent);
+    }
+    let origin = Uri::from_static("http://localhost");
+    let answer = HealthClient::with_origin(Channel(sender), origin)
         .max_decoding_message_size(LARGEST_ANSWER)
         .check(request)
         .await
@@ -60,26 +62,19 @@ pub(super) async fn check(
     }
 }
 
-/// A connection as the generated client wants it.
-struct Call {
-    sender: SendRequest<Body>,
-    /// Of whoever asks for the probe.
-    agent: Option<HeaderValue>,
-}
+/// A connection as the generated client takes it.
+struct Channel(SendRequest<Body>);
 
-impl tower_service::Service<Request<Body>> for Call {
+impl tower_service::Service<Request<Body>> for Channel {
     type Response = Response<Incoming>;
     type Error = hyper::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, hyper::Error>> + Send>>;
+    type Future = BoxFuture<Self::Response, hyper::Error>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<hyper::Result<()>> {
-        self.sender.poll_ready(context)
+        self.0.poll_ready(context)
     }
 
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        if let Some(agent) = self.agent.clone() {
-            request.headers_mut().insert(header::USER_AGENT, agent);
-        }
-        Box::pin(self.sender.send_request(request))
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        Box::pin(self.0.send_request(request))
     }
 }

@@ -1,27 +1,24 @@
-//! Asks an application whether it is well: over HTTP, by a TCP connection, or by gRPC's health
-//! check.
+//! Probes an application over HTTP, by a TCP connection, or by gRPC's health check.
 //!
-//! A [`Client`] sends every kind from one [`Origin`], the source address that traffic capture leaves
-//! alone, and bounds each with the timeout of its [`Probe`]. The answer is an [`Outcome`]: a status
-//! for whoever asked, and what of the body is worth passing on.
-//!
-//! Does not repeat or count: one call is one look.
+//! A [`Client`] sends every kind from one source address, which traffic capture leaves alone, and
+//! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
+//! beginning of the body. One call is one probe; thresholds are the kubelet's.
 
-mod connect;
 mod grpc;
 mod http;
 mod tls;
 
 use std::fmt;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use ::http::{HeaderMap, StatusCode};
 use bytes::Bytes;
 
-pub use connect::Origin;
-use http::Pool;
+use crate::dial::{self, Dialer};
+use crate::http_client::{self, Redirects};
 
-/// What to ask, and how long that may take.
+/// What to probe, and how long that may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Probe {
     pub host: String,
@@ -44,11 +41,11 @@ pub enum Kind {
     },
 }
 
-/// What an application said.
+/// The application's answer.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Outcome {
     pub status: StatusCode,
-    /// The beginning of the body.
+    /// The first 10 KiB of the body.
     pub body: Bytes,
 }
 
@@ -58,9 +55,9 @@ pub enum Error {
     #[error("no answer within {0:?}")]
     Late(Duration),
     #[error(transparent)]
-    Connect(#[from] connect::Error),
+    Connect(#[from] dial::Error),
     #[error(transparent)]
-    Http(#[from] http::Error),
+    Http(#[from] http_client::Error),
     #[error(transparent)]
     Grpc(#[from] grpc::Error),
 }
@@ -68,7 +65,8 @@ pub enum Error {
 /// How probes are sent.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    pub origin: Origin,
+    /// The source address of connections. Applications are probed at addresses of its family.
+    pub source: IpAddr,
     /// Whether HTTP/2 is offered to applications with TLS.
     pub offers_http2: bool,
     /// Whether HTTP connections are kept for the next probe of the same application.
@@ -77,57 +75,51 @@ pub struct Config {
 
 /// Sends probes.
 pub struct Client {
-    origin: Origin,
-    tls: tls::Connector,
-    pool: Option<Pool>,
+    dialer: Dialer,
+    http: http_client::Client,
 }
 
 impl Client {
     pub fn new(config: Config) -> Result<Self, rustls::Error> {
-        Ok(Self {
-            origin: config.origin,
-            tls: tls::connector(config.offers_http2)?,
-            pool: config.keeps_connections.then(Pool::default),
-        })
+        let dialer = Dialer::from_source(config.source);
+        let http = http_client::Client::new(http_client::Config {
+            dialer: dialer.clone(),
+            tls: Some(tls::config(config.offers_http2)?),
+            redirects: Redirects::SameHost,
+            keeps_connections: config.keeps_connections,
+            ..http_client::Config::default()
+        });
+        Ok(Self { dialer, http })
     }
 
-    /// Asks once. `headers` are those of the HTTP request; gRPC takes the user agent among them.
-    pub async fn ask(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Error> {
+    /// Probes once. `headers` are sent with an HTTP request; gRPC sends the user agent among them.
+    pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Error> {
         let end = tokio::time::Instant::now() + probe.timeout;
-        let asked = async {
+        let connect = || self.dialer.connect(&probe.host, probe.port);
+        let probing = async {
             match &probe.kind {
                 Kind::Http { is_https, path } => {
-                    let get = http::Get::new(*is_https, &probe.host, probe.port, path, headers)?;
-                    self.get(get, end).await
+                    let request = http::request(*is_https, &probe.host, probe.port, path, headers)?;
+                    return Ok(http::get(&self.http, request, end).await?);
                 }
-                Kind::Tcp => {
-                    connect::connect(self.origin, &probe.host, probe.port).await?;
-                    Ok(Outcome::from(StatusCode::OK))
-                }
+                Kind::Tcp => drop(connect().await?),
                 Kind::Grpc { service } => {
-                    let stream = connect::connect(self.origin, &probe.host, probe.port).await?;
-                    grpc::check(stream, service, headers).await?;
-                    Ok(Outcome::from(StatusCode::OK))
+                    grpc::check(connect().await?, service, headers).await?;
                 }
             }
+            Ok(Outcome {
+                status: StatusCode::OK,
+                body: Bytes::new(),
+            })
         };
-        let asked = tokio::time::timeout_at(end, asked).await;
-        asked.map_err(|_| Error::Late(probe.timeout))?
-    }
-}
-
-impl From<StatusCode> for Outcome {
-    fn from(status: StatusCode) -> Self {
-        let body = Bytes::new();
-        Self { status, body }
+        let outcome = tokio::time::timeout_at(end, probing).await;
+        outcome.map_err(|_| Error::Late(probe.timeout))?
     }
 }
 
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Client")
-            .field("origin", &self.origin)
-            .finish_non_exhaustive()
+        f.debug_struct("Client").finish_non_exhaustive()
     }
 }
 

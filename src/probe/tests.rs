@@ -1,4 +1,4 @@
-//! Probes of applications on this machine.
+//! Probes of applications on loopback.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -21,7 +21,7 @@ use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_server::{Health, HealthServer};
 use crate::proto::grpc_health_v1::{HealthCheckRequest, HealthCheckResponse};
 
-const ORIGIN: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
+const SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
 
 /// An application; gone when dropped.
 struct App {
@@ -53,7 +53,7 @@ impl App {
         Self::start(|stream, from| serve_http(stream, from, false)).await
     }
 
-    /// Writes these bytes to whoever asks, again and again if `endless`.
+    /// Answers each request with these bytes, again and again if `endless`.
     async fn raw(bytes: &'static [u8], endless: bool) -> Self {
         Self::start(move |mut stream, _| async move {
             let mut request = [0; 4096];
@@ -87,11 +87,11 @@ impl App {
         .await
     }
 
-    async fn asked(&self, path: &str) -> Result<Outcome, Error> {
-        self.asked_with(path, false, &HeaderMap::new()).await
+    async fn get(&self, path: &str) -> Result<Outcome, Error> {
+        self.get_with(path, false, &HeaderMap::new()).await
     }
 
-    async fn asked_with(
+    async fn get_with(
         &self,
         path: &str,
         is_https: bool,
@@ -99,7 +99,7 @@ impl App {
     ) -> Result<Outcome, Error> {
         let path = path.to_owned();
         let kind = Kind::Http { is_https, path };
-        client(true, false).ask(&self.probe(kind), headers).await
+        client(true, false).probe(&self.probe(kind), headers).await
     }
 
     fn probe(&self, kind: Kind) -> Probe {
@@ -159,7 +159,7 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
 
 fn client(offers_http2: bool, keeps_connections: bool) -> Client {
     Client::new(Config {
-        origin: Origin(ORIGIN),
+        source: SOURCE,
         offers_http2,
         keeps_connections,
     })
@@ -167,10 +167,10 @@ fn client(offers_http2: bool, keeps_connections: bool) -> Client {
 }
 
 #[tokio::test]
-async fn every_status_goes_back_but_those_of_redirections() {
+async fn the_status_is_the_applications_except_for_redirects() {
     let app = App::plain().await;
     for status in (200..=511).filter(|status| ![204, 205, 304].contains(status)) {
-        let outcome = app.asked(&status.to_string()).await.expect("an answer");
+        let outcome = app.get(&status.to_string()).await.expect("an answer");
         let expected = if (300..400).contains(&status) {
             200
         } else {
@@ -185,7 +185,7 @@ async fn every_status_goes_back_but_those_of_redirections() {
         ("/redirect", 201),
         ("redirect-away", 200),
     ] {
-        let outcome = app.asked(path).await.expect("an answer");
+        let outcome = app.get(path).await.expect("an answer");
         assert_eq!(outcome.status.as_u16(), expected, "{path}");
     }
 }
@@ -195,39 +195,39 @@ async fn redirects_in_a_loop_or_to_nowhere_are_errors() {
     let app = App::plain().await;
     for (path, expected) in [
         ("redirect-loop", "stopped after 10 redirects"),
-        ("redirect-badly", "is no address to be redirected to"),
+        ("redirect-badly", "expected a path or a URL"),
     ] {
-        let error = app.asked(path).await.expect_err("an error").to_string();
+        let error = app.get(path).await.expect_err("an error").to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
 
 #[tokio::test]
-async fn probes_come_from_their_own_address_with_the_callers_headers() {
+async fn probes_come_from_the_source_address_with_the_callers_headers() {
     let app = App::plain().await;
     let body = |outcome: Result<Outcome, Error>| outcome.expect("an answer").body;
-    assert_eq!(body(app.asked("from").await), "127.0.0.6");
-    assert_eq!(body(app.asked("query?a=b").await), "a=b");
-    assert_eq!(body(app.asked("long").await).len(), 10_240);
+    assert_eq!(body(app.get("from").await), "127.0.0.6");
+    assert_eq!(body(app.get("query?a=b").await), "a=b");
+    assert_eq!(body(app.get("long").await).len(), 10_240);
     let mut headers = HeaderMap::new();
     headers.insert("host", HeaderValue::from_static("cart:80"));
     headers.append("x-twice", HeaderValue::from_static("1"));
     headers.append("x-twice", HeaderValue::from_static("2"));
-    let got = body(app.asked_with("headers", false, &headers).await);
+    let got = body(app.get_with("headers", false, &headers).await);
     let expected = "{\"host\": \"cart:80\", \"x-twice\": \"1\", \"x-twice\": \"2\", \"connection\": \"close\"}";
     assert_eq!(got, expected);
 }
 
 #[tokio::test]
-async fn connections_are_kept_only_where_asked_for() {
+async fn connections_are_kept_only_if_configured() {
     let app = App::plain().await;
     for keeps in [false, true] {
         let client = client(true, keeps);
         let path = "peer".to_owned();
         let is_https = false;
         let probe = app.probe(Kind::Http { is_https, path });
-        let first = client.ask(&probe, &HeaderMap::new()).await.expect("one");
-        let second = client.ask(&probe, &HeaderMap::new()).await.expect("two");
+        let first = client.probe(&probe, &HeaderMap::new()).await.expect("one");
+        let second = client.probe(&probe, &HeaderMap::new()).await.expect("two");
         assert_eq!(first.body == second.body, keeps);
     }
 }
@@ -246,13 +246,13 @@ async fn a_kept_connection_the_application_has_closed_is_replaced() {
     let path = String::new();
     let is_https = false;
     let probe = app.probe(Kind::Http { is_https, path });
-    let first = client.ask(&probe, &HeaderMap::new()).await.expect("one");
-    let second = client.ask(&probe, &HeaderMap::new()).await.expect("two");
+    let first = client.probe(&probe, &HeaderMap::new()).await.expect("one");
+    let second = client.probe(&probe, &HeaderMap::new()).await.expect("two");
     assert_ne!(first.body, second.body);
 }
 
 #[tokio::test]
-async fn tls_takes_any_certificate_and_speaks_what_the_application_does() {
+async fn tls_accepts_any_certificate_and_negotiates_the_protocol() {
     let (http1, http2) = (Version::HTTP_11, Version::HTTP_2);
     for (alpn, offers_http2, expected) in [
         (&[][..], true, Some(http1)),
@@ -268,7 +268,7 @@ async fn tls_takes_any_certificate_and_speaks_what_the_application_does() {
         let is_https = true;
         let probe = app.probe(Kind::Http { is_https, path });
         let outcome = client(offers_http2, false)
-            .ask(&probe, &HeaderMap::new())
+            .probe(&probe, &HeaderMap::new())
             .await;
         match expected {
             Some(version) => {
@@ -280,7 +280,7 @@ async fn tls_takes_any_certificate_and_speaks_what_the_application_does() {
 }
 
 #[tokio::test]
-async fn applications_that_misbehave_are_errors_in_time() {
+async fn applications_that_misbehave_are_errors_within_the_timeout() {
     let probe = |app: &App| Probe {
         timeout: Duration::from_millis(200),
         ..app.probe(Kind::Http {
@@ -307,15 +307,18 @@ async fn applications_that_misbehave_are_errors_in_time() {
             _ => App::raw(bytes, endless).await,
         };
         let (client, probe, headers) = (client(true, false), probe(&app), HeaderMap::new());
-        let asked = client.ask(&probe, &headers);
-        let outcome = tokio::time::timeout(Duration::from_secs(5), asked).await;
+        let probing = client.probe(&probe, &headers);
+        let outcome = tokio::time::timeout(Duration::from_secs(5), probing).await;
         assert!(outcome.expect("in time").is_err(), "{bytes:?}");
     }
-    let nobody = App::plain().await;
-    let probe = probe(&nobody);
-    drop(nobody);
-    let error = client(true, false).ask(&probe, &HeaderMap::new()).await;
-    assert!(matches!(error, Err(Error::Connect(_))), "{error:?}");
+    let stopped = App::plain().await;
+    let probe = probe(&stopped);
+    drop(stopped);
+    let error = client(true, false).probe(&probe, &HeaderMap::new()).await;
+    assert!(
+        matches!(error, Err(Error::Http(http_client::Error::Connect(_)))),
+        "{error:?}"
+    );
 }
 
 #[tokio::test]
@@ -337,7 +340,7 @@ async fn the_status_counts_when_the_body_breaks_off_or_does_not_end_in_time() {
             timeout: Duration::from_millis(500),
             ..app.probe(Kind::Http { is_https, path })
         };
-        let outcome = client(true, true).ask(&probe, &HeaderMap::new()).await;
+        let outcome = client(true, true).probe(&probe, &HeaderMap::new()).await;
         let outcome = outcome.expect("an answer");
         assert_eq!(outcome.status, StatusCode::CREATED, "{hangs}");
         assert_eq!(outcome.body, "OK", "{hangs}");
@@ -345,7 +348,7 @@ async fn the_status_counts_when_the_body_breaks_off_or_does_not_end_in_time() {
 }
 
 #[tokio::test]
-async fn of_an_endless_body_the_beginning_is_enough() {
+async fn the_beginning_of_an_endless_body_is_enough() {
     let app = App::start(|mut stream, _| async move {
         let mut request = [0; 4096];
         let _ = stream.read(&mut request).await;
@@ -353,39 +356,39 @@ async fn of_an_endless_body_the_beginning_is_enough() {
         while stream.write_all(&[b'x'; 4096]).await.is_ok() {}
     })
     .await;
-    let outcome = app.asked("/").await.expect("an answer");
+    let outcome = app.get("/").await.expect("an answer");
     assert_eq!((outcome.status.as_u16(), outcome.body.len()), (503, 10_240));
 }
 
 #[tokio::test]
-async fn a_tcp_probe_asks_for_a_connection() {
+async fn a_tcp_probe_succeeds_if_a_connection_is_accepted() {
     let app = App::plain().await;
     let probe = app.probe(Kind::Tcp);
-    let outcome = client(true, false).ask(&probe, &HeaderMap::new()).await;
+    let outcome = client(true, false).probe(&probe, &HeaderMap::new()).await;
     assert_eq!(outcome.expect("a connection").status, StatusCode::OK);
     drop(app);
-    let outcome = client(true, false).ask(&probe, &HeaderMap::new()).await;
+    let outcome = client(true, false).probe(&probe, &HeaderMap::new()).await;
     assert!(outcome.is_err());
 }
 
 #[tokio::test]
-async fn a_host_of_the_other_family_and_an_address_nobody_has_are_errors() {
+async fn a_host_of_the_other_family_and_a_foreign_source_address_are_errors() {
     let kind = Kind::Tcp;
     let app = App::plain().await;
-    for (host, origin, expected) in [
+    for (host, source, expected) in [
         (
             "::1",
-            ORIGIN,
-            "::1 has no address of the family of 127.0.0.6",
+            SOURCE,
+            "::1 has no address of the family of the source address 127.0.0.6",
         ),
         (
             "127.0.0.1",
             Ipv4Addr::new(192, 0, 2, 1).into(),
-            "cannot bind 192.0.2.1",
+            "cannot bind the source address 192.0.2.1",
         ),
     ] {
         let client = Client::new(Config {
-            origin: Origin(origin),
+            source,
             offers_http2: true,
             keeps_connections: false,
         });
@@ -395,14 +398,14 @@ async fn a_host_of_the_other_family_and_an_address_nobody_has_are_errors() {
         };
         let asked = client
             .expect("a client")
-            .ask(&probe, &HeaderMap::new())
+            .probe(&probe, &HeaderMap::new())
             .await;
         let error = asked.expect_err("an error").to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
 
-/// Says what it is told to by the name of the service, and fails for those it does not know.
+/// Answers with the status that the service is named after, and fails for other names.
 struct Fake;
 
 #[tonic::async_trait]
@@ -425,7 +428,7 @@ impl Health for Fake {
 }
 
 #[tokio::test]
-async fn a_grpc_probe_wants_to_hear_that_the_service_serves() {
+async fn a_grpc_probe_succeeds_if_the_service_is_serving() {
     let app = App::start(|stream, _| async move {
         let service = hyper_util::service::TowerToHyperService::new(HealthServer::new(Fake));
         let _ = http2::Builder::new(TokioExecutor::new())
@@ -444,12 +447,12 @@ async fn a_grpc_probe_wants_to_hear_that_the_service_serves() {
     ] {
         let service = service.to_owned();
         let probe = app.probe(Kind::Grpc { service });
-        let found = client(true, false).ask(&probe, &headers).await;
+        let found = client(true, false).probe(&probe, &headers).await;
         let found = found.map_or_else(|error| error.to_string(), |_| String::new());
         assert_eq!(found, expected);
     }
     let silent = App::plain().await;
     let service = String::new();
     let probe = silent.probe(Kind::Grpc { service });
-    assert!(client(true, false).ask(&probe, &headers).await.is_err());
+    assert!(client(true, false).probe(&probe, &headers).await.is_err());
 }

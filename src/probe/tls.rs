@@ -1,8 +1,6 @@
-//! TLS to an application whose certificate nobody has to know.
+//! TLS without verification of the application's certificate.
 //!
-//! A probe asks whether the application answers, not who it is, and sends nothing that is secret.
-//!
-//! Does not verify anything.
+//! A probe asks whether the application answers, not who it is, and sends no secret.
 
 use std::sync::Arc;
 
@@ -10,28 +8,27 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
-pub(super) use tokio_rustls::TlsConnector as Connector;
 
 /// Offers HTTP/1.1, and HTTP/2 before it where that is wanted.
-pub(super) fn connector(offers_http2: bool) -> Result<Connector, Error> {
+pub(super) fn config(offers_http2: bool) -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+        .with_custom_certificate_verifier(Arc::new(AcceptAny(provider)))
         .with_no_client_auth();
     if offers_http2 {
         config.alpn_protocols.push(b"h2".to_vec());
     }
     config.alpn_protocols.push(b"http/1.1".to_vec());
-    Ok(Connector::from(Arc::new(config)))
+    Ok(Arc::new(config))
 }
 
-/// Takes every certificate.
+/// A verifier that accepts any certificate.
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAny(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAny {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

@@ -46,7 +46,7 @@ impl AppProbes {
         };
         let probe = self.probe(path, prober);
         let headers = self.headers(headers, prober.port);
-        match self.client.ask(&probe, &headers).await {
+        match self.client.probe(&probe, &headers).await {
             Ok(outcome) => reply::bytes(outcome.status, outcome.body),
             Err(error) => {
                 let why = with_causes(&error);

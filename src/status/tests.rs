@@ -46,7 +46,7 @@ pub(super) fn config(probers: Probers) -> Config {
         application: "127.0.0.1".to_owned(),
         probers,
         probes: probe::Config {
-            origin: probe::Origin(std::net::Ipv4Addr::LOCALHOST.into()),
+            source: std::net::Ipv4Addr::LOCALHOST.into(),
             offers_http2: true,
             keeps_connections: false,
         },

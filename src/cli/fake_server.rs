@@ -1,9 +1,9 @@
-//! A server for tests, which answers each connection with the next of its answers.
+//! A server for tests. Each connection gets the next of its answers.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-/// Its address, and a future that ends with the requests when all answers are given.
+/// Returns its URL, and a future that returns the requests after the last answer.
 pub(super) async fn serve(
     answers: Vec<&'static str>,
 ) -> (String, impl Future<Output = Vec<String>>) {
