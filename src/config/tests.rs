@@ -222,7 +222,7 @@ fn probes_come_from_an_address_of_the_applications_family() {
         let config = config.expect("a good configuration");
         let status = config.status.expect("a status port");
         assert_eq!(status.application, address);
-        assert_eq!(status.probes.origin.0.to_string(), origin);
+        assert_eq!(status.probes.source.to_string(), origin);
     }
 }
 
