@@ -5,8 +5,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, unknown,
-    version, wait,
+    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, version, wait,
 };
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
@@ -31,9 +30,14 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     let Cli { log, command } = typed.cli;
     match command {
         None => print(cli::help().trim_end()),
-        Some(Command::Proxy(flags)) => proxy(&flags, &log, &typed.unknown_flags),
+        Some(Command::Proxy(flags)) => {
+            logging::init(log.options()?)?;
+            cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
+            proxy(flags, log)
+        }
         Some(Command::Config(flags)) => {
-            let (text, is_usable) = show::config(&flags, &log, &Environment::of_process());
+            let (text, is_usable) =
+                show::config(&flags, &log, &typed.flags, &Environment::of_process());
             let printed = print(&text)?;
             Ok(if is_usable {
                 printed
@@ -64,19 +68,12 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
     }
 }
 
-fn proxy(
-    flags: &ProxyFlags,
-    log: &LogFlags,
-    unknown: &[unknown::Flag],
-) -> Result<ExitCode, BoxError> {
-    logging::init(log.options()?)?;
-    cli::announce(flags, log, unknown);
+fn proxy(flags: ProxyFlags, log: LogFlags) -> Result<ExitCode, BoxError> {
     let environment = Environment::of_process();
     environment.announce();
-    let config = config::load(flags, log, &environment, ".".as_ref()).map_err(config::Unusable)?;
-    config.announce();
-    let (flags, log) = (flags.clone(), log.clone());
     let load = move || config::load(&flags, &log, &environment, ".".as_ref());
+    let config = load().map_err(config::Unusable)?;
+    config.announce();
     block_on(agent::run(config, Arc::new(load)))?
 }
 

@@ -20,7 +20,7 @@ fn config(case: &Path) -> crate::config::Config {
         .trim()
         .strip_prefix("proxy")
         .expect("the command proxy");
-    let (flags, log) = flags::parse(words);
+    let (flags, log, _) = flags::parse(words);
     let env = read("env");
     let env: Environment = env
         .lines()

@@ -13,10 +13,10 @@ pub mod version;
 pub mod wait;
 
 use clap::error::{ContextKind, ErrorKind};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
-use crate::config::flags::{LogFlags, ProxyFlags};
+use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
 use crate::version as build;
 
 /// Istio agent.
@@ -60,6 +60,8 @@ pub enum Command {
 #[derive(Clone, Debug)]
 pub struct Typed {
     pub cli: Cli,
+    /// The flags of the command.
+    pub flags: Vec<Flag>,
     pub unknown_flags: Vec<unknown::Flag>,
 }
 
@@ -72,28 +74,43 @@ pub enum Refused {
 
 /// Reads a command line, whose first word is the program.
 pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
-    let (known, unknown_flags) = unknown::split(line.into_iter().collect(), &Cli::command());
-    match Cli::try_parse_from(known) {
-        Ok(cli) => Ok(Typed { cli, unknown_flags }),
+    let mut command = Cli::command();
+    let (known, unknown_flags) = unknown::split(line.into_iter().collect(), &command);
+    let matches = command.try_get_matches_from_mut(known);
+    match matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
+        Ok((cli, matches)) => {
+            let flags = matches.subcommand().and_then(|(name, matches)| {
+                let command = command.find_subcommand(name)?;
+                Some(flags::values(command, matches))
+            });
+            Ok(Typed {
+                cli,
+                flags: flags.unwrap_or_default(),
+                unknown_flags,
+            })
+        }
         Err(error) if error.use_stderr() => Err(Refused::Error(one_sentence(&error))),
         Err(help) => Err(Refused::Help(help.to_string())),
     }
 }
 
-/// Logs every flag with its value, the flags without effect, and the version.
-pub fn announce(flags: &ProxyFlags, log: &LogFlags, unknown: &[unknown::Flag]) {
-    let mut values = [flags.values(), log.values()].concat();
-    values.sort_by_key(|flag| flag.name);
-    for flag in values {
+/// Logs every flag with its value, the flags and words without effect, and the version.
+pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
+    let named = |flag: &&Flag| !flag.is_hidden && flag.name != "type";
+    for flag in flags.iter().filter(named) {
         tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);
     }
     for flag in unknown {
         tracing::warn!("ignoring flag {flag}, which this agent does not have");
     }
-    for flag in log.rotation.given() {
-        tracing::warn!("ignoring flag {flag}: this agent does not rotate log files");
+    for flag in flags
+        .iter()
+        .filter(|flag| flag.name.starts_with("log_rotate"))
+    {
+        let name = &flag.name;
+        tracing::warn!("ignoring flag --{name}: this agent does not rotate log files");
     }
-    for word in &flags.ignored {
+    for word in ignored {
         tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
     }
     tracing::info!("Version {}", build::full());

@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::bootstrap::{platform, show};
 use crate::config::environment::Environment;
-use crate::config::flags::{LogFlags, ProxyFlags};
+use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
 use crate::lifecycle::BoxError;
 
@@ -33,8 +33,13 @@ pub struct BootstrapFlags {
 }
 
 /// The effective configuration, and whether the agent would start with it.
-pub fn config(flags: &ConfigFlags, log: &LogFlags, environment: &Environment) -> (String, bool) {
-    let report = config::report::report(&flags.proxy, log, environment, ".".as_ref());
+pub fn config(
+    flags: &ConfigFlags,
+    log: &LogFlags,
+    all: &[Flag],
+    environment: &Environment,
+) -> (String, bool) {
+    let report = config::report::report(&flags.proxy, log, all, environment, ".".as_ref());
     let text = match flags.output.as_str() {
         "json" => format!("{:#}", report.json()),
         _ => report.yaml().trim_end().to_owned(),

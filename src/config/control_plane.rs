@@ -25,12 +25,11 @@ const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 
 /// The use of a connection, which has variables of its own.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose {
-    /// `has_authority` is false for workloads with certificates from files only.
-    Discovery {
-        has_authority: bool,
-    },
+    Discovery,
+    /// For a workload with certificates from files only.
+    DiscoveryWithFiles,
     Certificates,
 }
 
@@ -55,7 +54,11 @@ impl Sources<'_> {
         let discovery = if self.proxy_config.is_plaintext() {
             Security::Plaintext
         } else {
-            let mut tls = self.tls(Purpose::Discovery { has_authority }, &address, true);
+            let purpose = match has_authority {
+                true => Purpose::Discovery,
+                false => Purpose::DiscoveryWithFiles,
+            };
+            let mut tls = self.tls(purpose, &address, true);
             if !has_authority && tls.client.is_none() {
                 tls.client = self.mounted_client();
             }
@@ -77,8 +80,10 @@ impl Sources<'_> {
         if may_serve {
             self.authority_problems = self.notes.problems.split_off(before);
         }
-        let differs = !is_same(&discovery, &certificates);
-        (discovery, differs.then_some(certificates))
+        let is_same = discovery.address == certificates.address
+            && discovery.security == certificates.security
+            && discovery.metadata == certificates.metadata;
+        (discovery, (!is_same).then_some(certificates))
     }
 
     fn certificates(&mut self, discovery: &Config) -> Config {
@@ -218,34 +223,26 @@ impl Sources<'_> {
     /// The first that applies: the purpose's variable, a mounted root, the root beside a client
     /// certificate, the root named beside mounted certificates, istiod's own.
     fn roots(&mut self, purpose: Purpose) -> tls::Roots {
-        let (name, given) = match purpose {
-            Purpose::Discovery { .. } => ("XDS_ROOT_CA", self.get(&variables::XDS_ROOT_CA)),
-            Purpose::Certificates => ("CA_ROOT_CA", self.get(&variables::CA_ROOT_CA)),
-        };
         let provider = self.get(&variables::PILOT_CERT_PROVIDER);
+        let (variable, mounted) = match purpose {
+            Purpose::Certificates => (&variables::CA_ROOT_CA, provider == "custom"),
+            _ => (&variables::XDS_ROOT_CA, self.is_file(MOUNTED_ROOT)),
+        };
+        let name = variable.name;
         let client = PathBuf::from(self.get(&variables::PROV_CERT));
         let named = match purpose {
-            Purpose::Discovery {
-                has_authority: false,
-            } => {
-                let named = self
-                    .proxy_config
-                    .metadata("ISTIO_META_TLS_CLIENT_ROOT_CERT");
-                named.unwrap_or_default().to_owned()
-            }
-            _ => String::new(),
+            Purpose::DiscoveryWithFiles => "ISTIO_META_TLS_CLIENT_ROOT_CERT",
+            _ => "",
         };
-        let mounted = match purpose {
-            Purpose::Discovery { .. } => self.is_file(MOUNTED_ROOT),
-            Purpose::Certificates => provider == "custom",
-        };
-        match given.as_str() {
+        let named = self.proxy_config.metadata(named).unwrap_or_default();
+        let named = PathBuf::from(named);
+        match self.get(variable).as_str() {
             "SYSTEM" => tls::Roots::System,
             "" if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
             "" if !client.as_os_str().is_empty() => {
                 self.existing("PROV_CERT", client.join("root-cert.pem"))
             }
-            "" if !named.is_empty() => self.existing("TLS_CLIENT_ROOT_CERT", named.into()),
+            "" if !named.as_os_str().is_empty() => self.existing("TLS_CLIENT_ROOT_CERT", named),
             "" if provider == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
@@ -269,17 +266,4 @@ impl Sources<'_> {
     fn is_file(&self, path: &str) -> bool {
         self.root.join(path).is_file()
     }
-}
-
-fn is_same(one: &Config, other: &Config) -> bool {
-    let security = match (&one.security, &other.security) {
-        (Security::Plaintext, Security::Plaintext) => true,
-        (Security::Tls(one), Security::Tls(other)) => {
-            one.server_name == other.server_name
-                && one.roots == other.roots
-                && one.client == other.client
-        }
-        _ => false,
-    };
-    security && one.address == other.address && one.metadata == other.metadata
 }

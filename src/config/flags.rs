@@ -5,7 +5,8 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Command};
+use clap::parser::ValueSource;
+use clap::{ArgAction, ArgMatches, Args, Command};
 
 use super::environment::Value;
 use super::pod::NodeType;
@@ -23,7 +24,7 @@ pub struct LogFlags {
     /// Writes log lines as JSON; Envoy's too.
     #[arg(long = "log_as_json", global = true, num_args = 0..=1, require_equals = true,
           default_value = "false", default_missing_value = "true", value_parser = truth,
-          action = clap::ArgAction::Set)]
+          action = ArgAction::Set)]
     pub as_json: bool,
     /// Accepted for compatibility: this agent logs no stack traces.
     #[arg(
@@ -46,13 +47,13 @@ pub struct LogFlags {
 #[derive(Args, Clone, Debug)]
 pub struct RotationFlags {
     #[arg(long = "log_rotate", global = true, hide = true)]
-    path: Option<String>,
+    pub path: Option<String>,
     #[arg(long = "log_rotate_max_age", global = true, hide = true)]
-    max_age: Option<i64>,
+    pub max_age: Option<i64>,
     #[arg(long = "log_rotate_max_size", global = true, hide = true)]
-    max_size: Option<i64>,
+    pub max_size: Option<i64>,
     #[arg(long = "log_rotate_max_backups", global = true, hide = true)]
-    max_backups: Option<i64>,
+    pub max_backups: Option<i64>,
 }
 
 /// The default path of the mesh file.
@@ -98,7 +99,7 @@ pub struct ProxyFlags {
     pub token_manager_plugin: String,
     /// Accepted for compatibility.
     #[arg(long, num_args = 0..=1, require_equals = true, default_value = "true",
-          default_missing_value = "true", value_parser = truth, action = clap::ArgAction::Set)]
+          default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub profiling: bool,
 }
 
@@ -109,81 +110,38 @@ impl LogFlags {
     }
 }
 
-/// A flag with its value.
+/// A flag of a command line.
 #[derive(Clone, Debug)]
 pub struct Flag {
-    pub name: &'static str,
+    pub name: String,
+    /// The values of a flag that may be repeated stand in brackets.
     pub value: String,
+    /// Whether it is on the command line.
+    pub is_given: bool,
+    /// Whether it is accepted without being documented.
+    pub is_hidden: bool,
 }
 
-impl Flag {
-    fn new(name: &'static str, value: impl ToString) -> Self {
-        let value = value.to_string();
-        Self { name, value }
-    }
-
-    /// Whether the value is the one of a command line without the flag.
-    pub fn is_default(&self) -> bool {
-        let proxy = ProxyFlags::augment_args(Command::new("proxy"));
-        let mut known = proxy.get_arguments();
-        let flag = known.find(|flag| flag.get_long() == Some(self.name));
-        // The type of node has no name on the command line.
-        let flag = flag.or_else(|| proxy.get_arguments().find(|flag| flag.get_id() == "kind"));
-        let default = flag.and_then(|flag| flag.get_default_values().first());
-        default.and_then(|default| default.to_str()) == Some(self.value.as_str())
-    }
-}
-
-impl ProxyFlags {
-    /// The flags of `proxy` by name, without the type of node.
-    pub fn values(&self) -> Vec<Flag> {
-        vec![
-            Flag::new("concurrency", self.concurrency),
-            Flag::new("domain", &self.domain),
-            Flag::new("meshConfig", self.mesh_config.display()),
-            Flag::new("outlierLogPath", &self.outlier_log_path),
-            Flag::new("profiling", self.profiling),
-            Flag::new("proxyComponentLogLevel", &self.proxy_component_log_level),
-            Flag::new("proxyLogLevel", &self.proxy_log_level),
-            Flag::new("serviceCluster", &self.service_cluster),
-            Flag::new("stsPort", self.sts_port),
-            Flag::new("templateFile", &self.template_file),
-            Flag::new("tokenManagerPlugin", &self.token_manager_plugin),
-        ]
-    }
-
-    /// The type of node, named as in reports.
-    pub fn node_type(&self) -> Flag {
-        Flag::new("type", self.kind)
-    }
-}
-
-impl LogFlags {
-    /// The flags of logging by name.
-    pub fn values(&self) -> Vec<Flag> {
-        vec![
-            Flag::new("log_as_json", self.as_json),
-            Flag::new("log_caller", &self.caller),
-            Flag::new("log_output_level", &self.output_level),
-            Flag::new("log_stacktrace_level", &self.stacktrace_level),
-            Flag::new("log_target", format!("[{}]", self.target.join(","))),
-            Flag::new("vklog", self.vklog),
-        ]
-    }
-}
-
-impl RotationFlags {
-    /// Names of the flags that were given.
-    pub fn given(&self) -> impl Iterator<Item = &'static str> {
-        [
-            ("--log_rotate", self.path.is_some()),
-            ("--log_rotate_max_age", self.max_age.is_some()),
-            ("--log_rotate_max_size", self.max_size.is_some()),
-            ("--log_rotate_max_backups", self.max_backups.is_some()),
-        ]
-        .into_iter()
-        .filter_map(|(name, given)| given.then_some(name))
-    }
+/// The flags of `command` with their values, by name. The type of node counts as one.
+pub fn values(command: &Command, matches: &ArgMatches) -> Vec<Flag> {
+    let flags = command.get_arguments().filter_map(|flag| {
+        let values = matches.try_get_raw(flag.get_id().as_str()).ok()??;
+        let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
+        let value = values.join(",");
+        Some(Flag {
+            name: flag.get_long().unwrap_or("type").to_owned(),
+            value: match flag.get_action() {
+                ArgAction::Append => format!("[{value}]"),
+                _ => value,
+            },
+            is_given: matches.value_source(flag.get_id().as_str())
+                == Some(ValueSource::CommandLine),
+            is_hidden: flag.is_hide_set(),
+        })
+    });
+    let mut flags: Vec<_> = flags.collect();
+    flags.sort_by(|one, other| one.name.cmp(&other.name));
+    flags
 }
 
 fn node_type(text: &str) -> Result<NodeType, String> {
@@ -203,19 +161,16 @@ pub fn truth(text: &str) -> Result<bool, String> {
     bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED))
 }
 
-/// Reads the words behind `proxy`.
+/// Reads the words after `proxy`.
 #[cfg(test)]
-pub(crate) fn parse(words: &str) -> (ProxyFlags, LogFlags) {
-    #[derive(clap::Parser)]
-    struct Line {
-        #[command(flatten)]
-        proxy: ProxyFlags,
-        #[command(flatten)]
-        log: LogFlags,
-    }
+pub(crate) fn parse(words: &str) -> (ProxyFlags, LogFlags, Vec<Flag>) {
+    use clap::FromArgMatches;
+    let mut proxy = LogFlags::augment_args(ProxyFlags::augment_args(Command::new("proxy")));
     let words = std::iter::once("proxy").chain(words.split_whitespace());
-    let line = <Line as clap::Parser>::parse_from(words);
-    (line.proxy, line.log)
+    let matches = proxy.try_get_matches_from_mut(words).expect("flags");
+    let flags = ProxyFlags::from_arg_matches(&matches).expect("flags of proxy");
+    let log = LogFlags::from_arg_matches(&matches).expect("flags of logging");
+    (flags, log, values(&proxy, &matches))
 }
 
 #[cfg(test)]
@@ -223,15 +178,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn given_flags_differ_from_their_defaults() {
-        let (flags, _) = parse("router --concurrency 2 --proxyLogLevel=warning");
-        let all = flags.values().into_iter().chain([flags.node_type()]);
-        let given = all.filter(|flag| !flag.is_default());
-        let given: Vec<_> = given.map(|flag| (flag.name, flag.value)).collect();
-        let expected = [
-            ("concurrency", "2".to_owned()),
-            ("type", "router".to_owned()),
-        ];
-        assert_eq!(given, expected);
+    fn every_flag_has_its_value_and_whether_it_is_given() {
+        let line = "router --concurrency 2 --proxyLogLevel=warning --log_rotate /x";
+        let (.., flags) = parse(line);
+        let find = |name: &str| {
+            let flag = flags.iter().find(|flag| flag.name == name);
+            flag.map(|flag| (flag.value.as_str(), flag.is_given, flag.is_hidden))
+        };
+        assert_eq!(find("type"), Some(("router", true, false)));
+        assert_eq!(find("concurrency"), Some(("2", true, false)));
+        assert_eq!(find("proxyLogLevel"), Some(("warning", true, false)));
+        assert_eq!(find("meshConfig"), Some((MESH_CONFIG, false, false)));
+        assert_eq!(find("log_target"), Some(("[stdout]", false, false)));
+        assert_eq!(find("log_rotate"), Some(("/x", true, true)));
+        assert_eq!(find("log_rotate_max_age"), None);
     }
 }

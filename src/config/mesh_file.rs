@@ -9,7 +9,7 @@ use crate::address::is_label;
 use crate::duration;
 use crate::problem::{Diagnostics, Problem};
 use crate::proxy_config::field::camel_case;
-use crate::proxy_config::yaml::{Node, Tree};
+use crate::proxy_config::yaml::{Node, Tree, line};
 
 const PORT: &str = "a port from 1 to 65535";
 const TIMEOUT: &str = "a duration from 1ms to 1h";
@@ -27,22 +27,22 @@ const CHECKS: [Check; 5] = [
 
 pub(super) fn check(origin: &str, mesh: &Node, notes: &mut Diagnostics) {
     for (name, expected, is_good) in CHECKS {
-        let wrong = member(mesh, name).filter(|node| !is_good(&node.tree));
+        let wrong = member(mesh, name).filter(|node| !is_good(&node.value));
         notes.problems.extend(wrong.map(|node| {
-            let subject = format!("{} of {origin} line {}", camel_case(name), node.line);
-            Problem::new(subject, node.tree.shown(), expected)
+            let subject = format!("{} of {origin} line {}", camel_case(name), line(node));
+            Problem::new(subject, node.value.shown(), expected)
         }));
     }
 }
 
 /// The member under its name in camel or snake case. A member that is null is not set.
 pub(super) fn member<'n>(mesh: &'n Node, name: &str) -> Option<&'n Node> {
-    let Tree::Map(entries) = &mesh.tree else {
+    let Tree::Map(entries) = &mesh.value else {
         return None;
     };
     let find = |name: &str| entries.iter().find(|(key, _)| key == name);
     let (_, node) = find(&camel_case(name)).or_else(|| find(name))?;
-    (!matches!(node.tree, Tree::Null)).then_some(node)
+    (!matches!(node.value, Tree::Null)).then_some(node)
 }
 
 fn is_port(tree: &Tree) -> bool {

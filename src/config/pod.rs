@@ -49,16 +49,12 @@ pub fn addresses(
         found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
     let is_excluded = |address: &IpAddr| {
-        let named = |interface: &&Interface| excluded.contains(&interface.name.as_str());
-        interfaces
-            .iter()
-            .filter(named)
-            .any(|interface| interface.address == *address)
+        let mut own = interfaces.iter().filter(|own| own.address == *address);
+        own.any(|own| excluded.contains(&own.name.as_str()))
     };
-    found.retain(|address| Some(*address) != first && !is_excluded(address));
-    let mut addresses: Vec<IpAddr> = Vec::new();
-    for address in first.into_iter().chain(found) {
-        if !addresses.contains(&address) {
+    let mut addresses: Vec<_> = first.into_iter().collect();
+    for address in found {
+        if !addresses.contains(&address) && !is_excluded(&address) {
             addresses.push(address);
         }
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::environment::{Environment, Row, TABLE};
-use super::flags::{LogFlags, ProxyFlags};
+use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
 use super::{Problem, effective, load, pod_pairs};
 use crate::problem::Diagnostics;
@@ -24,7 +24,13 @@ pub struct Report {
 }
 
 /// Reads what [`load`] reads. `root` is the working directory.
-pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path) -> Report {
+pub fn report(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    all: &[Flag],
+    env: &Environment,
+    root: &Path,
+) -> Report {
     let mut notes = Diagnostics::default();
     let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
     let merged = effective::merge(flags, env, root, &annotations, &mut notes);
@@ -42,10 +48,10 @@ pub fn report(flags: &ProxyFlags, log: &LogFlags, env: &Environment, root: &Path
     });
     // This variable is shown member by member.
     let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
-    let flags = [vec![flags.node_type()], flags.values()].concat();
-    let flags = flags.into_iter().map(|flag| {
-        let origin = if flag.is_default() { DEFAULT } else { "flag" };
-        (flag.name.to_owned(), json!(flag.value), origin.to_owned())
+    let flags = all.iter().filter(|flag| !flag.is_hidden);
+    let flags = flags.map(|flag| {
+        let origin = if flag.is_given { "flag" } else { DEFAULT };
+        (flag.name.clone(), json!(flag.value), origin.to_owned())
     });
     Report {
         sections: [
@@ -131,9 +137,9 @@ mod tests {
         fs::create_dir_all(&pod).expect("made");
         let annotation = "proxy.istio.io/config=\"statusPort: 15099\"\n";
         fs::write(pod.join("annotations"), annotation).expect("written");
-        let (flags, log) = flags::parse("sidecar --concurrency 2");
+        let (flags, log, all) = flags::parse("--concurrency 2");
         let env = variables.iter().copied().collect();
-        report(&flags, &log, &env, root.path())
+        report(&flags, &log, &all, &env, root.path())
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Machine {
         flags: &str,
         interfaces: std::io::Result<Vec<Interface>>,
     ) -> Result<Config, Vec<Problem>> {
-        let (flags, log) = flags::parse(flags);
+        let (flags, log, _) = flags::parse(flags);
         let env = self.variables.iter().copied().collect();
         load_with(&flags, &log, &env, self.root.path(), interfaces)
     }
@@ -721,7 +721,7 @@ fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
     let config = machine(&settings).config();
     let dns = config.dns.expect("DNS").server;
     let user = config.envoy.expect("Envoy").command.user;
-    // The privileged port is for root; for others it is as if nothing had been said.
+    // Only root may use the privileged port; for other users the default applies.
     let expected = match rustix::process::getuid().is_root() {
         true => ("127.0.0.1:53", true, Some(1337)),
         false => ("localhost:15053", false, None),

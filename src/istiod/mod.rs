@@ -54,7 +54,7 @@ pub struct Config {
 }
 
 /// What protects the connection.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
     Plaintext,
     Tls(tls::Config),

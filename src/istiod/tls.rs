@@ -21,7 +21,7 @@ use super::roots::{self, LARGEST, not_after, seconds};
 use crate::compliance::Policy;
 
 /// Files and name of the TLS connection.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Sent as SNI and checked against the certificate.
     pub server_name: String,

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::scalar::Scalar;
-use super::yaml::{Node, Tree};
+use super::yaml::{Node, Tree, line};
 use crate::problem::{Diagnostics, Problem};
 
 /// Whether secret values are written or replaced by `(not shown)`.
@@ -98,7 +98,7 @@ impl Reader<'_> {
         };
         let value = self.within(&camel_case(name), |reader| {
             let value = T::read(node, reader)?;
-            reader.lines.insert(reader.path.clone(), node.line);
+            reader.lines.insert(reader.path.clone(), line(node));
             Some(value)
         });
         if let Some(value) = value {
@@ -114,7 +114,7 @@ impl Reader<'_> {
         members: &'static [&'static str],
         oneof: &[&str],
     ) -> Given<'n> {
-        let is_null = |node: &Node| matches!(node.tree, Tree::Null);
+        let is_null = |node: &Node| matches!(node.value, Tree::Null);
         let find = |name: &str| {
             let entry = entries
                 .iter()
@@ -136,26 +136,26 @@ impl Reader<'_> {
             // A known member that is null is one that is not set.
             if !(is_used || is_known && is_null(node)) {
                 let path = self.joined(key);
-                self.ignored.push(format!("{path} line {}", node.line));
+                self.ignored.push(format!("{path} line {}", line(node)));
             }
         }
         given
     }
 
     fn entries<'n>(&mut self, node: &'n Node) -> Option<&'n [(String, Node)]> {
-        if let Tree::Map(entries) = &node.tree {
+        if let Tree::Map(entries) = &node.value {
             return Some(entries);
         }
-        self.problem(node, node.tree.shown(), "an object");
+        self.problem(node, node.value.shown(), "an object");
         None
     }
 
     fn scalar<T: Scalar>(&mut self, node: &Node) -> Option<T> {
-        let value = T::parse(&node.tree);
+        let value = T::parse(&node.value);
         if value.is_none() {
             let found = match T::IS_SECRET {
-                true => format!("{} (not shown)", node.tree.kind()),
-                false => node.tree.shown(),
+                true => format!("{} (not shown)", node.value.kind()),
+                false => node.value.shown(),
             };
             self.problem(node, found, &T::expected());
         }
@@ -180,7 +180,7 @@ impl Reader<'_> {
     }
 
     fn problem(&mut self, node: &Node, found: String, expected: &str) {
-        let subject = format!("{} of {} line {}", self.path, self.origin, node.line);
+        let subject = format!("{} of {} line {}", self.path, self.origin, line(node));
         self.problems.push(Problem::new(subject, found, expected));
     }
 }
@@ -222,8 +222,8 @@ impl<T: Field> Field for Option<T> {
 
 impl<T: Field> Field for Vec<T> {
     fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
-        let Tree::List(items) = &node.tree else {
-            reader.problem(node, node.tree.shown(), "a list");
+        let Tree::List(items) = &node.value else {
+            reader.problem(node, node.value.shown(), "a list");
             return None;
         };
         // Every item is read, so that each problem is found.
@@ -249,7 +249,7 @@ impl<T: Field> Field for BTreeMap<String, T> {
     fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
         let mut values = Self::new();
         for (key, node) in reader.entries(node)? {
-            let value = match node.tree {
+            let value = match node.value {
                 Tree::Null => Some(T::default()),
                 _ => reader.within(key, |reader| T::read(node, reader)),
             };

@@ -11,11 +11,12 @@ use serde_saphyr::Spanned;
 
 use crate::problem::Problem;
 
-/// A value and its line.
-#[derive(Clone, Debug)]
-pub struct Node {
-    pub line: u64,
-    pub tree: Tree,
+/// A value with its place in the document.
+pub type Node = Spanned<Tree>;
+
+/// The line of a value, counted from 1.
+pub fn line(node: &Node) -> u64 {
+    node.referenced.line()
 }
 
 #[derive(Clone, Debug)]
@@ -50,10 +51,10 @@ pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
         let text = error.to_string();
         problem(origin, line, text.lines().next().unwrap_or_default())
     })?;
-    match node.tree {
+    match node.value {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
-        other => Err(problem(origin, node.line, &other.shown())),
+        ref other => Err(problem(origin, line(&node), &other.shown())),
     }
 }
 
@@ -83,16 +84,6 @@ impl Tree {
             Self::List(_) => "a list",
             Self::Map(_) => "an object",
         }
-    }
-}
-
-impl<'de> Deserialize<'de> for Node {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let spanned = Spanned::<Tree>::deserialize(deserializer)?;
-        Ok(Self {
-            line: spanned.referenced.line(),
-            tree: spanned.value,
-        })
     }
 }
 
@@ -162,20 +153,20 @@ mod tests {
     use super::*;
 
     fn shape(node: &Node) -> String {
-        match &node.tree {
+        match &node.value {
             Tree::Map(entries) => {
                 let entries = entries.iter().map(|(k, v)| format!("{k}={}", shape(v)));
                 format!(
                     "{{{}}}@{}",
                     entries.collect::<Vec<_>>().join(" "),
-                    node.line
+                    line(node)
                 )
             }
             Tree::List(items) => {
                 let items: Vec<_> = items.iter().map(shape).collect();
-                format!("[{}]@{}", items.join(" "), node.line)
+                format!("[{}]@{}", items.join(" "), line(node))
             }
-            other => format!("{}@{}", other.shown(), node.line),
+            other => format!("{}@{}", other.shown(), line(node)),
         }
     }
 

@@ -65,7 +65,7 @@ impl Merged {
         mesh_file::check(origin, &mesh, notes);
         // The check reported a value that is not an object.
         let config = mesh_file::member(&mesh, "default_config");
-        if let Some(config) = config.filter(|node| matches!(node.tree, Tree::Map(_))) {
+        if let Some(config) = config.filter(|node| matches!(node.value, Tree::Map(_))) {
             self.merge(&format!("defaultConfig of {origin}"), config, notes);
         }
     }
