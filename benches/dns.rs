@@ -536,7 +536,7 @@ async fn read_everything(socket: &Path) {
         framed(&request.encode_to_vec())
     };
     let io = connect(socket).await;
-    let mut client = Client::open(io, Protocol::StateOfTheWorld, request(CLUSTER)).await;
+    let mut client = Client::open(io, Protocol::Sotw, request(CLUSTER)).await;
     client.send(request(LISTENER)).await;
     client.read_to_end(&PASSED).await;
 }

@@ -93,7 +93,7 @@ async fn throughput(control_plane: &ControlPlane) {
         "of pump",
         "of typed",
     ]);
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         for shape in SIZES.map(|size| Shape::new(size, RESOURCE)) {
             let mut names = Vec::new();
             let mut rates = vec![Vec::new(); 4];
@@ -179,7 +179,7 @@ async fn memory(relays: &Relays) {
         "after MB",
     ]);
     let (agent, socket) = relays.agent();
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         for (what, rate) in [
             ("100 MB read at once", None),
             ("40 MB at 20 MB/s", Some(20e6)),

@@ -188,7 +188,7 @@ pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
     let count = (shape.bytes / shape.resource).max(1);
     let each = (shape.bytes / count).saturating_sub(70);
     let message = match protocol {
-        Protocol::StateOfTheWorld => DiscoveryResponse {
+        Protocol::Sotw => DiscoveryResponse {
             version_info: "1".into(),
             resources: (0..count).map(|_| any(each)).collect(),
             type_url: CLUSTER.into(),
@@ -217,7 +217,7 @@ pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
 pub fn request(protocol: Protocol, shape: Shape) -> Bytes {
     let type_url = format!("{}/{}", shape.bytes, shape.resource);
     framed(&match protocol {
-        Protocol::StateOfTheWorld => DiscoveryRequest {
+        Protocol::Sotw => DiscoveryRequest {
             type_url,
             ..Default::default()
         }

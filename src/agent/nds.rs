@@ -63,7 +63,7 @@ mod tests {
 
     fn response(protocol: Protocol, any: Option<Any>) -> Captured {
         let message = match protocol {
-            Protocol::StateOfTheWorld => StateOfTheWorld {
+            Protocol::Sotw => StateOfTheWorld {
                 resources: any.into_iter().collect(),
             }
             .encode_to_vec(),
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_table_is_found_in_both_protocols_and_nothing_else_is_one() {
-        for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        for protocol in [Protocol::Sotw, Protocol::Delta] {
             let any = |type_url: &str| Any {
                 type_url: type_url.into(),
                 value: Bytes::from_static(b"table"),

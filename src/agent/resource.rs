@@ -42,7 +42,7 @@ pub(super) struct Resource {
 pub(super) fn first(response: Captured, type_url: &str) -> Result<Bytes, String> {
     let message = response.message;
     let first = match response.protocol {
-        Protocol::StateOfTheWorld => {
+        Protocol::Sotw => {
             StateOfTheWorld::decode(message).map(|message| message.resources.into_iter().next())
         }
         Protocol::Delta => Delta::decode(message).map(|message| {

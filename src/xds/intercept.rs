@@ -147,7 +147,7 @@ fn request(
         details: Vec::new(),
     });
     frame(&match protocol {
-        Protocol::StateOfTheWorld => DiscoveryRequest {
+        Protocol::Sotw => DiscoveryRequest {
             version_info: version.to_owned(),
             type_url,
             response_nonce,
@@ -236,7 +236,7 @@ mod tests {
             ..Default::default()
         };
         for (problem, error_detail) in [(None, None), (Some("broken"), Some(status))] {
-            let sotw = answer(&response(Protocol::StateOfTheWorld), problem);
+            let sotw = answer(&response(Protocol::Sotw), problem);
             assert_eq!(
                 DiscoveryRequest::decode(&sotw[5..]).unwrap(),
                 DiscoveryRequest {
@@ -266,7 +266,7 @@ mod tests {
         let interceptors = Interceptors::new(vec![Box::new(Subscription(url))]);
         let mut expected = vec![0, 0, 0, 0, 55, 0x22, 0x35];
         expected.extend_from_slice(url.as_bytes());
-        let sotw = interceptors.subscriptions(Protocol::StateOfTheWorld);
+        let sotw = interceptors.subscriptions(Protocol::Sotw);
         assert_eq!(sotw, [Bytes::from(expected.clone())]);
         expected[5] = 0x12;
         let delta = interceptors.subscriptions(Protocol::Delta);

@@ -39,14 +39,16 @@ pub struct Config {
 /// Source: `envoy/service/discovery/v3/ads.proto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    StateOfTheWorld,
+    /// State of the world: each response holds all resources of its type.
+    Sotw,
+    /// Each response holds what has changed.
     Delta,
 }
 
 impl Protocol {
     /// The protocol a gRPC path asks for.
     pub fn from_path(path: &str) -> Option<Self> {
-        [Self::StateOfTheWorld, Self::Delta]
+        [Self::Sotw, Self::Delta]
             .into_iter()
             .find(|protocol| protocol.path() == path)
     }
@@ -54,7 +56,7 @@ impl Protocol {
     /// The gRPC path of the stream.
     pub const fn path(self) -> &'static str {
         match self {
-            Self::StateOfTheWorld => {
+            Self::Sotw => {
                 "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources"
             }
             Self::Delta => {
@@ -66,7 +68,7 @@ impl Protocol {
     /// What pilot-agent's log lines put before a noun: nothing, or `delta `.
     pub(crate) const fn log_prefix(self) -> &'static str {
         match self {
-            Self::StateOfTheWorld => "",
+            Self::Sotw => "",
             Self::Delta => "delta ",
         }
     }

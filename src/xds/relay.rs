@@ -327,7 +327,7 @@ fn warn_if_slow(since: Option<Instant>, relay: &Relay) {
     let waited = since.map(|since| since.elapsed()).unwrap_or_default();
     if waited > SLOW_SEND {
         let call = match relay.protocol {
-            Protocol::StateOfTheWorld => "sendDownstream",
+            Protocol::Sotw => "sendDownstream",
             Protocol::Delta => "sendDownstreamDelta",
         };
         tracing::warn!(target: "xdsproxy", id = relay.id, "{call} took {waited:?}");

@@ -114,7 +114,7 @@ mod tests {
     use crate::xds::intercept::frame;
 
     fn read(max_bytes: usize, bytes: &[u8], chunk: usize) -> Result<Vec<Request>, Status> {
-        let mut reader = RequestReader::new(Protocol::StateOfTheWorld, max_bytes);
+        let mut reader = RequestReader::new(Protocol::Sotw, max_bytes);
         let mut requests = Vec::new();
         for part in bytes.chunks(chunk.max(1)) {
             reader.feed(Bytes::copy_from_slice(part), |request| {

@@ -98,7 +98,7 @@ impl Discovery {
             stop,
         };
         let accepted = match protocol {
-            Protocol::StateOfTheWorld => {
+            Protocol::Sotw => {
                 "accepted XDS connection from Envoy, forwarding to upstream XDS server"
             }
             Protocol::Delta => "accepted delta xds connection from envoy, forwarding to upstream",

@@ -201,7 +201,7 @@ mod tests {
     }
 
     fn state() -> StreamState {
-        let protocol = Protocol::StateOfTheWorld;
+        let protocol = Protocol::Sotw;
         let interceptors = Interceptors::new(vec![
             Box::new(Scripted {
                 type_url: NAMES,

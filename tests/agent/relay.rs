@@ -25,7 +25,7 @@ const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
 const BOTH: [(Protocol, Variant); 2] = [
-    (Protocol::StateOfTheWorld, Variant::StateOfTheWorld),
+    (Protocol::Sotw, Variant::StateOfTheWorld),
     (Protocol::Delta, Variant::Delta),
 ];
 
@@ -40,7 +40,7 @@ fn node() -> Option<Node> {
 fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
-        Protocol::StateOfTheWorld => DiscoveryRequest {
+        Protocol::Sotw => DiscoveryRequest {
             node: node(),
             type_url,
             ..Default::default()
@@ -65,7 +65,7 @@ fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
     };
     let (type_url, nonce) = (type_url.to_owned(), "nonce".to_owned());
     let mut bytes = match protocol {
-        Protocol::StateOfTheWorld => {
+        Protocol::Sotw => {
             let resources = vec![any];
             DiscoveryResponse {
                 resources,
@@ -143,8 +143,8 @@ async fn istiod_gets_the_agents_metadata_and_not_envoys() {
 async fn every_status_of_istiod_reaches_envoy_with_its_message() {
     let mut bench = Bench::start().await;
     for code in 0..=16 {
-        let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
-        envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+        let envoy = bench.envoy(Protocol::Sotw).await;
+        envoy.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
         let istiod = bench.accepted().await;
         if code > 0 {
             istiod
@@ -180,8 +180,8 @@ async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
     older.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
     let mut older_istiod = bench.accepted().await;
     older_istiod.next_bytes().await.unwrap();
-    let newer = bench.envoy(Protocol::StateOfTheWorld).await;
-    newer.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+    let newer = bench.envoy(Protocol::Sotw).await;
+    newer.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
     assert_eq!(older.end().await.code(), Code::Ok);
     assert!(!matches!(
         soon(older_istiod.next_bytes()).await,
@@ -238,10 +238,10 @@ async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
 async fn a_killed_istiod_ends_envoys_stream_as_unavailable_even_inside_a_message() {
     let mut bench = Bench::start().await;
     for inside_a_message in [false, true] {
-        let mut envoy = bench.envoy(Protocol::StateOfTheWorld).await;
-        envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+        let mut envoy = bench.envoy(Protocol::Sotw).await;
+        envoy.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
         let istiod = bench.accepted().await;
-        let sending = response(Protocol::StateOfTheWorld, CLUSTER, 50_000_000);
+        let sending = response(Protocol::Sotw, CLUSTER, 50_000_000);
         if inside_a_message {
             istiod.send_bytes(sending).await.unwrap();
             let started = soon(envoy.first_bytes()).await;
@@ -260,11 +260,11 @@ async fn a_killed_istiod_ends_envoys_stream_as_unavailable_even_inside_a_message
 #[tokio::test]
 async fn a_stalled_envoy_never_blocks_a_certificate_request() {
     let mut bench = Bench::start().await;
-    let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
-    envoy.send_raw(framed(&request(Protocol::StateOfTheWorld, CLUSTER)));
+    let envoy = bench.envoy(Protocol::Sotw).await;
+    envoy.send_raw(framed(&request(Protocol::Sotw, CLUSTER)));
     let istiod = bench.accepted().await;
     let flood = tokio::task::spawn(async move {
-        let message = response(Protocol::StateOfTheWorld, CLUSTER, 30_000_000);
+        let message = response(Protocol::Sotw, CLUSTER, 30_000_000);
         while istiod.send_bytes(message.clone()).await.is_ok() {}
     });
     let authority = IstioCa::new(bench.istiod.clone(), String::new(), Duration::from_secs(10));
@@ -329,7 +329,7 @@ async fn bad_requests_end_the_stream_with_a_reason() {
         ),
     ];
     for (bytes, code, text) in cases {
-        let mut envoy = bench.envoy(Protocol::StateOfTheWorld).await;
+        let mut envoy = bench.envoy(Protocol::Sotw).await;
         envoy.send_raw(Bytes::copy_from_slice(bytes));
         envoy.half_close();
         let status = envoy.end().await;
@@ -342,8 +342,8 @@ async fn bad_requests_end_the_stream_with_a_reason() {
 #[tokio::test]
 async fn single_bytes_and_many_tiny_frames_are_understood() {
     let mut bench = Bench::start().await;
-    let envoy = bench.envoy(Protocol::StateOfTheWorld).await;
-    let slow = framed(&request(Protocol::StateOfTheWorld, CLUSTER));
+    let envoy = bench.envoy(Protocol::Sotw).await;
+    let slow = framed(&request(Protocol::Sotw, CLUSTER));
     for byte in slow.iter() {
         envoy.send_raw(Bytes::copy_from_slice(&[*byte]));
         tokio::task::yield_now().await;
@@ -427,7 +427,7 @@ fn rewritten(message: &[u8]) -> Bytes {
 async fn intercepted_types_are_subscribed_acked_and_rewritten_in_order() {
     let interceptors = Interceptors::new(vec![Box::new(Taking), Box::new(Rewriting)]);
     let mut bench = Bench::with(interceptors, 1 << 20).await;
-    let protocol = Protocol::StateOfTheWorld;
+    let protocol = Protocol::Sotw;
     let mut envoy = bench.envoy(protocol).await;
     envoy.send_raw(framed(&request(protocol, CLUSTER)));
     envoy.send_raw(framed(&request(protocol, LISTENER)));

@@ -360,7 +360,7 @@ impl Mesh {
             format!("search {search}\nnameserver {resolver}\n"),
         );
         let child = place.start().await;
-        let protocol = istio_agent::xds::Protocol::StateOfTheWorld;
+        let protocol = istio_agent::xds::Protocol::Sotw;
         let envoy = Envoy::open(&place.xds_socket(), protocol).await;
         envoy.send(&request(LISTENER, &[]));
         child.logs("name table of 12 hosts").await;

@@ -54,7 +54,7 @@ async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
     }
     large_secret_requests(&place).await;
     streams_in_a_row(&place, &mut istiod).await;
-    let ads = Protocol::StateOfTheWorld.path();
+    let ads = Protocol::Sotw.path();
     for (socket, path) in sockets.iter().zip([ads, STREAM_SECRETS]) {
         soon(reset_streams(socket, path)).await;
         serves(&place, &mut istiod).await;
@@ -83,7 +83,7 @@ async fn requests_while_istiod_is_away_are_held_up_to_a_bound() {
     let agent = place.start().await;
     agent.logs("Connection refused").await;
     let before = agent.memory();
-    let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+    let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
     let large = request(CLUSTER, &[&"x".repeat(1 << 20)]);
     for _ in 0..60 {
         envoy.send(&large);
@@ -169,7 +169,7 @@ async fn broken_frames(place: &Place) {
         (&[0, 0, 0, 0, 4, 0xff, 0xff, 0xff, 0xff], Code::Internal),
     ];
     for (bytes, code) in cases {
-        for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+        for protocol in [Protocol::Sotw, Protocol::Delta] {
             let mut envoy = Envoy::open(&place.xds_socket(), protocol).await;
             envoy.send_raw(Bytes::copy_from_slice(bytes));
             envoy.half_close();
@@ -194,7 +194,7 @@ async fn first_request(istiod: &mut LocalIstiod) -> (Stream, DiscoveryRequest) {
 }
 
 async fn single_bytes(place: &Place, istiod: &mut LocalIstiod) {
-    let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+    let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
     for byte in framed(&request(CLUSTER, &[]).encode_to_vec()).iter() {
         envoy.send_raw(Bytes::copy_from_slice(&[*byte]));
         tokio::task::yield_now().await;
@@ -204,7 +204,7 @@ async fn single_bytes(place: &Place, istiod: &mut LocalIstiod) {
 }
 
 async fn tiny_frames(place: &Place, istiod: &mut LocalIstiod) {
-    let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+    let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
     let tiny = request(CLUSTER, &[]);
     for _ in 0..10_000 {
         envoy.send(&tiny);

@@ -217,7 +217,7 @@ async fn a_newer_stream_replaces_the_older_and_each_reads_the_token_again() {
     let mut older: Option<Envoy> = None;
     for (account, protocol) in [
         ("first", Protocol::Delta),
-        ("second", Protocol::StateOfTheWorld),
+        ("second", Protocol::Sotw),
         ("third", Protocol::Delta),
     ] {
         let ttl = Duration::from_secs(600);

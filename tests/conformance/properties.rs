@@ -28,7 +28,7 @@ static PAIR: LazyLock<(String, String)> = LazyLock::new(|| {
 });
 
 fn protocol() -> impl Strategy<Value = Protocol> {
-    prop_oneof![Just(Protocol::StateOfTheWorld), Just(Protocol::Delta)]
+    prop_oneof![Just(Protocol::Sotw), Just(Protocol::Delta)]
 }
 
 /// Bytes that look like frames for a while.

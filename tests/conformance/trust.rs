@@ -68,7 +68,7 @@ async fn the_bundle_of_the_mesh_joins_the_roots_where_that_is_wanted() {
             let text = std::fs::read_to_string(place.path("certs/root-cert.pem"));
             text.map_or(0, |text| text.matches("BEGIN CERTIFICATE").count())
         };
-        let envoy = Envoy::open(&place.xds_socket(), Protocol::StateOfTheWorld).await;
+        let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
         envoy.send(&request(LISTENER, &[]));
         let expected = if wanted { 2 } else { 1 };
         eventually("the roots", || roots() == expected).await;

@@ -34,7 +34,7 @@ const PEAK: u64 = 12 * 1024;
 
 #[tokio::test]
 async fn a_response_of_100_mb_passes_in_20_mb() {
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         let (peak, _) = pass(protocol, 100_000_000, None).await;
         assert!(peak < PEAK, "{protocol:?}: {peak} KiB beside the code");
     }
@@ -42,7 +42,7 @@ async fn a_response_of_100_mb_passes_in_20_mb() {
 
 #[tokio::test]
 async fn a_response_waits_in_istiod_while_envoy_reads_slowly() {
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         let (peak, took) = pass(protocol, 40_000_000, Some(12.0 * 1e6)).await;
         assert!(peak < PEAK, "{protocol:?}: {peak} KiB beside the code");
         assert!(took >= Duration::from_secs(3), "{took:?} is not slow");
@@ -131,7 +131,7 @@ fn request(protocol: Protocol) -> Vec<u8> {
     });
     let type_url = CLUSTER.to_owned();
     match protocol {
-        Protocol::StateOfTheWorld => DiscoveryRequest {
+        Protocol::Sotw => DiscoveryRequest {
             node,
             type_url,
             ..Default::default()
@@ -154,7 +154,7 @@ fn response(protocol: Protocol, size: usize) -> Bytes {
         value: vec![b'c'; RESOURCE],
     };
     let message = match protocol {
-        Protocol::StateOfTheWorld => DiscoveryResponse {
+        Protocol::Sotw => DiscoveryResponse {
             resources: vec![any; size / RESOURCE],
             type_url,
             nonce,

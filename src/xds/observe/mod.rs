@@ -206,7 +206,7 @@ impl Stream {
         StreamSnapshot {
             id: self.id,
             protocol: match self.protocol {
-                Protocol::StateOfTheWorld => "state of the world",
+                Protocol::Sotw => "SotW",
                 Protocol::Delta => "delta",
             },
             since: rfc3339(self.since),

@@ -131,7 +131,7 @@ fn ends_of_streams_are_counted_once_for_each_side() {
     let (observer, registry) = observer();
     observer.stream_began(1, Protocol::Delta);
     observer.istiod_connected(1);
-    observer.stream_began(2, Protocol::StateOfTheWorld);
+    observer.stream_began(2, Protocol::Sotw);
     observer.stream_ended(1, &End::stopped(), true);
     let snapshot = observer.snapshot();
     let stream = snapshot.stream.unwrap();

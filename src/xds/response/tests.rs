@@ -34,7 +34,7 @@ fn message(protocol: Protocol, type_url: &str, resources: usize, size: usize) ->
         value: vec![b'x'; size],
     };
     let mut bytes = match protocol {
-        Protocol::StateOfTheWorld => DiscoveryResponse {
+        Protocol::Sotw => DiscoveryResponse {
             version_info: "v7".into(),
             resources: vec![any; resources],
             type_url: type_url.into(),
@@ -84,7 +84,7 @@ fn passed(outputs: &[Output]) -> Vec<u8> {
 
 #[test]
 fn name_tables_of_any_size_between_envoys_types_are_captured_whole() {
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         for size in [10, 40_000, 700_000] {
             let cluster = frame(&message(protocol, CLUSTER, 3, 5000));
             let names = message(protocol, NAMES, 1, size);
@@ -110,7 +110,7 @@ fn name_tables_of_any_size_between_envoys_types_are_captured_whole() {
 
 #[test]
 fn types_envoy_must_not_see_are_withheld_by_name() {
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         let cluster = frame(&message(protocol, CLUSTER, 0, 0));
         let stream = [
             &frame(&message(protocol, ADDRESS, 2, 30_000))[..],
@@ -168,7 +168,7 @@ fn ended(protocol: Protocol, stream: &[u8], chunk: usize) -> Vec<Received> {
 
 #[test]
 fn each_message_is_reported_once_with_its_version_nonce_and_size() {
-    for protocol in [Protocol::StateOfTheWorld, Protocol::Delta] {
+    for protocol in [Protocol::Sotw, Protocol::Delta] {
         let sent = [
             (CLUSTER, 40, 1000, Consumer::Envoy),
             (NAMES, 1, 10, Consumer::Agent),
@@ -197,7 +197,7 @@ fn each_message_is_reported_once_with_its_version_nonce_and_size() {
 
 #[test]
 fn a_malformed_message_for_envoy_passes() {
-    let protocol = Protocol::StateOfTheWorld;
+    let protocol = Protocol::Sotw;
     let whole = message(protocol, CLUSTER, 1, 10);
     let broken = [&whole[..], &[0x22, 100, 0xff]].concat();
     let stream = [frame(&broken), frame(&whole)].concat();
@@ -224,7 +224,7 @@ fn bad_messages_of_istiod_end_the_stream_with_a_status_that_says_why() {
         (b"HTTP/1.1 400 Bad Request", Code::Internal, "compressed"),
     ];
     for (stream, code, text) in cases {
-        let status = read(Protocol::StateOfTheWorld, stream, 100).unwrap_err();
+        let status = read(Protocol::Sotw, stream, 100).unwrap_err();
         assert_eq!(status.code(), code);
         assert!(status.message().contains(text), "{}", status.message());
     }
@@ -248,7 +248,7 @@ proptest! {
         chunk in 1usize..400,
         delta in any::<bool>(),
     ) {
-        let protocol = if delta { Protocol::Delta } else { Protocol::StateOfTheWorld };
+        let protocol = if delta { Protocol::Delta } else { Protocol::Sotw };
         let (mut stream, mut expected) = (Vec::new(), Vec::new());
         for (kind, resources, size) in kinds {
             let framed = frame(&message(protocol, [CLUSTER, NAMES, ADDRESS][kind], resources, size));

@@ -136,7 +136,7 @@ impl Walker {
     pub fn response(protocol: Protocol, length: u64) -> Self {
         Self::new(
             match protocol {
-                Protocol::StateOfTheWorld => RESPONSE,
+                Protocol::Sotw => RESPONSE,
                 Protocol::Delta => DELTA_RESPONSE,
             },
             length,
@@ -147,7 +147,7 @@ impl Walker {
     pub fn request(protocol: Protocol, length: u64) -> Self {
         Self::new(
             match protocol {
-                Protocol::StateOfTheWorld => REQUEST,
+                Protocol::Sotw => REQUEST,
                 Protocol::Delta => DELTA_REQUEST,
             },
             length,

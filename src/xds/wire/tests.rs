@@ -55,7 +55,7 @@ fn reads_the_fields_of_all_four_messages() {
         response_nonce: "n".into(),
         ..Default::default()
     };
-    let (sotw, inc) = (Protocol::StateOfTheWorld, Protocol::Delta);
+    let (sotw, inc) = (Protocol::Sotw, Protocol::Delta);
     type Make = fn(Protocol, u64) -> Walker;
     let (answer, ask): (Make, Make) = (Walker::response, Walker::request);
     let cases = [
@@ -87,7 +87,7 @@ fn knows_the_type_once_the_first_resource_has_begun() {
         ..Default::default()
     };
     let bytes = response.encode_to_vec();
-    let mut walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+    let mut walker = Walker::response(Protocol::Sotw, bytes.len() as u64);
     walker.feed(&bytes[..64]).unwrap();
     assert_eq!(
         walker.fields().resource_type.as_deref(),
@@ -124,7 +124,7 @@ fn keeps_the_beginning_of_the_reason_of_a_nack() {
         ..Default::default()
     }
     .encode_to_vec();
-    let walker = Walker::request(Protocol::StateOfTheWorld, bytes.len() as u64);
+    let walker = Walker::request(Protocol::Sotw, bytes.len() as u64);
     let fields = walk(walker, &bytes, 1).unwrap();
     assert_eq!(fields.nack.as_deref(), Some("why"));
 }
@@ -144,7 +144,7 @@ fn refuses_what_is_no_message() {
         ("number longer than its resource", &[0x12, 3, 0x11, 0, 0, 0]),
     ];
     for (what, bytes) in cases {
-        let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+        let walker = Walker::response(Protocol::Sotw, bytes.len() as u64);
         let [bytewise, whole] = [1, bytes.len()].map(|chunk| walk(walker.clone(), bytes, chunk));
         assert!(bytewise.is_err(), "{what}");
         assert_eq!(bytewise, whole, "{what}");
@@ -155,7 +155,7 @@ fn refuses_what_is_no_message() {
 fn steps_over_groups() {
     // Field 9 as a group that holds a field 4, then the real field 4.
     let bytes = [0x4b, 0x22, 1, b'x', 0x4c, 0x22, 1, b't'];
-    let walker = Walker::response(Protocol::StateOfTheWorld, bytes.len() as u64);
+    let walker = Walker::response(Protocol::Sotw, bytes.len() as u64);
     assert_eq!(walk(walker, &bytes, 3).unwrap().type_url, "t");
 }
 
@@ -166,7 +166,7 @@ proptest! {
         chunk in 1usize..50,
         delta in any::<bool>(),
     ) {
-        let protocol = if delta { Protocol::Delta } else { Protocol::StateOfTheWorld };
+        let protocol = if delta { Protocol::Delta } else { Protocol::Sotw };
         let whole = walk(Walker::response(protocol, bytes.len() as u64), &bytes, usize::MAX);
         let parts = walk(Walker::response(protocol, bytes.len() as u64), &bytes, chunk);
         prop_assert_eq!(whole, parts);

@@ -70,11 +70,7 @@ pub fn request(type_url: &str, names: &[&str]) -> DiscoveryRequest {
 
 /// Opens a discovery stream that asks for clusters.
 pub async fn ask_for_clusters(place: &Place) -> Envoy {
-    let envoy = Envoy::open(
-        &place.xds_socket(),
-        istio_agent::xds::Protocol::StateOfTheWorld,
-    )
-    .await;
+    let envoy = Envoy::open(&place.xds_socket(), istio_agent::xds::Protocol::Sotw).await;
     envoy.send(&request(CLUSTER, &[]));
     envoy
 }
