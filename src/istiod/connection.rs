@@ -63,7 +63,7 @@ impl Connection {
         tls.is_some_and(|tls| tls.client_certificate)
     }
 
-    /// What tells it from other connections, without keeping it open.
+    /// Identifies the connection without keeping it open.
     pub(super) fn identity(&self) -> Arc<Connected> {
         self.about.clone()
     }

@@ -99,7 +99,7 @@ impl fmt::Debug for Config {
 
 /// The future that owns the connection has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the connection to istiod is closed for good")]
+#[error("the connection to istiod is closed, as the agent stops")]
 pub struct Closed;
 
 /// A handle, and the future that owns the connection. That ends, and the connection with it, when

@@ -1,4 +1,4 @@
-//! How a relay's streams end: which side ended them, what Envoy is told, what the log says.
+//! How a relay's streams end: the side that ended them, the status for Envoy, the log line.
 //!
 //! A status that istiod gave reaches Envoy as it came, details included.
 

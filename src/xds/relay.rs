@@ -115,7 +115,7 @@ pub(crate) async fn run(relay: Relay, envoy: Incoming, to_envoy: mpsc::Sender<To
     let end = Session::new(&relay, envoy, &to_envoy).run().await;
     end.log(relay.id);
     if let Some(trailers) = end.trailers() {
-        // An Envoy that takes nothing any more does not hold the relay up.
+        // An Envoy that reads no more does not block the relay.
         let sent = to_envoy.send_timeout(Ok(Frame::trailers(trailers)), Duration::from_secs(1));
         if sent.await.is_err() {
             tracing::debug!(target: "xdsproxy", id = relay.id, "Envoy left without its status");

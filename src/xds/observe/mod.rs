@@ -27,7 +27,7 @@ pub use snapshot::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot, StreamSnapshot, TypeSnapshot,
 };
 
-/// How many types are told apart. A mesh has about ten.
+/// How many types have a record of their own. A mesh has about ten.
 const MOST_TYPES: usize = 64;
 
 /// A type with a longer name is counted with the others.
@@ -63,7 +63,7 @@ struct Stream {
 
 type Value = fn(&Type) -> Option<f64>;
 
-/// The metrics that tell types apart: name, meaning, kind, and where the value is.
+/// The metrics per type: name, meaning, kind, and where the value is.
 const FAMILIES: [(&str, &str, Kind, Value); 5] = [
     (
         "istio_agent_xds_pushes_total",

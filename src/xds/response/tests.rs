@@ -156,7 +156,7 @@ fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() 
     assert!(reader.between_messages());
 }
 
-/// What was told of the messages of a stream when they were complete.
+/// The reports of the complete messages of a stream.
 fn ended(protocol: Protocol, stream: &[u8], chunk: usize) -> Vec<Received> {
     let out = read(protocol, stream, chunk).unwrap().into_iter();
     let ended = out.filter_map(|output| match output {
@@ -201,8 +201,8 @@ fn a_malformed_message_for_envoy_passes() {
     let whole = message(protocol, CLUSTER, 1, 10);
     let broken = [&whole[..], &[0x22, 100, 0xff]].concat();
     let stream = [frame(&broken), frame(&whole)].concat();
-    let told = ended(protocol, &stream, 20);
-    let types: Vec<_> = told.iter().map(|one| (&*one.type_url, one.bytes)).collect();
+    let reports = ended(protocol, &stream, 20);
+    let types: Vec<_> = reports.iter().map(|one| (&*one.type_url, one.bytes)).collect();
     let expected = [
         (CLUSTER, broken.len() as u64),
         (CLUSTER, whole.len() as u64),

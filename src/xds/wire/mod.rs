@@ -2,7 +2,7 @@
 //!
 //! A [`Walker`] takes the bytes of one message in chunks of any size. It skips fields by their length
 //! and keeps only the strings its schema names, so a message of any size costs the same memory, and
-//! fields the agent does not know make no difference. What is skipped is not validated. Field numbers
+//! unknown fields make no difference. What is skipped is not validated. Field numbers
 //! are from `envoy/service/discovery/v3/discovery.proto`, the encoding from the protobuf guide.
 
 use prost::encoding::{WireType, decode_key, decode_varint};
@@ -23,7 +23,7 @@ const LONGEST_HEADER: usize = 20;
 enum Action {
     Keep(Kept),
     Enter(Schema),
-    /// A resource, which is counted, and entered until one has told its type.
+    /// A resource, which is counted, and entered while the type is unknown.
     Resource(Schema),
     /// The error detail of a request, which makes it a NACK.
     ErrorDetail(Schema),
