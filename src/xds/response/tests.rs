@@ -202,7 +202,10 @@ fn a_malformed_message_for_envoy_passes() {
     let broken = [&whole[..], &[0x22, 100, 0xff]].concat();
     let stream = [frame(&broken), frame(&whole)].concat();
     let reports = ended(protocol, &stream, 20);
-    let types: Vec<_> = reports.iter().map(|one| (&*one.type_url, one.bytes)).collect();
+    let types: Vec<_> = reports
+        .iter()
+        .map(|one| (&*one.type_url, one.bytes))
+        .collect();
     let expected = [
         (CLUSTER, broken.len() as u64),
         (CLUSTER, whole.len() as u64),
