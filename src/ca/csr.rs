@@ -1,31 +1,23 @@
-//! A private key and the request to certify it.
+//! Makes a private key and the request to certify it.
 //!
-//! The request is exactly what istiod's strict mode compares with: the subject is one empty
-//! organisation, the only extension a critical subject alternative name with the identity.
-//!
-//! Does not reuse a key: each request has its own. RSA takes up to 200 ms of computing; the caller
-//! keeps that off the runtime's thread.
+//! The request is what istiod's strict mode compares with: the subject is one empty organization,
+//! the only extension a critical subject alternative name with the SPIFFE identity. Each request has
+//! its own key. RSA takes up to 200 ms of computing; callers keep that off the runtime's thread.
 
 use rcgen::string::PrintableString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue};
+use yasna::Tag;
 use zeroize::Zeroizing;
 
-use super::key::{self, Encoding};
+use super::key::{self, Encoding, KeyError, KeyType};
 use crate::identity::SpiffeId;
 
 const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
-const SEQUENCE: u8 = 0x30;
-/// GeneralName, choice 6: a URI (RFC 5280, section 4.2.1.6).
-const URI_NAME: u8 = 0x86;
-
-/// What kind of key to make.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyType {
-    P256,
-    P384,
-    /// The size in bits: 2048, 3072 or 4096.
-    Rsa(u32),
-}
+/// The choice of GeneralName that is a URI (RFC 5280, section 4.2.1.6).
+const URI_NAME: Tag = Tag {
+    tag_class: yasna::TagClass::ContextSpecific,
+    tag_number: 6,
+};
 
 /// A certificate request and its key.
 #[derive(Clone)]
@@ -34,27 +26,12 @@ pub struct Request {
     pub key_pem: Zeroizing<String>,
 }
 
-/// Why there is no request.
-#[derive(Debug, thiserror::Error)]
-pub enum CsrError {
-    #[error(
-        "requested key size does not meet the minimum required size of 2048 (requested: {bits})"
-    )]
-    RsaTooSmall { bits: u32 },
-    #[error("requested RSA key size {bits} is not supported, expected 2048, 3072 or 4096")]
-    RsaSize { bits: u32 },
-    #[error("the library wrote the new key in a form it does not document")]
-    Form,
-    #[error("cannot make a key and certificate request: {0}")]
-    Crypto(#[from] rcgen::Error),
-}
-
-/// Makes a key and a request for `identity`.
+/// Returns a new key and a request for `identity`.
 pub fn generate(
     key_type: KeyType,
     encoding: Encoding,
     identity: &SpiffeId,
-) -> Result<Request, CsrError> {
+) -> Result<Request, KeyError> {
     let key = key::generate(key_type)?;
     let mut params = CertificateParams::default();
     params.distinguished_name = empty_organization()?;
@@ -79,30 +56,17 @@ fn empty_organization() -> Result<DistinguishedName, rcgen::Error> {
     Ok(name)
 }
 
-/// The library would mark the extension as not critical, so it is built by hand.
+/// Built by hand, as rcgen would mark the extension as not critical.
 fn alternative_name(uri: &str) -> CustomExtension {
-    let names = der(SEQUENCE, der(URI_NAME, uri.as_bytes().to_vec()));
+    let names = yasna::construct_der(|writer| {
+        writer.write_sequence(|writer| {
+            let name = writer.next();
+            name.write_tagged_implicit(URI_NAME, |writer| writer.write_bytes(uri.as_bytes()));
+        });
+    });
     let mut extension = CustomExtension::from_oid_content(&SUBJECT_ALT_NAME, names);
     extension.set_criticality(true);
     extension
-}
-
-/// Tag, length and value (X.690, section 8.1).
-fn der(tag: u8, content: Vec<u8>) -> Vec<u8> {
-    let length = content.len().to_be_bytes();
-    let first = length.iter().position(|byte| *byte != 0).unwrap_or(7);
-    let length = &length[first..];
-    let mut encoded = vec![tag];
-    match *length {
-        [short @ ..0x80] => encoded.push(short),
-        // At most eight bytes of length, so the count fits.
-        _ => encoded.push(0x80 | length.len() as u8),
-    }
-    if !matches!(*length, [..0x80]) {
-        encoded.extend_from_slice(length);
-    }
-    encoded.extend(content);
-    encoded
 }
 
 #[cfg(test)]

@@ -1,10 +1,7 @@
-//! A new private key, and its text form.
+//! Makes private keys and writes them as PEM.
 //!
-//! The library hands out PKCS #8, in which the older forms are wrapped: PKCS #1 as it is, SEC 1
-//! without the name of its curve, which is put back. Whatever holds a key on the way is overwritten
-//! when dropped.
-//!
-//! Does not reuse keys.
+//! rcgen writes PKCS #8, which wraps the traditional forms: PKCS #1 as it is, SEC 1 without the name
+//! of its curve, which is put back. Intermediate copies of a key are overwritten when dropped.
 
 use aws_lc_rs::encoding::{AsDer, EcPrivateKeyRfc5915Der};
 use aws_lc_rs::signature::{
@@ -13,10 +10,32 @@ use aws_lc_rs::signature::{
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256, RsaKeySize};
-use x509_parser::asn1_rs::{Any, FromDer, OctetString, Sequence};
+use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
 
-use super::csr::{CsrError, KeyType};
+/// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyType {
+    P256,
+    P384,
+    /// The size in bits: 2048, 3072 or 4096.
+    Rsa(u32),
+}
+
+/// Why there is no key, or no request for it.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    #[error(
+        "requested key size does not meet the minimum required size of 2048 (requested: {bits})"
+    )]
+    RsaTooSmall { bits: u32 },
+    #[error("requested RSA key size {bits} is not supported, expected 2048, 3072 or 4096")]
+    RsaSize { bits: u32 },
+    #[error("the library wrote the new key in a form it does not document")]
+    Form,
+    #[error("cannot make a key and certificate request: {0}")]
+    Crypto(#[from] rcgen::Error),
+}
 
 /// How a private key is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,22 +49,17 @@ pub enum Encoding {
 /// Columns of PEM (RFC 7468, section 2).
 const COLUMNS: usize = 64;
 
-pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, CsrError> {
-    let size = match key_type {
-        KeyType::P256 => return ecdsa(&PKCS_ECDSA_P256_SHA256),
-        KeyType::P384 => return ecdsa(&PKCS_ECDSA_P384_SHA384),
-        KeyType::Rsa(2048) => RsaKeySize::_2048,
-        KeyType::Rsa(3072) => RsaKeySize::_3072,
-        KeyType::Rsa(4096) => RsaKeySize::_4096,
-        KeyType::Rsa(bits @ ..2048) => return Err(CsrError::RsaTooSmall { bits }),
-        KeyType::Rsa(bits) => return Err(CsrError::RsaSize { bits }),
+pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError> {
+    let key = match key_type {
+        KeyType::P256 => KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256),
+        KeyType::P384 => KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384),
+        KeyType::Rsa(2048) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_2048),
+        KeyType::Rsa(3072) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_3072),
+        KeyType::Rsa(4096) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_4096),
+        KeyType::Rsa(bits @ ..2048) => return Err(KeyError::RsaTooSmall { bits }),
+        KeyType::Rsa(bits) => return Err(KeyError::RsaSize { bits }),
     };
-    let key = KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, size)?;
-    Ok(Zeroizing::new(key))
-}
-
-fn ecdsa(algorithm: &'static rcgen::SignatureAlgorithm) -> Result<Zeroizing<KeyPair>, CsrError> {
-    Ok(Zeroizing::new(KeyPair::generate_for(algorithm)?))
+    Ok(Zeroizing::new(key?))
 }
 
 /// The key as PEM.
@@ -53,29 +67,25 @@ pub(super) fn encoded(
     key: &KeyPair,
     key_type: KeyType,
     encoding: Encoding,
-) -> Result<Zeroizing<String>, CsrError> {
+) -> Result<Zeroizing<String>, KeyError> {
     let pkcs8 = key.serialized_der();
-    match (encoding, key_type) {
-        (Encoding::Pkcs8, _) => Ok(pem("PRIVATE KEY", pkcs8)),
+    let algorithm = match (encoding, key_type) {
+        (Encoding::Pkcs8, _) => return Ok(pem("PRIVATE KEY", pkcs8)),
         (Encoding::Traditional, KeyType::Rsa(_)) => {
-            let inner = wrapped(pkcs8).ok_or(CsrError::Form)?;
-            Ok(pem("RSA PRIVATE KEY", inner))
+            let inner = unwrapped(pkcs8).ok_or(KeyError::Form)?;
+            return Ok(pem("RSA PRIVATE KEY", inner));
         }
-        (Encoding::Traditional, KeyType::P256 | KeyType::P384) => {
-            let algorithm = match key_type {
-                KeyType::P384 => &ECDSA_P384_SHA384_ASN1_SIGNING,
-                _ => &ECDSA_P256_SHA256_ASN1_SIGNING,
-            };
-            let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| CsrError::Form)?;
-            let sec1: EcPrivateKeyRfc5915Der<'_> =
-                key.private_key().as_der().map_err(|_| CsrError::Form)?;
-            Ok(pem("EC PRIVATE KEY", sec1.as_ref()))
-        }
-    }
+        (Encoding::Traditional, KeyType::P256) => &ECDSA_P256_SHA256_ASN1_SIGNING,
+        (Encoding::Traditional, KeyType::P384) => &ECDSA_P384_SHA384_ASN1_SIGNING,
+    };
+    let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| KeyError::Form)?;
+    let sec1: EcPrivateKeyRfc5915Der<'_> =
+        key.private_key().as_der().map_err(|_| KeyError::Form)?;
+    Ok(pem("EC PRIVATE KEY", sec1.as_ref()))
 }
 
-/// What PKCS #8 wraps: version, algorithm, key (RFC 5958, section 2).
-fn wrapped(pkcs8: &[u8]) -> Option<&[u8]> {
+/// The key inside PKCS #8, which is version, algorithm, key (RFC 5958, section 2).
+fn unwrapped(pkcs8: &[u8]) -> Option<&[u8]> {
     let (_, outer) = Sequence::from_der(pkcs8).ok()?;
     let std::borrow::Cow::Borrowed(content) = outer.content else {
         return None;
@@ -83,29 +93,22 @@ fn wrapped(pkcs8: &[u8]) -> Option<&[u8]> {
     let (rest, _version) = Any::from_der(content).ok()?;
     let (rest, _algorithm) = Any::from_der(rest).ok()?;
     let (_, key) = Any::from_der(rest).ok()?;
-    (key.tag() == <OctetString<'_> as x509_parser::asn1_rs::Tagged>::TAG).then_some(key.data)
+    (key.tag() == Tag::OctetString).then_some(key.data)
 }
 
-/// Sized beforehand: a text that grew would leave copies behind.
+/// The capacity is enough from the start: a text that grows leaves copies of the key behind.
 fn pem(label: &str, der: &[u8]) -> Zeroizing<String> {
     let base64 = Zeroizing::new(BASE64_STANDARD.encode(der));
-    let lines = base64.len().div_ceil(COLUMNS);
-    let mut pem = Zeroizing::new(String::with_capacity(
-        base64.len() + lines + 2 * label.len() + 40,
-    ));
-    for part in ["-----BEGIN ", label, "-----\n"] {
-        pem.push_str(part);
-    }
+    let capacity = base64.len() + base64.len().div_ceil(COLUMNS) + 2 * label.len() + 40;
+    let mut pem = Zeroizing::new(String::with_capacity(capacity));
+    pem.extend(["-----BEGIN ", label, "-----\n"]);
     let mut rest = base64.as_str();
     while !rest.is_empty() {
         let (line, more) = rest.split_at(rest.len().min(COLUMNS));
-        pem.push_str(line);
-        pem.push('\n');
+        pem.extend([line, "\n"]);
         rest = more;
     }
-    for part in ["-----END ", label, "-----\n"] {
-        pem.push_str(part);
-    }
+    pem.extend(["-----END ", label, "-----\n"]);
     pem
 }
 

@@ -1,9 +1,8 @@
-//! Gets a certificate signed.
+//! Client of the certificate authority.
 //!
-//! [`key`] makes a key, [`csr`] the request for it, [`istio`] has istiod sign it. [`Ca`] is what the
-//! keeper of secrets sees, so a test can stand in for the authority.
-//!
-//! Does not keep keys or certificates, nor try again: the keeper decides when.
+//! [`key`] makes private keys, [`csr`] the certificate signing requests (CSR) for them, [`istio`]
+//! calls istiod's `CreateCertificate`. Retries are up to the caller: [`SignError::retry`] tells how
+//! soon.
 
 pub mod csr;
 pub mod istio;
@@ -14,7 +13,7 @@ use std::time::Duration;
 
 use tonic::Code;
 
-/// A certificate authority.
+/// A certificate authority; tests substitute one of their own.
 pub trait Ca: Send + Sync + 'static {
     /// Signs a PEM certificate request for `ttl`. The answer is PEM: the leaf first, the roots last.
     fn sign(
@@ -26,7 +25,7 @@ pub trait Ca: Send + Sync + 'static {
 
 /// Why the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("create certificate: rpc error: code = {} desc = {message}", spelled(*.code))]
+#[error("create certificate: rpc error: code = {} desc = {message}", code_name(*.code))]
 pub struct SignError {
     pub code: Code,
     pub message: String,
@@ -35,9 +34,9 @@ pub struct SignError {
 /// How soon another attempt makes sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retry {
-    /// The cause passes by itself: a restart, a busy moment, a token about to be refreshed.
+    /// The cause may pass by itself: a restart, overload, a token about to be refreshed.
     Soon,
-    /// Somebody has to change something first.
+    /// An operator has to change something first.
     Later,
 }
 
@@ -58,8 +57,8 @@ impl SignError {
     }
 }
 
-/// The code as Go's gRPC library spells it, which logs are searched for.
-fn spelled(code: Code) -> String {
+/// The code as Go's gRPC library spells it: operators search logs for it.
+fn code_name(code: Code) -> String {
     match code {
         Code::Cancelled => "Canceled".to_owned(),
         other => format!("{other:?}"),

@@ -44,7 +44,7 @@ use flags::{LogFlags, ProxyFlags};
 use interfaces::Interface;
 use pod::Pairs;
 pub use secret_files::{AbsentSocket, SecretSources};
-pub use workload::{KeyChoice, SecretsParameters};
+pub use workload::WorkloadCertificate;
 
 /// Everything the agent needs to run.
 #[derive(Clone, Debug)]
@@ -52,7 +52,7 @@ pub struct Config {
     pub istiod: istiod::Config,
     /// The certificate authority, when it is not reached over the same connection.
     pub ca_istiod: Option<istiod::Config>,
-    pub secrets: SecretsParameters,
+    pub secrets: WorkloadCertificate,
     pub secret_sources: SecretSources,
     /// The identity token of Google, where istiod authenticates the agent by one.
     pub google_token: Option<GoogleToken>,
@@ -164,8 +164,8 @@ pub(crate) fn load_with(
     let may_serve =
         secret_sources.absent_socket != AbsentSocket::Serve || root.join(&sds_socket).exists();
     let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority(), may_serve);
-    let secrets = sources.secrets();
     let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
+    let secrets = sources.workload_certificate(&bootstrap.node.id);
     let grpc = sources.grpc(&xds_socket);
     let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
     let config = Config {
@@ -229,7 +229,7 @@ impl Config {
         } else {
             "JWT"
         };
-        let trust_domain = &self.secrets.identity.trust_domain;
+        let trust_domain = &self.secrets.renewal.identity.trust_domain;
         tracing::info!("using credential fetcher of {fetcher} type in {trust_domain} trust domain");
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);

@@ -7,7 +7,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
-use crate::ca::key::Encoding;
+use crate::ca::key::{Encoding, KeyType};
 use crate::envoy::machine::Drain;
 use crate::istiod::{Security, tls};
 
@@ -87,7 +87,7 @@ fn an_injected_pod_has_one_connection_to_istiod() {
     assert!(config.ca_istiod.is_none());
     assert_eq!(config.istiod.metadata[0].0, "clusterid");
     assert_eq!(
-        config.secrets.identity.to_string(),
+        config.secrets.renewal.identity.to_string(),
         "spiffe://cluster.local/ns/shop/sa/cart"
     );
     assert_eq!(config.xds_socket, Path::new("./etc/istio/proxy/XDS"));
@@ -296,24 +296,21 @@ fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
 #[test]
 fn keys_are_ecdsa_unless_rsa_is_configured() {
     for (variables, key) in [
-        (&[][..], KeyChoice::EcdsaP256),
-        (
-            &[("WORKLOAD_RSA_KEY_SIZE", "4096")],
-            KeyChoice::Rsa { bits: 4096 },
-        ),
+        (&[][..], KeyType::P256),
+        (&[("WORKLOAD_RSA_KEY_SIZE", "4096")], KeyType::Rsa(4096)),
         (
             &[("ECC_SIGNATURE_ALGORITHM", "ECDSA"), ("ECC_CURVE", "P384")],
-            KeyChoice::EcdsaP384,
+            KeyType::P384,
         ),
         (
             &[
                 ("ECC_SIGNATURE_ALGORITHM", "ECDSA"),
                 ("WORKLOAD_RSA_KEY_SIZE", "2048"),
             ],
-            KeyChoice::EcdsaP256,
+            KeyType::P256,
         ),
     ] {
-        assert_eq!(machine(variables).config().secrets.key, key);
+        assert_eq!(machine(variables).config().secrets.renewal.key_type, key);
     }
 }
 
@@ -736,8 +733,8 @@ fn envoy_runs_as_the_exempt_user_where_the_agent_replaces_the_resolver() {
 fn certificates_are_kept_written_and_encoded_as_configured() {
     let config = machine(&[]).config();
     let secrets = &config.secrets;
-    assert_eq!(secrets.encoding, Encoding::Traditional);
-    assert!(secrets.keep.is_none() && secrets.output.is_none() && !secrets.mesh_roots);
+    assert_eq!(secrets.renewal.encoding, Encoding::Traditional);
+    assert!(secrets.renewal.cache.is_none() && secrets.output.is_none() && !secrets.mesh_roots);
     assert!(config.google_token.is_none() && !config.may_dump_core);
     for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {
         let config = machine(&[
@@ -754,8 +751,11 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
         let output = secrets.output.expect("is asked for");
         assert_eq!(output.directory, Path::new("./certs"));
         assert_eq!(output.readable_by_all, readable_by_all);
-        assert_eq!(secrets.encoding, Encoding::Pkcs8);
-        assert_eq!(secrets.keep.as_deref(), Some(Path::new("/run/keep")));
+        assert_eq!(secrets.renewal.encoding, Encoding::Pkcs8);
+        assert_eq!(
+            secrets.renewal.cache.as_deref(),
+            Some(Path::new("/run/keep"))
+        );
         assert!(secrets.mesh_roots);
         assert_eq!(config.google_token.expect("is asked for").audience, "td");
     }

@@ -5,58 +5,45 @@ use std::time::Duration;
 
 use super::Sources;
 use super::environment as variables;
-use crate::ca::key::Encoding;
+use crate::ca::key::{Encoding, KeyType};
 use crate::identity::SpiffeId;
-use crate::secrets::output;
+use crate::secrets::{self, output};
 
-/// What the secrets room needs to know.
+/// What becomes of the workload's certificate.
 #[derive(Clone, Debug)]
-pub struct SecretsParameters {
-    pub identity: SpiffeId,
-    pub key: KeyChoice,
-    /// Lifetime asked for.
-    pub ttl: Duration,
-    /// Part of the lifetime left at renewal, from 0 to 1.
-    pub grace_ratio: f64,
-    pub grace_jitter: f64,
-    /// `ISTIO_META_CERT_SIGNER`.
-    pub cert_signer: Option<String>,
-    pub encoding: Encoding,
-    /// Where to keep key and certificate over a restart, if anywhere.
-    pub keep: Option<PathBuf>,
+pub struct WorkloadCertificate {
+    pub renewal: secrets::Config,
+    /// `ISTIO_META_CERT_SIGNER`; may be empty.
+    pub cert_signer: String,
     /// Where to write key, chain and roots, if anywhere.
     pub output: Option<output::Config>,
-    /// Whether roots of the mesh come by discovery.
+    /// Whether the mesh's trust bundle comes by discovery (PCDS).
     pub mesh_roots: bool,
 }
 
-/// The kind of private key. ECDSA is the default: such keys are made in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyChoice {
-    EcdsaP256,
-    EcdsaP384,
-    Rsa { bits: u32 },
-}
-
 impl Sources<'_> {
-    pub(super) fn secrets(&mut self) -> SecretsParameters {
-        let signer = self.get(&variables::ISTIO_META_CERT_SIGNER);
-        SecretsParameters {
-            identity: SpiffeId::new(
-                self.get(&variables::TRUST_DOMAIN),
-                self.namespace.clone(),
-                self.get(&variables::SERVICE_ACCOUNT),
-            ),
-            key: self.key(),
-            ttl: self.ttl(),
-            grace_ratio: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO),
-            grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
-            cert_signer: Some(signer).filter(|signer| !signer.is_empty()),
-            encoding: match self.get(&variables::PKCS8_KEY) {
-                true => Encoding::Pkcs8,
-                false => Encoding::Traditional,
+    /// `node_id` is what renewals are spread by.
+    pub(super) fn workload_certificate(&mut self, node_id: &str) -> WorkloadCertificate {
+        WorkloadCertificate {
+            renewal: secrets::Config {
+                identity: SpiffeId::new(
+                    self.get(&variables::TRUST_DOMAIN),
+                    self.namespace.clone(),
+                    self.get(&variables::SERVICE_ACCOUNT),
+                ),
+                key_type: self.key_type(),
+                encoding: match self.get(&variables::PKCS8_KEY) {
+                    true => Encoding::Pkcs8,
+                    false => Encoding::Traditional,
+                },
+                ttl: self.ttl(),
+                grace_ratio: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO),
+                grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
+                least_pause: secrets::LEAST_PAUSE,
+                spread_by: node_id.to_owned(),
+                cache: self.directory(&variables::ISTIO_AGENT_KEEP_CERTS),
             },
-            keep: self.directory(&variables::ISTIO_AGENT_KEEP_CERTS),
+            cert_signer: self.get(&variables::ISTIO_META_CERT_SIGNER),
             output: self.output(),
             mesh_roots: self.get(&variables::PROXY_CONFIG_XDS_AGENT),
         }
@@ -76,23 +63,23 @@ impl Sources<'_> {
         })
     }
 
-    fn key(&mut self) -> KeyChoice {
+    fn key_type(&mut self) -> KeyType {
         let algorithm = self.get(&variables::ECC_SIGNATURE_ALGORITHM);
         let rsa_asked_for = self.env.is_set(&variables::WORKLOAD_RSA_KEY_SIZE);
         match algorithm.as_str() {
             "" if rsa_asked_for => self.rsa(),
             "" | "ECDSA" => match self.get(&variables::ECC_CURVE).as_str() {
-                "P384" => KeyChoice::EcdsaP384,
-                _ => KeyChoice::EcdsaP256,
+                "P384" => KeyType::P384,
+                _ => KeyType::P256,
             },
             other => {
                 self.problem("ECC_SIGNATURE_ALGORITHM", other, "ECDSA");
-                KeyChoice::EcdsaP256
+                KeyType::P256
             }
         }
     }
 
-    fn rsa(&mut self) -> KeyChoice {
+    fn rsa(&mut self) -> KeyType {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
         if !matches!(bits, 2048 | 3072 | 4096) {
             self.problem(
@@ -101,7 +88,7 @@ impl Sources<'_> {
                 "2048, 3072 or 4096 bits",
             );
         }
-        KeyChoice::Rsa { bits }
+        KeyType::Rsa(bits)
     }
 
     fn ttl(&mut self) -> Duration {

@@ -1,12 +1,9 @@
-//! Has istiod's certificate service sign requests, on the shared connection.
+//! Client of istiod's certificate service, on the shared connection.
 //!
-//! A connection is waited for no longer than a limit, and an answer no longer than that again. When an
-//! answer does not come in time the connection is left, so that the next call dials anew, and gets
-//! twice the time, as a signer behind istiod may be slow; an answered error says nothing against the
-//! connection. But one that knows us by a token only is left when istiod does not know
-//! us, if a client certificate may be had by now.
-//!
-//! Does not look into the certificates.
+//! Connecting and answering have a time limit each. After an answer that does not come, the next call
+//! dials anew and has twice the time, as a signer behind istiod may be slow. An error istiod answers
+//! with keeps the connection, with one exception: if istiod does not know the caller, and a client
+//! certificate may be there by now, the next call dials anew to present it.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -29,23 +26,23 @@ use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateRespo
 /// More than any chain needs.
 const LARGEST_ANSWER: usize = 4 << 20;
 
-/// How often the time for an answer doubles at the most. From 10 s it goes to 80 s, more than istiod
-/// waits for a signer of the cluster's (60 s).
+/// How often the limit of an answer doubles at most: from 10 s to 80 s, more than istiod waits for a
+/// signer of the cluster (60 s).
 const DOUBLINGS: u32 = 3;
 
-/// Istiod, or another authority that speaks its protocol.
+/// Istiod, or another authority with its protocol.
 #[derive(Clone, Debug)]
 pub struct IstioCa {
     istiod: Istiod,
     cert_signer: String,
     limit: Duration,
-    /// Answers that did not come, since the last that did.
+    /// Consecutive calls without an answer.
     missed: Arc<AtomicU32>,
 }
 
 impl IstioCa {
-    /// `cert_signer` names the signer istiod shall use and may be empty. `limit` is that for a
-    /// connection, and at first for an answer.
+    /// `cert_signer` names the signer istiod is to use and may be empty. `limit` is for a connection, and
+    /// at first for an answer.
     pub fn new(istiod: Istiod, cert_signer: String, limit: Duration) -> Self {
         Self {
             istiod,
@@ -141,7 +138,7 @@ fn unavailable(error: &dyn std::error::Error) -> SignError {
     }
 }
 
-/// A connection as the generated client wants it.
+/// Adapts a connection to the generated client.
 struct Call(Connection);
 
 impl tower_service::Service<http::Request<Body>> for Call {
@@ -149,7 +146,7 @@ impl tower_service::Service<http::Request<Body>> for Call {
     type Error = Status;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Status>> + Send>>;
 
-    /// Sending waits by itself.
+    /// Sending waits where necessary.
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
         Poll::Ready(Ok(()))
     }
