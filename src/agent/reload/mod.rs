@@ -5,7 +5,6 @@
 //!
 //! Does not decide whether Envoy is replaced; what cannot change while the agent runs is refused.
 
-use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fs;
 use std::io;
@@ -202,23 +201,22 @@ pub(crate) fn changes(
 
 /// From before the first Envoy starts, which these have been read for.
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
-    let mut watch = FileWatch::new()?;
+    let watch = FileWatch::new()?;
     for file in files {
         tell_of(watch.watch(file), file);
     }
     Ok(watch)
 }
 
-/// Where the files' links lead to may have changed. Says whether a file has changed meanwhile.
-async fn watch_all(watch: &mut FileWatch, files: &[PathBuf]) -> io::Result<bool> {
-    let mut changed = BTreeSet::new();
+/// Watches the files again, as their links may lead elsewhere.
+async fn watch_all(watch: &Arc<FileWatch>, files: &[PathBuf]) -> io::Result<()> {
     for file in files {
-        // A disk may keep one waiting.
-        let (walker, path) = (watch.walker(), file.clone());
-        let walked = tokio::task::spawn_blocking(move || walker.walk(&path)).await?;
-        tell_of(watch.take(walked, &mut changed), file);
+        // The file system may block.
+        let (watch, path) = (watch.clone(), file.clone());
+        let watched = tokio::task::spawn_blocking(move || watch.watch(&path)).await?;
+        tell_of(watched, file);
     }
-    Ok(!changed.is_empty())
+    Ok(())
 }
 
 fn tell_of(watched: io::Result<()>, file: &Path) {
@@ -235,18 +233,15 @@ async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
 
 async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envoy) {
     let failed = async {
-        let mut watch = watch?;
-        let mut has_changed = false;
+        let watch = Arc::new(watch?);
         loop {
-            if !has_changed {
-                watch.changed().await?;
-            }
+            watch.changed().await?;
             tokio::time::sleep(SETTLES).await;
             // What came meanwhile is about to be read.
             while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
                 more?;
             }
-            has_changed = watch_all(&mut watch, files).await?;
+            watch_all(&watch, files).await?;
             envoy.restart("a file has changed").await;
         }
     };
