@@ -16,9 +16,10 @@ use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
 use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
 use hyper_util::rt::TokioIo;
 use istio_agent::ca::Ca;
-use istio_agent::ca::csr::{self, KeyType};
+use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::Encoding;
+use istio_agent::ca::key::KeyType;
 use istio_agent::clock::Clock;
 use istio_agent::compliance::Policy;
 use istio_agent::identity::SpiffeId;
@@ -144,9 +145,9 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
     (istiod, JoinSet::from_iter([run]))
 }
 
-/// The rooms together: somebody waits for `default` on the socket when the first request is made.
+/// All modules together: a client waits for `default` on the socket when the first request is made.
 async fn whole(target: &Target, round: usize) -> f64 {
-    let (istiod, mut rooms) = connection(target);
+    let (istiod, mut tasks) = connection(target);
     let config = secrets::Config {
         identity: identity(),
         key_type: KeyType::P256,
@@ -156,7 +157,7 @@ async fn whole(target: &Target, round: usize) -> f64 {
         grace_jitter: 0.0,
         least_pause: secrets::LEAST_PAUSE,
         spread_by: String::new(),
-        keep: None,
+        cache: None,
     };
     let registry = Registry::default();
     let authority = IstioCa::new(istiod, String::new(), LIMIT);
@@ -169,18 +170,18 @@ async fn whole(target: &Target, round: usize) -> f64 {
         system_roots: "none".into(),
         debounce: Duration::from_millis(100),
     };
-    let (files, keeping) = secrets::files::new(files, Clock::system(), &registry);
-    rooms.spawn(keeping);
+    let (files, watching) = secrets::files::new(files, Clock::system(), &registry);
+    tasks.spawn(watching);
     let sources = sds::Sources {
         secrets: Some(secrets),
         files,
         serves_workload: true,
-        style: sds::Style::default(),
+        options: sds::SecretOptions::default(),
     };
-    rooms.spawn(sds::serve(listener, sources, &registry, stop.clone()));
+    tasks.spawn(sds::serve(listener, sources, &registry, stop.clone()));
     let client = support::channel(&socket).await;
     let start = Instant::now();
-    rooms.spawn(renewal);
+    tasks.spawn(renewal);
     first_certificate(client).await;
     let taken = start.elapsed();
     stop.cancel();
@@ -205,7 +206,7 @@ async fn first_certificate(channel: tonic::transport::Channel) {
     assert_eq!(answer.expect("an answer").resources.len(), 1);
 }
 
-/// The same one after the other, without anybody asking.
+/// The parts one after the other, without a client.
 async fn parts(target: &Target, figures: &mut Figures) {
     let start = Instant::now();
     let generating = tokio::task::spawn_blocking(|| {
@@ -213,7 +214,7 @@ async fn parts(target: &Target, figures: &mut Figures) {
     });
     let request = generating.await.expect("no panic").expect("a request");
     figures.key.push(milliseconds(start.elapsed()));
-    let (istiod, _rooms) = connection(target);
+    let (istiod, _tasks) = connection(target);
     let start = Instant::now();
     istiod.try_connection().await.expect("a connection");
     figures.connection.push(milliseconds(start.elapsed()));

@@ -1,8 +1,6 @@
-//! How long to wait before trying again.
-//!
-//! Exponential with full jitter: each wait is drawn evenly from zero to the current ceiling, and the
-//! ceiling doubles up to a cap. A fleet that lost its control plane at one moment spreads over the
-//! whole interval instead of knocking in step. The jitter stays at the cap.
+//! Backoff between attempts: exponential with full jitter: each wait is drawn evenly from zero to the current ceiling, and the
+//! ceiling doubles up to a cap. A fleet that lost its control plane at one moment spreads its attempts
+//! over the whole interval, also at the cap.
 
 use std::time::Duration;
 

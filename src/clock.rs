@@ -1,8 +1,8 @@
-//! Wall-clock time, injectable, with a sleep that a suspended machine or a set clock cannot fool.
+//! Wall-clock time, injectable, with a sleep that follows suspends and changes of the clock.
 //!
 //! Certificates expire by the calendar, so renewal waits for a wall-clock moment and not for a
 //! duration: after a suspend, or after the clock was set, [`Clock::sleep_until`] looks again at
-//! once. It costs no periodic wake-up: the kernel tells when the clock was changed (`timerfd` on
+//! once. It costs no periodic wake-up: the kernel reports when the clock was changed (`timerfd` on
 //! `CLOCK_REALTIME` with `TFD_TIMER_CANCEL_ON_SET`). [`Clock::sleep_until_due`] also counts the time
 //! that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set back does not put it off.
 
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 #[cfg(test)]
 use tokio::time::Instant;
 
-/// Tells the time and waits for it.
+/// Reads the wall clock and sleeps by it.
 #[derive(Clone, Debug)]
 pub struct Clock(Source);
 

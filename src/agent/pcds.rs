@@ -40,13 +40,13 @@ impl Pcds {
     }
 
     fn trust(&self, bundle: &str) -> Result<(), BundleError> {
-        let what = match self.files.trust(bundle)? {
+        let what = match self.files.set_mesh_bundle(bundle)? {
             true => "update new",
             false => "skip for same",
         };
         tracing::debug!(target: "cache", "{what} trust bundle");
         match &self.secrets {
-            Some(secrets) => secrets.trust(bundle),
+            Some(secrets) => secrets.set_mesh_bundle(bundle),
             None => Ok(()),
         }
     }

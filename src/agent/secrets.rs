@@ -50,7 +50,7 @@ impl Agent {
                 secrets: secrets.clone(),
                 files,
                 serves_workload,
-                style: self.config.secret_sources.style.clone(),
+                options: self.config.secret_sources.options.clone(),
             };
             let listener = listener.guarded(self.access());
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());

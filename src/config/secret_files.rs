@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use super::Sources;
 use super::environment as variables;
 use crate::istiod::roots::SYSTEM_BUNDLES;
-use crate::sds::Style;
-use crate::sds::provider::{Kind, Provider};
+use crate::sds::SecretOptions;
+use crate::sds::key_provider::{KeyProvider, Kind};
 use crate::secrets::files;
 
 /// The sources of secrets and the access to them.
@@ -20,7 +20,7 @@ use crate::secrets::files;
 pub struct SecretSources {
     pub files: files::Config,
     /// Additions to keys and roots.
-    pub style: Style,
+    pub options: SecretOptions,
     pub absent_socket: AbsentSocket,
     /// Users that may read secrets, besides root and the agent's own; None is every user.
     pub users: Option<BTreeSet<u32>>,
@@ -45,8 +45,8 @@ const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
 const GOOGLE_NAMES: [&str; 3] = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
 const GOOGLE: &str = "GkeWorkloadCertificate";
 
-/// The revocation list of a plugged-in certificate authority.
-const REVOCATIONS: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
+/// The certificate revocation list (CRL) of a plugged-in authority.
+const CRL: &str = "/var/run/secrets/istio/crl/ca-crl.pem";
 
 /// The name of the socket that the agent serves itself unless another process does.
 const OWN_SOCKET: &str = "socket";
@@ -68,9 +68,9 @@ impl Sources<'_> {
                 system_roots: system_roots(),
                 debounce: self.get(&variables::FILE_DEBOUNCE_DURATION),
             },
-            style: Style {
-                provider: self.key_provider(),
-                revocations: lists.then(|| REVOCATIONS.into()),
+            options: SecretOptions {
+                key_provider: self.key_provider(),
+                crl: lists.then(|| CRL.into()),
             },
             absent_socket: self.absent_socket(socket),
             users: self.users(),
@@ -126,14 +126,14 @@ impl Sources<'_> {
         missing.map(|path| path.display().to_string()).collect()
     }
 
-    fn key_provider(&self) -> Option<Provider> {
+    fn key_provider(&self) -> Option<KeyProvider> {
         let given = self.proxy_config.private_key_provider.as_ref()?;
         let (kind, method) = match (&given.cryptomb, &given.qat) {
             (Some(method), _) => (Kind::CryptoMb, method),
             (None, Some(method)) => (Kind::Qat, method),
             (None, None) => return None,
         };
-        Some(Provider {
+        Some(KeyProvider {
             kind,
             poll_delay: method.poll_delay,
             fallback: method.fallback.unwrap_or_default(),

@@ -1,189 +1,180 @@
-//! One Envoy stream of changes: the names asked for and what was said of each.
+//! Delta variant of the protocol: the names asked for and what was sent of each.
 //!
-//! A state machine without I/O, like the other form of the protocol. Here a name can be answered
-//! with nothing: one that nobody serves, or whose files are not there, is told to be removed, with
-//! the reason. It comes when its files do. The workload's own secrets are waited for instead, as
-//! Envoy would go on without them.
-//!
-//! Does not await, and does not send.
+//! A state machine without I/O. A name that is not served, or whose files are not there, is answered as
+//! removed, with the reason; it follows when its files are there. The workload's own secrets are waited
+//! for instead, as Envoy would go on without them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use envoy_types::pb::envoy::service::discovery::v3::{
-    DeltaDiscoveryRequest, DeltaDiscoveryResponse, Resource, ResourceError, ResourceName,
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, Resource as DeltaResource, ResourceError,
+    ResourceName,
 };
 use envoy_types::pb::google::rpc;
 use tonic::{Code, Status};
 
-use super::desk::{Desk, Waits};
-use super::secret::{self, Shelf, Shown, TYPE_URL, Version};
-use super::session::{Protocol, Stamp};
+use super::context::StreamContext;
+use super::resource::{Lookup, Resource, TYPE_URL, Version};
+use super::stream::{Protocol, ResponseId};
+use crate::secrets::SecretState;
 use crate::secrets::name::Name;
 
-/// The protocol's side of one stream.
-#[derive(Debug)]
+/// The protocol state of one stream.
+#[derive(Debug, Default)]
 pub(super) struct Delta {
-    desk: Desk,
-    watch: BTreeMap<Name, Sent>,
-    /// Names nobody serves that have not been answered yet, each with the reason.
+    subscribed: BTreeMap<Name, Sent>,
+    /// Names that are not served and not answered yet, each with the reason.
     unserved: BTreeMap<String, String>,
 }
 
-/// What was said of a name since it was asked for.
+/// What was sent of a name since it was asked for.
 #[derive(Clone, Debug)]
 enum Sent {
     Nothing,
-    /// Envoy says it holds this version, from an earlier stream.
+    /// Envoy holds this version from an earlier stream.
     Held(String),
-    Missing,
+    Removed,
     Version(Version),
 }
 
 /// What a response says of one name.
-enum Due {
-    There(Version),
-    Missing(String),
+enum Change<'a> {
+    Updated(Resource<'a>),
+    Removed(String),
 }
 
 impl Protocol for Delta {
     type Request = DeltaDiscoveryRequest;
     type Response = DeltaDiscoveryResponse;
 
-    fn new(desk: Desk) -> Self {
-        Self {
-            desk,
-            watch: BTreeMap::new(),
-            unserved: BTreeMap::new(),
-        }
-    }
-
-    fn desk(&self) -> &Desk {
-        &self.desk
-    }
-
-    fn apply(&mut self, request: &DeltaDiscoveryRequest) -> Result<(), Status> {
-        if self
-            .desk
-            .is_skipped(&request.type_url, request.node.as_ref())?
-        {
+    fn apply(
+        &mut self,
+        context: &mut StreamContext,
+        request: &DeltaDiscoveryRequest,
+    ) -> Result<(), Status> {
+        if context.is_skipped(&request.type_url, request.node.as_ref())? {
             return Ok(());
         }
-        // Names count beside a refusal as well.
-        if let Some(refusal) = &request.error_detail {
-            self.desk.refused(refusal);
+        // The names of a NACK count as well.
+        if let Some(error) = &request.error_detail {
+            context.nack(error);
         }
         for text in &request.resource_names_unsubscribe {
             self.unserved.remove(text);
-            if let Ok(name) = self.desk.parse(text) {
-                self.watch.remove(&name);
+            if let Ok(name) = context.parse(text) {
+                self.subscribed.remove(&name);
             }
         }
-        self.desk.bound(request.resource_names_subscribe.len())?;
+        context.check_count(request.resource_names_subscribe.len())?;
         for text in &request.resource_names_subscribe {
-            self.subscribe(text, &request.initial_resource_versions)?;
+            match context.parse(text) {
+                // A name asked for again is answered again.
+                Ok(name) => {
+                    let held = request.initial_resource_versions.get(text).cloned();
+                    let sent = held.map_or(Sent::Nothing, Sent::Held);
+                    self.subscribed.insert(name, sent);
+                }
+                Err(error) => {
+                    context.report_unserved(text, &error)?;
+                    self.unserved.insert(text.clone(), error.to_string());
+                }
+            }
         }
-        self.desk.bound(self.watch.len())
+        context.check_count(self.subscribed.len())
     }
 
     fn names(&self) -> BTreeSet<Name> {
-        self.watch.keys().cloned().collect()
+        self.subscribed.keys().cloned().collect()
     }
 
-    fn is_due(&self, shelf: &impl Shelf, is_patient: bool) -> bool {
-        !self.unserved.is_empty() || !self.due(shelf, is_patient).is_empty()
-    }
-
-    fn waits(&self, shelf: &impl Shelf) -> Waits {
-        let unsent = self.watch.iter();
-        let unsent = unsent.filter(|(_, sent)| matches!(sent, Sent::Nothing));
-        Waits::of(unsent.map(|(name, _)| shelf.shown(name)))
+    fn unanswered(&self) -> impl Iterator<Item = &Name> {
+        let subscribed = self.subscribed.iter();
+        subscribed.filter_map(|(name, sent)| matches!(sent, Sent::Nothing).then_some(name))
     }
 
     fn answer(
         &mut self,
-        shelf: &impl Shelf,
-        is_patient: bool,
-        stamp: Stamp,
-    ) -> DeltaDiscoveryResponse {
+        lookup: &Lookup<'_>,
+        is_batching: bool,
+        id: impl FnOnce() -> ResponseId,
+    ) -> Option<DeltaDiscoveryResponse> {
+        let due = self.due(lookup, is_batching);
+        if due.is_empty() && self.unserved.is_empty() {
+            return None;
+        }
+        let ResponseId { version, nonce } = id();
         let mut response = DeltaDiscoveryResponse {
-            system_version_info: stamp.version,
+            system_version_info: version,
             type_url: TYPE_URL.to_owned(),
-            nonce: stamp.nonce,
+            nonce,
             ..Default::default()
         };
         for (name, reason) in std::mem::take(&mut self.unserved) {
             remove(&mut response, name, Code::InvalidArgument, reason);
         }
-        for (name, due) in self.due(shelf, is_patient) {
-            let sent = match due {
-                Due::There(version) => {
-                    response.resources.extend(resource(&name, &version, shelf));
+        for (name, change) in due {
+            let sent = match change {
+                Change::Updated(resource) => {
+                    let version = resource.version();
+                    response.resources.push(DeltaResource {
+                        name: name.to_string(),
+                        version: version.text(),
+                        resource: Some(resource.encode(&name)),
+                        ..Default::default()
+                    });
                     Sent::Version(version)
                 }
-                Due::Missing(reason) => {
+                Change::Removed(reason) => {
                     remove(&mut response, name.to_string(), Code::NotFound, reason);
-                    Sent::Missing
+                    Sent::Removed
                 }
             };
-            self.watch.insert(name, sent);
+            self.subscribed.insert(name, sent);
         }
-        response
+        Some(response)
     }
 }
 
 impl Delta {
-    /// A name asked for again is answered again.
-    fn subscribe(&mut self, text: &str, held: &HashMap<String, String>) -> Result<(), Status> {
-        match self.desk.parse(text) {
-            Ok(name) => {
-                let held = held.get(text).cloned();
-                self.watch
-                    .insert(name, held.map_or(Sent::Nothing, Sent::Held));
-            }
-            Err(error) => {
-                self.desk.warn_once(text, &error)?;
-                self.unserved.insert(text.to_owned(), error.to_string());
-            }
-        }
-        Ok(())
-    }
-
     /// What the next response says, roots first. Names just asked for wait for each other while
-    /// somebody is patient.
-    fn due(&self, shelf: &impl Shelf, is_patient: bool) -> Vec<(Name, Due)> {
-        let mut due = Vec::new();
+    /// batching.
+    fn due<'a>(&self, lookup: &Lookup<'a>, is_batching: bool) -> Vec<(Name, Change<'a>)> {
+        let (mut asked, mut changed) = (Vec::new(), Vec::new());
         let mut is_complete = true;
-        for (name, sent) in &self.watch {
+        for (name, sent) in &self.subscribed {
             let is_new = matches!(sent, Sent::Nothing | Sent::Held(_));
             let is_own = matches!(name, Name::Default | Name::RootCa);
-            let says = match (sent, shelf.shown(name)) {
-                (Sent::Version(sent), Shown::There(now)) if *sent == now => continue,
-                (Sent::Held(held), Shown::There(now)) if *held == now.text() => continue,
-                (_, Shown::There(now)) => Due::There(now),
-                (_, Shown::Missing(error)) if is_new && !is_own => Due::Missing(error.to_string()),
-                (_, Shown::Pending) => {
+            let change = match lookup(name) {
+                SecretState::Available(now) if sent.is(&now.version()) => continue,
+                SecretState::Available(now) => Change::Updated(now),
+                SecretState::Unusable(error) if is_new && !is_own => {
+                    Change::Removed(error.to_string())
+                }
+                SecretState::Reading => {
                     is_complete &= !is_new;
                     continue;
                 }
-                _ => continue,
+                SecretState::Unusable(_) | SecretState::Unsigned => continue,
             };
-            due.push((name.clone(), is_new, says));
+            let due = if is_new { &mut asked } else { &mut changed };
+            due.push((name.clone(), change));
         }
-        let holds_back = is_patient && !is_complete;
-        let due = due
-            .into_iter()
-            .filter(|(_, is_new, _)| !(*is_new && holds_back));
-        due.map(|(name, _, says)| (name, says)).collect()
+        if !is_batching || is_complete {
+            changed.append(&mut asked);
+            changed.sort_by(|(one, _), (other, _)| one.cmp(other));
+        }
+        changed
     }
 }
 
-fn resource(name: &Name, version: &Version, shelf: &impl Shelf) -> Option<Resource> {
-    Some(Resource {
-        name: name.to_string(),
-        version: version.text(),
-        resource: Some(secret::resource(name, shelf)?),
-        ..Default::default()
-    })
+impl Sent {
+    fn is(&self, version: &Version) -> bool {
+        match self {
+            Self::Version(sent) => sent == version,
+            Self::Held(held) => *held == version.text(),
+            Self::Nothing | Self::Removed => false,
+        }
+    }
 }
 
 fn remove(response: &mut DeltaDiscoveryResponse, name: String, code: Code, reason: String) {

@@ -1,55 +1,90 @@
-//! The rules of a stream of changes, and what arbitrary requests do to both forms.
+//! The rules of delta streams, and what arbitrary requests do to both variants of the protocol.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::Node;
-use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::secret;
 use envoy_types::pb::envoy::service::discovery::v3::{
     DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest,
 };
 use proptest::prelude::*;
 use prost::Message;
+use tonic::Status;
 
+use super::SecretOptions;
+use super::context::StreamContext;
 use super::delta::Delta;
-use super::desk::Desk;
 use super::metrics::Metrics;
-use super::secret::{Shelf, Shown, TYPE_URL, Version};
-use super::session::{Protocol, Stamp};
-use super::stream::Stream;
+use super::resource::{Resource, TYPE_URL};
+use super::sotw::StateOfTheWorld;
+use super::stream::{Protocol, ResponseId};
 use crate::metrics::Registry;
 use crate::secrets::files::source::FileError;
 use crate::secrets::name::Name;
+use crate::secrets::{Roots, Secret, SecretState};
 
-/// What a test says there is.
-#[derive(Default)]
-struct Table(BTreeMap<Name, Shown>);
+static OPTIONS: SecretOptions = SecretOptions {
+    key_provider: None,
+    crl: None,
+};
 
-impl Shelf for Table {
-    fn shown(&self, name: &Name) -> Shown {
-        self.0.get(name).cloned().unwrap_or(Shown::NotYet)
+type State = SecretState<Resource<'static>>;
+
+/// The state of each name.
+type Table = BTreeMap<Name, State>;
+
+/// One stream without a socket.
+struct Tested<P> {
+    context: StreamContext,
+    protocol: P,
+}
+
+impl<P: Protocol> Tested<P> {
+    fn new() -> Self {
+        Self {
+            context: StreamContext::new(1, Metrics::new(&Registry::default()), true),
+            protocol: P::default(),
+        }
     }
 
-    fn content(&self, _: &Name) -> Option<secret::Type> {
-        Some(secret::Type::ValidationContext(Default::default()))
+    fn apply(&mut self, request: &P::Request) -> Result<(), Status> {
+        self.protocol.apply(&mut self.context, request)
+    }
+
+    fn answer(&mut self, table: &Table, is_batching: bool) -> Option<P::Response> {
+        let lookup = |name: &Name| table.get(name).cloned().unwrap_or(State::Unsigned);
+        let id = || ResponseId {
+            version: "v".to_owned(),
+            nonce: "n".to_owned(),
+        };
+        self.protocol.answer(&lookup, is_batching, id)
+    }
+
+    /// Answers until nothing is due.
+    fn answer_all(&mut self, table: &Table) -> Result<(), TestCaseError> {
+        for _ in 0..20 {
+            if self.answer(table, true).is_none() {
+                return Ok(());
+            }
+        }
+        Err(TestCaseError::fail("it has no end"))
     }
 }
 
-fn there(text: &'static str) -> Shown {
-    Shown::There(Version::of(&Bytes::from_static(text.as_bytes())))
+fn available(text: &'static str) -> State {
+    State::Available(Resource {
+        secret: Secret::Roots(Roots::unchecked(text)),
+        options: &OPTIONS,
+        has_crl: false,
+    })
 }
 
-fn missing() -> Shown {
-    Shown::Missing(Arc::new(FileError::TooMany { most: 1 }))
+fn unusable() -> State {
+    State::Unusable(Arc::new(FileError::TooMany { most: 1 }))
 }
 
 fn file(path: &str) -> Name {
     Name::FileRoot(path.to_owned())
-}
-
-fn fresh<P: Protocol>() -> P {
-    P::new(Desk::new(1, Metrics::new(&Registry::default()), true))
 }
 
 fn subscribe(names: &[&str]) -> DeltaDiscoveryRequest {
@@ -64,35 +99,25 @@ fn subscribe(names: &[&str]) -> DeltaDiscoveryRequest {
     }
 }
 
-fn stamp() -> Stamp {
-    Stamp {
-        version: "v".to_owned(),
-        nonce: "n".to_owned(),
-    }
-}
-
-/// What the next response brings and takes away.
-fn next(delta: &mut Delta, table: &Table, is_patient: bool) -> (Vec<String>, Vec<String>) {
-    if !delta.is_due(table, is_patient) {
-        return Default::default();
-    }
-    let response: DeltaDiscoveryResponse = delta.answer(table, is_patient, stamp());
-    let brought = response.resources.into_iter().map(|one| one.name);
-    (brought.collect(), response.removed_resources)
+/// The names the next response updates and removes.
+fn next(delta: &mut Tested<Delta>, table: &Table, is_batching: bool) -> (Vec<String>, Vec<String>) {
+    let response: DeltaDiscoveryResponse = delta.answer(table, is_batching).unwrap_or_default();
+    let updated = response.resources.into_iter().map(|one| one.name);
+    (updated.collect(), response.removed_resources)
 }
 
 #[test]
-fn says_of_each_name_what_is_known_once_and_again_when_it_changes() {
+fn each_name_is_answered_once_and_again_when_it_changes() {
     let mut table = Table::default();
-    table.0.insert(file("a"), there("1"));
-    table.0.insert(file("b"), missing());
-    table.0.insert(Name::Default, missing());
-    let mut delta: Delta = fresh();
+    table.insert(file("a"), available("1"));
+    table.insert(file("b"), unusable());
+    table.insert(Name::Default, unusable());
+    let mut delta = Tested::<Delta>::new();
     let names = ["file-root:a", "file-root:b", "default", "x"];
     delta.apply(&subscribe(&names)).expect("is fine");
-    let (brought, mut removed) = next(&mut delta, &table, true);
+    let (updated, mut removed) = next(&mut delta, &table, true);
     removed.sort();
-    assert_eq!(brought, ["file-root:a"]);
+    assert_eq!(updated, ["file-root:a"]);
     assert_eq!(
         removed,
         ["file-root:b", "x"],
@@ -100,10 +125,10 @@ fn says_of_each_name_what_is_known_once_and_again_when_it_changes() {
     );
     assert_eq!(next(&mut delta, &table, true), Default::default());
 
-    table.0.insert(file("b"), there("1"));
-    table.0.insert(Name::Default, there("1"));
+    table.insert(file("b"), available("1"));
+    table.insert(Name::Default, available("1"));
     assert_eq!(next(&mut delta, &table, true).0, ["file-root:b", "default"]);
-    table.0.insert(file("a"), missing());
+    table.insert(file("a"), unusable());
     assert_eq!(
         next(&mut delta, &table, true),
         Default::default(),
@@ -112,7 +137,7 @@ fn says_of_each_name_what_is_known_once_and_again_when_it_changes() {
     let mut less = subscribe(&["file-root:b"]);
     less.resource_names_unsubscribe = vec!["default".to_owned(), "file-root:a".to_owned()];
     delta.apply(&less).expect("is fine");
-    table.0.insert(Name::Default, there("2"));
+    table.insert(Name::Default, available("2"));
     assert_eq!(
         next(&mut delta, &table, true).0,
         ["file-root:b"],
@@ -121,16 +146,16 @@ fn says_of_each_name_what_is_known_once_and_again_when_it_changes() {
 }
 
 #[test]
-fn names_wait_for_each_other_only_as_long_as_somebody_is_patient() {
+fn names_wait_for_each_other_only_while_batching() {
     let mut table = Table::default();
-    table.0.insert(file("a"), there("1"));
-    table.0.insert(file("b"), Shown::Pending);
-    let mut delta: Delta = fresh();
+    table.insert(file("a"), available("1"));
+    table.insert(file("b"), State::Reading);
+    let mut delta = Tested::<Delta>::new();
     delta
         .apply(&subscribe(&["file-root:a", "file-root:b"]))
         .expect("is fine");
     assert_eq!(next(&mut delta, &table, true), Default::default());
-    assert!(delta.waits(&table).reading);
+    assert_eq!(delta.protocol.unanswered().count(), 2);
     assert_eq!(next(&mut delta, &table, false).0, ["file-root:a"]);
 }
 
@@ -141,11 +166,11 @@ fn name() -> impl Strategy<Value = String> {
     ]
 }
 
-fn shelf() -> impl Strategy<Value = Vec<u8>> {
+fn states() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(0..4_u8, 8)
 }
 
-/// Some state of every name the strategy can make.
+/// A state for each name the strategy can make.
 fn table(states: &[u8]) -> Table {
     let names = [
         "default",
@@ -155,30 +180,29 @@ fn table(states: &[u8]) -> Table {
         "file-cert:a~b",
     ];
     let names = names.iter().map(|name| name.parse().expect("is a name"));
-    let shown = states.iter().map(|state| match state {
-        0 => Shown::NotYet,
-        1 => Shown::Pending,
-        2 => missing(),
-        _ => there("1"),
+    let states = states.iter().map(|state| match state {
+        0 => State::Unsigned,
+        1 => State::Reading,
+        2 => unusable(),
+        _ => available("1"),
     });
-    Table(names.zip(shown).collect())
+    names.zip(states).collect()
 }
 
 proptest! {
-    /// Any requests in any order, with anything there: no panic, no name nobody asked for, and an
-    /// end to what there is to say.
+    /// Any requests in any order, with names in any state: no panic, and an end to the responses.
     #[test]
     fn arbitrary_requests_do_no_harm(
         requests in proptest::collection::vec(
-            (proptest::collection::vec(name(), 0..4), "n?", any::<bool>(), shelf()),
+            (proptest::collection::vec(name(), 0..4), "n?", any::<bool>(), states()),
             0..8,
         ),
     ) {
-        let mut stream: Stream = fresh();
-        let mut delta: Delta = fresh();
-        for (names, nonce, is_refusal, states) in requests {
+        let mut stream = Tested::<StateOfTheWorld>::new();
+        let mut delta = Tested::<Delta>::new();
+        for (names, nonce, is_nack, states) in requests {
             let asked: Vec<&str> = names.iter().map(String::as_str).collect();
-            let error_detail = is_refusal.then(Default::default);
+            let error_detail = is_nack.then(Default::default);
             let whole = DiscoveryRequest {
                 node: subscribe(&[]).node,
                 resource_names: names.clone(),
@@ -191,36 +215,26 @@ proptest! {
             changes.resource_names_unsubscribe = names.into_iter().take(1).collect();
             let table = table(&states);
             if stream.apply(&whole).is_ok() {
-                said(&mut stream, &table)?;
+                stream.answer_all(&table)?;
             }
             delta.apply(&changes).expect("is within bounds");
-            said(&mut delta, &table)?;
+            delta.answer_all(&table)?;
         }
     }
 
-    /// Bytes that are no request are errors of the decoder, and those that are do no harm.
+    /// Bytes that decode as a request do no harm.
     #[test]
     fn arbitrary_frames_do_no_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let table = table(&[3; 8]);
         if let Ok(request) = DiscoveryRequest::decode(&*bytes) {
-            let mut stream: Stream = fresh();
+            let mut stream = Tested::<StateOfTheWorld>::new();
             drop(stream.apply(&request));
-            said(&mut stream, &table)?;
+            stream.answer_all(&table)?;
         }
         if let Ok(request) = DeltaDiscoveryRequest::decode(&*bytes) {
-            let mut delta: Delta = fresh();
+            let mut delta = Tested::<Delta>::new();
             drop(delta.apply(&request));
-            said(&mut delta, &table)?;
+            delta.answer_all(&table)?;
         }
     }
-}
-
-fn said<P: Protocol>(protocol: &mut P, table: &Table) -> Result<(), TestCaseError> {
-    for _ in 0..20 {
-        if !protocol.is_due(table, true) {
-            return Ok(());
-        }
-        protocol.answer(table, true, stamp());
-    }
-    Err(TestCaseError::fail("it has no end"))
 }

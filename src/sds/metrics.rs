@@ -1,8 +1,4 @@
-//! What the secret discovery service counts, under the names of pilot-agent's shared engine.
-//!
-//! The cells are found once, when the service is built.
-//!
-//! Does not time the sending of a response: that ends in a buffer.
+//! Counters of the secret discovery service, under the names of pilot-agent's xDS server.
 
 use prost::Message;
 

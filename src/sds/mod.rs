@@ -1,30 +1,27 @@
-//! Serves secrets to Envoy: Envoy's secret discovery service on a Unix socket, as streams of all
-//! that is asked for, as streams of changes, and as single answers.
+//! Secret discovery service (SDS) for Envoy on a Unix socket: SotW streams, delta streams, and single
+//! fetches.
 //!
-//! A stream consists of a [`session::Session`], which awaits, and one of two forms of the protocol,
-//! which decide: [`stream::Stream`] and [`delta::Delta`]. Both look secrets up on a
-//! [`secret::Shelf`], behind which are the authority's certificate and those from files.
-//!
-//! Does not read files, does not know the certificate authority, and does not check who dials: the
-//! listener has.
+//! A [`stream::Stream`] does the awaiting for one Envoy stream; [`sotw::StateOfTheWorld`] and
+//! [`delta::Delta`] are the two variants of the protocol, as state machines without I/O. The listener
+//! has checked which user dials.
 
+mod context;
 mod delta;
 #[cfg(test)]
 mod delta_tests;
-mod desk;
+pub mod key_provider;
 mod metrics;
-pub mod provider;
-mod secret;
-mod session;
-mod stream;
+mod resource;
+mod sotw;
 #[cfg(test)]
-mod stream_tests;
+mod sotw_tests;
+mod stream;
 #[cfg(test)]
 mod tests;
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{
@@ -42,16 +39,15 @@ use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::unix_socket::Listener;
 use delta::Delta;
-use desk::{Desk, Waits};
 use metrics::Metrics;
-pub use secret::Style;
-use session::{Protocol, Responses, Talk};
-use stream::Stream;
+pub use resource::SecretOptions;
+use sotw::StateOfTheWorld;
+use stream::{Stream, Waits};
 
 /// The largest request taken. Envoy's have a few hundred bytes.
 const LARGEST_REQUEST: usize = 4 * 1024 * 1024;
 
-/// How long a single answer may wait for the certificate.
+/// How long a fetch may wait for the secret.
 const FETCH_LIMIT: Duration = Duration::from_secs(10);
 
 /// What is served.
@@ -60,29 +56,29 @@ pub struct Sources {
     /// The authority's certificate; None where there is no authority.
     pub secrets: Option<Secrets>,
     pub files: Files,
-    /// Whether the workload's own names are served, not only names that say their files.
+    /// Whether `default` and `ROOTCA` are served, or only names that carry paths of files.
     pub serves_workload: bool,
-    pub style: Style,
+    pub options: SecretOptions,
 }
 
 /// The secret discovery service over one set of secrets.
 #[derive(Clone, Debug)]
 pub struct Service {
-    sources: Sources,
-    style: Arc<Style>,
+    sources: Arc<Sources>,
     metrics: Metrics,
+    /// Counts streams; each has its number.
     streams: Arc<AtomicU64>,
+    /// Counts responses; part of each version.
     responses: Arc<AtomicU64>,
 }
 
-/// What a stream answers, one after the other.
+/// The responses of one stream.
 pub type BoxStream<T> = Pin<Box<dyn tokio_stream::Stream<Item = Result<T, Status>> + Send>>;
 
 /// The service, ready for a gRPC server.
 pub fn new(sources: Sources, registry: &Registry) -> Service {
     Service {
-        style: Arc::new(sources.style.clone()),
-        sources,
+        sources: Arc::new(sources),
         metrics: Metrics::new(registry),
         streams: Arc::default(),
         responses: Arc::default(),
@@ -127,7 +123,7 @@ impl SecretDiscoveryService for Service {
         &self,
         requests: tonic::Request<Streaming<DiscoveryRequest>>,
     ) -> Result<tonic::Response<Self::StreamSecretsStream>, Status> {
-        let responses = Responses::new(requests.into_inner(), self.talk::<Stream>());
+        let responses = Stream::<StateOfTheWorld>::new(self).responses(requests.into_inner());
         Ok(tonic::Response::new(Box::pin(responses)))
     }
 
@@ -135,7 +131,7 @@ impl SecretDiscoveryService for Service {
         &self,
         requests: tonic::Request<Streaming<DeltaDiscoveryRequest>>,
     ) -> Result<tonic::Response<Self::DeltaSecretsStream>, Status> {
-        let responses = Responses::new(requests.into_inner(), self.talk::<Delta>());
+        let responses = Stream::<Delta>::new(self).responses(requests.into_inner());
         Ok(tonic::Response::new(Box::pin(responses)))
     }
 
@@ -143,43 +139,23 @@ impl SecretDiscoveryService for Service {
         &self,
         request: tonic::Request<DiscoveryRequest>,
     ) -> Result<tonic::Response<DiscoveryResponse>, Status> {
-        let mut talk = self.talk::<Stream>();
-        talk.apply(&request.into_inner())?;
+        let mut stream = Stream::<StateOfTheWorld>::new(self);
+        stream.apply(&request.into_inner())?;
         let complete = async {
-            while talk.is_kept_waiting() {
-                talk.changed().await;
+            while let Waits {
+                authority: true, ..
+            }
+            | Waits { reading: true, .. } = stream.waits()
+            {
+                stream.changed().await;
             }
         };
-        // What is there by then is the answer.
+        // The answer is what is there by then.
         let _ = tokio::time::timeout(FETCH_LIMIT, complete).await;
-        match talk.answer() {
-            Some(response) => Ok(tonic::Response::new(response)),
-            None => Err(absent(&talk.waits())),
+        match (stream.answer(), stream.waits().error) {
+            (Some(response), _) => Ok(tonic::Response::new(response)),
+            (None, Some(error)) => Err(Status::not_found(error.to_string())),
+            (None, None) => Err(Status::unavailable("the secret is not there yet")),
         }
-    }
-}
-
-impl Service {
-    /// The state of a new stream.
-    fn talk<P: Protocol>(&self) -> Talk<P> {
-        let id = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
-        tracing::info!(target: "ads", "ADS: new connection for node:{id}");
-        let sources = &self.sources;
-        let desk = Desk::new(id, self.metrics.clone(), sources.serves_workload);
-        Talk::new(
-            P::new(desk),
-            sources.secrets.clone(),
-            sources.files.subscribe(),
-            self.style.clone(),
-            self.responses.clone(),
-        )
-    }
-}
-
-/// Why a single answer has nothing in it.
-fn absent(waits: &Waits) -> Status {
-    match &waits.missing {
-        Some(problem) => Status::not_found(problem.to_string()),
-        None => Status::unavailable("the secret is not there yet"),
     }
 }

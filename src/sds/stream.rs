@@ -1,191 +1,236 @@
-//! One Envoy stream, state of the world: the names asked for, what was sent of each, the last nonce.
+//! One SDS stream: requests before pushes, one response at a time, the newest secret whenever Envoy is
+//! ready for one.
 //!
-//! A state machine without I/O. Requests change what is watched; what is watched and what there is
-//! to serve decide which response is due. A secret is due when it was never sent since it was asked
-//! for, or when it is not the one sent last: pushes that nobody waited for fall together. A secret
-//! that is not to be had keeps no other waiting; the protocol has no way to say so of one.
-//!
-//! Does not await, and does not send.
+//! A stream whose secret is not there yet stays open until it is. Names asked for together are answered
+//! together, unless the files of some take long. The rules of the protocol are in a [`Protocol`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
-use tonic::Status;
+use prost::Message;
+use tokio::time::Instant;
+use tonic::{Status, Streaming};
 
-use super::desk::{Desk, Waits};
-use super::secret::{self, Shelf, Shown, TYPE_URL, Version};
-use super::session::{Protocol, Stamp};
+use super::Service;
+use super::context::StreamContext;
+use super::resource::{Lookup, Resource, SecretOptions};
+use crate::clock::{Clock, rfc3339};
+use crate::secrets::files::source::FileError;
 use crate::secrets::name::Name;
+use crate::secrets::{SecretState, Subscription};
 
-/// The protocol's side of one stream.
+/// How long names asked for together wait for each other's files.
+const BATCH_LIMIT: Duration = Duration::from_secs(2);
+
+/// What makes one response different from the others.
 #[derive(Debug)]
-pub(super) struct Stream {
-    desk: Desk,
-    /// The names watched, each with what was sent of it since it was asked for.
-    watch: Option<BTreeMap<Name, Option<Version>>>,
-    /// The nonce of the latest response.
-    nonce: Option<String>,
+pub(super) struct ResponseId {
+    pub(super) version: String,
+    pub(super) nonce: String,
 }
 
-impl Protocol for Stream {
-    type Request = DiscoveryRequest;
-    type Response = DiscoveryResponse;
+/// A variant of the protocol: what requests ask for, and which response is due.
+pub(super) trait Protocol: Default + Send + 'static {
+    type Request: Message + Default + Send + 'static;
+    type Response: Send + 'static;
 
-    fn new(desk: Desk) -> Self {
+    /// Applies a request of Envoy. An error is the status to end the stream with.
+    fn apply(&mut self, context: &mut StreamContext, request: &Self::Request)
+    -> Result<(), Status>;
+
+    /// The names subscribed to.
+    fn names(&self) -> BTreeSet<Name>;
+
+    /// The names that were not answered yet.
+    fn unanswered(&self) -> impl Iterator<Item = &Name>;
+
+    /// The response that is due, if any; it counts as sent. While batching, names just asked for wait
+    /// for files that are being read.
+    fn answer(
+        &mut self,
+        lookup: &Lookup<'_>,
+        is_batching: bool,
+        id: impl FnOnce() -> ResponseId,
+    ) -> Option<Self::Response>;
+}
+
+/// What the names that were not answered yet wait for.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Waits {
+    pub(super) authority: bool,
+    pub(super) reading: bool,
+    /// Why the first of the unusable files is unusable.
+    pub(super) error: Option<Arc<FileError>>,
+}
+
+/// The state of one stream.
+pub(super) struct Stream<P> {
+    context: StreamContext,
+    protocol: P,
+    service: Service,
+    secrets: Subscription,
+    /// Until when names asked for together wait for files that are being read.
+    batch_until: Option<Instant>,
+}
+
+impl<P: Protocol> Stream<P> {
+    pub(super) fn new(service: &Service) -> Self {
+        let id = service.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        tracing::info!(target: "ads", "ADS: new connection for node:{id}");
+        let sources = &service.sources;
         Self {
-            desk,
-            watch: None,
-            nonce: None,
+            context: StreamContext::new(id, service.metrics.clone(), sources.serves_workload),
+            protocol: P::default(),
+            service: service.clone(),
+            secrets: Subscription::new(sources.secrets.clone(), &sources.files),
+            batch_until: None,
         }
     }
 
-    fn desk(&self) -> &Desk {
-        &self.desk
-    }
-
-    fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        if self
-            .desk
-            .is_skipped(&request.type_url, request.node.as_ref())?
-        {
-            return Ok(());
+    pub(super) fn apply(&mut self, request: &P::Request) -> Result<(), Status> {
+        self.context.metrics.received(request);
+        self.protocol.apply(&mut self.context, request)?;
+        self.secrets.want(self.protocol.names());
+        let waits = self.waits();
+        if waits.reading {
+            self.batch_until = Some(Instant::now() + BATCH_LIMIT);
         }
-        if !self.concerns_names(request) {
-            return Ok(());
+        if let (true, Some(problem)) = (waits.authority, self.secrets.problem()) {
+            tracing::info!(
+                target: "sds",
+                "stream {} is held open until there is a certificate, next attempt at {}: {}",
+                self.context.id, rfc3339(problem.next_attempt), problem.cause()
+            );
         }
-        let names = self.known(&request.resource_names)?;
-        // Without a nonce Envoy starts over: all it names is due again.
-        let sent = match self.watch.take() {
-            Some(sent) if !request.response_nonce.is_empty() => sent,
-            _ => BTreeMap::new(),
-        };
-        self.watch = Some(
-            names
-                .into_iter()
-                .map(|name| {
-                    let sent = sent.get(&name).cloned().flatten();
-                    (name, sent)
-                })
-                .collect(),
-        );
         Ok(())
     }
 
-    fn names(&self) -> BTreeSet<Name> {
-        self.watch
-            .iter()
-            .flatten()
-            .map(|(name, _)| name.clone())
-            .collect()
-    }
-
-    fn is_due(&self, shelf: &impl Shelf, is_patient: bool) -> bool {
-        !self.due(shelf, is_patient).is_empty()
-    }
-
-    fn waits(&self, shelf: &impl Shelf) -> Waits {
-        let unsent = self
-            .watch
-            .iter()
-            .flatten()
-            .filter(|(_, sent)| sent.is_none());
-        Waits::of(unsent.map(|(name, _)| shelf.shown(name)))
-    }
-
-    fn answer(&mut self, shelf: &impl Shelf, is_patient: bool, stamp: Stamp) -> DiscoveryResponse {
-        let due = self.due(shelf, is_patient);
-        let watch = self.watch.get_or_insert_default();
-        for (name, version) in &due {
-            watch.insert(name.clone(), Some(version.clone()));
+    pub(super) fn waits(&self) -> Waits {
+        let mut waits = Waits::default();
+        for name in self.protocol.unanswered() {
+            match self.secrets.get(name) {
+                SecretState::Unsigned => waits.authority = true,
+                SecretState::Reading => waits.reading = true,
+                SecretState::Unusable(error) => {
+                    waits.error.get_or_insert(error);
+                }
+                SecretState::Available(_) => {}
+            }
         }
-        self.nonce = Some(stamp.nonce.clone());
-        DiscoveryResponse {
-            version_info: stamp.version,
-            resources: due
-                .iter()
-                .filter_map(|(name, _)| secret::resource(name, shelf))
-                .collect(),
-            type_url: TYPE_URL.to_owned(),
-            nonce: stamp.nonce,
-            ..Default::default()
+        waits
+    }
+
+    /// The response that is due, if any.
+    pub(super) fn answer(&mut self) -> Option<P::Response> {
+        let options = &self.service.sources.options;
+        let crl_exists = options.crl.as_ref().is_some_and(|path| path.exists());
+        let lookup = |name: &Name| lookup(&self.secrets, name, options, crl_exists);
+        let id = || ResponseId {
+            version: format!(
+                "{}/{}",
+                rfc3339(Clock::system().now()),
+                self.service.responses.fetch_add(1, Ordering::Relaxed) + 1
+            ),
+            nonce: random_uuid(),
+        };
+        self.protocol
+            .answer(&lookup, self.batch_until.is_some(), id)
+    }
+
+    /// Waits until another response may be due.
+    pub(super) async fn changed(&mut self) {
+        let batch_until = self.batch_until;
+        let batch_end = async {
+            match batch_until {
+                Some(end) => tokio::time::sleep_until(end).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.secrets.changed() => {}
+            () = batch_end => self.batch_until = None,
+        }
+    }
+
+    /// Waits for the next response that is due.
+    async fn next(&mut self) -> P::Response {
+        loop {
+            if let Some(response) = self.answer() {
+                return response;
+            }
+            self.changed().await;
+        }
+    }
+
+    /// Answers requests. Work is done as Envoy takes responses, so that an unread stream holds no more
+    /// than one.
+    pub(super) fn responses(
+        self,
+        requests: Streaming<P::Request>,
+    ) -> impl tokio_stream::Stream<Item = Result<P::Response, Status>> + Send {
+        futures_util::stream::unfold(Some((self, requests)), |open| async {
+            let (mut stream, mut requests) = open?;
+            match stream.respond(&mut requests).await? {
+                Ok(response) => Some((Ok(response), Some((stream, requests)))),
+                Err(status) => Some((Err(status), None)),
+            }
+        })
+    }
+
+    /// The next response, or the status the stream ends with; None when Envoy has closed it.
+    async fn respond(
+        &mut self,
+        requests: &mut Streaming<P::Request>,
+    ) -> Option<Result<P::Response, Status>> {
+        loop {
+            let request = tokio::select! {
+                biased;
+                request = requests.message() => request,
+                response = self.next() => return Some(Ok(response)),
+            };
+            let applied = match request {
+                Ok(Some(request)) => self.apply(&request),
+                Ok(None) => {
+                    let id = self.context.id;
+                    tracing::info!(target: "ads", "ADS: \"\" {id} terminated");
+                    return None;
+                }
+                Err(status) => Err(status),
+            };
+            if let Err(status) = applied {
+                self.context.report_end(&status);
+                return Some(Err(status));
+            }
         }
     }
 }
 
-impl Stream {
-    /// Deals with the requests whose names do not count: refusals, unsubscriptions and answers to
-    /// an older response. Whether it is another one.
-    fn concerns_names(&mut self, request: &DiscoveryRequest) -> bool {
-        if let Some(refusal) = &request.error_detail {
-            self.desk.refused(refusal);
-            return false;
-        }
-        let id = self.desk.id;
-        if request.resource_names.is_empty() && request.type_url == TYPE_URL {
-            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
-            self.watch = None;
-            return false;
-        }
-        if self.is_stale(&request.response_nonce) {
-            self.desk.metrics.expired_nonces.inc();
-            tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
-            return false;
-        }
-        true
-    }
+fn lookup<'a>(
+    secrets: &Subscription,
+    name: &Name,
+    options: &'a SecretOptions,
+    crl_exists: bool,
+) -> SecretState<Resource<'a>> {
+    secrets.get(name).map(|secret| Resource {
+        secret,
+        options,
+        // A CRL is of one authority: other roots are used without.
+        has_crl: crl_exists && secrets.are_own_roots(name),
+    })
+}
 
-    /// Whether a request answers a response older than the latest. Before the first response any
-    /// nonce is one of an earlier stream, and the request a subscription.
-    fn is_stale(&self, nonce: &str) -> bool {
-        let latest = self.nonce.as_deref();
-        !nonce.is_empty() && self.watch.is_some() && latest.is_some_and(|latest| latest != nonce)
-    }
-
-    /// The names that can be served. Unknown ones beside them are logged once; alone they end the
-    /// stream.
-    fn known(&mut self, asked: &[String]) -> Result<BTreeSet<Name>, Status> {
-        self.desk.bound(asked.len())?;
-        let mut known = BTreeSet::new();
-        let mut unknown = Vec::new();
-        for text in asked {
-            match self.desk.parse(text) {
-                Ok(name) => {
-                    known.insert(name);
-                }
-                Err(error) => unknown.push((text, error)),
-            }
-        }
-        if let (true, Some((_, error))) = (known.is_empty(), unknown.first()) {
-            return Err(Status::invalid_argument(error.to_string()));
-        }
-        for (text, error) in &unknown {
-            self.desk.warn_once(text, error)?;
-        }
-        Ok(known)
-    }
-
-    /// What the next response carries; empty when there is nothing to say. Names just asked for go
-    /// together, and if somebody is patient not before all are looked at; changed ones go each by
-    /// itself, roots first.
-    fn due(&self, shelf: &impl Shelf, is_patient: bool) -> Vec<(Name, Version)> {
-        let mut asked = Vec::new();
-        let mut changed = Vec::new();
-        let mut is_complete = true;
-        for (name, sent) in self.watch.iter().flatten() {
-            match (sent, shelf.shown(name)) {
-                (None, Shown::There(now)) => asked.push((name.clone(), now)),
-                (None, Shown::Pending) => is_complete = false,
-                (Some(sent), Shown::There(now)) if *sent != now => {
-                    changed.push((name.clone(), now));
-                }
-                _ => {}
-            }
-        }
-        if asked.is_empty() || (is_patient && !is_complete) {
-            changed.truncate(1);
-            changed
-        } else {
-            asked
-        }
-    }
+/// A UUID of version 4. It tells responses apart and is no secret.
+pub(super) fn random_uuid() -> String {
+    let bits = fastrand::u128(..) & !(0xf << 76) & !(0b11 << 62) | (0x4 << 76) | (0b10 << 62);
+    let hex = format!("{bits:032x}");
+    [
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..],
+    ]
+    .join("-")
 }

@@ -12,8 +12,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::secret::TYPE_URL;
-use super::session::random_uuid;
+use super::resource::TYPE_URL;
+use super::stream::random_uuid;
 use super::*;
 use crate::clock::Clock;
 use crate::secrets::fake_authority::{Answer, FakeAuthority, clock, config};
@@ -45,13 +45,13 @@ async fn start(answer: Answer) -> Fixture {
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     tasks.spawn(renewal);
-    let (files, keeper) = files::new(files_config(), clock.clone(), &registry);
-    tasks.spawn(keeper);
+    let (files, watcher) = files::new(files_config(), clock.clone(), &registry);
+    tasks.spawn(watcher);
     let sources = Sources {
         secrets: Some(secrets),
         files,
         serves_workload: true,
-        style: Style::default(),
+        options: SecretOptions::default(),
     };
     tasks.spawn(serve(listener, sources, &registry, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
@@ -177,7 +177,7 @@ async fn an_unknown_name_ends_its_stream_only() {
 }
 
 #[tokio::test]
-async fn a_single_answer_waits_for_the_certificate_and_refuses_what_nobody_serves() {
+async fn a_fetch_waits_for_the_certificate_and_refuses_unknown_names() {
     let mut fixture = start(Answer::Waits).await;
     let request = |name: &str| DiscoveryRequest {
         node: Some(Node {
@@ -200,8 +200,8 @@ async fn a_single_answer_waits_for_the_certificate_and_refuses_what_nobody_serve
         let status = fixture.client.fetch_secrets(request(name)).await;
         assert_eq!(status.expect_err("is refused").code(), code, "{name}");
     }
-    let nobody = DiscoveryRequest::default();
-    let status = fixture.client.fetch_secrets(nobody).await;
+    let without_node = DiscoveryRequest::default();
+    let status = fixture.client.fetch_secrets(without_node).await;
     let status = status.expect_err("is refused");
     assert_eq!(status.message(), "missing node information");
 }

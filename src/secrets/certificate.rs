@@ -1,45 +1,46 @@
-//! A checked chain with its key, and the roots that came with it.
+//! The two kinds of secret: a certificate chain with its private key, and trust anchors.
 //!
-//! A [`Certificate`] exists only if every element of the chain is a certificate, the leaf holds
-//! the public half of our key and has not expired: what Envoy would refuse is never published.
-//! The chain is served as it came, roots included, as pilot-agent does. Keys are overwritten when
-//! dropped.
-//!
-//! Does not verify signatures: which roots to trust is what the answer says.
+//! A [`Certificate`] exists only if every element of the chain is a certificate and the leaf holds
+//! the public half of the key: what Envoy would refuse is never published. The chain is served as it
+//! came, roots included, as pilot-agent does. Signatures are not verified. Keys are overwritten when
+//! dropped and left out of debug output.
 
 use std::fmt;
-use std::time::{Duration, SystemTime};
+use std::sync::Arc;
+use std::time::SystemTime;
 
 use bytes::Bytes;
-use rcgen::{KeyPair, PublicKeyData};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
 use super::name::escaped;
 use super::trust;
+use super::x509::{self, ChainError, KeyError, Leaf};
 use crate::clock::rfc3339;
 use crate::identity::SpiffeId;
 
-/// What a workload proves its identity with, and whom it believes: one answer of the authority.
+/// A secret as it is served. Clones share it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Secret {
+    Certificate(Arc<Certificate>),
+    Roots(Roots),
+}
+
+/// One answer of the authority: the workload's certificate and the roots to trust.
 #[derive(Debug)]
 pub struct Workload {
-    pub certificate: Certificate,
+    pub certificate: Arc<Certificate>,
     pub roots: Roots,
 }
 
 /// A chain whose leaf matches the key beside it.
+#[derive(PartialEq, Eq)]
 pub struct Certificate {
     chain_pem: Bytes,
-    key_pem: Zeroizing<String>,
-    not_before: SystemTime,
-    not_after: SystemTime,
-    /// The URIs of the leaf's subject alternative name.
-    uris: Vec<String>,
+    key_pem: Zeroizing<Vec<u8>>,
+    leaf: Leaf,
 }
 
-/// Trust anchors as PEM, each once and in order; there is at least one.
+/// Trust anchors as PEM; there is at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots(Bytes);
 
@@ -57,192 +58,57 @@ pub enum CertificateError {
         not_after: SystemTime,
         now: SystemTime,
     },
-    #[error("our private key cannot be read")]
-    Key(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("the text of our private key {0}")]
+    Key(#[source] KeyError),
 }
 
 impl Workload {
     /// Checks an answer: PEM elements, the leaf first, the roots last.
     pub fn new(
         answer: &[String],
-        key_pem: Zeroizing<String>,
+        mut key_pem: Zeroizing<String>,
         now: SystemTime,
     ) -> Result<Self, CertificateError> {
-        let [chain @ .., roots] = answer else {
+        let [chain @ .., roots_pem] = answer else {
             return Err(CertificateError::TooShort { found: 0 });
         };
-        if chain.is_empty() {
+        let mut leaves = Vec::new();
+        for (index, element) in chain.iter().enumerate() {
+            let checked = x509::leaf(element.as_bytes());
+            leaves.push(checked.map_err(|error| not_certificates(index, element, error))?);
+        }
+        let Some(leaf) = leaves.into_iter().next() else {
             return Err(CertificateError::TooShort { found: 1 });
-        }
-        let anchors =
-            Roots::new(roots).ok_or_else(|| not_certificates(chain.len(), excerpt(roots)))?;
-        Ok(Self {
-            certificate: Certificate::new(chain, roots, key_pem, now)?,
-            roots: anchors,
-        })
-    }
-}
-
-impl Certificate {
-    fn new(
-        chain: &[String],
-        roots: &str,
-        key_pem: Zeroizing<String>,
-        now: SystemTime,
-    ) -> Result<Self, CertificateError> {
-        let ders = chain_ders(chain)?;
-        let Some(leaf) = ders.first() else {
-            return Err(CertificateError::TooShort { found: 0 });
         };
-        let leaf = parsed(leaf).map_err(|found| not_certificates(0, found))?;
-        if leaf.public_key().subject_public_key.data != public_key(&key_pem)? {
-            return Err(CertificateError::ForeignKey);
-        }
-        let not_after = system_time(leaf.validity().not_after.timestamp());
+        let missing = ChainError::Missing { bytes: 0 };
+        let roots = Roots::merged([roots_pem.as_bytes()])
+            .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
+        let not_after = leaf.not_after;
+        let chain_pem = joined(chain, roots_pem);
+        let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
+        let certificate = Certificate::new(chain_pem, leaf, key_pem);
+        let certificate = certificate.map_err(|error| match error {
+            KeyError::Mismatch => CertificateError::ForeignKey,
+            other => CertificateError::Key(other),
+        })?;
         if not_after <= now {
             return Err(CertificateError::Expired { not_after, now });
         }
         Ok(Self {
-            chain_pem: joined(chain, roots),
-            key_pem,
-            not_before: system_time(leaf.validity().not_before.timestamp()),
-            not_after,
-            uris: uris(&leaf),
+            certificate: Arc::new(certificate),
+            roots,
         })
     }
+}
 
-    /// Leaf, intermediates and roots.
-    pub fn chain_pem(&self) -> &Bytes {
-        &self.chain_pem
-    }
-
-    pub fn key_pem(&self) -> &str {
-        &self.key_pem
-    }
-
-    /// Whether it is issued to `identity`.
-    pub(super) fn is_of(&self, identity: &SpiffeId) -> bool {
-        self.uris.contains(&identity.to_string())
-    }
-
-    pub(super) fn not_before(&self) -> SystemTime {
-        self.not_before
-    }
-
-    pub fn not_after(&self) -> SystemTime {
-        self.not_after
-    }
-
-    /// What is odd about the certificate without being a reason to refuse it.
-    pub(super) fn oddities(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
-        let mut oddities = Vec::new();
-        if !self.is_of(identity) {
-            oddities.push(format!(
-                "it is issued to {:?}, we asked for {identity}",
-                self.uris
-            ));
+fn not_certificates(index: usize, element: &str, error: ChainError) -> CertificateError {
+    let found = match error {
+        ChainError::Missing { .. } => {
+            format!("\"{}\" ({} bytes)", escaped(element, 32), element.len())
         }
-        if self.not_before > now {
-            oddities.push(format!(
-                "it is valid from {}, it is now {}: the clocks differ",
-                rfc3339(self.not_before),
-                rfc3339(now)
-            ));
-        }
-        oddities
-    }
-}
-
-impl fmt::Debug for Certificate {
-    /// Everything but the key.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Certificate")
-            .field("uris", &self.uris)
-            .field("not_after", &rfc3339(self.not_after))
-            .finish_non_exhaustive()
-    }
-}
-
-impl Roots {
-    /// The certificates of a bundle; nothing if there is none in it.
-    pub(super) fn new(pem: &str) -> Option<Self> {
-        let merged = trust::merge([pem]);
-        (!merged.is_empty()).then(|| Self(merged.into()))
-    }
-
-    /// These and the others.
-    pub(super) fn with(&self, others: &Self) -> Self {
-        Self(trust::merge([self.text(), others.text()]).into())
-    }
-
-    pub fn pem(&self) -> &Bytes {
-        &self.0
-    }
-
-    fn text(&self) -> &str {
-        // Made from text, so there is no other case.
-        std::str::from_utf8(&self.0).unwrap_or_default()
-    }
-}
-
-pub(super) fn is_certificate(der: &CertificateDer<'_>) -> bool {
-    parsed(der).is_ok()
-}
-
-/// The certificates of all elements; the first is the leaf.
-fn chain_ders(chain: &[String]) -> Result<Vec<CertificateDer<'static>>, CertificateError> {
-    let mut ders = Vec::new();
-    for (index, element) in chain.iter().enumerate() {
-        let before = ders.len();
-        for der in CertificateDer::pem_slice_iter(element.as_bytes()) {
-            let der = der.map_err(|error| not_certificates(index, error.to_string()))?;
-            parsed(&der).map_err(|found| not_certificates(index, found))?;
-            ders.push(der);
-        }
-        if ders.len() == before {
-            return Err(not_certificates(index, excerpt(element)));
-        }
-    }
-    Ok(ders)
-}
-
-fn parsed<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
-    match X509Certificate::from_der(der) {
-        Ok(([], certificate)) => Ok(certificate),
-        Ok((rest, _)) => Err(format!("a certificate with {} bytes behind it", rest.len())),
-        Err(error) => Err(format!("no X.509 certificate ({error})")),
-    }
-}
-
-fn not_certificates(index: usize, found: String) -> CertificateError {
+        ChainError::Broken { found, .. } => found,
+    };
     CertificateError::NotCertificates { index, found }
-}
-
-fn excerpt(text: &str) -> String {
-    format!("\"{}\" ({} bytes)", escaped(text, 32), text.len())
-}
-
-fn public_key(key_pem: &str) -> Result<Vec<u8>, CertificateError> {
-    let der = PrivateKeyDer::from_pem_slice(key_pem.as_bytes())
-        .map_err(|error| CertificateError::Key(error.into()))?;
-    let der = Zeroizing::new(der);
-    let key = KeyPair::try_from(&*der).map_err(|error| CertificateError::Key(error.into()))?;
-    Ok(Zeroizing::new(key).der_bytes().to_vec())
-}
-
-pub(super) fn system_time(unix: i64) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
-}
-
-pub(super) fn uris(leaf: &X509Certificate<'_>) -> Vec<String> {
-    let Ok(Some(names)) = leaf.subject_alternative_name() else {
-        return Vec::new(); // Unreadable names are no names: the caller warns.
-    };
-    let uri = |name: &GeneralName<'_>| match name {
-        GeneralName::URI(uri) => Some((*uri).to_owned()),
-        _ => None,
-    };
-    names.value.general_names.iter().filter_map(uri).collect()
 }
 
 /// All elements in one piece, with a line break where one lacks it.
@@ -256,4 +122,110 @@ fn joined(chain: &[String], roots: &str) -> Bytes {
     }
     pem.extend_from_slice(roots.as_bytes());
     pem.into()
+}
+
+impl Certificate {
+    /// `leaf` is that of `chain_pem`, whose elements are checked.
+    pub(super) fn new(
+        chain_pem: Bytes,
+        leaf: Leaf,
+        key_pem: Zeroizing<Vec<u8>>,
+    ) -> Result<Self, KeyError> {
+        if x509::public_key(&key_pem)? != leaf.public_key {
+            return Err(KeyError::Mismatch);
+        }
+        Ok(Self {
+            chain_pem,
+            key_pem,
+            leaf,
+        })
+    }
+
+    /// Leaf, intermediates and roots.
+    pub fn chain_pem(&self) -> &Bytes {
+        &self.chain_pem
+    }
+
+    pub fn key_pem(&self) -> &[u8] {
+        &self.key_pem
+    }
+
+    pub(super) fn is_issued_to(&self, identity: &SpiffeId) -> bool {
+        self.leaf.uris.contains(&identity.to_string())
+    }
+
+    pub(super) fn not_before(&self) -> SystemTime {
+        self.leaf.not_before
+    }
+
+    pub fn not_after(&self) -> SystemTime {
+        self.leaf.not_after
+    }
+
+    /// What is odd about the certificate without being a reason to refuse it.
+    pub(super) fn oddities(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
+        let mut oddities = Vec::new();
+        if !self.is_issued_to(identity) {
+            oddities.push(format!(
+                "it is issued to {:?}, we asked for {identity}",
+                self.leaf.uris
+            ));
+        }
+        if self.not_before() > now {
+            oddities.push(format!(
+                "it is valid from {}, it is now {}: the clocks differ",
+                rfc3339(self.not_before()),
+                rfc3339(now)
+            ));
+        }
+        oddities
+    }
+}
+
+impl fmt::Debug for Certificate {
+    /// Everything but the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Certificate")
+            .field("uris", &self.leaf.uris)
+            .field("not_after", &rfc3339(self.not_after()))
+            .finish_non_exhaustive()
+    }
+}
+
+impl Roots {
+    /// The certificates of all texts, each once and in order; None if there is none.
+    pub(super) fn merged<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> Option<Self> {
+        let merged = trust::merge(texts);
+        (!merged.is_empty()).then(|| Self(merged.into()))
+    }
+
+    /// The certificates of a file in its order, and how many broken ones are left out.
+    pub(super) fn from_file(pem: &[u8]) -> (Option<Self>, usize) {
+        let (mut text, mut broken) = (Vec::new(), 0);
+        for certificate in x509::bundle(pem) {
+            match certificate {
+                Some((block, _)) => {
+                    text.extend_from_slice(block.trim_ascii());
+                    text.push(b'\n');
+                }
+                None => broken += 1,
+            }
+        }
+        let roots = (!text.is_empty()).then(|| Self(text.into()));
+        (roots, broken)
+    }
+
+    /// These and the others.
+    pub(super) fn with(&self, others: &Self) -> Self {
+        Self(trust::merge([&*self.0, &*others.0]).into())
+    }
+
+    pub fn pem(&self) -> &Bytes {
+        &self.0
+    }
+
+    #[cfg(test)]
+    pub(crate) fn unchecked(text: &'static str) -> Self {
+        Self(Bytes::from_static(text.as_bytes()))
+    }
 }

@@ -1,6 +1,5 @@
-//! A certificate authority for tests: signs for real with a throw-away root, or misbehaves as told.
-//!
-//! Does not check what it signs.
+//! A certificate authority for tests: signs with a throw-away root, without checks, or misbehaves as
+//! told.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -17,7 +16,7 @@ use tokio::sync::watch;
 use tonic::Code;
 use x509_parser::prelude::{FromDer, X509CertificationRequest};
 
-use crate::ca::csr::KeyType;
+use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError};
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
@@ -72,7 +71,7 @@ pub(crate) fn config() -> Config {
         grace_jitter: 0.0,
         least_pause: crate::secrets::LEAST_PAUSE,
         spread_by: String::new(),
-        keep: None,
+        cache: None,
     }
 }
 

@@ -1,13 +1,12 @@
-//! What the keeper of secrets counts, and the dates of its certificate as gauges.
+//! Counters of certificate requests, and the dates of the latest certificate as gauges.
 //!
-//! The dates are of the last certificate that was issued, also once it has expired: the time to its
-//! end is negative then. They are computed when the page is written.
-//!
-//! Does not decide anything.
+//! Gauges are computed when the metrics page is written. They stay once the certificate has expired:
+//! the time to its expiry is negative then.
 
 use std::time::{Duration, SystemTime};
 
-use super::observe::{Issued, Record};
+use super::Secrets;
+use super::observe::Dates;
 use crate::metrics::{Counter, Kind, Registry};
 
 /// The counters of certificate requests.
@@ -20,29 +19,29 @@ pub(super) struct Metrics {
     latency: Counter,
 }
 
-type Date = fn(&Issued) -> SystemTime;
+type Date = fn(&Dates) -> SystemTime;
 
 /// The dates of the certificate: name, meaning, and which.
 const DATES: [(&str, &str, Date); 4] = [
     (
         "istio_agent_cert_not_before_timestamp_seconds",
         "When the certificate begins to be valid, as seconds of Unix time",
-        |issued| issued.not_before,
+        |dates| dates.not_before,
     ),
     (
         "istio_agent_cert_not_after_timestamp_seconds",
         "When the certificate expires, as seconds of Unix time",
-        |issued| issued.not_after,
+        |dates| dates.not_after,
     ),
     (
         "istio_agent_cert_issued_timestamp_seconds",
         "When the certificate was taken into use, as seconds of Unix time",
-        |issued| issued.at,
+        |dates| dates.issued,
     ),
     (
         "istio_agent_cert_next_renewal_timestamp_seconds",
         "When the next certificate is asked for, as seconds of Unix time",
-        |issued| issued.due,
+        |dates| dates.due,
     ),
 ];
 
@@ -73,7 +72,7 @@ impl Metrics {
         }
     }
 
-    pub(super) fn asks(&self, is_retry: bool) {
+    pub(super) fn requested(&self, is_retry: bool) {
         self.requests.inc();
         if is_retry {
             self.retries.inc();
@@ -89,38 +88,35 @@ impl Metrics {
     }
 }
 
-/// Has the dates of `record` on the page.
-pub(super) fn publish(record: &Record, registry: &Registry) {
-    let of = record.clone();
+/// Registers gauges of the certificate's dates.
+pub(super) fn publish(secrets: &Secrets, registry: &Registry) {
+    let clock = secrets.clock.clone();
     gauge(
+        secrets,
         registry,
         "istio_agent_cert_expiry_seconds",
         "The time remaining, in seconds, before the certificate chain will expire. A negative \
          value indicates the cert is expired.",
-        move || {
-            of.issued()
-                .map(|issued| seconds(issued.not_after, of.now()))
-        },
+        move |dates| seconds(dates.not_after, clock.now()),
     );
     for (name, help, date) in DATES {
-        let of = record.clone();
-        let value = move || {
-            of.issued()
-                .map(|issued| seconds(date(&issued), SystemTime::UNIX_EPOCH))
-        };
-        gauge(registry, name, help, value);
+        let value = move |dates: &Dates| seconds(date(dates), SystemTime::UNIX_EPOCH);
+        gauge(secrets, registry, name, help, value);
     }
 }
 
 fn gauge(
+    secrets: &Secrets,
     registry: &Registry,
     name: &'static str,
     help: &'static str,
-    value: impl Fn() -> Option<f64> + Send + Sync + 'static,
+    value: impl Fn(&Dates) -> f64 + Send + Sync + 'static,
 ) {
+    let state = secrets.state.clone();
     registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
-        if let Some(value) = value() {
-            series(&["default"], value);
+        let dates = state.borrow().dates;
+        if let Some(dates) = dates {
+            series(&["default"], value(&dates));
         }
     });
 }

@@ -1,26 +1,27 @@
-//! Keeps the workload's certificate and roots fresh.
+//! Secret manager: the workload's certificate and roots, and secrets from files.
 //!
-//! One task signs at once and renews before expiry; it publishes every outcome on a watch, of which
-//! [`Secrets`] is the reading end. The last good certificate stays published until a new one is in
-//! hand or until it expires. Roots of the mesh ([`Secrets::trust`]) join those of the authority.
-//! [`files`] are the other source, and [`output`] writes what is served of both to a directory.
-//!
-//! Does not know Envoy, nor how a certificate authority is reached.
+//! One task has a certificate signed at once and renews it before expiry. It publishes each outcome
+//! on a watch, which [`Secrets`] reads. The last good certificate stays published until a new one is
+//! signed or until it expires. The mesh's trust bundle ([`Secrets::set_mesh_bundle`]) joins the
+//! authority's roots. [`files`] are the other source, a [`Subscription`] reads both, and [`output`]
+//! writes both to a directory.
 
+mod cache;
 pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;
 pub mod files;
-pub mod keep;
 mod metrics;
 pub mod name;
 pub mod observe;
 pub mod output;
 pub mod renewal;
 mod schedule;
+mod subscription;
 #[cfg(test)]
 mod tests;
 mod trust;
+mod x509;
 
 use std::future::Future;
 use std::ops::RangeInclusive;
@@ -28,21 +29,23 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::ca::Ca;
-use crate::ca::csr::KeyType;
-use crate::ca::key::Encoding;
+use crate::ca::key::{Encoding, KeyType};
 use crate::clock::Clock;
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
-pub use certificate::Roots;
-use keep::Keep;
+use cache::CertificateCache;
+pub use certificate::{Roots, Secret};
 use metrics::Metrics;
-use observe::{Record, Snapshot};
+use name::Name;
+use observe::{Dates, Snapshot};
 use renewal::{IssueError, Renewal};
+pub use subscription::{SecretState, Subscription};
 pub use trust::BundleError;
-use trust::{Mesh, Trust};
+use trust::MeshBundle;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]
@@ -50,18 +53,18 @@ pub struct Config {
     pub identity: SpiffeId,
     pub key_type: KeyType,
     pub encoding: Encoding,
-    /// The life to ask for.
+    /// The lifetime to ask for.
     pub ttl: Duration,
-    /// The part of its life a certificate has left when it is renewed, 0 to 1.
+    /// The part of its lifetime a certificate has left when it is renewed, 0 to 1.
     pub grace_ratio: f64,
     /// How far each renewal moves `grace_ratio` at random, either way.
     pub grace_jitter: f64,
-    /// Bounds of the pause between two renewals, a tenth of the life, that no ratio can shorten.
+    /// Bounds of the pause between two renewals, a tenth of the lifetime, that no ratio can shorten.
     pub least_pause: RangeInclusive<Duration>,
-    /// Whom renewals are spread by, such as the name of the pod.
+    /// What renewals are spread by, such as the name of the pod.
     pub spread_by: String,
-    /// A directory in memory to keep key and certificate in over a restart.
-    pub keep: Option<PathBuf>,
+    /// A directory in memory that holds key and certificate across restarts.
+    pub cache: Option<PathBuf>,
 }
 
 /// The bounds an authority can live with.
@@ -71,17 +74,19 @@ pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Durat
 #[derive(Clone, Debug)]
 pub struct Secrets {
     state: watch::Receiver<State>,
-    mesh: Mesh,
-    record: Record,
+    mesh: MeshBundle,
+    clock: Clock,
 }
 
-/// What there is to serve at one moment.
+/// What the authority has signed, at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     /// None before the first answer, and once the last certificate has expired.
     pub workload: Option<Arc<certificate::Workload>>,
     /// For a moment newer than `workload`: changed roots are published first.
     pub roots: Option<Roots>,
+    /// The dates of the latest certificate, also once it has expired.
+    pub dates: Option<Dates>,
     /// Why the latest attempt failed; None after a success.
     pub problem: Option<Problem>,
 }
@@ -95,8 +100,8 @@ pub struct Problem {
     pub next_attempt: SystemTime,
 }
 
-/// The reading end and the task that renews for ever. The first certificate is asked for as soon as
-/// the task runs, whether or not anybody reads.
+/// Returns the handle and the task that renews until it is dropped. It asks for the first certificate
+/// as soon as it runs, whether or not a client subscribes.
 pub fn new<C: Ca>(
     config: Config,
     ca: C,
@@ -104,18 +109,16 @@ pub fn new<C: Ca>(
     registry: &Registry,
 ) -> (Secrets, impl Future<Output = ()> + Send + use<C>) {
     let (state, published) = watch::channel(State::default());
-    let mesh = Mesh::default();
-    let mesh_roots = mesh.watch();
-    let record = Record::new(clock.clone());
-    metrics::publish(&record, registry);
+    let mesh = MeshBundle::default();
     let secrets = Secrets {
         state: published,
         mesh,
-        record: record.clone(),
+        clock: clock.clone(),
     };
-    let keep = config.keep.as_ref().map(|parent| {
+    metrics::publish(&secrets, registry);
+    let cache = config.cache.as_ref().map(|parent| {
         let kind = format!("{:?} {:?}", config.key_type, config.encoding);
-        Keep::new(parent, &config.identity, kind)
+        CertificateCache::new(parent, &config.identity, kind)
     });
     let renewal = Renewal {
         config,
@@ -123,9 +126,9 @@ pub fn new<C: Ca>(
         clock,
         state,
         metrics: Metrics::new(registry),
-        record,
-        trust: Trust::new(mesh_roots),
-        keep,
+        authority_roots: Mutex::default(),
+        mesh: secrets.mesh.subscribe(),
+        cache,
     };
     (secrets, renewal.run())
 }
@@ -137,23 +140,37 @@ impl Problem {
     }
 }
 
+impl State {
+    /// The workload's own secrets; None for other names, and before there is one.
+    pub fn secret(&self, name: &Name) -> Option<Secret> {
+        match name {
+            Name::Default => {
+                let workload = self.workload.as_ref()?;
+                Some(Secret::Certificate(workload.certificate.clone()))
+            }
+            Name::RootCa => self.roots.clone().map(Secret::Roots),
+            Name::SystemRoots | Name::FileRoot(_) | Name::FileCert { .. } => None,
+        }
+    }
+}
+
 impl Secrets {
     pub fn latest(&self) -> State {
         self.state.borrow().clone()
     }
 
-    /// Takes the trust bundle of the mesh, PEM, in place of the last. An empty one is none.
-    pub fn trust(&self, bundle: &str) -> Result<(), BundleError> {
-        self.mesh.take(bundle).map(drop)
+    /// Replaces the mesh's trust bundle, PEM; an empty one is none.
+    pub fn set_mesh_bundle(&self, bundle: &str) -> Result<(), BundleError> {
+        self.mesh.replace(bundle).map(drop)
     }
 
-    /// What there is, for people to read.
+    /// For the debug page.
     pub fn snapshot(&self) -> Snapshot {
-        self.record.snapshot(&self.latest())
+        observe::snapshot(&self.latest(), self.clock.now())
     }
 
-    /// Returns when there is a state this handle has not waited for yet; never again once the
-    /// renewal task has gone, as what it published last stays in force.
+    /// Returns when there is a state this handle has not returned for yet. Once the renewal task is
+    /// dropped it never returns: the last state stays in force.
     pub async fn changed(&mut self) {
         if self.state.changed().await.is_err() {
             std::future::pending().await

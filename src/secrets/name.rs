@@ -1,10 +1,8 @@
-//! The names Envoy asks secrets by, as a type.
+//! Resource names of secrets, parsed.
 //!
-//! A string becomes a [`Name`] or is refused; there is no name that falls back to the workload's
-//! key, and each name is written in one way only. The order of the variants is the order of
-//! delivery: roots reach Envoy before a certificate they have signed.
-//!
-//! Does not know whether the secret of a name can be had.
+//! A string becomes a [`Name`] or is refused; no name falls back to the workload's key, and each name is
+//! written in one way only. The order of the variants is the order of delivery: roots reach Envoy before
+//! a certificate they have signed.
 
 use std::fmt;
 
@@ -33,7 +31,7 @@ const FILE_CERT: &str = "file-cert:";
 /// The word that stands for a path in `file-root:system`.
 const SYSTEM: &str = "system";
 
-/// A name nothing is served under.
+/// A name that is not served.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>"
@@ -76,24 +74,24 @@ impl std::str::FromStr for Name {
     }
 }
 
-/// One of the names that say where their files are.
+/// Parses the names that carry paths.
 fn file(text: &str) -> Option<Name> {
     if let Some(path) = text.strip_prefix(FILE_ROOT) {
         return match path {
             SYSTEM => Some(Name::SystemRoots),
-            _ => Some(Name::FileRoot(is_path(path)?.to_owned())),
+            _ => Some(Name::FileRoot(checked_path(path)?.to_owned())),
         };
     }
     let (chain, key) = text.strip_prefix(FILE_CERT)?.split_once('~')?;
     Some(Name::FileCert {
-        chain: is_path(chain)?.to_owned(),
-        key: is_path(key)?.to_owned(),
+        chain: checked_path(chain)?.to_owned(),
+        key: checked_path(key)?.to_owned(),
     })
 }
 
-/// The path, if it can be one. A tilde separates paths, so none holds it; nor may one break a line
-/// of the log.
-fn is_path(text: &str) -> Option<&str> {
+/// The path, if it can be one. A tilde separates paths, so none holds it; control characters would
+/// break a line of the log.
+fn checked_path(text: &str) -> Option<&str> {
     let fits = (1..=LONGEST_PATH).contains(&text.len());
     let odd = |c: char| c == '~' || c.is_control();
     (fits && !text.contains(odd)).then_some(text)
@@ -169,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_a_name_is_written_as_it_was_read(
+        fn a_name_is_written_as_it_was_read(
             prefix in "(file-cert:|file-root:|default|ROOTCA|)",
             rest in ".{0,40}",
             tilde in "~?",

@@ -1,24 +1,18 @@
-//! What the secrets are, for people to read.
+//! The workload's secrets as the debug page shows them, without keys.
 //!
-//! The renewal notes the dates of each certificate in a [`Record`]; the rest is read from what is
-//! published when somebody asks.
-//!
-//! Does not tell keys.
+//! It is made from the published state when the page is asked for.
 
-use std::sync::Arc;
 use std::time::SystemTime;
 
-use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde::Serialize;
-use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::State;
-use super::certificate::{system_time, uris};
 use super::metrics::seconds;
 use super::name::{DEFAULT, ROOT_CA};
-use crate::clock::{Clock, rfc3339};
+use super::x509::{self, system_time};
+use crate::clock::rfc3339;
 
 /// More than any chain or bundle of roots that Envoy is given.
 const MOST_CERTIFICATES: usize = 100;
@@ -34,11 +28,11 @@ pub struct Snapshot {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Secret {
     pub name: &'static str,
-    /// Whether Envoy gets it when it asks.
+    /// Whether Envoy gets it on request.
     pub served: bool,
     pub renewed_at: Option<String>,
     pub next_renewal: Option<String>,
-    /// As Envoy gets them: a leaf is the first.
+    /// As served: the leaf first.
     pub certificates: Vec<Certificate>,
 }
 
@@ -62,64 +56,36 @@ pub struct Problem {
 
 /// The dates of a certificate.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Issued {
-    pub(super) not_before: SystemTime,
-    pub(super) not_after: SystemTime,
-    pub(super) at: SystemTime,
+pub struct Dates {
+    pub not_before: SystemTime,
+    pub not_after: SystemTime,
+    /// When it was taken into use.
+    pub issued: SystemTime,
     /// When the next one is asked for.
-    pub(super) due: SystemTime,
+    pub due: SystemTime,
 }
 
-/// The dates of the last certificate issued. Clones share them.
-#[derive(Clone, Debug)]
-pub(super) struct Record {
-    clock: Clock,
-    issued: Arc<Mutex<Option<Issued>>>,
-}
-
-impl Record {
-    pub(super) fn new(clock: Clock) -> Self {
-        Self {
-            clock,
-            issued: Arc::default(),
-        }
-    }
-
-    pub(super) fn issue(&self, issued: Issued) {
-        *self.issued.lock() = Some(issued);
-    }
-
-    pub(super) fn issued(&self) -> Option<Issued> {
-        *self.issued.lock()
-    }
-
-    pub(super) fn now(&self) -> SystemTime {
-        self.clock.now()
-    }
-
-    pub(super) fn snapshot(&self, state: &State) -> Snapshot {
-        let (now, issued) = (self.now(), self.issued());
-        let chain = state.workload.as_ref().map(|w| w.certificate.chain_pem());
-        let roots = state.roots.as_ref().map(|roots| roots.pem());
-        let secret = |name: &'static str, pem: Option<&bytes::Bytes>| Secret {
-            name,
-            served: pem.is_some(),
-            renewed_at: issued.map(|issued| rfc3339(issued.at)),
-            next_renewal: issued.map(|issued| rfc3339(issued.due)),
-            certificates: pem.map(|pem| certificates(pem, now)).unwrap_or_default(),
-        };
-        Snapshot {
-            secrets: vec![secret(DEFAULT, chain), secret(ROOT_CA, roots)],
-            problem: state.problem.as_ref().map(|problem| Problem {
-                error: problem.cause(),
-                failures: problem.failures,
-                next_attempt: rfc3339(problem.next_attempt),
-            }),
-        }
+pub(super) fn snapshot(state: &State, now: SystemTime) -> Snapshot {
+    let chain = state.workload.as_ref().map(|w| w.certificate.chain_pem());
+    let roots = state.roots.as_ref().map(|roots| roots.pem());
+    let secret = |name: &'static str, pem: Option<&bytes::Bytes>| Secret {
+        name,
+        served: pem.is_some(),
+        renewed_at: state.dates.map(|dates| rfc3339(dates.issued)),
+        next_renewal: state.dates.map(|dates| rfc3339(dates.due)),
+        certificates: pem.map(|pem| certificates(pem, now)).unwrap_or_default(),
+    };
+    Snapshot {
+        secrets: vec![secret(DEFAULT, chain), secret(ROOT_CA, roots)],
+        problem: state.problem.as_ref().map(|problem| Problem {
+            error: problem.cause(),
+            failures: problem.failures,
+            next_attempt: rfc3339(problem.next_attempt),
+        }),
     }
 }
 
-/// The certificates of a chain or bundle; what cannot be read is left out, as Envoy leaves it.
+/// The certificates of a chain or bundle; broken ones are left out.
 fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
     CertificateDer::pem_slice_iter(pem)
         .flatten()
@@ -129,10 +95,10 @@ fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
 }
 
 fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
-    let (_, certificate) = X509Certificate::from_der(der).ok()?;
+    let certificate = x509::parse(der).ok()?;
     let validity = certificate.validity();
     let not_after = system_time(validity.not_after.timestamp());
-    let mut spiffe_ids = uris(&certificate);
+    let mut spiffe_ids = x509::uris(&certificate);
     spiffe_ids.retain(|uri| uri.starts_with("spiffe://"));
     Some(Certificate {
         serial: certificate.raw_serial_as_string(),

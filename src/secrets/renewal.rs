@@ -1,34 +1,32 @@
-//! The task that renews: what to do when, and what to do when it fails.
+//! Renews the workload's certificate.
 //!
-//! It signs, publishes, and waits for the calendar moment of the renewal; a suspended machine or a
-//! clock that was set renews at once. A failure is retried through the whole remaining life. Beside
-//! it run the other writers of the state: one withdraws a certificate that has expired, one
-//! publishes roots of the mesh. A certificate that was kept is as good as one just signed.
-//!
-//! Does not serve anybody: see [`super::Secrets`].
+//! The task has a certificate signed, publishes it, and waits for the calendar moment of the renewal;
+//! after a suspend or a clock set forward that is at once. Failures are retried through the whole
+//! remaining lifetime. Two more futures write the state: one withdraws an expired certificate, one
+//! publishes the mesh's trust bundle.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::cache::CertificateCache;
 use super::certificate::{CertificateError, Workload};
-use super::keep::Keep;
 use super::metrics::Metrics;
-use super::observe::{Issued, Record};
-use super::trust::Trust;
+use super::observe::Dates;
 use super::{Config, Problem, Roots, State, schedule};
 use crate::backoff::Backoff;
-use crate::ca::csr::{self, CsrError};
-use crate::ca::{Ca, Retry, SignError};
+use crate::ca::key::KeyError;
+use crate::ca::{Ca, Retry, SignError, csr};
 use crate::clock::{Clock, rfc3339};
 
 /// Why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum IssueError {
     #[error("failed to generate private key and CSR")]
-    Request(#[from] CsrError),
+    Request(#[from] KeyError),
     #[error("key generation was interrupted")]
     Interrupted(#[from] tokio::task::JoinError),
     #[error(transparent)]
@@ -39,19 +37,12 @@ pub enum IssueError {
     Certificate(#[from] CertificateError),
 }
 
-/// After this time an authority that does not answer counts as one that failed. Far above what its
-/// client allows a call and its retries.
+/// Limit of one request to the authority, far above the limit of its client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 
-/// How long changed roots are published before the certificate they have signed, so that every
-/// Envoy of the pod has them when the certificate arrives.
+/// How long changed roots are published before the certificate they signed, so that the pod's Envoys
+/// have them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
-
-/// A certificate just signed, and the answer it came in.
-struct New {
-    workload: Workload,
-    answer: Vec<String>,
-}
 
 pub(super) struct Renewal<C> {
     pub(super) config: Config,
@@ -59,24 +50,23 @@ pub(super) struct Renewal<C> {
     pub(super) clock: Clock,
     pub(super) state: watch::Sender<State>,
     pub(super) metrics: Metrics,
-    pub(super) record: Record,
-    pub(super) trust: Trust,
-    pub(super) keep: Option<Keep>,
+    pub(super) authority_roots: Mutex<Option<Roots>>,
+    pub(super) mesh: watch::Receiver<Option<Roots>>,
+    pub(super) cache: Option<CertificateCache>,
 }
 
 impl<C: Ca> Renewal<C> {
-    /// Renews for ever.
     pub(super) async fn run(self) {
         tokio::join!(
             self.keep_fresh(),
             self.withdraw_expired(),
-            self.follow_mesh()
+            self.follow_mesh_bundle()
         );
     }
 
     async fn keep_fresh(&self) {
         let mut retries = Retries::new();
-        let mut mesh = self.trust.mesh();
+        let mut mesh = self.mesh.clone();
         if let Some(due) = self.restore().await {
             let is_first = mesh.borrow_and_update().is_none();
             self.wait_for_renewal(due, &mut mesh, is_first).await;
@@ -85,15 +75,12 @@ impl<C: Ca> Renewal<C> {
             // The authority may not know of what comes while it answers.
             let is_first = mesh.borrow_and_update().is_none();
             match self.issue(retries.failures > 0).await {
-                Ok(new) => {
+                Ok((workload, answer)) => {
                     retries = Retries::new();
-                    let now = self.clock.now();
-                    let due = self.renewal_time(&new.workload, now);
-                    self.note(&new.workload, now, due);
-                    let workload = Arc::new(new.workload);
-                    self.publish(workload.clone()).await;
-                    if let Some(keep) = self.keep.clone() {
-                        keep.save(workload, new.answer, now).await;
+                    let (workload, issued) = (Arc::new(workload), self.clock.now());
+                    let due = self.adopt(workload.clone(), issued).await;
+                    if let Some(cache) = self.cache.clone() {
+                        cache.save(workload, answer, issued).await;
                     }
                     self.wait_for_renewal(due, &mut mesh, is_first).await;
                 }
@@ -106,8 +93,8 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// Until the renewal is due, or until another bundle of the mesh makes it due earlier, at a
-    /// moment of our own. A first bundle does not.
+    /// Waits until the renewal is due. Another trust bundle of the mesh (not the first) brings it
+    /// forward to a random moment.
     async fn wait_for_renewal(
         &self,
         mut due: SystemTime,
@@ -119,7 +106,7 @@ impl<C: Ca> Renewal<C> {
                 () = self.clock.sleep_until_due(due) => break,
                 changed = mesh.changed() => {
                     if changed.is_err() {
-                        // Nobody can send another bundle.
+                        // No other bundle can come.
                         self.clock.sleep_until_due(due).await;
                         break;
                     }
@@ -143,21 +130,31 @@ impl<C: Ca> Renewal<C> {
         wait
     }
 
-    /// Publishes what was kept. Returns when it is to be renewed.
+    /// Publishes a cached certificate. Returns when it is to be renewed.
     async fn restore(&self) -> Option<SystemTime> {
-        let keep = self.keep.clone()?;
         let now = self.clock.now();
-        let (workload, issued) = keep.restore(now).await?;
-        let due = self.renewal_time(&workload, issued);
+        let (workload, issued) = self.cache.clone()?.restore(now).await?;
         let ttl = left(workload.certificate.not_after(), now);
-        tracing::info!(target: "cache", ?ttl, "using the workload certificate that was kept");
-        self.note(&workload, issued, due);
-        self.publish(Arc::new(workload)).await;
-        Some(due)
+        tracing::info!(target: "cache", ?ttl, "using the cached workload certificate");
+        Some(self.adopt(Arc::new(workload), issued).await)
     }
 
-    /// One attempt. A new key each time, so that no key outlives its certificate.
-    async fn issue(&self, is_retry: bool) -> Result<New, IssueError> {
+    /// Publishes a certificate. Returns when it is to be renewed.
+    async fn adopt(&self, workload: Arc<Workload>, issued: SystemTime) -> SystemTime {
+        let due = self.renewal_time(&workload, issued);
+        let dates = Dates {
+            not_before: workload.certificate.not_before(),
+            not_after: workload.certificate.not_after(),
+            issued,
+            due,
+        };
+        self.publish(workload, dates).await;
+        due
+    }
+
+    /// Makes one attempt and returns the answer beside what is in it. Each attempt has a new key, so
+    /// that no key outlives its certificate.
+    async fn issue(&self, is_retry: bool) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
         let Config {
             key_type, encoding, ..
@@ -178,12 +175,12 @@ impl<C: Ca> Renewal<C> {
             ttl = ?left(workload.certificate.not_after(), now),
             "generated new workload certificate"
         );
-        Ok(New { workload, answer })
+        Ok((workload, answer))
     }
 
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
         let started = Instant::now();
-        self.metrics.asks(is_retry);
+        self.metrics.requested(is_retry);
         let signed = self.ca.sign(csr_pem, self.config.ttl);
         let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
             Ok(answer) => answer.map_err(IssueError::Sign),
@@ -210,19 +207,10 @@ impl<C: Ca> Renewal<C> {
         due
     }
 
-    fn note(&self, workload: &Workload, issued: SystemTime, due: SystemTime) {
-        self.record.issue(Issued {
-            not_before: workload.certificate.not_before(),
-            not_after: workload.certificate.not_after(),
-            at: issued,
-            due,
-        });
-    }
-
-    /// Changed roots go ahead, together with those they replace: whichever of the two certificates
-    /// an Envoy holds at a moment, it is one its roots vouch for.
-    async fn publish(&self, workload: Arc<Workload>) {
-        self.trust.learn(&workload.roots);
+    /// Publishes changed roots first, together with the ones they replace: an Envoy's roots then
+    /// vouch for its certificate, whichever of the two certificates it holds.
+    async fn publish(&self, workload: Arc<Workload>, dates: Dates) {
+        *self.authority_roots.lock() = Some(workload.roots.clone());
         if let Some(both) = self.both_roots() {
             tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
             self.state.send_if_modified(|state| {
@@ -234,24 +222,35 @@ impl<C: Ca> Renewal<C> {
         }
         self.state.send_replace(State {
             workload: Some(workload),
-            roots: self.trust.merged(),
+            roots: self.merged_roots(),
+            dates: Some(dates),
             problem: None,
         });
     }
 
-    /// The roots published and those to be published, if they differ.
+    /// The authority's roots with the mesh's. None before the authority's first answer: with the mesh's
+    /// alone Envoy would refuse its own peers.
+    fn merged_roots(&self) -> Option<Roots> {
+        let authority = self.authority_roots.lock().clone()?;
+        Some(match &*self.mesh.borrow() {
+            Some(mesh) => authority.with(mesh),
+            None => authority,
+        })
+    }
+
+    /// The roots published and the roots to be published, if they differ.
     fn both_roots(&self) -> Option<Roots> {
         let published = self.state.borrow().roots.clone()?;
-        let merged = self.trust.merged().filter(|merged| *merged != published)?;
+        let merged = self.merged_roots().filter(|merged| *merged != published)?;
         Some(merged.with(&published))
     }
 
-    /// Publishes roots of the mesh as they come.
-    async fn follow_mesh(&self) {
-        let mut mesh = self.trust.mesh();
+    /// Publishes each trust bundle of the mesh.
+    async fn follow_mesh_bundle(&self) {
+        let mut mesh = self.mesh.clone();
         while mesh.changed().await.is_ok() {
             self.state.send_if_modified(|state| {
-                let merged = self.trust.merged();
+                let merged = self.merged_roots();
                 // Before the first certificate there is nothing to publish.
                 let is_new = state.roots.is_some() && state.roots != merged;
                 if is_new {
@@ -266,7 +265,7 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// How long the certificate in hand has to live.
+    /// The remaining lifetime of the published certificate.
     fn remaining(&self) -> Option<Duration> {
         let not_after = self
             .state
@@ -305,8 +304,7 @@ impl<C: Ca> Renewal<C> {
             .send_modify(|state| state.problem = Some(problem));
     }
 
-    /// An expired certificate is no longer served; the roots are, as peers still prove themselves
-    /// with them.
+    /// Stops serving an expired certificate. Its roots stay: peers still prove themselves with them.
     async fn withdraw_expired(&self) {
         let mut published = self.state.subscribe();
         loop {
@@ -328,7 +326,7 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// Looks again at what is published: a new certificate may have come in the same moment.
+    /// A new certificate may have been published in the same moment, so the state is read again.
     fn withdraw_if_expired(&self) {
         let now = self.clock.now();
         let expired = |workload: &mut Arc<Workload>| workload.certificate.not_after() <= now;
@@ -378,8 +376,7 @@ impl Retries {
     }
 }
 
-/// Whether the cause may go away by itself within seconds. Others are asked about again too, as an
-/// operator may have put them right, but not in haste.
+/// Whether the cause may pass by itself within seconds. Other failures are retried at the longest wait.
 fn may_pass(error: &IssueError) -> bool {
     match error {
         IssueError::Sign(error) => error.retry() == Retry::Soon,

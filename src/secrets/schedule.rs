@@ -1,9 +1,7 @@
-//! When to renew, and how long to wait after a failure.
+//! Computes when to renew, and how long to wait after a failure.
 //!
-//! Pure arithmetic on wall-clock moments. A certificate is renewed when the grace part of its life
-//! is left; the part is varied a little, so that a fleet does not renew in step.
-//!
-//! Does not wait, and does not read a clock.
+//! Pure arithmetic on wall-clock moments. A certificate is renewed when the grace part of its lifetime
+//! is left, with a little jitter, so that a fleet does not renew in step.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::RangeInclusive;
@@ -21,17 +19,17 @@ const LONGEST_SPREAD: Duration = Duration::from_secs(600);
 /// Ceiling of the waits while the certificate in hand has long to live.
 const RETRY_CAP: Duration = Duration::from_secs(60);
 
-/// Ceiling while there is no certificate: Envoy stands still, so a returning authority is to be
-/// noticed soon.
-const RETRY_CAP_EMPTY_HANDED: Duration = Duration::from_secs(5);
+/// Ceiling while there is no certificate: Envoy waits for it, so a returning authority is to be noticed
+/// soon.
+const RETRY_CAP_WITHOUT_CERTIFICATE: Duration = Duration::from_secs(5);
 
 /// `ratio` moved by up to `jitter`; `drawn` lies in -1 to 1.
 pub(super) fn varied(ratio: f64, jitter: f64, drawn: f64) -> f64 {
     (ratio + jitter * drawn).clamp(0.0, 1.0)
 }
 
-/// A place between 0 and 1: random, and shifted by who we are, so that copies of one machine, which
-/// share their random numbers for a while, do not move in step.
+/// A number from 0 to 1: random, and shifted by a hash of `spread_by`. Clones of one virtual machine
+/// share their random numbers for a while, and still spread.
 pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
     let mut hasher = DefaultHasher::new();
     spread_by.hash(&mut hasher);
@@ -39,8 +37,8 @@ pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
     (own + random).fract()
 }
 
-/// How long to put off a renewal that the whole mesh is asked for at the same moment, by a place
-/// between 0 and 1: within a tenth of what is left.
+/// How long to put off a renewal that is due in the whole mesh at the same moment: `drawn` (0 to 1) of
+/// a tenth of what is left.
 pub(super) fn spread(remaining: Duration, drawn: f64) -> Duration {
     (remaining / 10).min(LONGEST_SPREAD).mul_f64(drawn)
 }
@@ -68,7 +66,7 @@ pub(super) fn renewal_time(
 /// The longest wait after a failure, when the certificate in hand has `remaining` to live: the
 /// nearer its end, the more urgent.
 pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
-    remaining.map_or(RETRY_CAP_EMPTY_HANDED, |left| {
+    remaining.map_or(RETRY_CAP_WITHOUT_CERTIFICATE, |left| {
         (left / 10).clamp(RETRY_BASE, RETRY_CAP)
     })
 }

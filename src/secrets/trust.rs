@@ -1,38 +1,30 @@
-//! Whom to believe: the authority's roots and those of the mesh, merged.
+//! Trust bundles: the mesh's, which comes by discovery (PCDS), and how bundles are merged.
 //!
-//! The authority's come with each certificate, the mesh's by discovery whenever they change. A
-//! bundle is kept in one form, each certificate once and in the order of their text, so that
-//! bundles that differ in order only are equal and nobody is bothered with them.
-//!
-//! Does not publish, nor judge who may be believed: both sources are istiod.
+//! A bundle is kept in one form, each certificate once and in the order of their text: bundles that
+//! differ only in order are equal, and are not pushed to Envoy again.
 
 use std::collections::{BTreeSet, HashSet};
 
-use parking_lot::Mutex;
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
 
-use super::certificate::{Roots, is_certificate};
+use super::certificate::Roots;
+use super::x509;
 
-const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
-const END: &str = "-----END CERTIFICATE-----";
-
-/// The trust bundle of the mesh that was taken last. Clones share it.
+/// The latest trust bundle of the mesh. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Mesh(watch::Sender<Option<Roots>>);
+pub(super) struct MeshBundle(watch::Sender<Option<Roots>>);
 
-/// A bundle of roots without any.
+/// A trust bundle without a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the trust bundle of the mesh holds no certificate in {bytes} bytes, expected PEM")]
 pub struct BundleError {
     bytes: usize,
 }
 
-impl Mesh {
-    /// Takes a bundle, PEM, in place of the last; an empty one is none. Whether it is another.
-    pub(super) fn take(&self, bundle: &str) -> Result<bool, BundleError> {
-        let roots = Roots::new(bundle);
+impl MeshBundle {
+    /// Replaces the bundle by another, PEM; an empty one is none. Returns whether it differs.
+    pub(super) fn replace(&self, bundle: &str) -> Result<bool, BundleError> {
+        let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
             let bytes = bundle.len();
             return Err(BundleError { bytes });
@@ -48,77 +40,34 @@ impl Mesh {
         self.0.borrow().clone()
     }
 
-    pub(super) fn watch(&self) -> watch::Receiver<Option<Roots>> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<Option<Roots>> {
         self.0.subscribe()
     }
 }
 
-/// Both sources as they are now.
-#[derive(Debug)]
-pub(super) struct Trust {
-    authority: Mutex<Option<Roots>>,
-    mesh: watch::Receiver<Option<Roots>>,
-}
-
-impl Trust {
-    pub(super) fn new(mesh: watch::Receiver<Option<Roots>>) -> Self {
-        let authority = Mutex::default();
-        Self { authority, mesh }
-    }
-
-    /// The authority has sent these.
-    pub(super) fn learn(&self, roots: &Roots) {
-        let mut authority = self.authority.lock();
-        *authority = Some(roots.clone());
-    }
-
-    /// All roots. Nothing before the authority has spoken: the mesh's alone would have Envoy refuse
-    /// its own peers.
-    pub(super) fn merged(&self) -> Option<Roots> {
-        let authority = self.authority.lock();
-        let authority = authority.clone()?;
-        Some(match &*self.mesh.borrow() {
-            Some(mesh) => authority.with(mesh),
-            None => authority,
-        })
-    }
-
-    /// Waits for another bundle of the mesh than those this handle has returned for.
-    pub(super) fn mesh(&self) -> watch::Receiver<Option<Roots>> {
-        self.mesh.clone()
-    }
-}
-
-/// The certificates of all texts, each once, in order. What is none is left out: one broken
-/// certificate would have Envoy refuse the others with it.
-pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a str>) -> String {
+/// The certificates of all texts, each once, in order. Broken ones are left out, as one of them would
+/// have Envoy refuse the others with it.
+pub(super) fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let (mut known, mut blocks) = (HashSet::new(), BTreeSet::new());
-    for block in texts.into_iter().flat_map(blocks_of) {
-        match CertificateDer::from_pem_slice(block.as_bytes()) {
-            Ok(der) if is_certificate(&der) => {
+    for certificate in texts.into_iter().flat_map(x509::bundle) {
+        match certificate {
+            Some((block, der)) => {
                 if known.insert(der) {
-                    blocks.insert(block);
+                    blocks.insert(String::from_utf8_lossy(block).replace('\r', ""));
                 }
             }
-            _ => tracing::warn!(target: "cache", "a broken root certificate is left out"),
+            None => tracing::warn!(target: "cache", "a broken root certificate is left out"),
         }
     }
     Vec::from_iter(blocks).join("\n")
 }
 
-/// Whatever stands between the lines of a certificate, those included.
-fn blocks_of(text: &str) -> Vec<String> {
-    let starts = text.split(BEGIN).skip(1);
-    let whole = starts.map(|rest| match rest.split_once(END) {
-        Some((body, _)) => format!("{BEGIN}{body}{END}"),
-        None => format!("{BEGIN}{rest}"),
-    });
-    whole.map(|block| block.replace('\r', "")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
+    const END: &str = "-----END CERTIFICATE-----";
     use rcgen::{CertificateParams, KeyPair};
 
     fn root() -> String {
@@ -132,12 +81,12 @@ mod tests {
     #[test]
     fn order_line_ends_and_repetition_make_no_difference() {
         let (a, b) = (root(), root());
-        let merged = merge([a.as_str(), b.as_str()]);
+        let merged = merge([a.as_bytes(), b.as_bytes()]);
         let both = format!("# a comment\n{b}\n\n{a}{b}").replace('\n', "\r\n");
         for texts in [
-            vec![b.as_str(), a.as_str()],
-            vec![both.as_str()],
-            vec![merged.as_str(), "", a.as_str()],
+            vec![b.as_bytes(), a.as_bytes()],
+            vec![both.as_bytes()],
+            vec![merged.as_bytes(), b"", a.as_bytes()],
         ] {
             assert_eq!(merge(texts), merged);
         }
@@ -150,7 +99,7 @@ mod tests {
         let good = root();
         let cut = root().replace(END, "");
         let broken = format!("{BEGIN}\nAAAA\n{END}\n{BEGIN}\n!!\n{END}\n{good}{cut}");
-        assert_eq!(merge([broken.as_str()]), good.trim().replace('\r', ""));
-        assert_eq!(merge(["", "no PEM", BEGIN]), "");
+        assert_eq!(merge([broken.as_bytes()]), good.trim().replace('\r', ""));
+        assert_eq!(merge([&b""[..], b"no PEM", BEGIN.as_bytes()]), "");
     }
 }

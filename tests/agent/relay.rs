@@ -9,8 +9,9 @@ use envoy_types::pb::envoy::service::discovery::v3::{
 };
 use envoy_types::pb::google::protobuf::Any;
 use istio_agent::ca::Ca;
-use istio_agent::ca::csr::{self, KeyType};
+use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
+use istio_agent::ca::key::KeyType;
 use istio_agent::identity::SpiffeId;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::{Captured, Intercepting, Interceptor, Interceptors, Outcome};

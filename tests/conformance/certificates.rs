@@ -1,4 +1,4 @@
-//! Answers of the authority that must not be served: told in the log, and Envoy kept waiting until
+//! Answers of the authority that must not be served: logged, and Envoy kept waiting until
 //! a good one comes.
 
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn foreign_leaf() -> String {
 }
 
 #[tokio::test]
-async fn answers_that_cannot_be_used_are_told_and_never_served() {
+async fn unusable_answers_are_logged_and_never_served() {
     let istiod = local_istiod().await;
     let root = istiod.root_pem();
     let garbage = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
@@ -74,7 +74,7 @@ async fn answers_that_cannot_be_used_are_told_and_never_served() {
 }
 
 #[tokio::test]
-async fn an_expired_leaf_is_told_and_never_served() {
+async fn an_expired_leaf_is_logged_and_never_served() {
     let istiod = restarted(local_istiod().await, |options| {
         options.max_cert_ttl = Duration::ZERO;
     })

@@ -20,7 +20,7 @@ fn files(place: &Place) -> Option<[String; 3]> {
 }
 
 #[tokio::test]
-async fn every_rotation_is_written_without_envoy_and_without_anybody_asking() {
+async fn every_rotation_is_written_without_envoy_and_without_subscribers() {
     let istiod = restarted(local_istiod().await, |options| {
         options.max_cert_ttl = Duration::from_secs(4);
     })
@@ -111,7 +111,7 @@ async fn what_was_written_is_the_client_certificate_of_the_next_agent() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_is_kept_bridges_a_restart_while_the_authority_is_away() {
+async fn a_cached_certificate_bridges_a_restart_while_the_authority_is_away() {
     let istiod = local_istiod().await;
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let place = Place::of(&istiod)
@@ -131,9 +131,7 @@ async fn a_certificate_that_is_kept_bridges_a_restart_while_the_authority_is_awa
 
     istiod.refuse_certificates(Some(Status::unavailable("maintenance")));
     let agent = place.start_only();
-    agent
-        .logs("using the workload certificate that was kept")
-        .await;
+    agent.logs("using the cached workload certificate").await;
     eventually("the files", || files(&place).is_some()).await;
     assert_eq!(files(&place).unwrap(), first);
 }

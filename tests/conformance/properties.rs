@@ -109,10 +109,10 @@ fn deep_and_self_multiplying_documents_are_refused() {
     }
     let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
     for text in deep.iter().chain([&laughs]) {
-        let problems = load(text).expect_err("a document nobody has memory for");
-        let told = problems.iter().find(|p| p.subject.contains("PROXY_CONFIG"));
-        let told = told.expect("the document is named").to_string();
-        assert!(told.len() < 2_000, "{}", told.len());
+        let problems = load(text).expect_err("a document no memory can hold");
+        let problem = problems.iter().find(|p| p.subject.contains("PROXY_CONFIG"));
+        let problem = problem.expect("the document is named").to_string();
+        assert!(problem.len() < 2_000, "{}", problem.len());
     }
 }
 

@@ -1,4 +1,5 @@
-//! Secrets from files and by somebody else: each mode, each method, hundreds of names, rotation.
+//! Secrets from files and from an external SDS server: each mode, each method, hundreds of names,
+//! rotation.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -80,8 +81,8 @@ async fn next_delta(envoy: &mut Envoy) -> DeltaDiscoveryResponse {
     DeltaDiscoveryResponse::decode(envoy.next_bytes().await).unwrap()
 }
 
-/// Somebody else who serves gRPC, as far as can be told from outside.
-async fn greet_everybody(path: &Path) {
+/// An external SDS server, as far as a probe can tell.
+async fn greet_clients(path: &Path) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     let listener = UnixListener::bind(path).unwrap();
     loop {
@@ -94,7 +95,7 @@ async fn greet_everybody(path: &Path) {
 }
 
 #[tokio::test]
-async fn every_mode_of_files_serves_them_and_asks_no_authority() {
+async fn every_mode_of_files_serves_them_without_an_authority() {
     let google = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
     let mounted = ("FILE_MOUNTED_CERTS", "true");
     let gke = ("CA_PROVIDER", "GkeWorkloadCertificate");
@@ -124,7 +125,7 @@ async fn every_mode_of_files_serves_them_and_asks_no_authority() {
 }
 
 #[tokio::test]
-async fn files_that_cannot_be_as_they_were_asked_for_are_errors() {
+async fn impossible_configurations_of_files_are_errors() {
     let istiod = local_istiod().await;
     for (variables, expected) in [
         (
@@ -237,7 +238,7 @@ async fn of_five_hundred_names_the_499_that_exist_are_answered_together() {
 }
 
 #[tokio::test]
-async fn streams_of_changes_answer_each_name_and_skip_what_envoy_holds() {
+async fn delta_streams_answer_each_name_and_skip_what_envoy_holds() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
@@ -280,7 +281,7 @@ async fn streams_of_changes_answer_each_name_and_skip_what_envoy_holds() {
 }
 
 #[tokio::test]
-async fn single_answers_are_given_and_unknown_names_refused() {
+async fn fetches_are_answered_and_unknown_names_refused() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let _agent = place.start().await;
@@ -301,7 +302,7 @@ async fn single_answers_are_given_and_unknown_names_refused() {
 }
 
 #[tokio::test]
-async fn beside_somebody_elses_server_only_files_are_served_and_envoy_is_told() {
+async fn beside_an_external_sds_server_only_files_are_served_and_the_node_says_so() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let socket = place.sds_socket();
@@ -331,13 +332,13 @@ async fn beside_somebody_elses_server_only_files_are_served_and_envoy_is_told() 
     };
     tokio::select! {
         () = testing => {}
-        () = greet_everybody(&socket) => {}
-        () = greet_everybody(&credentials) => {}
+        () = greet_clients(&socket) => {}
+        () = greet_clients(&credentials) => {}
     }
 }
 
 #[tokio::test]
-async fn a_server_that_comes_late_is_waited_for_if_asked_to() {
+async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
     let agent = place.start().await;
@@ -346,7 +347,7 @@ async fn a_server_that_comes_late_is_waited_for_if_asked_to() {
     let socket = place.sds_socket();
     tokio::select! {
         () = agent.logs("Existing workload SDS socket found") => {}
-        () = greet_everybody(&socket) => {}
+        () = greet_clients(&socket) => {}
     }
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "fail");
     let (_, log) = place.ends().await;
@@ -357,7 +358,7 @@ async fn a_server_that_comes_late_is_waited_for_if_asked_to() {
 }
 
 #[tokio::test]
-async fn a_socket_nobody_answers_on_is_replaced() {
+async fn a_dead_socket_is_replaced() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
@@ -367,7 +368,7 @@ async fn a_socket_nobody_answers_on_is_replaced() {
 }
 
 #[tokio::test]
-async fn the_status_port_is_bound_before_anybody_is_asked_who_serves_secrets() {
+async fn the_status_port_is_bound_before_the_sds_socket_is_probed() {
     let place = Place::with_envoy(&local_istiod().await);
     std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
     let silent = UnixListener::bind(place.sds_socket()).unwrap();

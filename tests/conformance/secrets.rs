@@ -1,4 +1,4 @@
-//! The secret socket: odd requests, the order of answers, who may ask, and what goes with a secret.
+//! The SDS socket: odd requests, the order of answers, permitted users, and options of secrets.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -81,7 +81,7 @@ async fn only_what_is_new_is_answered() {
 }
 
 #[tokio::test]
-async fn odd_first_requests_end_their_stream_with_a_reason_or_wait() {
+async fn odd_first_requests_end_their_stream_with_a_reason_or_are_skipped() {
     let (_istiod, place, _agent) = start().await;
     let long = "x".repeat(1 << 20);
     for name in ["", "default ", "file-cert:/etc/passwd", &long] {
@@ -90,12 +90,12 @@ async fn odd_first_requests_end_their_stream_with_a_reason_or_wait() {
         assert!(status.message().starts_with("unknown secret name"));
         assert!(status.message().len() < 1000);
     }
-    let nobody = DiscoveryRequest {
+    let without_node = DiscoveryRequest {
         node: None,
         ..request(SECRET, &["default"])
     };
     let envoy = Envoy::open_path(&place.sds_socket(), STREAM_SECRETS).await;
-    envoy.send(&nobody);
+    envoy.send(&without_node);
     let status = envoy.end().await;
     assert_eq!(status.code(), Code::InvalidArgument);
     assert_eq!(status.message(), "missing node information");
@@ -187,7 +187,7 @@ async fn what_envoy_says_cannot_forge_a_line_of_the_log() {
     agent.logs("ACK ERROR").await;
     let log = agent.log();
     let whole = log.lines().filter(|line| line.contains("forged"));
-    assert_eq!(whole.clone().count(), 2, "each is told once, on one line");
+    assert_eq!(whole.clone().count(), 2, "each is logged once, on one line");
     for line in whole {
         assert!(line.starts_with("20") && !line.contains(['\r', '\x1b', '\u{2028}']));
     }
@@ -208,7 +208,7 @@ fn as_user(user: u32, command: &mut Command) -> Option<String> {
     }
 }
 
-/// How many bytes of a greeting a user is sent who begins HTTP/2.
+/// How many bytes of an HTTP/2 greeting a user receives.
 const GREETED: &str = r#"
     use IO::Socket::UNIX;
     $SIG{PIPE} = "IGNORE";
@@ -219,7 +219,7 @@ const GREETED: &str = r#"
 "#;
 
 #[tokio::test]
-async fn users_who_may_not_are_hung_up_on_counted_and_told_once() {
+async fn users_without_permission_are_disconnected_counted_and_logged_once() {
     let istiod = local_istiod().await;
     for (setting, user, expected) in [
         ("1337", 1337, "9"),
@@ -249,12 +249,12 @@ async fn users_who_may_not_are_hung_up_on_counted_and_told_once() {
             assert_eq!(greeted, expected, "user {user}, setting {setting:?}");
         }
         let is_refused = expected == "0";
-        let told = agent.log().matches("refused user 4711").count();
-        assert_eq!(told, usize::from(is_refused));
+        let logged = agent.log().matches("refused user 4711").count();
+        assert_eq!(logged, usize::from(is_refused));
         let page = ask(place.status_port(), "GET /metrics").await.body;
         let counted = page.contains("istio_agent_sds_refused_connections_total 2\n");
         assert_eq!(counted, is_refused, "{page}");
-        // Whoever is refused, this user is served.
+        // Others are refused, this user is served.
         let mut envoy = ask_for_secrets(&place, &["default"]).await;
         assert_eq!(next_names(&mut envoy).await.0, ["default"]);
     }

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::Duration;
 
-use istio_agent::ca::csr::KeyType;
+use istio_agent::ca::key::KeyType;
 use istio_agent::clock::Clock;
 use istio_agent::identity::SpiffeId;
 use istio_agent::lifecycle::CancellationToken;
@@ -145,7 +145,7 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("socket");
     let connection = Connection::to(&control_plane.istiod);
-    let _rooms = serve_secrets(&connection, &socket);
+    let _tasks = serve_secrets(&connection, &socket);
     let port = free_port();
     let envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
     let load = handshakes(port, &control_plane.keys).await;
@@ -163,7 +163,7 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
     assert!(certificates > 250, "only {certificates} certificates seen");
 }
 
-/// The rooms of the agent that rotate, in this process, in a hurry no production setting allows.
+/// The tasks of the agent that rotate, in this process, in a hurry no production setting allows.
 pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     const PAUSE: RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(5);
     let config = secrets::Config {
@@ -175,7 +175,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         grace_jitter: 0.0,
         least_pause: PAUSE,
         spread_by: String::new(),
-        keep: None,
+        cache: None,
     };
     let registry = Registry::default();
     let (secrets, renewal) =
@@ -190,18 +190,18 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         secrets: Some(secrets),
         files,
         serves_workload: true,
-        style: sds::Style::default(),
+        options: sds::SecretOptions::default(),
     };
     let listener = unix_socket::bind(socket).unwrap();
-    let mut rooms = JoinSet::new();
-    rooms.spawn(renewal);
-    rooms.spawn(sds::serve(
+    let mut tasks = JoinSet::new();
+    tasks.spawn(renewal);
+    tasks.spawn(sds::serve(
         listener,
         sources,
         &registry,
         CancellationToken::new(),
     ));
-    rooms
+    tasks
 }
 
 /// A listener for mutual TLS and the way to its secrets, without discovery.

@@ -1,11 +1,11 @@
-//! Envoy takes secrets from files, by the hundred, as changes, and from somebody else's server.
+//! Envoy takes secrets from files, by the hundred, by delta SDS, and from an external SDS server.
 
 use std::path::Path;
 use std::time::Duration;
 
 use istio_agent::ca::Ca;
-use istio_agent::ca::csr::{self, KeyType};
-use istio_agent::ca::key::Encoding;
+use istio_agent::ca::csr;
+use istio_agent::ca::key::{Encoding, KeyType};
 use istio_agent::clock::Clock;
 use istio_agent::identity::SpiffeId;
 use istio_agent::lifecycle::CancellationToken;
@@ -51,23 +51,23 @@ fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
         system_roots: "none".into(),
         debounce: Duration::from_millis(100),
     };
-    let (files, keeper) = files::new(config, Clock::system(), &registry);
+    let (files, watcher) = files::new(config, Clock::system(), &registry);
     let sources = sds::Sources {
         secrets: None,
         files,
         serves_workload: true,
-        style: sds::Style::default(),
+        options: sds::SecretOptions::default(),
     };
     let listener = unix_socket::bind(socket).unwrap();
-    let mut rooms = JoinSet::new();
-    rooms.spawn(keeper);
-    rooms.spawn(sds::serve(
+    let mut tasks = JoinSet::new();
+    tasks.spawn(watcher);
+    tasks.spawn(sds::serve(
         listener,
         sources,
         &registry,
         CancellationToken::new(),
     ));
-    rooms
+    tasks
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -86,7 +86,7 @@ async fn mounted_files_that_rotate_fail_no_handshake() {
         roots: roots_path,
         is_only_source: true,
     };
-    let _rooms = serve_files(Some(workload), &socket);
+    let _tasks = serve_files(Some(workload), &socket);
     let port = free_port();
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
     let load = handshakes(port, &control_plane.keys).await;
@@ -149,7 +149,7 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_
             .map(|at| format!("file-cert:{at}/cert-chain.pem~{at}/key.pem"))
             .collect();
         let socket = directory.path().join("socket");
-        let _rooms = serve_files(None, &socket);
+        let _tasks = serve_files(None, &socket);
         let bootstrap = gateway(&socket, free_port(), &names, api);
         // The one that is not there keeps the others for as long as Envoy waits for it, at most.
         let envoy = BareEnvoy::serving(&binary, bootstrap).await;
@@ -173,7 +173,7 @@ async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_serves_with_secrets_of_somebody_else_who_comes_late() {
+async fn envoy_serves_with_secrets_of_an_external_sds_server_that_starts_late() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;

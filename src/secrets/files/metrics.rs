@@ -1,12 +1,12 @@
-//! What is counted about secrets from files.
+//! Counters of secrets from files: pilot-agent's two totals, and failures and reloads by secret.
 //!
-//! Pilot-agent's two totals, and by secret when it was last read anew and how often that failed.
-//! Secrets are many at a gateway: the first [`MOST_LABELS`] have their own series, others share one.
-//!
-//! Does not decide what a failure is.
+//! A gateway may have thousands of secrets: the first [`MOST_LABELS`] have their own series, the others
+//! share one.
 
 use std::collections::HashSet;
 use std::time::SystemTime;
+
+use parking_lot::Mutex;
 
 use super::source::Source;
 use crate::metrics::{Counter, Counters, Gauges, Registry};
@@ -19,7 +19,7 @@ pub(super) struct Metrics {
     secret_failures: Counter,
     failures: Counters<1>,
     reloads: Gauges<1>,
-    labels: HashSet<Source>,
+    labels: Mutex<HashSet<Source>>,
 }
 
 impl Metrics {
@@ -44,17 +44,17 @@ impl Metrics {
                  time",
                 &["resource_name"],
             ),
-            labels: HashSet::new(),
+            labels: Mutex::default(),
         }
     }
 
-    pub(super) fn failed(&mut self, source: &Source) {
+    pub(super) fn failed(&self, source: &Source) {
         self.secret_failures.inc();
         let label = self.label(source);
         self.failures.with([&label]).inc();
     }
 
-    pub(super) fn reloaded(&mut self, source: &Source, now: SystemTime) {
+    pub(super) fn reloaded(&self, source: &Source, now: SystemTime) {
         let now = now.duration_since(SystemTime::UNIX_EPOCH);
         let label = self.label(source);
         self.reloads
@@ -62,17 +62,18 @@ impl Metrics {
             .set(now.unwrap_or_default().as_secs_f64());
     }
 
-    pub(super) fn dropped(&mut self, source: &Source) {
-        if self.labels.contains(source) {
+    pub(super) fn dropped(&self, source: &Source) {
+        if self.labels.lock().contains(source) {
             self.reloads.forget([&source.to_string()]);
         }
     }
 
-    fn label(&mut self, source: &Source) -> String {
-        if self.labels.len() < MOST_LABELS {
-            self.labels.insert(source.clone());
+    fn label(&self, source: &Source) -> String {
+        let mut labels = self.labels.lock();
+        if labels.len() < MOST_LABELS {
+            labels.insert(source.clone());
         }
-        match self.labels.contains(source) {
+        match labels.contains(source) {
             true => source.to_string(),
             false => "other".to_owned(),
         }

@@ -1,210 +1,254 @@
-//! What subscribers and the keeper share: each source, what it holds, and who waits for it.
+//! Cached file secrets: each source with its state, its subscribers and its paths.
 //!
 //! The lock is held for look-ups only, never while a file is read.
-//!
-//! Does not read files.
 
 use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
-use tokio::sync::Notify;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
 
-use super::Found;
 use super::source::{FileError, Source};
+use crate::secrets::{Secret, SecretState};
 
 /// More than the largest gateway has.
 pub(super) const MOST_SOURCES: usize = 10_000;
 
 #[derive(Debug, Default)]
-pub(super) struct Shared {
-    table: Mutex<Table>,
-    /// Tells the keeper of new sources.
+pub(super) struct Table {
+    inner: Mutex<Inner>,
+    /// Notified of new sources.
     pub(super) wanted: Notify,
-    next: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct Inner {
     entries: HashMap<Source, Entry>,
-    /// Sources nobody has read yet.
+    /// The sources each watched path is part of.
+    paths: HashMap<PathBuf, HashSet<Source>>,
+    /// Sources whose first read has not begun.
     fresh: Vec<Source>,
-    /// Readers for whose sources there was no room.
+    /// Subscribers for whose sources there was no room.
     refused: HashMap<u64, Arc<Notify>>,
-    /// Those for whom there may be some now.
-    admissible: HashSet<u64>,
+    subscribers: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
-    found: Found,
-    readers: HashMap<u64, Arc<Notify>>,
-    /// Stays without readers.
+    state: SecretState,
+    subscribers: HashMap<u64, Arc<Notify>>,
+    /// Sent to when the files may have changed.
+    changed: watch::Sender<()>,
+    /// Stays without subscribers.
     is_pinned: bool,
-    /// May well not exist.
+    /// Its files need not exist.
     is_optional: bool,
-    /// Had no reader when it was last looked at.
-    is_idle: bool,
+    /// What was last logged about files that cannot be used.
+    problem: Option<String>,
 }
 
-impl Shared {
+impl Table {
+    /// A new subscriber: its number, and what it is notified by.
     pub(super) fn subscriber(&self) -> (u64, Arc<Notify>) {
-        (self.next.fetch_add(1, Ordering::Relaxed), Arc::default())
+        let mut inner = self.inner.lock();
+        inner.subscribers += 1;
+        (inner.subscribers, Arc::default())
     }
 
-    pub(super) fn found(&self, source: &Source) -> Found {
-        let table = self.lock();
-        let entry = table.entries.get(source);
-        entry.map_or_else(too_many, |entry| entry.found.clone())
+    pub(super) fn state(&self, source: &Source) -> SecretState {
+        let too_many = || FileError::TooMany { most: MOST_SOURCES };
+        let inner = self.inner.lock();
+        match inner.entries.get(source) {
+            Some(entry) => entry.state.clone(),
+            None => SecretState::Unusable(Arc::new(too_many())),
+        }
     }
 
-    pub(super) fn want(&self, reader: u64, changed: &Arc<Notify>, sources: Vec<Source>) {
-        let mut table = self.lock();
+    /// Subscribes to sources. Returns whether there was room for all; `changed` is notified when there
+    /// may be room for the others.
+    pub(super) fn subscribe(
+        &self,
+        subscriber: u64,
+        changed: &Arc<Notify>,
+        sources: impl IntoIterator<Item = Source>,
+    ) -> bool {
+        let mut inner = self.inner.lock();
+        inner.refused.remove(&subscriber);
         for source in sources {
-            if table.entries.len() >= MOST_SOURCES && !table.entries.contains_key(&source) {
-                table.refused.insert(reader, changed.clone());
-                continue;
+            if !inner.entries.contains_key(&source) {
+                if inner.entries.len() >= MOST_SOURCES {
+                    inner.refused.insert(subscriber, changed.clone());
+                    continue;
+                }
+                inner.add(source.clone(), false, false);
             }
-            if !table.entries.contains_key(&source) {
-                table.fresh.push(source.clone());
-                table.entries.insert(source.clone(), Entry::new());
-            }
-            if let Some(entry) = table.entries.get_mut(&source) {
-                entry.readers.insert(reader, changed.clone());
+            if let Some(entry) = inner.entries.get_mut(&source) {
+                entry.subscribers.insert(subscriber, changed.clone());
             }
         }
-        if !table.fresh.is_empty() {
+        if !inner.fresh.is_empty() {
             self.wanted.notify_one();
         }
+        !inner.refused.contains_key(&subscriber)
     }
 
-    pub(super) fn leave(&self, reader: u64, sources: impl Iterator<Item = Source>) {
-        let mut table = self.lock();
+    pub(super) fn unsubscribe(&self, subscriber: u64, sources: impl IntoIterator<Item = Source>) {
+        let mut inner = self.inner.lock();
+        inner.refused.remove(&subscriber);
         for source in sources {
-            if let Some(entry) = table.entries.get_mut(&source) {
-                entry.readers.remove(&reader);
+            if let Some(entry) = inner.entries.get_mut(&source) {
+                entry.subscribers.remove(&subscriber);
             }
         }
     }
 
-    /// Whether a reader may find room that it did not find before. It is told once.
-    pub(super) fn is_admissible(&self, reader: u64) -> bool {
-        self.lock().admissible.remove(&reader)
+    /// Adds a source that stays without subscribers.
+    pub(super) fn pin(&self, source: Source, is_optional: bool) {
+        self.inner.lock().add(source, true, is_optional);
     }
 
-    pub(super) fn leave_for_good(&self, reader: u64, sources: impl Iterator<Item = Source>) {
-        self.leave(reader, sources);
-        let mut table = self.lock();
-        table.refused.remove(&reader);
-        table.admissible.remove(&reader);
+    /// Takes the sources that are to be read for the first time.
+    pub(super) fn take_fresh(&self) -> Vec<Source> {
+        std::mem::take(&mut self.inner.lock().fresh)
     }
 
-    /// Whether a source has not been forgotten.
-    pub(super) fn holds(&self, source: &Source) -> bool {
-        self.lock().entries.contains_key(source)
+    /// Receives changes of a source's files. Returns its paths that were in use by no other source too.
+    pub(super) fn follow(&self, source: &Source) -> Option<(watch::Receiver<()>, Vec<PathBuf>)> {
+        let mut inner = self.inner.lock();
+        let changed = inner.entries.get(source)?.changed.subscribe();
+        let mut added = Vec::new();
+        for path in source.paths() {
+            let sources = inner.paths.entry(path.to_owned()).or_default();
+            if sources.is_empty() {
+                added.push(path.to_owned());
+            }
+            sources.insert(source.clone());
+        }
+        Some((changed, added))
     }
 
-    /// Enters a source that stays, with what it holds.
-    pub(super) fn pin(&self, source: Source, found: Found, is_optional: bool) {
-        let entry = Entry {
-            found,
-            is_pinned: true,
-            is_optional,
-            ..Entry::new()
+    /// Whether a source is read now and then: all but those that need not exist and never did.
+    pub(super) fn is_polled(&self, source: &Source) -> bool {
+        let inner = self.inner.lock();
+        let entry = inner.entries.get(source);
+        entry.is_some_and(|entry| !entry.is_optional || entry.is_available())
+    }
+
+    /// Publishes a secret that was read, if it differs. Returns whether it does.
+    pub(super) fn publish(&self, source: &Source, secret: Secret) -> bool {
+        let mut inner = self.inner.lock();
+        let Some(entry) = inner.entries.get_mut(source) else {
+            return false;
         };
-        self.lock().entries.insert(source, entry);
+        entry.problem = None;
+        if matches!(&entry.state, SecretState::Available(last) if *last == secret) {
+            return false;
+        }
+        entry.state = SecretState::Available(secret);
+        entry.notify();
+        true
     }
 
-    /// The sources to read for the first time.
-    pub(super) fn fresh(&self) -> Vec<Source> {
-        std::mem::take(&mut self.lock().fresh)
+    /// Publishes that files cannot be used, unless they could be before. Returns whether there is a
+    /// secret, if the problem is a failure that was not reported before.
+    pub(super) fn publish_error(&self, source: &Source, error: FileError) -> Option<bool> {
+        let mut inner = self.inner.lock();
+        let entry = inner.entries.get_mut(source)?;
+        let is_available = entry.is_available();
+        let text = error.to_string();
+        // A file that need not exist is no failure until it has existed.
+        let is_failure = is_available || !entry.is_optional || !error.is_absence();
+        let is_new = is_failure && entry.problem.as_ref() != Some(&text);
+        if is_failure {
+            entry.problem = Some(text);
+        }
+        if !is_available {
+            entry.state = SecretState::Unusable(Arc::new(error));
+            entry.notify();
+        }
+        is_new.then_some(is_available)
     }
 
-    /// The sources to look at now and then: all but those that need not exist and do not.
-    pub(super) fn sources(&self) -> Vec<Source> {
-        let table = self.lock();
-        let entries = table.entries.iter();
-        let polled = entries.filter(|(_, entry)| entry.is_polled());
-        polled.map(|(source, _)| source.clone()).collect()
-    }
-
-    pub(super) fn is_polled(&self) -> bool {
-        self.lock().entries.values().any(Entry::is_polled)
-    }
-
-    pub(super) fn is_optional(&self, source: &Source) -> bool {
-        let table = self.lock();
-        table
-            .entries
-            .get(source)
-            .is_some_and(|entry| entry.is_optional)
-    }
-
-    /// Tells the readers of a source. One that was forgotten meanwhile stays forgotten.
-    pub(super) fn publish(&self, source: &Source, found: Found) {
-        if let Some(entry) = self.lock().entries.get_mut(source) {
-            entry.found = found;
-            entry.tell();
+    /// Wakes the subscribers of a source.
+    pub(super) fn notify(&self, source: &Source) {
+        if let Some(entry) = self.inner.lock().entries.get(source) {
+            entry.notify();
         }
     }
 
-    /// Has the readers of a source look again.
-    pub(super) fn tell(&self, source: &Source) {
-        if let Some(entry) = self.lock().entries.get(source) {
-            entry.tell();
-        }
-    }
-
-    /// Forgets sources that had no reader the last time and have none now. Who found no room is told.
-    pub(super) fn sweep(&self) -> Vec<Source> {
-        let mut gone = Vec::new();
-        let mut table = self.lock();
-        table.entries.retain(|source, entry| {
-            let is_idle = entry.readers.is_empty() && !entry.is_pinned;
-            let stays = !is_idle || !entry.is_idle;
-            entry.is_idle = is_idle;
-            if !stays {
-                gone.push(source.clone());
-            }
-            stays
-        });
-        if !gone.is_empty() {
-            for (reader, changed) in std::mem::take(&mut table.refused) {
-                table.admissible.insert(reader);
-                changed.notify_one();
+    /// Has the sources of a path read again.
+    pub(super) fn path_changed(&self, path: &Path) {
+        let inner = self.inner.lock();
+        for source in inner.paths.get(path).into_iter().flatten() {
+            if let Some(entry) = inner.entries.get(source) {
+                entry.changed.send_replace(());
             }
         }
-        gone
     }
 
-    /// A panic leaves entries, not a broken table.
-    fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock()
+    /// Has all sources read again.
+    pub(super) fn all_changed(&self) {
+        for entry in self.inner.lock().entries.values() {
+            entry.changed.send_replace(());
+        }
+    }
+
+    /// Forgets a source if it has no subscriber now and had none when `was_idle` was set. Returns the
+    /// paths that no source uses any more.
+    pub(super) fn forget_if_idle(
+        &self,
+        source: &Source,
+        was_idle: &mut bool,
+    ) -> Option<Vec<PathBuf>> {
+        let mut inner = self.inner.lock();
+        let entry = inner.entries.get(source)?;
+        let is_idle = entry.subscribers.is_empty() && !entry.is_pinned;
+        if !std::mem::replace(was_idle, is_idle) || !is_idle {
+            return None;
+        }
+        inner.entries.remove(source);
+        let refused = inner.refused.values();
+        refused.for_each(|subscriber| subscriber.notify_one());
+        let mut unused = Vec::new();
+        for path in source.paths() {
+            let sources = inner.paths.get_mut(path);
+            if sources.is_some_and(|sources| sources.remove(source) && sources.is_empty()) {
+                inner.paths.remove(path);
+                unused.push(path.to_owned());
+            }
+        }
+        Some(unused)
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.inner.lock().entries.len()
+    }
+}
+
+impl Inner {
+    fn add(&mut self, source: Source, is_pinned: bool, is_optional: bool) {
+        let entry = Entry {
+            state: SecretState::Reading,
+            subscribers: HashMap::new(),
+            changed: watch::Sender::new(()),
+            is_pinned,
+            is_optional,
+            problem: None,
+        };
+        self.fresh.push(source.clone());
+        self.entries.insert(source, entry);
     }
 }
 
 impl Entry {
-    fn new() -> Self {
-        Self {
-            found: Found::Pending,
-            readers: HashMap::new(),
-            is_pinned: false,
-            is_optional: false,
-            is_idle: false,
-        }
+    fn is_available(&self) -> bool {
+        matches!(self.state, SecretState::Available(_))
     }
 
-    fn tell(&self) {
-        let readers = self.readers.values();
-        readers.for_each(|reader| reader.notify_one());
+    fn notify(&self) {
+        let subscribers = self.subscribers.values();
+        subscribers.for_each(|subscriber| subscriber.notify_one());
     }
-
-    fn is_polled(&self) -> bool {
-        !self.is_optional || matches!(self.found, Found::There(_))
-    }
-}
-
-fn too_many() -> Found {
-    Found::Missing(Arc::new(FileError::TooMany { most: MOST_SOURCES }))
 }

@@ -1,7 +1,9 @@
-//! Files that come, change, break and go, and what subscribers hear of it.
+//! Files that are made, changed, broken and removed, and what subscribers get.
 
 use std::fs;
+use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 use rcgen::{CertificateParams, KeyPair};
@@ -17,7 +19,7 @@ struct Fixture {
     directory: TempDir,
     registry: Registry,
     files: Files,
-    _keeper: JoinSet<()>,
+    _watcher: JoinSet<()>,
 }
 
 /// Certificate and key, as PEM.
@@ -27,7 +29,7 @@ fn generated() -> (String, String) {
     (certificate.expect("signs").pem(), key.serialize_pem())
 }
 
-/// A keeper for a directory where the workload's files may be.
+/// Watches a directory where the workload's files may be.
 fn start(directory: TempDir, is_only_source: bool) -> Fixture {
     let registry = Registry::default();
     let config = Config {
@@ -40,14 +42,14 @@ fn start(directory: TempDir, is_only_source: bool) -> Fixture {
         system_roots: directory.path().join("system.pem"),
         debounce: Duration::from_millis(20),
     };
-    let (files, keeper) = new(config, Clock::system(), &registry);
+    let (files, watcher) = new(config, Clock::system(), &registry);
     let mut tasks = JoinSet::new();
-    tasks.spawn(keeper);
+    tasks.spawn(watcher);
     Fixture {
         directory,
         registry,
         files,
-        _keeper: tasks,
+        _watcher: tasks,
     }
 }
 
@@ -87,11 +89,15 @@ fn write(directory: &Path, name: &str, content: &str) {
     fs::rename(directory.join("draft"), directory.join(name)).unwrap();
 }
 
-/// What is found once it is as it should be.
-async fn once(of: &Subscription, name: &Name, is: impl Fn(&Found) -> bool) -> Found {
+/// The state once it is as expected.
+async fn once(
+    of: &mut Subscription,
+    name: &Name,
+    is: impl Fn(&Option<SecretState>) -> bool,
+) -> Option<SecretState> {
     let reached = async {
         loop {
-            let found = of.found(name);
+            let found = of.get(name);
             if is(&found) {
                 return found;
             }
@@ -101,17 +107,32 @@ async fn once(of: &Subscription, name: &Name, is: impl Fn(&Found) -> bool) -> Fo
     tokio::time::timeout(LIMIT, reached).await.expect("in time")
 }
 
-async fn chain_is(of: &Subscription, name: &Name, expected: &str) {
-    let is = |found: &Found| {
-        matches!(found, Found::There(secret)
-            if matches!(&secret.content, Content::Pair { chain, .. } if chain == expected))
+async fn chain_is(of: &mut Subscription, name: &Name, expected: &str) {
+    let is = |state: &Option<SecretState>| match state {
+        Some(SecretState::Available(Secret::Certificate(pair))) => pair.chain_pem() == expected,
+        _ => false,
     };
     once(of, name, is).await;
 }
 
-async fn missing(of: &Subscription, name: &Name) -> String {
-    match once(of, name, |found| matches!(found, Found::Missing(_))).await {
-        Found::Missing(error) => error.to_string(),
+fn is_available(state: &Option<SecretState>) -> bool {
+    matches!(state, Some(SecretState::Available(_)))
+}
+
+async fn roots(of: &mut Subscription, name: &Name) -> Roots {
+    match once(of, name, is_available).await {
+        Some(SecretState::Available(Secret::Roots(roots))) => roots,
+        other => panic!("no roots: {other:?}"),
+    }
+}
+
+async fn missing(of: &mut Subscription, name: &Name) -> String {
+    match once(of, name, |found| {
+        matches!(found, Some(SecretState::Unusable(_)))
+    })
+    .await
+    {
+        Some(SecretState::Unusable(error)) => error.to_string(),
         _ => panic!("is missing"),
     }
 }
@@ -124,16 +145,20 @@ async fn rest() {
 async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     let fixture = empty();
     let name = fixture.cert("cert", "key");
-    let subscription = fixture.want(&[&name]);
-    assert!(missing(&subscription, &name).await.contains("cannot read"));
+    let mut subscription = fixture.want(&[&name]);
+    assert!(
+        missing(&mut subscription, &name)
+            .await
+            .contains("cannot read")
+    );
     let ((first, first_key), (second, second_key)) = (generated(), generated());
     fixture.write("cert", &first);
     fixture.write("key", &first_key);
-    chain_is(&subscription, &name, &first).await;
+    chain_is(&mut subscription, &name, &first).await;
 
     fixture.write("cert", &second);
     rest().await;
-    chain_is(&subscription, &name, &first).await;
+    chain_is(&mut subscription, &name, &first).await;
     let page = fixture.registry.render();
     assert!(
         page.contains("istio_agent_num_file_secret_failures_total "),
@@ -141,23 +166,23 @@ async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
     );
     // The key alone changes now.
     fixture.write("key", &second_key);
-    chain_is(&subscription, &name, &second).await;
+    chain_is(&mut subscription, &name, &second).await;
     for broken in [
         "",
         "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
     ] {
         fixture.write("cert", broken);
         rest().await;
-        chain_is(&subscription, &name, &second).await;
+        chain_is(&mut subscription, &name, &second).await;
     }
     fs::remove_file(fixture.path("cert")).unwrap();
     rest().await;
-    chain_is(&subscription, &name, &second).await;
+    chain_is(&mut subscription, &name, &second).await;
     fixture.write("cert", &second);
     fixture.write("cert", &first);
     fixture.write("key", &first_key);
-    chain_is(&subscription, &name, &first).await;
-    assert!(!format!("{:?}", subscription.found(&name)).contains("PRIVATE"));
+    chain_is(&mut subscription, &name, &first).await;
+    assert!(!format!("{:?}", subscription.get(&name)).contains("PRIVATE"));
 }
 
 #[tokio::test]
@@ -166,19 +191,14 @@ async fn the_same_content_again_is_no_change() {
     let name = fixture.root("root");
     let (pem, _) = generated();
     fixture.write("root", &pem);
-    let subscription = fixture.want(&[&name]);
-    let is_there = |found: &Found| matches!(found, Found::There(_));
-    let Found::There(first) = once(&subscription, &name, is_there).await else {
-        panic!("is there")
-    };
+    let mut subscription = fixture.want(&[&name]);
+    let first = roots(&mut subscription, &name).await;
     for _ in 0..3 {
         fixture.write("root", &pem);
         rest().await;
     }
-    let Found::There(last) = subscription.found(&name) else {
-        panic!("is there")
-    };
-    assert!(Arc::ptr_eq(&first, &last));
+    let last = roots(&mut subscription, &name).await;
+    assert_eq!(first.pem().as_ptr(), last.pem().as_ptr());
 }
 
 #[tokio::test]
@@ -188,41 +208,41 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
     write(directory.path(), "root-cert.pem", &own);
     let fixture = start(directory, true);
     let (name, by_path) = (Name::RootCa, fixture.root("root-cert.pem"));
-    let subscription = fixture.want(&[&name, &by_path]);
-    let count = |found: &Found| match found {
-        Found::There(secret) => match &secret.content {
-            Content::Roots { pem, .. } => {
-                let pem = String::from_utf8_lossy(pem);
-                pem.matches("BEGIN CERTIFICATE").count()
-            }
-            Content::Pair { .. } => panic!("no roots"),
-        },
+    let mut subscription = fixture.want(&[&name, &by_path]);
+    let count = |state: &Option<SecretState>| match state {
+        Some(SecretState::Available(Secret::Roots(roots))) => {
+            let pem = String::from_utf8_lossy(roots.pem());
+            pem.matches("BEGIN CERTIFICATE").count()
+        }
         _ => 0,
     };
-    once(&subscription, &name, |found| count(found) == 1).await;
+    once(&mut subscription, &name, |found| count(found) == 1).await;
     let (mesh, _) = generated();
-    assert!(fixture.files.trust("no PEM").is_err());
-    let told = fixture.want(&[&name]);
+    assert!(fixture.files.set_mesh_bundle("no PEM").is_err());
+    let mut notified = fixture.want(&[&name]);
     for (is_new, expected) in [(true, 2), (false, 2)] {
-        assert_eq!(fixture.files.trust(&format!("{mesh}{own}")), Ok(is_new));
-        once(&subscription, &name, |found| count(found) == expected).await;
+        assert_eq!(
+            fixture.files.set_mesh_bundle(&format!("{mesh}{own}")),
+            Ok(is_new)
+        );
+        once(&mut subscription, &name, |found| count(found) == expected).await;
     }
-    let telling = tokio::time::timeout(LIMIT, told.changed());
-    telling.await.expect("is told");
-    let two = [subscription.found(&name), subscription.found(&name)];
-    let [Found::There(one), Found::There(other)] = &two else {
-        panic!("are there")
-    };
-    assert!(Arc::ptr_eq(one, other), "merged again for nothing");
+    let notification = tokio::time::timeout(LIMIT, notified.changed());
+    notification.await.expect("is notified");
+    let mut pointers = Vec::new();
+    for _ in 0..2 {
+        pointers.push(roots(&mut subscription, &name).await.pem().as_ptr());
+    }
+    assert_eq!(pointers[0], pointers[1], "merged again for nothing");
     fixture.write("root-cert.pem", &format!("{own}{}", generated().0));
-    once(&subscription, &name, |found| count(found) == 3).await;
-    assert_eq!(count(&subscription.found(&by_path)), 2);
-    assert_eq!(fixture.files.trust(""), Ok(true));
-    once(&subscription, &name, |found| count(found) == 2).await;
+    once(&mut subscription, &name, |found| count(found) == 3).await;
+    assert_eq!(count(&subscription.get(&by_path)), 2);
+    assert_eq!(fixture.files.set_mesh_bundle(""), Ok(true));
+    once(&mut subscription, &name, |found| count(found) == 2).await;
 }
 
 #[tokio::test]
-async fn of_a_bundle_every_good_certificate_is_taken_wherever_it_stands() {
+async fn every_good_certificate_of_a_bundle_is_taken() {
     let fixture = empty();
     let name = fixture.root("root");
     let ((one, _), (two, key)) = (generated(), generated());
@@ -230,27 +250,17 @@ async fn of_a_bundle_every_good_certificate_is_taken_wherever_it_stands() {
     let cut = "-----BEGIN CERTIFICATE-----\nMIIB\n";
     let bundle = format!("# comment\n{cut}{one}{broken}noise\n{key}{two}{cut}");
     fixture.write("root", &bundle);
-    let subscription = fixture.want(&[&name]);
-    let found = once(&subscription, &name, |found| {
-        matches!(found, Found::There(_))
-    })
-    .await;
-    let Found::There(secret) = found else {
-        panic!("is there")
-    };
-    let Content::Roots { pem, broken } = &secret.content else {
-        panic!("no roots");
-    };
-    let text = std::str::from_utf8(pem).unwrap().replace('\r', "");
+    let mut subscription = fixture.want(&[&name]);
+    let roots = roots(&mut subscription, &name).await;
+    let text = std::str::from_utf8(roots.pem()).unwrap().replace('\r', "");
     assert_eq!(text.matches("BEGIN CERTIFICATE").count(), 2);
-    assert!(
-        !text.contains("PRIVATE") && *broken == 3,
-        "{broken}: {text}"
-    );
+    assert!(!text.contains("PRIVATE"), "{text}");
+    let (_, broken) = Source::Roots(fixture.path("root").into()).read().unwrap();
+    assert_eq!(broken, 3);
 }
 
 #[tokio::test]
-async fn odd_files_are_refused_with_a_reason_that_holds_nothing_of_them() {
+async fn odd_files_are_refused_with_a_reason_that_quotes_nothing_of_them() {
     let fixture = empty();
     let (pem, key) = generated();
     fixture.write("cert", &pem);
@@ -284,57 +294,57 @@ async fn odd_files_are_refused_with_a_reason_that_holds_nothing_of_them() {
         ("huge", "key", "more than"),
     ] {
         let name = fixture.cert(chain, key);
-        let subscription = fixture.want(&[&name]);
-        let reason = missing(&subscription, &name).await;
+        let mut subscription = fixture.want(&[&name]);
+        let reason = missing(&mut subscription, &name).await;
         assert!(reason.contains(expected), "{chain} {key}: {reason}");
         assert!(!reason.contains("hunter2"), "{reason}");
     }
 }
 
 #[tokio::test]
-async fn the_workloads_files_go_first_once_they_are_there_and_for_good() {
+async fn the_workloads_files_replace_the_authority_once_they_exist_and_stay() {
     let fixture = empty();
     let names = [&Name::Default, &Name::RootCa];
-    let subscription = fixture.want(&names);
+    let mut subscription = fixture.want(&names);
     for name in names {
-        assert!(matches!(subscription.found(name), Found::NoFile));
+        assert!(subscription.get(name).is_none());
     }
     let (pem, key) = generated();
     fixture.write("cert-chain.pem", &pem);
     fixture.write("key.pem", &key);
-    chain_is(&subscription, &Name::Default, &pem).await;
-    assert!(matches!(subscription.found(&Name::RootCa), Found::NoFile));
+    chain_is(&mut subscription, &Name::Default, &pem).await;
+    assert!(subscription.get(&Name::RootCa).is_none());
     for file in ["cert-chain.pem", "key.pem"] {
         fs::remove_file(fixture.path(file)).unwrap();
     }
     rest().await;
-    chain_is(&subscription, &Name::Default, &pem).await;
+    chain_is(&mut subscription, &Name::Default, &pem).await;
 }
 
 #[tokio::test]
-async fn files_that_are_there_at_the_start_and_no_good_are_waited_for_until_they_go() {
+async fn bad_files_at_the_start_are_waited_for_until_they_are_removed() {
     let directory = tempfile::tempdir().unwrap();
     let ((pem, key), (_, other)) = (generated(), generated());
     write(directory.path(), "cert-chain.pem", &pem);
     write(directory.path(), "key.pem", &other);
     write(directory.path(), "root-cert.pem", "");
     let fixture = start(directory, false);
-    let subscription = fixture.want(&[&Name::Default, &Name::RootCa]);
-    missing(&subscription, &Name::Default).await;
+    let mut subscription = fixture.want(&[&Name::Default, &Name::RootCa]);
+    missing(&mut subscription, &Name::Default).await;
     // An empty file is none.
-    assert!(matches!(subscription.found(&Name::RootCa), Found::NoFile));
+    assert!(subscription.get(&Name::RootCa).is_none());
     fixture.write("root-cert.pem", "nonsense");
     rest().await;
-    assert!(matches!(subscription.found(&Name::RootCa), Found::NoFile));
+    assert!(subscription.get(&Name::RootCa).is_none());
     fs::remove_file(fixture.path("key.pem")).unwrap();
-    let gone = |found: &Found| matches!(found, Found::NoFile);
-    once(&subscription, &Name::Default, gone).await;
+    let gone = Option::is_none;
+    once(&mut subscription, &Name::Default, gone).await;
     fixture.write("key.pem", &key);
-    chain_is(&subscription, &Name::Default, &pem).await;
+    chain_is(&mut subscription, &Name::Default, &pem).await;
 }
 
 #[tokio::test]
-async fn files_that_are_there_at_the_start_are_known_at_once() {
+async fn files_that_exist_at_the_start_are_known_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let (pem, key) = generated();
     write(directory.path(), "cert-chain.pem", &pem);
@@ -342,12 +352,12 @@ async fn files_that_are_there_at_the_start_are_known_at_once() {
     let fixture = start(directory, true);
     assert!(fixture.files.have(&Name::Default));
     assert!(!fixture.files.have(&Name::RootCa));
-    let found = fixture.want(&[&Name::RootCa]).found(&Name::RootCa);
-    assert!(matches!(found, Found::Missing(_)), "{found:?}");
+    let found = fixture.want(&[&Name::RootCa]).get(&Name::RootCa);
+    assert!(matches!(found, Some(SecretState::Unusable(_))), "{found:?}");
 }
 
 #[tokio::test]
-async fn hundreds_of_pairs_are_read_and_one_that_is_not_there_keeps_none_waiting() {
+async fn hundreds_of_pairs_are_read_and_a_missing_one_delays_none() {
     let fixture = empty();
     let (pem, key) = generated();
     for n in (0..500).filter(|n| *n != 250) {
@@ -357,29 +367,48 @@ async fn hundreds_of_pairs_are_read_and_one_that_is_not_there_keeps_none_waiting
     let names: Vec<Name> = (0..500)
         .map(|n| fixture.cert(&format!("{n}.pem"), &format!("{n}.key")))
         .collect();
-    let subscription = fixture.want(&names.iter().collect::<Vec<_>>());
+    let mut subscription = fixture.want(&names.iter().collect::<Vec<_>>());
     for (n, name) in names.iter().enumerate() {
-        let found = once(&subscription, name, |found| {
-            !matches!(found, Found::Pending)
+        let found = once(&mut subscription, name, |found| {
+            !matches!(found, Some(SecretState::Reading))
         })
         .await;
-        assert_eq!(matches!(found, Found::There(_)), n != 250, "{n}");
+        assert_eq!(
+            matches!(found, Some(SecretState::Available(_))),
+            n != 250,
+            "{n}"
+        );
     }
 }
 
-/// The way to secrets of `directory`, for a keeper of one's own.
-fn files_of(directory: &TempDir, shared: Arc<Shared>) -> Files {
+/// The secrets of `directory`, read by a watcher of the test's own.
+fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
     Files {
         config: Arc::new(Config {
             workload: None,
             system_roots: directory.path().join("system.pem"),
             debounce: Duration::ZERO,
         }),
-        shared,
-        mesh: Mesh::default(),
+        table,
+        mesh: MeshBundle::default(),
         merged: Arc::default(),
-        claimed: [false; 2],
+        existed: [false; 2],
     }
+}
+
+fn watcher(table: &Arc<Table>, open: fn() -> io::Result<FileWatch>) -> Watcher {
+    let metrics = Metrics::new(&Registry::default());
+    Watcher::new(
+        table.clone(),
+        Clock::system(),
+        Duration::ZERO,
+        metrics,
+        open,
+    )
+}
+
+fn refused() -> io::Result<FileWatch> {
+    Err(io::Error::other("refused by the test"))
 }
 
 #[tokio::test(start_paused = true)]
@@ -387,8 +416,8 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_sa
     let fixture = empty();
     fixture.write("file", "no directory");
     let name = fixture.root("file/root.pem");
-    let subscription = fixture.want(&[&name]);
-    missing(&subscription, &name).await;
+    let mut subscription = fixture.want(&[&name]);
+    missing(&mut subscription, &name).await;
     let failures = "istio_agent_num_file_watcher_failures_total 1\n";
     assert!(fixture.registry.render().contains(failures));
     tokio::time::sleep(Duration::from_secs(600)).await;
@@ -401,45 +430,50 @@ async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_sa
         &generated().0,
     );
     let before = tokio::time::Instant::now();
-    once(&subscription, &name, |found| {
-        matches!(found, Found::There(_))
-    })
-    .await;
+    once(&mut subscription, &name, is_available).await;
     assert!(before.elapsed() <= Duration::from_secs(6));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_keeper_without_a_watch_looks_at_files_that_need_not_be_there_and_tries_again() {
+async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
     let directory = tempfile::tempdir().unwrap();
-    let shared = Arc::new(Shared::default());
-    let mut keeper = Keeper::unwatched(shared.clone(), Metrics::new(&Registry::default()));
-    let files = files_of(&directory, shared);
+    let table = Arc::new(Table::default());
+    let watcher = watcher(&table, refused);
+    let files = files_in(&directory, table);
     let path = directory.path().join("system.pem");
-    keeper.pin(Source::Roots(path), true);
-    assert!(!keeper.is_watching());
+    watcher.pin(Source::Roots(path), true);
     let mut tasks = JoinSet::new();
     let name = Name::SystemRoots;
     let mut subscription = files.subscribe();
     subscription.want(BTreeSet::from([name.clone()]));
-    tasks.spawn(keeper.run());
-    missing(&subscription, &name).await;
+    tasks.spawn(watcher.run());
+    missing(&mut subscription, &name).await;
     write(directory.path(), "system.pem", &generated().0);
-    once(&subscription, &name, |found| {
-        matches!(found, Found::There(_))
-    })
-    .await;
+    once(&mut subscription, &name, is_available).await;
+}
 
-    let shared = Arc::new(Shared::default());
-    let mut keeper = Keeper::unwatched(shared, Metrics::new(&Registry::default()));
-    keeper.poll_unwatched();
-    assert!(keeper.is_watching());
+#[tokio::test(start_paused = true)]
+async fn a_watch_the_kernel_refuses_is_tried_again() {
+    static REFUSED: AtomicBool = AtomicBool::new(false);
+    let refused_once = || match REFUSED.swap(true, Ordering::Relaxed) {
+        false => refused(),
+        true => FileWatch::new(),
+    };
+    let watcher = Arc::new(watcher(&Arc::default(), refused_once));
+    let mut tasks = JoinSet::new();
+    let running = watcher.clone();
+    tasks.spawn(async move { running.watch_files().await });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(REFUSED.load(Ordering::Relaxed) && !watcher.is_watching());
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(watcher.is_watching());
 }
 
 #[tokio::test]
 async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
     let directory = tempfile::tempdir().unwrap();
-    let shared = Arc::new(Shared::default());
-    let files = files_of(&directory, shared.clone());
+    let table = Arc::new(Table::default());
+    let files = files_in(&directory, table.clone());
     let many = (0..table::MOST_SOURCES).map(|n| Name::FileRoot(n.to_string()));
     let mut greedy = files.subscribe();
     greedy.want(many.collect());
@@ -448,48 +482,49 @@ async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
     for subscription in [&mut late, &mut gone] {
         subscription.want(BTreeSet::from([name.clone()]));
     }
-    let reason = missing(&late, &name).await;
+    let reason = missing(&mut late, &name).await;
     assert!(reason.contains("10000 secrets are read"), "{reason}");
+    let first = Source::Roots("0".into());
+    let mut was_idle = false;
+    for _ in 0..2 {
+        assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
+    }
     drop((greedy, gone));
-    assert!(shared.sweep().is_empty());
-    assert_eq!(shared.sweep().len(), table::MOST_SOURCES);
-    once(&late, &name, |found| matches!(found, Found::Pending)).await;
-    assert!(
-        shared
-            .fresh()
-            .contains(&Source::Roots(directory.path().join("system.pem")))
-    );
+    assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
+    assert!(table.forget_if_idle(&first, &mut was_idle).is_some());
+    let is_admitted = |state: &Option<SecretState>| matches!(state, Some(SecretState::Reading));
+    once(&mut late, &name, is_admitted).await;
+    let system = Source::Roots(directory.path().join("system.pem"));
+    assert!(table.take_fresh().contains(&system));
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_watches_miss_is_read_within_a_minute_and_what_nobody_wants_is_forgotten() {
-    let shared = Arc::new(Shared::default());
-    let registry = Registry::default();
-    let keeper = Keeper::unwatched(shared.clone(), Metrics::new(&registry));
+async fn what_inotify_misses_is_read_within_a_minute_and_unwanted_files_are_forgotten() {
+    let table = Arc::new(Table::default());
+    let watcher = watcher(&table, refused);
     let directory = tempfile::tempdir().unwrap();
-    let files = files_of(&directory, shared.clone());
+    let files = files_in(&directory, table.clone());
     let mut tasks = JoinSet::new();
-    tasks.spawn(keeper.run());
+    tasks.spawn(watcher.run());
     let mut subscription = files.subscribe();
     subscription.want(BTreeSet::from([Name::SystemRoots]));
     let name = Name::SystemRoots;
-    missing(&subscription, &name).await;
+    missing(&mut subscription, &name).await;
     write(directory.path(), "system.pem", &generated().0);
-    once(&subscription, &name, |found| {
-        matches!(found, Found::There(_))
-    })
-    .await;
+    once(&mut subscription, &name, is_available).await;
+    tokio::time::sleep(Duration::from_secs(300)).await;
     drop(subscription);
-    assert!(shared.is_polled());
-    let forgotten = async {
-        while shared.is_polled() {
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
-    };
-    let limit = Duration::from_secs(300);
-    tokio::time::timeout(limit, forgotten)
-        .await
-        .expect("is forgotten");
+    assert_eq!(table.len(), 1);
+    let before = tokio::time::Instant::now();
+    while table.len() > 0 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let minute = Duration::from_secs(60);
+    let took = before.elapsed();
+    assert!(
+        (minute..=2 * minute + Duration::from_secs(2)).contains(&took),
+        "{took:?}"
+    );
 }
 
 proptest! {

@@ -1,12 +1,11 @@
-//! Writes key, chain and roots to a directory, for those who do not ask over a socket: what `default`
-//! and `ROOTCA` hold, from files or from the authority, once there are all three.
+//! `OUTPUT_CERTS`: writes key, chain and roots to a directory, for clients that do not use SDS.
 //!
-//! The three names are links through one link, `..data`, to a directory that holds the three files
-//! of one rotation. That link is replaced by a rename, so all three change in the same moment and a
-//! reader who opens `..data` once cannot meet a mixture. Whoever opens `key.pem` finds what he would
-//! find in a plain file. Plain files already there are taken into such a directory first.
-//!
-//! Does not make the directory, nor remove files when a certificate expires.
+//! What is written is what `default` and `ROOTCA` serve, once there are both. The three names are links
+//! through one link, `..data`, to a directory that holds the three files of one rotation. A rename
+//! replaces that link, so all three change in the same moment: a client that opens `..data` once and
+//! reads beside it meets no mixture, and one that opens `key.pem` finds what a plain file would hold.
+//! Plain files already there are moved into such a directory first. The output directory must exist, and
+//! the files stay when a certificate expires.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -16,13 +15,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use bytes::Bytes;
+use zeroize::Zeroizing;
 
-use super::Secrets;
-use super::certificate::Workload;
-use super::files::source::Content;
-use super::files::{self, Files, Found, Subscription};
+use super::certificate::Certificate;
+use super::files::Files;
 use super::name::Name;
+use super::{Roots, Secret, SecretState, Secrets, Subscription};
 use crate::backoff::Backoff;
 
 /// The files, in the order in which they are written.
@@ -31,10 +29,10 @@ pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];
 /// The link that is replaced.
 const DATA: &str = "..data";
 
-/// What directories of one rotation begin with.
+/// The prefix of directories that hold one rotation.
 const VERSION: &str = "..istio-certs-";
 
-/// A directory of another agent that is this old and not linked is nobody's any more.
+/// A directory that is this old and not linked was left by an earlier agent.
 const STALE: Duration = Duration::from_secs(60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -43,123 +41,87 @@ const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub directory: PathBuf,
-    /// Files may be read by everybody, as containers of a pod have different users.
+    /// Whether all users may read the files, as containers of a pod have different users.
     pub readable_by_all: bool,
 }
 
-/// Writes what there is, for ever. A write that fails is tried again.
-pub async fn run(config: Config, mut secrets: Option<Secrets>, files: Files) {
+/// Writes each rotation until it is dropped. A write that fails is tried again.
+pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     let mut writer = Writer::new(config);
     let mut retry = RETRY;
-    let mut files = files.subscribe();
-    files.want(BTreeSet::from([Name::Default, Name::RootCa]));
+    let mut secrets = Subscription::new(secrets, &files);
+    secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
     loop {
         let outcome;
-        (writer, outcome) = write_latest(writer, Served::latest(secrets.as_ref(), &files)).await;
-        let wait = match outcome {
-            Ok(()) => {
-                retry.reset();
-                None
-            }
-            Err(error) => {
-                let wait = retry.next_wait().max(Duration::from_millis(100));
-                let path = writer.config.directory.display();
-                tracing::error!(
-                    target: "cache",
-                    "error when output the resource: {path}: {error}; next attempt in {wait:?}"
-                );
-                Some(wait)
-            }
+        (writer, outcome) = write_latest(writer, Contents::latest(&secrets)).await;
+        let Err(error) = outcome else {
+            retry.reset();
+            secrets.changed().await;
+            continue;
         };
-        let retrying = async {
-            match wait {
-                Some(wait) => tokio::time::sleep(wait).await,
-                None => std::future::pending().await,
-            }
-        };
-        let signed = async {
-            match &mut secrets {
-                Some(secrets) => secrets.changed().await,
-                None => std::future::pending().await,
-            }
-        };
+        let wait = retry.next_wait().max(Duration::from_millis(100));
+        let path = writer.config.directory.display();
+        tracing::error!(
+            target: "cache",
+            "error when output the resource: {path}: {error}; next attempt in {wait:?}"
+        );
         tokio::select! {
-            () = signed => {}
-            () = files.changed() => {}
-            () = retrying => {}
+            () = secrets.changed() => {}
+            () = tokio::time::sleep(wait) => {}
         }
     }
 }
 
-async fn write_latest(writer: Writer, served: Option<Served>) -> (Writer, io::Result<()>) {
-    let Some(served) = served else {
+async fn write_latest(writer: Writer, contents: Option<Contents>) -> (Writer, io::Result<()>) {
+    let Some(contents) = contents else {
         return (writer, Ok(()));
     };
     let config = writer.config.clone();
-    match tokio::task::spawn_blocking(move || writer.written(served)).await {
+    match tokio::task::spawn_blocking(move || writer.write_changed(contents)).await {
         Ok(done) => done,
         Err(error) => (Writer::new(config), Err(io::Error::other(error))),
     }
 }
 
-/// What an Envoy would be served: files go before the authority.
-#[derive(Debug)]
-struct Served {
-    pair: Pair,
-    roots: Bytes,
+/// What an Envoy is served at one moment.
+#[derive(Debug, PartialEq, Eq)]
+struct Contents {
+    certificate: Arc<Certificate>,
+    roots: Roots,
 }
 
-#[derive(Debug)]
-enum Pair {
-    Signed(Arc<Workload>),
-    Read(Arc<files::Secret>),
-}
-
-impl Served {
-    fn latest(secrets: Option<&Secrets>, files: &Subscription) -> Option<Self> {
-        let state = secrets.map(Secrets::latest).unwrap_or_default();
-        let pair = match files.found(&Name::Default) {
-            Found::There(secret) => Pair::Read(secret),
-            Found::NoFile => Pair::Signed(state.workload?),
-            Found::Pending | Found::Missing(_) => return None,
-        };
-        let roots = match files.found(&Name::RootCa) {
-            Found::There(secret) => match &secret.content {
-                Content::Roots { pem, .. } => pem.clone(),
-                Content::Pair { .. } => return None,
-            },
-            Found::NoFile => state.roots?.pem().clone(),
-            Found::Pending | Found::Missing(_) => return None,
-        };
-        Some(Self { pair, roots })
+impl Contents {
+    fn latest(secrets: &Subscription) -> Option<Self> {
+        match (secrets.get(&Name::Default), secrets.get(&Name::RootCa)) {
+            (
+                SecretState::Available(Secret::Certificate(certificate)),
+                SecretState::Available(Secret::Roots(roots)),
+            ) => Some(Self { certificate, roots }),
+            _ => None,
+        }
     }
 
-    /// Key, chain and roots.
-    fn contents(&self) -> [&[u8]; 3] {
-        let (key, chain): (&[u8], &[u8]) = match &self.pair {
-            Pair::Signed(workload) => {
-                let certificate = &workload.certificate;
-                (certificate.key_pem().as_bytes(), certificate.chain_pem())
-            }
-            Pair::Read(secret) => match &secret.content {
-                Content::Pair { key, chain, .. } => (key, chain),
-                Content::Roots { .. } => (&[], &[]),
-            },
-        };
-        [key, chain, &self.roots]
+    /// In the order of [`NAMES`].
+    fn files(&self) -> [&[u8]; 3] {
+        let certificate = &self.certificate;
+        [
+            certificate.key_pem(),
+            certificate.chain_pem(),
+            self.roots.pem(),
+        ]
     }
 }
 
-/// What is in the directory, as far as we put it there.
+/// What this agent has put in the directory.
 #[derive(Debug)]
 struct Writer {
     config: Config,
-    /// Linked now.
+    /// The version linked now.
     current: Option<String>,
-    /// Linked before: a reader may still be at it.
+    /// The version linked before: a client may still read it.
     previous: Option<String>,
-    /// Published last.
-    written: Option<Served>,
+    /// Written last.
+    written: Option<Contents>,
 }
 
 impl Writer {
@@ -172,14 +134,13 @@ impl Writer {
         }
     }
 
-    fn written(mut self, served: Served) -> (Self, io::Result<()>) {
-        let is_known = |last: &Served| last.contents() == served.contents();
-        if self.written.as_ref().is_some_and(is_known) {
+    fn write_changed(mut self, contents: Contents) -> (Self, io::Result<()>) {
+        if self.written.as_ref() == Some(&contents) {
             return (self, Ok(()));
         }
-        let outcome = self.write(served.contents());
+        let outcome = self.write(contents.files());
         if outcome.is_ok() {
-            self.written = Some(served);
+            self.written = Some(contents);
         }
         (self, outcome)
     }
@@ -195,8 +156,8 @@ impl Writer {
         {
             return Ok(());
         }
-        // Through the link as it is, so nothing has changed should the rest fail; but no name without
-        // a file behind it.
+        // The names go through the present link first, so nothing changes should the rest fail. On the
+        // first write they follow the link, as no name may lead nowhere.
         let is_first = fs::symlink_metadata(self.path(DATA)).is_err();
         if !is_first {
             self.link_names()?;
@@ -212,8 +173,8 @@ impl Writer {
         }
     }
 
-    /// Plain files become files behind the link, unchanged, so that the first rotation is one step
-    /// too. Clears away what earlier agents left.
+    /// Moves plain files behind the link, so that the first rotation is one step too, and removes what
+    /// earlier agents left.
     fn take_over(&mut self) -> io::Result<()> {
         let linked = fs::read_link(self.path(DATA)).ok();
         let linked = linked.and_then(|target| target.to_str().map(str::to_owned));
@@ -222,25 +183,20 @@ impl Writer {
             self.current = linked.filter(|name| name.starts_with(VERSION));
             return Ok(());
         }
-        let found = NAMES.map(|name| fs::read(self.path(name)).ok().map(zeroize::Zeroizing::new));
+        let found = NAMES.map(|name| fs::read(self.path(name)).ok().map(Zeroizing::new));
         if found.iter().all(Option::is_none) {
             return Ok(());
         }
         self.swap(std::array::from_fn(|at| {
             found[at].as_ref().map(|content| &content[..])
         }))?;
-        for (name, _) in NAMES
-            .iter()
-            .zip(&found)
-            .filter(|(_, found)| found.is_some())
-        {
-            self.link_name(name)?;
-        }
-        Ok(())
+        let names = NAMES.iter().zip(&found);
+        let mut names = names.filter_map(|(name, found)| found.as_ref().map(|_| name));
+        names.try_for_each(|name| self.link_name(name))
     }
 
-    /// Leads the link to a new version, in one step. Returns a version nobody may be reading any
-    /// more.
+    /// Points the link to a new version, in one step. Returns the version before the previous one, which
+    /// no client reads any more.
     fn swap(&mut self, contents: [Option<&[u8]>; 3]) -> io::Result<Option<String>> {
         let version = self.new_version(contents)?;
         if let Err(error) = self.link(DATA, &version) {
@@ -257,7 +213,7 @@ impl Writer {
         File::open(&self.config.directory)?.sync_all()
     }
 
-    /// What is in the way of writing may be in the way of this too; it is cleared later.
+    /// Best effort: a later start removes what is left.
     fn discard(&self, version: &str) {
         let _ = fs::remove_dir_all(self.path(version));
     }
@@ -265,7 +221,7 @@ impl Writer {
     fn holds(&self, name: &str, content: &[u8]) -> bool {
         let path = self.path(name);
         let is_link = fs::read_link(&path).is_ok_and(|target| target == Path::new(DATA).join(name));
-        is_link && fs::read(path).is_ok_and(|found| zeroize::Zeroizing::new(found)[..] == *content)
+        is_link && fs::read(path).is_ok_and(|found| Zeroizing::new(found)[..] == *content)
     }
 
     fn new_version(&self, contents: [Option<&[u8]>; 3]) -> io::Result<String> {
@@ -296,7 +252,7 @@ impl Writer {
         }
     }
 
-    /// Makes `name` a link to `target`, whatever it was.
+    /// Replaces `name` by a link to `target`.
     fn link(&self, name: &str, target: impl AsRef<Path>) -> io::Result<()> {
         let temporary = self.path(&format!("{VERSION}{:016x}.link", fastrand::u64(..)));
         symlink(target, &temporary)?;
@@ -314,7 +270,7 @@ impl Writer {
             if !name.starts_with(VERSION) || Some(&*name) == linked {
                 continue;
             }
-            // Somebody else's must not keep us from writing ours.
+            // Files of another user must not prevent writing.
             if let Err(error) = remove_if_stale(&entry) {
                 let path = entry.path();
                 tracing::warn!("{} of an earlier agent stays: {error}", path.display());
@@ -338,7 +294,8 @@ fn remove_if_stale(entry: &fs::DirEntry) -> io::Result<()> {
     }
 }
 
-/// Whole and on the disk before anybody sees it. Modes are as given, whatever the mask.
+/// Writes and syncs the files of a version that is not linked yet. Modes are as given, whatever the
+/// umask.
 fn fill(
     directory: &Path,
     mode: u32,

@@ -9,6 +9,7 @@ use tokio::task::JoinSet;
 use super::*;
 use crate::metrics::Registry;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
+use crate::secrets::files;
 
 const ROTATIONS: usize = 1000;
 
@@ -28,7 +29,7 @@ fn writer(directory: &TempDir, readable_by_all: bool) -> Writer {
     })
 }
 
-/// No name has any.
+/// Without files for any name.
 pub(in crate::secrets) fn no_files() -> Files {
     let config = files::Config {
         workload: None,
@@ -51,7 +52,7 @@ fn entries(directory: &TempDir) -> usize {
 }
 
 #[test]
-fn modes_depend_on_who_shall_read_and_not_on_what_was_there() {
+fn modes_depend_on_the_configuration_and_not_on_earlier_files() {
     for (readable_by_all, file, parent) in [(false, 0o600, 0o700), (true, 0o644, 0o755)] {
         let directory = directory();
         let mut writer = writer(&directory, readable_by_all);
@@ -64,7 +65,7 @@ fn modes_depend_on_who_shall_read_and_not_on_what_was_there() {
 }
 
 #[test]
-fn what_is_there_already_is_not_written_again_also_by_another_agent() {
+fn present_content_is_not_written_again_also_by_another_agent() {
     let directory = directory();
     writer(&directory, false).write(all("a")).unwrap();
     let link = || fs::read_link(directory.path().join(DATA)).unwrap();
@@ -141,7 +142,7 @@ fn who_opens_the_link_once_never_sees_a_mixture() {
 }
 
 #[test]
-fn who_reads_the_plain_names_when_told_never_sees_a_mixture() {
+fn a_reader_of_the_plain_names_never_sees_a_mixture_after_an_event() {
     let directory = directory();
     let mut writer = writer(&directory, false);
     writer.write(all("0")).unwrap();
@@ -154,7 +155,7 @@ fn who_reads_the_plain_names_when_told_never_sees_a_mixture() {
         writer.write(all(&rotation)).unwrap();
         let mut reader = inotify::Reader::new(&watch, &mut buffer);
         let event = reader.next().unwrap();
-        // One event tells of all three files.
+        // One event stands for all three files.
         assert_eq!(event.file_name().unwrap().to_bytes(), DATA.as_bytes());
         assert!(reader.is_buffer_empty());
         assert_eq!(read(&directory), [rotation.as_str(); 3]);
@@ -218,7 +219,7 @@ async fn writes_every_rotation_without_any_reader_and_waits_for_its_directory() 
         tokio::time::sleep(Duration::from_secs(120)).await;
         let workload = secrets.latest().workload.unwrap();
         let file = |name| fs::read_to_string(config_of_output.directory.join(name)).unwrap();
-        assert_eq!(file(NAMES[0]), workload.certificate.key_pem());
+        assert_eq!(file(NAMES[0]).as_bytes(), workload.certificate.key_pem());
         assert_eq!(file(NAMES[1]).as_bytes(), *workload.certificate.chain_pem());
         assert_eq!(file(NAMES[2]).as_bytes(), *workload.roots.pem());
         while secrets

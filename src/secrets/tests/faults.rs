@@ -44,7 +44,7 @@ impl Log {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_stays_untold() {
+async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_unreported() {
     // With one subscriber alone, a line first met by another test's thread stays off in ours.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
     let log = Log::default();
@@ -67,9 +67,9 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_stays_u
         );
         let text = log.take();
         // A request may be under way at either end.
-        let told = text.matches("in a row, next attempt in ").count();
+        let reported = text.matches("in a row, next attempt in ").count();
         assert!(
-            told.abs_diff(requests) <= 1,
+            reported.abs_diff(requests) <= 1,
             "{fault:?}: {requests} in {text}"
         );
         assert!(!text.contains("PRIVATE"));
@@ -121,9 +121,15 @@ async fn clocks_that_differ_and_short_lives_cost_no_storm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_certificate_for_another_name_is_used_and_told() {
+async fn a_certificate_for_another_name_is_used_and_reported() {
     let mut fixture = start(config(), Answer::ForeignName);
-    assert!(!fixture.first().await.certificate.is_of(&config().identity));
+    assert!(
+        !fixture
+            .first()
+            .await
+            .certificate
+            .is_issued_to(&config().identity)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -136,7 +142,7 @@ async fn whatever_is_published_while_roots_rotate_vouches_for_itself() {
         let first = fixture.first().await;
         fixture
             .secrets
-            .trust(&fixture.authority.root_pem())
+            .set_mesh_bundle(&fixture.authority.root_pem())
             .expect("is one");
         rotate(&fixture.authority);
         let mut certificates = vec![first];
@@ -196,7 +202,10 @@ async fn a_machine_resumed_between_two_attempts_makes_the_next_at_once() {
 async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_time_of_our_own() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
-    fixture.secrets.trust(&other.root_pem()).expect("is one");
+    fixture
+        .secrets
+        .set_mesh_bundle(&other.root_pem())
+        .expect("is one");
     assert!(fixture.secrets.latest().roots.is_none());
     fixture.authority.set(Answer::Signed);
     let first = fixture.first().await;
@@ -208,9 +217,15 @@ async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_
             .count()
     };
     assert_eq!(anchors(&fixture.secrets), 2);
-    let error = fixture.secrets.trust("no PEM").expect_err("is none");
+    let error = fixture
+        .secrets
+        .set_mesh_bundle("no PEM")
+        .expect_err("is none");
     assert!(error.to_string().contains("in 6 bytes"), "{error}");
-    fixture.secrets.trust(&other.root_pem()).expect("is one");
+    fixture
+        .secrets
+        .set_mesh_bundle(&other.root_pem())
+        .expect("is one");
     tokio::time::sleep(HOUR).await;
     assert_eq!(
         (fixture.authority.requests(), anchors(&fixture.secrets)),
@@ -222,13 +237,13 @@ async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_
         other.root_pem(),
         FakeAuthority::new(&clock()).root_pem()
     );
-    fixture.secrets.trust(&two).expect("are two");
+    fixture.secrets.set_mesh_bundle(&two).expect("are two");
     tokio::task::yield_now().await;
     assert_eq!(anchors(&fixture.secrets), 3);
     let before = Instant::now();
     fixture.renewed(&first).await;
     assert!(before.elapsed() <= 10 * MINUTE, "{:?}", before.elapsed());
-    fixture.secrets.trust("").expect("is none");
+    fixture.secrets.set_mesh_bundle("").expect("is none");
     tokio::task::yield_now().await;
     assert_eq!(anchors(&fixture.secrets), 1);
 }
@@ -237,12 +252,15 @@ async fn roots_of_the_mesh_join_the_authoritys_and_a_changed_bundle_renews_at_a_
 async fn a_bundle_that_comes_while_the_authority_answers_brings_the_renewal_forward() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
-    fixture.secrets.trust(&other.root_pem()).expect("is one");
+    fixture
+        .secrets
+        .set_mesh_bundle(&other.root_pem())
+        .expect("is one");
     while fixture.authority.requests() == 0 {
         tokio::task::yield_now().await;
     }
     let another = FakeAuthority::new(&clock()).root_pem();
-    fixture.secrets.trust(&another).expect("is one");
+    fixture.secrets.set_mesh_bundle(&another).expect("is one");
     fixture.authority.set(Answer::Signed);
     let first = fixture.first().await;
     let before = Instant::now();
@@ -273,7 +291,10 @@ async fn ten_thousand_rotations_show_no_bad_pair_and_leave_nothing_behind() {
     let mut usage = Vec::new();
     for rotation in 0..10_000 {
         workload = fixture.renewed(&workload).await;
-        let key = rcgen::KeyPair::from_pem(workload.certificate.key_pem()).expect("is a key");
+        let key = rcgen::KeyPair::from_pem(
+            std::str::from_utf8(workload.certificate.key_pem()).expect("is text"),
+        )
+        .expect("is a key");
         let chain = workload.certificate.chain_pem();
         let (_, leaf) = x509_parser::pem::parse_x509_pem(chain).expect("is PEM");
         let leaf = leaf.parse_x509().expect("is a certificate");

@@ -1,4 +1,4 @@
-//! The life of a certificate, on a paused clock and with an authority that misbehaves as told.
+//! The lifetime of a certificate, on a paused clock and with a misbehaving authority.
 
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -10,8 +10,8 @@ use super::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
+mod cache;
 mod faults;
-mod kept;
 
 struct Fixture {
     clock: Clock,
@@ -81,12 +81,17 @@ async fn asks_at_once_and_serves_the_answer_as_it_came() {
     assert_eq!(chain.matches("BEGIN CERTIFICATE").count(), 2);
     let anchors = roots.trim().replace('\r', "");
     assert_eq!(workload.roots.pem(), anchors.as_bytes());
-    assert!(workload.certificate.key_pem().contains("PRIVATE KEY"));
+    assert!(
+        workload
+            .certificate
+            .key_pem()
+            .starts_with(b"-----BEGIN EC PRIVATE KEY")
+    );
     assert!(!format!("{:?}", fixture.secrets.latest()).contains("PRIVATE KEY"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn renews_at_half_life_without_anybody_asking() {
+async fn renews_at_half_life_without_subscribers() {
     let mut fixture = start(config(), Answer::Signed);
     let first = fixture.first().await;
     let start = Instant::now();
@@ -255,7 +260,7 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
 }
 
 #[tokio::test]
-async fn every_kind_of_key_is_recognised_in_its_certificate() {
+async fn every_type_of_key_is_recognised_in_its_certificate() {
     for key_type in [KeyType::P256, KeyType::P384, KeyType::Rsa(2048)] {
         let request = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
             .expect("generates");
@@ -318,7 +323,7 @@ async fn certificate_requests_their_failures_and_retries_are_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_dates_of_the_certificate_are_told_also_when_it_has_expired() {
+async fn the_dates_of_the_certificate_are_reported_also_when_it_has_expired() {
     let mut fixture = start(config(), Answer::Signed);
     fixture.first().await;
     fixture.authority.set(Answer::Waits);
@@ -350,7 +355,7 @@ async fn the_dates_of_the_certificate_are_told_also_when_it_has_expired() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_snapshot_tells_what_is_served_and_why_nothing_newer_is_and_no_key() {
+async fn the_snapshot_has_what_is_served_and_the_latest_problem_and_no_key() {
     let mut fixture = start(config(), Answer::Signed);
     let empty = fixture.secrets.snapshot();
     assert!(empty.secrets.iter().all(|secret| !secret.served));
@@ -371,7 +376,7 @@ async fn the_snapshot_tells_what_is_served_and_why_nothing_newer_is_and_no_key()
     assert_eq!(leaf.next_renewal.as_deref(), Some("2026-02-02T14:40:00Z"));
     assert_eq!(certificate.remaining_seconds.round(), 12.0 * 3600.0);
     assert_eq!(roots.certificates.len(), 1);
-    let problem = snapshot.problem.as_ref().expect("is told");
+    let problem = snapshot.problem.as_ref().expect("is reported");
     assert!(problem.error.contains("told to fail"), "{problem:?}");
     let json = serde_json::to_string(&snapshot).expect("is JSON");
     assert!(!json.contains("PRIVATE KEY"), "{json}");

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use istio_agent::ca::Ca;
-use istio_agent::ca::csr::{self, KeyType};
+use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
+use istio_agent::ca::key::KeyType;
 use istio_agent::identity::SpiffeId;
 use istio_agent::istiod::{self, Istiod, Keepalive, Security};
 use istio_agent::lifecycle::CancellationToken;

@@ -1,7 +1,6 @@
-//! Hands a private key to an extension of Envoy that signs with special hardware.
+//! Private key providers: extensions of Envoy that sign with special hardware.
 //!
-//! Does not check that Envoy has the extension: one that has it not refuses the secret, unless it
-//! may fall back.
+//! An Envoy without the extension refuses the secret, unless it may fall back.
 
 use std::time::Duration;
 
@@ -14,9 +13,9 @@ use prost::Message;
 
 /// `privateKeyProvider` of the proxy configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Provider {
+pub struct KeyProvider {
     pub kind: Kind,
-    /// How long Envoy collects work before it hands it on.
+    /// How long Envoy collects work before it hands it to the hardware.
     pub poll_delay: Option<Duration>,
     /// Whether Envoy may do the work itself where the hardware is missing.
     pub fallback: bool,
@@ -59,9 +58,9 @@ impl Kind {
     }
 }
 
-impl Provider {
-    /// The same secret with its key where the extension looks for it.
-    pub(super) fn take_key(&self, pair: TlsCertificate) -> TlsCertificate {
+impl KeyProvider {
+    /// Moves the key to where the extension looks for it.
+    pub(super) fn wrap_key(&self, pair: TlsCertificate) -> TlsCertificate {
         let config = MethodConfig {
             private_key: pair.private_key,
             poll_delay: self.poll_delay.map(|delay| ProtoDuration {
@@ -102,12 +101,12 @@ mod tests {
             ..Default::default()
         };
         for (kind, name) in [(Kind::CryptoMb, "cryptomb"), (Kind::Qat, "qat")] {
-            let provider = Provider {
+            let provider = KeyProvider {
                 kind,
                 poll_delay: Some(Duration::from_millis(2_500)),
                 fallback: true,
             };
-            let given = provider.take_key(pair.clone());
+            let given = provider.wrap_key(pair.clone());
             assert_eq!(given.private_key, None);
             assert_eq!(given.certificate_chain, pair.certificate_chain);
             let given = given.private_key_provider.expect("is set");

@@ -1,4 +1,4 @@
-//! The rules of the protocol, one by one, without a socket.
+//! The rules of SotW streams, one by one, without a socket.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,16 +10,18 @@ use envoy_types::pb::google::rpc;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::desk::Desk;
+use super::SecretOptions;
+use super::context::StreamContext;
 use super::metrics::Metrics;
-use super::secret::TYPE_URL;
-use super::session::{Protocol, Stamp};
-use super::stream::Stream;
+use super::resource::{Resource, TYPE_URL};
+use super::sotw::StateOfTheWorld;
+use super::stream::{Protocol, ResponseId};
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
-use crate::secrets::State;
 use crate::secrets::certificate::Workload;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
+use crate::secrets::name::Name;
+use crate::secrets::{SecretState, State};
 
 /// A state with a certificate fresh from `authority`.
 async fn signed_by(authority: &FakeAuthority) -> State {
@@ -32,6 +34,7 @@ async fn signed_by(authority: &FakeAuthority) -> State {
     State {
         roots: Some(workload.roots.clone()),
         workload: Some(Arc::new(workload)),
+        dates: None,
         problem: None,
     }
 }
@@ -64,20 +67,50 @@ fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
     }
 }
 
-/// The names of the next response, which gets `nonce`; empty when none is due.
-fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
-    if !stream.is_due(state, true) {
-        return Vec::new();
-    }
-    names(&answer(stream, state, nonce))
+/// One stream without a socket.
+struct Stream {
+    context: StreamContext,
+    protocol: StateOfTheWorld,
 }
 
-fn answer(stream: &mut Stream, state: &State, nonce: &str) -> DiscoveryResponse {
-    let stamp = Stamp {
-        version: "now/1".to_owned(),
-        nonce: nonce.to_owned(),
-    };
-    stream.answer(state, true, stamp)
+impl Stream {
+    fn new(registry: &Registry) -> Self {
+        Self {
+            context: StreamContext::new(1, Metrics::new(registry), true),
+            protocol: StateOfTheWorld::default(),
+        }
+    }
+
+    fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
+        self.protocol.apply(&mut self.context, request)
+    }
+
+    fn answer(&mut self, state: &State, nonce: &str) -> Option<DiscoveryResponse> {
+        let options = SecretOptions::default();
+        let lookup = |name: &Name| match state.secret(name) {
+            Some(secret) => SecretState::Available(Resource {
+                secret,
+                options: &options,
+                has_crl: false,
+            }),
+            None => SecretState::Unsigned,
+        };
+        let id = || ResponseId {
+            version: "now/1".to_owned(),
+            nonce: nonce.to_owned(),
+        };
+        self.protocol.answer(&lookup, true, id)
+    }
+}
+
+/// The names of the next response, which gets `nonce`; empty when none is due.
+fn sent(stream: &mut Stream, state: &State, nonce: &str) -> Vec<String> {
+    let response = stream.answer(state, nonce);
+    response.as_ref().map(names).unwrap_or_default()
+}
+
+fn is_due(stream: &mut Stream, state: &State) -> bool {
+    stream.answer(state, "due").is_some()
 }
 
 fn names(response: &DiscoveryResponse) -> Vec<String> {
@@ -88,7 +121,7 @@ fn names(response: &DiscoveryResponse) -> Vec<String> {
 }
 
 fn fresh() -> Stream {
-    Stream::new(Desk::new(1, Metrics::new(&Registry::default()), true))
+    Stream::new(&Registry::default())
 }
 
 /// A stream that asked for `first` and got it with nonce "1".
@@ -210,7 +243,7 @@ async fn a_refusal_as_the_first_request_asks_for_nothing() {
     stream
         .apply(&refusal(&["default"], ""))
         .expect("is survived");
-    assert!(!stream.is_due(&state, true));
+    assert!(!is_due(&mut stream, &state));
     stream.apply(&request(&["default"], "x")).expect("is fine");
     assert_eq!(sent(&mut stream, &state, "1"), ["default"]);
 }
@@ -222,12 +255,12 @@ async fn a_request_waits_until_there_is_a_secret() {
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
-    assert!(!stream.is_due(&nothing, true));
-    assert!(stream.waits(&nothing).authority);
+    assert!(!is_due(&mut stream, &nothing));
+    assert_eq!(stream.protocol.unanswered().count(), 2);
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
-    assert!(!stream.waits(&state).authority);
-    assert!(!stream.is_due(&nothing, true), "a withdrawal is not a push");
+    assert_eq!(stream.protocol.unanswered().count(), 0);
+    assert!(!is_due(&mut stream, &nothing), "a withdrawal is not a push");
 }
 
 #[tokio::test]
@@ -238,11 +271,8 @@ async fn pushes_what_changed_and_was_asked_for_roots_first() {
     let mut roots_only = subscribed(&["ROOTCA"], &old);
     let renewed = signed_by(&authority).await;
     assert_eq!(sent(&mut both, &renewed, "2"), ["default"]);
-    assert!(!roots_only.is_due(&renewed, true));
-    assert!(
-        !both.is_due(&renewed.clone(), true),
-        "the same is not sent again"
-    );
+    assert!(!is_due(&mut roots_only, &renewed));
+    assert!(!is_due(&mut both, &renewed), "the same is not sent again");
     authority.rotate_root();
     let moved = signed_by(&authority).await;
     assert_eq!(sent(&mut both, &moved, "3"), ["ROOTCA"]);
@@ -255,7 +285,7 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
     let state = signed().await;
     let mut stream = subscribed(&["default"], &state);
     stream.apply(&refusal(&["default"], "1")).expect("is fine");
-    assert!(!stream.is_due(&state, true));
+    assert!(!is_due(&mut stream, &state));
     assert_eq!(sent(&mut stream, &signed().await, "2"), ["default"]);
 }
 
@@ -263,7 +293,7 @@ async fn a_refused_push_is_not_repeated_but_the_next_one_comes() {
 async fn refusals_and_answers_to_older_responses_are_counted() {
     let registry = Registry::default();
     let state = signed().await;
-    let mut stream = Stream::new(Desk::new(1, Metrics::new(&registry), true));
+    let mut stream = Stream::new(&registry);
     let first = request(&["default"], "");
     stream.apply(&first).expect("is fine");
     sent(&mut stream, &state, "1");
@@ -319,7 +349,7 @@ async fn secrets_have_the_shape_envoy_expects() {
     stream
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
-    let response = answer(&mut stream, &state, "n");
+    let response = stream.answer(&state, "n").expect("is due");
     assert_eq!(response.type_url, TYPE_URL);
     assert_eq!((&*response.version_info, &*response.nonce), ("now/1", "n"));
     let inline = |source: Option<DataSource>| match source.and_then(|s| s.specifier) {
@@ -333,7 +363,7 @@ async fn secrets_have_the_shape_envoy_expects() {
             Some(secret::Type::TlsCertificate(pair)) => {
                 let certificate = &workload.certificate;
                 assert_eq!(inline(pair.certificate_chain), *certificate.chain_pem());
-                assert_eq!(inline(pair.private_key), certificate.key_pem().as_bytes());
+                assert_eq!(inline(pair.private_key), certificate.key_pem());
             }
             Some(secret::Type::ValidationContext(context)) => {
                 assert_eq!(inline(context.trusted_ca), *workload.roots.pem());

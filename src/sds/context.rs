@@ -1,43 +1,37 @@
-//! What both forms of the protocol have in common: who asks, which names there are, and limits.
-//!
-//! Does not know what was sent.
+//! Stream context: what SotW and delta streams have in common.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
 
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::google::rpc;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::metrics::Metrics;
-use super::secret::Shown;
-use crate::secrets::files::source::FileError;
 use crate::secrets::name::{Name, UnknownName, escaped};
 
 /// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
 const MOST_NAMES: usize = 10_000;
 
-/// How many bytes of Envoy's reason for a refusal are logged.
+/// How many bytes of Envoy's reason for a NACK are logged.
 const LONGEST_REASON: usize = 1024;
 
-/// A request some clients of the shared discovery engine begin with; it asks for nothing.
+/// The type of a leading request that asks for nothing, as some xDS clients send it.
 const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
-/// One stream's part of the protocol that has nothing to do with its form.
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(super) struct StreamContext {
     pub(super) id: u64,
     pub(super) metrics: Metrics,
-    /// Whether the workload's own names are served here.
+    /// Whether `default` and `ROOTCA` are served on this socket.
     serves_workload: bool,
-    /// Whether a request has said which node this is.
-    introduced: bool,
+    /// Whether a request has named the node.
+    has_node: bool,
     /// Hashes of the unknown names that were logged.
     unknown: HashSet<u64>,
 }
 
-/// A name nothing is served under on this socket.
+/// A name that is not served on this socket.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(super) enum Unserved {
     #[error(transparent)]
@@ -46,50 +40,24 @@ pub(super) enum Unserved {
     Elsewhere(Name),
 }
 
-/// What keeps the answer for names that were asked for.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Waits {
-    pub(super) authority: bool,
-    pub(super) reading: bool,
-    /// Why the first of those from files that are no good is not.
-    pub(super) missing: Option<Arc<FileError>>,
-}
-
-impl Waits {
-    pub(super) fn of(shown: impl Iterator<Item = Shown>) -> Self {
-        let mut waits = Self::default();
-        for shown in shown {
-            match shown {
-                Shown::NotYet => waits.authority = true,
-                Shown::Pending => waits.reading = true,
-                Shown::Missing(error) => {
-                    waits.missing.get_or_insert(error);
-                }
-                Shown::There(_) => {}
-            }
-        }
-        waits
-    }
-}
-
-impl Desk {
+impl StreamContext {
     pub(super) fn new(id: u64, metrics: Metrics, serves_workload: bool) -> Self {
         Self {
             id,
             metrics,
             serves_workload,
-            introduced: false,
+            has_node: false,
             unknown: HashSet::new(),
         }
     }
 
-    /// Whether a request is none. Envoy says which node it is in the first request only.
+    /// Whether a request is to be skipped. The first one must name the node, later ones need not.
     pub(super) fn is_skipped(
         &mut self,
         type_url: &str,
         node: Option<&Node>,
     ) -> Result<bool, Status> {
-        if self.introduced {
+        if self.has_node {
             return Ok(false);
         }
         if type_url == HEALTH_TYPE_URL {
@@ -99,18 +67,19 @@ impl Desk {
         if node.is_none_or(|node| node.id.is_empty()) {
             return Err(Status::invalid_argument("missing node information"));
         }
-        self.introduced = true;
+        self.has_node = true;
         Ok(false)
     }
 
-    pub(super) fn refused(&self, refusal: &rpc::Status) {
-        let (id, code) = (self.id, refusal.code);
-        let reason = escaped(&refusal.message, LONGEST_REASON);
+    /// Logs and counts a NACK.
+    pub(super) fn nack(&self, error: &rpc::Status) {
+        let (id, code) = (self.id, error.code);
+        let reason = escaped(&error.message, LONGEST_REASON);
         self.metrics.rejects.inc();
         tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
     }
 
-    pub(super) fn bound(&self, names: usize) -> Result<(), Status> {
+    pub(super) fn check_count(&self, names: usize) -> Result<(), Status> {
         if names <= MOST_NAMES {
             return Ok(());
         }
@@ -127,7 +96,8 @@ impl Desk {
         }
     }
 
-    pub(super) fn warn_once(&mut self, text: &str, error: &Unserved) -> Result<(), Status> {
+    /// Logs an unserved name, each once.
+    pub(super) fn report_unserved(&mut self, text: &str, error: &Unserved) -> Result<(), Status> {
         let mut hasher = DefaultHasher::new();
         text.hash(&mut hasher);
         if !self.unknown.insert(hasher.finish()) {
@@ -140,5 +110,23 @@ impl Desk {
         }
         tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);
         Ok(())
+    }
+
+    /// Logs how the stream ended.
+    pub(super) fn report_end(&self, status: &Status) {
+        let (id, code, message) = (self.id, status.code(), status.message());
+        match code {
+            // How it looks when Envoy goes away.
+            Code::Cancelled | Code::Unavailable | Code::DeadlineExceeded => {
+                tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
+            }
+            _ => {
+                self.metrics.internal_errors.inc();
+                tracing::error!(
+                    target: "ads",
+                    "ADS: \"\" {id} terminated with error: {code:?}: {message}"
+                );
+            }
+        }
     }
 }

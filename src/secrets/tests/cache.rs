@@ -1,11 +1,11 @@
-//! What survives a restart, and what does not.
+//! The certificate cache across restarts.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use super::*;
-use crate::secrets::keep::{Keep, KeepError};
+use crate::secrets::cache::{CacheError, CertificateCache};
 
 fn directory() -> Option<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");
@@ -14,26 +14,26 @@ fn directory() -> Option<tempfile::TempDir> {
         .then(|| tempfile::tempdir_in(memory).expect("a directory"))
 }
 
-fn keeping(directory: &tempfile::TempDir) -> Config {
+fn caching(directory: &tempfile::TempDir) -> Config {
     Config {
-        keep: Some(directory.path().to_owned()),
+        cache: Some(directory.path().to_owned()),
         ..config()
     }
 }
 
-/// An agent that ran for a moment; its successor must not ask an authority that says nothing.
+/// Runs an agent for a moment.
 async fn predecessor(directory: &tempfile::TempDir) -> Arc<Workload> {
-    let mut before = start(keeping(directory), Answer::Signed);
+    let mut before = start(caching(directory), Answer::Signed);
     let workload = before.first().await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     workload
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_restarted_agent_serves_what_it_had_and_renews_it_when_due() {
+async fn a_restarted_agent_serves_the_cached_certificate_and_renews_it_when_due() {
     let Some(directory) = directory() else { return };
     let first = predecessor(&directory).await;
-    let mut fixture = start(keeping(&directory), Answer::Fails(Code::Unavailable));
+    let mut fixture = start(caching(&directory), Answer::Fails(Code::Unavailable));
     let second = fixture.first().await;
     assert_eq!(fixture.authority.requests(), 0);
     assert_eq!(second.certificate.key_pem(), first.certificate.key_pem());
@@ -50,7 +50,7 @@ async fn a_restarted_agent_serves_what_it_had_and_renews_it_when_due() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_kept_for_others_by_others_or_not_at_all_is_not_used() {
+async fn a_cached_certificate_for_or_from_others_or_damaged_is_not_used() {
     type Change = fn(&Path, &mut Config);
     let changes: [(&str, Change); 7] = [
         ("another identity", |_, config| {
@@ -76,7 +76,7 @@ async fn what_is_kept_for_others_by_others_or_not_at_all_is_not_used() {
         let file = directory.path().join("istio-agent/workload.json");
         let mode = |path: &Path| fs::metadata(path).expect("is there").permissions().mode();
         assert_eq!(mode(&file) & 0o777, 0o600);
-        let mut config = keeping(&directory);
+        let mut config = caching(&directory);
         change(&file, &mut config);
         let mut fixture = start(config, Answer::Signed);
         let second = fixture.first().await;
@@ -90,14 +90,11 @@ async fn what_is_kept_for_others_by_others_or_not_at_all_is_not_used() {
 }
 
 #[test]
-fn nothing_is_kept_on_a_disk() {
+fn nothing_is_cached_on_a_disk() {
     // A disk on every machine that can build this.
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
-    let keep = Keep::new(directory.path(), &config().identity, String::new());
-    let refused = keep.store("key", Vec::new(), SystemTime::now());
-    assert!(
-        matches!(refused, Err(KeepError::OnDisk { .. })),
-        "{refused:?}"
-    );
+    let cache = CertificateCache::new(directory.path(), &config().identity, String::new());
+    let refused = cache.store(b"key", Vec::new(), SystemTime::now());
+    assert!(matches!(refused, Err(CacheError::OnDisk)), "{refused:?}");
     assert!(!directory.path().join("istio-agent/workload.json").exists());
 }

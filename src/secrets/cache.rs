@@ -1,0 +1,206 @@
+//! Certificate cache: keeps key and certificate across restarts of the container.
+//!
+//! One file holds a line of JSON and the key after it. It is in a directory of the agent's own below
+//! the configured one, which must be in memory: a private key does not belong on a disk. A cached
+//! certificate is used only if no other user can have written it, identity and kind of key are as
+//! configured, and it has not expired.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+use super::certificate::{CertificateError, Workload};
+use crate::identity::SpiffeId;
+use crate::replace_file::replace_file;
+
+const DIRECTORY: &str = "istio-agent";
+const FILE: &str = "workload.json";
+
+/// The largest file read, many times a chain with its key.
+const LARGEST: u64 = 1 << 20;
+
+/// File systems in memory, as `statfs` names them.
+const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+
+/// The permissions of group and others.
+const OTHERS: u32 = 0o077;
+
+/// Where the workload's certificate is cached, and what it must be like.
+#[derive(Clone, Debug)]
+pub(super) struct CertificateCache {
+    directory: PathBuf,
+    identity: SpiffeId,
+    /// The kind of key and its encoding.
+    kind: String,
+}
+
+/// The line before the key.
+#[derive(Deserialize, Serialize)]
+struct Header {
+    identity: String,
+    kind: String,
+    issued: u64,
+    answer: Vec<String>,
+}
+
+/// Why nothing is cached, or the cached certificate is not used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CacheError {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error("it is on a disk, expected a file system in memory")]
+    OnDisk,
+    #[error(
+        "{path} belongs to user {owner} with mode {mode:o}, expected user {us} and no access for others",
+        path = .path.display()
+    )]
+    NotPrivate {
+        path: PathBuf,
+        owner: u32,
+        mode: u32,
+        us: u32,
+    },
+    #[error("{FILE} begins with no description of the certificate: {0}")]
+    Form(#[from] serde_json::Error),
+    #[error("it is for another identity or another kind of key")]
+    OtherIdentity,
+    #[error("the task was interrupted: {0}")]
+    Interrupted(#[from] tokio::task::JoinError),
+    #[error(transparent)]
+    Certificate(#[from] CertificateError),
+}
+
+impl CertificateCache {
+    pub(super) fn new(parent: &Path, identity: &SpiffeId, kind: String) -> Self {
+        Self {
+            directory: parent.join(DIRECTORY),
+            identity: identity.clone(),
+            kind,
+        }
+    }
+
+    /// The cached certificate, if it can be used, and when it was issued.
+    pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
+        let directory = self.directory.clone();
+        let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
+        let found = loading.unwrap_or_else(|error| Err(error.into()));
+        found.unwrap_or_else(|error| {
+            tracing::warn!(
+                target: "cache",
+                "the workload certificate cached in {} is not used: {error}; asking for a new one",
+                directory.display()
+            );
+            None
+        })
+    }
+
+    /// Replaces the cached certificate by that of a new answer.
+    pub(super) async fn save(
+        self,
+        workload: Arc<Workload>,
+        answer: Vec<String>,
+        issued: SystemTime,
+    ) {
+        let directory = self.directory.clone();
+        let store = move || self.store(workload.certificate.key_pem(), answer, issued);
+        let storing = tokio::task::spawn_blocking(store).await;
+        if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
+            tracing::error!(
+                target: "cache",
+                "the workload certificate cannot be cached in {}: {error}; a restart asks for a new one",
+                directory.display()
+            );
+        }
+    }
+
+    fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, CacheError> {
+        let text = match self.read() {
+            Err(CacheError::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
+            }
+            text => text?,
+        };
+        let mut parts = text.splitn(2, |byte| *byte == b'\n');
+        let header: Header = serde_json::from_slice(parts.next().unwrap_or_default())?;
+        if header.identity != self.identity.to_string() || header.kind != self.kind {
+            return Err(CacheError::OtherIdentity);
+        }
+        // A key that is not UTF-8 fails as a key.
+        let key_pem = String::from_utf8_lossy(parts.next().unwrap_or_default());
+        let key_pem = Zeroizing::new(key_pem.into_owned());
+        let workload = Workload::new(&header.answer, key_pem, now)?;
+        if !workload.certificate.is_issued_to(&self.identity) {
+            return Err(CacheError::OtherIdentity);
+        }
+        let issued = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.issued));
+        Ok(Some((workload, issued.unwrap_or(now).min(now))))
+    }
+
+    fn read(&self) -> Result<Zeroizing<Vec<u8>>, CacheError> {
+        check_private(&self.directory, &self.directory.symlink_metadata()?)?;
+        let path = self.directory.join(FILE);
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
+            .open(&path)?;
+        check_private(&path, &file.metadata()?)?;
+        // The capacity is enough: a buffer that grows leaves copies of the key behind.
+        let mut text = Zeroizing::new(Vec::with_capacity(64 * 1024));
+        file.take(LARGEST).read_to_end(&mut text)?;
+        Ok(text)
+    }
+
+    pub(super) fn store(
+        &self,
+        key_pem: &[u8],
+        answer: Vec<String>,
+        issued: SystemTime,
+    ) -> Result<(), CacheError> {
+        self.prepare_directory()?;
+        let since_epoch = issued.duration_since(SystemTime::UNIX_EPOCH);
+        let header = serde_json::to_vec(&Header {
+            identity: self.identity.to_string(),
+            kind: self.kind.clone(),
+            issued: since_epoch.unwrap_or_default().as_secs(),
+            answer,
+        })?;
+        let text = Zeroizing::new([&header, &b"\n"[..], key_pem].concat());
+        Ok(replace_file(&self.directory.join(FILE), &text, 0o600)?)
+    }
+
+    fn prepare_directory(&self) -> Result<(), CacheError> {
+        match DirBuilder::new().mode(0o700).create(&self.directory) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
+            _ => {}
+        }
+        check_private(&self.directory, &self.directory.symlink_metadata()?)?;
+        let file_system = rustix::fs::statfs(&self.directory).map_err(io::Error::from)?;
+        // The type is a small number in a word whose width depends on the machine.
+        if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
+            Ok(())
+        } else {
+            Err(CacheError::OnDisk)
+        }
+    }
+}
+
+/// Another user with write access could plant a key.
+fn check_private(path: &Path, found: &fs::Metadata) -> Result<(), CacheError> {
+    let us = rustix::process::geteuid().as_raw();
+    if found.uid() == us && found.mode() & OTHERS == 0 {
+        return Ok(());
+    }
+    Err(CacheError::NotPrivate {
+        path: path.to_owned(),
+        owner: found.uid(),
+        mode: found.mode() & 0o7777,
+        us,
+    })
+}

@@ -1,0 +1,250 @@
+//! Reads files when they are first asked for, when they change, and once a minute.
+//!
+//! One task follows each source. It watches the paths, reads the files, and waits for the next
+//! change, which it reads after a pause, as a key follows its certificate. inotify misses some changes
+//! (on a network file system, of a directory moved as a whole), hence the poll; paths that could not
+//! be watched are read every few seconds. Files are read on threads, a bounded number at a time: a file
+//! system that hangs holds up its own files only.
+
+use std::fmt::Display;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior};
+
+use super::metrics::Metrics;
+use super::reads::Reads;
+use super::source::{FileError, Source};
+use super::table::Table;
+use crate::clock::{Clock, rfc3339};
+use crate::file_watch::{Changed, FileWatch};
+use crate::secrets::Secret;
+
+/// How often files are read whatever inotify reports.
+const POLL: Duration = Duration::from_secs(60);
+
+/// How often files are read that could not be watched.
+const POLL_UNWATCHED: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+pub(super) struct Watcher {
+    table: Arc<Table>,
+    clock: Clock,
+    debounce: Duration,
+    metrics: Metrics,
+    open: fn() -> io::Result<FileWatch>,
+    /// None while the kernel refuses to watch.
+    watch: Mutex<Option<Arc<FileWatch>>>,
+    reads: Reads,
+}
+
+impl Watcher {
+    pub(super) fn new(
+        table: Arc<Table>,
+        clock: Clock,
+        debounce: Duration,
+        metrics: Metrics,
+        open: fn() -> io::Result<FileWatch>,
+    ) -> Self {
+        Self {
+            table,
+            clock,
+            debounce,
+            metrics,
+            open,
+            watch: Mutex::default(),
+            reads: Reads::new(),
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_watching(&self) -> bool {
+        self.watch.lock().is_some()
+    }
+
+    /// Adds a source that stays, and reads it now.
+    pub(super) fn pin(&self, source: Source, is_optional: bool) {
+        self.table.pin(source.clone(), is_optional);
+        self.publish(&source, source.read());
+    }
+
+    pub(super) async fn run(self) {
+        let watcher = Arc::new(self);
+        // In this order, so that the first reads find a watch.
+        tokio::join!(watcher.watch_files(), watcher.follow_all());
+    }
+
+    /// Reports changes to the sources, as long as the kernel watches; tries again when it refuses.
+    pub(super) async fn watch_files(&self) {
+        let mut is_lost = false;
+        loop {
+            let lost = match (self.open)() {
+                Ok(watch) => {
+                    is_lost = false;
+                    let watch = Arc::new(watch);
+                    *self.watch.lock() = Some(watch.clone());
+                    self.report_changes(&watch).await
+                }
+                Err(error) => error,
+            };
+            if !std::mem::replace(&mut is_lost, true) {
+                *self.watch.lock() = None;
+                self.report_unwatched("all files", &lost);
+                self.table.all_changed();
+            }
+            tokio::time::sleep(POLL_UNWATCHED).await;
+        }
+    }
+
+    async fn report_changes(&self, watch: &FileWatch) -> io::Error {
+        loop {
+            match watch.changed().await {
+                Ok(Changed::Paths(paths)) => {
+                    for path in paths {
+                        let shown = path.display();
+                        tracing::debug!(target: "cache", "event for file certificate {shown}");
+                        self.table.path_changed(&path);
+                    }
+                }
+                Ok(Changed::Anything) => self.table.all_changed(),
+                Err(error) => return error,
+            }
+        }
+    }
+
+    fn report_unwatched(&self, what: impl Display, error: &io::Error) {
+        self.metrics.watcher_failures.inc();
+        tracing::error!(
+            target: "cache",
+            "certificate watch error: {error}; {what}: read every {POLL_UNWATCHED:?} instead"
+        );
+    }
+
+    /// Runs a task for each source.
+    async fn follow_all(self: &Arc<Self>) {
+        let mut followers = JoinSet::new();
+        loop {
+            for source in self.table.take_fresh() {
+                followers.spawn(self.clone().follow(source));
+            }
+            tokio::select! {
+                () = self.table.wanted.notified() => {}
+                Some(_) = followers.join_next() => {}
+            }
+        }
+    }
+
+    /// Keeps the state of a source up to date, until it has had no subscriber for a whole interval of
+    /// the poll.
+    async fn follow(self: Arc<Self>, source: Source) {
+        let Some((mut changed, paths)) = self.table.follow(&source) else {
+            return;
+        };
+        for path in paths {
+            let path = path.display();
+            tracing::info!(target: "cache", "adding watcher for file certificate {path}");
+        }
+        let mut poll = tokio::time::interval_at(Instant::now() + POLL, POLL);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut is_watched, mut is_idle) = (true, false);
+        let unused = loop {
+            changed.mark_unchanged();
+            is_watched = self.read(&source, is_watched).await;
+            tokio::select! {
+                // Later changes do not put the read off, or a busy directory could do so for ever.
+                _ = changed.changed() => tokio::time::sleep(self.debounce).await,
+                _ = poll.tick(), if self.table.is_polled(&source) => {
+                    if let Some(unused) = self.table.forget_if_idle(&source, &mut is_idle) {
+                        break unused;
+                    }
+                }
+                () = tokio::time::sleep(POLL_UNWATCHED), if !is_watched => {}
+            }
+        };
+        self.metrics.dropped(&source);
+        if let Some(watch) = &*self.watch.lock() {
+            unused.iter().for_each(|path| watch.unwatch(path));
+        }
+    }
+
+    /// Watches and reads the files. Returns whether all of them are watched; a failure to watch is
+    /// reported unless they `were_watched`.
+    async fn read(&self, source: &Source, were_watched: bool) -> bool {
+        let (watch, of) = (self.watch.lock().clone(), source.clone());
+        let read = move || {
+            // Watched before it is read, so that no change falls in between.
+            let watched = watch.map(|watch| {
+                let watched = of.paths().map(|path| watch.watch(path));
+                watched.fold(Ok(()), Result::and)
+            });
+            (watched, of.read())
+        };
+        let (watched, content) = match self.reads.run(source, read).await {
+            Ok(finished) => finished,
+            Err(error) => {
+                // Reading does not panic; if it did, the source stays as it is until the poll.
+                tracing::error!(target: "cache", "reading {source} ended early: {error}");
+                return were_watched;
+            }
+        };
+        self.publish(source, content);
+        match watched {
+            Some(Ok(())) => true,
+            Some(Err(error)) if were_watched => {
+                self.report_unwatched(source, &error);
+                false
+            }
+            Some(Err(_)) | None => false,
+        }
+    }
+
+    fn publish(&self, source: &Source, content: Result<(Secret, usize), FileError>) {
+        match content {
+            Ok((secret, broken)) => {
+                let expiry = match &secret {
+                    Secret::Certificate(certificate) => Some(certificate.not_after()),
+                    Secret::Roots(_) => None,
+                };
+                if !self.table.publish(source, secret) {
+                    return;
+                }
+                tracing::info!(target: "cache", resource = %source, "read certificate from file");
+                self.metrics.reloaded(source, self.clock.now());
+                if let Some(expiry) = expiry.filter(|expiry| *expiry <= self.clock.now()) {
+                    tracing::warn!(
+                        target: "cache",
+                        "the certificate of {source} expired at {}; it is served as it is",
+                        rfc3339(expiry)
+                    );
+                }
+                if broken > 0 {
+                    tracing::error!(
+                        target: "cache",
+                        "failed to parse some certs from {source}: {broken} left out"
+                    );
+                }
+            }
+            Err(error) => self.publish_error(source, error),
+        }
+    }
+
+    /// Logs and counts a failure once, and again when it is another one.
+    fn publish_error(&self, source: &Source, error: FileError) {
+        let text = error.to_string();
+        let Some(is_available) = self.table.publish_error(source, error) else {
+            return;
+        };
+        let next = match is_available {
+            true => "what was read before stays in use",
+            false => "requests for it wait until the files are good",
+        };
+        self.metrics.failed(source);
+        tracing::error!(
+            target: "cache",
+            "resource:{source} failed to generate secret for proxy from file: {text}; {next}"
+        );
+    }
+}

@@ -1,0 +1,123 @@
+//! Reads PEM and X.509: chains, bundles of roots and private keys.
+
+use std::time::{Duration, SystemTime};
+
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use x509_parser::x509::SubjectPublicKeyInfo;
+use zeroize::Zeroizing;
+
+const BEGIN: &[u8] = b"-----BEGIN CERTIFICATE-----";
+const END: &[u8] = b"-----END CERTIFICATE-----";
+
+/// What matters of a leaf certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Leaf {
+    pub(super) public_key: Vec<u8>,
+    pub(super) not_before: SystemTime,
+    pub(super) not_after: SystemTime,
+    /// The URIs of the subject alternative name.
+    pub(super) uris: Vec<String>,
+}
+
+/// Why a text is no certificate chain.
+#[derive(Debug, thiserror::Error)]
+pub enum ChainError {
+    #[error("holds no certificate in {bytes} bytes, expected PEM")]
+    Missing { bytes: usize },
+    #[error("holds a broken certificate at {index}: {found}")]
+    Broken { index: usize, found: String },
+}
+
+/// Why a text is no private key for a certificate. Errors tell nothing of what the text holds.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    #[error("holds no private key in {bytes} bytes, expected PEM without a password")]
+    Missing { bytes: usize },
+    #[error("holds a private key of no kind that can be used: {0}")]
+    Unusable(#[source] rustls::Error),
+    #[error("holds a private key that does not belong to the certificate")]
+    Mismatch,
+}
+
+/// The first certificate of a chain; all others must be certificates as well.
+pub(super) fn leaf(chain: &[u8]) -> Result<Leaf, ChainError> {
+    let mut leaf = None;
+    for (index, der) in CertificateDer::pem_slice_iter(chain).enumerate() {
+        let broken = |found| ChainError::Broken { index, found };
+        let der = der.map_err(|error| broken(error.to_string()))?;
+        let certificate = parse(&der).map_err(broken)?;
+        leaf.get_or_insert_with(|| Leaf {
+            public_key: certificate.public_key().subject_public_key.data.to_vec(),
+            not_before: system_time(certificate.validity().not_before.timestamp()),
+            not_after: system_time(certificate.validity().not_after.timestamp()),
+            uris: uris(&certificate),
+        });
+    }
+    leaf.ok_or(ChainError::Missing { bytes: chain.len() })
+}
+
+/// The public half of a private key.
+pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, KeyError> {
+    let Ok(der) = PrivateKeyDer::from_pem_slice(pem) else {
+        return Err(KeyError::Missing { bytes: pem.len() });
+    };
+    let der = Zeroizing::new(der);
+    let key = any_supported_type(&der).map_err(KeyError::Unusable)?;
+    let unusable = || {
+        let problem = "it has no public key".to_owned();
+        KeyError::Unusable(rustls::Error::General(problem))
+    };
+    let public = key.public_key().ok_or_else(unusable)?;
+    let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| unusable())?;
+    Ok(public.subject_public_key.data.to_vec())
+}
+
+/// The certificates of a bundle, each with its text; None stands for a broken one.
+pub(super) fn bundle(pem: &[u8]) -> impl Iterator<Item = Option<(&[u8], CertificateDer<'static>)>> {
+    blocks(pem).map(|block| {
+        let der = CertificateDer::from_pem_slice(block).ok()?;
+        parse(&der).is_ok().then_some((block, der))
+    })
+}
+
+/// The parts of a text that claim to be certificates: each up to its end or to the next.
+fn blocks(pem: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = find(pem, BEGIN).map(|start| &pem[start..]);
+    std::iter::from_fn(move || {
+        let block = rest?;
+        let next = find(&block[BEGIN.len()..], BEGIN).map(|at| at + BEGIN.len());
+        rest = next.map(|next| &block[next..]);
+        let block = &block[..next.unwrap_or(block.len())];
+        Some(find(block, END).map_or(block, |end| &block[..end + END.len()]))
+    })
+}
+
+fn find(text: &[u8], what: &[u8]) -> Option<usize> {
+    text.windows(what.len()).position(|window| window == what)
+}
+
+pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
+    match X509Certificate::from_der(der) {
+        Ok(([], certificate)) => Ok(certificate),
+        Ok((rest, _)) => Err(format!("a certificate with {} bytes behind it", rest.len())),
+        Err(error) => Err(format!("no X.509 certificate ({error})")),
+    }
+}
+
+pub(super) fn system_time(unix: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
+}
+
+/// The URIs of the subject alternative name; none where it cannot be read.
+pub(super) fn uris(certificate: &X509Certificate<'_>) -> Vec<String> {
+    let names = certificate.subject_alternative_name().ok().flatten();
+    let names = names.map(|names| names.value.general_names.as_slice());
+    let uri = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => Some((*uri).to_owned()),
+        _ => None,
+    };
+    names.unwrap_or_default().iter().filter_map(uri).collect()
+}
