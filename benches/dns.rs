@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
-use istio_agent::dns::Scope;
-use istio_agent::dns::table::Table as NameTable;
+use istio_agent::dns::SearchDomains;
+use istio_agent::dns::name_table::NameTable;
 use istio_agent::xds::Protocol;
 use local_istiod::{LocalIstiod, Options, Resource, Snapshot};
 use prost::Message;
@@ -151,14 +151,14 @@ fn drain_echo(socket: &UdpSocket, buffer: &mut [u8]) -> bool {
 fn index() {
     let encoded = name_table(MANY_HOSTS, 0);
     let search = ["ns1.svc.cluster.local".to_owned()];
-    let scope = Scope::new("ns1", "ns1.svc.cluster.local", &search);
+    let domains = SearchDomains::new("ns1", "ns1.svc.cluster.local", &search);
     let before = resident();
-    let table = NameTable::build(&encoded, scope.clone()).expect("a table");
+    let table = NameTable::build(&encoded, domains.clone()).expect("a table");
     let memory = resident() - before;
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        drop(NameTable::build(&encoded, scope.clone()).expect("a table"));
+        drop(NameTable::build(&encoded, domains.clone()).expect("a table"));
         times.push(start.elapsed().as_secs_f64() * 1e3);
     }
     let mut page = Table::new(&["name table", ""]);

@@ -12,7 +12,7 @@ use super::pod::NodeType;
 use super::{Sources, interfaces};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
-use crate::dns::{self, Policy, Scope, listen};
+use crate::dns::{self, Policy, SearchDomains, listen};
 
 /// The copy of a machine's resolv.conf while the original names the agent.
 const ORIGINAL: &str = "/var/lib/istio/resolv.conf";
@@ -53,7 +53,11 @@ impl Sources<'_> {
         };
         let server = dns::Config {
             addresses: listen.addresses,
-            scope: Scope::new(&self.namespace, &self.domain(), &resolv_conf.search),
+            search_domains: SearchDomains::new(
+                &self.namespace,
+                &self.domain(),
+                &resolv_conf.search,
+            ),
             policy,
         };
         Some(DnsParameters { server, forwarder })

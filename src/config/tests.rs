@@ -671,8 +671,8 @@ fn dns_follows_the_pods_resolvers_and_runs_without_them() {
     );
     assert_eq!(dns.forwarder.timeout, Duration::from_secs(2));
     let search = ["shop.svc.cluster.local".to_owned()];
-    let scope = crate::dns::Scope::new("shop", "shop.svc.cluster.local", &search);
-    assert_eq!(dns.server.scope, scope);
+    let search_domains = crate::dns::SearchDomains::new("shop", "shop.svc.cluster.local", &search);
+    assert_eq!(dns.server.search_domains, search_domains);
     assert_eq!(dns.server.policy.ttl, 30);
 }
 

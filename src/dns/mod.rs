@@ -1,19 +1,17 @@
-//! Answers the pod's DNS: names of the mesh from the name table, all others by asking on.
+//! Answers the pod's DNS: names of the mesh from istiod's name table (NDS), all others by forwarding.
 //!
-//! [`new`] binds and returns a handle and a future. The handle takes tables from istiod: an index is
-//! built on another thread and put in place whole, so nobody who asks waits for it, and the last one
-//! stays for as long as istiod is away. The future serves; it wants a thread of its own, so that
-//! neither a large push nor a certificate delays an answer.
-//!
-//! Does not know how others are asked, only that they can be: see [`Forward`].
+//! [`new`] binds and returns a handle and a future. The handle takes name tables: an index is built on
+//! another thread and swapped in whole, so no lookup waits for it, and the last one stays while istiod
+//! is away. The future serves; it wants a thread of its own, so that neither a large push nor a
+//! certificate delays an answer. How queries are forwarded is behind [`Forward`].
 
 mod answer;
 pub mod forward;
 pub mod listen;
 mod metrics;
-mod scope;
+pub mod name_table;
+mod search_domains;
 mod server;
-pub mod table;
 mod wire;
 
 use std::future::Future;
@@ -28,25 +26,25 @@ use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
 pub use answer::Policy;
 use metrics::{Metrics, Update};
-pub use scope::Scope;
+use name_table::{Malformed, NameTable};
+pub use search_domains::SearchDomains;
 use server::Bound;
-use table::{Malformed, Table};
 
 /// How many bytes of queries the kernel may hold while the thread is elsewhere. It gives what it
 /// may, which is twice the default where nothing is configured.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// How a query came, and how it is asked on.
+/// How a query came, and how it is forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
     Udp,
     Tcp,
 }
 
-/// Asks others.
+/// Asks the pod's resolvers.
 pub trait Forward: Send + Sync + 'static {
-    /// The answer to a query, with its id and its question; none if nobody answers. It may be longer
-    /// than the client takes.
+    /// The answer to a query, with its id and its question; `None` if no resolver answers. It may be
+    /// longer than the client takes.
     fn forward(
         &self,
         query: Bytes,
@@ -54,12 +52,12 @@ pub trait Forward: Send + Sync + 'static {
     ) -> impl Future<Output = Option<Bytes>> + Send;
 }
 
-/// What the room is told.
+/// What the DNS server needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Host and port, each. Port 0 is any.
     pub addresses: Vec<String>,
-    pub scope: Scope,
+    pub search_domains: SearchDomains,
     pub policy: Policy,
 }
 
@@ -86,15 +84,15 @@ pub enum Refused {
     Interrupted,
 }
 
-/// The way to hand in name tables and to look at them. Clones share it.
+/// Takes name tables, and shows the last. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Dns {
-    tables: watch::Sender<Option<Arc<Table>>>,
+    tables: watch::Sender<Option<Arc<NameTable>>>,
     ready: watch::Sender<bool>,
-    scope: Scope,
+    search_domains: SearchDomains,
     metrics: Metrics,
     addresses: Vec<SocketAddr>,
-    /// Held while an index is built: those whose stream has ended must not pile up.
+    /// Held while an index is built: updates of streams that have ended must not pile up.
     building: Arc<Mutex<()>>,
 }
 
@@ -115,7 +113,7 @@ pub fn new<F: Forward>(
     let dns = Dns {
         tables,
         ready: watch::Sender::new(false),
-        scope: config.scope,
+        search_domains: config.search_domains,
         metrics: metrics.clone(),
         addresses,
         building: Arc::default(),
@@ -135,14 +133,14 @@ impl Dns {
     pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
         let alone = self.building.clone().lock_owned().await;
         let current = self.tables.borrow().clone();
-        let scope = self.scope.clone();
+        let domains = self.search_domains.clone();
         let building = tokio::task::spawn_blocking(move || {
-            // Until the end, also when nobody waits for it any more.
+            // Until the end, also when the update was dropped.
             let _alone = alone;
             if current.is_some_and(|current| current.is_of(&encoded)) {
                 return Ok(None);
             }
-            Table::build(&encoded, scope).map(Some)
+            NameTable::build(&encoded, domains).map(Some)
         });
         let built = building.await.map_err(|_| Refused::Interrupted)?;
         let update = match &built {

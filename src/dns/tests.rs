@@ -8,7 +8,7 @@ use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::{Instant, timeout};
 
 use super::answer::tests::{Message, decode, query};
-use super::table::tests::{encode, external, scope};
+use super::name_table::tests::{domains, encode, external};
 use super::*;
 use crate::lifecycle::Tasks;
 
@@ -55,7 +55,7 @@ fn room() -> Room {
 fn unserved() -> (Room, impl Future<Output = Result<(), Error>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
-        scope: scope(),
+        search_domains: domains(),
         policy: Policy {
             ttl: 30,
             forward_before_first_table: false,
@@ -361,7 +361,7 @@ async fn an_address_in_use_is_an_error_that_names_it() {
     let address = room.dns.addresses()[0].to_string();
     let config = Config {
         addresses: vec![address.clone()],
-        scope: scope(),
+        search_domains: domains(),
         policy: Policy {
             ttl: 30,
             forward_before_first_table: false,

@@ -1,78 +1,71 @@
-//! What becomes of a query: answered from the table, passed on, refused or dropped.
+//! Decides what becomes of a query: answered from the name table, forwarded, refused or dropped.
 //!
-//! Names of the table are answered for addresses of both families, with a CNAME where a search
-//! domain was appended; a family without addresses is an empty answer. All other names, and all
-//! other types, are for somebody else. ANY is answered with the addresses there are, as RFC 8482
-//! allows: whoever asks a resolver would hear that a name only the mesh knows does not exist.
-//!
-//! Does not send or wait: bytes in, bytes out, nothing allocated.
+//! Names of the table are answered for addresses of both families, with a CNAME where a search domain
+//! was appended; a family without addresses is an empty answer. All other names and all other types
+//! are forwarded. ANY is answered with the addresses there are, as RFC 8482 allows: resolvers would say
+//! that a name only the mesh knows does not exist.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::Transport;
-use super::table::{Found, Table};
-use super::wire::{self, HEADER, Name, Owner, Question, Rcode, Read, Writer};
+use super::name_table::{Found, NameTable};
+use super::wire::{self, Owner, Question, Read, Writer};
 
 /// How answers are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// Seconds an answer is good for.
     pub ttl: u32,
-    /// Passes queries on while there is no table, instead of failing them.
+    /// Forwards queries while there is no name table, instead of failing them.
     pub forward_before_first_table: bool,
 }
 
 /// What to do with a query.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Answer {
-    /// Send this many bytes back.
-    Reply(usize),
-    /// Ask somebody else.
-    Forward,
-    /// Nothing.
+pub(crate) enum Action {
+    /// Send the answer to this question.
+    Reply(Question),
+    /// Send the answer to a message that is no proper question.
+    Refuse,
+    /// Ask the resolvers.
+    Forward(Question),
+    /// Send nothing.
     Drop,
 }
 
-/// A query, seen through.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Outcome {
-    pub(crate) answer: Answer,
-    /// What was asked, if it was a proper question.
-    pub(crate) question: Option<Question>,
-}
-
-/// Answers a query into `out`, which holds any UDP message; `name` is room to work in.
+/// Answers a query in `out`, whatever that held before.
 pub(crate) fn answer(
     query: &[u8],
     transport: Transport,
-    table: Option<&Table>,
+    table: Option<&NameTable>,
     policy: Policy,
-    name: &mut Name,
-    out: &mut [u8],
-) -> Outcome {
-    let question = match wire::read(query, name) {
-        Read::Nothing => return refusal(Answer::Drop),
-        Read::Wrong(Rcode::BadVers, Some(end)) => {
-            return refusal(Answer::Reply(bad_version(query, end, out)));
+    out: &mut Vec<u8>,
+) -> Action {
+    let question = match wire::read(query) {
+        Read::Nothing => return Action::Drop,
+        Read::BadVersion(question) => {
+            wire::bad_version(query, &question, out);
+            return Action::Refuse;
         }
         Read::Wrong(rcode, end) => {
-            return refusal(Answer::Reply(wire::header(query, rcode, end, out)));
+            wire::header(query, rcode, end, out);
+            return Action::Refuse;
         }
         Read::Question(question) => question,
     };
-    let answer = match table {
-        None if policy.forward_before_first_table => Answer::Forward,
-        None => Answer::Reply(fail(query, &question, out)),
-        Some(table) => match find(table, &question, name) {
-            Some(found) => {
-                let limit = limit(&question, transport);
-                Answer::Reply(write(query, &question, &found, limit, policy.ttl, out))
-            }
-            None => Answer::Forward,
-        },
-    };
-    Outcome {
-        answer,
-        question: Some(question),
+    match table {
+        None if policy.forward_before_first_table => return Action::Forward(question),
+        None => fail(query, &question, out),
+        Some(table) => {
+            let Some(found) = find(table, query, &question) else {
+                return Action::Forward(question);
+            };
+            let limit = limit(&question, transport);
+            let writer = Writer::new(query, &question, limit, out);
+            write(writer, query, &question, &found, policy.ttl);
+        }
     }
+    Action::Reply(question)
 }
 
 /// Most bytes the client takes.
@@ -83,89 +76,81 @@ pub(crate) fn limit(question: &Question, transport: Transport) -> usize {
     }
 }
 
-/// Says that nobody could answer.
-pub(crate) fn fail(query: &[u8], question: &Question, out: &mut [u8]) -> usize {
-    let limit = out.len();
-    let mut writer = Writer::new(query, question, limit, out);
-    writer.set_rcode(Rcode::ServFail);
-    writer.finish()
+/// Answers with SERVFAIL.
+pub(crate) fn fail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
+    let mut writer = Writer::new(query, question, usize::from(u16::MAX), out);
+    writer.set_rcode(wire::SERVFAIL);
+    writer.finish();
 }
 
-fn refusal(answer: Answer) -> Outcome {
-    Outcome {
-        answer,
-        question: None,
+fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {
+    let is_ours = matches!(question.kind, wire::A | wire::AAAA | wire::ANY)
+        && matches!(question.class, wire::IN | wire::ANY);
+    if !is_ours {
+        return None;
     }
+    table.find(&question.text(query)?)
 }
 
-/// The version of EDNS this agent knows is 0; the upper part of the code is in the EDNS record.
-fn bad_version(query: &[u8], end: usize, out: &mut [u8]) -> usize {
-    let length = wire::header(query, Rcode::BadVers, Some(end), out);
-    let [high, low] = wire::OWN_UDP.to_be_bytes();
-    let record = [0, 0, wire::OPT as u8, high, low, 1, 0, 0, 0, 0, 0];
-    out[length..length + record.len()].copy_from_slice(&record);
-    out[11] = 1;
-    length + record.len()
-}
-
-fn find<'a>(table: &'a Table, question: &Question, name: &Name) -> Option<Found<'a>> {
-    let ours = matches!(question.kind, wire::A | wire::AAAA | wire::ANY)
-        && matches!(question.class, wire::IN | wire::ANY)
-        && question.is_plain;
-    ours.then(|| table.find(name.text(question)))?
-}
-
-fn write(
-    query: &[u8],
-    question: &Question,
-    found: &Found<'_>,
-    limit: usize,
-    ttl: u32,
-    out: &mut [u8],
-) -> usize {
-    let v4 = match question.kind {
-        wire::AAAA => &[],
-        _ => found.v4,
+fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Found, ttl: u32) {
+    let is_asked = |kind| [kind, wire::ANY].contains(&question.kind);
+    let v4 = if is_asked(wire::A) {
+        &found.v4[..]
+    } else {
+        &[]
     };
-    let v6 = match question.kind {
-        wire::A => &[],
-        _ => found.v6,
+    let v6 = if is_asked(wire::AAAA) {
+        &found.v6[..]
+    } else {
+        &[]
     };
-    let mut writer = Writer::new(query, question, limit, out);
     writer.authoritative(ttl);
-    if v4.is_empty() && v6.is_empty() {
-        return writer.finish();
+    if !v4.is_empty() || !v6.is_empty() {
+        // What does not fit is left out.
+        let _ = write_records(&mut writer, question.name(query), found, v4, v6);
     }
-    // The question ends with type and class.
-    let mut owner = owner(&query[HEADER..question.end - 4], question);
-    if let Some(end) = found.target_end {
-        let start = found.wildcard.unwrap_or(0);
-        let star: &[u8] = if found.wildcard.is_some() {
-            b"\x01*"
-        } else {
-            b""
-        };
-        // Where a label begins in the text, its length stands on the wire. A bare `*.` has nothing
-        // behind it, which no table holds.
-        let target = query
-            .get(HEADER + start..HEADER + end + 1)
-            .unwrap_or_default();
-        match writer.cname(owner, [star, target]) {
-            Some(pointer) => owner = Owner::At(pointer),
-            None => return writer.finish(),
-        }
-    }
-    let written = writer.v4(owner, v4);
-    writer.v6(written.map_or(owner, Owner::At), v6);
-    writer.finish()
+    writer.finish();
 }
 
-/// The question's name, which is lower case in answers.
-fn owner<'a>(name: &'a [u8], question: &Question) -> Owner<'a> {
-    match question.was_lower {
-        true => Owner::At(Writer::question_name()),
-        false => Owner::Name(name),
+fn write_records(
+    writer: &mut Writer<'_>,
+    name: &[u8],
+    found: &Found,
+    v4: &[Ipv4Addr],
+    v6: &[Ipv6Addr],
+) -> Option<()> {
+    // Lengths of labels are below the letters.
+    let mut owner = match name.iter().any(u8::is_ascii_uppercase) {
+        true => Owner::Name(name),
+        false => Owner::At(wire::HEADER),
+    };
+    if let Some(end) = found.target_end {
+        let star: &[u8] = found.wildcard.map_or(b"", |_| b"\x01*");
+        // Where a label begins in the text, its length stands on the wire.
+        let target = name.get(found.wildcard.unwrap_or(0)..=end)?;
+        let target = target.to_ascii_lowercase();
+        let (_, target_at) = writer.record(owner, wire::CNAME, &[star, &target, &[0]])?;
+        owner = Owner::At(target_at);
     }
+    for address in from_random(v4) {
+        let (at, _) = writer.record(owner, wire::A, &[&address.octets()])?;
+        owner = Owner::At(at);
+    }
+    for address in from_random(v6) {
+        let (at, _) = writer.record(owner, wire::AAAA, &[&address.octets()])?;
+        owner = Owner::At(at);
+    }
+    Some(())
+}
+
+/// All of them, beginning with a random one.
+fn from_random<T>(addresses: &[T]) -> impl Iterator<Item = &T> {
+    let first = match addresses.len() {
+        0 | 1 => 0,
+        count => fastrand::usize(..count),
+    };
+    let (before, from) = addresses.split_at(first);
+    from.iter().chain(before)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use proptest::prelude::*;
 
 use super::*;
-use crate::dns::table::tests::{encode, external, sample, scope};
+use crate::dns::name_table::tests::{domains, encode, external, sample};
 
 const POLICY: Policy = Policy {
     ttl: 30,
@@ -105,27 +105,16 @@ fn name(message: &[u8], mut at: usize) -> (String, usize) {
     }
 }
 
-fn ask(table: Option<&Table>, query: &[u8], policy: Policy) -> (Answer, Vec<u8>) {
-    let mut out = vec![0; 65_535];
-    let answer = answer(
-        query,
-        Transport::Udp,
-        table,
-        policy,
-        &mut Name::new(),
-        &mut out,
-    )
-    .answer;
-    if let Answer::Reply(length) = answer {
-        out.truncate(length);
-    }
-    (answer, out)
+fn ask(table: Option<&NameTable>, query: &[u8], policy: Policy) -> (Action, Vec<u8>) {
+    let mut out = Vec::new();
+    let action = answer(query, Transport::Udp, table, policy, &mut out);
+    (action, out)
 }
 
 /// What the sample says: owners with their data, in order of the data; nothing if it is passed on.
 fn says(name: &str, kind: u16) -> Option<Vec<(String, String)>> {
     let query = query(name, kind, None);
-    let (Answer::Reply(_), reply) = ask(Some(&sample()), &query, POLICY) else {
+    let (Action::Reply(_), reply) = ask(Some(&sample()), &query, POLICY) else {
         return None;
     };
     let message = decode(&reply);
@@ -257,7 +246,7 @@ fn what_the_table_does_not_know_is_passed_on() {
     *chaos.last_mut().unwrap() = 3;
     assert!(matches!(
         ask(Some(&sample()), &chaos, POLICY).0,
-        Answer::Forward
+        Action::Forward(_)
     ));
 }
 
@@ -295,44 +284,44 @@ fn a_dot_inside_of_a_label_is_no_dot() {
     query[16] = b'.';
     assert!(matches!(
         ask(Some(&sample()), &query, POLICY).0,
-        Answer::Forward
+        Action::Forward(_)
     ));
 }
 
+fn question(query: &[u8]) -> Question {
+    match wire::read(query) {
+        Read::Question(question) => question,
+        other => panic!("{other:?} for {query:?}"),
+    }
+}
+
 #[test]
-fn a_name_is_read_alike_whatever_came_before_it() {
-    let mut name = Name::new();
+fn names_that_read_otherwise_as_text_are_not_looked_up() {
     let long = "UP.".repeat(80);
-    for (text, is_plain, was_lower) in [
-        ("www.google.com.", true, true),
-        (&long, true, false),
-        (".", true, true),
-        ("a_b.*.c/9:-.", true, true),
-        ("[A].z{.", true, false),
-        ("caf\u{e9}.com.", false, true),
-        ("a b.", false, true),
-        ("a'.bcdefghijk.", false, true),
-        ("ab.", true, true),
+    for (text, is_plain) in [
+        ("www.google.com.", true),
+        (&long, true),
+        (".", true),
+        ("a_b.*.c/9:-.", true),
+        ("[A].z{.", true),
+        ("caf\u{e9}.com.", false),
+        ("a b.", false),
+        ("a'.bcdefghijk.", false),
+        ("ab.", true),
     ] {
         let query = query(text, 1, None);
-        let Read::Question(question) = wire::read(&query, &mut name) else {
-            panic!("{text} is a question");
-        };
         let expected = text.trim_end_matches('.').to_ascii_lowercase();
-        assert_eq!(name.text(&question), expected.as_bytes());
-        let found = (question.is_plain, question.was_lower);
-        assert_eq!(found, (is_plain, was_lower), "{text}");
+        let found = question(&query).text(&query);
+        let expected = is_plain.then_some(expected.as_bytes());
+        assert_eq!(found.as_deref(), expected, "{text}");
     }
     for label in 0..=u8::MAX {
         let mut query = query("xx", 1, None);
         query[13] = label;
-        let Read::Question(question) = wire::read(&query, &mut name) else {
-            panic!("{label} is in a question");
-        };
         let is_plain = label.is_ascii_graphic() && !br#".'@;()"\"#.contains(&label);
-        assert_eq!(question.is_plain, is_plain, "{label}");
-        assert_eq!(question.was_lower, !label.is_ascii_uppercase(), "{label}");
-        assert_eq!(name.text(&question), [label.to_ascii_lowercase(), b'x']);
+        let expected = [label.to_ascii_lowercase(), b'x'];
+        let found = question(&query).text(&query);
+        assert_eq!(found.as_deref(), is_plain.then_some(&expected[..]));
     }
 }
 
@@ -349,14 +338,14 @@ fn without_a_table_a_query_fails_or_is_passed_on() {
         forward_before_first_table: true,
         ..POLICY
     };
-    assert!(matches!(ask(None, &query, policy).0, Answer::Forward));
+    assert!(matches!(ask(None, &query, policy).0, Action::Forward(_)));
 }
 
 #[test]
 fn an_answer_is_no_longer_than_the_client_takes() {
     let ips: Vec<_> = (0..200).map(|n| format!("10.0.0.{n}")).collect();
     let ips: Vec<_> = ips.iter().map(String::as_str).collect();
-    let table = Table::build(&encode([("giant", external(&ips))]), scope()).unwrap();
+    let table = NameTable::build(&encode([("giant", external(&ips))]), domains()).unwrap();
     // 23 bytes of header and question, 11 for EDNS, 16 an address.
     for (edns, length, count) in [
         (None, 512, 30),
@@ -371,17 +360,11 @@ fn an_answer_is_no_longer_than_the_client_takes() {
         assert_eq!(message.flags[0] & wire::TC != 0, count < 200);
         assert_eq!(message.edns, edns.is_some());
     }
-    let mut out = vec![0; 65_535];
+    let mut out = Vec::new();
     let query = query("giant", 1, None);
-    let outcome = answer(
-        &query,
-        Transport::Tcp,
-        Some(&table),
-        POLICY,
-        &mut Name::new(),
-        &mut out,
-    );
-    assert!(matches!(outcome.answer, Answer::Reply(length) if length == 23 + 200 * 16));
+    let action = answer(&query, Transport::Tcp, Some(&table), POLICY, &mut out);
+    assert!(matches!(action, Action::Reply(_)));
+    assert_eq!(out.len(), 23 + 200 * 16);
 }
 
 #[test]
@@ -440,8 +423,8 @@ fn refuses_what_is_no_plain_question() {
         ),
         ("a later EDNS", changed(good.len() - 5, 1), Some((0x80, 1))),
     ] {
-        let (answer, reply) = ask(Some(&table), &query, POLICY);
-        let got = matches!(answer, Answer::Reply(_)).then(|| (reply[3], reply[5]));
+        let (action, reply) = ask(Some(&table), &query, POLICY);
+        let got = matches!(action, Action::Refuse).then(|| (reply[3], reply[5]));
         assert_eq!(got, expected, "{what}");
         if expected.is_some() {
             assert_eq!(reply[..2], query[..2], "{what}");
@@ -505,37 +488,30 @@ proptest! {
         for n in 0..count {
             message.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 10, 0, 0, n]);
         }
-        let mut out = vec![0; 65_535];
-        let length = wire::fit(&message, limit, &mut out);
-        prop_assert!(length <= limit.max(512));
-        decode(&out[..length]);
+        let mut out = Vec::new();
+        wire::fit(&message, limit, &mut out);
+        prop_assert!(out.len() <= limit.max(512));
+        decode(&out);
         message.extend(bytes.iter().cycle().take(3000));
         if message.len() > limit.max(512) {
-            let length = wire::fit(&message, limit, &mut out);
-            prop_assert!(length <= limit.max(512) && out[2] & wire::TC != 0);
+            wire::fit(&message, limit, &mut out);
+            prop_assert!(out.len() <= limit.max(512) && out[2] & wire::TC != 0);
         }
     }
 }
 
 fn check(query: &[u8]) -> Result<(), TestCaseError> {
     let table = sample();
-    let mut out = vec![0; 65_535];
-    let outcome = answer(
-        query,
-        Transport::Udp,
-        Some(&table),
-        POLICY,
-        &mut Name::new(),
-        &mut out,
-    );
-    if let Answer::Reply(length) = outcome.answer {
+    let mut out = Vec::new();
+    let action = answer(query, Transport::Udp, Some(&table), POLICY, &mut out);
+    if let Action::Reply(_) | Action::Refuse = action {
         prop_assert_eq!(&out[..2], &query[..2]);
         prop_assert!(out[2] & wire::QR != 0);
-        decode(&out[..length]);
+        decode(&out);
     }
-    if let Some(question) = &outcome.question {
-        let length = fail(query, question, &mut out);
-        decode(&out[..length]);
+    if let Action::Reply(question) | Action::Forward(question) = action {
+        fail(query, &question, &mut out);
+        decode(&out);
     }
     Ok(())
 }

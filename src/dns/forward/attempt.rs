@@ -24,8 +24,9 @@ use super::in_flight::Flight;
 use super::metrics::Metrics;
 use super::query::Query;
 use super::random::Ids;
-use super::reply::{self, Arrival, Reply};
+use super::reply::{Arrival, Reply};
 use crate::dns::Transport;
+use crate::dns::wire;
 
 /// How long the whole of a reply cut short may take. Where TCP is not let through, nothing comes.
 const WHOLE: Duration = Duration::from_secs(1);
@@ -238,5 +239,5 @@ fn cannot_bear_opt(arrival: &Arrival) -> bool {
         Arrival::Reply(reply) if !reply.has_opt() => reply.rcode(),
         _ => return false,
     };
-    [reply::FORMERR, reply::NOTIMP].contains(&rcode)
+    [wire::FORMERR, wire::NOTIMP].contains(&rcode)
 }

@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::reply::{self, Life, Reply};
+use super::reply::{Life, Reply};
+use crate::dns::wire;
 
 /// TTL of a stale answer: short, so that whoever keeps it asks again soon.
 const STALE_TTL: u32 = 5;
@@ -105,7 +106,7 @@ impl Cache {
     /// Keeps a reply that may be kept. What is known now replaces what was, also where it is not
     /// kept itself; a server's failure replaces nothing.
     pub(super) fn put(&mut self, key: Vec<u8>, reply: &Reply, now: Instant) {
-        if [reply::NOERROR, reply::NXDOMAIN].contains(&reply.rcode()) {
+        if [wire::NOERROR, wire::NXDOMAIN].contains(&reply.rcode()) {
             self.remove(&key);
         }
         let Some(life) = reply.life() else {
@@ -217,7 +218,7 @@ mod tests {
     fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) {
         let ttl = |reply: &Reply| {
             let at = 12 + "a.test".len() + 2 + 4 + 6;
-            super::super::wire::u32_at(reply.bytes(), at).expect("a TTL")
+            wire::u32_at(reply.bytes(), at).expect("a TTL")
         };
         match cache.get(b"key", stored + Duration::from_secs(after)) {
             Found::Fresh(reply) => ("fresh", ttl(&reply)),

@@ -26,8 +26,9 @@ use super::in_flight::Flight;
 use super::metrics::Metrics;
 use super::query::Query;
 use super::random::Ids;
-use super::reply::{self, Arrival, Reply};
+use super::reply::{Arrival, Reply};
 use crate::dns::Transport;
+use crate::dns::wire;
 
 const FIRST_WAIT: Duration = Duration::from_millis(300);
 
@@ -279,7 +280,7 @@ fn max_sockets() -> usize {
 }
 
 pub(super) fn says_it_cannot(rcode: u8) -> bool {
-    [reply::SERVFAIL, reply::NOTIMP, reply::REFUSED].contains(&rcode)
+    [wire::SERVFAIL, wire::NOTIMP, wire::REFUSED].contains(&rcode)
 }
 
 /// The first attempt to end. They are few, so each is asked whenever one stirs.

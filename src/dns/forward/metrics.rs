@@ -2,7 +2,7 @@
 
 use crate::metrics::{Counter, Counters, Histogram, Registry};
 
-use super::reply;
+use crate::dns::wire;
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
@@ -65,12 +65,12 @@ impl Metrics {
 
     pub(super) fn answered(&self, rcode: u8) {
         let name = match rcode {
-            reply::NOERROR => "noerror",
-            reply::FORMERR => "formerr",
-            reply::SERVFAIL => "servfail",
-            reply::NXDOMAIN => "nxdomain",
-            reply::NOTIMP => "notimp",
-            reply::REFUSED => "refused",
+            wire::NOERROR => "noerror",
+            wire::FORMERR => "formerr",
+            wire::SERVFAIL => "servfail",
+            wire::NXDOMAIN => "nxdomain",
+            wire::NOTIMP => "notimp",
+            wire::REFUSED => "refused",
             _ => "other",
         };
         self.answers.with([name]).inc();

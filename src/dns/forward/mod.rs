@@ -23,7 +23,6 @@ mod random;
 mod reply;
 pub mod resolv_conf;
 mod servers;
-mod wire;
 
 #[cfg(test)]
 mod tests;

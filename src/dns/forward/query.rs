@@ -9,7 +9,7 @@
 use bytes::Bytes;
 
 use super::reply::Reply;
-use super::wire;
+use crate::dns::wire;
 
 /// Largest answer that fits the smallest packet of IPv6. Source: DNS flag day 2020.
 pub(super) const SAFE_SIZE: u16 = 1232;

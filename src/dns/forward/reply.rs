@@ -10,19 +10,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::query::Query;
-use super::wire::{self, Record, Section};
-
-const QR: u8 = 0x80;
-const TC: u8 = 0x02;
-const OPCODE: u8 = 0x78;
-const RCODE: u8 = 0x0f;
-
-pub(super) const NOERROR: u8 = 0;
-pub(super) const FORMERR: u8 = 1;
-pub(super) const SERVFAIL: u8 = 2;
-pub(super) const NXDOMAIN: u8 = 3;
-pub(super) const NOTIMP: u8 = 4;
-pub(super) const REFUSED: u8 = 5;
+use crate::dns::wire::{self, NOERROR, NXDOMAIN, OPCODE, QR, RCODE, Record, SERVFAIL, Section, TC};
 
 /// A reply to one of our queries, with everything it announces.
 #[derive(Clone, Debug)]

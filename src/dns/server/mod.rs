@@ -1,10 +1,8 @@
 //! Serves queries on bound sockets.
 //!
-//! A loop for each socket and a task for each TCP connection. A table's answer is sent in place; a
-//! query for others becomes a task in a bounded set of its loop, so that nobody waits for a slow
-//! resolver but who asked it.
-//!
-//! Does not judge queries: `super::answer` does.
+//! Each socket has a loop and each TCP connection a task. Answers from the name table are sent at once;
+//! a forwarded query becomes a task in a bounded set of its loop, so a slow resolver delays only the
+//! clients that asked it.
 
 mod tcp;
 mod udp;
@@ -17,19 +15,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::JoinSet;
 
-use super::answer::{self, Answer, Outcome, Policy};
+use super::answer::{self, Action, Policy};
 use super::metrics::{Metrics, Source};
-use super::table::Table;
+use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Error, Forward, Transport};
 use crate::lifecycle::{CancellationToken, Tasks};
 
-/// Room for any message.
-const LARGEST: usize = u16::MAX as usize;
-/// Rest after a failure of a socket: what is missing is missing for a while.
-const REST: Duration = Duration::from_millis(100);
+/// Pause after a failure of a socket: what is missing is missing for a while.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Both sockets of one address.
 #[derive(Debug)]
@@ -39,27 +35,33 @@ pub(super) struct Bound {
     pub(super) tcp: std::net::TcpListener,
 }
 
-/// What all loops need.
+/// What all loops share.
 pub(super) struct Shared<F> {
     pub(super) forwarder: F,
     pub(super) policy: Policy,
     pub(super) metrics: Metrics,
-    pub(super) tables: watch::Receiver<Option<Arc<Table>>>,
+    pub(super) tables: watch::Receiver<Option<Arc<NameTable>>>,
 }
 
 impl<F> Shared<F> {
-    /// Counts what became of a message, whose answer, if there is one already, is in `out`.
-    fn count(&self, outcome: &Outcome, out: &[u8]) {
-        if let Some(question) = &outcome.question {
+    /// Answers a query in `out`, and counts both.
+    fn answer(
+        &self,
+        query: &[u8],
+        transport: Transport,
+        table: Option<&NameTable>,
+        out: &mut Vec<u8>,
+    ) -> Action {
+        let action = answer::answer(query, transport, table, self.policy, out);
+        if let Action::Reply(question) | Action::Forward(question) = &action {
             self.metrics.request(question.kind);
         }
-        match (outcome.answer, outcome.question) {
-            (Answer::Reply(length), Some(_)) => {
-                self.metrics.response(&out[..length], Source::Agent)
-            }
-            (Answer::Reply(_), None) => self.metrics.refusal(),
-            (Answer::Forward | Answer::Drop, _) => {}
+        match action {
+            Action::Reply(_) => self.metrics.response(out, Source::Agent),
+            Action::Refuse => self.metrics.refusal(),
+            Action::Forward(_) | Action::Drop => {}
         }
+        action
     }
 }
 
@@ -84,23 +86,23 @@ pub(super) async fn serve<F: Forward>(
     }
 }
 
-/// A query that was asked on.
-struct Asked<T> {
+/// A forwarded query and the reply to it.
+struct Forwarded<T> {
     client: T,
     query: Bytes,
     question: Question,
     reply: Option<Bytes>,
 }
 
-/// Queries that are being asked on.
-struct Forwards<F, T> {
+/// Forwarded queries that wait for their replies.
+struct Pending<F, T> {
     shared: Arc<Shared<F>>,
     transport: Transport,
-    running: JoinSet<Asked<T>>,
+    running: JoinSet<Forwarded<T>>,
     most: usize,
 }
 
-impl<F: Forward, T: Send + 'static> Forwards<F, T> {
+impl<F: Forward, T: Send + 'static> Pending<F, T> {
     fn new(shared: Arc<Shared<F>>, transport: Transport, most: usize) -> Self {
         Self {
             shared,
@@ -108,6 +110,10 @@ impl<F: Forward, T: Send + 'static> Forwards<F, T> {
             running: JoinSet::new(),
             most,
         }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.running.is_empty()
     }
 
     fn is_full(&self) -> bool {
@@ -119,7 +125,7 @@ impl<F: Forward, T: Send + 'static> Forwards<F, T> {
         let query = Bytes::copy_from_slice(query);
         self.running.spawn(async move {
             let reply = shared.forwarder.forward(query.clone(), transport).await;
-            Asked {
+            Forwarded {
                 client,
                 query,
                 question,
@@ -128,26 +134,30 @@ impl<F: Forward, T: Send + 'static> Forwards<F, T> {
         });
     }
 
-    /// Writes the reply to what was asked into `out`.
-    fn finish(&self, asked: Result<Asked<T>, JoinError>, out: &mut [u8]) -> Option<(T, usize)> {
-        let asked = match asked {
-            Ok(asked) => asked,
+    /// Writes the next answer to `out` and returns its client. Waits while there is none; no query is
+    /// lost if the caller stops waiting.
+    async fn next(&mut self, out: &mut Vec<u8>) -> Option<T> {
+        let forwarded = match self.running.join_next().await? {
+            Ok(forwarded) => forwarded,
             Err(error) => {
-                tracing::error!(target: "dns", "a query was lost while it was asked on: {error}");
+                tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}");
                 return None;
             }
         };
-        let (length, source) = match asked.reply {
+        let Forwarded {
+            query, question, ..
+        } = forwarded;
+        let source = match forwarded.reply {
             Some(reply) if reply.len() >= wire::HEADER => {
-                let limit = answer::limit(&asked.question, self.transport);
-                (wire::fit(&reply, limit, out), Source::Upstream)
+                wire::fit(&reply, answer::limit(&question, self.transport), out);
+                Source::Upstream
             }
             _ => {
-                let length = answer::fail(&asked.query, &asked.question, out);
-                (length, Source::Agent)
+                answer::fail(&query, &question, out);
+                Source::Agent
             }
         };
-        self.shared.metrics.response(&out[..length], source);
-        Some((asked.client, length))
+        self.shared.metrics.response(out, source);
+        Some(forwarded.client)
     }
 }

@@ -1,10 +1,8 @@
-//! DNS over TCP: a task per connection, answers as they become ready.
+//! DNS over TCP: a task per connection, answers as they become ready, as RFC 7766 allows.
 //!
-//! A client may have [`MOST_FORWARDS`] queries waiting for others; the next is read when one is
-//! answered. Who says nothing loses the connection, sooner before the first query. While there are
+//! A connection has at most [`MOST_FORWARDED`] queries that wait for resolvers; the next is read when one
+//! is answered. A silent connection is closed, sooner before its first query. While there are
 //! [`MOST_CONNECTIONS`], new ones wait in the kernel.
-//!
-//! Does not keep answers in the order of queries, as RFC 7766 allows.
 
 use std::io;
 use std::sync::Arc;
@@ -15,29 +13,26 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::{Forwards, LARGEST, REST, Shared};
-use crate::dns::answer::{self, Answer};
-use crate::dns::wire::Name;
+use super::{PAUSE, Pending, Shared};
+use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport};
 use crate::lifecycle::Tasks;
 
 const MOST_CONNECTIONS: usize = 256;
-const MOST_FORWARDS: usize = 64;
-/// How long a new connection may say nothing.
+const MOST_FORWARDED: usize = 64;
+/// How long a new connection may be silent.
 const FIRST: Duration = Duration::from_secs(2);
-/// How long any other may, and how long it may take to read an answer.
+/// How long it may be later, and how long it may take to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
 
 struct Connection<F> {
     stream: TcpStream,
     shared: Arc<Shared<F>>,
-    forwards: Forwards<F, ()>,
+    pending: Pending<F, ()>,
     received: BytesMut,
-    name: Name,
-    /// A message behind its length.
-    out: Box<[u8]>,
+    out: Vec<u8>,
     deadline: Instant,
-    /// Whether the client has nothing more to ask.
+    /// Whether the client has closed its side.
     is_finished: bool,
 }
 
@@ -62,8 +57,8 @@ pub(super) async fn serve<F: Forward>(
                     connections.spawn("DNS connection", connection.run());
                 }
                 Err(error) => {
-                    tracing::warn!(target: "dns", "cannot accept a connection, resting: {error}");
-                    sleep(REST).await;
+                    tracing::warn!(target: "dns", "cannot accept a connection, pausing: {error}");
+                    sleep(PAUSE).await;
                 }
             },
         }
@@ -74,11 +69,10 @@ impl<F: Forward> Connection<F> {
     fn new(stream: TcpStream, shared: Arc<Shared<F>>) -> Self {
         Self {
             stream,
-            forwards: Forwards::new(shared.clone(), Transport::Tcp, MOST_FORWARDS),
+            pending: Pending::new(shared.clone(), Transport::Tcp, MOST_FORWARDED),
             shared,
             received: BytesMut::new(),
-            name: Name::new(),
-            out: vec![0; 2 + LARGEST].into(),
+            out: Vec::new(),
             deadline: Instant::now() + FIRST,
             is_finished: false,
         }
@@ -86,20 +80,20 @@ impl<F: Forward> Connection<F> {
 
     async fn run(mut self) -> io::Result<()> {
         loop {
-            while !self.forwards.is_full()
-                && let Some(query) = frame(&mut self.received)
+            while !self.pending.is_full()
+                && let Some(query) = next_message(&mut self.received)
             {
-                self.take(&query).await?;
+                self.answer(&query).await?;
             }
-            let is_waiting = !self.forwards.running.is_empty();
-            let reads = !self.is_finished && !self.forwards.is_full();
+            let is_waiting = !self.pending.is_empty();
+            let reads = !self.is_finished && !self.pending.is_full();
             if self.is_finished && !is_waiting {
                 return Ok(());
             }
             tokio::select! {
-                Some(asked) = self.forwards.running.join_next() => {
-                    if let Some(((), length)) = self.forwards.finish(asked, &mut self.out[2..]) {
-                        self.send(length).await?;
+                answered = self.pending.next(&mut self.out), if is_waiting => {
+                    if answered.is_some() {
+                        self.send().await?;
                     }
                 }
                 read = self.stream.read_buf(&mut self.received), if reads => {
@@ -110,38 +104,32 @@ impl<F: Forward> Connection<F> {
         }
     }
 
-    async fn take(&mut self, query: &[u8]) -> io::Result<()> {
-        let policy = self.shared.policy;
-        let out = &mut self.out[2..];
-        let outcome = {
-            let table = self.shared.tables.borrow();
-            let table = table.as_deref();
-            answer::answer(query, Transport::Tcp, table, policy, &mut self.name, out)
-        };
-        self.shared.count(&outcome, out);
-        match (outcome.answer, outcome.question) {
-            (Answer::Reply(length), _) => self.send(length).await,
-            (Answer::Forward, Some(question)) => {
-                self.forwards.start((), query, question);
-                Ok(())
-            }
-            (Answer::Forward | Answer::Drop, _) => Ok(()),
+    async fn answer(&mut self, query: &[u8]) -> io::Result<()> {
+        let table = self.shared.tables.borrow().clone();
+        let table = table.as_deref();
+        match self
+            .shared
+            .answer(query, Transport::Tcp, table, &mut self.out)
+        {
+            Action::Reply(_) | Action::Refuse => self.send().await?,
+            Action::Forward(question) => self.pending.start((), query, question),
+            Action::Drop => {}
         }
+        Ok(())
     }
 
-    async fn send(&mut self, length: usize) -> io::Result<()> {
+    async fn send(&mut self) -> io::Result<()> {
         // No message is longer than two bytes count.
-        let prefix = (length as u16).to_be_bytes();
-        self.out[..2].copy_from_slice(&prefix);
-        let sending = self.stream.write_all(&self.out[..2 + length]);
-        timeout(IDLE, sending).await??;
+        let length = (self.out.len() as u16).to_be_bytes();
+        let mut framed = Buf::chain(&length[..], &self.out[..]);
+        timeout(IDLE, self.stream.write_all_buf(&mut framed)).await??;
         self.deadline = Instant::now() + IDLE;
         Ok(())
     }
 }
 
 /// The next whole message, without its length.
-fn frame(received: &mut BytesMut) -> Option<BytesMut> {
+fn next_message(received: &mut BytesMut) -> Option<BytesMut> {
     let length = usize::from(u16::from_be_bytes([*received.first()?, *received.get(1)?]));
     if received.len() < 2 + length {
         return None;

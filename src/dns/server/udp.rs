@@ -1,203 +1,139 @@
 //! DNS over UDP: one loop per socket.
 //!
-//! What has come is answered in one go, up to a batch; then answers of others and other tasks have
-//! their turn, however much more there is. The socket is watched for queries only: the kernel would
-//! report room for answers after each that is sent, which wakes the thread for nothing.
+//! Queries that have come are answered in batches; between them replies of resolvers and other tasks
+//! have their turn. The socket is watched for queries only: the kernel would report room for answers
+//! after each that is sent, which wakes the thread for nothing. An answer the kernel has no room for is
+//! lost, as UDP may lose it anywhere; clients ask again.
 //!
-//! Does not let a full machine grow the agent: beyond [`MOST_FORWARDS`] queries waiting for others,
-//! the next is failed at once, so its client can ask another resolver.
+//! Beyond [`MOST_FORWARDED`] queries that wait for resolvers, the next fails at once, so its client can
+//! ask another resolver.
 
-use std::future::poll_fn;
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use super::{Forwards, LARGEST, REST, Shared};
-use crate::dns::answer::{self, Answer};
+use super::{PAUSE, Pending, Shared};
+use crate::dns::answer::{self, Action};
 use crate::dns::metrics::Source;
-use crate::dns::table::Table;
-use crate::dns::wire::{Name, OWN_UDP};
+use crate::dns::name_table::NameTable;
+use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
 
-/// Most queries that wait for others.
-const MOST_FORWARDS: usize = 1024;
-/// Queries taken in one go, before others have their turn.
+/// Most queries that wait for resolvers.
+const MOST_FORWARDED: usize = 1024;
+/// Queries answered before other tasks have their turn.
 const BATCH: usize = 64;
 
-/// Receives queries and writes answers, each in a buffer of its own.
-struct Loop<F> {
+struct Server<F> {
     shared: Arc<Shared<F>>,
-    forwards: Forwards<F, SocketAddr>,
+    pending: Pending<F, SocketAddr>,
     query: Box<[u8]>,
-    name: Name,
-    out: Box<[u8]>,
-    /// Whether nothing could be received lately.
-    is_failing: bool,
+    out: Vec<u8>,
 }
 
-/// Why a loop pauses.
-enum Pause {
-    /// Others have their turn.
-    Turn,
-    /// Nothing can be received.
-    Failure,
-    /// There is no room for the answer of this length, to this client.
-    NoRoom(usize, SocketAddr),
-}
-
-/// Serves for as long as it is polled, or until the socket fails.
+/// Serves for as long as it is polled, or until the socket cannot be watched.
 pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>) -> io::Result<()> {
-    let socket = watch(socket, Interest::READABLE)?;
-    let mut serving = Loop {
-        forwards: Forwards::new(shared.clone(), Transport::Udp, MOST_FORWARDS),
+    let socket = watch(socket)?;
+    let mut server = Server {
+        pending: Pending::new(shared.clone(), Transport::Udp, MOST_FORWARDED),
         shared,
         // One byte more tells what is too long.
         query: vec![0; usize::from(OWN_UDP) + 1].into(),
-        name: Name::new(),
-        out: vec![0; LARGEST].into(),
-        is_failing: false,
+        out: Vec::new(),
     };
+    let mut is_failing = false;
     loop {
-        match poll_fn(|context| serving.poll(&socket, context)).await? {
-            Pause::Turn => yield_now().await,
-            Pause::Failure => sleep(REST).await,
-            Pause::NoRoom(length, client) => {
-                if let Err(error) = send_late(&socket, &serving.out[..length], client).await {
-                    not_sent(client, &error);
+        tokio::select! {
+            biased;
+            client = server.pending.next(&mut server.out), if !server.pending.is_empty() => {
+                if let Some(client) = client {
+                    send(socket.get_ref(), &server.out, client);
+                }
+            }
+            readable = socket.readable() => {
+                let mut readable = readable?;
+                let drained = server.drain(socket.get_ref());
+                if let (Err(error), false) = (&drained, is_failing) {
+                    tracing::warn!(target: "dns", "cannot receive queries, pausing: {error}");
+                }
+                is_failing = drained.is_err();
+                match drained {
+                    Ok(true) => readable.clear_ready(),
+                    Ok(false) => yield_now().await,
+                    Err(_) => sleep(PAUSE).await,
                 }
             }
         }
     }
 }
 
-impl<F: Forward> Loop<F> {
-    fn poll(
-        &mut self,
-        socket: &AsyncFd<UdpSocket>,
-        context: &mut Context<'_>,
-    ) -> Poll<io::Result<Pause>> {
-        loop {
-            while !self.forwards.running.is_empty()
-                && let Poll::Ready(Some(asked)) = self.forwards.running.poll_join_next(context)
-            {
-                let out = &mut self.out;
-                if let Some((client, length)) = self.forwards.finish(asked, out)
-                    && let Some(pause) = send(socket.get_ref(), &out[..length], client)
-                {
-                    return Poll::Ready(Ok(pause));
-                }
-            }
-            let mut readable = ready!(socket.poll_read_ready(context))?;
-            match self.drain(socket.get_ref()) {
-                Some(pause) => return Poll::Ready(Ok(pause)),
-                None => readable.clear_ready(),
-            }
-        }
-    }
-
-    /// Answers what has come; nothing if that was all.
-    fn drain(&mut self, socket: &UdpSocket) -> Option<Pause> {
+impl<F: Forward> Server<F> {
+    /// Answers up to a batch of queries. Returns whether that was all.
+    fn drain(&mut self, socket: &UdpSocket) -> io::Result<bool> {
         let shared = self.shared.clone();
-        // Held for a batch: who swaps tables waits a moment, and frees the old one.
+        // Held for a batch: a new table waits a moment.
         let table = shared.tables.borrow();
         for _ in 0..BATCH {
-            let (length, client) = match socket.recv_from(&mut self.query) {
-                Ok(received) => received,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
-                Err(error) => {
-                    if !self.is_failing {
-                        tracing::warn!(target: "dns", "cannot receive queries, resting: {error}");
-                    }
-                    self.is_failing = true;
-                    return Some(Pause::Failure);
-                }
-            };
-            self.is_failing = false;
-            if let Some(pause) = self.act(socket, length, client, table.as_deref()) {
-                return Some(pause);
+            match socket.recv_from(&mut self.query) {
+                Ok((length, client)) => self.answer(socket, length, client, table.as_deref()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) => return Err(error),
             }
         }
-        Some(Pause::Turn)
+        Ok(false)
     }
 
-    /// Answers the query of this length in the buffer, or passes it on.
-    fn act(
+    /// Answers or forwards the query of this length in the buffer.
+    fn answer(
         &mut self,
         socket: &UdpSocket,
         length: usize,
         client: SocketAddr,
-        table: Option<&Table>,
-    ) -> Option<Pause> {
-        let Self {
-            shared, name, out, ..
-        } = self;
+        table: Option<&NameTable>,
+    ) {
+        let Self { shared, out, .. } = self;
         let query = &self.query[..length];
-        let outcome = answer::answer(query, Transport::Udp, table, shared.policy, name, out);
-        shared.count(&outcome, out);
-        let length = match (outcome.answer, outcome.question) {
-            (Answer::Reply(length), _) => length,
-            (Answer::Forward, Some(question)) if !self.forwards.is_full() => {
-                self.forwards.start(client, query, question);
-                return None;
+        match shared.answer(query, Transport::Udp, table, out) {
+            Action::Drop => return,
+            Action::Reply(_) | Action::Refuse => {}
+            Action::Forward(question) if !self.pending.is_full() => {
+                self.pending.start(client, query, question);
+                return;
             }
-            (Answer::Forward, Some(question)) => {
+            Action::Forward(question) => {
                 shared.metrics.overflow();
-                let length = answer::fail(query, &question, out);
-                shared.metrics.response(&out[..length], Source::Agent);
-                length
+                answer::fail(query, &question, out);
+                shared.metrics.response(out, Source::Agent);
             }
-            (Answer::Forward | Answer::Drop, _) => return None,
-        };
-        send(socket, &out[..length], client)
+        }
+        send(socket, out, client);
     }
 }
 
-/// Sends an answer; a pause if there is no room for it.
-fn send(socket: &UdpSocket, message: &[u8], client: SocketAddr) -> Option<Pause> {
-    match socket.send_to(message, client) {
-        Ok(_) => None,
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            Some(Pause::NoRoom(message.len(), client))
-        }
-        Err(error) => {
-            not_sent(client, &error);
-            None
-        }
+fn send(socket: &UdpSocket, message: &[u8], client: SocketAddr) {
+    if let Err(error) = socket.send_to(message, client) {
+        tracing::debug!(target: "dns", "cannot answer {client}: {error}");
     }
-}
-
-/// Waits for room. It is rare, so a second watch of the socket, for as long, costs less than one
-/// that is always there.
-async fn send_late(
-    socket: &AsyncFd<UdpSocket>,
-    message: &[u8],
-    client: SocketAddr,
-) -> io::Result<usize> {
-    let socket = watch(socket.get_ref().try_clone()?, Interest::WRITABLE)?;
-    let send = |socket: &UdpSocket| socket.send_to(message, client);
-    socket.async_io(Interest::WRITABLE, send).await
 }
 
 #[expect(
     deprecated,
     reason = "unsound only for types that give up their descriptor; a socket keeps it"
 )]
-fn watch(socket: UdpSocket, interest: Interest) -> io::Result<AsyncFd<UdpSocket>> {
-    AsyncFd::with_interest(socket, interest)
-}
-
-fn not_sent(client: SocketAddr, error: &io::Error) {
-    tracing::debug!(target: "dns", "cannot answer {client}: {error}");
+fn watch(socket: UdpSocket) -> io::Result<AsyncFd<UdpSocket>> {
+    AsyncFd::with_interest(socket, Interest::READABLE)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+    use std::task::Poll;
+
     use bytes::Bytes;
     use tokio::sync::watch;
 
@@ -207,16 +143,16 @@ mod tests {
     use crate::dns::metrics::Metrics;
     use crate::metrics::Registry;
 
-    struct Nobody;
+    struct NoResolver;
 
-    impl Forward for Nobody {
+    impl Forward for NoResolver {
         async fn forward(&self, _: Bytes, _: Transport) -> Option<Bytes> {
             None
         }
     }
 
-    /// A socket, a client of it, and what is shared by those who serve it without a table.
-    fn unserved() -> (UdpSocket, UdpSocket, Arc<Shared<Nobody>>) {
+    /// A socket, a client of it, and what its server needs, without a name table.
+    fn unserved() -> (UdpSocket, UdpSocket, Arc<Shared<NoResolver>>) {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         socket.set_nonblocking(true).expect("set");
         let client = UdpSocket::bind("127.0.0.1:0").expect("a socket");
@@ -225,7 +161,7 @@ mod tests {
         client.connect(address).expect("connected");
         let (_tables, tables) = watch::channel(None);
         let shared = Shared {
-            forwarder: Nobody,
+            forwarder: NoResolver,
             policy: Policy {
                 ttl: 30,
                 forward_before_first_table: false,
@@ -237,7 +173,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_flood_leaves_others_their_turn() {
+    async fn a_flood_leaves_other_tasks_their_turn() {
         let (socket, client, shared) = unserved();
         let mut serving = std::pin::pin!(serve(socket, shared));
         let sent = 2 * BATCH + 1;

@@ -1,256 +1,181 @@
-//! Writes answers record by record, as far as they fit.
+//! Writes answers record by record, as far as they fit, and cuts messages to a length.
 //!
-//! The question is copied as it came, names point back into it where they can, and room for the
-//! EDNS record is kept from the start. What does not fit is left out and the answer says so.
-//!
-//! Does not decide what to answer.
+//! The question is copied as it came, names point back into it where they can, and room for the OPT
+//! record is kept from the start. What does not fit is left out, and the TC bit says so.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
-
+use super::question::Edns;
 use super::{
-    A, AA, AAAA, CD, CNAME, Edns, HEADER, IN, OPCODE, OPT, OWN_UDP, QR, Question, RA, RD, Rcode, TC,
+    AA, ADDITIONALS, ANSWERS, AUTHORITIES, CD, CODE, FLAGS, HEADER, IN, LEAST_UDP, NOERROR, OPCODE,
+    OPT, OWN_UDP, QR, QUESTIONS, Question, RA, RCODE, RD, Section, TC, put, question_end, records,
 };
 
-/// An EDNS record without options.
-const EDNS_LENGTH: usize = 11;
-/// What a record has between its owner and its data.
-const FIXED: usize = 10;
+/// An OPT record without options.
+const OPT_LENGTH: usize = 11;
 
-/// Where a name already stands in the message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Pointer(u16);
-
-impl Pointer {
-    fn on_wire(self) -> [u8; 2] {
-        (self.0 | 0xc000).to_be_bytes()
-    }
-}
-
-/// An answer being written. It has room for the header and the question at least.
+/// An answer being written.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
-    out: &'a mut [u8],
-    length: usize,
+    out: &'a mut Vec<u8>,
     limit: usize,
     ttl: u32,
-    /// Records so far.
     answers: u16,
     edns: Option<Edns>,
-}
-
-impl<'a> Writer<'a> {
-    /// Begins the answer to `query`, no longer than `limit`. `out` has room for any query.
-    pub(crate) fn new(query: &[u8], question: &Question, limit: usize, out: &'a mut [u8]) -> Self {
-        let length = header(query, Rcode::NoError, Some(question.end), out);
-        let limit = limit.min(out.len());
-        let edns = question.edns;
-        let reserved = if edns.is_some() { EDNS_LENGTH } else { 0 };
-        Self {
-            out,
-            length,
-            limit: limit.saturating_sub(reserved),
-            ttl: 0,
-            answers: 0,
-            edns,
-        }
-    }
-
-    /// Says the answer comes from who knows, and how long it is good for.
-    pub(crate) fn authoritative(&mut self, ttl: u32) {
-        self.out[2] |= AA;
-        self.ttl = ttl;
-    }
-
-    pub(crate) fn set_rcode(&mut self, rcode: Rcode) {
-        self.out[3] = self.out[3] & 0xf0 | (rcode as u16 & 0xf) as u8;
-    }
-
-    /// The name of the question, as it came.
-    pub(crate) fn question_name() -> Pointer {
-        // The header's length, which two bytes hold.
-        Pointer(HEADER as u16)
-    }
-
-    /// A CNAME from `owner` to a name of wire parts; a root label is added. Returns where the target
-    /// stands.
-    pub(crate) fn cname(&mut self, owner: Owner<'_>, target: [&[u8]; 2]) -> Option<Pointer> {
-        let length = target[0].len() + target[1].len() + 1;
-        let (_, data) = self.record(owner, CNAME, length)?;
-        let (star, rest) = self.out[data..data + length].split_at_mut(target[0].len());
-        star.copy_from_slice(target[0]);
-        let (name, root) = rest.split_at_mut(target[1].len());
-        name.copy_from_slice(target[1]);
-        name.make_ascii_lowercase();
-        root.fill(0);
-        pointer(data)
-    }
-
-    /// Addresses of one owner, beginning with a random one. Returns where the owner stands.
-    pub(crate) fn v4(&mut self, owner: Owner<'_>, addresses: &[Ipv4Addr]) -> Option<Pointer> {
-        self.addresses(owner, A, addresses, |address| address.octets())
-    }
-
-    pub(crate) fn v6(&mut self, owner: Owner<'_>, addresses: &[Ipv6Addr]) -> Option<Pointer> {
-        self.addresses(owner, AAAA, addresses, |address| address.octets())
-    }
-
-    /// Adds the EDNS record and returns the answer's length.
-    pub(crate) fn finish(mut self) -> usize {
-        self.out[6..8].copy_from_slice(&self.answers.to_be_bytes());
-        if let Some(edns) = self.edns {
-            self.limit += EDNS_LENGTH;
-            let [high, low] = OWN_UDP.to_be_bytes();
-            let dnssec = if edns.dnssec_ok { 0x80 } else { 0 };
-            let [_, kind] = OPT.to_be_bytes();
-            let record = [0, 0, kind, high, low, 0, 0, dnssec, 0, 0, 0];
-            if let Some(room) = self.out.get_mut(self.length..self.length + EDNS_LENGTH) {
-                room.copy_from_slice(&record);
-                self.length += EDNS_LENGTH;
-                self.out[11] = 1;
-            }
-        }
-        self.length
-    }
-
-    fn addresses<T, const N: usize>(
-        &mut self,
-        mut owner: Owner<'_>,
-        kind: u16,
-        addresses: &[T],
-        octets: impl Fn(&T) -> [u8; N],
-    ) -> Option<Pointer> {
-        let first = match addresses.len() {
-            0 | 1 => 0,
-            count => fastrand::usize(..count),
-        };
-        let mut at = None;
-        let (before, from) = addresses.split_at(first);
-        for address in from.iter().chain(before) {
-            if let Owner::At(pointer) = owner {
-                self.short_record(pointer, kind, octets(address))?;
-                at = at.or(Some(pointer));
-                continue;
-            }
-            let (stands, data) = self.record(owner, kind, N)?;
-            self.out[data..data + N].copy_from_slice(&octets(address));
-            if let Some(pointer) = stands {
-                owner = Owner::At(pointer);
-                at = stands;
-            }
-        }
-        at
-    }
-
-    /// A record whose owner stands in the message, as nearly all are: of a size that is known.
-    fn short_record<const N: usize>(
-        &mut self,
-        owner: Pointer,
-        kind: u16,
-        data: [u8; N],
-    ) -> Option<()> {
-        let start = self.length;
-        let end = self.claim(2 + FIXED + N)?;
-        let [p0, p1] = owner.on_wire();
-        let [k0, k1] = kind.to_be_bytes();
-        let [c0, c1] = IN.to_be_bytes();
-        let [t0, t1, t2, t3] = self.ttl.to_be_bytes();
-        // An address, whose length one byte holds.
-        let fixed = [p0, p1, k0, k1, c0, c1, t0, t1, t2, t3, 0, N as u8];
-        let (into_fixed, into_data) = self.out[start..end].split_at_mut(fixed.len());
-        into_fixed.copy_from_slice(&fixed);
-        into_data.copy_from_slice(&data);
-        Some(())
-    }
-
-    /// Room for a record: where its owner stands, and where its data goes. Nothing if there is none.
-    fn record(
-        &mut self,
-        owner: Owner<'_>,
-        kind: u16,
-        data_length: usize,
-    ) -> Option<(Option<Pointer>, usize)> {
-        let start = self.length;
-        let fixed = start + owner.length();
-        let data = fixed + FIXED;
-        self.claim(owner.length() + FIXED + data_length)?;
-        let stands = owner.write(&mut self.out[start..fixed], start);
-        let fixed = &mut self.out[fixed..data];
-        fixed[..2].copy_from_slice(&kind.to_be_bytes());
-        fixed[2..4].copy_from_slice(&IN.to_be_bytes());
-        fixed[4..8].copy_from_slice(&self.ttl.to_be_bytes());
-        // A record fits in a message, whose length two bytes hold.
-        fixed[8..].copy_from_slice(&(data_length as u16).to_be_bytes());
-        Some((stands, data))
-    }
-
-    /// Takes room for a record of this length and returns where it ends. Nothing, and a truncated
-    /// answer, if there is none.
-    fn claim(&mut self, length: usize) -> Option<usize> {
-        let end = self.length + length;
-        if end > self.limit || self.out[2] & TC != 0 {
-            self.out[2] |= TC;
-            return None;
-        }
-        self.length = end;
-        self.answers += 1;
-        Some(end)
-    }
 }
 
 /// The owner of a record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Owner<'a> {
-    At(Pointer),
+    /// It stands at this offset of the answer.
+    At(usize),
     /// A name on the wire, in any case, with its root label; written in lower case.
     Name(&'a [u8]),
 }
 
-impl Owner<'_> {
-    fn length(&self) -> usize {
-        match self {
-            Self::At(_) => 2,
-            Self::Name(name) => name.len(),
+impl<'a> Writer<'a> {
+    /// Begins the answer to `query` in place of what `out` holds, no longer than `limit`.
+    pub(crate) fn new(
+        query: &[u8],
+        question: &Question,
+        limit: usize,
+        out: &'a mut Vec<u8>,
+    ) -> Self {
+        header(query, NOERROR, Some(question.end), out);
+        let reserved = question.edns.map_or(0, |_| OPT_LENGTH);
+        Self {
+            out,
+            limit: limit - reserved,
+            ttl: 0,
+            answers: 0,
+            edns: question.edns,
         }
     }
 
-    fn write(&self, out: &mut [u8], start: usize) -> Option<Pointer> {
-        match self {
-            Self::At(pointer) => {
-                out.copy_from_slice(&pointer.on_wire());
-                Some(*pointer)
+    /// Sets the AA bit, and the TTL of the records that follow.
+    pub(crate) fn authoritative(&mut self, ttl: u32) {
+        self.out[FLAGS] |= AA;
+        self.ttl = ttl;
+    }
+
+    pub(crate) fn set_rcode(&mut self, rcode: u8) {
+        self.out[CODE] = self.out[CODE] & !RCODE | rcode;
+    }
+
+    /// Adds a record whose data is all of `parts`. Returns the offsets of its owner and of its data;
+    /// `None`, and a truncated answer, if it does not fit.
+    pub(crate) fn record(
+        &mut self,
+        owner: Owner<'_>,
+        kind: u16,
+        parts: &[&[u8]],
+    ) -> Option<(usize, usize)> {
+        let start = self.out.len();
+        let owner_at = match owner {
+            Owner::At(at) => {
+                // The first owners stand in the first 700 bytes, and an offset has 14 bits.
+                self.out.extend((0xc000 | at as u16).to_be_bytes());
+                at
             }
-            Self::Name(name) => {
-                out.copy_from_slice(name);
+            Owner::Name(name) => {
                 // Lengths of labels are below the letters.
-                out.make_ascii_lowercase();
-                pointer(start)
+                self.out.extend(name.iter().map(u8::to_ascii_lowercase));
+                start
             }
+        };
+        self.out.extend(kind.to_be_bytes());
+        self.out.extend(IN.to_be_bytes());
+        self.out.extend(self.ttl.to_be_bytes());
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        // An address or a name.
+        self.out.extend((length as u16).to_be_bytes());
+        let data_at = self.out.len();
+        for part in parts {
+            self.out.extend_from_slice(part);
+        }
+        if self.out.len() > self.limit {
+            self.out.truncate(start);
+            self.out[FLAGS] |= TC;
+            return None;
+        }
+        self.answers += 1;
+        Some((owner_at, data_at))
+    }
+
+    /// Ends the answer, with an OPT record if the query had one.
+    pub(crate) fn finish(self) {
+        put(self.out, ANSWERS, &self.answers.to_be_bytes());
+        if let Some(edns) = self.edns {
+            push_opt(self.out, 0, edns.dnssec_ok);
         }
     }
 }
 
 /// Writes an answer without records: the header, and the question up to `end`.
-pub(in crate::dns) fn header(
-    query: &[u8],
-    rcode: Rcode,
-    end: Option<usize>,
-    out: &mut [u8],
-) -> usize {
-    let length = end.unwrap_or(HEADER);
-    out[..length].copy_from_slice(&query[..length]);
-    let opcode = query[2] & OPCODE;
+pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
+    out.clear();
+    out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
+    let opcode = query[FLAGS] & OPCODE;
     let is_query = opcode == 0;
-    out[2] = QR | opcode | if is_query { query[2] & RD } else { 0 };
-    out[3] = RA | if is_query { query[3] & CD } else { 0 } | (rcode as u16 & 0xf) as u8;
-    out[4..HEADER].fill(0);
-    out[5] = u8::from(end.is_some());
-    length
+    out[FLAGS] = QR | opcode | if is_query { query[FLAGS] & RD } else { 0 };
+    out[CODE] = RA | if is_query { query[CODE] & CD } else { 0 } | rcode;
+    out[QUESTIONS..HEADER].fill(0);
+    out[QUESTIONS + 1] = u8::from(end.is_some());
 }
 
-/// A place names can point to.
-fn pointer(at: usize) -> Option<Pointer> {
-    u16::try_from(at)
-        .ok()
-        .filter(|at| *at < 0x4000)
-        .map(Pointer)
+/// Writes the answer to a version of EDNS other than 0. The code is BADVERS, 16, of which the OPT record
+/// holds the upper bits.
+pub(crate) fn bad_version(query: &[u8], question: &Question, out: &mut Vec<u8>) {
+    header(query, 0, Some(question.end), out);
+    push_opt(out, 1, false);
+}
+
+/// Adds the only additional record.
+fn push_opt(out: &mut Vec<u8>, extended_rcode: u8, dnssec_ok: bool) {
+    let [_, kind] = OPT.to_be_bytes();
+    let [high, low] = OWN_UDP.to_be_bytes();
+    let flags = if dnssec_ok { 0x80 } else { 0 };
+    let record: [u8; OPT_LENGTH] = [0, 0, kind, high, low, extended_rcode, 0, flags, 0, 0, 0];
+    out.extend(record);
+    put(out, ADDITIONALS, &[0, 1]);
+}
+
+/// Copies `message` to `out`; one longer than `limit` is cut to whole answers and authorities from the
+/// front and the OPT record, with the TC bit. Names only point back, so what is left reads as before.
+pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
+    out.clear();
+    out.extend_from_slice(message);
+    let limit = limit.max(LEAST_UDP);
+    if message.len() <= limit {
+        return;
+    }
+    let question_end = question_end(message);
+    let records = question_end.and_then(|end| records(message, end));
+    let records = records.unwrap_or_default();
+    let mut end = question_end.unwrap_or(HEADER);
+    let opt = records.iter().find(|record| record.kind == OPT);
+    let opt = opt.map_or(&[][..], |opt| &message[opt.start..opt.end]);
+    // A question is shorter than the least limit.
+    let opt = if end + opt.len() <= limit { opt } else { &[] };
+    let (mut answers, mut authorities) = (0_u16, 0_u16);
+    for record in &records {
+        if record.section == Section::Additional || record.end + opt.len() > limit {
+            break;
+        }
+        match record.section {
+            Section::Answer => answers += 1,
+            _ => authorities += 1,
+        }
+        end = record.end;
+    }
+    out.truncate(end);
+    out.extend_from_slice(opt);
+    out[FLAGS] |= TC;
+    let counts = [
+        (QUESTIONS, u16::from(question_end.is_some())),
+        (ANSWERS, answers),
+        (AUTHORITIES, authorities),
+        (ADDITIONALS, u16::from(!opt.is_empty())),
+    ];
+    for (at, count) in counts {
+        put(out, at, &count.to_be_bytes());
+    }
 }

@@ -32,7 +32,7 @@ pub(crate) fn push_opt(bytes: &mut Vec<u8>, size: u16, options: &[u8]) {
 
 /// The question section of a query.
 pub(crate) fn question(query: &[u8]) -> Vec<u8> {
-    let end = super::super::wire::question_end(query).expect("a question");
+    let end = crate::dns::wire::question_end(query).expect("a question");
     query[12..end].to_vec()
 }
 

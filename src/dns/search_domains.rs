@@ -1,13 +1,8 @@
-//! From where names are seen: the pod's namespace, its domain, and its first search domain.
-//!
-//! A name of the table has short forms only for those who are in its domain, and expanded forms
-//! only for those who search. The rest of the room asks here.
-//!
-//! Does not know the table.
+//! What short names are short for: the pod's namespace, its domain, and its first search domain.
 
-/// What short names are short for.
+/// The domains that complete names in this pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Scope {
+pub struct SearchDomains {
     pub(super) namespace: String,
     /// Without the namespace it began with: `svc.cluster.local`. Empty where names have no short
     /// forms.
@@ -18,8 +13,8 @@ pub struct Scope {
     pub(super) search: String,
 }
 
-impl Scope {
-    /// `domain` is the one Envoy is told, `search` the list of resolv.conf, of which only the first
+impl SearchDomains {
+    /// `domain` is the proxy's (`--domain`), `search` the list of resolv.conf, of which only the first
     /// counts: clients try the others themselves.
     pub fn new(namespace: &str, domain: &str, search: &[String]) -> Self {
         let (first, rest) = domain.split_once('.').unwrap_or((domain, ""));
@@ -34,8 +29,8 @@ impl Scope {
         }
     }
 
-    /// What `name` was before the search domain was appended. A name that ends in the domain is
-    /// complete, so nobody searches for it.
+    /// What `name` was before the client appended the search domain. A name that ends in the domain
+    /// is complete, so clients append nothing to it.
     pub(super) fn before_search<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         let search = self.search.as_bytes();
         if search.is_empty() {
@@ -73,16 +68,16 @@ mod tests {
             ("", ".svc.cluster.local", "svc.cluster.local", ".svc"),
             ("ns1", "", "", "."),
         ] {
-            let scope = Scope::new(namespace, domain, &[]);
-            assert_eq!(scope.domain, expected, "{domain}");
-            assert_eq!(scope.first_label, label, "{domain}");
+            let domains = SearchDomains::new(namespace, domain, &[]);
+            assert_eq!(domains.domain, expected, "{domain}");
+            assert_eq!(domains.first_label, label, "{domain}");
         }
     }
 
     #[test]
     fn only_the_first_search_domain_is_cut_off_and_only_once() {
         let search = ["NS1.svc.cluster.local.", "svc.cluster.local"].map(str::to_owned);
-        let scope = Scope::new("ns1", "", &search);
+        let domains = SearchDomains::new("ns1", "", &search);
         for (name, base) in [
             ("a.b.ns1.svc.cluster.local", Some("a.b")),
             ("a.svc.cluster.local", None),
@@ -92,7 +87,7 @@ mod tests {
             ("a", None),
         ] {
             assert_eq!(
-                scope.before_search(name.as_bytes()),
+                domains.before_search(name.as_bytes()),
                 base.map(str::as_bytes),
                 "{name}"
             );

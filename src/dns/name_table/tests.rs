@@ -9,7 +9,7 @@ use prost::Message;
 use super::*;
 
 #[derive(Clone, PartialEq, Message)]
-struct NameTable {
+struct Encoded {
     #[prost(btree_map = "string, message", tag = "1")]
     table: BTreeMap<String, NameInfo>,
 }
@@ -50,22 +50,22 @@ pub(crate) fn encode<'a>(hosts: impl IntoIterator<Item = (&'a str, NameInfo)>) -
     let mut encoded = Vec::new();
     for (host, info) in hosts {
         let table = [(host.to_owned(), info)].into();
-        encoded.extend(NameTable { table }.encode_to_vec());
+        encoded.extend(Encoded { table }.encode_to_vec());
     }
     encoded
 }
 
-pub(crate) fn scope() -> Scope {
+pub(crate) fn domains() -> SearchDomains {
     let search = [
         "ns1.svc.cluster.local",
         "svc.cluster.local",
         "cluster.local",
     ];
-    Scope::new("ns1", "ns1.svc.cluster.local", &search.map(str::to_owned))
+    SearchDomains::new("ns1", "ns1.svc.cluster.local", &search.map(str::to_owned))
 }
 
 /// A table with one of everything.
-pub(crate) fn sample() -> Table {
+pub(crate) fn sample() -> NameTable {
     let v6 = "2001:db8:0:0:0:ff00:42:8329";
     let mut alt = kubernetes("svc-with-alt", "ns1", &["15.15.15.15"]);
     alt.alt_hosts = vec!["svc-with-alt.ns1.svc.clusterset.local".into()];
@@ -93,7 +93,7 @@ pub(crate) fn sample() -> Table {
         ("*.svc.mesh.company.net", external(&["10.1.2.3"])),
         ("example.localhost.", external(&["3.3.3.3"])),
     ]);
-    Table::build(&encoded, scope()).expect("a table")
+    NameTable::build(&encoded, domains()).expect("a table")
 }
 
 /// The maps that a table stands for: names with their addresses, and names with a target.
@@ -104,11 +104,11 @@ struct Model {
 }
 
 impl Model {
-    fn of(hosts: &[(String, NameInfo)], scope: &Scope) -> Self {
+    fn of(hosts: &[(String, NameInfo)], domains: &SearchDomains) -> Self {
         let mut model = Self::default();
         let last: BTreeMap<_, _> = hosts.iter().cloned().collect();
         for (host, info) in &last {
-            model.add(host, info, scope);
+            model.add(host, info, domains);
         }
         for of_name in model.names.values_mut() {
             of_name.sort();
@@ -116,9 +116,9 @@ impl Model {
         model
     }
 
-    fn add(&mut self, host: &str, info: &NameInfo, scope: &Scope) {
+    fn add(&mut self, host: &str, info: &NameInfo, domains: &SearchDomains) {
         let ips: Vec<IpAddr> = info.ips.iter().filter_map(|ip| ip.parse().ok()).collect();
-        let variants = variants(host, info, scope);
+        let variants = variants(host, info, domains);
         let names: BTreeSet<_> = variants.iter().map(|(_, name)| name.clone()).collect();
         if ips.is_empty() {
             return;
@@ -126,8 +126,8 @@ impl Model {
         for (rank, name) in variants {
             let of_name = self.names.entry(name.clone()).or_default();
             of_name.push((rank, host.to_owned(), ips.clone()));
-            let expanded = format!("{name}.{}", scope.search);
-            if !name.ends_with(&scope.search) && !names.contains(&expanded) {
+            let expanded = format!("{name}.{}", domains.search);
+            if !name.ends_with(&domains.search) && !names.contains(&expanded) {
                 self.targets.insert(expanded, name);
             }
         }
@@ -158,17 +158,17 @@ impl Model {
     }
 }
 
-fn variants(host: &str, info: &NameInfo, scope: &Scope) -> Vec<(u8, String)> {
+fn variants(host: &str, info: &NameInfo, domains: &SearchDomains) -> Vec<(u8, String)> {
     let is_kubernetes = info.registry == "Kubernetes";
     if is_kubernetes && host.ends_with('.') {
         return Vec::new();
     }
     let mut variants = vec![(0, host.strip_suffix('.').unwrap_or(host).to_owned())];
-    if is_kubernetes && !scope.domain.is_empty() && host.ends_with(&scope.domain) {
+    if is_kubernetes && !domains.domain.is_empty() && host.ends_with(&domains.domain) {
         let alias = format!("{}.{}", info.shortname, info.namespace);
-        variants.push((1, format!("{alias}{}", scope.first_label)));
+        variants.push((1, format!("{alias}{}", domains.first_label)));
         variants.push((2, alias));
-        if info.namespace == scope.namespace {
+        if info.namespace == domains.namespace {
             variants.push((3, info.shortname.clone()));
         }
         variants.extend(info.alt_hosts.iter().map(|host| (4, host.clone())));
@@ -179,7 +179,7 @@ fn variants(host: &str, info: &NameInfo, scope: &Scope) -> Vec<(u8, String)> {
         .collect()
 }
 
-fn found(table: &Table, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
+fn found(table: &NameTable, name: &str) -> Option<(Option<String>, Vec<IpAddr>)> {
     let found = table.find(name.as_bytes())?;
     let v4 = found.v4.iter().map(|ip| IpAddr::V4(*ip));
     let ips = v4
@@ -203,9 +203,7 @@ fn host() -> impl Strategy<Value = String> {
         prop::sample::select(ending.to_vec()),
     )
         .prop_map(|(labels, ending)| format!("{}{ending}", labels.join(".")))
-        .prop_filter("a bare star is nobody's host", |host| {
-            host != "*" && host != "*."
-        })
+        .prop_filter("a bare star is no host", |host| host != "*" && host != "*.")
 }
 
 fn info() -> impl Strategy<Value = NameInfo> {
@@ -244,10 +242,10 @@ proptest! {
         hosts in prop::collection::vec((host(), info()), 0..6),
         names in prop::collection::vec(host(), 20),
     ) {
-        let scope = Scope::new("ns1", "ns1.svc.d", &["ns1.svc.d".to_owned()]);
-        let model = Model::of(&hosts, &scope);
+        let domains = SearchDomains::new("ns1", "ns1.svc.d", &["ns1.svc.d".to_owned()]);
+        let model = Model::of(&hosts, &domains);
         let pairs = hosts.iter().map(|(host, info)| (host.as_str(), info.clone()));
-        let table = Table::build(&encode(pairs), scope).expect("a table");
+        let table = NameTable::build(&encode(pairs), domains).expect("a table");
         let known = model.names.keys().chain(model.targets.keys()).cloned();
         for name in known.chain(names) {
             let name = name.trim_end_matches('.').to_ascii_lowercase();
@@ -257,7 +255,7 @@ proptest! {
 
     #[test]
     fn bytes_that_are_no_table_are_an_error_or_a_table(bytes: Vec<u8>) {
-        if let Ok(table) = Table::build(&bytes, scope()) {
+        if let Ok(table) = NameTable::build(&bytes, domains()) {
             table.to_json();
         }
     }
@@ -277,8 +275,8 @@ fn the_order_of_the_message_decides_nothing() {
         ("x.ns1", external(&["3.3.3.3"])),
         ("X.ns1.", external(&["4.4.4.4"])),
     ];
-    let forwards = Table::build(&encode(hosts.clone()), scope()).expect("a table");
-    let backwards = Table::build(&encode(hosts.into_iter().rev()), scope()).expect("a table");
+    let forwards = NameTable::build(&encode(hosts.clone()), domains()).expect("a table");
+    let backwards = NameTable::build(&encode(hosts.into_iter().rev()), domains()).expect("a table");
     let ips = |ips: &[&str]| {
         ips.iter()
             .map(|ip| ip.parse().unwrap())
@@ -310,11 +308,29 @@ fn the_last_of_one_host_counts_alone() {
         "a.ns1.svc.cluster.local",
         kubernetes("new", "ns1", &["2.2.2.2"]),
     ));
-    let table = Table::build(&encode(hosts), scope()).expect("a table");
+    let table = NameTable::build(&encode(hosts), domains()).expect("a table");
     let expected = Some((None, vec!["2.2.2.2".parse().unwrap()]));
     assert_eq!(found(&table, "a.ns1.svc.cluster.local"), expected);
     assert_eq!(found(&table, "new"), expected);
     assert_eq!(found(&table, "old"), None);
+}
+
+#[test]
+fn of_hosts_that_share_a_name_the_first_eight_are_entered() {
+    let hosts: Vec<_> = (0..20_000)
+        .map(|number| format!("h{number:05}.ns1.svc.cluster.local"))
+        .collect();
+    let named = |host: &String| (host.clone(), kubernetes("x", "ns1", &["1.1.1.1"]));
+    // The worst order: each comes before those that are entered.
+    let hosts: Vec<_> = hosts.iter().rev().map(named).collect();
+    let pairs = hosts
+        .iter()
+        .map(|(host, info)| (host.as_str(), info.clone()));
+    let table = NameTable::build(&encode(pairs), domains()).expect("a table");
+    let mut entered: Vec<_> = table.entered(b"x.ns1").map(|(_, host)| host.name).collect();
+    entered.sort();
+    let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local"));
+    assert_eq!(entered, first.collect::<Vec<_>>());
 }
 
 #[test]
@@ -331,16 +347,19 @@ fn a_million_hosts_are_a_table() {
         .concat();
         encoded.extend([&[10, pair.len() as u8], pair.as_slice()].concat());
     }
-    let table = Table::build(&encoded, scope()).expect("a table");
+    let table = NameTable::build(&encoded, domains()).expect("a table");
     assert_eq!(table.hosts(), 1_000_000);
     assert!(found(&table, "h999999.x").is_some() && found(&table, "h1000000.x").is_none());
 }
 
 #[test]
-fn names_nobody_can_ask_for_are_left_out() {
+fn names_that_cannot_be_asked_for_are_left_out() {
     let long = "a.".repeat(200) + "com";
     for host in ["", ".", "a.b.svc.cluster.local.", &long] {
-        let table = Table::build(&encode([(host, kubernetes("", "", &["1.1.1.1"]))]), scope());
+        let table = NameTable::build(
+            &encode([(host, kubernetes("", "", &["1.1.1.1"]))]),
+            domains(),
+        );
         let table = table.expect("a table");
         for name in ["", "a.b.svc.cluster.local", &long] {
             assert_eq!(found(&table, name), None, "{host:?} {name:?}");
@@ -353,7 +372,7 @@ fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
     let info = [10, 7, b'1', b'.', b'1', b'.', b'1', b'.', b'1', 50, 1, 0xff];
     let pair = [&[10, 1, b'a', 18, info.len() as u8], &info[..]].concat();
     let encoded = [&[10, pair.len() as u8], &pair[..]].concat();
-    let table = Table::build(&encoded, scope()).expect("a table");
+    let table = NameTable::build(&encoded, domains()).expect("a table");
     let expected = Some((None, vec!["1.1.1.1".parse().unwrap()]));
     assert_eq!(found(&table, "a"), expected);
 }
@@ -372,7 +391,7 @@ fn what_is_no_table_is_refused_with_its_place() {
         ),
         (&[0x0a, 0x80], "byte 0 begins no protobuf field"),
     ] {
-        let error = Table::build(encoded, scope())
+        let error = NameTable::build(encoded, domains())
             .expect_err("no table")
             .to_string();
         assert_eq!(error, expected);
@@ -388,7 +407,7 @@ fn shows_what_came_and_the_forms_made_of_it() {
         ("www.google.com", external(&["1.1.1.1"])),
         ("empty.com", NameInfo::default()),
     ]);
-    let table = Table::build(&table, scope()).expect("a table");
+    let table = NameTable::build(&table, domains()).expect("a table");
     let both = serde_json::json!({"ips": ["9.9.9.9", "::1"], "registry": "Kubernetes"});
     let expected = serde_json::json!({"table": {
         "Page.ns1.svc.cluster.local": {
@@ -405,6 +424,6 @@ fn shows_what_came_and_the_forms_made_of_it() {
         "www.google.com.": {"ips": ["1.1.1.1"], "registry": "Kubernetes"},
     }});
     assert_eq!(table.to_json(), expected);
-    let empty = Table::build(&[], scope()).expect("a table");
+    let empty = NameTable::build(&[], domains()).expect("a table");
     assert_eq!(empty.to_json(), serde_json::json!({}));
 }

@@ -1,0 +1,205 @@
+//! Reads an encoded `NameTable` of NDS in place: its fields, and the hosts they describe.
+//!
+//! A table of 100,000 hosts is decoded neither when it comes nor when it is looked into: a host costs
+//! little more than its bytes in the message.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use prost::encoding::decode_varint;
+use smallvec::SmallVec;
+
+/// The number of the map in `NameTable`.
+pub(super) const TABLE: u64 = 1;
+/// Numbers in `NameInfo`.
+const IPS: u64 = 1;
+pub(super) const ALT_HOSTS: u64 = 5;
+
+/// Why bytes are not a name table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    #[error("byte {0} begins no protobuf field")]
+    Field(usize),
+    #[error("the field at byte {0} is longer than its message")]
+    Length(usize),
+    #[error("the string at byte {0} is not UTF-8")]
+    Text(usize),
+    #[error("{0} bytes, expected at most 1073741824")]
+    TooLarge(usize),
+}
+
+/// A length-delimited field.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Field<'a> {
+    /// Offset of its tag in the table.
+    pub(super) at: usize,
+    pub(super) number: u64,
+    value: &'a [u8],
+    value_at: usize,
+}
+
+/// The length-delimited fields of a message that begins at byte `at` of the table. Others are skipped.
+pub(super) fn fields(
+    mut message: &[u8],
+    mut at: usize,
+) -> impl Iterator<Item = Result<Field<'_>, Malformed>> {
+    std::iter::from_fn(move || {
+        while !message.is_empty() {
+            let (start, before) = (at, message.len());
+            let read = read_field(&mut message);
+            at += before - message.len();
+            match read {
+                Ok(Some((number, value))) => {
+                    return Some(Ok(Field {
+                        at: start,
+                        number,
+                        value,
+                        value_at: at - value.len(),
+                    }));
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    message = &[];
+                    return Some(Err(error(start)));
+                }
+            }
+        }
+        None
+    })
+}
+
+type At = fn(usize) -> Malformed;
+
+/// Takes one field off the message; `None` if it is not length-delimited.
+fn read_field<'a>(message: &mut &'a [u8]) -> Result<Option<(u64, &'a [u8])>, At> {
+    let mut varint = || decode_varint(message).map_err(|_| Malformed::Field as At);
+    let tag = varint()?;
+    let length = match tag & 7 {
+        0 => varint().map(|_| 0)?,
+        1 => 8,
+        2 => varint()?,
+        5 => 4,
+        _ => return Err(Malformed::Field),
+    };
+    let length = usize::try_from(length).map_err(|_| Malformed::Length as At)?;
+    let (value, rest) = message
+        .split_at_checked(length)
+        .ok_or(Malformed::Length as At)?;
+    *message = rest;
+    Ok((tag & 7 == 2).then_some((tag >> 3, value)))
+}
+
+impl<'a> Field<'a> {
+    /// The field at this offset of a table that was checked.
+    pub(super) fn at(table: &'a [u8], at: u32) -> Option<Self> {
+        let rest = table.get(at as usize..)?;
+        fields(rest, at as usize).next()?.ok()
+    }
+
+    fn fields(&self) -> impl Iterator<Item = Result<Field<'a>, Malformed>> + use<'a> {
+        fields(self.value, self.value_at)
+    }
+
+    pub(super) fn text(&self) -> Result<&'a str, Malformed> {
+        std::str::from_utf8(self.value).map_err(|_| Malformed::Text(self.value_at))
+    }
+}
+
+/// A host and its `NameInfo`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Host<'a> {
+    /// Offset of its field in the table, which identifies it.
+    pub(super) at: u32,
+    /// As istiod wrote it, perhaps with a dot at its end.
+    pub(super) name: &'a str,
+    pub(super) registry: &'a str,
+    pub(super) short_name: &'a str,
+    pub(super) namespace: &'a str,
+    info: Option<Field<'a>>,
+}
+
+/// Addresses of one host; most have one.
+pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
+
+impl<'a> Host<'a> {
+    /// Reads the pair of the map that `field` holds.
+    pub(super) fn parse(field: &Field<'a>) -> Result<Self, Malformed> {
+        let mut host = Self {
+            // A table has less bytes than four bytes count.
+            at: field.at as u32,
+            ..Self::default()
+        };
+        for part in field.fields() {
+            let part = part?;
+            match part.number {
+                1 => host.name = part.text()?,
+                2 => host.info = Some(part),
+                _ => {}
+            }
+        }
+        for part in host.info.iter().flat_map(Field::fields) {
+            let part = part?;
+            match part.number {
+                IPS | ALT_HOSTS => {
+                    part.text()?;
+                }
+                2 => host.registry = part.text()?,
+                3 => host.short_name = part.text()?,
+                4 => host.namespace = part.text()?,
+                // What a later istiod adds need not be text.
+                _ => {}
+            }
+        }
+        Ok(host)
+    }
+
+    /// The host whose field is at this offset of a table that was checked.
+    pub(super) fn at(table: &'a [u8], at: u32) -> Self {
+        let host = Field::at(table, at).and_then(|field| Self::parse(&field).ok());
+        host.unwrap_or_default()
+    }
+
+    pub(super) fn ips(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.parts(IPS).filter_map(|ip| ip.text().ok())
+    }
+
+    pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.parts(ALT_HOSTS).filter_map(|host| host.text().ok())
+    }
+
+    /// The fields of its `NameInfo` with this number.
+    pub(super) fn parts(&self, number: u64) -> impl Iterator<Item = Field<'a>> + use<'a> {
+        let parts = self.info.into_iter().flat_map(|info| info.fields());
+        let parts = parts.map_while(Result::ok);
+        parts.filter(move |part| part.number == number)
+    }
+
+    /// Its addresses; what is no address is left out. An IPv4 address written as IPv6 is one of IPv6.
+    pub(super) fn addresses(&self) -> Addresses {
+        let mut addresses = Addresses::default();
+        for ip in self.ips() {
+            match ip.parse() {
+                Ok(IpAddr::V4(v4)) => addresses.0.push(v4),
+                Ok(IpAddr::V6(v6)) => addresses.1.push(v6),
+                Err(_) => {}
+            }
+        }
+        addresses
+    }
+
+    /// Whether clients can ask for it. The absolute name of a Kubernetes host that ends in a dot would
+    /// end in two.
+    pub(super) fn can_be_asked_for(&self) -> bool {
+        let is_spelt = !without_dot(self.name).is_empty();
+        let is_absolute = self.is_kubernetes() && self.name.ends_with('.');
+        is_spelt && !is_absolute && self.ips().any(|ip| ip.parse::<IpAddr>().is_ok())
+    }
+
+    pub(super) fn is_kubernetes(&self) -> bool {
+        self.registry == "Kubernetes"
+    }
+}
+
+/// A host without the dot it may end in.
+pub(super) fn without_dot(host: &str) -> &str {
+    host.strip_suffix('.').unwrap_or(host)
+}

@@ -1,0 +1,70 @@
+//! The name table as `/debug/ndsz` shows it: what istiod sent, in protobuf's JSON, and the short forms
+//! made of it. Names with a search domain appended are left out, as in pilot-agent.
+
+use serde_json::{Map, Value, json};
+
+use super::NameTable;
+use super::host::{Host, without_dot};
+
+impl NameTable {
+    /// All of the table. Takes a while with a large one.
+    pub fn to_json(&self) -> Value {
+        let mut hosts = Map::new();
+        for host in self.all() {
+            hosts.insert(host.name.to_owned(), info(&host));
+        }
+        for host in self.all() {
+            for form in self.forms(&host) {
+                let absolute = format!("{form}.");
+                if hosts.contains_key(&absolute) {
+                    continue;
+                }
+                if let Some(found) = self.addresses(form.as_bytes()) {
+                    let v4 = found.v4.iter().map(ToString::to_string);
+                    let ips: Vec<_> = v4.chain(found.v6.iter().map(ToString::to_string)).collect();
+                    hosts.insert(absolute, json!({ "ips": ips, "registry": "Kubernetes" }));
+                }
+            }
+        }
+        if hosts.is_empty() {
+            return json!({});
+        }
+        json!({ "table": hosts })
+    }
+
+    /// The names of a host, lower case, without a dot at their end.
+    fn forms(&self, host: &Host<'_>) -> Vec<String> {
+        let mut forms = vec![without_dot(host.name).to_ascii_lowercase()];
+        if self.has_short_forms(host) {
+            let short = host.short_name.to_ascii_lowercase();
+            let alias = format!("{short}.{}", host.namespace.to_ascii_lowercase());
+            forms.push(format!("{alias}{}", self.domains.first_label));
+            forms.push(alias);
+            if host.namespace == self.domains.namespace {
+                forms.push(short);
+            }
+            forms.extend(host.alt_hosts().map(str::to_ascii_lowercase));
+        }
+        forms
+    }
+}
+
+/// A `NameInfo`, without members that are empty.
+fn info(host: &Host<'_>) -> Value {
+    let texts = [
+        ("registry", host.registry),
+        ("shortname", host.short_name),
+        ("namespace", host.namespace),
+    ];
+    let ips: Vec<_> = host.ips().collect();
+    let alt_hosts: Vec<_> = host.alt_hosts().collect();
+    let texts = texts.map(|(name, text)| (name, text.is_empty(), Value::from(text)));
+    let members = [("ips", ips.is_empty(), Value::from(ips))]
+        .into_iter()
+        .chain(texts)
+        .chain([("altHosts", alt_hosts.is_empty(), Value::from(alt_hosts))]);
+    let filled = members.filter(|(_, is_empty, _)| !is_empty);
+    filled
+        .map(|(name, _, value)| (name.to_owned(), value))
+        .collect()
+}

@@ -1,0 +1,129 @@
+//! Reads queries of clients: whether a message is one plain question, and what it says.
+
+use smallvec::SmallVec;
+
+use super::{
+    ADDITIONALS, ANSWERS, AUTHORITIES, FLAGS, FORMERR, HEADER, LEAST_UDP, NOTIMP, OPCODE, OPT, QR,
+    QUESTIONS, REFUSED, question_end, records, u16_at,
+};
+
+/// The longest query this agent takes, which it tells clients.
+pub(crate) const OWN_UDP: u16 = 4096;
+
+const NOTIFY: u8 = 4 << 3;
+
+/// What a message turned out to be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Read {
+    /// Nothing to answer: a fragment, or itself an answer.
+    Nothing,
+    /// To be refused with this response code; the question, as far as it can be read, ends here.
+    Wrong(u8, Option<usize>),
+    /// A version of EDNS other than 0.
+    BadVersion(Question),
+    Question(Question),
+}
+
+/// One question.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Question {
+    pub(crate) kind: u16,
+    pub(crate) class: u16,
+    /// Where the question section ends.
+    pub(crate) end: usize,
+    pub(crate) edns: Option<Edns>,
+}
+
+/// What a client says by EDNS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Edns {
+    pub(crate) udp_size: u16,
+    pub(crate) dnssec_ok: bool,
+}
+
+impl Question {
+    /// Most bytes of an answer by UDP.
+    pub(crate) fn udp_limit(&self) -> usize {
+        // What a packet has room for, headers deducted.
+        const MOST: usize = 65_507;
+        let size = self.edns.map_or(0, |edns| usize::from(edns.udp_size));
+        size.clamp(LEAST_UDP, MOST)
+    }
+
+    /// The name in the query, as it came: labels and the root label.
+    pub(crate) fn name<'a>(&self, query: &'a [u8]) -> &'a [u8] {
+        &query[HEADER..self.end - 4]
+    }
+
+    /// The name as text: lower case, without a dot at its end. `None` if it reads otherwise as text:
+    /// a label has a dot inside, or a byte that is written with a backslash.
+    pub(crate) fn text(&self, query: &[u8]) -> Option<SmallVec<[u8; 256]>> {
+        let mut text = SmallVec::new();
+        let mut labels = self.name(query);
+        while let [length @ 1..=63, rest @ ..] = labels {
+            let (label, rest) = rest.split_at_checked(usize::from(*length))?;
+            if !label.iter().all(|byte| is_plain(*byte)) {
+                return None;
+            }
+            if !text.is_empty() {
+                text.push(b'.');
+            }
+            text.extend_from_slice(label);
+            labels = rest;
+        }
+        text.make_ascii_lowercase();
+        Some(text)
+    }
+}
+
+/// Whether a byte of a label stands for itself in text.
+fn is_plain(byte: u8) -> bool {
+    let is_special = matches!(
+        byte,
+        b'.' | b'\'' | b'@' | b';' | b'(' | b')' | b'"' | b'\\'
+    );
+    byte.is_ascii_graphic() && !is_special
+}
+
+/// Reads a query.
+pub(crate) fn read(message: &[u8]) -> Read {
+    if message.len() < HEADER || message[FLAGS] & QR != 0 {
+        return Read::Nothing;
+    }
+    if message.len() > usize::from(OWN_UDP) {
+        return Read::Wrong(FORMERR, None);
+    }
+    let opcode = message[FLAGS] & OPCODE;
+    if opcode != 0 && opcode != NOTIFY {
+        return Read::Wrong(NOTIMP, None);
+    }
+    let count = |at| u16_at(message, at).unwrap_or_default();
+    let has_too_many = count(ANSWERS) > 1 || count(AUTHORITIES) > 1 || count(ADDITIONALS) > 2;
+    if count(QUESTIONS) != 1 || has_too_many {
+        return Read::Wrong(FORMERR, None);
+    }
+    if message.len() == HEADER {
+        return Read::Wrong(REFUSED, None);
+    }
+    let Some(end) = question_end(message) else {
+        return Read::Wrong(FORMERR, None);
+    };
+    let Some(records) = records(message, end) else {
+        return Read::Wrong(FORMERR, Some(end));
+    };
+    let opt = records.iter().rfind(|record| record.kind == OPT);
+    let edns = opt.map(|opt| Edns {
+        udp_size: u16_at(message, opt.class_at()).unwrap_or_default(),
+        dnssec_ok: message[opt.ttl_at() + 2] & 0x80 != 0,
+    });
+    let question = Question {
+        kind: count(end - 4),
+        class: count(end - 2),
+        end,
+        edns,
+    };
+    match opt {
+        Some(opt) if message[opt.ttl_at() + 1] > 0 => Read::BadVersion(question),
+        _ => Read::Question(question),
+    }
+}
