@@ -54,7 +54,7 @@ const MANY_HOSTS: usize = 100_000;
 const SMALL: u8 = 0;
 const LARGE: u8 = 1;
 const OTHER_LARGE: u8 = 2;
-/// Of the push that passes meanwhile.
+/// Bytes of a push.
 const PUSH: usize = 100 * 1024 * 1024;
 /// Bytes of pushes that Envoy has got.
 static PASSED: AtomicU64 = AtomicU64::new(0);
@@ -66,7 +66,7 @@ fn main() {
         [_, "control-plane", directory] => return block_on(control_plane(directory.as_ref())),
         _ => {}
     }
-    let all = arguments.iter().all(|argument| argument != "meanwhile");
+    let all = arguments.iter().all(|argument| argument != "during_push");
     if all {
         index();
     }
@@ -82,11 +82,11 @@ fn main() {
         beside_others(&mesh, &agent, &echo, echo_address);
         together(&[&agent, &echo]);
     }
-    disturbed(&mut mesh, &agent, &echo, echo_address);
+    during_push(&mut mesh, &agent, &echo, echo_address);
 }
 
-/// Who asks has a processor, and who answers another: where the kernel would place them from moment
-/// to moment costs more than a lookup.
+/// Gives the client one processor and the servers the other: where the kernel would place them from
+/// moment to moment costs more than a lookup.
 fn apart(servers: &[&Process]) {
     pin(gettid(), Some(0));
     servers.iter().for_each(|server| server.pin(Some(1)));
@@ -284,7 +284,7 @@ fn beside_others(mesh: &Mesh, agent: &Process, echo: &Process, echo_address: Soc
 /// Lookups while a large push passes and a large table is swapped, and while nothing does, in turns.
 ///
 /// The echo has nothing to do with either; what it shows is the machine.
-fn disturbed(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
+fn during_push(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: SocketAddr) {
     let both = [
         ("bare echo", echo, echo_address),
         ("agent", agent, mesh.dns),
@@ -301,7 +301,7 @@ fn disturbed(mesh: &mut Mesh, agent: &Process, echo: &Process, echo_address: Soc
         }
     }
     let mut page = Table::new(&[
-        "meanwhile 100 MB of clusters and 100,000 hosts",
+        "while 100 MB of clusters and 100,000 hosts are pushed",
         "p50 µs",
         "idle",
         "p99 µs",
@@ -342,9 +342,9 @@ struct Round {
     p50: f64,
     p99: f64,
     lost: u64,
-    /// Whether the answers changed meanwhile, as they do with another name table.
+    /// Whether the answers changed, as they do with another name table.
     renewed: bool,
-    /// What Envoy got meanwhile, in bytes.
+    /// What Envoy got in that time, in bytes.
     passed: u64,
 }
 
@@ -355,7 +355,7 @@ fn round(server: &Process, address: SocketAddr, time: Duration) -> Round {
     // What this program is too slow for is not the server's loss. Only root may have as much.
     let _ = rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, 16 << 20);
     let sent: Arc<[AtomicU64]> = (0..=u16::MAX).map(|_| AtomicU64::new(0)).collect();
-    // Who measures does not wait for a processor itself; threads inherit that.
+    // The client does not wait for a processor itself; threads inherit that.
     urgency(-20);
     let start = Instant::now();
     let receiving = {
@@ -458,7 +458,7 @@ async fn control_plane(directory: &Path) {
         while std::io::stdin().read_exact(&mut version).is_ok() {
             snapshots.send_replace(made[usize::from(version[0])].clone());
         }
-        // Whoever measures has ended.
+        // The bench has ended.
         std::process::exit(0);
     });
     std::future::pending::<()>().await;
@@ -481,7 +481,7 @@ impl Mesh {
         let mut command = own();
         command.arg("control-plane").arg(directory.path());
         // It keeps the memory of a push for the next: the kernel gives and takes 100 MB in stretches
-        // of milliseconds that nobody may interrupt (mallopt(3)).
+        // of milliseconds that nothing can interrupt (mallopt(3)).
         let keep = [
             ("MALLOC_MMAP_MAX_", "0"),
             ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
@@ -609,14 +609,14 @@ fn wait_for(address: SocketAddr) {
     socket.set_read_timeout(patience).expect("a timeout");
     for _ in 0..300 {
         let mut reply = [0; 512];
-        // Nobody may listen yet.
+        // The server may not listen yet.
         let _ = socket.send(&query(1, &host(0)));
         match socket.recv(&mut reply) {
             Ok(_) if reply[3] & 0xf == 0 => return,
             _ => std::thread::sleep(Duration::from_millis(20)),
         }
     }
-    panic!("nobody answers at {address}");
+    panic!("there is no answer from {address}");
 }
 
 fn free_port() -> SocketAddr {

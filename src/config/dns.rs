@@ -49,7 +49,7 @@ impl Sources<'_> {
         };
         let policy = Policy {
             ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
-            forward_before_first_table: listen.stands_in,
+            forward_before_first_table: listen.is_machine_resolver,
         };
         let server = dns::Config {
             addresses: listen.addresses,
@@ -78,7 +78,7 @@ impl Sources<'_> {
     fn resolv_conf_path(&mut self, address: &str) -> PathBuf {
         let named = self.env.is_set(&variables::ISTIO_AGENT_RESOLV_CONF);
         let original = self.root.join(ORIGINAL);
-        if listen::stands_in(address) && !named && original.exists() {
+        if listen::is_machine_resolver(address) && !named && original.exists() {
             return original;
         }
         let path = self.get(&variables::ISTIO_AGENT_RESOLV_CONF);

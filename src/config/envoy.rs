@@ -309,9 +309,10 @@ impl Sources<'_> {
     /// An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt from
     /// traffic capture, so that Envoy's own lookups are not captured.
     fn envoy_user(&mut self) -> Option<u32> {
-        let stands_in = listen::stands_in(&self.get(&variables::DNS_PROXY_ADDR));
+        let is_machine_resolver =
+            listen::is_machine_resolver(&self.get(&variables::DNS_PROXY_ADDR));
         let is_root = rustix::process::getuid().is_root();
-        (stands_in && is_root).then_some(UNCAPTURED)
+        (is_machine_resolver && is_root).then_some(UNCAPTURED)
     }
 
     /// The file merged over the bootstrap. Envoy starts without one that cannot be used.

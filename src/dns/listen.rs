@@ -1,15 +1,13 @@
-//! Where to listen, from what the operator said and the resolvers the pod has.
+//! Where the DNS server listens, from `DNS_PROXY_ADDR` and the resolvers of the pod.
 //!
 //! Captured queries are redirected to the loopback address of the family they were sent in, which
 //! is the resolver's. So `localhost` means that address of each family a resolver has. An answer
 //! must come from the address that was asked, which a socket bound to all of them does not see to:
 //! the kernel picks one by the way back. So "all addresses" is a socket for each.
-//!
-//! Does not bind, and does not follow addresses that come later.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Where DNS is answered unless something else is said.
+/// Where DNS is answered by default.
 pub const DEFAULT: &str = "localhost:15053";
 
 /// Where to listen.
@@ -17,12 +15,12 @@ pub const DEFAULT: &str = "localhost:15053";
 pub struct Listen {
     /// Host and port, each.
     pub addresses: Vec<String>,
-    /// Whether the agent stands in for the machine's resolver: others depend on it before istiod
-    /// has been heard.
-    pub stands_in: bool,
+    /// Whether the agent is the machine's resolver: other programs depend on it before istiod has
+    /// sent a name table.
+    pub is_machine_resolver: bool,
 }
 
-/// The address, unless it is the privileged port and the agent is not: that is not to be had.
+/// The address, unless it has port 53 and the agent is not root.
 pub fn address(said: &str, is_root: bool) -> &str {
     if said.is_empty() {
         return DEFAULT;
@@ -53,11 +51,11 @@ pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Listen {
     };
     Listen {
         addresses,
-        stands_in: stands_in(address),
+        is_machine_resolver: is_machine_resolver(address),
     }
 }
 
-/// An address for each that is meant, if all are.
+/// An address for each of the machine's, if all are meant.
 fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     let (host, port) = address.rsplit_once(':')?;
     // Without a number each would get another one.
@@ -81,8 +79,8 @@ fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     )
 }
 
-/// Whether whoever listens at `address` is what others take for the machine's resolver.
-pub fn stands_in(address: &str) -> bool {
+/// Whether a server at `address` is what programs take for the machine's resolver.
+pub fn is_machine_resolver(address: &str) -> bool {
     address.ends_with(":53")
 }
 
@@ -106,7 +104,7 @@ mod tests {
     fn localhost_is_each_family_a_resolver_has() {
         let v4 = "10.0.0.10";
         let v6 = "fd00::10";
-        for (said, resolvers, expected, stands_in) in [
+        for (said, resolvers, expected, is_machine_resolver) in [
             (
                 "localhost:15053",
                 &[v4][..],
@@ -126,7 +124,7 @@ mod tests {
             let resolvers: Vec<IpAddr> = resolvers.iter().map(|ip| ip.parse().unwrap()).collect();
             let listen = listen(said, &resolvers, &[]);
             assert_eq!(listen.addresses, expected, "{said} {resolvers:?}");
-            assert_eq!(listen.stands_in, stands_in, "{said}");
+            assert_eq!(listen.is_machine_resolver, is_machine_resolver, "{said}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! The room over real sockets.
+//! The DNS server over real sockets.
 
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -38,21 +38,21 @@ impl Forward for Resolver {
     }
 }
 
-struct Room {
+struct Server {
     dns: Dns,
     tasks: Tasks,
     shutdown: CancellationToken,
     registry: Registry,
 }
 
-fn room() -> Room {
-    let (mut room, serving) = unserved();
-    room.tasks.spawn("dns", serving);
-    room
+fn server() -> Server {
+    let (mut server, serving) = unserved();
+    server.tasks.spawn("dns", serving);
+    server
 }
 
-/// A room, and what serves it.
-fn unserved() -> (Room, impl Future<Output = Result<(), Error>> + Send) {
+/// A server, and what serves it.
+fn unserved() -> (Server, impl Future<Output = Result<(), Error>> + Send) {
     let config = || Config {
         addresses: vec!["127.0.0.1:0".into(), "[::1]:0".into()],
         search_domains: domains(),
@@ -66,23 +66,23 @@ fn unserved() -> (Room, impl Future<Output = Result<(), Error>> + Send) {
     let built = || new(config(), Resolver, &registry, shutdown.clone()).ok();
     let built = std::iter::repeat_with(built).take(9).flatten().next();
     let (dns, serving) = built.expect("bound");
-    let room = Room {
+    let server = Server {
         dns,
         tasks: Tasks::new(),
         shutdown,
         registry,
     };
-    (room, serving)
+    (server, serving)
 }
 
-async fn with_table() -> Room {
-    let room = room();
+async fn with_table() -> Server {
+    let server = server();
     let table = encode([("mesh.local", external(&["1.2.3.4", "::1"]))]);
-    room.dns.update(table.into()).await.expect("a table");
-    room
+    server.dns.update(table.into()).await.expect("a table");
+    server
 }
 
-impl Room {
+impl Server {
     async fn udp(&self) -> UdpSocket {
         client(self.dns.addresses()[0]).await
     }
@@ -129,8 +129,8 @@ async fn receive(stream: &mut TcpStream) -> Message {
 
 #[tokio::test]
 async fn answers_both_families_over_both_protocols() {
-    let room = with_table().await;
-    for address in room.dns.addresses() {
+    let server = with_table().await;
+    for address in server.dns.addresses() {
         let udp = client(*address).await;
         let message = ask(&udp, &query("mesh.local", 1, None)).await;
         assert_eq!(message.answers[0].3, "1.2.3.4");
@@ -142,7 +142,7 @@ async fn answers_both_families_over_both_protocols() {
         send(&mut tcp, &query("other.com", 1, None)).await;
         assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
     }
-    let page = room.registry.render();
+    let page = server.registry.render();
     for line in [
         "istio_agent_dns_requests_total 8\n",
         "istio_agent_dns_requests_by_type_total{type=\"AAAA\"} 2\n",
@@ -155,21 +155,21 @@ async fn answers_both_families_over_both_protocols() {
 }
 
 #[tokio::test]
-async fn what_is_no_proper_request_is_counted_as_neither_request_nor_response() {
-    let room = with_table().await;
-    let udp = room.udp().await;
+async fn refused_messages_are_counted_as_neither_request_nor_response() {
+    let server = with_table().await;
+    let udp = server.udp().await;
     let mut later = query("mesh.local", 1, Some(1232));
     // The version of EDNS.
     let at = later.len() - 5;
     later[at] = 1;
-    let mut tcp = room.tcp().await;
+    let mut tcp = server.tcp().await;
     send(&mut tcp, &later).await;
     receive(&mut tcp).await;
     for refused in [later, vec![1; 5000]] {
         udp.send(&refused).await.expect("sent");
         next(&udp).await;
     }
-    let page = room.registry.render();
+    let page = server.registry.render();
     assert!(
         page.contains("istio_agent_dns_refusals_total 3\n"),
         "{page}"
@@ -181,21 +181,22 @@ async fn what_is_no_proper_request_is_counted_as_neither_request_nor_response() 
 
 #[tokio::test]
 async fn is_ready_with_the_first_table_even_an_empty_one() {
-    let room = room();
-    let ready = room.dns.ready();
-    let udp = room.udp().await;
+    let server = server();
+    let ready = server.dns.ready();
+    let udp = server.udp().await;
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf,
         2
     );
-    assert!(!*ready.borrow() && room.dns.ndsz().is_none());
-    room.dns
+    assert!(!*ready.borrow() && server.dns.ndsz().is_none());
+    server
+        .dns
         .update(Bytes::from_static(&[0xff]))
         .await
         .expect_err("no table");
     assert!(!*ready.borrow());
-    room.dns.update(Bytes::new()).await.expect("a table");
-    assert!(*ready.borrow() && room.dns.ndsz().is_some());
+    server.dns.update(Bytes::new()).await.expect("a table");
+    assert!(*ready.borrow() && server.dns.ndsz().is_some());
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "4.4.4.1"
@@ -204,63 +205,63 @@ async fn is_ready_with_the_first_table_even_an_empty_one() {
 
 #[tokio::test]
 async fn a_table_that_cannot_be_read_leaves_the_one_before() {
-    let room = with_table().await;
-    let error = room.dns.update(Bytes::from_static(&[0x0a, 9])).await;
+    let server = with_table().await;
+    let error = server.dns.update(Bytes::from_static(&[0x0a, 9])).await;
     let error = error.expect_err("no table").to_string();
     assert!(
         error.starts_with("failed to unmarshal name table: "),
         "{error}"
     );
-    let udp = room.udp().await;
+    let udp = server.udp().await;
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "1.2.3.4"
     );
     let same = encode([("mesh.local", external(&["1.2.3.4", "::1"]))]);
-    room.dns.update(same.into()).await.expect("the same");
+    server.dns.update(same.into()).await.expect("the same");
     let same = "istio_agent_dns_name_tables_total{result=\"same\"} 1\n";
-    assert!(room.registry.render().contains(same));
+    assert!(server.registry.render().contains(same));
 }
 
 #[test]
-fn an_index_nobody_waits_for_any_more_is_built_before_the_next() {
+fn the_index_of_a_dropped_update_is_built_before_the_next() {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().max_blocking_threads(1).build();
     runtime.unwrap().block_on(async {
-        let (room, _serving) = unserved();
+        let (server, _serving) = unserved();
         let (end, ended) = std::sync::mpsc::channel::<()>();
         // The one thread there is for such work is taken until then.
         let busy = tokio::task::spawn_blocking(move || ended.recv());
-        let mut update = Box::pin(room.dns.update(Bytes::new()));
+        let mut update = Box::pin(server.dns.update(Bytes::new()));
         let mut context = Context::from_waker(Waker::noop());
         assert!(update.as_mut().poll(&mut context).is_pending());
         drop(update);
-        assert!(room.dns.building.try_lock().is_err());
+        assert!(server.dns.building.try_lock().is_err());
         drop(end);
         assert!(busy.await.unwrap().is_err());
-        drop(room.dns.building.lock().await);
+        drop(server.dns.building.lock().await);
     });
 }
 
 #[tokio::test]
-async fn an_answer_of_others_is_cut_for_udp_and_whole_for_tcp() {
-    let room = with_table().await;
+async fn an_answer_of_a_resolver_is_truncated_for_udp_and_whole_for_tcp() {
+    let server = with_table().await;
     let long = query("long", 1, None);
-    let message = ask(&room.udp().await, &long).await;
+    let message = ask(&server.udp().await, &long).await;
     assert!(message.answers.len() == 30 && message.flags[0] & wire::TC != 0);
-    let message = ask(&room.udp().await, &query("long", 1, Some(4096))).await;
+    let message = ask(&server.udp().await, &query("long", 1, Some(4096))).await;
     assert_eq!(message.answers.len(), 100);
-    let mut tcp = room.tcp().await;
+    let mut tcp = server.tcp().await;
     send(&mut tcp, &long).await;
     let message = receive(&mut tcp).await;
     assert!(message.answers.len() == 100 && message.flags[0] & wire::TC == 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_for_a_slow_resolver_but_who_asked_it() {
-    let room = with_table().await;
-    let udp = room.udp().await;
-    let mut tcp = room.tcp().await;
+async fn a_slow_resolver_delays_only_the_clients_that_asked_it() {
+    let server = with_table().await;
+    let udp = server.udp().await;
+    let mut tcp = server.tcp().await;
     for _ in 0..10 {
         udp.send(&query("slow", 1, None)).await.expect("sent");
         send(&mut tcp, &query("slow", 1, None)).await;
@@ -278,9 +279,9 @@ async fn nobody_waits_for_a_slow_resolver_but_who_asked_it() {
 }
 
 #[tokio::test]
-async fn a_query_nobody_answers_or_that_finds_too_many_waiting_fails() {
-    let room = with_table().await;
-    let udp = room.udp().await;
+async fn a_query_fails_without_an_answer_or_with_too_many_waiting() {
+    let server = with_table().await;
+    let udp = server.udp().await;
     let fails = query("fails", 1, Some(1232));
     let message = ask(&udp, &fails).await;
     assert_eq!((message.flags, message.edns), ([0x81, 0x82], true));
@@ -292,7 +293,8 @@ async fn a_query_nobody_answers_or_that_finds_too_many_waiting_fails() {
     let message = ask(&udp, &query("other.com", 1, None)).await;
     assert_eq!(message.flags[1] & 0xf, 2);
     assert!(
-        room.registry
+        server
+            .registry
             .render()
             .contains("istio_agent_dns_overflows_total 1\n")
     );
@@ -304,15 +306,15 @@ async fn a_query_nobody_answers_or_that_finds_too_many_waiting_fails() {
 
 #[tokio::test]
 async fn garbage_changes_nothing() {
-    let room = with_table().await;
-    let udp = room.udp().await;
+    let server = with_table().await;
+    let udp = server.udp().await;
     for length in 0..2000 {
         let garbage: Vec<u8> = (0..length).map(|_| fastrand::u8(..)).collect();
         udp.send(&garbage).await.expect("sent");
         tokio::task::yield_now().await;
     }
     udp.send(&vec![1; 60_000]).await.expect("sent");
-    let udp = room.udp().await;
+    let udp = server.udp().await;
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "1.2.3.4"
@@ -321,12 +323,12 @@ async fn garbage_changes_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn a_silent_connection_is_closed() {
-    let room = with_table().await;
-    let mut silent = room.tcp().await;
+    let server = with_table().await;
+    let mut silent = server.tcp().await;
     let start = Instant::now();
     assert_eq!(silent.read(&mut [0; 8]).await.ok(), Some(0));
     assert_eq!(start.elapsed().as_secs(), 2);
-    let mut half = room.tcp().await;
+    let mut half = server.tcp().await;
     send(&mut half, &query("mesh.local", 1, None)).await;
     receive(&mut half).await;
     let start = Instant::now();
@@ -338,8 +340,8 @@ async fn a_silent_connection_is_closed() {
 
 #[tokio::test(start_paused = true)]
 async fn a_client_that_closes_its_side_still_gets_its_answers() {
-    let room = with_table().await;
-    let mut tcp = room.tcp().await;
+    let server = with_table().await;
+    let mut tcp = server.tcp().await;
     send(&mut tcp, &query("slow", 1, None)).await;
     tcp.shutdown().await.expect("closed");
     assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
@@ -347,18 +349,18 @@ async fn a_client_that_closes_its_side_still_gets_its_answers() {
 }
 
 #[tokio::test]
-async fn ends_when_told_to() {
-    let mut room = with_table().await;
-    let _open = room.tcp().await;
-    room.shutdown.cancel();
-    let ended = timeout(Duration::from_secs(5), room.tasks.next_ended()).await;
+async fn ends_on_shutdown() {
+    let mut server = with_table().await;
+    let _open = server.tcp().await;
+    server.shutdown.cancel();
+    let ended = timeout(Duration::from_secs(5), server.tasks.next_ended()).await;
     assert!(ended.expect("it ends").result.is_ok());
 }
 
 #[tokio::test]
 async fn an_address_in_use_is_an_error_that_names_it() {
-    let room = room();
-    let address = room.dns.addresses()[0].to_string();
+    let server = server();
+    let address = server.dns.addresses()[0].to_string();
     let config = Config {
         addresses: vec![address.clone()],
         search_domains: domains(),

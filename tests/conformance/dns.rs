@@ -230,7 +230,7 @@ async fn a_large_answer_of_a_resolver_arrives() {
 }
 
 #[tokio::test]
-async fn an_answer_a_resolver_cut_arrives_as_far_as_it_goes() {
+async fn a_truncated_answer_of_a_resolver_arrives_as_far_as_it_goes() {
     let mesh = Mesh::start("false").await;
     let cut = decode(&mesh.udp(&query("giant-tc.", 1, None)).await);
     assert!(cut.truncated && cut.code == 0);
@@ -257,7 +257,7 @@ async fn a_query_no_resolver_answers_fails_after_the_timeout() {
 }
 
 #[tokio::test]
-async fn what_is_no_question_harms_nobody() {
+async fn messages_that_are_no_question_do_no_harm() {
     let mesh = Mesh::start("false").await;
     let good = query("www.google.com.", 1, None);
     let client = mesh.client().await;
@@ -280,7 +280,7 @@ async fn what_is_no_question_harms_nobody() {
 }
 
 #[tokio::test]
-async fn the_last_table_stays_while_istiod_is_away() {
+async fn the_last_name_table_stays_while_istiod_is_away() {
     if std::env::var_os("DNS_ADDR").is_some() {
         return; // Its istiod is not ours.
     }
@@ -299,7 +299,7 @@ async fn the_last_table_stays_while_istiod_is_away() {
 }
 
 #[tokio::test]
-async fn an_address_that_cannot_be_had_ends_the_agent() {
+async fn an_address_in_use_ends_the_agent() {
     let taken = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let istiod = LocalIstiod::start(options()).await.unwrap();
@@ -397,8 +397,7 @@ impl Mesh {
     }
 }
 
-/// Both protocols are free at such a port, most likely.
-/// A port nobody has, in either protocol, and nobody is given by chance.
+/// A port that is free in both protocols, and is not given out by chance.
 async fn free_port() -> SocketAddr {
     loop {
         let address = (Ipv4Addr::LOCALHOST, free_tcp_port()).into();

@@ -1,11 +1,8 @@
-//! Replies kept for a while: for as long as they are fresh, and a little longer for when no server
-//! answers.
+//! Replies kept for a while: for as long as they are fresh, and longer for when no server answers.
 //!
-//! Both only as far as the configuration allows, which by default it does not: see [`super`]. A
-//! stale one takes the place of a failure only. Entries and bytes are bounded; what was asked for
-//! since the last look is spared once when room is needed.
-//!
-//! Does not know what a query looks like: keys are bytes. Time is an argument.
+//! Both only as far as the configuration allows, which by default it does not: see [`super`]. A stale
+//! reply takes the place of a failure only. Entries and bytes are bounded; a reply that was asked for
+//! since the last time room was made is spared once. Keys are bytes, and time is an argument.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,10 +10,10 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::reply::{Life, Reply};
-use crate::dns::wire;
+use super::reply::Reply;
+use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC, TSIG};
 
-/// TTL of a stale answer: short, so that whoever keeps it asks again soon.
+/// TTL of a stale answer: short, so that clients that keep it ask again soon.
 const STALE_TTL: u32 = 5;
 
 /// What a key and its places in two maps cost beside its bytes, about.
@@ -69,9 +66,16 @@ struct Entry {
 #[derive(Debug)]
 pub(super) enum Found {
     Fresh(Reply),
-    /// For when nobody answers.
+    /// For when no server answers.
     Stale(Reply),
     Nothing,
+}
+
+/// How long a reply may be kept, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Lifetime {
+    seconds: u32,
+    is_negative: bool,
 }
 
 impl Cache {
@@ -93,11 +97,11 @@ impl Cache {
             entry.was_used = true;
             let age = now.duration_since(entry.stored).as_secs();
             let age = u32::try_from(age).unwrap_or(u32::MAX);
-            return Found::Fresh(entry.reply.with_ttls(|ttl| ttl.saturating_sub(age)));
+            return Found::Fresh(with_ttls(&entry.reply, |ttl| ttl.saturating_sub(age)));
         }
         if now < entry.stale_until {
             entry.was_used = true;
-            return Found::Stale(entry.reply.with_ttls(|ttl| ttl.min(STALE_TTL)));
+            return Found::Stale(with_ttls(&entry.reply, |ttl| ttl.min(STALE_TTL)));
         }
         self.remove(key);
         Found::Nothing
@@ -106,14 +110,14 @@ impl Cache {
     /// Keeps a reply that may be kept. What is known now replaces what was, also where it is not
     /// kept itself; a server's failure replaces nothing.
     pub(super) fn put(&mut self, key: Vec<u8>, reply: &Reply, now: Instant) {
-        if [wire::NOERROR, wire::NXDOMAIN].contains(&reply.rcode()) {
+        if [NOERROR, NXDOMAIN].contains(&reply.rcode()) {
             self.remove(&key);
         }
-        let Some(life) = reply.life() else {
+        let Some(lifetime) = lifetime(reply) else {
             return;
         };
-        let (fresh, whole) = self.lifetimes(life);
-        let weight = OVERHEAD + key.len() + reply.weight();
+        let (fresh, whole) = self.times(lifetime);
+        let weight = OVERHEAD + key.len() + reply.bytes().len() + size_of::<Reply>();
         // One reply shall not empty the cache.
         if whole.is_zero() || weight > self.config.max_bytes / 8 {
             return;
@@ -140,11 +144,11 @@ impl Cache {
         (self.entries.len(), self.bytes)
     }
 
-    /// How long a reply is fresh, and how long it is of any use. A name that did not exist is not
-    /// said to be missing when nobody knows.
-    fn lifetimes(&self, life: Life) -> (Duration, Duration) {
-        let ttl = Duration::from_secs(life.seconds.into());
-        if life.is_negative {
+    /// How long a reply is fresh, and how long it is of any use. That a name does not exist is not
+    /// said once it is stale.
+    fn times(&self, lifetime: Lifetime) -> (Duration, Duration) {
+        let ttl = Duration::from_secs(lifetime.seconds.into());
+        if lifetime.is_negative {
             let fresh = ttl.min(self.config.max_negative_ttl);
             return (fresh, fresh);
         }
@@ -187,10 +191,69 @@ impl Cache {
     }
 }
 
+/// The reply with other TTLs.
+fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
+    let mut bytes = reply.bytes().to_vec();
+    let end = wire::question_end(&bytes);
+    let records = end.and_then(|end| wire::records(&bytes, end));
+    let records = records.unwrap_or_default().into_iter();
+    for record in records.filter(|record| ![OPT, TSIG].contains(&record.kind)) {
+        let ttl = ttl(&bytes, &record).unwrap_or(0);
+        wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
+    }
+    Reply::from_bytes(bytes)
+}
+
+/// How long a reply may be kept; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
+fn lifetime(reply: &Reply) -> Option<Lifetime> {
+    let bytes = reply.bytes();
+    let end = wire::question_end(bytes)?;
+    let records = wire::records(bytes, end)?;
+    if bytes[FLAGS] & TC != 0 || reply.has_extended_rcode() {
+        return None;
+    }
+    let kind = wire::u16_at(bytes, end - 4)?;
+    let answers = || records.iter().filter(|r| r.section == Section::Answer);
+    let is_asked = |r: &Record| r.kind == kind || kind == ANY;
+    let is_negative = match reply.rcode() {
+        NOERROR => !answers().any(is_asked),
+        NXDOMAIN => true,
+        _ => return None,
+    };
+    let of_answers = answers().filter_map(|record| ttl(bytes, record)).min();
+    let seconds = if is_negative {
+        let is_soa = |r: &&Record| r.section == Section::Authority && r.kind == SOA;
+        let soa = records.iter().find(is_soa)?;
+        let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?).map(sane)?;
+        ttl(bytes, soa)?
+            .min(minimum)
+            .min(of_answers.unwrap_or(u32::MAX))
+    } else {
+        of_answers?
+    };
+    (seconds > 0).then_some(Lifetime {
+        seconds,
+        is_negative,
+    })
+}
+
+fn ttl(message: &[u8], record: &Record) -> Option<u32> {
+    wire::u32_at(message, record.ttl_at()).map(sane)
+}
+
+/// A TTL with the highest bit set is none. Source: RFC 2181, section 8.
+fn sane(ttl: u32) -> u32 {
+    if ttl > i32::MAX.unsigned_abs() {
+        0
+    } else {
+        ttl
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::query::Query;
-    use super::super::reply::Arrival;
+    use super::super::reply::Received;
     use super::super::tests::{Answer, KEEPING, query};
     use super::*;
 
@@ -199,8 +262,8 @@ mod tests {
     fn reply(answer: &Answer) -> Reply {
         let asked = query(1, "a.test");
         let parsed = Query::parse(asked.clone().into()).expect("a query");
-        match Arrival::read(&answer.to(&asked), 1, &parsed) {
-            Arrival::Reply(reply) => reply,
+        match Received::read(&answer.to(&asked), 1, &parsed) {
+            Received::Reply(reply) => reply,
             other => panic!("{other:?}"),
         }
     }

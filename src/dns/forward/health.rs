@@ -1,26 +1,23 @@
 //! Which servers answer.
 //!
-//! Servers are asked in random order. One that refuses, or leaves several queries in a row
-//! unanswered, is asked last for a while; then one query tries it again. The while grows as long as
-//! it fails, and the first answer ends it.
-//!
-//! Does not ask anybody, and never leaves a server out: when all fail, all are tried.
+//! Servers are asked in random order. One that refuses, or leaves several queries in a row unanswered,
+//! is asked last for a while; then one query tries it again. The while doubles as long as it fails, and
+//! the first answer ends it. No server is left out: when all fail, all are tried.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Lost packets do not make a bad server.
+/// Unanswered queries that make a server a failing one: single packets get lost.
 const MISSES: u32 = 3;
 
 const SHORTEST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// How long one query may find out about a server on behalf of all.
+/// How long one query may try a failing server on behalf of all.
 const PROBE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
@@ -36,11 +33,14 @@ struct Failing {
 impl Health {
     /// The order in which to ask.
     pub(super) fn order(&self, servers: &[SocketAddr], now: Instant) -> Vec<SocketAddr> {
-        let mut failing = self.lock();
+        let mut failing = self.0.lock();
         failing.retain(|server, _| servers.contains(server));
         let mut order = servers.to_vec();
         fastrand::shuffle(&mut order);
-        order.sort_by_key(|server| failing.get(server).and_then(|f| f.wait(now)));
+        order.sort_by_key(|server| {
+            let until = failing.get(server).and_then(|failing| failing.until);
+            until.filter(|until| *until > now)
+        });
         if let Some(probed) = order.first().and_then(|first| failing.get_mut(first))
             && probed.until.is_some()
         {
@@ -49,58 +49,35 @@ impl Health {
         order
     }
 
-    pub(super) fn all_fail(&self, servers: &[SocketAddr], now: Instant) -> bool {
-        let failing = self.lock();
-        let fails = |server| failing.get(server).is_some_and(|f| f.wait(now).is_some());
-        servers.iter().all(fails)
-    }
-
     pub(super) fn answered(&self, server: SocketAddr) {
-        if self
-            .lock()
-            .remove(&server)
-            .is_some_and(|f| f.until.is_some())
-        {
+        let was = self.0.lock().remove(&server);
+        if was.is_some_and(|was| was.until.is_some()) {
             tracing::info!(target: "dns", "DNS server {server} answers again");
         }
     }
 
     /// A query was not answered in time.
     pub(super) fn missed(&self, server: SocketAddr, now: Instant) {
-        let mut failing = self.lock();
-        let state = failing.entry(server).or_default();
-        state.misses = state.misses.saturating_add(1);
-        if state.misses >= MISSES {
-            state.put_last(server, "does not answer", now);
-        }
+        self.note(server, "does not answer", 0, now);
     }
 
-    /// There is nobody to answer.
+    /// The server cannot be reached, or its reply is broken.
     pub(super) fn failed(&self, server: SocketAddr, now: Instant) {
-        let mut failing = self.lock();
+        self.note(server, "fails", MISSES, now);
+    }
+
+    fn note(&self, server: SocketAddr, why: &str, least: u32, now: Instant) {
+        let mut failing = self.0.lock();
         let state = failing.entry(server).or_default();
-        state.misses = state.misses.saturating_add(1).max(MISSES);
-        state.put_last(server, "fails", now);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Failing>> {
-        self.0.lock()
-    }
-}
-
-impl Failing {
-    /// When it may be asked early again; nothing when it may now.
-    fn wait(&self, now: Instant) -> Option<Instant> {
-        self.until.filter(|until| *until > now)
-    }
-
-    fn put_last(&mut self, server: SocketAddr, why: &str, now: Instant) {
-        let doublings = (self.misses - MISSES).min(5);
-        let pause = SHORTEST.saturating_mul(1 << doublings).min(LONGEST);
-        if self.until.is_none() {
+        state.misses = state.misses.saturating_add(1).max(least);
+        let Some(doublings) = state.misses.checked_sub(MISSES) else {
+            return;
+        };
+        if state.until.is_none() {
             tracing::info!(target: "dns", "upstream failure: DNS server {server} {why}; asking it last");
         }
-        self.until = Some(now + pause);
+        let pause = SHORTEST.saturating_mul(1 << doublings.min(5));
+        state.until = Some(now + pause.min(LONGEST));
     }
 }
 
@@ -140,9 +117,7 @@ mod tests {
         assert!(is_first(&health, now) > 0);
         health.failed(server, now);
         assert_eq!(is_first(&health, now), 0);
-        assert!(!health.all_fail(&servers(), now));
         health.failed(other, now);
-        assert!(health.all_fail(&servers(), now));
         assert_eq!(health.order(&servers(), now).len(), 2);
     }
 
@@ -160,12 +135,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn servers_that_are_no_more_are_forgotten() {
+    async fn servers_no_longer_listed_are_forgotten() {
         let [server, other] = servers();
         let now = Instant::now();
         let health = Health::default();
         health.failed(server, now);
         health.order(&[other], now);
-        assert!(health.lock().is_empty());
+        assert!(health.0.lock().is_empty());
     }
 }

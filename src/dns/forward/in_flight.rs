@@ -1,16 +1,14 @@
-//! Queries under way: the same question is asked once, whoever waits for it.
+//! Queries in flight: the same question is asked once for all clients that wait for it.
 //!
-//! The first to come asks; if it goes away before there is an answer, the next one asks in its
+//! The first client's task asks; if it goes away before there is an answer, the next one asks in its
 //! place. So a query that comes back to us waits for itself, and does not multiply; one that comes
-//! twice under ids of ours has gone in a circle, and is told. The number of those who wait is
+//! twice under ids of ours has gone in a circle, and is refused. The number of waiting clients is
 //! bounded.
-//!
-//! Does not ask anybody itself.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 
 use super::reply::Reply;
@@ -24,17 +22,17 @@ pub(super) struct InFlight {
 #[derive(Debug, Default)]
 struct State {
     waiting: usize,
-    flights: HashMap<Vec<u8>, Arc<Flight>>,
+    queries: HashMap<Vec<u8>, Arc<SharedQuery>>,
 }
 
 /// One question and its answer to be.
 #[derive(Debug, Default)]
-pub(super) struct Flight {
+pub(super) struct SharedQuery {
     sent: Mutex<Sent>,
-    pub(super) outcome: OnceCell<Option<Reply>>,
+    pub(super) answer: OnceCell<Option<Reply>>,
 }
 
-/// How a question left us, to know it when it comes back.
+/// How a question was sent, to know it when it comes back.
 #[derive(Debug, Default)]
 struct Sent {
     /// Ids and lengths.
@@ -43,16 +41,16 @@ struct Sent {
     returned: u32,
 }
 
-/// The place of one who waits.
+/// The place of one client that waits.
 #[derive(Debug)]
-pub(super) struct Seat<'a> {
+pub(super) struct QuerySlot<'a> {
     in_flight: &'a InFlight,
     key: Vec<u8>,
-    flight: Arc<Flight>,
+    pub(super) query: Arc<SharedQuery>,
     pub(super) is_first: bool,
 }
 
-/// Why there is no place.
+/// Why a query is not forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Refused {
     #[error("too many queries wait for an answer")]
@@ -76,67 +74,57 @@ impl InFlight {
         Self { limit, state }
     }
 
-    /// The query came with this id and length.
-    pub(super) fn join(&self, key: Vec<u8>, id: u16, length: usize) -> Result<Seat<'_>, Refused> {
-        let mut state = self.lock();
-        if let Some(flight) = state.flights.get(&key)
-            && flight.is_circling(id, length)
-        {
+    /// Takes a slot for a query that came with this id and length.
+    pub(super) fn join(
+        &self,
+        key: Vec<u8>,
+        id: u16,
+        length: usize,
+    ) -> Result<QuerySlot<'_>, Refused> {
+        let mut state = self.state.lock();
+        let found = state.queries.get(&key);
+        if found.is_some_and(|query| query.is_circling(id, length)) {
             return Err(Refused::Circle);
         }
         if state.waiting >= self.limit {
             return Err(Refused::Full);
         }
+        let is_first = found.is_none();
         state.waiting += 1;
-        let is_first = !state.flights.contains_key(&key);
-        let flight = state.flights.entry(key.clone()).or_default().clone();
-        Ok(Seat {
+        let query = state.queries.entry(key.clone()).or_default().clone();
+        Ok(QuerySlot {
             in_flight: self,
             key,
-            flight,
+            query,
             is_first,
         })
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
 }
 
-impl Flight {
+impl SharedQuery {
     /// Remembers how the question was sent.
     pub(super) fn sent_as(&self, id: u16, length: usize) {
-        self.sent().messages.push((id, length));
+        self.sent.lock().messages.push((id, length));
     }
 
     /// One match may be chance: many clients ask for one name, each with an id of its choice.
     fn is_circling(&self, id: u16, length: usize) -> bool {
-        let mut sent = self.sent();
+        let mut sent = self.sent.lock();
         let is_ours = sent.messages.contains(&(id, length));
         sent.returned += u32::from(is_ours);
         is_ours && sent.returned > 1
     }
-
-    fn sent(&self) -> MutexGuard<'_, Sent> {
-        self.sent.lock()
-    }
 }
 
-impl Seat<'_> {
-    pub(super) fn flight(&self) -> &Flight {
-        &self.flight
-    }
-}
-
-impl Drop for Seat<'_> {
+impl Drop for QuerySlot<'_> {
     fn drop(&mut self) {
-        let mut state = self.in_flight.lock();
+        let mut state = self.in_flight.state.lock();
         state.waiting -= 1;
-        let is_ours = |found: &Arc<Flight>| Arc::ptr_eq(found, &self.flight);
+        let is_ours = |found: &Arc<SharedQuery>| Arc::ptr_eq(found, &self.query);
         // Two: the one in the map and ours.
-        let is_over = self.flight.outcome.initialized() || Arc::strong_count(&self.flight) == 2;
-        if is_over && state.flights.get(&self.key).is_some_and(is_ours) {
-            state.flights.remove(&self.key);
+        let is_over = self.query.answer.initialized() || Arc::strong_count(&self.query) == 2;
+        if is_over && state.queries.get(&self.key).is_some_and(is_ours) {
+            state.queries.remove(&self.key);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What forwarding counts: pilot-agent's three, and what tells why they move.
+//! Metrics of forwarding: pilot-agent's three, and why they move.
 
 use crate::metrics::{Counter, Counters, Histogram, Registry};
 

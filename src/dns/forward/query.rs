@@ -1,20 +1,18 @@
 //! A client's query, and the form in which it goes upstream.
 //!
 //! Upstream it has an id of ours and an OPT record that takes answers of 1232 bytes, the most that
-//! passes any network in one piece; both are taken back in the reply. The rest is the client's,
-//! byte for byte.
-//!
-//! Does not judge what is asked.
+//! passes any network in one piece; both are taken back in the reply. The rest is the client's, byte
+//! for byte.
 
 use bytes::Bytes;
 
 use super::reply::Reply;
-use crate::dns::wire;
+use crate::dns::wire::{self, ADDITIONALS, FLAGS, HEADER, OPCODE, OPT, QUESTIONS, SIG, TSIG};
 
 /// Largest answer that fits the smallest packet of IPv6. Source: DNS flag day 2020.
 pub(super) const SAFE_SIZE: u16 = 1232;
 
-/// What a server may send to who sent no OPT record.
+/// What a server may send in reply to a query without an OPT record.
 const PLAIN_SIZE: u16 = 512;
 
 #[derive(Clone, Debug)]
@@ -28,16 +26,16 @@ pub(super) struct Query {
 
 #[derive(Clone, Copy, Debug)]
 enum Edns {
-    /// The client's own record, at this place.
+    /// The client's own record.
     Client(wire::Record),
-    /// Ours, at the end.
-    Added,
-    /// None: the client signed its query.
+    /// Ours, which begins here, at the end.
+    Added(usize),
+    /// None: the client signed its query, or the server cannot bear it.
     None,
 }
 
 impl Query {
-    /// Nothing when it is not a message with one question and all the records it announces.
+    /// `None` if it is not a message with one question and all the records it announces.
     pub(super) fn parse(client: Bytes) -> Option<Self> {
         let question_end = wire::question_end(&client)?;
         let records = wire::records(&client, question_end)?;
@@ -45,14 +43,19 @@ impl Query {
         let mut upstream = client[..end].to_vec();
         wire::put(&mut upstream, 0, &[0, 0]);
         let find = |kinds: &[u16]| records.iter().copied().find(|r| kinds.contains(&r.kind));
-        let edns = if find(&[wire::TSIG, wire::SIG]).is_some() {
+        let edns = if find(&[TSIG, SIG]).is_some() {
             Edns::None
-        } else if let Some(own) = find(&[wire::OPT]) {
-            raise_size(&mut upstream, own);
+        } else if let Some(own) = find(&[OPT]) {
+            let size = wire::u16_at(&upstream, own.class_at()).unwrap_or_default();
+            let size = size.max(SAFE_SIZE).to_be_bytes();
+            wire::put(&mut upstream, own.class_at(), &size);
             Edns::Client(own)
         } else {
-            add_opt(&mut upstream);
-            Edns::Added
+            count_additionals(&mut upstream, 1);
+            upstream.push(0);
+            upstream.extend([OPT, SAFE_SIZE].map(u16::to_be_bytes).concat());
+            upstream.extend([0; 6]);
+            Edns::Added(end)
         };
         Some(Self {
             client,
@@ -66,13 +69,13 @@ impl Query {
         wire::u16_at(&self.client, 0).unwrap_or_default()
     }
 
-    /// As it came.
+    /// Its length as it came.
     pub(super) fn len(&self) -> usize {
         self.client.len()
     }
 
-    pub(super) fn kind(&self) -> u16 {
-        wire::u16_at(&self.client, self.question_end - 4).unwrap_or_default()
+    pub(super) fn opcode(&self) -> u8 {
+        self.upstream[FLAGS] & OPCODE
     }
 
     pub(super) fn question_end(&self) -> usize {
@@ -81,24 +84,24 @@ impl Query {
 
     /// What makes two queries the same: all of it but the id and the case of the name.
     pub(super) fn key(&self) -> Vec<u8> {
-        let mut key = self.upstream[wire::FLAGS..].to_vec();
-        key[wire::HEADER - wire::FLAGS..self.question_end - 4 - wire::FLAGS].make_ascii_lowercase();
+        let mut key = self.upstream.clone();
+        key[HEADER..self.question_end - 4].make_ascii_lowercase();
         key
     }
 
-    /// What makes two queries the same to the cache, which does not mind how large the answer may
-    /// be. Nothing when the answer may be meant for this client alone.
+    /// What makes two queries the same to the cache, whatever size of answer they take. `None` if the
+    /// answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
         let opt = match self.edns {
             Edns::Client(opt) => opt,
-            Edns::Added => *wire::records(&self.upstream, self.question_end)?.last()?,
+            Edns::Added(_) => *wire::records(&self.upstream, self.question_end)?.last()?,
             Edns::None => return None,
         };
-        let is_query = self.upstream[wire::FLAGS] & 0xf8 == 0;
+        let is_query = self.upstream[FLAGS] & 0xf8 == 0;
         let is_alone = opt.start == self.question_end && opt.end == self.upstream.len();
         let has_no_options = opt.data_at() == opt.end;
         let mut key = self.key();
-        wire::put(&mut key, opt.class_at() - wire::FLAGS, &[0, 0]);
+        wire::put(&mut key, opt.class_at(), &[0, 0]);
         (is_query && is_alone && has_no_options).then_some(key)
     }
 
@@ -109,26 +112,24 @@ impl Query {
         bytes
     }
 
-    /// The same without our OPT record, for servers that cannot bear one. Nothing when there is
-    /// none of ours.
-    pub(super) fn plain(&self) -> Option<Self> {
-        let mut plain = self.clone();
-        let records = wire::records(&self.upstream, self.question_end)?;
-        let opt = records
-            .last()
-            .filter(|_| matches!(self.edns, Edns::Added))?;
-        plain.upstream.truncate(opt.start);
-        let count = wire::u16_at(&plain.upstream, wire::ADDITIONALS)?.checked_sub(1)?;
-        wire::put(&mut plain.upstream, wire::ADDITIONALS, &count.to_be_bytes());
-        plain.edns = Edns::None;
-        Some(plain)
+    /// The same without our OPT record, for servers that cannot bear one. `None` if there is none of
+    /// ours.
+    pub(super) fn without_opt(&self) -> Option<Self> {
+        let Edns::Added(start) = self.edns else {
+            return None;
+        };
+        let mut without = self.clone();
+        without.upstream.truncate(start);
+        count_additionals(&mut without.upstream, -1);
+        without.edns = Edns::None;
+        Some(without)
     }
 
     /// The largest answer a server may send in one datagram.
     pub(super) fn size(&self) -> usize {
         let size = match self.edns {
             Edns::Client(opt) => wire::u16_at(&self.upstream, opt.class_at()),
-            Edns::Added => Some(SAFE_SIZE),
+            Edns::Added(_) => Some(SAFE_SIZE),
             Edns::None => Some(PLAIN_SIZE),
         };
         size.unwrap_or(PLAIN_SIZE).into()
@@ -136,10 +137,10 @@ impl Query {
 
     /// Whether the question of a message is this one.
     pub(super) fn is_asked_in(&self, message: &[u8]) -> bool {
-        let name = wire::HEADER..self.question_end - 4;
+        let name = HEADER..self.question_end - 4;
         let fixed = self.question_end - 4..self.question_end;
         let same_name = |found: &[u8]| found.eq_ignore_ascii_case(&self.client[name.clone()]);
-        wire::u16_at(message, wire::QUESTIONS) == Some(1)
+        wire::u16_at(message, QUESTIONS) == Some(1)
             && message.get(name.clone()).is_some_and(same_name)
             && message.get(fixed.clone()) == Some(&self.client[fixed])
     }
@@ -148,33 +149,20 @@ impl Query {
     /// one.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
         let mut bytes = match self.edns {
-            Edns::Added => reply.without_opt(),
+            Edns::Added(_) => reply.without_opt(),
             Edns::Client(_) | Edns::None => reply.bytes().to_vec(),
         };
         wire::put(&mut bytes, 0, &self.client[..2]);
-        let question = wire::HEADER..self.question_end;
-        wire::put(&mut bytes, wire::HEADER, &self.client[question]);
+        let question = HEADER..self.question_end;
+        wire::put(&mut bytes, HEADER, &self.client[question]);
         bytes.into()
     }
 }
 
-fn raise_size(upstream: &mut [u8], opt: wire::Record) {
-    let size = wire::u16_at(upstream, opt.class_at()).unwrap_or_default();
-    wire::put(upstream, opt.class_at(), &size.max(SAFE_SIZE).to_be_bytes());
-}
-
-/// Source: RFC 6891, section 6.1.2.
-fn add_opt(upstream: &mut Vec<u8>) {
-    let count = wire::u16_at(upstream, wire::ADDITIONALS).unwrap_or_default();
-    wire::put(
-        upstream,
-        wire::ADDITIONALS,
-        &count.saturating_add(1).to_be_bytes(),
-    );
-    upstream.push(0);
-    upstream.extend(wire::OPT.to_be_bytes());
-    upstream.extend(SAFE_SIZE.to_be_bytes());
-    upstream.extend([0; 6]);
+fn count_additionals(message: &mut [u8], change: i16) {
+    let count = wire::u16_at(message, ADDITIONALS).unwrap_or_default();
+    let count = count.saturating_add_signed(change);
+    wire::put(message, ADDITIONALS, &count.to_be_bytes());
 }
 
 #[cfg(test)]
@@ -207,11 +195,11 @@ mod tests {
         for (asked, expected) in cases {
             assert_eq!(parsed(asked).with_id(9), expected);
         }
-        let without = parsed(plain.clone()).plain().expect("ours can go");
+        let without = parsed(plain.clone()).without_opt().expect("ours can go");
         assert_eq!(without.with_id(7), plain);
         assert!(
             parsed(query_with_opt(7, "a.test", 512, &[]))
-                .plain()
+                .without_opt()
                 .is_none()
         );
     }

@@ -1,46 +1,22 @@
-//! A server's reply: whether it is one to our query, and what forwarding must know of it.
+//! A server's reply: whether it is one to our query, and whether it is whole.
 //!
-//! The bytes stay as they came. Where the TTLs and the OPT record stand is found once, so that the
-//! cache can age a reply, and a client without EDNS gets one it understands.
-//!
-//! Does not look into the data of records, but for the TTL of a negative answer.
-
-use std::sync::Arc;
+//! The bytes stay as they came, but for the OPT record, which a client without EDNS does not get.
 
 use bytes::Bytes;
 
 use super::query::Query;
-use crate::dns::wire::{self, NOERROR, NXDOMAIN, OPCODE, QR, RCODE, Record, SERVFAIL, Section, TC};
+use crate::dns::wire::{
+    self, ADDITIONALS, ANSWERS, CODE, FLAGS, FORMERR, HEADER, NOERROR, NOTIMP, OPCODE, OPT, QR,
+    QUESTIONS, RCODE, SERVFAIL, Section, TC,
+};
 
-/// A reply to one of our queries, with everything it announces.
+/// A reply to one of our queries, with all the records it announces.
 #[derive(Clone, Debug)]
-pub(super) struct Reply {
-    bytes: Bytes,
-    opt: Option<Opt>,
-    /// Where TTLs stand.
-    ttls: Arc<[u16]>,
-    life: Option<Life>,
-}
-
-/// How long a reply may be kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Life {
-    pub(super) seconds: u32,
-    pub(super) is_negative: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Opt {
-    start: usize,
-    /// How many additional records stand before it.
-    before: u16,
-    /// Upper bits of a result that does not fit the header.
-    extended: u8,
-}
+pub(super) struct Reply(Bytes);
 
 /// What came in answer to a query.
 #[derive(Clone, Debug)]
-pub(super) enum Arrival {
+pub(super) enum Received {
     Reply(Reply),
     /// There is more, over TCP. What is left of the reply says so.
     Truncated(Reply),
@@ -52,27 +28,27 @@ pub(super) enum Arrival {
     Broken,
 }
 
-impl Arrival {
+impl Received {
     pub(super) fn read(bytes: &[u8], id: u16, query: &Query) -> Self {
-        let is_ours = |bytes: &[u8]| {
-            let flags = bytes[wire::FLAGS];
-            let opcode = query.with_id(id)[wire::FLAGS] & OPCODE;
-            wire::u16_at(bytes, 0) == Some(id) && flags & QR != 0 && flags & OPCODE == opcode
-        };
-        if bytes.len() < wire::HEADER || !is_ours(bytes) {
+        let is_ours = bytes.len() >= HEADER
+            && wire::u16_at(bytes, 0) == Some(id)
+            && bytes[FLAGS] & QR != 0
+            && bytes[FLAGS] & OPCODE == query.opcode();
+        if !is_ours {
             return Self::NotOurs;
         }
-        if wire::u16_at(bytes, wire::QUESTIONS) == Some(0) && bytes[3] & RCODE != NOERROR {
-            return Self::Bare(bytes[3] & RCODE);
+        let rcode = wire::rcode(bytes);
+        if wire::u16_at(bytes, QUESTIONS) == Some(0) && rcode != NOERROR {
+            return Self::Bare(rcode);
         }
         if !query.is_asked_in(bytes) {
             return Self::NotOurs;
         }
-        if bytes[wire::FLAGS] & TC != 0 {
-            let left = Reply::parse(bytes, query).map(Reply::passing);
-            return Self::Truncated(left.unwrap_or_else(|| Reply::emptied(bytes, query)));
+        let reply = Reply::parse(bytes, query);
+        if bytes[FLAGS] & TC != 0 {
+            return Self::Truncated(reply.unwrap_or_else(|| Reply::emptied(bytes, query)));
         }
-        Reply::parse(bytes, query).map_or(Self::Broken, Self::Reply)
+        reply.map_or(Self::Broken, Self::Reply)
     }
 
     /// What a reply longer than its buffer is: what came does not matter.
@@ -82,139 +58,102 @@ impl Arrival {
             other => other,
         }
     }
+
+    pub(super) fn into_reply(self) -> Option<Reply> {
+        match self {
+            Self::Reply(reply) | Self::Truncated(reply) => Some(reply),
+            Self::Bare(_) | Self::NotOurs | Self::Broken => None,
+        }
+    }
+
+    pub(super) fn rcode(&self) -> u8 {
+        match self {
+            Self::Reply(reply) | Self::Truncated(reply) => reply.rcode(),
+            Self::Bare(rcode) => *rcode,
+            Self::NotOurs | Self::Broken => SERVFAIL,
+        }
+    }
+
+    pub(super) fn is_bare(&self) -> bool {
+        matches!(self, Self::Bare(_))
+    }
+
+    /// Whether the server cannot bear an OPT record. Source: RFC 6891, section 7.
+    pub(super) fn lacks_opt(&self) -> bool {
+        let has_none = match self {
+            Self::Reply(reply) => reply.opt().is_none(),
+            other => other.is_bare(),
+        };
+        has_none && [FORMERR, NOTIMP].contains(&self.rcode())
+    }
+}
+
+/// The OPT record of a reply.
+struct Opt {
+    start: usize,
+    /// How many additional records stand before it.
+    before: u16,
+    /// Upper bits of a response code that does not fit the header.
+    extended_rcode: u8,
 }
 
 impl Reply {
     fn parse(bytes: &[u8], query: &Query) -> Option<Self> {
         let records = wire::records(bytes, query.question_end())?;
-        let end = records.last().map_or(query.question_end(), |r| r.end);
-        let additional = |record: &&Record| record.section == Section::Additional;
-        let opt = records
-            .iter()
-            .filter(additional)
-            .zip(0..)
-            .find(|(record, _)| record.kind == wire::OPT)
-            .map(|(record, before)| Opt {
-                start: record.start,
-                before,
-                extended: bytes[record.ttl_at()],
-            });
-        let has_ttl = |record: &&Record| ![wire::OPT, wire::TSIG].contains(&record.kind);
-        let ttl_at = |record: &Record| u16::try_from(record.ttl_at()).ok();
-        Some(Self {
-            bytes: Bytes::copy_from_slice(&bytes[..end]),
-            opt,
-            ttls: records.iter().filter(has_ttl).filter_map(ttl_at).collect(),
-            life: life(bytes, &records, query.kind()).filter(|_| opt.is_none_or(Opt::is_plain)),
-        })
+        let end = records.last().map_or(query.question_end(), |last| last.end);
+        Some(Self(Bytes::copy_from_slice(&bytes[..end])))
     }
 
-    /// The same reply, never to be kept.
-    fn passing(self) -> Self {
-        Self { life: None, ..self }
-    }
-
-    /// Header and question of a reply, with the sign that there is more.
+    /// Header and question of a reply, with the TC bit.
     fn emptied(bytes: &[u8], query: &Query) -> Self {
         let mut left = bytes[..query.question_end()].to_vec();
-        left[wire::FLAGS] |= TC;
-        wire::put(&mut left, wire::ANSWERS, &[0; 6]);
-        Self {
-            bytes: left.into(),
-            opt: None,
-            ttls: Arc::default(),
-            life: None,
-        }
+        left[FLAGS] |= TC;
+        wire::put(&mut left, ANSWERS, &[0; 6]);
+        Self(left.into())
+    }
+
+    pub(super) fn from_bytes(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
     }
 
     pub(super) fn bytes(&self) -> &Bytes {
-        &self.bytes
+        &self.0
     }
 
     pub(super) fn rcode(&self) -> u8 {
-        self.bytes[3] & RCODE
+        wire::rcode(&self.0)
     }
 
-    pub(super) fn has_opt(&self) -> bool {
-        self.opt.is_some()
+    /// Whether the response code is more than the header holds.
+    pub(super) fn has_extended_rcode(&self) -> bool {
+        self.opt().is_some_and(|opt| opt.extended_rcode != 0)
     }
 
-    /// Nothing when it must not be kept.
-    pub(super) fn life(&self) -> Option<Life> {
-        self.life
-    }
-
-    /// How much memory it takes, about.
-    pub(super) fn weight(&self) -> usize {
-        self.bytes.len() + 2 * self.ttls.len() + size_of::<Self>()
-    }
-
-    /// The same reply with other TTLs.
-    pub(super) fn with_ttls(&self, change: impl Fn(u32) -> u32) -> Self {
-        let mut bytes = self.bytes.to_vec();
-        for at in self.ttls.iter().copied().map(usize::from) {
-            let ttl = wire::u32_at(&bytes, at).map_or(0, sane_ttl);
-            wire::put(&mut bytes, at, &change(ttl).to_be_bytes());
-        }
-        Self {
-            bytes: bytes.into(),
-            ..self.clone()
-        }
-    }
-
-    /// For a client that sent no OPT record. What stands behind the record goes with it: names
-    /// there may refer to each other by place, and it is additional. Servers put the record last.
+    /// For a client that sent no OPT record. What stands behind the record goes with it: names there
+    /// may refer to each other by place, and it is additional. Servers put the record last.
     pub(super) fn without_opt(&self) -> Vec<u8> {
-        let Some(opt) = self.opt else {
-            return self.bytes.to_vec();
+        let Some(opt) = self.opt() else {
+            return self.0.to_vec();
         };
-        let mut bytes = self.bytes[..opt.start].to_vec();
-        wire::put(&mut bytes, wire::ADDITIONALS, &opt.before.to_be_bytes());
-        if !opt.is_plain() {
-            // Half a result would read as another one.
-            bytes[3] = bytes[3] & !RCODE | SERVFAIL;
+        let mut bytes = self.0[..opt.start].to_vec();
+        wire::put(&mut bytes, ADDITIONALS, &opt.before.to_be_bytes());
+        if opt.extended_rcode != 0 {
+            // Half a response code would read as another one.
+            bytes[CODE] = bytes[CODE] & !RCODE | SERVFAIL;
         }
         bytes
     }
-}
 
-impl Opt {
-    fn is_plain(self) -> bool {
-        self.extended == 0
-    }
-}
-
-/// Source: RFC 2308, sections 2, 4 and 5.
-fn life(bytes: &[u8], records: &[Record], kind: u16) -> Option<Life> {
-    let answers = || records.iter().filter(|r| r.section == Section::Answer);
-    let is_asked = |r: &Record| r.kind == kind || kind == wire::ANY;
-    let is_negative = match bytes[3] & RCODE {
-        NOERROR => !answers().any(is_asked),
-        NXDOMAIN => true,
-        _ => return None,
-    };
-    let ttl = |record: &Record| wire::u32_at(bytes, record.ttl_at()).map(sane_ttl);
-    let of_answers = answers().filter_map(ttl).min();
-    let seconds = if is_negative {
-        let is_soa = |r: &&Record| r.section == Section::Authority && r.kind == wire::SOA;
-        let soa = records.iter().find(is_soa)?;
-        let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?).map(sane_ttl)?;
-        ttl(soa)?.min(minimum).min(of_answers.unwrap_or(u32::MAX))
-    } else {
-        of_answers?
-    };
-    (seconds > 0).then_some(Life {
-        seconds,
-        is_negative,
-    })
-}
-
-/// A TTL with the highest bit set is none. Source: RFC 2181, section 8.
-fn sane_ttl(ttl: u32) -> u32 {
-    if ttl > i32::MAX.unsigned_abs() {
-        0
-    } else {
-        ttl
+    fn opt(&self) -> Option<Opt> {
+        let records = wire::records(&self.0, wire::question_end(&self.0)?)?;
+        let is_additional = |record: &&wire::Record| record.section == Section::Additional;
+        let mut additional = records.iter().filter(is_additional).zip(0..);
+        let (record, before) = additional.find(|(record, _)| record.kind == OPT)?;
+        Some(Opt {
+            start: record.start,
+            before,
+            extended_rcode: self.0[record.ttl_at()],
+        })
     }
 }
 
@@ -228,8 +167,8 @@ mod tests {
     }
 
     fn read(bytes: &[u8], query: &Query) -> Reply {
-        match Arrival::read(bytes, 1, query) {
-            Arrival::Reply(reply) => reply,
+        match Received::read(bytes, 1, query) {
+            Received::Reply(reply) => reply,
             other => panic!("{other:?}"),
         }
     }
@@ -263,7 +202,7 @@ mod tests {
         let query = parsed(asked);
         let reply = read(&bytes, &query);
         assert_eq!(query.restore(&reply)[3] & RCODE, SERVFAIL);
-        assert_eq!(reply.life(), None);
+        assert!(reply.has_extended_rcode());
     }
 
     #[test]
@@ -282,8 +221,11 @@ mod tests {
         let bytes = Answer::address(1).to(&asked);
         let query = parsed(asked.clone());
         for length in asked.len() - 11..bytes.len() {
-            let arrival = Arrival::read(&bytes[..length], 1, &query);
-            assert!(matches!(arrival, Arrival::Broken), "{length}: {arrival:?}");
+            let received = Received::read(&bytes[..length], 1, &query);
+            assert!(
+                matches!(received, Received::Broken),
+                "{length}: {received:?}"
+            );
         }
     }
 }

@@ -3,8 +3,6 @@
 //! Read as the C library reads it, and more kindly: a line that makes no sense is reported and left
 //! out, the rest counts. Of repeated `search` and `domain` lines the last one counts. A server may
 //! have a port, written `[address]:port`. Source: resolv.conf(5), resolv.conf(5) of OpenBSD.
-//!
-//! Does not decide what to do without a file, or with one that names no server.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -40,7 +38,7 @@ pub enum Unreadable {
 
 impl ResolvConf {
     pub fn read(path: &Path) -> Result<Self, Unreadable> {
-        // Opening a pipe would wait for somebody to write.
+        // Opening a pipe would wait for a writer.
         if !std::fs::metadata(path)?.is_file() {
             return Err(Unreadable::NotAFile);
         }
@@ -67,7 +65,7 @@ impl ResolvConf {
                 },
                 Some("search") => found.search = words.map(str::to_owned).collect(),
                 Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),
-                // The others are for those who ask, of whom each has its own.
+                // The others concern the clients.
                 Some("options") => found.use_tcp |= words.any(|word| word == "use-vc"),
                 _ => {}
             }
@@ -164,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn one_option_is_for_whoever_forwards() {
+    fn use_vc_is_the_option_that_counts() {
         for (text, expected) in [
             ("", false),
             ("options ndots:5 use-vc", true),

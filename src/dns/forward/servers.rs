@@ -1,14 +1,10 @@
 //! The servers in force: those of `resolv.conf` as it is now.
 //!
-//! The file is looked at when a query needs it, at most once a second, so an idle agent never wakes
-//! up for it. The last servers that made sense stay in force while the file is missing or says
-//! nothing: a writer may be half way through. Our own addresses are left out, lest we ask
-//! ourselves.
-//!
-//! Does not know which servers answer.
+//! The file is read when a query needs it, at most once a second, so an idle agent never wakes up for
+//! it. The last usable servers stay in force while the file is missing or names none: a writer may be
+//! half way through. Our own addresses are left out, or we would ask ourselves.
 
 use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,20 +14,21 @@ use tokio::time::Instant;
 
 use super::resolv_conf::ResolvConf;
 
-/// Nobody has more, and each may cost a socket.
+/// More are hardly meant, and each may cost a socket.
 const MAX_SERVERS: usize = 16;
 
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+const READ_AGAIN: Duration = Duration::from_secs(1);
 
-/// Whom to ask, and how.
+/// The servers to ask, and how.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Servers {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) use_tcp: bool,
 }
 
+/// Servers that follow the file.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct FollowedServers {
     path: PathBuf,
     own: Vec<SocketAddr>,
     state: Mutex<State>,
@@ -39,23 +36,14 @@ pub(super) struct Watched {
 
 #[derive(Debug, Default)]
 struct State {
-    looked: Option<Instant>,
-    /// Of what was read last; none when that failed.
-    stamp: Option<Stamp>,
+    read_at: Option<Instant>,
+    /// What the file said last; `None` if it could not be read.
+    found: Option<ResolvConf>,
     is_unreadable: bool,
     servers: Arc<Servers>,
 }
 
-/// What changes when the file does. All zero for one that is not there.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Stamp {
-    inode: u64,
-    size: u64,
-    changed: (i64, i64),
-    modified: (i64, i64),
-}
-
-impl Watched {
+impl FollowedServers {
     pub(super) fn new(path: PathBuf, own: Vec<SocketAddr>) -> Self {
         let state = Mutex::default();
         Self { path, own, state }
@@ -64,48 +52,29 @@ impl Watched {
     pub(super) fn current(&self) -> Arc<Servers> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        if state.looked.is_none_or(|looked| now - looked >= LOOK_AGAIN) {
-            state.looked = Some(now);
-            let stamp = self.stamp();
-            if state.stamp != Some(stamp) {
-                match ResolvConf::read(&self.path) {
-                    Ok(found) => {
-                        state.stamp = Some(stamp);
-                        state.is_unreadable = false;
-                        if let Some(servers) = self.usable(&found) {
-                            state.servers = Arc::new(servers);
-                        }
-                    }
-                    // It may be for a moment, which no stamp tells. Said once.
-                    Err(error) => {
-                        state.stamp = None;
-                        if !state.is_unreadable {
-                            let path = self.path.display();
-                            tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
-                        }
-                        state.is_unreadable = true;
-                    }
-                }
-            }
+        if state.read_at.is_none_or(|read| now - read >= READ_AGAIN) {
+            state.read_at = Some(now);
+            self.read(&mut state);
         }
         state.servers.clone()
     }
 
-    fn stamp(&self) -> Stamp {
-        // Reading the file says what is wrong with it.
-        let metadata = std::fs::metadata(&self.path);
-        metadata.map_or_else(
-            |_| Stamp::default(),
-            |found| Stamp {
-                inode: found.ino(),
-                size: found.size(),
-                changed: (found.ctime(), found.ctime_nsec()),
-                modified: (found.mtime(), found.mtime_nsec()),
-            },
-        )
+    fn read(&self, state: &mut State) {
+        let read = ResolvConf::read(&self.path);
+        if let (Err(error), false) = (&read, state.is_unreadable) {
+            let path = self.path.display();
+            tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
+        }
+        state.is_unreadable = read.is_err();
+        let found = read.ok();
+        if found != state.found {
+            let servers = found.as_ref().and_then(|found| self.usable(found));
+            state.servers = servers.map_or(state.servers.clone(), Arc::new);
+            state.found = found;
+        }
     }
 
-    /// Nothing when the last servers stay in force.
+    /// `None` when the last servers stay in force.
     fn usable(&self, found: &ResolvConf) -> Option<Servers> {
         let path = self.path.display();
         for line in &found.unusable {

@@ -88,7 +88,7 @@ async fn serve_udp(socket: UdpSocket, asked: Arc<Mutex<Vec<String>>>) {
             reply[2] |= 2;
             reply[6..8].fill(0);
         }
-        // Whoever asked may be gone.
+        // The client may be gone.
         let _ = socket.send_to(&reply, client).await;
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::net::UdpSocket;
 
 use super::*;
-use upstream::nobody;
+use upstream::unused_address;
 
 #[tokio::test(start_paused = true)]
 async fn brings_back_the_reply_with_the_clients_id_and_question() {
@@ -73,7 +73,7 @@ async fn a_server_that_sends_more_than_it_may_is_asked_over_tcp() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cut_reply_is_passed_on_with_what_it_has_where_tcp_fails() {
+async fn a_truncated_reply_is_passed_on_with_what_it_has_where_tcp_fails() {
     let cut = Answer {
         is_cut: true,
         ..Answer::address(1)
@@ -184,7 +184,7 @@ async fn a_server_that_cannot_answer_is_not_the_last_word_while_there_are_others
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dead_server_costs_a_moment_and_then_nothing() {
+async fn a_dead_server_delays_few_queries() {
     let dead = Upstream::silent().await;
     let good = Upstream::saying(|_| Answer::address(1)).await;
     let bench = Bench::new(&[dead.address, good.address]);
@@ -199,7 +199,7 @@ async fn a_dead_server_costs_a_moment_and_then_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_servers_are_asked_at_once_where_that_was_asked_for() {
+async fn all_servers_are_asked_at_once_where_that_is_configured() {
     let dead = Upstream::silent().await;
     let good = Upstream::saying(|_| Answer::address(1)).await;
     for id in 0..8 {
@@ -224,13 +224,13 @@ async fn resolv_conf_may_ask_for_tcp() {
 #[tokio::test(start_paused = true)]
 async fn a_server_that_refuses_costs_nothing() {
     let good = Upstream::saying(|_| Answer::address(1)).await;
-    let bench = Bench::new(&[nobody().await, good.address]);
+    let bench = Bench::new(&[unused_address().await, good.address]);
     for id in 0..20 {
         let (answer, taken) = bench.timed(&query(id, "a.test")).await;
         assert!(answer.is_some());
         assert!(taken < Duration::from_millis(100), "{taken:?}");
     }
-    let bench = Bench::new(&[nobody().await]);
+    let bench = Bench::new(&[unused_address().await]);
     let (answer, taken) = bench.timed(&query(1, "a.test")).await;
     assert!(answer.is_none());
     assert!(taken < Duration::from_millis(100), "{taken:?}");
@@ -254,7 +254,7 @@ async fn a_slow_server_can_still_answer_the_first_try() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_same_question_is_asked_once_for_all_who_wait() {
+async fn the_same_question_is_asked_once_for_all_clients() {
     let upstream = Upstream::saying(|_| Answer::address(1)).await;
     let bench = Bench::new(&[upstream.address]);
     let (one, two) = (query(1, "a.test"), query(2, "A.TEST"));
@@ -270,7 +270,7 @@ async fn the_same_question_is_asked_once_for_all_who_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_is_answered_when_the_one_who_asked_goes_away() {
+async fn a_waiting_client_is_answered_when_the_one_that_asked_first_goes_away() {
     let count = Arc::new(AtomicU64::new(0));
     let counted = count.clone();
     let second_only = move |query: &[u8]| {
@@ -288,7 +288,7 @@ async fn who_waits_is_answered_when_the_one_who_asked_goes_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn fresh_answers_are_given_again_only_where_that_was_asked_for() {
+async fn fresh_answers_are_given_again_only_where_that_is_configured() {
     for (max_ttl, expected) in [(Duration::ZERO, 2), (Duration::from_secs(10), 1)] {
         let upstream = Upstream::saying(|_| Answer::address(1)).await;
         let bench = Bench::with(&[upstream.address], |config| {
@@ -304,7 +304,7 @@ async fn fresh_answers_are_given_again_only_where_that_was_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
+async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
     let state = Arc::new(AtomicU8::new(0));
     let now = state.clone();
     let upstream = move |query: &[u8]| match now.load(Ordering::Relaxed) {

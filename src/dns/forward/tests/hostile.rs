@@ -7,14 +7,14 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, UdpSocket};
 
 use super::super::query::Query;
-use super::super::reply::Arrival;
+use super::super::reply::Received;
 use super::upstream::frame;
 use super::*;
 
 /// Makes a reply to something else out of one to the query.
-type Forge = fn(Vec<u8>) -> Vec<u8>;
+type Alter = fn(Vec<u8>) -> Vec<u8>;
 
-const FORGERIES: &[(&str, Forge)] = &[
+const FORGED_REPLIES: &[(&str, Alter)] = &[
     ("id", |mut reply| {
         reply[0] ^= 1;
         reply
@@ -47,9 +47,9 @@ const FORGERIES: &[(&str, Forge)] = &[
 
 #[tokio::test(start_paused = true)]
 async fn waits_past_replies_that_are_not_to_its_query() {
-    for (what, forge) in FORGERIES {
+    for (what, alter) in FORGED_REPLIES {
         let spoofed = |query: &[u8]| {
-            let forged = forge(Answer::address(66).to(query));
+            let forged = alter(Answer::address(66).to(query));
             vec![forged.clone(), forged, Answer::address(1).to(query)]
         };
         let upstream = Upstream::new(spoofed, |_| Vec::new()).await;
@@ -63,9 +63,9 @@ async fn waits_past_replies_that_are_not_to_its_query() {
 
 #[tokio::test(start_paused = true)]
 async fn only_forged_replies_are_no_answer() {
-    for (what, forge) in FORGERIES {
-        let spoofed = |query: &[u8]| vec![forge(Answer::address(66).to(query))];
-        let over_tcp = |query: &[u8]| frame(&forge(Answer::address(66).to(query)));
+    for (what, alter) in FORGED_REPLIES {
+        let spoofed = |query: &[u8]| vec![alter(Answer::address(66).to(query))];
+        let over_tcp = |query: &[u8]| frame(&alter(Answer::address(66).to(query)));
         let upstream = Upstream::new(spoofed, over_tcp).await;
         let bench = Bench::new(&[upstream.address]);
         for transport in [Transport::Udp, Transport::Tcp] {
@@ -148,7 +148,7 @@ async fn a_server_that_never_answers_takes_the_timeout_and_no_more() {
 #[tokio::test(start_paused = true)]
 async fn replies_over_tcp_that_lie_about_their_length_are_no_answer() {
     let whole = |query: &[u8]| Answer::of_size(60_000, query).to(query);
-    let lies: [(&str, Forge); 4] = [
+    let lies: [(&str, Alter); 4] = [
         ("none", |_| Vec::new()),
         ("promises more", |reply| {
             [&[0xff, 0xff], reply.as_slice()].concat()
@@ -345,7 +345,7 @@ proptest! {
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
     ) {
         if let Some(query) = Query::parse(Bytes::copy_from_slice(&bytes)) {
-            let _ = (query.key(), query.cache_key(), query.plain());
+            let _ = (query.key(), query.cache_key(), query.without_opt());
         }
         let asked = query_with_opt(1, "a.example.test", 1232, &[]);
         let parsed = Query::parse(asked.clone().into()).expect("a query");
@@ -357,10 +357,13 @@ proptest! {
         }
         reply.truncate(cut.max(12));
         reply[..2].copy_from_slice(&[0, 1]);
+        let now = Instant::now();
+        let mut cache = cache::Cache::new(KEEPING);
         for query in [&parsed, &plain] {
-            let arrival = Arrival::read(&reply, 1, query);
-            if let Arrival::Reply(reply) | Arrival::Truncated(reply) = arrival {
-                let _ = (query.restore(&reply), reply.with_ttls(|ttl| ttl / 2));
+            let received = Received::read(&reply, 1, query);
+            if let Received::Reply(reply) | Received::Truncated(reply) = received {
+                let _ = (query.restore(&reply), cache.put(b"key".to_vec(), &reply, now));
+                let _ = cache.get(b"key", now);
             }
         }
     }

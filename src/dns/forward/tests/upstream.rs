@@ -96,8 +96,8 @@ pub(crate) fn frame(message: &[u8]) -> Vec<u8> {
     [&length.to_be_bytes(), message].concat()
 }
 
-/// An address nobody listens at.
-pub(crate) async fn nobody() -> SocketAddr {
+/// An address at which there is no server.
+pub(crate) async fn unused_address() -> SocketAddr {
     let (udp, _tcp) = sockets().await;
     udp.local_addr().expect("an address")
 }
