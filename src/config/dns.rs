@@ -1,8 +1,8 @@
 //! The configuration of the agent's DNS.
 //!
 //! The listen addresses follow from the families of the pod's resolvers, and short names from its
-//! namespace, domain and first search domain, so resolv.conf is read here once. The forwarder follows
-//! its later changes.
+//! namespace, domain and first search domain, so resolv.conf is read here once. The forwarder
+//! follows its later changes.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Merges the ProxyConfig from all its sources.
 //!
 //! Weakest first: defaults, the mesh file, `PROXY_CONFIG`, the pod's annotation, then flags and the
-//! machine. The result is checked; after it, two annotations and the flag of a template are applied.
+//! machine. The result is checked; then two annotations and the flag of a template are applied.
 
 use std::io::ErrorKind;
 use std::path::Path;

@@ -30,7 +30,7 @@ const TERMINATE: Duration = Duration::from_secs(5);
 const KILL: Duration = Duration::from_secs(5);
 /// An Envoy that exits within this time could not start.
 const EARLY: Duration = Duration::from_secs(1);
-/// The limit for a new Envoy to become live. Most of its own waits for configuration end after 30 s.
+/// The limit for a new Envoy to become live; most of its waits for configuration end after 30 s.
 const NEXT_LIVE: Duration = Duration::from_secs(45);
 /// The limit for the validation of a bootstrap, which may resolve names.
 const CHECK: Duration = Duration::from_secs(15);

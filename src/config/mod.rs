@@ -304,7 +304,7 @@ impl<'a> Sources<'a> {
         }
     }
 
-    fn get<T>(&mut self, variable: &environment::Variable<T>) -> T {
+    fn get<T: environment::Value>(&mut self, variable: &environment::Variable<T>) -> T {
         self.env.get(variable, &mut self.notes.warnings)
     }
 

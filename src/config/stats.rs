@@ -10,7 +10,7 @@ use crate::bootstrap::stats::Choice;
 use crate::duration;
 
 const PREFIX: &str = "sidecar.istio.io/";
-/// Envoy's own interval.
+/// Envoy's default flush interval.
 const FLUSH: Duration = Duration::from_secs(5);
 
 impl Sources<'_> {
@@ -58,40 +58,43 @@ impl Sources<'_> {
     }
 
     fn buckets(&mut self) -> BTreeMap<String, Vec<Number>> {
-        let text = self.stats_annotation("statsHistogramBuckets");
-        let text = text.unwrap_or("{}").to_owned();
+        const NAME: &str = "statsHistogramBuckets";
+        let text = self.stats_annotation(NAME).unwrap_or("{}").to_owned();
         serde_json::from_str(&text).unwrap_or_else(|_| {
             let expected = "a JSON object of lists of numbers, leaving it out";
-            self.odd("statsHistogramBuckets", text, expected);
+            self.warn(&format!("{PREFIX}{NAME}"), text, expected);
             BTreeMap::new()
         })
     }
 
-    /// Zero is Envoy's own interval.
     fn flush(&mut self) -> Option<Duration> {
-        let text = self.stats_annotation("statsFlushInterval")?.to_owned();
-        let taken = |flush: &Duration| flush.is_zero() || (1..300_000).contains(&flush.as_millis());
-        let flush = duration::parse(&text).filter(taken);
-        if flush.is_none() {
-            let expected = "a duration from 1ms to less than 5m, leaving it out";
-            self.odd("statsFlushInterval", text, expected);
-        }
-        flush.filter(|flush| !flush.is_zero())
+        let expected = "a duration from 1ms to less than 5m, leaving it out";
+        self.interval("statsFlushInterval", expected, |flush| {
+            flush.is_zero() || (1..300_000).contains(&flush.as_millis())
+        })
     }
 
     fn eviction(&mut self, flush: Option<Duration>) -> Option<Duration> {
-        let text = self.stats_annotation("statsEvictionInterval")?.to_owned();
         let flush = flush.unwrap_or(FLUSH).as_nanos();
-        let fits = |eviction: &Duration| eviction.as_nanos().is_multiple_of(flush);
-        let eviction = duration::parse(&text).filter(fits);
-        if eviction.is_none() {
-            let expected = "a multiple of the flush interval, leaving it out";
-            self.odd("statsEvictionInterval", text, expected);
-        }
-        eviction.filter(|eviction| !eviction.is_zero())
+        let expected = "a multiple of the flush interval, leaving it out";
+        self.interval("statsEvictionInterval", expected, |eviction| {
+            eviction.as_nanos().is_multiple_of(flush)
+        })
     }
 
-    fn odd(&mut self, annotation: &str, found: String, expected: &str) {
-        self.warn(&format!("{PREFIX}{annotation}"), found, expected);
+    /// An interval that is valid and not zero, which stands for Envoy's default.
+    fn interval(
+        &mut self,
+        annotation: &str,
+        expected: &str,
+        is_valid: impl Fn(&Duration) -> bool,
+    ) -> Option<Duration> {
+        let text = self.stats_annotation(annotation)?;
+        let Some(interval) = duration::parse(text).filter(is_valid) else {
+            let text = text.to_owned();
+            self.warn(&format!("{PREFIX}{annotation}"), text, expected);
+            return None;
+        };
+        (!interval.is_zero()).then_some(interval)
     }
 }

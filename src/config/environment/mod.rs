@@ -25,7 +25,6 @@ pub struct Variable<T> {
     pub default: &'static str,
     pub help: &'static str,
     parse: fn(&str) -> Option<T>,
-    expected: &'static str,
 }
 
 /// A row of the table, for help and documentation.
@@ -80,7 +79,6 @@ macro_rules! variables {
             default: $default,
             help: $help,
             parse: <$type as Value>::parse,
-            expected: <$type as Value>::EXPECTED,
         };)*
 
         /// Every variable the agent reads by name.
@@ -228,12 +226,12 @@ impl Environment {
         clippy::expect_used,
         reason = "a default is of its variable's type, as a test shows"
     )]
-    pub fn get<T>(&self, variable: &Variable<T>, warnings: &mut Vec<Problem>) -> T {
+    pub fn get<T: Value>(&self, variable: &Variable<T>, warnings: &mut Vec<Problem>) -> T {
         if let Some(found) = self.0.get(variable.name) {
             if let Some(value) = found.to_str().and_then(variable.parse) {
                 return value;
             }
-            let expected = format!("{}, using {:?}", variable.expected, variable.default);
+            let expected = format!("{}, using {:?}", T::EXPECTED, variable.default);
             let warning = Problem::new(variable.name, found.to_string_lossy(), expected);
             // Several modules may read one variable.
             if !warnings.contains(&warning) {
