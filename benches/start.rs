@@ -1,5 +1,5 @@
-//! What the agent costs before it does anything: size, time to listen, time to the first
-//! certificate, from a live Envoy to readiness, memory and wake-ups at rest. `benches/README.md` says how to read the table.
+//! The agent's start and rest: binary size, time to listen, to the first certificate and from a live
+//! Envoy to readiness, memory and wake-ups at rest. `benches/README.md` explains the table.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -27,7 +27,7 @@ use tokio::task::JoinSet;
 
 /// Starts of each kind; the median counts.
 const ROUNDS: usize = 20;
-/// How long the agent is left alone before it is looked at.
+/// How long the agent rests before it is measured.
 const REST: Duration = Duration::from_secs(5);
 
 fn main() {
@@ -86,7 +86,7 @@ fn row(table: &mut Table, what: &str, values: Vec<f64>) {
     table.row(std::iter::once(what.to_owned()).chain(cells));
 }
 
-/// The time from an Envoy that is live and configured to an agent that says so.
+/// The time from a live and configured Envoy to readiness on the status port.
 async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
     let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let admin_port = admin.local_addr().expect("an address").port();

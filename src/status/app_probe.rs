@@ -1,8 +1,6 @@
-//! Probes of the application, which the kubelet sends here instead.
+//! Application probes, which the injector has the kubelet send to the status port.
 //!
-//! The path names the prober; the application's answer goes back with its status.
-//!
-//! Does not read the list of probers.
+//! The path names the prober; the application's status and body are passed back.
 
 use std::time::Duration;
 
@@ -14,16 +12,16 @@ use super::{Body, Config, reply};
 use crate::lifecycle::with_causes;
 use crate::probe::{Client, Probe};
 
-/// What the kubelet gives a probe that names no time.
+/// The kubelet's default.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
-/// Hooks have no time of their own. The kubelet ends one with the pod's grace period, which is not
-/// known here and seldom more than minutes; this is for callers that have forgotten theirs.
+/// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
+/// and seldom more than minutes.
 const HOOK_LIMIT: Duration = Duration::from_secs(3600);
 
 pub(super) struct AppProbes {
     client: Client,
     probers: Probers,
-    /// The host of every application's probes.
+    /// The host of all probes.
     host: String,
     status_port: u16,
 }
@@ -70,7 +68,7 @@ impl AppProbes {
         }
     }
 
-    /// The caller's headers, with the application's port where it has named ours.
+    /// The kubelet's headers, in which `Host` gets the application's port for the status port.
     fn headers(&self, headers: &HeaderMap, port: u16) -> HeaderMap {
         const HOST: HeaderName = header::HOST;
         let mut headers = headers.clone();

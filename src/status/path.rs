@@ -1,16 +1,12 @@
-//! Paths in their one spelling.
-//!
-//! Doubled slashes and dots are taken out, so that no page has two addresses, one of which a rule
-//! forgets; whoever used the other spelling is sent to this one.
-//!
-//! Does not decode anything.
+//! Canonical paths: requests with doubled slashes or dot segments are redirected, as in Go, so that
+//! no rule for a path can be bypassed. Percent encoding is not decoded.
 
 use ::http::Uri;
 
-/// Trees of pages, whose roots end in a slash.
+/// Prefixes that end in a slash.
 const TREES: [&str; 3] = ["/app-health", "/app-lifecycle", "/debug"];
 
-/// Where a request is to go instead, query included. None when its path is in order.
+/// The canonical path and the query, to redirect to. None if the path is canonical.
 pub(super) fn cleaned(uri: &Uri) -> Option<String> {
     let path = uri.path();
     let mut clean = clean(path);
@@ -46,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_spelling_is_sent_to_the_one_spelling() {
+    fn other_paths_are_redirected_to_the_canonical_one() {
         for (path, expected) in [
             ("/healthz/ready", None),
             ("/", None),

@@ -1,9 +1,6 @@
-//! The list of the application's probes, as the injector writes it: JSON by path.
+//! `ISTIO_KUBE_APP_PROBERS`: the application's probes by path, as JSON the injector writes.
 //!
-//! Names of members are matched as Go does, whatever their case. Every problem is reported, each with
-//! the path it belongs to.
-//!
-//! Does not send probes.
+//! Names of members are matched in any case, as in Go. Every problem is reported with its path.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +13,7 @@ use crate::request_path;
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
 
-/// Probers by the path they answer under.
+/// Probers by path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Probers(BTreeMap<String, Prober>);
 
@@ -24,11 +21,9 @@ pub struct Probers(BTreeMap<String, Prober>);
 pub struct Prober {
     pub port: u16,
     pub kind: Kind,
-    /// None where the prober does not say.
     pub timeout: Option<Duration>,
 }
 
-/// What is wrong with the list.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     #[error("failed to decode: {0}")]
@@ -47,7 +42,7 @@ pub enum Problem {
 }
 
 impl Probers {
-    /// Reads the list. An empty text is an empty list.
+    /// Parses the variable. An empty text is an empty list.
     pub fn parse(text: &str) -> Result<Self, Vec<Problem>> {
         if text.is_empty() {
             return Ok(Self::default());
@@ -120,7 +115,7 @@ fn is_path(path: &str) -> bool {
     }
 }
 
-/// A member by its name in any case. Null is as good as none.
+/// A member by its name in any case. Null is none.
 fn member<'a>(object: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
     let mut members = object.iter();
     let (_, value) = members.find(|(found, _)| found.eq_ignore_ascii_case(name))?;
@@ -198,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_is_read_and_what_belongs_to_the_kubelet_left_out() {
+    fn each_kind_is_parsed_and_members_for_the_kubelet_are_ignored() {
         let http = r#"{"/app-health/a/livez": {"httpGet": {"path": "x?y", "port": 8080, "host": "h",
             "scheme": "HTTPS", "httpHeaders": [{"name": "a", "value": "b"}]},
             "timeoutSeconds": 5, "initialDelaySeconds": 3, "tcpSocket": null}}"#;
@@ -221,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_path_what_cannot_stand_in_a_request_is_escaped() {
+    fn characters_not_allowed_in_a_request_path_are_escaped() {
         let text = r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": "/a b"}}}"#;
         let (is_https, path) = (false, "/a%20b".to_owned());
         assert_eq!(only(text).kind, Kind::Http { is_https, path });

@@ -1,4 +1,4 @@
-//! Every page, its methods, and who may see it.
+//! Every path, its methods and callers.
 
 use ::http::HeaderValue;
 use http_body_util::BodyExt;
@@ -77,7 +77,7 @@ async fn asked(router: &Router, line: &str, from: &str) -> (u16, String, Respons
 }
 
 #[tokio::test]
-async fn each_page_answers_whom_and_as_it_should() {
+async fn each_path_has_its_methods_and_callers() {
     let router = router(&Stop::new(), false);
     let forbidden = "Only requests from localhost are allowed\n";
     let merged = "merged 1\n";
@@ -128,7 +128,7 @@ async fn each_page_answers_whom_and_as_it_should() {
 }
 
 #[tokio::test]
-async fn metrics_can_be_kept_on_this_machine() {
+async fn metrics_can_be_restricted_to_loopback() {
     let router = router(&Stop::new(), true);
     for path in ["/metrics", "/metrics/agent", "/stats/prometheus"] {
         let path = &format!("GET {path}");
@@ -138,7 +138,7 @@ async fn metrics_can_be_kept_on_this_machine() {
 }
 
 #[tokio::test]
-async fn errors_are_text_and_other_spellings_are_redirected() {
+async fn errors_are_text_and_other_paths_are_redirected() {
     let router = router(&Stop::new(), false);
     let (_, _, head) = asked(&router, "GET /nothing", HERE).await;
     let text = HeaderValue::from_static("text/plain; charset=utf-8");
@@ -176,7 +176,7 @@ async fn the_html_page_is_not_stored_and_may_run_and_load_nothing() {
 }
 
 #[tokio::test]
-async fn the_agent_quits_once_the_answer_is_sent_and_is_not_ready_then() {
+async fn quitting_is_requested_once_the_answer_is_sent_and_makes_the_pod_unready() {
     let stop = Stop::new();
     let router = router(&stop, false);
     let request = Request::post("/quitquitquit").body(()).expect("a request");

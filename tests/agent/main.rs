@@ -1,4 +1,4 @@
-//! The agent's rooms together, against a real control plane behind real TLS, with a scripted Envoy
+//! The agent's modules together, against a real control plane behind real TLS, with a scripted Envoy
 //! on a real socket.
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! What the agent tells of itself: counters, and what it has seen pass.
+//! The agent's counters, and `/debug/xdsz`.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -68,7 +68,7 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn each_type_is_told_with_its_last_response_and_envoys_answers() {
+async fn each_type_has_its_last_response_and_envoys_answers() {
     let mut bench = Bench::start().await;
     let mut envoy = bench.envoy(Protocol::Delta).await;
     envoy.send(&request(CLUSTER, "", None));

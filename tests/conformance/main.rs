@@ -1,10 +1,9 @@
 //! The agent as a whole, from outside: files, sockets, gRPC and exit codes of its binary.
 //!
-//! Each test gives the binary a directory of its own to run in, spoils something, and looks for
-//! what an operator would: a clear sentence in the log, and recovery without a restart once the
-//! input is mended. `AGENT_BIN` names another binary to test than cargo's.
+//! Each test runs the binary in its own directory, breaks something, and expects what an operator
+//! would: a clear sentence in the log, and recovery without a restart once the input is repaired. `AGENT_BIN` names another binary to test than cargo's.
 //!
-//! Does not look into the rooms; their own tests do. Only [`properties`] calls the library.
+//! Only [`properties`] calls the library.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,8 +1,8 @@
-//! Signals, requests to end and ends of Envoy, in any order at any moment: it always ends.
+//! Signals, stop requests and exits of Envoy, in any order at any time: the agent always ends.
 //!
-//! Each story is made of random steps, between an agent's start and its end, with an Envoy that
-//! obeys, one that does not, and one that is asleep. The number in a failure's message tells the
-//! story again: `STORY` takes it. `STORIES` says how many are told.
+//! Each story consists of random steps between an agent's start and its end, with an Envoy that
+//! obeys, one that ignores signals, and one that sleeps. `STORY` repeats the story whose number is in
+//! a failure's message. `STORIES` is the number of stories.
 
 use std::path::Path;
 use std::time::Duration;
@@ -36,13 +36,13 @@ enum Step {
     Signal(Signal),
     Quit,
     Drain,
-    /// Sends Envoy a signal nobody has asked for.
+    /// Sends Envoy an unexpected signal.
     Envoy(Signal),
     Pause(Duration),
 }
 
 #[tokio::test]
-async fn whatever_comes_in_whatever_order_the_agent_ends_and_leaves_nobody_behind() {
+async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
     let number = |name: &str| Some(std::env::var(name).ok()?.parse::<u64>().unwrap());
     let told = number("STORY").map(|story| vec![story]);
     let many = number("STORIES").unwrap_or(STORIES);
@@ -109,7 +109,7 @@ fn step(random: &mut Rng) -> Step {
 async fn take(step: Step, place: &Place, agent: &Child) {
     let limit = Duration::from_secs(1);
     let ask = async |line| {
-        // Nobody may be there, or the answer may be a while in coming.
+        // There may be no server, or the answer may take a while.
         let _ = tokio::time::timeout(limit, try_ask(place.status_port(), line, "")).await;
     };
     match step {
@@ -127,7 +127,7 @@ async fn take(step: Step, place: &Place, agent: &Child) {
     }
 }
 
-/// Asks three times, which is once more than anybody could need, and looks at what is left.
+/// Sends three signals, one more than necessary, and checks what is left.
 async fn end(place: &Place, agent: Child, what: &str) {
     let begin = Instant::now();
     for _ in 0..3 {
@@ -153,7 +153,7 @@ async fn end(place: &Place, agent: Child, what: &str) {
             .any(|(_, name)| name.starts_with("fake-envoy"))
     };
     assert!(!envoys(), "{what}: an Envoy is left: {log}");
-    // What that has started itself sleeps for a second.
+    // A child of Envoy's own sleeps for a second.
     eventually("a place without processes", || {
         running_in(&place.path("")).is_empty()
     })

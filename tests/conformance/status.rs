@@ -1,4 +1,4 @@
-//! The status port over HTTP: every path, every prober, and what readiness waits for.
+//! The status port over HTTP: paths, probers and readiness.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const CONFIGURED: &str =
     "cluster_manager.cds.update_success: 1\nlistener_manager.lds.update_success: 1\n";
 const LIVE: &str = "server.state: 0\nlistener_manager.workers_started: 1\n";
 
-/// A place and the admin port of its Envoy, which says what the test wants; none is a hung one.
+/// A place and the scripted admin port of its Envoy; without an answer it hangs.
 async fn with_admin() -> (Place, watch::Sender<Option<String>>, Server) {
     let (says, heard) = watch::channel(Some(String::new()));
     let admin = Server::start(free_port(), move |path| {
@@ -60,7 +60,7 @@ async fn becomes(place: &Place, status: u16) {
 }
 
 #[tokio::test]
-async fn every_path_answers_as_it_should() {
+async fn every_path_has_its_status_and_body() {
     let place = Place::of(&local_istiod().await);
     let _agent = started(&place).await;
     let port = place.status_port();
@@ -137,7 +137,7 @@ async fn every_path_answers_as_it_should() {
 }
 
 #[tokio::test]
-async fn quitting_is_answered_and_ends_the_agent_with_or_without_envoy() {
+async fn quitquitquit_is_answered_and_ends_the_agent_with_or_without_envoy() {
     let without = Place::of(&local_istiod().await);
     let (with, says, _admin) = with_admin().await;
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
@@ -161,7 +161,7 @@ async fn quitting_is_answered_and_ends_the_agent_with_or_without_envoy() {
 }
 
 #[tokio::test]
-async fn readiness_names_what_is_missing_until_nothing_is() {
+async fn an_unready_pod_names_the_reason_until_it_is_ready() {
     if !ours_only("a body that says what is missing") {
         return;
     }
@@ -220,7 +220,7 @@ async fn readiness_names_what_is_missing_until_nothing_is() {
         "{page}"
     );
 
-    // Proven once, Envoy is asked no more.
+    // An Envoy that has passed is not asked again.
     says.send_replace(None);
     let asked = admin.requests.borrow().len();
     for _ in 0..3 {
@@ -261,7 +261,7 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
 }
 
 #[tokio::test]
-async fn a_hung_admin_port_is_not_ready_and_holds_nobody_up() {
+async fn a_hung_admin_port_makes_the_pod_unready_and_delays_no_other_answer() {
     if !ours_only("one question for a whole crowd") {
         return;
     }
@@ -276,7 +276,7 @@ async fn a_hung_admin_port_is_not_ready_and_holds_nobody_up() {
     for answer in crowd.join_all().await {
         assert_eq!(answer.status, 503);
     }
-    // Others are answered meanwhile.
+    // Other requests are answered meanwhile.
     assert_eq!(ask(port, "GET /metrics").await.status, 200);
     assert!(admin.requests.borrow().len() < 20);
     assert!(agent.is_running());
@@ -285,7 +285,7 @@ async fn a_hung_admin_port_is_not_ready_and_holds_nobody_up() {
 }
 
 #[tokio::test]
-async fn drain_tells_envoy_and_changes_no_readiness() {
+async fn drain_drains_envoy_and_does_not_change_readiness() {
     let (place, says, admin) = with_admin().await;
     says.send_replace(Some(format!("{CONFIGURED}{LIVE}")));
     let _agent = started(&place).await;
@@ -309,7 +309,7 @@ async fn drain_tells_envoy_and_changes_no_readiness() {
 }
 
 #[tokio::test]
-async fn a_taken_port_ends_the_agent_before_envoy_exists() {
+async fn a_status_port_in_use_ends_the_agent_before_envoy_starts() {
     if !ours_only("an end without a port") {
         return;
     }
@@ -324,7 +324,7 @@ async fn a_taken_port_ends_the_agent_before_envoy_exists() {
 }
 
 #[tokio::test]
-async fn an_annotation_switches_the_port_off() {
+async fn an_annotation_disables_the_port() {
     let place = Place::of(&local_istiod().await);
     let annotation = "status.sidecar.istio.io/port=\"0\"\n";
     place.write("etc/istio/pod/annotations", annotation);
@@ -337,7 +337,7 @@ async fn an_annotation_switches_the_port_off() {
 }
 
 #[tokio::test]
-async fn broken_probers_end_the_agent_with_what_is_wrong() {
+async fn invalid_probers_end_the_agent_with_every_problem() {
     let istiod = local_istiod().await;
     for (probers, expected) in [
         ("invalid-prober", "failed to decode"),
@@ -360,7 +360,7 @@ async fn broken_probers_end_the_agent_with_what_is_wrong() {
 }
 
 #[tokio::test]
-async fn the_applications_answers_come_through() {
+async fn answers_of_the_application_are_passed_back() {
     let app = Server::start(free_port(), |path| {
         let to = |location: &str| Some((302, format!("location: {location}\r\n"), String::new()));
         match path {
@@ -376,7 +376,7 @@ async fn the_applications_answers_come_through() {
         }
     })
     .await;
-    let nobody = free_port();
+    let closed = free_port();
     let http = |path: &str, port: u16| {
         let header = json!([{ "name": "x-never", "value": "added" }]);
         let get = json!({ "path": path, "port": port, "httpHeaders": header });
@@ -391,11 +391,11 @@ async fn the_applications_answers_come_through() {
         "/app-health/s418/readyz": http("/418", app.port),
         "/app-health/s503/startupz": http("/503", app.port),
         "/app-lifecycle/hello/prestopz": http("/hello/sunnyvale", app.port),
-        "/app-health/closed/livez": http("/", nobody),
+        "/app-health/closed/livez": http("/", closed),
         "/app-health/hang/livez": { "httpGet": { "path": "/hang", "port": app.port } },
         "/app-health/tcp/livez": { "tcpSocket": { "port": app.port } },
-        "/app-health/tcp/readyz": { "tcpSocket": { "port": nobody } },
-        "/app-health/grpc/livez": { "gRPC": { "port": nobody, "service": null } },
+        "/app-health/tcp/readyz": { "tcpSocket": { "port": closed } },
+        "/app-health/grpc/livez": { "gRPC": { "port": closed, "service": null } },
     });
     let place = Place::of(&local_istiod().await)
         .set("INSTANCE_IP", "127.0.0.1")
@@ -448,7 +448,7 @@ async fn the_applications_answers_come_through() {
 }
 
 #[tokio::test]
-async fn a_flood_of_idle_connections_does_not_keep_the_kubelet_out() {
+async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
     if !ours_only("a bound on connections") {
         return;
     }
@@ -477,21 +477,21 @@ async fn a_flood_of_idle_connections_does_not_keep_the_kubelet_out() {
     assert_eq!(ask(place.status_port(), "GET /metrics").await.status, 200);
 }
 
-/// Lets this process have as many files as it may; returns how many.
+/// Raises the limit of open files; returns it.
 fn most_descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         ..limit
     };
-    // What is allowed already is enough for a smaller flood.
+    // The present limit is enough for a smaller flood.
     let _ = setrlimit(Resource::Nofile, raised);
     let current = getrlimit(Resource::Nofile).current;
     current.map_or(usize::MAX, |most| usize::try_from(most).unwrap())
 }
 
 #[tokio::test]
-async fn ten_thousand_idle_connections_cost_next_to_nothing() {
+async fn ten_thousand_idle_connections_cost_little_memory() {
     if !ours_only("a bound on connections") {
         return;
     }
@@ -521,7 +521,7 @@ async fn ten_thousand_idle_connections_cost_next_to_nothing() {
 }
 
 #[tokio::test]
-async fn a_crowd_that_speaks_slowly_does_not_keep_the_kubelet_out() {
+async fn clients_that_send_slowly_do_not_lock_out_the_kubelet() {
     if !ours_only("late heads") {
         return;
     }
@@ -556,14 +556,14 @@ async fn a_crowd_that_speaks_slowly_does_not_keep_the_kubelet_out() {
 }
 
 #[tokio::test]
-async fn a_head_larger_than_any_is_refused_and_a_large_one_is_not() {
+async fn a_head_over_the_limit_is_refused_and_a_large_one_is_not() {
     let place = Place::of(&local_istiod().await);
     let _agent = started(&place).await;
     let port = place.status_port();
     let header = |length| format!("x: {}\r\n", "y".repeat(length));
     let answer = ask_with(port, "GET /metrics", &header(32 << 10)).await;
     assert_eq!(answer.status, 200);
-    // The rest of it may cross with the refusal, and take that along.
+    // The refusal may be lost with the rest of the head that is still being sent.
     let refused = try_ask(port, "GET /metrics", &header(2 << 20)).await;
     assert!(refused.is_none_or(|answer| answer.status == 431));
     assert_eq!(ask(port, "GET /metrics").await.status, 200);

@@ -1,4 +1,4 @@
-//! The page for people, as a browser shows it. Screenshots are left in `target/tmp/debug-page`.
+//! The overview page in a browser. Screenshots are left in `target/tmp/debug-page`.
 //!
 //! `CHROMIUM_BIN` or `PATH` names Chromium; where there is none the test says so and is not run,
 //! except under `PAGE_TESTS`, where it fails.
@@ -18,12 +18,12 @@ use crate::support::process::Process;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{chromium_binary, envoy_binary, eventually, free_port};
 
-/// As wide as a phone and a desk, and as high as the page, to see all of it.
+/// The widths of a phone and of a desktop, and the height of the page.
 const PHONE: &str = "390,844";
 const WHOLE_PHONE: &str = "390,2600";
 const DESK: &str = "1280,1100";
 
-/// Would be run if anything on its way to the page forgot to escape it.
+/// Would run if it were not escaped.
 const HOSTILE: &str = "<script>document.title='run'</script><img src=x>";
 
 const SECTIONS: [&str; 7] = [
@@ -52,7 +52,7 @@ impl Browser {
         }
     }
 
-    /// What it prints, asked to look at the page with these options.
+    /// Its output for the page with these options.
     async fn look(&self, options: &[String]) -> String {
         let mut command = Command::new(&self.binary);
         // The sandbox does not start as root, and small containers have little shared memory.
@@ -112,7 +112,7 @@ async fn becomes(what: &str, pod: &Pod, is_so: impl Fn(&Value) -> bool) -> Value
 }
 
 #[tokio::test]
-async fn a_person_sees_at_a_glance_how_a_pod_is() {
+async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     let Some(envoy) = envoy_binary() else { return };
     let Some(chromium) = chromium_binary() else {
         return;

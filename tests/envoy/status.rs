@@ -12,7 +12,7 @@ use crate::support::process::Process;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
 
-/// Status and body of a GET; nothing where nobody answers.
+/// Status and body of a GET; None without an answer.
 async fn ask(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = connect(port).await.ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
@@ -32,7 +32,7 @@ async fn becomes(port: u16, path: &str, expected: u16) {
 }
 
 #[tokio::test]
-async fn a_pod_is_ready_through_envoy_once_that_is_configured() {
+async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
     let Some(binary) = envoy_binary() else { return };
     let health = free_port();
     let port = health.to_string();
@@ -41,7 +41,7 @@ async fn a_pod_is_ready_through_envoy_once_that_is_configured() {
         environment: &[("ENVOY_STATUS_PORT", &port)],
     };
     let (pod, dead) = without_istiod(settings).await;
-    // Without a configuration Envoy may listen or not, but is not ready.
+    // Without configuration Envoy may listen, but is not ready.
     eventually("an agent that answers", async || {
         let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
         assert_eq!(status, 503, "{body}");
@@ -62,7 +62,7 @@ async fn a_pod_is_ready_through_envoy_once_that_is_configured() {
 }
 
 #[tokio::test]
-async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
+async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
     let settings = Settings {
@@ -70,7 +70,7 @@ async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
         environment: &[],
     };
     let pod = Pod::start(settings, &control_plane);
-    // Stopped before it is Envoy, it would hold up the agent, which waits for that.
+    // Stopped before exec, it would block the agent, which waits for that.
     let envoy = eventually("a process that is Envoy", async || {
         let envoy = pod.envoy_pid()?;
         let program = format!("/proc/{}/exe", envoy.as_raw_nonzero());
@@ -86,7 +86,7 @@ async fn a_stopped_envoy_that_has_proven_nothing_is_not_ready() {
     .await;
 }
 
-/// A pod whose control plane has all it needs, but is dead for the moment.
+/// A pod whose control plane is dead for the moment.
 async fn without_istiod(settings: Settings<'_>) -> (Pod, Dead) {
     let control_plane = ControlPlane::of(&[
         cluster("books"),
@@ -106,7 +106,7 @@ fn beside(pod: &Pod, arguments: &[&str]) -> Process {
     Process::start(&mut command, &pod.path("command.log"))
 }
 
-/// As the hook after the start of the agent's container: those after it are started when it ends.
+/// As the postStart hook of the agent's container: later containers start when it ends.
 #[tokio::test]
 async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
     let Some(binary) = envoy_binary() else { return };

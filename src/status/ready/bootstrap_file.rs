@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-/// Members of a certificate provider that name a file.
+/// Members of a `file_watcher` certificate provider.
 const FILES: [&str; 3] = [
     "certificate_file",
     "private_key_file",
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_must_be_there_once_and_the_certificates_always() {
+    fn the_bootstrap_must_exist_once_and_the_certificate_files_always() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("bootstrap.json");
         let file = BootstrapFile::new(path.clone());
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bootstrap_without_certificates_is_enough() {
+    fn a_bootstrap_without_certificate_files_suffices() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("bootstrap.json");
         std::fs::write(&path, "{}").expect("written");

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn an_envoy_is_configured_when_it_has_taken_clusters_and_listeners() {
+    fn an_envoy_is_configured_once_it_has_accepted_clusters_and_listeners() {
         for (counts, expected) in [
             ([1, 0, 1, 0], None),
             ([1, 2, 3, 4], None),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn an_envoy_is_live_when_its_workers_run() {
+    fn an_envoy_is_live_once_its_workers_run() {
         for (body, expected) in [
             ("server.state: 0\nlistener_manager.workers_started: 1\n", ""),
             (

@@ -18,13 +18,13 @@ const CONFIGURED: &str =
     "cluster_manager.cds.update_success: 1\nlistener_manager.lds.update_success: 1\n";
 const LIVE: &str = "server.state: 0\nlistener_manager.workers_started: 1\n";
 
-/// An Envoy whose admin port says what the test wants.
+/// A pod whose Envoy has a scripted admin port.
 struct Pod {
     stop: Stop,
     metrics: Registry,
     milestones: Milestones,
     report: watch::Sender<Report>,
-    /// What the admin port says; nothing is a hung one.
+    /// The answer of the admin port; with none it hangs.
     says: watch::Sender<Option<(u16, String)>>,
     asked: watch::Receiver<usize>,
     ready: Arc<Readiness>,
@@ -109,7 +109,7 @@ async fn answer(
 }
 
 #[tokio::test]
-async fn an_envoy_that_has_proven_itself_is_not_asked_again() {
+async fn an_envoy_that_has_passed_is_not_asked_again() {
     let pod = Pod::new().await;
     assert_eq!(pod.ready.check().await, Ok(()));
     assert_eq!(pod.times_asked(), 2);
@@ -119,7 +119,7 @@ async fn an_envoy_that_has_proven_itself_is_not_asked_again() {
 }
 
 #[tokio::test]
-async fn another_process_must_prove_itself_again() {
+async fn another_process_is_checked_anew() {
     let pod = Pod::new().await;
     assert_eq!(pod.ready.check().await, Ok(()));
     pod.report.send_replace(Report::default());
@@ -133,14 +133,14 @@ async fn another_process_must_prove_itself_again() {
         assert!(pod.missing().await.starts_with("config not received"));
         pod.says(CONFIGURED);
         assert!(pod.missing().await.starts_with("server.state is not yet"));
-        // What it has once taken it may lose sight of.
+        // The counters need not be there again.
         pod.says(LIVE);
         assert_eq!(pod.ready.check().await, Ok(()));
     }
 }
 
 #[tokio::test]
-async fn an_agent_on_its_way_out_is_not_ready() {
+async fn a_stopping_agent_is_not_ready() {
     let pod = Pod::new().await;
     assert_eq!(pod.ready.check().await, Ok(()));
     pod.stop
@@ -150,14 +150,14 @@ async fn an_agent_on_its_way_out_is_not_ready() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_none_is_told() {
+async fn an_error_of_the_admin_port_is_the_reason() {
     let pod = Pod::new().await;
     pod.says.send_replace(Some((500, String::new())));
     assert!(pod.missing().await.ends_with("unexpected status 500"));
 }
 
 #[tokio::test]
-async fn a_hung_admin_port_is_asked_once_for_a_whole_crowd() {
+async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
     let pod = Pod::new().await;
     pod.says.send_replace(None);
     let before = Instant::now();
@@ -178,7 +178,7 @@ async fn a_hung_admin_port_is_asked_once_for_a_whole_crowd() {
 }
 
 #[tokio::test]
-async fn the_watch_marks_the_moment_when_nobody_asks_and_rests_then() {
+async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
     let pod = Pod::new().await;
     pod.says("");
     let ready = pod.ready.clone();
@@ -210,7 +210,7 @@ async fn the_watch_marks_the_moment_when_nobody_asks_and_rests_then() {
     let reached = pod.milestones.reached();
     let names: Vec<_> = reached.iter().map(|reached| reached.milestone).collect();
     assert_eq!(names, ["configuration received", "Envoy live", "ready"]);
-    // What another Envoy is like nobody wants to know.
+    // Another Envoy is not watched.
     let before = pod.times_asked();
     pod.report.send_replace(started(1, 2));
     tokio::time::pause();
@@ -219,7 +219,7 @@ async fn the_watch_marks_the_moment_when_nobody_asks_and_rests_then() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_envoy_that_takes_long_is_asked_seldom_whatever_changes_but_itself() {
+async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_starts() {
     let pod = Pod::new().await;
     pod.says("");
     let ready = pod.ready.clone();

@@ -1,9 +1,9 @@
 //! The listener of the status port, and bounds on its connections.
 //!
 //! HTTP/1.1 on both address families. A connection beyond [`MOST_CONNECTIONS`] closes the one that
-//! has been idle longest, so that a flood of idle ones does not lock out the kubelet. One without a
-//! request for [`IDLE`] is closed, and so is one whose client reads nothing of an answer for
-//! [`UNREAD`].
+//! has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
+//! first request must arrive within [`FIRST_HEAD`], that of a later one within [`IDLE`]. A connection
+//! whose client reads nothing of an answer for [`UNREAD`] is closed.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{Router, reply};
 use crate::lifecycle::CancellationToken;
@@ -31,6 +31,7 @@ use crate::lifecycle::CancellationToken;
 const MOST_CONNECTIONS: usize = 256;
 /// Heads beyond this are refused with 431.
 const LARGEST_HEAD: usize = 64 << 10;
+const FIRST_HEAD: Duration = Duration::from_secs(10);
 /// Longer than the pause between two probes or scrapes.
 const IDLE: Duration = Duration::from_secs(300);
 /// Longer than any scraper waits. The kernel measures it.
@@ -104,7 +105,7 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
                     // Most likely the file descriptors are used up: close one of our own.
                     tracing::error!("failed to accept a connection to the status port: {error}");
                     connections.close_most_idle();
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    sleep(Duration::from_millis(100)).await;
                 }
             },
             Some(ended) = connections.tasks.join_next_with_id() => connections.forget(&ended),
@@ -130,9 +131,17 @@ struct Connections {
     open: HashMap<Id, (Activity, AbortHandle)>,
 }
 
-/// Whether an answer is under way, and since when.
+/// What a connection does, and since when.
 #[derive(Clone, Debug)]
-struct Activity(Arc<Mutex<(bool, Instant)>>);
+struct Activity(Arc<Mutex<(Phase, Instant)>>);
+
+/// In the order in which connections are closed if there are too many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    BeforeFirstRequest,
+    Idle,
+    Answering,
+}
 
 impl Connections {
     fn accept(
@@ -145,7 +154,8 @@ impl Connections {
         while self.open.len() >= MOST_CONNECTIONS {
             self.close_most_idle();
         }
-        let activity = Activity(Arc::new(Mutex::new((false, Instant::now()))));
+        let now = (Phase::BeforeFirstRequest, Instant::now());
+        let activity = Activity(Arc::new(Mutex::new(now)));
         let (router, stop) = (router.clone(), stop.clone());
         let served = serve_connection(stream, from, router, activity.clone(), stop);
         let handle = self.tasks.spawn(served);
@@ -178,8 +188,8 @@ impl Connections {
 }
 
 impl Activity {
-    fn set(&self, is_answering: bool) {
-        *self.0.lock() = (is_answering, Instant::now());
+    fn set(&self, phase: Phase) {
+        *self.0.lock() = (phase, Instant::now());
     }
 }
 
@@ -191,7 +201,7 @@ async fn serve_connection(
     stop: CancellationToken,
 ) {
     let answer = async |request: Request<Incoming>| {
-        activity.set(true);
+        activity.set(Phase::Answering);
         let guard = Answering(activity.clone());
         let answer = router.answer(request, from).await;
         Ok::<_, Infallible>(answer.map(|body| reply::holding(body, guard)))
@@ -205,8 +215,15 @@ async fn serve_connection(
         .max_header_size(LARGEST_HEAD)
         .max_buf_size(LARGEST_HEAD);
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+    let no_request = async {
+        sleep(FIRST_HEAD).await;
+        if activity.0.lock().0 > Phase::BeforeFirstRequest {
+            std::future::pending().await
+        }
+    };
     tokio::select! {
         _ = connection.as_mut() => return,
+        () = no_request => return,
         () = stop.cancelled() => {}
     }
     connection.as_mut().graceful_shutdown();
@@ -219,7 +236,7 @@ struct Answering(Activity);
 
 impl Drop for Answering {
     fn drop(&mut self) {
-        self.0.set(false);
+        self.0.set(Phase::Idle);
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 
 use super::soon;
 
-/// A port nobody listens on, given out once. Below those the system gives to clients.
+/// A port on which no process listens, given out once; below the ports the kernel gives to clients.
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
     let next = NEXT.get_or_init(|| {

@@ -32,7 +32,7 @@ pub async fn local_istiod() -> LocalIstiod {
     LocalIstiod::start(options()).await.unwrap()
 }
 
-/// Each control plane has an address of its own, so that nobody takes its port while it is away.
+/// Each control plane has its own address, so that no other process takes its port while it is away.
 pub fn options() -> Options {
     static NEXT: AtomicU16 = AtomicU16::new(1);
     let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();

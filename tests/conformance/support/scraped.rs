@@ -96,7 +96,7 @@ async fn answer(mut stream: TcpStream, says: Arc<Mutex<Says>>, noted: Arc<Mutex<
     let request = String::from_utf8_lossy(&request).into_owned();
     noted.lock().unwrap().push(request);
     let says = says.lock().unwrap().clone();
-    // Whoever does not want all of it has gone.
+    // A client that does not want all of it has gone.
     if stream.write_all(&says.bytes).await.is_ok() && says.holds {
         std::future::pending::<()>().await;
     }
