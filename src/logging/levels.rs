@@ -14,27 +14,9 @@ pub(super) const DEFAULT: &str = "default";
 /// Scope of libraries.
 const LIBRARIES: &str = "grpc";
 
-const SCOPES: &[&str] = &[
-    "ads",
-    "ca",
-    "cache",
-    "citadelclient",
-    "default",
-    "dns",
-    "gcecred",
-    "grpc",
-    "healthcheck",
-    "klog",
-    "mockcred",
-    "monitoring",
-    "probes",
-    "sds",
-    "security",
-    "spiffe",
-    "validation",
-    "wasm",
-    "xdsproxy",
-];
+/// pilot-agent's scopes.
+const SCOPES: &str = "ads ca cache citadelclient default dns gcecred grpc healthcheck klog mockcred \
+                      monitoring probes sds security spiffe validation wasm xdsproxy";
 
 /// The level of each scope.
 #[derive(Clone, Debug)]
@@ -42,7 +24,8 @@ pub(super) struct Levels(BTreeMap<&'static str, LevelFilter>);
 
 impl Default for Levels {
     fn default() -> Self {
-        let mut levels: BTreeMap<_, _> = SCOPES.iter().map(|s| (*s, LevelFilter::INFO)).collect();
+        let scopes = SCOPES.split(' ').map(|scope| (scope, LevelFilter::INFO));
+        let mut levels: BTreeMap<_, _> = scopes.collect();
         levels.insert(LIBRARIES, LevelFilter::OFF);
         Self(levels)
     }
@@ -96,7 +79,7 @@ pub(super) fn scope_of(target: &str) -> &'static str {
     if ours.contains(&target.split("::").next().unwrap_or(target)) {
         return DEFAULT;
     }
-    let mut scopes = SCOPES.iter().copied();
+    let mut scopes = SCOPES.split(' ');
     scopes.find(|scope| *scope == target).unwrap_or(LIBRARIES)
 }
 

@@ -127,12 +127,11 @@ async fn take(step: Step, place: &Place, agent: &Child) {
     }
 }
 
-/// Sends three signals, one more than necessary, and checks what is left.
+/// Sends more signals than necessary, as signals that arrive together are one, and checks what is left.
 async fn end(place: &Place, agent: Child, what: &str) {
     let begin = Instant::now();
-    for _ in 0..3 {
+    for _ in 0..6 {
         agent.signal(Signal::TERM);
-        // Signals that come together are one.
         tokio::time::sleep(Duration::from_millis(30)).await;
     }
     let (code, log) = agent.ends().await;

@@ -21,7 +21,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
+use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Router, reply};
@@ -57,23 +57,20 @@ pub struct Listener {
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
 pub fn bind(port: u16) -> Result<Listener, BindError> {
-    let listener = match bind_both(port) {
-        Err(error) if has_no_v6(&error) => bind_v4(port),
-        bound => bound,
-    };
+    use rustix::io::Errno;
+    let v6 = TcpSocket::new_v6().and_then(|socket| {
+        sockopt::set_ipv6_v6only(&socket, false)?;
+        listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
+    });
+    let listener = v6.or_else(|error| match Errno::from_io_error(&error) {
+        Some(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
+            listen(TcpSocket::new_v4()?, (Ipv4Addr::UNSPECIFIED, port).into())
+        }
+        _ => Err(error),
+    });
     let listener = listener.map_err(|source| BindError { port, source })?;
     let unread = UNREAD;
     Ok(Listener { listener, unread })
-}
-
-fn bind_both(port: u16) -> io::Result<TcpListener> {
-    let socket = TcpSocket::new_v6()?;
-    sockopt::set_ipv6_v6only(&socket, false)?;
-    listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
-}
-
-fn bind_v4(port: u16) -> io::Result<TcpListener> {
-    listen(TcpSocket::new_v4()?, (Ipv4Addr::UNSPECIFIED, port).into())
 }
 
 fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
@@ -81,12 +78,6 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
-}
-
-fn has_no_v6(error: &io::Error) -> bool {
-    use rustix::io::Errno;
-    let found = error.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(found, Some(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL))
 }
 
 /// Serves until `stop`, then lets answers under way be finished.
@@ -108,7 +99,10 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
                     sleep(Duration::from_millis(100)).await;
                 }
             },
-            Some(ended) = connections.tasks.join_next_with_id() => connections.forget(&ended),
+            Some(ended) = connections.tasks.join_next_with_id() => {
+                let id = ended.map_or_else(|error| error.id(), |(id, ())| id);
+                connections.open.remove(&id);
+            }
         }
     }
     drop(listener);
@@ -171,19 +165,6 @@ impl Connections {
             tracing::debug!("closing a connection to the status port, as there are too many");
             handle.abort();
         }
-    }
-
-    fn forget(&mut self, ended: &Result<(Id, ()), JoinError>) {
-        let id = match ended {
-            Ok((id, ())) => *id,
-            Err(error) => {
-                if error.is_panic() {
-                    tracing::error!("a connection to the status port ended in a panic: {error}");
-                }
-                error.id()
-            }
-        };
-        self.open.remove(&id);
     }
 }
 
