@@ -1,21 +1,17 @@
-//! Static clusters: Envoy itself, the agent, the agent's sockets, and who Envoy reports to.
-//!
-//! Does not hold anything istiod sends.
+//! Static clusters: Envoy itself, the agent, the agent's sockets, and collectors.
 
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{Config, services};
-
-/// Where the agent serves secrets from files when somebody else serves the workload's.
-pub const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
+use super::config::{Config, FILES_SOCKET};
+use super::services::{self, http2};
 
 /// The name of the cluster Envoy is a member of.
-pub(super) const OWN: &str = "local_cluster";
+pub(super) const LOCAL_CLUSTER: &str = "local_cluster";
 
 pub(super) fn section(config: &Config) -> Value {
-    let host = config.local().host;
+    let host = config.families().first.loopback;
     // Without a status server the port is refused, and so the health listener answers 503.
     let agent_port = config.agent_port.unwrap_or(15020);
     let mut clusters = vec![
@@ -29,7 +25,7 @@ pub(super) fn section(config: &Config) -> Value {
     clusters.push(discovery(grpc("xds-grpc", &config.xds_socket)));
     clusters.extend(services::section(config));
     if config.node.is_true("ENABLE_SELF_DISCOVERY") {
-        clusters.push(own());
+        clusters.push(local_cluster());
     }
     clusters.into()
 }
@@ -63,21 +59,11 @@ fn grpc(name: &str, socket: &Path) -> Value {
     cluster
 }
 
-/// Makes Envoy speak HTTP/2 to the cluster.
-pub(super) fn http2(cluster: &mut Value) {
-    cluster["typed_extension_protocol_options"] = json!({
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": { "http2_protocol_options": {} },
-        },
-    });
-}
-
-/// Envoy's own peers, by which it learns how much of its traffic may stay in its zone.
-fn own() -> Value {
+/// The replicas of this workload, for zone-aware routing.
+fn local_cluster() -> Value {
     json!({
-        "name": OWN,
-        "alt_stat_name": format!("{OWN};"),
+        "name": LOCAL_CLUSTER,
+        "alt_stat_name": format!("{LOCAL_CLUSTER};"),
         "type": "EDS",
         "connect_timeout": "1s",
         "load_balancing_policy": { "policies": [{ "typed_extension_config": {
@@ -90,7 +76,7 @@ fn own() -> Value {
         }}]},
         "eds_cluster_config": {
             "eds_config": { "ads": {}, "resource_api_version": "V3" },
-            "service_name": OWN,
+            "service_name": LOCAL_CLUSTER,
         },
     })
 }

@@ -1,40 +1,30 @@
-//! The bootstrap of gRPC applications that speak discovery themselves.
+//! The bootstrap of gRPC applications that are xDS clients themselves (proxyless).
 //!
-//! A file they find by `GRPC_XDS_BOOTSTRAP`: it names the agent's discovery socket and, when the
-//! agent writes certificates to files, where those are. It stays when the agent ends.
-//!
-//! Does not write certificates.
+//! They find the file by `GRPC_XDS_BOOTSTRAP`. It names the agent's xDS socket and, if the agent writes
+//! certificates to files, their directory. The agent leaves it behind when it ends.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::file::{make_directory, replace};
-use super::{Error, node};
+use super::file::{Error, write_file};
+use super::node;
 
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where the file goes.
     pub path: PathBuf,
     pub xds_socket: PathBuf,
     /// Directory of certificates in files.
     pub certificates: Option<PathBuf>,
 }
 
-/// Writes the file next to its place and moves it there.
 pub fn write(config: &Config, node: &node::Node) -> Result<(), Error> {
-    if let Some(directory) = config.path.parent() {
-        make_directory(directory)?;
-    }
-    replace(
-        &config.path,
-        &format!("{:#}", document(config, node)),
-        0o644,
-    )
+    let text = format!("{:#}", document(config, node));
+    write_file(&config.path, &text, 0o644)
 }
 
 fn document(config: &Config, node: &node::Node) -> Value {
-    let (locality, metadata) = node::of_application(node);
+    let (locality, metadata) = node::application(node);
     let socket = config
         .xds_socket
         .strip_prefix("./")

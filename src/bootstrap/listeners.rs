@@ -1,31 +1,30 @@
-//! The listeners Envoy has before istiod sends any: metrics and health.
-//!
-//! Does not hold anything istiod sends.
+//! Static listeners: metrics and health.
 
 use serde_json::{Value, json};
 
-use super::{Config, tls};
+use super::config::Config;
+use super::tls;
 
 pub(super) fn section(config: &Config) -> Value {
-    let local = config.local();
-    let everywhere = Place {
-        host: local.wildcard,
-        more: local.more.map(|more| more.wildcard),
+    let families = config.families();
+    let everywhere = Bind {
+        first: families.first.wildcard,
+        second: families.second.map(|family| family.wildcard),
     };
-    let here = Place {
-        host: local.host,
-        more: local.more.map(|more| more.host),
+    let loopback = Bind {
+        first: families.first.loopback,
+        second: families.second.map(|family| family.loopback),
     };
-    let mut listeners = vec![metrics(config).section(if config.metrics_localhost_only {
-        here
-    } else {
-        everywhere
-    })];
-    // Callers of the mesh find these by the one address they know.
-    let first = Place {
-        more: None,
+    let metrics_at = match config.metrics_localhost_only {
+        true => loopback,
+        false => everywhere,
+    };
+    // Callers of the mesh know one address only.
+    let first = Bind {
+        second: None,
         ..everywhere
     };
+    let mut listeners = vec![metrics(config).section(metrics_at)];
     listeners.extend(secure(config).map(|listener| listener.section(first)));
     listeners.push(health(config).section(everywhere));
     listeners.into()
@@ -34,20 +33,22 @@ pub(super) fn section(config: &Config) -> Value {
 fn metrics(config: &Config) -> Listener {
     let mut listener = Listener::new(config.prometheus_port, "stats", METRICS);
     if config.node.proxy_config.stats_compression.unwrap_or(true) {
-        listener.filters = ["brotli", "zstd", "gzip"].map(compressor).into();
+        listener.filters = COMPRESSORS.map(compressor).into();
     }
     listener
 }
 
 fn secure(config: &Config) -> impl Iterator<Item = Listener> {
-    let envoys = (config.secure_metrics_port, "secure_stats", METRICS);
-    let merged = (
-        config.secure_merged_metrics_port,
-        "secure_merged_stats",
-        MERGED_METRICS,
-    );
-    let listeners = [envoys, merged].into_iter();
-    listeners.filter_map(|(port, stat_prefix, routes)| {
+    [
+        (config.secure_metrics_port, "secure_stats", METRICS),
+        (
+            config.secure_merged_metrics_port,
+            "secure_merged_stats",
+            MERGED_METRICS,
+        ),
+    ]
+    .into_iter()
+    .filter_map(|(port, stat_prefix, routes)| {
         Some(Listener {
             tls: true,
             ..Listener::new(port?, stat_prefix, routes)
@@ -62,14 +63,16 @@ fn health(config: &Config) -> Listener {
     }
 }
 
+const COMPRESSORS: [(&str, &str); 3] = [("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
 const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];
 const MERGED_METRICS: &[(&str, &str)] = &[("/stats/prometheus", "agent"), ("/metrics", "agent")];
 
-/// Where a listener is: an address, and that of the other family in a pod with two.
+/// The addresses of a listener.
 #[derive(Clone, Copy)]
-struct Place {
-    host: &'static str,
-    more: Option<&'static str>,
+struct Bind {
+    first: &'static str,
+    /// Of the other family in a dual-stack pod.
+    second: Option<&'static str>,
 }
 
 struct Listener {
@@ -80,7 +83,7 @@ struct Listener {
     /// In front of the router.
     filters: Vec<Value>,
     tls: bool,
-    /// Takes the PROXY protocol of a load balancer, and connections without it.
+    /// Accepts the PROXY protocol of a load balancer, and connections without it.
     proxy_protocol: bool,
 }
 
@@ -100,15 +103,15 @@ impl Listener {
         }
     }
 
-    fn section(self, place: Place) -> Value {
+    fn section(self, bind: Bind) -> Value {
         let mut listener = json!({
-            "name": format!("{}_{}", place.host, self.port),
-            "address": self.address(place.host),
-            // A full Envoy must still answer kubelet and Prometheus.
+            "name": format!("{}_{}", bind.first, self.port),
+            "address": self.address(bind.first),
+            // Kubelet and Prometheus get an answer at the connection limit, too.
             "ignore_global_conn_limit": true,
             "bypass_overload_manager": true,
         });
-        if let Some(host) = place.more {
+        if let Some(host) = bind.second {
             listener["additional_addresses"] = json!([{ "address": self.address(host) }]);
         }
         if self.tls {
@@ -182,12 +185,7 @@ fn listener_filter(name: &str, message: &str) -> Value {
     }})
 }
 
-fn compressor(algorithm: &str) -> Value {
-    let message = match algorithm {
-        "brotli" => "Brotli",
-        "zstd" => "Zstd",
-        _ => "Gzip",
-    };
+fn compressor((algorithm, message): (&str, &str)) -> Value {
     json!({
         "name": format!("envoy.filters.http.compressor.{algorithm}"),
         "typed_config": {

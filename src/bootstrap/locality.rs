@@ -1,6 +1,4 @@
-//! Where the workload runs: region, zone and sub-zone.
-//!
-//! Does not ask the platform: what that says counts when no label does.
+//! The locality of the workload: region, zone and sub-zone.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +12,8 @@ pub struct Locality {
 }
 
 impl Locality {
-    /// From the pod's locality label, which is left in its old spelling too.
-    pub(super) fn of_labels(labels: &mut BTreeMap<String, String>) -> Option<Self> {
+    /// Reads the pod's locality label, and adds the older label if it is missing.
+    pub(super) fn from_labels(labels: &mut BTreeMap<String, String>) -> Option<Self> {
         let found = labels
             .get("topology.istio.io/locality")
             .or_else(|| labels.get("istio-locality"))
@@ -77,7 +75,7 @@ mod tests {
             ("other", "r", json!({})),
         ] {
             let mut labels = BTreeMap::from([(label.to_owned(), text.to_owned())]);
-            let locality = Locality::of_labels(&mut labels).unwrap_or_default();
+            let locality = Locality::from_labels(&mut labels).unwrap_or_default();
             assert_eq!(locality.section(), expected, "{label}={text}");
         }
     }

@@ -1,9 +1,7 @@
 //! Members of node metadata that have a type.
 //!
-//! Everything else passes as it is. A typed member of another type is an error: istiod would refuse
-//! the node.
-//!
-//! Does not know where members come from.
+//! A typed member of another type is an error, as istiod would refuse the node. Members without a type
+//! pass unchanged.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -30,87 +28,40 @@ enum Kind {
     PodPorts,
 }
 
-/// Every typed member, source: `BootstrapNodeMetadata` of istio.io/istio.
-const MEMBERS: &[(Kind, &[&str])] = &[
+/// Every typed member; source: `BootstrapNodeMetadata` of istio.io/istio.
+const MEMBERS: [(Kind, &str); 7] = [
     (
         Kind::Text,
-        &[
-            "APP_CONTAINERS",
-            "AUTO_REGISTER_GROUP",
-            "BASE",
-            "CLOUDRUN_ADDR",
-            "CLUSTER_ID",
-            "DNS_PROXY_ADDR",
-            "GENERATOR",
-            "HTTP10",
-            "HTTP_PROXY_PORT",
-            "IDLE_TIMEOUT",
-            "INSTANCE_IPS",
-            "INTERCEPTION_MODE",
-            "ISTIO_PROXY_SHA",
-            "ISTIO_REVISION",
-            "ISTIO_VERSION",
-            "MESH_ID",
-            "NAME",
-            "NAMESPACE",
-            "NETWORK",
-            "NODE_NAME",
-            "OUTLIER_LOG_PATH",
-            "OWNER",
-            "REQUESTED_NETWORK_VIEW",
-            "SERVICE_ACCOUNT",
-            "STS_PORT",
-            "TLS_CLIENT_CERT_CHAIN",
-            "TLS_CLIENT_KEY",
-            "TLS_CLIENT_ROOT_CERT",
-            "TLS_SERVER_CERT_CHAIN",
-            "TLS_SERVER_KEY",
-            "TLS_SERVER_ROOT_CERT",
-            "UNPRIVILEGED_POD",
-            "WORKLOAD_ENTRY",
-            "WORKLOAD_IDENTITY_SOCKET_FILE",
-            "WORKLOAD_NAME",
-        ],
+        "APP_CONTAINERS AUTO_REGISTER_GROUP BASE CLOUDRUN_ADDR CLUSTER_ID DNS_PROXY_ADDR \
+         GENERATOR HTTP10 HTTP_PROXY_PORT IDLE_TIMEOUT INSTANCE_IPS INTERCEPTION_MODE \
+         ISTIO_PROXY_SHA ISTIO_REVISION ISTIO_VERSION MESH_ID NAME NAMESPACE NETWORK \
+         NODE_NAME OUTLIER_LOG_PATH OWNER REQUESTED_NETWORK_VIEW SERVICE_ACCOUNT STS_PORT \
+         TLS_CLIENT_CERT_CHAIN TLS_CLIENT_KEY TLS_CLIENT_ROOT_CERT TLS_SERVER_CERT_CHAIN \
+         TLS_SERVER_KEY TLS_SERVER_ROOT_CERT UNPRIVILEGED_POD WORKLOAD_ENTRY \
+         WORKLOAD_IDENTITY_SOCKET_FILE WORKLOAD_NAME",
     ),
     (
         Kind::Flag,
-        &[
-            "DISABLE_HBONE_SEND",
-            "DNS_AUTO_ALLOCATE",
-            "DNS_CAPTURE",
-            "ENABLE_HBONE",
-            "ENABLE_SELF_DISCOVERY",
-            "ENVOY_SKIP_DEPRECATED_LOGS",
-            "EXIT_ON_ZERO_ACTIVE_CONNECTIONS",
-            "INBOUND_LISTENER_EXACT_BALANCE",
-            "METADATA_DISCOVERY",
-            "OUTBOUND_LISTENER_EXACT_BALANCE",
-        ],
+        "DISABLE_HBONE_SEND DNS_AUTO_ALLOCATE DNS_CAPTURE ENABLE_HBONE \
+         ENABLE_SELF_DISCOVERY ENVOY_SKIP_DEPRECATED_LOGS EXIT_ON_ZERO_ACTIVE_CONNECTIONS \
+         INBOUND_LISTENER_EXACT_BALANCE METADATA_DISCOVERY \
+         OUTBOUND_LISTENER_EXACT_BALANCE",
     ),
     (
         Kind::Port,
-        &[
-            "ENVOY_PROMETHEUS_PORT",
-            "ENVOY_SECURE_MERGED_METRICS_PORT",
-            "ENVOY_SECURE_METRICS_PORT",
-            "ENVOY_STATUS_PORT",
-        ],
+        "ENVOY_PROMETHEUS_PORT ENVOY_SECURE_MERGED_METRICS_PORT ENVOY_SECURE_METRICS_PORT \
+         ENVOY_STATUS_PORT",
     ),
     (
         Kind::Texts,
-        &[
-            "ANNOTATIONS",
-            "LABELS",
-            "PLATFORM_METADATA",
-            "STATIC_LABELS",
-        ],
+        "ANNOTATIONS LABELS PLATFORM_METADATA STATIC_LABELS",
     ),
-    (Kind::Object, &["PROXY_CONFIG"]),
-    (Kind::List, &["PILOT_SAN"]),
-    (Kind::PodPorts, &["POD_PORTS"]),
+    (Kind::Object, "PROXY_CONFIG"),
+    (Kind::List, "PILOT_SAN"),
+    (Kind::PodPorts, "POD_PORTS"),
 ];
 
-/// Brings typed members into the form istiod reads, and returns those that are of another type.
+/// Brings typed members into the form istiod reads. Returns the members of another type.
 pub fn check(members: &mut Map<String, Value>) -> Vec<Mismatch> {
     let mut mismatches = Vec::new();
     for (name, value) in members.iter_mut() {
@@ -135,7 +86,8 @@ pub(super) fn is_typed(name: &str) -> bool {
 }
 
 fn kind(name: &str) -> Option<Kind> {
-    let found = MEMBERS.iter().find(|(_, names)| names.contains(&name));
+    let is_among = |names: &str| names.split(' ').any(|known| known == name);
+    let found = MEMBERS.iter().find(|(_, names)| is_among(names));
     found.map(|(kind, _)| *kind)
 }
 
@@ -158,8 +110,8 @@ fn is_zero(port: &i32) -> bool {
 }
 
 impl Kind {
-    /// The value in its canonical form; nothing when it is of another type. What says nothing stays
-    /// as it was written.
+    /// The value in its canonical form; None if it is of another type. A value that is false or empty
+    /// stays as written.
     fn read(self, value: &Value) -> Option<Value> {
         let read = match self {
             Self::Text => value.as_str()?.into(),
@@ -169,21 +121,10 @@ impl Kind {
                 _ => return None,
             },
             Self::Port => value.as_i64()?.into(),
-            Self::Texts => {
-                let members = value.as_object()?;
-                members
-                    .values()
-                    .all(Value::is_string)
-                    .then(|| value.clone())?
-            }
-            Self::Object => value.is_object().then(|| value.clone())?,
-            Self::List => {
-                let entries = value.as_array()?;
-                entries
-                    .iter()
-                    .all(Value::is_string)
-                    .then(|| value.clone())?
-            }
+            Self::Texts if value.as_object()?.values().all(Value::is_string) => value.clone(),
+            Self::Object if value.is_object() => value.clone(),
+            Self::List if value.as_array()?.iter().all(Value::is_string) => value.clone(),
+            Self::Texts | Self::Object | Self::List => return None,
             Self::PodPorts => {
                 let ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
                 if ports.is_empty() {

@@ -1,8 +1,6 @@
-//! Who Envoy says it is: id, cluster, locality and the metadata istiod decides by.
+//! Envoy's node: id, cluster, locality and the metadata istiod decides by.
 //!
-//! What the agent knows wins over what it was told, and what is absent is left out.
-//!
-//! Does not read anything: the sources are handed in.
+//! What the agent knows overrides metadata from its environment. Empty members are left out.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -26,7 +24,7 @@ pub struct Node {
     pub service_account: String,
     /// Members from the environment and from `proxyMetadata`, after [`metadata::check`].
     pub raw: Map<String, Value>,
-    /// Labels given by the environment. Those of the pod win over them.
+    /// Labels from the environment. Labels of the pod override them.
     pub static_labels: BTreeMap<String, String>,
     pub labels: Option<BTreeMap<String, String>>,
     pub annotations: BTreeMap<String, String>,
@@ -38,7 +36,7 @@ pub struct Node {
     pub sds_socket_file: String,
     pub skip_deprecated_logs: bool,
     pub metadata_discovery: bool,
-    /// The agent ends when Envoy has no connection left.
+    /// Whether the agent ends when Envoy has no connection left.
     pub exit_on_zero_connections: bool,
     pub outlier_log_path: String,
     pub platform: Platform,
@@ -55,7 +53,7 @@ pub struct Ports {
 }
 
 impl Node {
-    /// Whether a flag among the members as given is true.
+    /// Whether the member `name` of [`Self::raw`] is true.
     pub(super) fn is_true(&self, name: &str) -> bool {
         self.raw.get(name).is_some_and(|value| value == "true")
     }
@@ -75,7 +73,7 @@ pub(super) fn section(node: &Node) -> Value {
 /// Locality and metadata, which share the labels.
 pub(super) fn described(node: &Node) -> (Locality, BTreeMap<&str, Value>) {
     let (mut labels, mut static_labels) = (labels(node), node.static_labels.clone());
-    let locality = Locality::of_labels(&mut labels);
+    let locality = Locality::from_labels(&mut labels);
     if node.labels.is_none() {
         static_labels.clone_from(&labels);
     }
@@ -88,7 +86,7 @@ fn metadata<'n>(
     labels: &BTreeMap<String, String>,
     static_labels: &BTreeMap<String, String>,
 ) -> BTreeMap<&'n str, Value> {
-    let mut known = of_agent(node);
+    let mut known = agent_members(node);
     known.extend([
         ("ANNOTATIONS", json!(annotations(node))),
         ("LABELS", json!(labels)),
@@ -110,8 +108,8 @@ fn metadata<'n>(
     metadata
 }
 
-/// What the agent says of itself and of Envoy.
-fn of_agent(node: &Node) -> Vec<(&'static str, Value)> {
+/// Members that the agent decides.
+fn agent_members(node: &Node) -> Vec<(&'static str, Value)> {
     let addresses: Vec<_> = node.addresses.iter().map(ToString::to_string).collect();
     let when = |flag: bool| if flag { json!("true") } else { Value::Null };
     let sts = Some(node.ports.sts).filter(|port| *port != 0);
@@ -159,7 +157,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Annotations of the pod over those given as a whole.
+/// Annotations of the metadata, overridden by annotations of the pod.
 fn annotations(node: &Node) -> Map<String, Value> {
     let given = node.raw.get("ANNOTATIONS").and_then(Value::as_object);
     let mut annotations = given.cloned().unwrap_or_default();
@@ -172,14 +170,14 @@ fn labels(node: &Node) -> BTreeMap<String, String> {
     let mut labels = node.static_labels.clone();
     if let Some(of_pod) = &node.labels {
         labels.extend(of_pod.clone());
-        // It changes with every rollout and tells nothing.
+        // It changes with every rollout.
         labels.remove("pod-template-hash");
     }
     labels
 }
 
-/// Metadata of a gRPC application: only members with a type, and who made it.
-pub(super) fn of_application(node: &Node) -> (Locality, BTreeMap<&str, Value>) {
+/// Metadata of a gRPC application: only members with a type, and the generator.
+pub(super) fn application(node: &Node) -> (Locality, BTreeMap<&str, Value>) {
     let (locality, mut metadata) = described(node);
     metadata.retain(|name, value| metadata::is_typed(name) && !is_empty(value));
     metadata.insert("GENERATOR", json!("grpc"));

@@ -1,40 +1,37 @@
-//! Envoy's runtime switches: those Istio needs, and those the user sets.
-//!
-//! Does not check that Envoy knows a key.
+//! Envoy's runtime values: those Istio needs, overridden by the user's.
 
 use serde_json::{Map, Value, json};
 
-use super::Config;
+use super::config::Config;
 
 pub(super) fn section(config: &Config) -> Value {
     json!({ "layers": [
-        { "name": "global config", "static_layer": switches(config) },
+        { "name": "global config", "static_layer": values(config) },
         { "name": "admin", "admin_layer": {} },
     ]})
 }
 
-/// Istio's switches, and the user's over them.
-fn switches(config: &Config) -> Map<String, Value> {
-    let mut switches = of_istio(config);
+fn values(config: &Config) -> Map<String, Value> {
+    let mut values = istio_values(config);
     for (name, value) in &config.node.proxy_config.runtime_values {
         let value = match value.as_str() {
-            // The way to take a switch back.
+            // An empty text removes a value of Istio.
             "" => {
-                switches.shift_remove(name);
+                values.shift_remove(name);
                 continue;
             }
             "true" => json!(true),
             "false" => json!(false),
             text => json!(text),
         };
-        switches.insert(name.clone(), value);
+        values.insert(name.clone(), value);
     }
-    switches
+    values
 }
 
-fn of_istio(config: &Config) -> Map<String, Value> {
-    let mut switches = Map::new();
-    let mut set = |name: &str, value: Value| switches.insert(name.to_owned(), value);
+fn istio_values(config: &Config) -> Map<String, Value> {
+    let mut values = Map::new();
+    let mut set = |name: &str, value: Value| values.insert(name.to_owned(), value);
     set("re2.max_program_size.error_level", json!("32768"));
     set(
         "envoy.deprecated_features:envoy.config.listener.v3.Listener.\
@@ -55,5 +52,5 @@ fn of_istio(config: &Config) -> Map<String, Value> {
         let name = feature("http_strip_fragment_from_path_unsafe_if_disabled");
         set(&name, json!("false"));
     }
-    switches
+    values
 }

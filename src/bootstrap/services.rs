@@ -1,11 +1,8 @@
-//! Clusters of the services Envoy reports to: a tracer, metrics, access logs.
-//!
-//! Does not say what is reported; `tracer` and `sinks` do.
+//! Clusters of the services Envoy reports to (a tracer, metrics, access logs), and statistics sinks.
 
 use serde_json::{Value, json};
 
-use super::Config;
-use super::clusters::http2;
+use super::config::Config;
 use super::tls::{self, Peer};
 use super::tracer::Tracer;
 use crate::address;
@@ -80,13 +77,47 @@ fn cluster(config: &Config, name: &str, address: &Value) -> Value {
         "type": "STRICT_DNS",
         "connect_timeout": "1s",
         "respect_dns_ttl": true,
-        "dns_lookup_family": config.local().dns_family,
+        "dns_lookup_family": config.families().dns_lookup,
         "lb_policy": "ROUND_ROBIN",
         "load_assignment": {
             "cluster_name": name,
             "endpoints": [{ "lb_endpoints": [{ "endpoint": { "address": address } }] }],
         },
     })
+}
+
+/// Makes Envoy speak HTTP/2 to the cluster.
+pub(super) fn http2(cluster: &mut Value) {
+    cluster["typed_extension_protocol_options"] = json!({
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": { "http2_protocol_options": {} },
+        },
+    });
+}
+
+/// Statistics sinks: a metrics service, statsd.
+pub(super) fn sinks(config: &Config) -> Vec<Value> {
+    let metrics = metrics_service(config).map(|_| {
+        let service = json!({
+            "transport_api_version": "V3",
+            "grpc_service": { "envoy_grpc": { "cluster_name": "envoy_metrics_service" } },
+        });
+        sink("metrics_service", "MetricsServiceConfig", service)
+    });
+    let statsd = socket_address(config, &config.node.proxy_config.statsd_udp_address);
+    let statsd = statsd.map(|address| {
+        let address = json!({ "address": address });
+        sink("statsd", "StatsdSink", address)
+    });
+    metrics.into_iter().chain(statsd).collect()
+}
+
+fn sink(name: &str, message: &str, mut members: Value) -> Value {
+    members["@type"] = json!(format!(
+        "type.googleapis.com/envoy.config.metrics.v3.{message}"
+    ));
+    json!({ "name": format!("envoy.stat_sinks.{name}"), "typed_config": members })
 }
 
 fn secure(

@@ -1,13 +1,12 @@
-//! The bootstrap for people: printed or put in a file, and checked by Envoy itself on request.
-//!
-//! Does not start the agent, and leaves nothing behind but the file that was asked for.
+//! The `bootstrap` command: prints the document or writes it to a file, and has Envoy validate it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
-use super::file::failed;
-use super::{Config, Error, document, write};
+use super::config::Config;
+use super::document::document;
+use super::file::{Error, write};
 
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
@@ -23,17 +22,17 @@ pub enum ShowError {
     Refused(ExitStatus),
 }
 
-/// The text, when it goes nowhere else.
+/// The document as text, unless it goes to `output`.
 pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, ShowError> {
     let text = format!("{:#}", document(config));
     let Some(path) = output else {
         return Ok(Some(text));
     };
-    fs::write(path, text + "\n").map_err(|source| failed("write", path, source))?;
+    fs::write(path, text + "\n").map_err(|source| Error::new("write", path, source))?;
     Ok(None)
 }
 
-/// Has Envoy load the bootstrap without running it. What Envoy says goes to standard error.
+/// Has Envoy validate the bootstrap without running it. Envoy's output goes to standard error.
 pub fn validate(
     config: &Config,
     binary: &Path,
@@ -45,29 +44,28 @@ pub fn validate(
         ..config.clone()
     };
     let written = write(&config)?;
+    let override_arguments = override_json
+        .into_iter()
+        .flat_map(|json| ["--config-yaml", json]);
     let status = Command::new(binary)
         .args(["--mode", "validate", "--allow-unknown-static-fields"])
         .args(["--skip-deprecated-logs", "-l", "warning"])
         .arg("-c")
         .arg(config.file())
-        .args(
-            override_json
-                .into_iter()
-                .flat_map(|json| ["--config-yaml", json]),
-        )
+        .args(override_arguments)
         .stdin(Stdio::null())
         // Standard output is the bootstrap's.
         .stdout(std::io::stderr())
         .status();
     drop(written);
     fs::remove_dir(&config.directory)
-        .map_err(|source| failed("remove", &config.directory, source))?;
+        .map_err(|source| Error::new("remove", &config.directory, source))?;
     let status = status.map_err(|source| ShowError::Run {
         binary: binary.to_owned(),
         source,
     })?;
-    status
-        .success()
-        .then_some(())
-        .ok_or(ShowError::Refused(status))
+    match status.success() {
+        true => Ok(()),
+        false => Err(ShowError::Refused(status)),
+    }
 }

@@ -1,37 +1,11 @@
-//! Which statistics Envoy keeps, and the tags it cuts out of their names.
-//!
-//! The lists are those Istio's dashboards rely on.
-//!
-//! Does not read the configuration: [`Choice`] is what a user asked for.
+//! The statistics Envoy keeps and the tags it extracts from their names: what Istio's dashboards need,
+//! and what the user adds.
 
-use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::time::Duration;
 
-use serde_json::{Number, Value, json};
+use serde_json::{Value, json};
 
-/// What a user asked for beyond the lists below.
-#[derive(Clone, Debug, Default)]
-pub struct Choice {
-    /// May hold `{pod_ip}`.
-    pub prefixes: Vec<String>,
-    pub suffixes: Vec<String>,
-    pub expressions: Vec<String>,
-    pub tags: Vec<String>,
-    /// Bounds of buckets by prefix of the name.
-    pub buckets: BTreeMap<String, Vec<Number>>,
-    pub flush: Option<Duration>,
-    pub eviction: Option<Duration>,
-}
-
-/// What decides about statistics.
-pub(super) struct Sources<'a> {
-    pub(super) choice: &'a Choice,
-    pub(super) addresses: &'a [IpAddr],
-    pub(super) metadata_discovery: bool,
-    /// The agent watches connections to know when Envoy has drained.
-    pub(super) active_connections: bool,
-}
+use super::config::Config;
 
 /// Tag names and the expressions that find them, in the order Envoy tries them.
 const TAGS: &[(&str, &str)] = &[
@@ -58,7 +32,7 @@ const TAGS: &[(&str, &str)] = &[
     ),
 ];
 
-/// Those after the tags a user adds.
+/// Tags after those of the user.
 const LATER_TAGS: &[(&str, &str)] = &[
     ("cache", r"(cache\.(.+?)\.)"),
     ("component", r"(component\.(.+?)\.)"),
@@ -86,23 +60,23 @@ const SUFFIXES: &[&str] = &[
 
 const EXPRESSIONS: &[&str] = &[r"vhost\..*\.route\..*"];
 
-pub(super) fn section(sources: &Sources<'_>) -> Value {
+pub(super) fn section(config: &Config) -> Value {
     let tag = |name: &str, regex: &str| json!({ "tag_name": name, "regex": regex });
     let table = |tags: &[(&str, &str)]| -> Vec<Value> {
         tags.iter().map(|(name, regex)| tag(name, regex)).collect()
     };
     let mut tags = table(TAGS);
-    let asked_for = sources.choice.tags.iter();
+    let asked_for = config.stats.tags.iter();
     tags.extend(asked_for.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
     tags.extend(table(LATER_TAGS));
     let mut section = json!({
         "use_all_default_tags": false,
         "stats_tags": tags,
-        "stats_matcher": { "inclusion_list": { "patterns": patterns(sources) } },
+        "stats_matcher": { "inclusion_list": { "patterns": patterns(config) } },
     });
-    if !sources.choice.buckets.is_empty() {
+    if !config.stats.buckets.is_empty() {
         let buckets =
-            sources.choice.buckets.iter().map(
+            config.stats.buckets.iter().map(
                 |(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }),
             );
         section["histogram_bucket_settings"] = buckets.collect();
@@ -110,24 +84,24 @@ pub(super) fn section(sources: &Sources<'_>) -> Value {
     section
 }
 
-fn patterns(sources: &Sources<'_>) -> Vec<Value> {
+fn patterns(config: &Config) -> Vec<Value> {
     let prefix = |text: &str| json!({ "prefix": text });
-    let choice = sources.choice;
+    let choice = &config.stats;
     let all = |chosen: &[String], required: &[&str]| {
         let chosen = chosen
             .iter()
-            .flat_map(|text| per_address(text, sources.addresses));
+            .flat_map(|text| per_address(text, &config.node.addresses));
         let required = required.iter().map(|text| (*text).to_owned());
         chosen.chain(required).collect::<Vec<_>>()
     };
     let mut patterns = vec![prefix("reporter=")];
-    if sources.metadata_discovery {
+    if config.metadata_discovery {
         patterns.push(prefix("workload_discovery"));
     }
     let prefixes = all(&choice.prefixes, PREFIXES);
     patterns.extend(prefixes.iter().map(|text| prefix(text)));
     let mut suffixes = all(&choice.suffixes, SUFFIXES);
-    if sources.active_connections {
+    if config.node.exit_on_zero_connections {
         suffixes.push("downstream_cx_active".to_owned());
     }
     patterns.extend(suffixes.iter().map(|text| json!({ "suffix": text })));

@@ -1,10 +1,11 @@
 //! The bootstrap against documents kept in `tests/golden/bootstrap`; `UPDATE_GOLDEN=1` rewrites
-//! them. With `ENVOY_BIN`, Envoy itself says what it thinks of them.
+//! them. With `ENVOY_BIN`, Envoy validates them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::*;
@@ -92,21 +93,21 @@ fn switch(name: &str) -> Option<std::ffi::OsString> {
 }
 
 #[test]
-fn every_case_has_the_bootstrap_it_had() {
+fn every_case_has_its_golden_bootstrap() {
     for name in names() {
         check(&name);
     }
 }
 
 #[test]
-fn envoy_takes_every_bootstrap_it_has_the_extensions_for() {
+fn envoy_accepts_every_bootstrap_whose_extensions_it_has() {
     let Some(envoy) = switch("ENVOY_BIN") else {
         return;
     };
     let mut refused = Vec::new();
     for name in names() {
         let mut config = config(&case(&name)).bootstrap;
-        // A stock Envoy has neither Istio's own extension nor this tracer, which was given up.
+        // A stock Envoy has neither Istio's own extension nor Lightstep, which it removed.
         config.metadata_discovery = false;
         if let Some(tracing) = &mut config.node.proxy_config.tracing {
             tracing.lightstep = None;
@@ -148,7 +149,7 @@ fn a_grpc_application_finds_the_agent_and_its_certificates() {
 }
 
 #[test]
-fn the_token_of_a_tracer_lies_in_a_file_while_envoy_runs() {
+fn the_token_of_a_tracer_is_in_a_file_while_envoy_runs() {
     let root = TempDir::new().expect("a directory");
     let mut config = config(&case("tracing_lightstep")).bootstrap;
     config.directory = root.path().to_owned();
@@ -165,7 +166,7 @@ fn the_token_of_a_tracer_lies_in_a_file_while_envoy_runs() {
 }
 
 #[test]
-fn what_the_platform_tells_counts_where_no_label_does() {
+fn the_platforms_locality_is_used_if_no_label_has_one() {
     let mut config = config(&case("json_logs")).bootstrap;
     config.node.platform = platform::Platform {
         metadata: [("aws_region".to_owned(), "eu".to_owned())].into(),
@@ -232,7 +233,7 @@ fn the_first_place_that_limits_connections_wins() {
         ),
     ] {
         let config = crate::proxy_config::from_json(&document);
-        assert_eq!(connection_limit(&config), limit, "{document}");
+        assert_eq!(document::connection_limit(&config), limit, "{document}");
     }
 }
 

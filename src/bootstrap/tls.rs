@@ -1,11 +1,10 @@
 //! TLS of Envoy's own connections: to tracers and sinks, and from Prometheus.
 //!
 //! Certificates come from the agent by SDS: the workload's, or files by name.
-//!
-//! Does not hold certificates.
 
 use serde_json::{Map, Value, json};
 
+use super::config::ClientFiles;
 use crate::proxy_config::{TlsMode, TlsSettings};
 
 const UPSTREAM: &str =
@@ -13,21 +12,13 @@ const UPSTREAM: &str =
 const DOWNSTREAM: &str =
     "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext";
 
-/// Files node metadata names, which win over those of the settings.
-#[derive(Clone, Debug, Default)]
-pub struct ClientFiles {
-    pub certificate: String,
-    pub key: String,
-    pub roots: String,
-}
-
-/// How a service is called.
+/// A connection to a service.
 pub(super) struct Peer<'a> {
     pub(super) settings: &'a TlsSettings,
     pub(super) files: &'a ClientFiles,
     /// Name in the handshake when none is configured and the certificate is the workload's.
     pub(super) default_sni: &'a str,
-    /// HTTP/2 is spoken, and said so.
+    /// Whether ALPN offers HTTP/2.
     pub(super) http2: bool,
 }
 
@@ -46,7 +37,7 @@ pub(super) fn upstream(peer: &Peer<'_>) -> Option<Value> {
     Some(socket(context.into()))
 }
 
-/// The transport socket of a listener that only takes callers of the mesh.
+/// The transport socket of a listener that requires a certificate of the mesh.
 pub(super) fn downstream() -> Value {
     socket(json!({
         "@type": DOWNSTREAM,
@@ -84,13 +75,9 @@ fn common(peer: &Peer<'_>) -> Option<Value> {
 }
 
 fn protocols(peer: &Peer<'_>) -> Option<Value> {
-    let istio = peer.settings.mode == TlsMode::IstioMutual;
-    peer.http2.then(|| {
-        if istio {
-            json!(["istio", "h2"])
-        } else {
-            json!(["h2"])
-        }
+    peer.http2.then(|| match peer.settings.mode {
+        TlsMode::IstioMutual => json!(["istio", "h2"]),
+        _ => json!(["h2"]),
     })
 }
 
@@ -110,7 +97,10 @@ fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
         TlsMode::Disable => None,
         TlsMode::Simple => Some((None, roots)),
         TlsMode::Mutual => Some((pair, roots)),
-        TlsMode::IstioMutual => Some((Some(waited_for("default")), Some(waited_for("ROOTCA")))),
+        TlsMode::IstioMutual => Some((
+            Some(required_from_sds("default")),
+            Some(required_from_sds("ROOTCA")),
+        )),
     }
 }
 
@@ -145,8 +135,8 @@ fn from_sds(name: &str) -> Value {
     }})
 }
 
-/// A secret Envoy waits for as long as it takes.
-fn waited_for(name: &str) -> Value {
+/// A secret for which Envoy waits without limit.
+fn required_from_sds(name: &str) -> Value {
     let mut secret = from_sds(name);
     secret["sds_config"]["initial_fetch_timeout"] = json!("0s");
     secret

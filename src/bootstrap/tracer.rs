@@ -1,6 +1,4 @@
-//! The tracer Envoy reports spans to, before istiod says otherwise.
-//!
-//! Does not hold sampling rates, which istiod sends.
+//! The tracer Envoy reports spans to until istiod configures another.
 
 use std::path::Path;
 

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::environment as variables;
 use super::pod::NodeType;
 use super::{READABLE_YAML, Sources};
-use crate::bootstrap::tls::ClientFiles;
+use crate::bootstrap::ClientFiles;
 use crate::bootstrap::{self, grpc, node, platform};
 use crate::compliance::Policy;
 use crate::dns::listen;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Number;
 
 use super::Sources;
-use crate::bootstrap::stats::Choice;
+use crate::bootstrap::StatsConfig;
 use crate::duration;
 
 const PREFIX: &str = "sidecar.istio.io/";
@@ -14,13 +14,13 @@ const PREFIX: &str = "sidecar.istio.io/";
 const FLUSH: Duration = Duration::from_secs(5);
 
 impl Sources<'_> {
-    pub(super) fn stats(&mut self, until_idle: bool) -> Choice {
+    pub(super) fn stats(&mut self, until_idle: bool) -> StatsConfig {
         let matcher = self.proxy_config.proxy_stats_matcher.clone();
         let matcher = matcher.unwrap_or_default();
         let flush = self.flush();
         let mut expressions = self.either("statsInclusionRegexps", &matcher.inclusion_regexps);
         expressions.extend(self.statistics_of_requests(until_idle));
-        Choice {
+        StatsConfig {
             prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
             expressions,

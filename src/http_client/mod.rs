@@ -165,7 +165,8 @@ impl Client {
                 return Ok(self.answer(response, uri, kept));
             }
         }
-        let mut connection = self.connect(uri).await?;
+        // TLS makes this future large, which kept connections and their callers need not hold.
+        let mut connection = Box::pin(self.connect(uri)).await?;
         let response = connection.send(request).await;
         let response = response.map_err(|source| broken(uri, source))?;
         Ok(self.answer(response, uri, connection))

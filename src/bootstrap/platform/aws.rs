@@ -1,18 +1,20 @@
-//! AWS: a machine with an instance role knows its region, zone and id.
-//!
-//! Does not sign requests.
+//! AWS: region, zone and id of an instance that has a role.
 
-use std::net::SocketAddr;
+use std::time::Duration;
 
 use http::Method;
 
-use super::http::ask;
-use super::{CALL, Config, Locality, Platform, SERVICE, present};
+use super::config::{Config, Platform};
+use super::request::{SERVICE, present, request, success};
+use crate::bootstrap::locality::Locality;
 
 const TOKEN: &str = "X-aws-ec2-metadata-token";
 const ROLE: &str = "iam/info";
+const SERVICE_V6: &str = "[fd00:ec2::254]";
+/// Bound of one answer.
+pub(super) const LIMIT: Duration = Duration::from_millis(100);
 
-/// Asks in both versions at once: a container may be too many hops away for a token, and the older
+/// Queries both versions at once: a container may be too many hops away for a token, and the older
 /// version may be switched off.
 pub(super) async fn detected(config: &Config) -> bool {
     let (token, role) = tokio::join!(token(config), get(config, "", ROLE));
@@ -44,32 +46,20 @@ pub(super) async fn describe(config: &Config) -> Platform {
     }
 }
 
-fn service(config: &Config) -> SocketAddr {
-    if config.v6 {
-        return ([0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254], 80).into();
-    }
-    SERVICE
+fn service(config: &Config) -> &'static str {
+    if config.v6 { SERVICE_V6 } else { SERVICE }
 }
 
-/// The second version of the service wants a token; the first does not mind an empty one.
+/// The token of IMDSv2; empty if there is none, as IMDSv1 takes.
 async fn token(config: &Config) -> String {
     let lifetime = ("X-aws-ec2-metadata-token-ttl-seconds", "60");
-    let answer = ask(
-        service(config),
-        Method::PUT,
-        "/latest/api/token",
-        lifetime,
-        CALL,
-    )
-    .await;
-    answer
-        .filter(|answer| answer.good)
-        .map(|answer| answer.text)
-        .unwrap_or_default()
+    let path = "/latest/api/token";
+    let answer = request(service(config), Method::PUT, path, lifetime, LIMIT).await;
+    success(answer).unwrap_or_default()
 }
 
 async fn get(config: &Config, token: &str, path: &str) -> Option<String> {
     let path = format!("/latest/meta-data/{path}");
-    let answer = ask(service(config), Method::GET, &path, (TOKEN, token), CALL).await?;
-    answer.good.then_some(answer.text)
+    let header = (TOKEN, token);
+    success(request(service(config), Method::GET, &path, header, LIMIT).await)
 }

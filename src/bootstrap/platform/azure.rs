@@ -1,6 +1,4 @@
-//! Azure: the machine's vendor tells, and its metadata service describes it.
-//!
-//! Does not keep tags without a name.
+//! Azure: detected by the machine's vendor, and described by its metadata service.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,8 +6,9 @@ use std::fs;
 use http::Method;
 use serde_json::Value;
 
-use super::http::ask;
-use super::{Config, LIMIT, Locality, Platform, SERVICE, present};
+use super::config::{Config, Platform};
+use super::request::{LIMIT, SERVICE, present, request, text};
+use crate::bootstrap::locality::Locality;
 
 const OLDEST_VERSION: &str = "2019-08-15";
 
@@ -28,9 +27,10 @@ pub(super) async fn describe() -> Platform {
 }
 
 async fn get(path: &str) -> Option<Value> {
-    let answer = ask(SERVICE, Method::GET, path, ("Metadata", "True"), LIMIT).await?;
+    let header = ("Metadata", "True");
+    let answer = request(SERVICE, Method::GET, path, header, LIMIT).await?;
     // A refusal lists the versions there are.
-    serde_json::from_str(&answer.text).ok()
+    serde_json::from_str(&text(&answer)).ok()
 }
 
 /// Dates, which sort as text.
@@ -61,7 +61,7 @@ fn read(compute: &Value) -> Platform {
     }
 }
 
-/// A list in newer versions, `k:v;k2:v2` in older ones.
+/// Tags: a list in newer versions, `k:v;k2:v2` in older ones.
 fn tags(compute: &Value) -> BTreeMap<String, String> {
     let named = |name: &str, value: &str| {
         (!name.is_empty()).then(|| (format!("azure_{name}"), value.to_owned()))
@@ -87,7 +87,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_newest_version_is_asked_for() {
+    fn the_newest_version_is_requested() {
         assert_eq!(
             newest(&json!({"newest-versions": ["2021-02-01", "2020-09-01"]})),
             "2021-02-01"
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instance_has_a_place_and_tags() {
+    fn an_instance_has_a_locality_and_tags() {
         let platform = read(&json!({
             "name": "vm", "location": "westeurope", "zone": "1", "vmId": "",
             "tags": "a:b;c:d:e;f",

@@ -1,6 +1,4 @@
-//! Google Cloud: told by `GCP_METADATA`, or asked from its metadata service.
-//!
-//! Does not use credentials, but asks for one.
+//! Google Cloud: metadata from `GCP_METADATA` or the metadata service, which also issues identity tokens.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,43 +7,17 @@ use std::time::Duration;
 use http::Method;
 use zeroize::Zeroizing;
 
-use super::http::{Answer, ask};
-use super::{Config, LIMIT, Locality, Platform, SERVICE, present};
+use super::config::{Config, Platform, StaticGcp};
+use super::request::{LIMIT, SERVICE, present, request, success};
+use crate::bootstrap::locality::Locality;
 
 const PREFIX: &str = "/computeMetadata/v1";
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
-/// How long another machine than one of Google's may keep us waiting.
-const DOUBT: Duration = Duration::from_millis(200);
+/// Bound of detection on a machine whose product name is not Google's.
+const DETECTION_LIMIT: Duration = Duration::from_millis(200);
 
-/// How long a token may take, for which Google signs.
+/// Bound of a token, which Google signs.
 const TOKEN_LIMIT: Duration = Duration::from_secs(5);
-
-/// What is known without asking.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Static {
-    pub project: String,
-    pub project_number: String,
-    pub cluster: String,
-    pub location: String,
-    pub quota_project: String,
-    pub zone: String,
-}
-
-impl Static {
-    /// Reads `project|number|cluster|location`.
-    pub fn parse(text: &str, quota_project: String, zone: String) -> Option<Self> {
-        let mut parts = text.split('|').map(str::to_owned);
-        let metadata = Self {
-            project: parts.next()?,
-            project_number: parts.next()?,
-            cluster: parts.next()?,
-            location: parts.next()?,
-            quota_project,
-            zone,
-        };
-        parts.next().is_none().then_some(metadata)
-    }
-}
 
 pub(super) async fn detected(config: &Config) -> bool {
     if config.gcp_host.is_some() {
@@ -53,11 +25,11 @@ pub(super) async fn detected(config: &Config) -> bool {
     }
     let name = fs::read_to_string(config.root.join("sys/class/dmi/id/product_name"));
     let named = name.is_ok_and(|name| name.trim().starts_with("Google"));
-    let limit = if named { LIMIT } else { DOUBT };
-    let answer = ask(SERVICE, Method::GET, "/", FLAVOR, limit).await;
+    let limit = if named { LIMIT } else { DETECTION_LIMIT };
+    let answer = request(SERVICE, Method::GET, "/", FLAVOR, limit).await;
     answer.is_some_and(|answer| {
         answer
-            .headers
+            .headers()
             .get(FLAVOR.0)
             .is_some_and(|flavor| flavor == FLAVOR.1)
     })
@@ -70,15 +42,15 @@ pub(super) async fn describe(config: &Config) -> Platform {
             let zone = Some(known.zone.clone()).filter(|zone| !zone.is_empty());
             let zone = zone.or_else(zone_of_names).unwrap_or_default();
             Platform {
-                metadata: told(known),
+                metadata: known_metadata(known),
                 locality: locality(&zone),
             }
         }
-        None => asked(config, zone_of_names()).await,
+        None => queried(config, zone_of_names()).await,
     }
 }
 
-fn told(known: &Static) -> BTreeMap<String, String> {
+fn known_metadata(known: &StaticGcp) -> BTreeMap<String, String> {
     let text = |text: &String| Some(text.clone());
     present([
         ("gcp_project", text(&known.project)),
@@ -94,7 +66,7 @@ fn told(known: &Static) -> BTreeMap<String, String> {
     ])
 }
 
-async fn asked(config: &Config, zone_of_names: Option<String>) -> Platform {
+async fn queried(config: &Config, zone_of_names: Option<String>) -> Platform {
     let get = |path: &'static str| get(config, path);
     let (project, number, location, cluster, name, id, template, creator, zone) = tokio::join!(
         get("project/project-id"),
@@ -128,7 +100,7 @@ async fn asked(config: &Config, zone_of_names: Option<String>) -> Platform {
     }
 }
 
-/// A token by which this machine is known to `audience`.
+/// A token that identifies this machine to `audience`.
 pub(crate) async fn identity(config: &Config, audience: &str) -> Option<Zeroizing<String>> {
     let path =
         format!("instance/service-accounts/default/identity?audience={audience}&format=full");
@@ -142,14 +114,9 @@ async fn get(config: &Config, path: &str) -> Option<String> {
 
 async fn get_within(config: &Config, path: &str, limit: Duration) -> Option<String> {
     let path = format!("{PREFIX}/{path}");
-    let answer: Answer = match &config.gcp_host {
-        Some(host) if host.contains(':') => {
-            ask(host.as_str(), Method::GET, &path, FLAVOR, limit).await?
-        }
-        Some(host) => ask((host.as_str(), 80), Method::GET, &path, FLAVOR, limit).await?,
-        None => ask(SERVICE, Method::GET, &path, FLAVOR, limit).await?,
-    };
-    answer.good.then(|| answer.text.trim().to_owned())
+    let host = config.gcp_host.as_deref().unwrap_or(SERVICE);
+    let text = success(request(host, Method::GET, &path, FLAVOR, limit).await)?;
+    Some(text.trim().to_owned())
 }
 
 fn cluster_url(project: &str, location: &str, cluster: &str) -> Option<String> {
@@ -175,7 +142,7 @@ fn locality(zone: &str) -> Locality {
     }
 }
 
-/// Machines of Google look names up in `<zone>.c.<project>.internal`.
+/// The zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
 fn zone_of_search_list(config: &Config) -> Option<String> {
     let text = fs::read_to_string(config.root.join("etc/resolv.conf")).ok()?;
     let mut names = text

@@ -1,4 +1,4 @@
-//! What is found where.
+//! Detection and queries of metadata services.
 
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,7 +8,7 @@ use super::*;
 
 fn config(root: &TempDir) -> Config {
     Config {
-        choice: Choice::Find,
+        choice: Choice::Detect,
         gcp: None,
         gcp_host: None,
         root: root.path().to_owned(),
@@ -27,12 +27,12 @@ fn root(files: &[(&str, &str)]) -> TempDir {
 }
 
 #[test]
-fn a_platform_nobody_knows_is_looked_for() {
+fn an_unknown_platform_is_detected() {
     for (text, choice) in [
         ("AWS", Choice::Aws),
         ("none", Choice::None),
-        ("", Choice::Find),
-        ("mars", Choice::Find),
+        ("", Choice::Detect),
+        ("mars", Choice::Detect),
     ] {
         assert_eq!(Choice::parse(text), choice);
     }
@@ -77,7 +77,7 @@ async fn no_platform_is_no_metadata() {
 }
 
 #[tokio::test]
-async fn googles_metadata_service_is_asked_for_what_it_has() {
+async fn googles_metadata_service_is_queried() {
     let root = root(&[]);
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
     let mut config = config(&root);
@@ -113,12 +113,12 @@ async fn serve(listener: &TcpListener) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_metadata_service_that_never_answers_costs_a_second() {
+async fn a_metadata_service_that_never_answers_costs_at_most_a_second() {
     let root = root(&[]);
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
     let mut config = config(&root);
     config.gcp_host = Some(listener.local_addr().expect("an address").to_string());
     let start = tokio::time::Instant::now();
     assert_eq!(discover(&config).await, Platform::default());
-    assert!(start.elapsed() <= LIMIT + CALL);
+    assert!(start.elapsed() <= LIMIT + aws::LIMIT);
 }

@@ -1,0 +1,151 @@
+//! The inputs of the bootstrap.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Number, Value};
+
+use super::node::Node;
+
+/// The socket of secrets in files, while another process serves the workload's secrets.
+pub const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
+
+/// What differs from one bootstrap to the next. Paths may be relative: Envoy shares the agent's working
+/// directory.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directory of the file.
+    pub directory: PathBuf,
+    /// The epoch of Envoy, where hot restarts give each its own file.
+    pub revision: Option<u32>,
+    pub node: Node,
+    pub xds_socket: PathBuf,
+    pub sds_socket: PathBuf,
+    /// Whether Envoy speaks delta xDS.
+    pub delta: bool,
+    /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
+    pub metadata_discovery: bool,
+    /// Whether Envoy binds both families in a pod that has both.
+    pub dual_stack: bool,
+    pub log_as_json: bool,
+    pub admin_port: u16,
+    /// The agent's own port. None while the status server is switched off.
+    pub agent_port: Option<u16>,
+    pub health_port: u16,
+    pub health_proxy_protocol: bool,
+    pub prometheus_port: u16,
+    pub metrics_localhost_only: bool,
+    /// Envoy's metrics for callers of the mesh.
+    pub secure_metrics_port: Option<u16>,
+    /// Metrics of Envoy, the agent and the workload for callers of the mesh.
+    pub secure_merged_metrics_port: Option<u16>,
+    pub outlier_log_path: Option<String>,
+    /// Replaces `$(HOST_IP)` in addresses of collectors, unless it is empty.
+    pub host_ip: String,
+    pub stats: StatsConfig,
+    pub client_files: ClientFiles,
+    pub compliance_fips_140_2: bool,
+    pub keep_path_fragment: bool,
+    /// Envoy's load reporting service.
+    pub load_stats: Option<Value>,
+}
+
+impl Config {
+    /// The path of the file. Without a leading `./`, as pilot-agent has it.
+    pub fn file(&self) -> PathBuf {
+        self.in_directory(&format!("envoy-rev{}.json", self.revision_text()))
+    }
+
+    /// The address of Envoy's admin port.
+    pub fn admin_host(&self) -> IpAddr {
+        match self.families().first {
+            V6 => Ipv6Addr::LOCALHOST.into(),
+            _ => Ipv4Addr::LOCALHOST.into(),
+        }
+    }
+
+    pub(super) fn token_file(&self) -> PathBuf {
+        let revision = self.revision_text();
+        self.in_directory(&format!("lightstep_access_token{revision}.txt"))
+    }
+
+    fn in_directory(&self, name: &str) -> PathBuf {
+        let directory = self.directory.strip_prefix("./").unwrap_or(&self.directory);
+        directory.join(name)
+    }
+
+    fn revision_text(&self) -> String {
+        self.revision.map(|n| n.to_string()).unwrap_or_default()
+    }
+
+    /// The families Envoy binds and resolves, by the addresses of the pod.
+    pub(super) fn families(&self) -> Families {
+        let addresses = &self.node.addresses;
+        let any_v4 = addresses.iter().any(IpAddr::is_ipv4);
+        let any_v6 = addresses.iter().any(IpAddr::is_ipv6);
+        let first_v6 = match addresses.first() {
+            Some(IpAddr::V6(first)) => !first.is_unicast_link_local(),
+            _ => false,
+        };
+        let (first, dns_lookup, second) = match (any_v4, any_v6) {
+            (true, true) if self.dual_stack && first_v6 => (V6, "ALL", Some(V4)),
+            (true, true) if self.dual_stack => (V4, "ALL", Some(V6)),
+            (false, true) => (V6, "V6_ONLY", None),
+            _ => (V4, "V4_ONLY", None),
+        };
+        Families {
+            first,
+            second,
+            dns_lookup,
+        }
+    }
+}
+
+/// The address families of the pod.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Families {
+    pub(super) first: Family,
+    /// In a dual-stack pod.
+    pub(super) second: Option<Family>,
+    /// Envoy's name for the families it resolves.
+    pub(super) dns_lookup: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Family {
+    pub(super) loopback: &'static str,
+    pub(super) wildcard: &'static str,
+}
+
+const V4: Family = Family {
+    loopback: "127.0.0.1",
+    wildcard: "0.0.0.0",
+};
+const V6: Family = Family {
+    loopback: "::1",
+    wildcard: "::",
+};
+
+/// Statistics the user wants beyond Istio's.
+#[derive(Clone, Debug, Default)]
+pub struct StatsConfig {
+    /// May hold `{pod_ip}`.
+    pub prefixes: Vec<String>,
+    pub suffixes: Vec<String>,
+    pub expressions: Vec<String>,
+    pub tags: Vec<String>,
+    /// Bounds of buckets by prefix of the name.
+    pub buckets: BTreeMap<String, Vec<Number>>,
+    pub flush: Option<Duration>,
+    pub eviction: Option<Duration>,
+}
+
+/// Files from node metadata, which override the files of TLS settings.
+#[derive(Clone, Debug, Default)]
+pub struct ClientFiles {
+    pub certificate: String,
+    pub key: String,
+    pub roots: String,
+}
