@@ -135,7 +135,7 @@ async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
     drop(newest);
 }
 
-/// Clients that speak no HTTP/2, or stop doing so, are hung up on.
+/// Connections of clients that do not speak HTTP/2, or stop doing so, are closed.
 async fn no_http2(socket: &Path) {
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let noise: Vec<u8> = (0..65_536u32)

@@ -134,34 +134,25 @@ struct Header {
 impl Walker {
     /// A walker of a discovery response of `length` bytes.
     pub fn response(protocol: Protocol, length: u64) -> Self {
-        Self::new(
-            match protocol {
-                Protocol::Sotw => RESPONSE,
-                Protocol::Delta => DELTA_RESPONSE,
-            },
-            length,
-        )
+        let schema = match protocol {
+            Protocol::Sotw => RESPONSE,
+            Protocol::Delta => DELTA_RESPONSE,
+        };
+        Self::new(schema, length)
     }
 
     /// A walker of a discovery request of `length` bytes.
     pub fn request(protocol: Protocol, length: u64) -> Self {
-        Self::new(
-            match protocol {
-                Protocol::Sotw => REQUEST,
-                Protocol::Delta => DELTA_REQUEST,
-            },
-            length,
-        )
+        let schema = match protocol {
+            Protocol::Sotw => REQUEST,
+            Protocol::Delta => DELTA_REQUEST,
+        };
+        Self::new(schema, length)
     }
 
     fn new(schema: Schema, end: u64) -> Self {
-        let message = Level {
-            schema,
-            end,
-            groups: 0,
-        };
         Self {
-            levels: vec![message],
+            levels: vec![Level::new(schema, end)],
             at: 0,
             step: Step::Header(Vec::new()),
             fields: Fields::default(),
@@ -286,12 +277,7 @@ impl Walker {
 
     /// Goes into a message within the message.
     fn enter(&mut self, schema: Schema, end: u64) -> Step {
-        let groups = 0;
-        self.levels.push(Level {
-            schema,
-            end,
-            groups,
-        });
+        self.levels.push(Level::new(schema, end));
         Step::Header(Vec::new())
     }
 
@@ -319,12 +305,11 @@ impl Walker {
 
     fn keep(&mut self, kept: Kept, text: Vec<u8>) -> Result<(), Malformed> {
         let fields = &mut self.fields;
-        if kept == Kept::Reason {
+        let text = match kept {
             // It may be cut within a character.
-            fields.nack = Some(String::from_utf8_lossy(&text).into_owned());
-            return Ok(());
-        }
-        let text = String::from_utf8(text).map_err(|_| Malformed("a string not UTF-8"))?;
+            Kept::Reason => String::from_utf8_lossy(&text).into_owned(),
+            _ => String::from_utf8(text).map_err(|_| Malformed("a string not UTF-8"))?,
+        };
         match kept {
             Kept::TypeUrl => fields.type_url = text,
             Kept::Nonce => fields.nonce = text,
@@ -337,6 +322,17 @@ impl Walker {
 
     fn level(&mut self) -> Result<&mut Level, Malformed> {
         self.levels.last_mut().ok_or(Malformed("nothing is open"))
+    }
+}
+
+impl Level {
+    const fn new(schema: Schema, end: u64) -> Self {
+        let groups = 0;
+        Self {
+            schema,
+            end,
+            groups,
+        }
     }
 }
 
