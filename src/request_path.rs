@@ -1,8 +1,8 @@
-//! Paths of requests, as people write them into annotations.
+//! Escapes request paths from annotations.
 //!
 //! Source: RFC 3986, section 3.3.
 
-/// A path as it can stand in a request. People write it as they like, and Go escapes it as well.
+/// Percent-encodes what a request path must not contain, as Go does.
 pub(crate) fn escaped(path: &str) -> String {
     let mut text = String::with_capacity(path.len());
     let mut is_query = false;
@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_stand_in_a_request_is_escaped() {
+    fn characters_that_a_path_must_not_contain_are_escaped() {
         for (path, expected) in [
             ("/a b", "/a%20b"),
             ("/<{\"|^`\\é>", "/%3C%7B%22%7C%5E%60%5C%C3%A9%3E"),

@@ -66,8 +66,8 @@ pub(super) fn section(config: &Config) -> Value {
         tags.iter().map(|(name, regex)| tag(name, regex)).collect()
     };
     let mut tags = table(TAGS);
-    let asked_for = config.stats.tags.iter();
-    tags.extend(asked_for.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
+    let chosen = config.stats.tags.iter();
+    tags.extend(chosen.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
     tags.extend(table(LATER_TAGS));
     let mut section = json!({
         "use_all_default_tags": false,

@@ -65,7 +65,7 @@ pub struct Typed {
     pub unknown_flags: Vec<unknown::Flag>,
 }
 
-/// Why the command line was not understood, or the help that was asked for.
+/// Why the command line is invalid, or the requested help.
 #[derive(Debug)]
 pub enum Refused {
     Help(String),

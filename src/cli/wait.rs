@@ -29,7 +29,7 @@ pub struct WaitFlags {
     /// Longest pause between two requests, in milliseconds.
     #[arg(long = "periodMillis", default_value_t = 500)]
     period_millis: u32,
-    /// What to ask.
+    /// URL of the readiness check.
     #[arg(long, default_value = "http://localhost:15021/healthz/ready")]
     url: String,
 }

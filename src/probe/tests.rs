@@ -396,11 +396,11 @@ async fn a_host_of_the_other_family_and_a_foreign_source_address_are_errors() {
             host: host.to_owned(),
             ..app.probe(kind.clone())
         };
-        let asked = client
+        let probing = client
             .expect("a client")
             .probe(&probe, &HeaderMap::new())
             .await;
-        let error = asked.expect_err("an error").to_string();
+        let error = probing.expect_err("an error").to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -1,11 +1,11 @@
-//! A bootstrap of one's own, seen from outside.
+//! A custom bootstrap, with the program run as a process.
 
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
 #[test]
-fn a_bootstrap_of_ones_own_goes_to_envoy_and_stays() {
+fn a_custom_bootstrap_is_passed_to_envoy_and_kept() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
     fs::create_dir_all(root.join("var/run/secrets/istio")).unwrap();

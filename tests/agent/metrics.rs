@@ -68,7 +68,7 @@ impl Bench {
 }
 
 #[tokio::test]
-async fn each_type_has_its_last_response_and_envoys_answers() {
+async fn each_type_shows_its_last_response_and_acks() {
     let mut bench = Bench::start().await;
     let mut envoy = bench.envoy(Protocol::Delta).await;
     envoy.send(&request(CLUSTER, "", None));

@@ -1,4 +1,4 @@
-//! The relay's promises, seen from Envoy's socket and from istiod's port.
+//! The relay, between Envoy's socket and istiod's port.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ fn node() -> Option<Node> {
     })
 }
 
-/// A request's message with a field behind it that no version of the protocol has.
+/// A request followed by an unknown field.
 fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
@@ -58,7 +58,7 @@ fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     bytes
 }
 
-/// A response's message, likewise.
+/// A response followed by an unknown field.
 fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
     let any = Any {
         type_url: type_url.into(),
@@ -309,7 +309,7 @@ async fn a_first_delta_request_of_six_megabytes_passes() {
 }
 
 #[tokio::test]
-async fn bad_requests_end_the_stream_with_a_reason() {
+async fn bad_requests_end_the_stream_with_a_status() {
     let bench = Bench::with(Interceptors::default(), 1000).await;
     let cases: [(&[u8], Code, &str); 4] = [
         (
@@ -379,7 +379,7 @@ async fn other_methods_are_unimplemented() {
     bench.finish().await;
 }
 
-/// Takes name tables, and answers for extension configurations with a message of its own.
+/// Intercepts name tables, and responds for extension configurations itself.
 struct Taking;
 struct Rewriting;
 

@@ -20,7 +20,9 @@ pub(crate) use gcp::identity as google_identity;
 pub async fn discover(config: &Config) -> Platform {
     let found = tokio::time::timeout(LIMIT, describe(config)).await;
     found.unwrap_or_else(|_| {
-        tracing::info!("no cloud told within {LIMIT:?} where this is; going on without");
+        tracing::info!(
+            "no metadata service answered within {LIMIT:?}; continuing without platform metadata"
+        );
         Platform::default()
     })
 }

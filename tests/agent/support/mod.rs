@@ -1,4 +1,4 @@
-//! A control plane, the relay in front of it, and an Envoy that does as it is told.
+//! A control plane, the relay, and a scripted Envoy.
 
 pub mod envoy;
 
@@ -25,7 +25,7 @@ pub const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listene
 /// How long anything may take that should happen at once.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The relay and what stands on both sides of it.
+/// The relay, a control plane upstream and Envoy downstream.
 pub struct Bench {
     pub directory: TempDir,
     pub control_plane: LocalIstiod,
@@ -111,7 +111,7 @@ impl Bench {
             .expect("a stream")
     }
 
-    /// Brings all down and sees that nothing is left.
+    /// Stops everything and asserts that no task is left.
     pub async fn finish(mut self) {
         self.shutdown.cancel();
         assert_eq!(
@@ -146,14 +146,14 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
     }
 }
 
-/// What must happen within the patience of a slow machine.
+/// Waits for a future, within a limit for slow machines.
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
         .expect("it takes too long")
 }
 
-/// Looks again until a condition holds.
+/// Polls until a condition holds.
 pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let poll = async {
         while !holds() {
