@@ -208,7 +208,7 @@ async fn what_changes_while_files_settle_is_part_of_one_restart() {
 }
 
 #[tokio::test]
-async fn a_bootstrap_of_somebody_else_is_read_where_it_is_and_stays() {
+async fn a_custom_bootstrap_is_read_in_place_and_left_there() {
     let place = Place::new();
     let custom = place.root.path().join("custom.json");
     fs::write(&custom, "{}").expect("written");

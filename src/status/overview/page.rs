@@ -6,7 +6,6 @@ use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 use super::format::{duration, size};
 use super::{Overview, discovery};
 use crate::clock::rfc3339;
-use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Report, State};
 use crate::envoy::shutdown::{Shutdown, Step};
 use crate::istiod::status::{Status, Tls};
@@ -95,7 +94,9 @@ fn sections(overview: &Overview) -> Markup {
         @if let Some(snapshot) = &overview.certificates { (certificates(snapshot)) }
         (start_up(overview))
         @if let Some(dns) = &overview.dns {
-            (section("DNS", "ndsz", facts([("Name table", Some(name_table(dns.ready)))])))
+            (section("DNS", "ndsz", html! {
+                table.facts { (fact("Name table", Some(name_table(dns.ready)))) }
+            }))
         }
         (discovery::section(&overview.discovery))
         (warnings(&overview.warnings))
@@ -125,19 +126,11 @@ fn heading(title: &str, json: &str) -> Markup {
     html! { h2 { (title) " " a href=(json) { "JSON" } } }
 }
 
-/// Names and values; those without a value are left out.
-fn facts<const N: usize>(facts: [(&str, Option<Markup>); N]) -> Markup {
+/// A row of a table of facts, if there is a value.
+fn fact(name: &str, value: Option<impl Render>) -> Markup {
     html! {
-        table.facts {
-            @for (name, value) in facts {
-                @if let Some(value) = value { tr { th scope="row" { (name) } td { (value) } } }
-            }
-        }
+        @if let Some(value) = value { tr { th scope="row" { (name) } td { (value) } } }
     }
-}
-
-fn text(text: impl Render) -> Markup {
-    html! { (text) }
 }
 
 fn envoy_state(envoy: Option<&Report>) -> Markup {
@@ -153,23 +146,22 @@ fn envoy_state(envoy: Option<&Report>) -> Markup {
 }
 
 fn envoy_section(envoy: &Report, uptime: Option<f64>) -> Markup {
-    let crash = |crash: &Crash| {
-        let when = format!("{}, pid {}", crash.when, crash.pid);
-        html! { (badge(BAD, crash.to_string())) (note(when)) }
+    let last_crash = html! {
+        @if let Some(crash) = &envoy.last_crash {
+            (badge(BAD, crash.to_string())) (note(format!("{}, pid {}", crash.when, crash.pid)))
+        } @else { "none" }
     };
-    let last_crash = envoy.last_crash.as_ref();
-    let content = facts([
-        ("State", Some(envoy_state(Some(envoy)))),
-        ("Uptime", uptime.map(duration).map(text)),
-        ("Process", envoy.pid.map(|pid| html! { "pid " (pid) })),
-        ("Memory", envoy.rss_bytes.look().map(size).map(text)),
-        ("Restarts", Some(text(envoy.epoch))),
-        ("Next start", envoy.restart.map(rfc3339).map(text)),
-        (
-            "Last crash",
-            Some(last_crash.map_or_else(|| text("none"), crash)),
-        ),
-    ]);
+    let content = html! {
+        table.facts {
+            (fact("State", Some(envoy_state(Some(envoy)))))
+            (fact("Uptime", uptime.map(duration)))
+            (fact("Process", envoy.pid.map(|pid| format!("pid {pid}"))))
+            (fact("Memory", envoy.rss_bytes.look().map(size)))
+            (fact("Restarts", Some(envoy.epoch)))
+            (fact("Next start", envoy.restart.map(rfc3339)))
+            (fact("Last crash", Some(last_crash)))
+        }
+    };
     section("Envoy", "envoy", content)
 }
 
@@ -179,28 +171,24 @@ fn drain_section(envoy: &Report) -> Markup {
         (None, true) => (WARN, "drained, no drain at the shutdown"),
         (None, false) => (GOOD, "none requested"),
     };
-    let ending = envoy.ending.as_ref();
-    let steps = (!envoy.plan.0.is_empty()).then(|| text(envoy.plan.to_string()));
-    let until = ending.and_then(|ending| ending.until);
     let counted = |ending: &Shutdown| match ending.waits_for {
         Some(Step::LongRequests) => "Requests",
         _ => "Connections",
     };
-    let content = facts([
-        ("State", Some(badge(class, words))),
-        ("Cause", ending.map(|ending| text(ending.cause))),
-        ("Since", ending.map(|ending| text(rfc3339(ending.since)))),
-        (
-            "Waits for",
-            ending.and_then(|ending| Some(text(ending.waits_for?.to_string()))),
-        ),
-        ("No later than", until.map(rfc3339).map(text)),
-        (
-            ending.map_or("", counted),
-            ending.and_then(|ending| ending.connections).map(text),
-        ),
-        ("Steps of a shutdown", steps),
-    ]);
+    let plan = (!envoy.plan.0.is_empty()).then(|| envoy.plan.to_string());
+    let content = html! {
+        table.facts {
+            (fact("State", Some(badge(class, words))))
+            @if let Some(ending) = &envoy.ending {
+                (fact("Cause", Some(ending.cause)))
+                (fact("Since", Some(rfc3339(ending.since))))
+                (fact("Waits for", ending.waits_for.map(|step| step.to_string())))
+                (fact("No later than", ending.until.map(rfc3339)))
+                (fact(counted(ending), ending.connections))
+            }
+            (fact("Steps of a shutdown", plan))
+        }
+    };
     section("Drain and shutdown", "../drain", content)
 }
 
@@ -212,40 +200,33 @@ fn istiod_state(status: &Status) -> Markup {
 }
 
 fn istiod_section(status: &Status) -> Markup {
-    let connected = status.connected.as_ref();
-    let tls = |tls: Option<&Tls>| match tls {
-        None => badge(WARN, "none: plaintext"),
-        Some(tls) => {
-            let known = [&tls.version, &tls.key_exchange, &tls.cipher].into_iter();
-            text(
-                known
-                    .flatten()
-                    .map(String::as_str)
-                    .collect::<Vec<_>>()
-                    .join(", "),
-            )
+    let content = html! {
+        table.facts {
+            (fact("State", Some(istiod_state(status))))
+            (fact("Address", Some(html! {
+                (status.address)
+                @if let Some(connected) = &status.connected { (note(&connected.peer)) }
+            })))
+            @if let Some(connected) = &status.connected {
+                (fact("Since", Some(&connected.since)))
+                (fact("TLS", Some(tls(connected.tls.as_ref()))))
+            }
+            (fact("Dials", Some(status.dials)))
+            @if let Some(failure) = &status.last_error {
+                (fact("Last error", Some(html! { (failure.error) (note(&failure.at)) })))
+            }
         }
     };
-    let address = html! {
-        (status.address)
-        @if let Some(connected) = connected { (note(&connected.peer)) }
-    };
-    let failure = status.last_error.as_ref();
-    let content = facts([
-        ("State", Some(istiod_state(status))),
-        ("Address", Some(address)),
-        ("Since", connected.map(|connected| text(&connected.since))),
-        (
-            "TLS",
-            connected.map(|connected| tls(connected.tls.as_ref())),
-        ),
-        ("Dials", Some(text(status.dials))),
-        (
-            "Last error",
-            failure.map(|failure| html! { (failure.error) (note(&failure.at)) }),
-        ),
-    ]);
     section("Connection to istiod", "istiod", content)
+}
+
+fn tls(tls: Option<&Tls>) -> Markup {
+    let Some(tls) = tls else {
+        return badge(WARN, "none: plaintext");
+    };
+    let known = [&tls.version, &tls.key_exchange, &tls.cipher];
+    let known: Vec<_> = known.into_iter().flatten().map(String::as_str).collect();
+    html! { (known.join(", ")) }
 }
 
 /// The life left of the workload certificate.
@@ -253,11 +234,8 @@ fn certificate_state(snapshot: Option<&Snapshot>) -> Markup {
     let Some(snapshot) = snapshot else {
         return badge(PLAIN, "served by another process");
     };
-    let leaf = snapshot
-        .secrets
-        .first()
-        .and_then(|secret| secret.certificates.first());
-    match leaf {
+    let workload = snapshot.secrets.first();
+    match workload.and_then(|secret| secret.certificates.first()) {
         Some(leaf) => life(leaf, snapshot.problem.is_some()),
         None => badge(BAD, "none yet"),
     }
