@@ -74,6 +74,7 @@ fn scrape(ports: &[u16]) -> Scrape {
     });
     let config = Config {
         envoy_port: Some(ports[0]),
+        hidden: Vec::new(),
         targets: targets.collect(),
         limit: 100 << 20,
         timeout: Duration::from_secs(60),

@@ -135,6 +135,8 @@ pub struct StatsConfig {
     pub prefixes: Vec<String>,
     pub suffixes: Vec<String>,
     pub expressions: Vec<String>,
+    /// Expressions for what the agent watches to know when the last requests have ended.
+    pub of_requests: Vec<String>,
     pub tags: Vec<String>,
     /// Bounds of buckets by prefix of the name.
     pub buckets: BTreeMap<String, Vec<Number>>,

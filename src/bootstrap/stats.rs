@@ -105,7 +105,8 @@ fn patterns(config: &Config) -> Vec<Value> {
         suffixes.push("downstream_cx_active".to_owned());
     }
     patterns.extend(suffixes.iter().map(|text| json!({ "suffix": text })));
-    let expressions = all(&choice.expressions, EXPRESSIONS);
+    let chosen = [&choice.expressions[..], &choice.of_requests].concat();
+    let expressions = all(&chosen, EXPRESSIONS);
     let expressions = expressions.iter();
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
     patterns.extend([prefix("component"), prefix("istio")]);

@@ -3,12 +3,21 @@
 use super::Sources;
 use super::environment as variables;
 use super::pod::NodeType;
+use crate::bootstrap::StatsConfig;
+use crate::scrape::Hidden;
 use crate::scrape::targets::{self, Target};
 use crate::{bootstrap, scrape};
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
 /// The status port of an agent without a configured one.
 const DEFAULT_PORT: u16 = 15020;
+/// Start and end of the names of families behind the wait for last requests.
+const GAUGES: [(&str, &str); 4] = [
+    ("envoy_http_", "downstream_rq_active"),
+    ("envoy_http_", "downstream_cx_active"),
+    ("envoy_http_", "downstream_cx_tx_bytes_buffered"),
+    ("envoy_listener_", "downstream_cx_active"),
+];
 
 impl Sources<'_> {
     pub(super) fn scrape(&mut self, bootstrap: &bootstrap::Config) -> scrape::Config {
@@ -16,6 +25,7 @@ impl Sources<'_> {
         let has_envoy = !self.get(&variables::DISABLE_ENVOY);
         scrape::Config {
             envoy_port: (is_merged && has_envoy).then_some(bootstrap.prometheus_port),
+            hidden: hidden(&bootstrap.stats),
             targets: self.targets(bootstrap.agent_port.unwrap_or(DEFAULT_PORT)),
             limit: self.get(&variables::ISTIO_AGENT_SCRAPE_LIMIT_BYTES).into(),
             timeout: self.get(&variables::ISTIO_AGENT_SCRAPE_TIMEOUT),
@@ -37,8 +47,52 @@ impl Sources<'_> {
     }
 }
 
+/// The families Envoy keeps for the agent alone: those of the wait for last requests that no pattern
+/// of the operator's may include.
+fn hidden(choice: &StatsConfig) -> Vec<Hidden> {
+    let family = |(start, end)| Hidden { start, end };
+    let is_own = |(start, gauge): &(&str, &str)| {
+        let scope = start.trim_start_matches("envoy_").trim_end_matches('_');
+        let prefixes = choice.prefixes.iter();
+        let suffixes = choice.suffixes.iter();
+        let expressions = choice.expressions.iter();
+        !prefixes
+            .map(String::as_str)
+            .any(|prefix| prefix.starts_with(scope) || scope.starts_with(prefix))
+            && !suffixes
+                .map(String::as_str)
+                .any(|suffix| suffix.ends_with(gauge) || gauge.ends_with(suffix))
+            && !expressions
+                .map(String::as_str)
+                .any(|expression| may_match(expression, gauge))
+    };
+    match choice.of_requests.is_empty() {
+        true => Vec::new(),
+        false => GAUGES.into_iter().filter(is_own).map(family).collect(),
+    }
+}
+
+/// Whether an expression may include a gauge of a listener's or a connection manager's: not if it has
+/// a word that is not in their names.
+fn may_match(expression: &str, gauge: &str) -> bool {
+    let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let mut words = words.filter(|word| word.len() > 3).peekable();
+    let fits = |word: &str| {
+        let scopes = ["http", "listener", "inbound", "outbound", "digit"];
+        gauge.contains(word)
+            || scopes
+                .iter()
+                .any(|scope| word.starts_with(scope) || scope.contains(word))
+    };
+    match expression.contains('|') && words.peek().is_some() {
+        true => words.any(fits),
+        false => words.all(fits),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::config::tests::machine;
 
     const TARGETS: &str = r#"{"targets":[{"port":"8080"},{"port":"9090","path":"/m"}]}"#;
@@ -68,6 +122,53 @@ mod tests {
             );
             assert!(machine.load("router").is_ok(), "{json}");
         }
+    }
+
+    #[test]
+    fn gauges_of_the_wait_for_last_requests_are_hidden_unless_the_operator_may_include_them() {
+        let [requests, http, buffered, listeners] = [true; 4];
+        for (prefixes, suffixes, expressions, expected) in [
+            ("", "", "", [requests, http, buffered, listeners]),
+            (
+                "cluster.",
+                "rq_total",
+                r".*circuit_breakers.*,upstream_(rq|cx)_retry",
+                [true; 4],
+            ),
+            ("http.inbound", "", "", [false, false, false, listeners]),
+            (
+                "",
+                "downstream_rq_active",
+                "",
+                [false, http, buffered, listeners],
+            ),
+            ("", "_active", "", [false, false, buffered, false]),
+            ("listener", "", "", [requests, http, buffered, false]),
+            (
+                "",
+                "",
+                r"http\.inbound.*downstream_rq_.*",
+                [false, http, buffered, listeners],
+            ),
+            ("", "", r".*(upstream|downstream)_cx.*", [false; 4]),
+            ("", "", ".*", [false; 4]),
+        ] {
+            let list = |text: &str| -> Vec<String> {
+                let parts = text.split(',').filter(|part| !part.is_empty());
+                parts.map(str::to_owned).collect()
+            };
+            let choice = StatsConfig {
+                prefixes: list(prefixes),
+                suffixes: list(suffixes),
+                expressions: list(expressions),
+                of_requests: list("x"),
+                ..StatsConfig::default()
+            };
+            let hidden = hidden(&choice);
+            let found = GAUGES.map(|(start, end)| hidden.contains(&Hidden { start, end }));
+            assert_eq!(found, expected, "{prefixes} {suffixes} {expressions}");
+        }
+        assert!(hidden(&StatsConfig::default()).is_empty());
     }
 
     #[test]

@@ -18,12 +18,11 @@ impl Sources<'_> {
         let matcher = self.proxy_config.proxy_stats_matcher.clone();
         let matcher = matcher.unwrap_or_default();
         let flush = self.flush();
-        let mut expressions = self.either("statsInclusionRegexps", &matcher.inclusion_regexps);
-        expressions.extend(self.statistics_of_requests(until_idle));
         StatsConfig {
             prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
-            expressions,
+            expressions: self.either("statsInclusionRegexps", &matcher.inclusion_regexps),
+            of_requests: self.statistics_of_requests(until_idle),
             tags: self.tags(),
             buckets: self.buckets(),
             flush,

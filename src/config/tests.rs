@@ -380,7 +380,7 @@ fn a_drain_ends_in_time_or_with_the_last_connection_and_before_the_pods_grace_pe
         (&[(set, "0s"), (grace, "60")], 0),
     ] {
         let config = machine(variables).config();
-        let counts = config.bootstrap.stats.expressions.len();
+        let counts = config.bootstrap.stats.of_requests.len();
         let limits = config.envoy.expect("Envoy").limits;
         assert_eq!(limits.long_requests, seconds(outlast), "{variables:?}");
         assert_eq!(counts > 0, outlast > 0, "{variables:?}");

@@ -1,109 +1,121 @@
-//! The page as a body: written while it is read.
+//! Hands the page to the scraper while it is written.
 //!
-//! The body owns the future that writes and runs it when the scraper takes more, so nothing is
-//! written ahead, nothing runs once the scraper has gone, and no task is needed.
-//!
-//! Does not know what is written.
+//! The body owns the future that writes and runs it when the scraper takes more: nothing is written
+//! ahead, and nothing runs once the scraper has gone. Where writing fails, the response is aborted.
 
 use std::future::Future;
+use std::io::Write;
+use std::ops::Range;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use http_body::{Body, Frame};
 use tokio::sync::mpsc;
 
-use super::encode::Encoder;
-use super::page::Page;
 use crate::lifecycle::BoxError;
 
-/// How much is written before it is handed on.
+/// Smaller runs of lines are copied together.
+const SMALL: usize = 4 << 10;
+/// How much is copied together before it is sent.
 const PIECE: usize = 32 << 10;
 
-type Writing = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-/// The page, and the way to the scraper.
+/// Where the page is written.
 pub(super) struct Output {
-    pub page: Page,
+    gzip: Option<GzEncoder<Vec<u8>>>,
+    pending: Vec<u8>,
+    ready: Vec<Bytes>,
     pieces: mpsc::Sender<Bytes>,
 }
 
 impl Output {
-    /// Hands on what has been written, if it is worth it, and waits until it is wanted.
-    pub(super) async fn offer(&mut self) {
-        if self.page.len() >= PIECE {
-            self.send().await;
+    /// Writes part of a chunk, without a copy if it is large.
+    pub(super) fn pass(&mut self, chunk: &Bytes, part: Range<usize>) {
+        if self.gzip.is_none() && part.len() >= SMALL {
+            self.flush();
+            self.ready.push(chunk.slice(part));
+        } else {
+            self.write(&chunk[part]);
         }
     }
 
-    /// Hands on the rest.
-    pub(super) async fn finish(mut self) {
-        self.page.end();
-        self.send().await;
+    pub(super) fn write(&mut self, lines: &[u8]) {
+        let pending = match &mut self.gzip {
+            Some(gzip) => {
+                // A vector takes everything.
+                let _ = gzip.write_all(lines);
+                gzip.get_mut()
+            }
+            None => {
+                self.pending.extend_from_slice(lines);
+                &mut self.pending
+            }
+        };
+        if pending.len() >= PIECE {
+            let piece = std::mem::take(pending);
+            self.ready.push(piece.into());
+        }
     }
 
-    async fn send(&mut self) {
-        let mut rest = Bytes::from(self.page.take());
-        while !rest.is_empty() {
-            let piece = rest.split_to(rest.len().min(2 * PIECE));
-            // Who takes pieces drops the writer first.
+    /// Sends what there is of it, and waits until the scraper wants more.
+    pub(super) async fn send(&mut self) {
+        for piece in self.ready.drain(..) {
+            // The receiver is dropped together with the future that writes.
             let _ = self.pieces.send(piece).await;
         }
     }
+
+    /// Sends the rest.
+    pub(super) async fn finish(mut self) -> Result<(), BoxError> {
+        if let Some(gzip) = self.gzip.take() {
+            self.pending = gzip.finish()?;
+        }
+        self.flush();
+        self.send().await;
+        Ok(())
+    }
+
+    fn flush(&mut self) {
+        if !self.pending.is_empty() {
+            let piece = std::mem::take(&mut self.pending);
+            self.ready.push(piece.into());
+        }
+    }
 }
+
+type Writing = Pin<Box<dyn Future<Output = Result<(), BoxError>> + Send>>;
 
 /// A page on its way to the scraper.
-pub(super) struct Pieces {
+pub(super) struct Written {
     writing: Option<Writing>,
+    failure: Option<BoxError>,
     pieces: mpsc::Receiver<Bytes>,
-    /// Taken already, to come first.
-    first: Option<Bytes>,
-    encoder: Option<Encoder>,
 }
 
-impl Pieces {
+impl Written {
     /// `write` makes the future that writes the page.
-    pub(super) fn new<F>(page: Page, write: impl FnOnce(Output) -> F) -> Self
+    pub(super) fn new<F>(is_gzip: bool, write: impl FnOnce(Output) -> F) -> Self
     where
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = Result<(), BoxError>> + Send + 'static,
     {
         let (sender, pieces) = mpsc::channel(1);
         let output = Output {
-            page,
+            gzip: is_gzip.then(|| GzEncoder::new(Vec::new(), Compression::fast())),
+            pending: Vec::new(),
+            ready: Vec::new(),
             pieces: sender,
         };
         Self {
             writing: Some(Box::pin(write(output))),
+            failure: None,
             pieces,
-            first: None,
-            encoder: None,
         }
-    }
-
-    /// Waits for the first piece, which stays. Returns how long it is.
-    pub(super) async fn begin(&mut self) -> usize {
-        self.first = std::future::poll_fn(|context| self.poll_piece(context)).await;
-        self.first.as_ref().map_or(0, Bytes::len)
-    }
-
-    pub(super) fn encode(&mut self, encoder: Encoder) {
-        self.encoder = Some(encoder);
-    }
-
-    fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        if let Some(first) = self.first.take() {
-            return Poll::Ready(Some(first));
-        }
-        if let Some(writing) = &mut self.writing
-            && writing.as_mut().poll(context).is_ready()
-        {
-            self.writing = None;
-        }
-        self.pieces.poll_recv(context)
     }
 }
 
-impl Body for Pieces {
+impl Body for Written {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -111,24 +123,14 @@ impl Body for Pieces {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        loop {
-            let piece = ready!(self.poll_piece(context));
-            let Some(encoder) = &mut self.encoder else {
-                return Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))));
-            };
-            let is_end = piece.is_none();
-            let encoded = match piece {
-                Some(piece) => encoder.piece(piece),
-                None => encoder.finish(),
-            };
-            if is_end {
-                self.encoder = None;
-            }
-            match encoded {
-                Ok(encoded) if encoded.is_empty() => {}
-                Ok(encoded) => return Poll::Ready(Some(Ok(Frame::data(encoded)))),
-                Err(error) => return Poll::Ready(Some(Err(error.into()))),
-            }
+        if let Some(writing) = &mut self.writing
+            && let Poll::Ready(result) = writing.as_mut().poll(context)
+        {
+            self.writing = None;
+            self.failure = result.err();
         }
+        let piece = std::task::ready!(self.pieces.poll_recv(context));
+        let failure = || self.failure.take().map(Err);
+        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))).or_else(failure))
     }
 }

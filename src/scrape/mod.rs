@@ -1,68 +1,63 @@
-//! The merged page of metrics: the agent's own, Envoy's and the application's.
+//! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! All pages are asked for at once. When their heads are there, or half of the time is over, the
-//! answer's format is settled and they are written one after the other, straight from their sockets.
-//! A page that is late gets its turn behind the others; one that keeps others waiting is cut off
-//! when it has used half of the time that is left. What several application targets bring is held
-//! until it can be grouped. Whatever fails is left out, logged and counted, and the rest goes on.
-//!
-//! Does not listen: whoever does hands in requests.
+//! All sources are asked at once. When the heads of their answers are there, or half of the time is
+//! over, the format of the page is settled, and the sources are written one after the other. What is
+//! small, or there already, has been set aside and comes first; a large or slow page passes straight
+//! from its socket in the time that is left. A source that fails is logged, counted and left out; the
+//! complete lines of one that breaks off stay. In OpenMetrics the response is then aborted, as its end
+//! would say that nothing is missing.
 
 mod body;
 mod counts;
-mod encode;
-mod family;
-mod fetch;
-mod line;
-mod merge;
+mod lines;
 mod negotiate;
-mod page;
-mod scan;
+mod sample;
+mod seen;
 mod source;
-mod spool;
 pub mod targets;
 
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
-use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Response, request};
+use http::{HeaderMap, HeaderValue, Request, Response, Uri, request};
 use http_body_util::BodyExt;
 use http_body_util::combinators::UnsyncBoxBody;
 use tokio::time::{Instant, timeout_at};
 
+use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
-use body::{Output, Pieces};
+use body::{Output, Written};
 use counts::{Counts, Origin};
-use encode::Encoder;
-use fetch::Pool;
-use line::Format;
-use merge::{Filter, Sink, WINDOW};
-use negotiate::{ContentType, Encoding, TIMEOUT};
-use page::Page;
-use source::{Failure, Source, poll_heads};
-use spool::Spool;
+use lines::{Format, Lines};
+use negotiate::{ContentType, TIMEOUT};
+use seen::Seen;
+use source::{Failure, Source};
 use targets::Target;
 
-/// Pages smaller than this are not encoded.
-const LEAST_ENCODED: usize = 1024;
+/// What may be set aside of all sources together, in bytes.
+const ASIDE: usize = 512 << 10;
+/// The part of a scrape's time that is spent on setting aside, so that pages come in their order.
+const SETTLING: u32 = 10;
 /// The part of the scraper's time that is left for the page's way back, and the least of it.
 const WAY_BACK: f64 = 0.05;
 const LEAST_WAY_BACK: Duration = Duration::from_millis(50);
 /// Longest time a scraper can ask for.
 const LONGEST: Duration = Duration::from_secs(3600);
+/// Of an answer's head, and of the buffer its body passes through.
+const LARGEST_HEAD: usize = 64 << 10;
 
 /// What is scraped, and within which limits.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Where Envoy has its metrics. None leaves them out.
     pub envoy_port: Option<u16>,
+    /// Families of Envoy's that are left out of the page.
+    pub hidden: Vec<Hidden>,
     pub targets: Vec<Target>,
     /// Most that is read of one of several application targets.
     pub limit: u64,
@@ -70,7 +65,14 @@ pub struct Config {
     pub timeout: Duration,
 }
 
-/// A way to the merged page. Clones share connections and counters.
+/// The families whose names start and end so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hidden {
+    pub start: &'static str,
+    pub end: &'static str,
+}
+
+/// Serves the merged page. Clones share connections and counters.
 #[derive(Clone)]
 pub struct Scrape(Arc<Inner>);
 
@@ -78,7 +80,7 @@ struct Inner {
     config: Config,
     registry: Registry,
     counts: Counts,
-    pool: Pool,
+    client: Client,
 }
 
 impl std::fmt::Debug for Scrape {
@@ -89,294 +91,244 @@ impl std::fmt::Debug for Scrape {
 
 impl Scrape {
     pub fn new(config: Config, registry: Registry) -> Self {
+        let client = http_client::Config {
+            redirects: Redirects::Follow,
+            largest_head: LARGEST_HEAD,
+            keeps_connections: true,
+            ..http_client::Config::default()
+        };
         Self(Arc::new(Inner {
             config,
             counts: Counts::new(&registry),
             registry,
-            pool: Pool::default(),
+            client: Client::new(client),
         }))
     }
 
-    /// The answer to a scrape. It is there once its format is known; the page is written while it
-    /// is read.
+    /// Answers a scrape as soon as the format is known; the page is written while it is read.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
         let scrape = &self.0;
         scrape.counts.scrapes.inc();
-        let time = self.time(&request.headers);
-        let now = Instant::now();
-        let deadline = now + time;
-        let mut sources = self.sources(&request);
-        // What is not there until the half of it may come later.
-        let heads = poll_fn(|context| poll_heads(&mut sources, context));
-        let _ = timeout_at(now + time / 2, heads).await;
-        for source in &mut sources {
-            scrape.tell(source);
-        }
+        let begin = Instant::now();
+        let time = scrape.time(&request.headers);
+        let mut sources = scrape.sources(&request);
+        let has_head = |source: &Source| source.content_type.is_some() || source.has_ended();
+        source::set_aside(&mut sources, begin + time / 2, has_head).await;
+        source::set_aside(&mut sources, begin + time / SETTLING, Source::is_settled).await;
+        // What has failed already shows on this very page.
+        sources.retain_mut(|source| match source.content_type {
+            None if source.has_ended() => {
+                scrape.report(source);
+                false
+            }
+            _ => true,
+        });
         let format = settle(&sources);
-        let page = Page::new(format.format(), scrape.counts.clone());
-        let this = scrape.clone();
-        let write = |output| async move { this.write(sources, deadline, output).await };
-        let mut pieces = Pieces::new(page, write);
-        let length = pieces.begin().await;
-        answer(pieces, length, format, &request.headers)
+        let is_gzip = negotiate::takes_gzip(&request.headers);
+        let inner = scrape.clone();
+        let write = |output| inner.write(sources, format.format(), begin + time, output);
+        let mut response = Response::new(Written::new(is_gzip, write).boxed_unsync());
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, format.header());
+        headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
+        if is_gzip {
+            headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+        }
+        response
     }
+}
 
+impl Inner {
     /// How long the scrape may take, without the page's way back.
     fn time(&self, headers: &HeaderMap) -> Duration {
         let asked = headers.get(&TIMEOUT).and_then(|header| {
             let seconds = header.to_str().ok().and_then(|text| text.trim().parse().ok());
             let seconds = seconds.filter(|seconds: &f64| *seconds > 0.0);
             if seconds.is_none() {
-                let timeout = self.0.config.timeout;
+                let timeout = self.config.timeout;
                 tracing::warn!("failed to parse timeout header {TIMEOUT}: {header:?}, expected seconds, using {timeout:?}");
             }
             seconds
         });
         let time = match asked {
             Some(seconds) => Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST),
-            None => self.0.config.timeout,
+            None => self.config.timeout,
         };
         let time = time.min(LONGEST);
         let way_back = time.mul_f64(WAY_BACK).max(LEAST_WAY_BACK);
         time.saturating_sub(way_back).max(time / 2)
     }
 
-    /// Everything but the agent itself, asked. Envoy is first, then come the targets in order.
+    /// Asks everything but the agent itself: Envoy first, then the targets in order.
     fn sources(&self, request: &request::Parts) -> Vec<Source> {
-        let config = &self.0.config;
+        let config = &self.config;
+        let room = ASIDE / (config.targets.len() + 1);
         let mut sources = Vec::new();
+        let mut ask = |origin, port, path: &str, headers, limit| {
+            let mut request = Request::new(Bytes::new());
+            let uri = format!("http://localhost:{port}{path}");
+            // Paths are checked with the configuration, and queries by the status port.
+            *request.uri_mut() = uri.parse().unwrap_or_else(|_| Uri::default());
+            *request.headers_mut() = headers;
+            let client = self.client.clone();
+            let asking = Box::pin(async move { client.send(request).await });
+            sources.push(Source::new(origin, port, path, asking, room, limit));
+        };
         if let Some(port) = config.envoy_port {
-            let path = match request.uri.query() {
-                Some(query) => format!("/stats/prometheus?{query}"),
-                None => "/stats/prometheus".to_owned(),
-            };
+            let query = request.uri.query();
+            let query = query.map_or(String::new(), |query| format!("?{query}"));
+            let path = format!("/stats/prometheus{query}");
             let headers = negotiate::for_envoy(&request.headers);
-            sources.push(self.source(Origin::Envoy, port, &path, headers));
+            ask(Origin::Envoy, port, &path, headers, u64::MAX);
         }
-        let headers = negotiate::for_application(&request.headers);
-        sources.extend(config.targets.iter().map(|target| {
-            self.source(
+        let limit = match config.targets.len() {
+            1 => u64::MAX,
+            _ => config.limit,
+        };
+        for target in &config.targets {
+            let headers = negotiate::for_application(&request.headers);
+            ask(
                 Origin::Application,
                 target.port,
                 &target.path,
-                headers.clone(),
-            )
-        }));
+                headers,
+                limit,
+            );
+        }
         sources
     }
 
-    fn source(&self, origin: Origin, port: u16, path: &str, headers: HeaderMap) -> Source {
-        let scrape = self.0.clone();
-        let asked: PathAndQuery = path.parse().unwrap_or(PathAndQuery::from_static("/"));
-        let asking = async move { scrape.pool.get(port, &asked, &headers).await };
-        Source::new(origin, port, path, Box::pin(asking))
-    }
-}
-
-impl Inner {
-    /// Writes the page: the agent's part, and the others in their order, those that are late last.
-    async fn write(self: Arc<Self>, sources: Vec<Source>, deadline: Instant, mut output: Output) {
-        let mut agent = Filter::new(Format::Text, output.page.to, WINDOW);
-        if agent
-            .push(self.registry.render().as_bytes(), &mut output.page)
-            .is_err()
-        {
-            self.counts.failure(Origin::Agent);
-        }
-        agent.finish(true, &mut output.page);
-        let (envoy, targets): (Vec<_>, Vec<_>) = sources
-            .into_iter()
-            .partition(|source| source.origin == Origin::Envoy);
-        let mut parts = vec![envoy, targets];
-        parts.retain(|part| !part.is_empty());
-        parts.sort_by_key(|part| part.iter().all(Source::is_late));
-        let mut left = parts.len();
-        for part in parts {
-            left -= 1;
-            let rest = deadline.saturating_duration_since(Instant::now());
-            let until = if left > 0 {
-                Instant::now() + rest / 2
-            } else {
-                deadline
-            };
-            output.page.origin = part.first().map_or(Origin::Agent, |source| source.origin);
-            match part.len() {
-                1 => self.stream(part, until, &mut output).await,
-                _ => self.join(part, until, &mut output).await,
+    /// Writes the page: the agent's own metrics, and the sources as their turns come.
+    async fn write(
+        self: Arc<Self>,
+        mut sources: Vec<Source>,
+        to: Format,
+        deadline: Instant,
+        mut output: Output,
+    ) -> Result<(), BoxError> {
+        let mut seen = Seen::default();
+        seen.begin(sources.is_empty());
+        let own = Bytes::from(self.registry.render());
+        Lines::new(Format::Text, to, &[], false).push(&own, &mut seen, &mut output);
+        while let Some(next) = next(&mut sources, deadline).await {
+            let mut source = sources.remove(next);
+            seen.begin(sources.is_empty());
+            self.pass(
+                &mut source,
+                &mut sources,
+                to,
+                deadline,
+                &mut seen,
+                &mut output,
+            )
+            .await;
+            let has_broken_off = source.failure.is_some() && source.content_type.is_some();
+            self.report(&mut source);
+            if has_broken_off && to == Format::OpenMetrics {
+                return Err("a source broke off".into());
             }
         }
-        output.finish().await;
-    }
-
-    /// Writes a source's page as it comes.
-    async fn stream(&self, part: Vec<Source>, until: Instant, output: &mut Output) {
-        for mut source in part {
-            source.head(until).await;
-            let Some(from) = source.content_type() else {
-                self.tell(&mut source);
-                continue;
-            };
-            let mut filter = Filter::new(from.format(), output.page.to, WINDOW);
-            let result = loop {
-                match source.piece(until).await {
-                    Ok(None) => break ended(&filter, from),
-                    Ok(Some(piece)) => {
-                        if let Err(error) = filter.push(&piece, &mut output.page) {
-                            break Err(error.into());
-                        }
-                        output.offer().await;
-                    }
-                    Err(failure) => break Err(failure),
-                }
-            };
-            self.close(source, filter, result, &mut output.page);
-            output.offer().await;
+        if to == Format::OpenMetrics {
+            output.write(b"# EOF\n");
         }
+        output.finish().await
     }
 
-    /// Reads the pages of several sources side by side, and writes what they have together.
-    async fn join(self: &Arc<Self>, part: Vec<Source>, until: Instant, output: &mut Output) {
-        let rest = until.saturating_duration_since(Instant::now());
-        // Joining takes a while as well.
-        let until = until - rest / 10;
-        let to = output.page.to;
-        let spooling = part.into_iter().map(|source| {
-            let scrape = self.clone();
-            Box::pin(async move { scrape.spool(source, until, to).await }) as Spooling
-        });
-        let spools = all(spooling.collect()).await;
-        if let Err(error) = spool::join(spools, output).await {
-            self.counts.failure(Origin::Application);
-            tracing::error!("failed scraping application metrics: {error}");
-        }
-    }
-
-    async fn spool(&self, mut source: Source, until: Instant, to: Format) -> Spool {
-        let mut spool = Spool::new(to, self.counts.clone());
-        source.head(until).await;
-        let Some(from) = source.content_type() else {
-            self.tell(&mut source);
-            return spool;
-        };
-        let mut filter = Filter::new(from.format(), to, spool::WINDOW);
-        let mut left = self.config.limit;
-        let result = loop {
-            match source.piece(until).await {
-                Ok(None) => break ended(&filter, from),
-                Ok(Some(piece)) => {
-                    let fits = usize::try_from(left).unwrap_or(usize::MAX).min(piece.len());
-                    left -= fits as u64;
-                    if let Err(error) = filter.push(&piece[..fits], &mut spool) {
-                        break Err(error.into());
-                    }
-                    if fits < piece.len() {
-                        break Err(Failure::TooLarge(self.config.limit));
-                    }
-                }
-                Err(failure) => break Err(failure),
-            }
-        };
-        self.close(source, filter, result, &mut spool);
-        spool
-    }
-
-    /// Lets out what is left of a source, and says how it went.
-    fn close(
+    /// Writes what a source has, while the others are set aside.
+    async fn pass(
         &self,
-        source: Source,
-        mut filter: Filter,
-        result: Result<(), Failure>,
-        sink: &mut impl Sink,
+        source: &mut Source,
+        others: &mut [Source],
+        to: Format,
+        deadline: Instant,
+        seen: &mut Seen,
+        output: &mut Output,
     ) {
-        let is_whole = matches!(result, Ok(()) | Err(Failure::NoEnd));
-        filter.finish(is_whole, sink);
-        self.counts.malformed(source.origin, filter.malformed());
-        if let Err(failure) = result {
-            self.failed(&source, &failure);
+        // Nothing that others wait for takes all of their time.
+        let now = Instant::now();
+        let until = match others.is_empty() {
+            true => deadline,
+            false => now + deadline.saturating_duration_since(now) / 2,
+        };
+        let hidden = match source.origin {
+            Origin::Envoy => self.config.hidden.as_slice(),
+            _ => &[],
+        };
+        let is_small = source.has_ended();
+        let mut lines = None;
+        loop {
+            let chunk = poll_fn(|context| {
+                for other in &mut *others {
+                    other.set_aside(context);
+                }
+                source.poll_chunk(context)
+            });
+            let Ok(chunk) = timeout_at(until, chunk).await else {
+                source.fail(Failure::Late);
+                break;
+            };
+            let from = source.format();
+            let lines = lines.get_or_insert_with(|| Lines::new(from, to, hidden, is_small));
+            let Some(chunk) = chunk else {
+                break;
+            };
+            lines.push(&chunk, seen, output);
+            output.send().await;
+            // A page that always has more is never late by the timer alone.
+            if Instant::now() >= until {
+                source.fail(Failure::Late);
+            }
         }
-        if is_whole {
-            source.leave(&self.pool);
+        let Some(mut lines) = lines else {
+            return;
+        };
+        lines.finish(source.failure.is_none(), seen, output);
+        if source.failure.is_none() && source.format() == Format::OpenMetrics && !lines.has_ended {
+            source.fail(Failure::NoEnd);
         }
+        self.counts
+            .left_out(source.origin, lines.duplicates, lines.malformed);
     }
 
-    fn tell(&self, source: &mut Source) {
-        if let Some(failure) = source.failure() {
-            self.failed(source, &failure);
+    /// Logs and counts a failure.
+    fn report(&self, source: &mut Source) {
+        if let Some(failure) = &source.failure {
+            self.counts.failure(source.origin);
+            tracing::error!("{}", source.explain(failure));
         }
-    }
-
-    fn failed(&self, source: &Source, failure: &Failure) {
-        self.counts.failure(source.origin);
-        tracing::error!("{}", source.explain(failure));
     }
 }
 
-/// How a source whose body is over has ended.
-fn ended(filter: &Filter, from: ContentType) -> Result<(), Failure> {
-    match from.format() {
-        Format::OpenMetrics if !filter.has_ended() => Err(Failure::NoEnd),
-        _ => Ok(()),
+/// Waits for the source whose turn it is, if there are any left.
+async fn next(sources: &mut [Source], deadline: Instant) -> Option<usize> {
+    if sources.len() < 2 {
+        return sources.len().checked_sub(1);
     }
+    let settled = poll_fn(|context| {
+        for source in &mut *sources {
+            source.set_aside(context);
+        }
+        let settled = sources.iter().enumerate();
+        let settled = settled.filter(|(_, source)| source.is_settled());
+        match settled.min_by_key(|(_, source)| source.turn()) {
+            Some((index, _)) => Poll::Ready(index),
+            None => Poll::Pending,
+        }
+    });
+    Some(timeout_at(deadline, settled).await.unwrap_or(0))
 }
 
-/// The format of the page: that of the application, or text where there are several.
+/// The format of the page: that of the application, or text where its targets differ.
 fn settle(sources: &[Source]) -> ContentType {
     let targets = sources
         .iter()
         .filter(|source| source.origin == Origin::Application);
-    let mut types = targets.filter_map(Source::content_type);
+    let mut types = targets.filter_map(|source| source.content_type);
     let first = types.next().unwrap_or(ContentType::Text);
     match types.all(|other| other == first) {
         true => first,
         false => ContentType::Text,
     }
-}
-
-fn answer(
-    mut pieces: Pieces,
-    length: usize,
-    format: ContentType,
-    headers: &HeaderMap,
-) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
-    let encoding = match negotiate::encoding(headers) {
-        _ if length < LEAST_ENCODED => Encoding::Identity,
-        encoding => encoding,
-    };
-    let name = match encoding {
-        Encoding::Identity => None,
-        Encoding::Gzip => Some("gzip"),
-    };
-    pieces.encode(Encoder::new(encoding));
-    let mut response = Response::new(pieces.boxed_unsync());
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, format.header());
-    headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
-    if let Some(name) = name {
-        headers.insert(CONTENT_ENCODING, HeaderValue::from_static(name));
-    }
-    response
-}
-
-type Spooling = Pin<Box<dyn Future<Output = Spool> + Send>>;
-
-/// Runs all side by side; the results are in their order.
-async fn all(mut running: Vec<Spooling>) -> Vec<Spool> {
-    let mut done: Vec<_> = running.iter().map(|_| None).collect();
-    poll_fn(|context| {
-        for (one, done) in running.iter_mut().zip(&mut done) {
-            if done.is_none()
-                && let Poll::Ready(spool) = one.as_mut().poll(context)
-            {
-                *done = Some(spool);
-            }
-        }
-        match done.iter().all(Option::is_some) {
-            true => Poll::Ready(()),
-            false => Poll::Pending,
-        }
-    })
-    .await;
-    done.into_iter().flatten().collect()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@
 use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use super::line::Format;
+use super::lines::Format;
 
 /// How long a scrape may take, in seconds.
 pub(super) const TIMEOUT: HeaderName =
@@ -25,13 +25,6 @@ pub(super) enum ContentType {
     Text,
     OpenMetrics0,
     OpenMetrics1,
-}
-
-/// How the page is encoded on its way to the scraper.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Encoding {
-    Identity,
-    Gzip,
 }
 
 impl ContentType {
@@ -85,14 +78,10 @@ pub(super) fn for_application(headers: &HeaderMap) -> HeaderMap {
     passed_on(headers, &accept)
 }
 
-/// Gzip for whoever takes it.
-pub(super) fn encoding(headers: &HeaderMap) -> Encoding {
+/// Whether the scraper accepts gzip.
+pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
     let entries = entries(headers, ACCEPT_ENCODING);
-    let gzip = entries.iter().find(|entry| entry.kind == "gzip");
-    match gzip.map(Entry::quality) {
-        Some(quality) if quality > 0.0 => Encoding::Gzip,
-        _ => Encoding::Identity,
-    }
+    entries.iter().any(|entry| entry.kind == "gzip")
 }
 
 /// What of a scrape's headers goes on: nothing that was meant for us alone.
@@ -306,16 +295,16 @@ mod tests {
     #[test]
     fn a_scraper_that_takes_gzip_gets_it() {
         for (accept, expected) in [
-            (None, Encoding::Identity),
-            (Some("gzip"), Encoding::Gzip),
-            (Some("zstd"), Encoding::Identity),
-            (Some("gzip, zstd"), Encoding::Gzip),
-            (Some("deflate, gzip;q=1.0, zstd;q=0.5"), Encoding::Gzip),
-            (Some("br, lz4"), Encoding::Identity),
-            (Some("gzip;q=0"), Encoding::Identity),
+            (None, false),
+            (Some("gzip"), true),
+            (Some("zstd"), false),
+            (Some("gzip, zstd"), true),
+            (Some("deflate, gzip;q=1.0, zstd;q=0.5"), true),
+            (Some("br, lz4"), false),
+            (Some("gzip;q=0"), false),
         ] {
             let headers = headers(ACCEPT_ENCODING, accept);
-            assert_eq!(encoding(&headers), expected, "{accept:?}");
+            assert_eq!(takes_gzip(&headers), expected, "{accept:?}");
         }
     }
 }

@@ -1,186 +1,285 @@
-//! One page to merge, from the question to the end of its body.
+//! One page to merge, from the request to the end of its body.
 //!
-//! A source is asked when it is made and heard when somebody polls it. Its body is read against a
-//! deadline, each piece as it comes, even where pieces never stop coming.
-//!
-//! Does not decide what a failure leads to.
+//! The beginning of a body can be set aside while another source has its turn; what does not fit stays
+//! in the socket. Gzip is decoded a little at a time.
 
 use std::future::{Future, poll_fn};
-use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::io::{self, Write};
+use std::mem;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::header::CONTENT_TYPE;
+use flate2::write::MultiGzDecoder;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::{HeaderValue, Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
 use super::counts::Origin;
-use super::fetch::{Answer, Error, Pool};
-use super::merge::LineTooLong;
+use super::lines::Format;
 use super::negotiate::ContentType;
+use crate::http_client::{self, Body};
 use crate::lifecycle::with_causes;
+
+/// How much encoded data is decoded at a time: it may become a thousand times as much.
+const ENCODED: usize = 512;
+/// How much decoded data is handed on together.
+const DECODED: usize = 32 << 10;
+/// Most that is decoded of a page.
+const MOST_DECODED: u64 = 64 << 20;
 
 /// Why a source is not on the page, or not all of it.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     #[error(transparent)]
-    Fetch(#[from] Error),
+    Fetch(#[from] http_client::Error),
+    #[error("found status {0}, expected 200")]
+    Status(StatusCode),
+    #[error("found the encoding {0:?}, expected gzip or none")]
+    Encoding(HeaderValue),
     #[error("the page was not there in time")]
     Late,
-    #[error("the page was cut off")]
-    Line(#[from] LineTooLong),
     #[error("the page was cut off after {0} bytes, the most that is read")]
     TooLarge(u64),
+    #[error("the page is not the gzip it claims to be")]
+    Gzip(#[source] io::Error),
     #[error("the page has no # EOF at its end")]
     NoEnd,
 }
 
-pub(super) type Asking = Pin<Box<dyn Future<Output = Result<Answer, Error>> + Send>>;
+pub(super) type Asking =
+    Pin<Box<dyn Future<Output = Result<Response<Body>, http_client::Error>> + Send>>;
 
 pub(super) struct Source {
     pub origin: Origin,
     /// Where the page is, for people.
     address: String,
+    /// None until the head of the answer has arrived.
+    pub content_type: Option<ContentType>,
+    /// Why the page has ended early.
+    pub failure: Option<Failure>,
     state: State,
+    aside: Vec<u8>,
+    room: usize,
+    /// Since when nothing more can be set aside.
+    full_since: Option<Instant>,
+    /// Most that is read.
+    limit: u64,
+    read: u64,
 }
 
 enum State {
     Asking(Asking),
-    Answered(Box<Answer>),
-    Failed(Failure),
-    /// Its failure has been told.
-    Over,
+    Reading(Box<Body>, Option<Box<Decoder>>),
+    Ended,
+}
+
+struct Decoder {
+    gzip: MultiGzDecoder<Vec<u8>>,
+    encoded: Bytes,
 }
 
 impl Source {
-    /// The query of the path is not told, as it may hold what is for the target alone.
-    pub(super) fn new(origin: Origin, port: u16, path: &str, asking: Asking) -> Self {
+    /// `room` is how much may be set aside, and `limit` how much is read. The query of the path is not
+    /// logged, as it may hold a secret.
+    pub(super) fn new(
+        origin: Origin,
+        port: u16,
+        path: &str,
+        asking: Asking,
+        room: usize,
+        limit: u64,
+    ) -> Self {
         let path = path.split_once('?').map_or(path, |(path, _)| path);
         Self {
             origin,
             address: format!("localhost:{port}{path}"),
+            content_type: None,
+            failure: None,
             state: State::Asking(asking),
+            aside: Vec::new(),
+            room,
+            full_since: None,
+            limit,
+            read: 0,
         }
     }
 
-    /// What a failure means, with all that has led to it.
+    pub(super) fn format(&self) -> Format {
+        self.content_type.map_or(Format::Text, ContentType::format)
+    }
+
+    /// The failure in a log line.
     pub(super) fn explain(&self, failure: &Failure) -> String {
-        let (origin, address) = (self.origin.name(), &self.address);
-        let why = with_causes(failure);
-        format!("failed scraping {origin} metrics from {address}: {why}")
+        format!(
+            "failed scraping {} metrics from {}: {}",
+            self.origin.name(),
+            self.address,
+            with_causes(failure)
+        )
     }
 
-    /// The type of the page, once its head is there.
-    pub(super) fn content_type(&self) -> Option<ContentType> {
-        match &self.state {
-            State::Answered(answer) => Some(ContentType::of(answer.header(CONTENT_TYPE))),
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self.state, State::Ended)
+    }
+
+    /// Whether it waits for its turn: all of it is there, or no more can be set aside.
+    pub(super) fn is_settled(&self) -> bool {
+        self.has_ended() || self.full_since.is_some()
+    }
+
+    /// The order of turns: ended sources come first, then those that have been full for longest, and
+    /// of these Envoy's page last, as it is the largest: the series of the last one are not remembered.
+    pub(super) fn turn(&self) -> Option<(bool, Instant)> {
+        let full_since = self.full_since.filter(|_| !self.has_ended());
+        full_since.map(|since| (self.origin == Origin::Envoy, since))
+    }
+
+    pub(super) fn fail(&mut self, failure: Failure) {
+        self.failure = Some(failure);
+        self.state = State::Ended;
+    }
+
+    /// Sets aside what there is, as far as there is room.
+    pub(super) fn set_aside(&mut self, context: &mut Context<'_>) {
+        while self.full_since.is_none()
+            && let Poll::Ready(Some(chunk)) = self.poll_read(context)
+        {
+            self.aside.extend_from_slice(&chunk);
+            if self.aside.len() >= self.room {
+                self.full_since = Some(Instant::now());
+            }
+        }
+    }
+
+    /// The next chunk of the page, what was set aside first. None is its end.
+    pub(super) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        match self.aside.is_empty() {
+            true => self.poll_read(context),
+            false => Poll::Ready(Some(mem::take(&mut self.aside).into())),
+        }
+    }
+
+    fn poll_read(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        loop {
+            let read = match &mut self.state {
+                State::Asking(asking) => {
+                    let answer = ready!(asking.as_mut().poll(context));
+                    match answer.map_err(Failure::from).and_then(|a| self.begin(a)) {
+                        Ok(()) => continue,
+                        Err(failure) => Err(failure),
+                    }
+                }
+                State::Reading(body, decoder) => ready!(read(body, decoder, context)),
+                State::Ended => return Poll::Ready(None),
+            };
+            match read {
+                Ok(Some(chunk)) => return Poll::Ready(Some(self.limited(chunk))),
+                Ok(None) => self.state = State::Ended,
+                Err(failure) => self.fail(failure),
+            }
+        }
+    }
+
+    fn begin(&mut self, answer: Response<Body>) -> Result<(), Failure> {
+        let (head, body) = answer.into_parts();
+        if head.status != StatusCode::OK {
+            return Err(Failure::Status(head.status));
+        }
+        let decoder = match head.headers.get(CONTENT_ENCODING) {
+            Some(found) if found == "gzip" || found == "x-gzip" => Some(Box::default()),
+            Some(found) if found != "identity" => return Err(Failure::Encoding(found.clone())),
             _ => None,
-        }
-    }
-
-    /// Whether the head is still to come.
-    pub(super) fn is_late(&self) -> bool {
-        matches!(self.state, State::Asking(_))
-    }
-
-    /// What went wrong, told once.
-    pub(super) fn failure(&mut self) -> Option<Failure> {
-        match std::mem::replace(&mut self.state, State::Over) {
-            State::Failed(failure) => Some(failure),
-            other => {
-                self.state = other;
-                None
-            }
-        }
-    }
-
-    pub(super) fn poll_head(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        let State::Asking(asking) = &mut self.state else {
-            return Poll::Ready(());
         };
-        match asking.as_mut().poll(context) {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(Ok(answer)) => self.state = State::Answered(Box::new(answer)),
-            Poll::Ready(Err(error)) => self.state = State::Failed(error.into()),
+        if decoder.is_some() {
+            self.limit = self.limit.min(MOST_DECODED);
         }
-        Poll::Ready(())
+        let content_type = head.headers.get(CONTENT_TYPE);
+        self.content_type = Some(ContentType::of(content_type));
+        self.state = State::Reading(Box::new(body), decoder);
+        Ok(())
     }
 
-    /// Waits for the head.
-    pub(super) async fn head(&mut self, until: Instant) {
-        let head = poll_fn(|context| self.poll_head(context));
-        if timeout_at(until, head).await.is_err() {
-            self.state = State::Failed(Failure::Late);
+    fn limited(&mut self, mut chunk: Bytes) -> Bytes {
+        let left = self.limit - self.read;
+        if chunk.len() as u64 > left {
+            self.fail(Failure::TooLarge(self.limit));
+            // Less than the length, which is a size.
+            chunk.truncate(left as usize);
         }
+        self.read += chunk.len() as u64;
+        chunk
     }
+}
 
-    /// The next piece of the body. None is its end.
-    pub(super) async fn piece(&mut self, until: Instant) -> Result<Option<Bytes>, Failure> {
-        let State::Answered(answer) = &mut self.state else {
-            return Ok(None);
-        };
-        // A body that is always there would never be late by the timer alone.
-        if Instant::now() >= until {
-            return Err(Failure::Late);
+fn read(
+    body: &mut Body,
+    decoder: &mut Option<Box<Decoder>>,
+    context: &mut Context<'_>,
+) -> Poll<Result<Option<Bytes>, Failure>> {
+    loop {
+        if let Some(decoder) = decoder
+            && let Some(decoded) = decoder.decoded().map_err(Failure::Gzip)?
+        {
+            return Poll::Ready(Ok(Some(decoded)));
         }
-        match timeout_at(until, answer.piece()).await {
-            Err(_) => Err(Failure::Late),
-            Ok(piece) => {
-                // A page that is all there must not hold up everybody else.
-                tokio::task::yield_now().await;
-                Ok(piece.transpose()?)
+        let chunk = ready!(pin!(body.chunk()).poll(context)).transpose()?;
+        match (chunk, &mut *decoder) {
+            (Some(chunk), Some(decoder)) => decoder.encoded = chunk,
+            (None, Some(decoder)) => {
+                let rest = decoder.finish().map_err(Failure::Gzip)?;
+                return Poll::Ready(Ok(rest));
             }
-        }
-    }
-
-    /// Leaves the connection to the next scrape.
-    pub(super) fn leave(self, pool: &Pool) {
-        if let State::Answered(answer) = self.state {
-            pool.keep(*answer);
+            (chunk, None) => return Poll::Ready(Ok(chunk)),
         }
     }
 }
 
-/// Polls all for their heads; ready when all are there.
-pub(super) fn poll_heads(sources: &mut [Source], context: &mut Context<'_>) -> Poll<()> {
-    let waiting = sources
-        .iter_mut()
-        .filter_map(|source| source.poll_head(context).is_pending().then_some(()));
-    match waiting.count() {
-        0 => Poll::Ready(()),
-        _ => Poll::Pending,
+impl Default for Decoder {
+    fn default() -> Self {
+        Self {
+            gzip: MultiGzDecoder::new(Vec::new()),
+            encoded: Bytes::new(),
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::io;
-
-    use super::*;
-
-    #[test]
-    fn a_failure_is_told_with_its_target_and_all_of_its_causes() {
-        let connect = Error::Connect {
-            authority: "localhost:8080".to_owned(),
-            source: io::Error::other("refused"),
-        };
-        for (origin, path, failure, expected) in [
-            (
-                Origin::Application,
-                "/m?token=x",
-                Failure::Late,
-                "failed scraping application metrics from localhost:8080/m: \
-                 the page was not there in time",
-            ),
-            (
-                Origin::Envoy,
-                "/stats/prometheus",
-                connect.into(),
-                "failed scraping envoy metrics from localhost:8080/stats/prometheus: \
-                 cannot connect to localhost:8080: refused",
-            ),
-        ] {
-            let source = Source::new(origin, 8080, path, Box::pin(std::future::pending()));
-            assert_eq!(source.explain(&failure), expected);
+impl Decoder {
+    fn decoded(&mut self) -> io::Result<Option<Bytes>> {
+        while !self.encoded.is_empty() && self.gzip.get_ref().len() < DECODED {
+            let part = self.encoded.split_to(ENCODED.min(self.encoded.len()));
+            self.gzip.write_all(&part)?;
         }
+        Ok(self.take())
     }
+
+    /// What is decoded after the end of the encoded data; None after that.
+    fn finish(&mut self) -> io::Result<Option<Bytes>> {
+        self.gzip.try_finish()?;
+        Ok(self.take())
+    }
+
+    fn take(&mut self) -> Option<Bytes> {
+        let decoded = mem::take(self.gzip.get_mut());
+        (!decoded.is_empty()).then(|| decoded.into())
+    }
+}
+
+/// Lets all sources set aside until `is_done` holds for each, or until the time is over.
+pub(super) async fn set_aside(
+    sources: &mut [Source],
+    until: Instant,
+    is_done: impl Fn(&Source) -> bool,
+) {
+    let done = poll_fn(|context| {
+        for source in &mut *sources {
+            source.set_aside(context);
+        }
+        match sources.iter().all(&is_done) {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        }
+    });
+    // Sources that are late have their turn later.
+    let _ = timeout_at(until, done).await;
 }

@@ -268,11 +268,6 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
         ("half a line", text(b"app 1\napp{a=\"b"), 1),
         ("a body cut off", cut.to_vec(), 1),
         (
-            "OpenMetrics without an end",
-            answer_of(OM1, "", b"app 1\n"),
-            1,
-        ),
-        (
             "two families of a name",
             text(b"# TYPE app gauge\napp 1\n# TYPE app gauge\napp 2\n"),
             2,

@@ -33,6 +33,7 @@ pub fn scrape(envoy: u16, targets: &[u16]) -> Scrape {
     });
     let config = Config {
         envoy_port: Some(envoy),
+        hidden: Vec::new(),
         targets: targets.collect(),
         limit: 10 << 20,
         timeout: std::time::Duration::from_secs(60),

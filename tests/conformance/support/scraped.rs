@@ -220,7 +220,9 @@ impl Page {
     /// The samples that are not the agent's own.
     pub fn samples(&self) -> Vec<String> {
         let text = self.text();
-        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let samples = text
+            .lines()
+            .filter(|line| !line.starts_with('#') && !line.is_empty());
         let samples = samples.filter(|line| !line.starts_with("istio_agent_"));
         samples.map(str::to_owned).collect()
     }
