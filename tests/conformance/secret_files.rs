@@ -342,7 +342,7 @@ async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
     let agent = place.start().await;
-    agent.logs("nobody serves secrets").await;
+    agent.logs("no process serves secrets").await;
     assert!(!place.sds_socket().exists() && place.path(FILES_SOCKET).exists());
     let socket = place.sds_socket();
     tokio::select! {

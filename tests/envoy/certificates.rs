@@ -163,7 +163,8 @@ async fn a_thousand_rotations_in_a_row_fail_no_handshake() {
     assert!(certificates > 250, "only {certificates} certificates seen");
 }
 
-/// The tasks of the agent that rotate, in this process, in a hurry no production setting allows.
+/// The tasks of the agent that rotate certificates, in this process, faster than a production setting
+/// allows.
 pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     const PAUSE: RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(5);
     let config = secrets::Config {
@@ -185,7 +186,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
         system_roots: "none".into(),
         debounce: Duration::ZERO,
     };
-    let (files, _keeper) = secrets::files::new(config, Clock::system(), &registry);
+    let (files, _watcher) = secrets::files::new(config, Clock::system(), &registry);
     let sources = sds::Sources {
         secrets: Some(secrets),
         files,
