@@ -110,7 +110,7 @@ async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
     live.elapsed()
 }
 
-/// An admin port with the statistics of an Envoy that becomes live when told so.
+/// An admin port with the statistics of an Envoy that becomes live once `is_live` is set.
 async fn act_as_envoy(listener: TcpListener, is_live: Arc<AtomicBool>) {
     const LIVE: &str = "cluster_manager.cds.update_success: 1\n\
                         listener_manager.lds.update_success: 1\n\

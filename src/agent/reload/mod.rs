@@ -1,9 +1,9 @@
-//! What Envoy starts from, read anew while the agent runs, and who notices that it has changed.
+//! The inputs of a hot restart: configuration, bootstrap and command line, read again while the agent
+//! runs, and the watch that requests a restart.
 //!
-//! [`Inputs`] reads the configuration as the agent did at its start, and writes a bootstrap for the
-//! Envoy of a number. [`changes`] orders a restart on SIGHUP and when one of the files changes.
-//!
-//! Does not decide whether Envoy is replaced; what cannot change while the agent runs is refused.
+//! [`Inputs`] loads the configuration as at the start and writes the bootstrap of an epoch. What
+//! cannot change while the agent runs is refused. [`changes`] requests a restart on SIGHUP and when
+//! one of the files changes.
 
 use std::convert::Infallible;
 use std::fs;
@@ -26,19 +26,18 @@ use crate::envoy::hot_restart::{self, Prepared};
 use crate::file_watch::FileWatch;
 use crate::lifecycle::BoxError;
 
-/// What changes together, such as the files of one volume, is read once.
+/// Files that change together, such as those of one volume, are read once.
 const SETTLES: Duration = Duration::from_secs(2);
 
-/// Reads the configuration anew. May block.
+/// Loads the configuration. May block.
 pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
 
-/// What Envoys of this agent start from.
+/// Loads and prepares what an Envoy starts from.
 pub(crate) struct Inputs {
     first: Config,
     load: Load,
     /// Who serves secrets, which does not change.
     detected: Detected,
-    /// Where this is.
     platform: OnceLock<Platform>,
 }
 
@@ -57,7 +56,7 @@ enum Error {
 }
 
 impl Inputs {
-    /// None where Envoy is not replaced while it serves.
+    /// None if hot restart is off.
     pub(super) fn of(config: &Config, load: Load, detected: Detected) -> Option<Self> {
         config.envoy.as_ref()?.hot_restart?;
         Some(Self {
@@ -68,13 +67,13 @@ impl Inputs {
         })
     }
 
-    /// To be told once, before an Envoy starts.
+    /// Must be called once, before the first epoch starts.
     pub(crate) fn set_platform(&self, platform: Platform) {
         // A second time would say the same.
         let _ = self.platform.set(platform);
     }
 
-    /// Puts on disk what the Envoy of this number starts from.
+    /// Writes the bootstrap of an epoch.
     fn prepare(&self, config: &Config, number: u32) -> Result<Prepared, BoxError> {
         let envoy = config.envoy.as_ref();
         let envoy = envoy.ok_or(Error::Fixed {
@@ -109,7 +108,7 @@ impl Inputs {
         })
     }
 
-    /// Sees that nothing has changed that others rely on.
+    /// Refuses changes of ports and paths that other parts of the agent or Envoy rely on.
     fn check(&self, config: &Config) -> Result<(), Error> {
         let first = &self.first;
         let of = |config: &Config| {
@@ -138,7 +137,7 @@ impl Inputs {
         if let Some((what, _)) = fixed.into_iter().find(|(_, is_same)| !is_same) {
             return Err(Error::Fixed { what });
         }
-        // At the start there is nothing better than to go on without a file; now there is.
+        // A file that cannot be used is tolerated at the start, but not if it was good then.
         let was_lost = |lost: &Problem| {
             let same = |warning: &Problem| is_lost_file(warning) && warning.subject == lost.subject;
             first.warnings.iter().any(same)
@@ -163,7 +162,7 @@ impl hot_restart::Inputs for Inputs {
     }
 }
 
-/// The same for what would run alike: bootstrap, command line, and program.
+/// Equal for equal bootstraps, command lines and programs.
 fn digest_of(document: &[u8], command: &Command) -> Vec<u8> {
     let mut context = digest::Context::new(&SHA256);
     context.update(document);
@@ -176,7 +175,7 @@ fn digest_of(document: &[u8], command: &Command) -> Vec<u8> {
     context.finish().as_ref().to_vec()
 }
 
-/// What tells a program from another at the same path. A name without a path is looked up by others.
+/// Tells a program from another at the same path. A name without a path gives an empty text.
 fn program(path: &Path) -> String {
     fs::metadata(path).map_or_else(
         |_| String::new(),
@@ -187,8 +186,8 @@ fn program(path: &Path) -> String {
     )
 }
 
-/// Orders a restart on SIGHUP, and when one of the files changes. The signal is caught from the call
-/// on; the future never ends.
+/// Requests a restart on SIGHUP, and when one of the files changes. The signal is caught from the
+/// call on; the future never ends.
 pub(crate) fn changes(
     envoy: Envoy,
     files: &[PathBuf],
@@ -199,11 +198,10 @@ pub(crate) fn changes(
     Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
 }
 
-/// From before the first Envoy starts, which these have been read for.
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
     let watch = FileWatch::new()?;
     for file in files {
-        tell_of(watch.watch(file), file);
+        log_failure(watch.watch(file), file);
     }
     Ok(watch)
 }
@@ -214,12 +212,12 @@ async fn watch_all(watch: &Arc<FileWatch>, files: &[PathBuf]) -> io::Result<()> 
         // The file system may block.
         let (watch, path) = (watch.clone(), file.clone());
         let watched = tokio::task::spawn_blocking(move || watch.watch(&path)).await?;
-        tell_of(watched, file);
+        log_failure(watched, file);
     }
     Ok(())
 }
 
-fn tell_of(watched: io::Result<()>, file: &Path) {
+fn log_failure(watched: io::Result<()>, file: &Path) {
     if let Err(error) = watched {
         tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
     }
@@ -237,7 +235,7 @@ async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envo
         loop {
             watch.changed().await?;
             tokio::time::sleep(SETTLES).await;
-            // What came meanwhile is about to be read.
+            // Changes until now are about to be read.
             while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
                 more?;
             }
