@@ -71,7 +71,14 @@ type At = fn(usize) -> Malformed;
 
 /// Takes one field off the message; `None` if it is not length-delimited.
 fn read_field<'a>(message: &mut &'a [u8]) -> Result<Option<(u64, &'a [u8])>, At> {
-    let mut varint = || decode_varint(message).map_err(|_| Malformed::Field as At);
+    let mut varint = || match **message {
+        // Nearly all have one byte.
+        [byte @ ..0x80, ref rest @ ..] => {
+            *message = rest;
+            Ok(u64::from(byte))
+        }
+        _ => decode_varint(message).map_err(|_| Malformed::Field as At),
+    };
     let tag = varint()?;
     let length = match tag & 7 {
         0 => varint().map(|_| 0)?,
@@ -99,21 +106,26 @@ impl<'a> Field<'a> {
         fields(self.value, self.value_at)
     }
 
-    pub(super) fn text(&self) -> Result<&'a str, Malformed> {
-        std::str::from_utf8(self.value).map_err(|_| Malformed::Text(self.value_at))
+    pub(super) fn value(&self) -> &'a [u8] {
+        self.value
+    }
+
+    fn check_text(&self) -> Result<(), Malformed> {
+        let text = std::str::from_utf8(self.value);
+        text.map(drop).map_err(|_| Malformed::Text(self.value_at))
     }
 }
 
-/// A host and its `NameInfo`.
+/// A host and its `NameInfo`. Texts are UTF-8, which is checked once.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Host<'a> {
     /// Offset of its field in the table, which identifies it.
     pub(super) at: u32,
     /// As istiod wrote it, perhaps with a dot at its end.
-    pub(super) name: &'a str,
-    pub(super) registry: &'a str,
-    pub(super) short_name: &'a str,
-    pub(super) namespace: &'a str,
+    pub(super) name: &'a [u8],
+    pub(super) registry: &'a [u8],
+    pub(super) short_name: &'a [u8],
+    pub(super) namespace: &'a [u8],
     info: Option<Field<'a>>,
 }
 
@@ -131,7 +143,7 @@ impl<'a> Host<'a> {
         for part in field.fields() {
             let part = part?;
             match part.number {
-                1 => host.name = part.text()?,
+                1 => host.name = part.value,
                 2 => host.info = Some(part),
                 _ => {}
             }
@@ -139,14 +151,28 @@ impl<'a> Host<'a> {
         for part in host.info.iter().flat_map(Field::fields) {
             let part = part?;
             match part.number {
-                IPS | ALT_HOSTS => {
-                    part.text()?;
-                }
-                2 => host.registry = part.text()?,
-                3 => host.short_name = part.text()?,
-                4 => host.namespace = part.text()?,
-                // What a later istiod adds need not be text.
+                2 => host.registry = part.value,
+                3 => host.short_name = part.value,
+                4 => host.namespace = part.value,
                 _ => {}
+            }
+        }
+        Ok(host)
+    }
+
+    /// Reads a pair whose texts are not known to be UTF-8.
+    pub(super) fn parse_checked(field: &Field<'a>) -> Result<Self, Malformed> {
+        let host = Self::parse(field)?;
+        for part in field.fields().filter_map(Result::ok) {
+            if part.number == 1 {
+                part.check_text()?;
+            }
+        }
+        for part in host.info.iter().flat_map(Field::fields) {
+            let part = part?;
+            // What a later istiod adds need not be text.
+            if (IPS..=ALT_HOSTS).contains(&part.number) {
+                part.check_text()?;
             }
         }
         Ok(host)
@@ -159,11 +185,12 @@ impl<'a> Host<'a> {
     }
 
     pub(super) fn ips(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.parts(IPS).filter_map(|ip| ip.text().ok())
+        let ips = self.parts(IPS);
+        ips.filter_map(|ip| std::str::from_utf8(ip.value).ok())
     }
 
-    pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a str> + use<'a> {
-        self.parts(ALT_HOSTS).filter_map(|host| host.text().ok())
+    pub(super) fn alt_hosts(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+        self.parts(ALT_HOSTS).map(|host| host.value)
     }
 
     /// The fields of its `NameInfo` with this number.
@@ -189,17 +216,20 @@ impl<'a> Host<'a> {
     /// Whether clients can ask for it. The absolute name of a Kubernetes host that ends in a dot would
     /// end in two.
     pub(super) fn can_be_asked_for(&self) -> bool {
-        let is_spelt = !without_dot(self.name).is_empty();
-        let is_absolute = self.is_kubernetes() && self.name.ends_with('.');
-        is_spelt && !is_absolute && self.ips().any(|ip| ip.parse::<IpAddr>().is_ok())
+        let is_absolute = self.is_kubernetes() && self.name.ends_with(b".");
+        !without_dot(self.name).is_empty() && !is_absolute
+    }
+
+    pub(super) fn has_addresses(&self) -> bool {
+        self.ips().any(|ip| ip.parse::<IpAddr>().is_ok())
     }
 
     pub(super) fn is_kubernetes(&self) -> bool {
-        self.registry == "Kubernetes"
+        self.registry == b"Kubernetes"
     }
 }
 
 /// A host without the dot it may end in.
-pub(super) fn without_dot(host: &str) -> &str {
-    host.strip_suffix('.').unwrap_or(host)
+pub(super) fn without_dot(host: &[u8]) -> &[u8] {
+    host.strip_suffix(b".").unwrap_or(host)
 }

@@ -11,7 +11,7 @@ impl NameTable {
     pub fn to_json(&self) -> Value {
         let mut hosts = Map::new();
         for host in self.all() {
-            hosts.insert(host.name.to_owned(), info(&host));
+            hosts.insert(text(host.name), info(&host));
         }
         for host in self.all() {
             for form in self.forms(&host) {
@@ -34,19 +34,27 @@ impl NameTable {
 
     /// The names of a host, lower case, without a dot at their end.
     fn forms(&self, host: &Host<'_>) -> Vec<String> {
-        let mut forms = vec![without_dot(host.name).to_ascii_lowercase()];
+        let mut forms = vec![lower(without_dot(host.name))];
         if self.has_short_forms(host) {
-            let short = host.short_name.to_ascii_lowercase();
-            let alias = format!("{short}.{}", host.namespace.to_ascii_lowercase());
+            let short = lower(host.short_name);
+            let alias = format!("{short}.{}", lower(host.namespace));
             forms.push(format!("{alias}{}", self.domains.first_label));
             forms.push(alias);
-            if host.namespace == self.domains.namespace {
+            if host.namespace == self.domains.namespace.as_bytes() {
                 forms.push(short);
             }
-            forms.extend(host.alt_hosts().map(str::to_ascii_lowercase));
+            forms.extend(host.alt_hosts().map(lower));
         }
         forms
     }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn lower(bytes: &[u8]) -> String {
+    text(bytes).to_ascii_lowercase()
 }
 
 /// A `NameInfo`, without members that are empty.
@@ -57,8 +65,8 @@ fn info(host: &Host<'_>) -> Value {
         ("namespace", host.namespace),
     ];
     let ips: Vec<_> = host.ips().collect();
-    let alt_hosts: Vec<_> = host.alt_hosts().collect();
-    let texts = texts.map(|(name, text)| (name, text.is_empty(), Value::from(text)));
+    let alt_hosts: Vec<_> = host.alt_hosts().map(text).collect();
+    let texts = texts.map(|(name, value)| (name, value.is_empty(), Value::from(text(value))));
     let members = [("ips", ips.is_empty(), Value::from(ips))]
         .into_iter()
         .chain(texts)

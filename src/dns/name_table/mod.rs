@@ -82,7 +82,7 @@ struct Reference(u32);
 
 /// A name as parts of the message.
 #[derive(Clone, Copy, Debug)]
-struct Name<'a>(&'a str, Option<&'a str>);
+struct Name<'a>(&'a [u8], Option<&'a [u8]>);
 
 impl NameTable {
     /// Checks an encoded `NameTable` and builds its index.
@@ -107,11 +107,11 @@ impl NameTable {
             if field.number != TABLE {
                 continue;
             }
-            let host = Host::parse(&field)?;
+            let host = Host::parse_checked(&field)?;
             let mut names = [host.name, host.short_name]
                 .into_iter()
                 .chain(host.alt_hosts());
-            table.has_wildcards |= names.any(|name| name.starts_with('*'));
+            table.has_wildcards |= names.any(|name| name.starts_with(b"*"));
             hosts.push(Reference::new(Kind::Host, host.at));
             others.extend(table.other_names(&host));
         }
@@ -172,8 +172,9 @@ impl NameTable {
 
     fn exact(&self, name: &[u8]) -> Option<Found> {
         if let Some(base) = self.domains.before_search(name) {
-            let has_name = |host: u32| self.hosts_of(name).any(|(_, other)| other.at == host);
-            if self.hosts_of(base).any(|(_, host)| !has_name(host.at)) {
+            let has_name = |host| self.hosts_of(name).any(|(_, other)| other.at == host);
+            let expands = |host: &Host<'_>| host.has_addresses() && !has_name(host.at);
+            if self.hosts_of(base).any(|(_, host)| expands(&host)) {
                 let found = self.addresses(base)?;
                 return Some(Found {
                     target_end: Some(base.len()),
@@ -186,7 +187,7 @@ impl NameTable {
 
     /// The addresses of a name, each family from the first host that has some.
     fn addresses(&self, name: &[u8]) -> Option<Found> {
-        let mut hosts: SmallVec<[_; MOST_OF_ONE_NAME]> = self.hosts_of(name).collect();
+        let mut hosts: SmallVec<[_; 2]> = self.hosts_of(name).collect();
         hosts.sort_unstable_by_key(|(rank, host)| (*rank, host.name));
         let mut found = Found::default();
         for (_, host) in &hosts {
@@ -198,7 +199,7 @@ impl NameTable {
                 found.v6 = v6;
             }
         }
-        (!hosts.is_empty()).then_some(found)
+        (!found.v4.is_empty() || !found.v6.is_empty()).then_some(found)
     }
 
     /// The hosts of this name, each with its rank.
@@ -243,8 +244,7 @@ impl NameTable {
             Kind::AltHost => {
                 let alt_host = self.alt_hosts[number as usize];
                 let host = Host::at(&self.encoded, alt_host.host);
-                let name =
-                    Field::at(&self.encoded, alt_host.at).and_then(|field| field.text().ok());
+                let name = Field::at(&self.encoded, alt_host.at).map(|field| field.value());
                 (host, Name(name.unwrap_or_default(), None))
             }
         }
@@ -259,7 +259,7 @@ impl NameTable {
 
     fn has_short_forms(&self, host: &Host<'_>) -> bool {
         let domain = &self.domains.domain;
-        host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain)
+        host.is_kubernetes() && !domain.is_empty() && host.name.ends_with(domain.as_bytes())
     }
 
     /// The names of a host beside its own.
@@ -269,7 +269,7 @@ impl NameTable {
             return names;
         }
         names.push(Reference::new(Kind::Alias, host.at));
-        if host.namespace == self.domains.namespace {
+        if host.namespace == self.domains.namespace.as_bytes() {
             names.push(Reference::new(Kind::Short, host.at));
         }
         for alt_host in host.parts(ALT_HOSTS) {
@@ -359,17 +359,17 @@ impl Name<'_> {
         let ends_alike = match second {
             Some(second) => rest
                 .strip_prefix(b".")
-                .is_some_and(|rest| rest.eq_ignore_ascii_case(second.as_bytes())),
+                .is_some_and(|rest| rest.eq_ignore_ascii_case(second)),
             None => rest.is_empty(),
         };
-        ends_alike && start.eq_ignore_ascii_case(first.as_bytes())
+        ends_alike && start.eq_ignore_ascii_case(first)
     }
 
     fn to_lowercase(self) -> Vec<u8> {
-        let mut name = self.0.to_ascii_lowercase().into_bytes();
+        let mut name = self.0.to_ascii_lowercase();
         if let Some(second) = self.1 {
             name.push(b'.');
-            name.extend(second.to_ascii_lowercase().bytes());
+            name.extend(second.to_ascii_lowercase());
         }
         name
     }

@@ -327,9 +327,12 @@ fn of_hosts_that_share_a_name_the_first_eight_are_entered() {
         .iter()
         .map(|(host, info)| (host.as_str(), info.clone()));
     let table = NameTable::build(&encode(pairs), domains()).expect("a table");
-    let mut entered: Vec<_> = table.entered(b"x.ns1").map(|(_, host)| host.name).collect();
+    let mut entered: Vec<_> = table
+        .entered(b"x.ns1")
+        .map(|(_, host)| host.name.to_vec())
+        .collect();
     entered.sort();
-    let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local"));
+    let first = (0..8).map(|number| format!("h{number:05}.ns1.svc.cluster.local").into_bytes());
     assert_eq!(entered, first.collect::<Vec<_>>());
 }
 

@@ -57,19 +57,20 @@ impl Question {
 
     /// The name as text: lower case, without a dot at its end. `None` if it reads otherwise as text:
     /// a label has a dot inside, or a byte that is written with a backslash.
-    pub(crate) fn text(&self, query: &[u8]) -> Option<SmallVec<[u8; 256]>> {
-        let mut text = SmallVec::new();
-        let mut labels = self.name(query);
-        while let [length @ 1..=63, rest @ ..] = labels {
-            let (label, rest) = rest.split_at_checked(usize::from(*length))?;
-            if !label.iter().all(|byte| is_plain(*byte)) {
+    pub(crate) fn text(&self, query: &[u8]) -> Option<SmallVec<[u8; 128]>> {
+        let name = self.name(query);
+        // Without the length of its first label and without the root label.
+        let mut text = SmallVec::from_slice(name.get(1..name.len() - 1).unwrap_or_default());
+        let mut at = 0;
+        while let length @ 1.. = usize::from(*name.get(at)?) {
+            if at > 0 {
+                text[at - 1] = b'.';
+            }
+            let label = text.get(at..at + length)?;
+            if !label.iter().fold(true, |is, byte| is & is_plain(*byte)) {
                 return None;
             }
-            if !text.is_empty() {
-                text.push(b'.');
-            }
-            text.extend_from_slice(label);
-            labels = rest;
+            at += 1 + length;
         }
         text.make_ascii_lowercase();
         Some(text)

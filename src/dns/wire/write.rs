@@ -81,12 +81,15 @@ impl<'a> Writer<'a> {
                 start
             }
         };
-        self.out.extend(kind.to_be_bytes());
-        self.out.extend(IN.to_be_bytes());
-        self.out.extend(self.ttl.to_be_bytes());
         let length: usize = parts.iter().map(|part| part.len()).sum();
+        let [kind_high, kind_low] = kind.to_be_bytes();
+        let [class_high, class_low] = IN.to_be_bytes();
+        let [t0, t1, t2, t3] = self.ttl.to_be_bytes();
         // An address or a name.
-        self.out.extend((length as u16).to_be_bytes());
+        let [high, low] = (length as u16).to_be_bytes();
+        self.out.extend_from_slice(&[
+            kind_high, kind_low, class_high, class_low, t0, t1, t2, t3, high, low,
+        ]);
         let data_at = self.out.len();
         for part in parts {
             self.out.extend_from_slice(part);
