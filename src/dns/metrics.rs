@@ -1,10 +1,10 @@
-//! What the room counts: queries by type, answers by code, and how large the table is.
+//! Metrics of the DNS server: queries by type, answers by code, and the size of the name table.
 //!
 //! Every series is made at the start, so that counting takes no lock. Messages that are no proper
-//! question, which are refused or dropped, are no requests, and refusals no responses: they are
-//! counted apart. What is asked of resolvers is counted where they are asked.
+//! question are counted apart, as neither requests nor responses.
 
-use crate::metrics::{Counter, Gauge, Kind, Registry};
+use super::wire;
+use crate::metrics::{Counter, Counters, Gauge, Registry};
 
 /// Types with a series of their own.
 const TYPES: [(u16, &str); 12] = [
@@ -36,26 +36,19 @@ pub(super) enum Source {
     Upstream,
 }
 
-/// The room's counters. Clones share them.
+/// Clones share the counters.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
+    requests: Counter,
     /// As in [`TYPES`], and all others.
     by_type: [Counter; TYPES.len() + 1],
-    /// As in [`RCODES`], and all others.
-    agent: [Counter; RCODES.len() + 1],
-    upstream: [Counter; RCODES.len() + 1],
-    refusals: Counter,
-    overflows: Counter,
-    hosts: Gauge,
-    tables: [Counter; 3],
-}
-
-/// What became of a name table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Update {
-    Taken,
-    Same,
-    Refused,
+    /// By [`Source`], then as in [`RCODES`], and all others.
+    responses: [[Counter; RCODES.len() + 1]; 2],
+    pub(super) refusals: Counter,
+    pub(super) overflows: Counter,
+    pub(super) hosts: Gauge,
+    /// By what became of a name table: `taken`, `same`, `refused`.
+    pub(super) name_tables: Counters<1>,
 }
 
 impl Metrics {
@@ -70,36 +63,16 @@ impl Metrics {
             "DNS responses by code and by who gave the answer.",
             &["rcode", "source"],
         );
-        let of = |source| {
-            let named = |index| RCODES.get(index).copied().unwrap_or(OTHER);
-            std::array::from_fn(|index| responses.with([named(index), source]))
-        };
-        let tables = registry.counters(
-            "istio_agent_dns_name_tables_total",
-            "Name tables received, by what became of them.",
-            &["result"],
-        );
-        let by_type: [Counter; TYPES.len() + 1] = std::array::from_fn(|index| {
-            by_type.with([TYPES.get(index).map_or(OTHER, |(_, name)| *name)])
-        });
-        let summed = by_type.clone();
-        registry.computed(
-            "istio_agent_dns_requests_total",
-            "DNS requests.",
-            Kind::Counter,
-            &[],
-            move |publish| {
-                let sum: u64 = summed.iter().map(Counter::get).sum();
-                // It appears with the first, as others do.
-                if sum > 0 {
-                    publish(&[], sum as f64);
-                }
-            },
-        );
         Self {
-            by_type,
-            agent: of("agent"),
-            upstream: of("upstream"),
+            requests: registry.counter("istio_agent_dns_requests_total", "DNS requests."),
+            by_type: std::array::from_fn(|index| {
+                by_type.with([TYPES.get(index).map_or(OTHER, |(_, name)| *name)])
+            }),
+            responses: ["agent", "upstream"].map(|source| {
+                std::array::from_fn(|index| {
+                    responses.with([RCODES.get(index).copied().unwrap_or(OTHER), source])
+                })
+            }),
             refusals: registry.counter(
                 "istio_agent_dns_refusals_total",
                 "Messages answered with an error because they are no proper DNS request.",
@@ -112,39 +85,23 @@ impl Metrics {
                 "istio_agent_dns_name_table_hosts",
                 "Hosts in the name table.",
             ),
-            tables: ["taken", "same", "refused"].map(|result| tables.with([result])),
+            name_tables: registry.counters(
+                "istio_agent_dns_name_tables_total",
+                "Name tables received, by what became of them.",
+                &["result"],
+            ),
         }
     }
 
     pub(super) fn request(&self, kind: u16) {
+        self.requests.inc();
         let index = TYPES.iter().position(|(number, _)| *number == kind);
         self.by_type[index.unwrap_or(TYPES.len())].inc();
     }
 
-    /// Counts an answer to a message that is no request.
-    pub(super) fn refusal(&self) {
-        self.refusals.inc();
-    }
-
     /// Counts an answer to a request.
     pub(super) fn response(&self, message: &[u8], source: Source) {
-        let code = message.get(3).map_or(0, |flags| usize::from(flags & 0xf));
-        let counters = match source {
-            Source::Agent => &self.agent,
-            Source::Upstream => &self.upstream,
-        };
-        counters[code.min(RCODES.len())].inc();
-    }
-
-    pub(super) fn overflow(&self) {
-        self.overflows.inc();
-    }
-
-    pub(super) fn table(&self, update: Update) {
-        self.tables[update as usize].inc();
-    }
-
-    pub(super) fn hosts(&self, hosts: usize) {
-        self.hosts.set(hosts as f64);
+        let code = usize::from(wire::rcode(message));
+        self.responses[source as usize][code.min(RCODES.len())].inc();
     }
 }

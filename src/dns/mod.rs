@@ -25,7 +25,7 @@ use tokio::sync::{Mutex, watch};
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
 pub use answer::Policy;
-use metrics::{Metrics, Update};
+use metrics::Metrics;
 use name_table::{Malformed, NameTable};
 pub use search_domains::SearchDomains;
 use server::Bound;
@@ -143,14 +143,14 @@ impl Dns {
             NameTable::build(&encoded, domains).map(Some)
         });
         let built = building.await.map_err(|_| Refused::Interrupted)?;
-        let update = match &built {
-            Ok(Some(_)) => Update::Taken,
-            Ok(None) => Update::Same,
-            Err(_) => Update::Refused,
+        let result = match &built {
+            Ok(Some(_)) => "taken",
+            Ok(None) => "same",
+            Err(_) => "refused",
         };
-        self.metrics.table(update);
+        self.metrics.name_tables.with([result]).inc();
         if let Some(table) = built? {
-            self.metrics.hosts(table.hosts());
+            self.metrics.hosts.set(table.hosts() as f64);
             tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
             self.tables.send_replace(Some(Arc::new(table)));
             self.ready.send_replace(true);

@@ -58,14 +58,14 @@ impl<F> Shared<F> {
         }
         match action {
             Action::Reply(_) => self.metrics.response(out, Source::Agent),
-            Action::Refuse => self.metrics.refusal(),
+            Action::Refuse => self.metrics.refusals.inc(),
             Action::Forward(_) | Action::Drop => {}
         }
         action
     }
 }
 
-/// Serves until `shutdown`, or until a socket fails for good; queries under way end with it.
+/// Serves until `shutdown`, or until a socket cannot be used; queries under way end with it.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,

@@ -106,7 +106,7 @@ impl<F: Forward> Server<F> {
                 return;
             }
             Action::Forward(question) => {
-                shared.metrics.overflow();
+                shared.metrics.overflows.inc();
                 answer::fail(query, &question, out);
                 shared.metrics.response(out, Source::Agent);
             }
