@@ -103,7 +103,7 @@ impl Default for Config {
             unix_socket: None,
             tls: None,
             redirects: Redirects::Return,
-            largest_head: 256 << 10,
+            largest_head: 512 << 10,
             keeps_connections: false,
         }
     }
