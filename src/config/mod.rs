@@ -10,6 +10,7 @@ mod dns;
 mod effective;
 pub mod environment;
 mod envoy;
+mod envoy_bootstrap;
 pub mod flags;
 pub mod interfaces;
 mod merged;
@@ -337,5 +338,9 @@ fn pod_pairs(root: &Path, name: &str, notes: &mut Diagnostics) -> Option<Pairs> 
     pod::read_pairs(&path, &mut notes.warnings)
 }
 
+#[cfg(test)]
+mod dns_tests;
+#[cfg(test)]
+mod envoy_tests;
 #[cfg(test)]
 mod tests;
