@@ -467,3 +467,92 @@ fn a_scrape_takes_a_little_less_than_the_scrapers_time() {
         assert_eq!(scrape.0.time(&headers).as_millis(), expected, "{header:?}");
     }
 }
+
+/// Sends a page of so many lines, in as many pieces as take `time`.
+fn slow(lines: usize, time: Duration) -> u16 {
+    const PIECES: u32 = 20;
+    let lines: Vec<_> = (0..lines)
+        .map(|n| format!("slow{{n=\"{n}\"}} 1\n"))
+        .collect();
+    server(move |stream, _| {
+        let length: usize = lines.iter().map(String::len).sum();
+        let head = head("text/plain", &format!("content-length: {length}\r\n"));
+        send(stream, head.as_bytes());
+        for piece in lines.chunks(lines.len().div_ceil(PIECES as usize)) {
+            thread::sleep(time / PIECES);
+            send(stream, piece.concat().as_bytes());
+        }
+    })
+}
+
+#[tokio::test]
+async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
+    let timeout = [("x-prometheus-scrape-timeout-seconds", "3")];
+    for lines in [200, 100_000] {
+        let envoy = slow(lines, Duration::from_millis(2400));
+        let targets = [page("text/plain", "a 1\n"), page("text/plain", "b 1\n")];
+        let (scrape, registry) = scrape(envoy, &targets);
+        let found = others(&scrape, &timeout).await;
+        assert!(found.starts_with("a 1\nb 1\nslow{n=\"0\"} 1\n"), "{lines}");
+        assert_eq!(found.lines().count(), lines + 2);
+        assert_eq!(failures(&registry, "envoy"), 0);
+    }
+}
+
+#[tokio::test]
+async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_whole() {
+    let cut = |kind: &'static str| {
+        server(move |stream, _| {
+            let head = head(kind, "content-length: 100\r\n");
+            send(stream, (head + "cut 1\nhal 4").as_bytes());
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        })
+    };
+    let text = page("text/plain", "envoy 1\n");
+    let whole = page(OPENMETRICS, "a 1\n# EOF\n");
+    for (envoy, target, is_whole) in [
+        (text, whole, true),
+        (nobody(), whole, true),
+        (cut("text/plain"), whole, false),
+        (text, cut(OPENMETRICS), false),
+        (text, page(OPENMETRICS, "a 1\n"), false),
+        (text, cut("text/plain"), true),
+    ] {
+        let (scrape, _) = scrape(envoy, &[target]);
+        let (parts, ()) = Request::get("/metrics")
+            .body(())
+            .expect("a request")
+            .into_parts();
+        let body = scrape.page(parts).await.into_body().collect().await;
+        assert_eq!(body.is_ok(), is_whole, "{envoy} and {target}");
+    }
+}
+
+#[tokio::test]
+async fn gzip_of_an_application_is_decoded_as_far_as_it_is_whole() {
+    let lines: String = (0..5000).map(|n| format!("a{{n=\"{n}\"}} 1\n")).collect();
+    let packed = gzip(lines.as_bytes());
+    let half = packed[..packed.len() / 2].to_vec();
+    for (body, encoding, failed) in [
+        (packed.clone(), "gzip", 0),
+        (packed, "br", 1),
+        (half, "gzip", 1),
+        (b"a 1\n".to_vec(), "gzip", 1),
+        (b"a 1\n".to_vec(), "identity", 0),
+    ] {
+        let port = server(move |stream, _| {
+            let length = body.len();
+            let more = format!("content-encoding: {encoding}\r\ncontent-length: {length}\r\n");
+            let _ = send(stream, head("text/plain", &more).as_bytes()) && send(stream, &body);
+        });
+        let (scrape, registry) = scrape(nobody(), &[port]);
+        let found = others(&scrape, &[]).await;
+        assert_eq!(failures(&registry, "application"), failed, "{encoding}");
+        let is_prefix = lines.starts_with(&found) || found == "a 1\n";
+        assert!(
+            is_prefix && (found.ends_with('\n') || found.is_empty()),
+            "{encoding}"
+        );
+        assert!(failed > 0 || found == lines || encoding == "identity");
+    }
+}

@@ -9,7 +9,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::support::child::ours_only;
+use crate::support::http::{ask, free_port, try_ask};
 use crate::support::scraped::{Scraped, Source, TEXT, answer_of};
+use crate::support::soon;
 
 const OM0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
 const OM1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -351,5 +353,118 @@ async fn a_source_that_hangs_takes_no_longer_than_the_scraper_has() {
         assert!(took < Duration::from_millis(1500), "{took:?}");
         page.assert_readable(&says);
         assert_eq!(page.samples(), expected, "{says}");
+    }
+}
+
+#[tokio::test]
+async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetrics() {
+    if !ours_only("no series that vanish unnoticed") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let cut = |kind: &str| {
+        format!("HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: 99\r\n\r\napp 1\nha 2")
+    };
+    scraped.targets[0].says(cut(TEXT));
+    let page = scraped.page().await;
+    page.assert_readable("cut off");
+    assert_eq!(page.samples(), ["envoy 1", "app 1"]);
+    // The last chunk of a whole response is empty.
+    assert!(scraped.raw().await.ends_with("\r\n0\r\n\r\n"));
+    for says in [
+        cut(OM1),
+        String::from_utf8(answer_of(OM1, "", b"app 1\n")).unwrap(),
+    ] {
+        scraped.targets[0].says(says);
+        let found = scraped.raw().await;
+        assert!(
+            !found.ends_with("\r\n0\r\n\r\n") && !found.contains("# EOF"),
+            "{found}"
+        );
+    }
+    scraped.targets[0].has(TEXT, "app 1\n");
+    assert_eq!(scraped.failures("application").await, 4);
+}
+
+#[tokio::test]
+async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_are_read() {
+    if !ours_only("gzip that was not asked for") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let registry = "# HELP app A.\n# TYPE app counter\napp{n=\"1\"} 1\n".repeat(2);
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    std::io::Write::write_all(&mut encoder, registry.as_bytes()).unwrap();
+    let packed = encoder.finish().unwrap();
+    let answer = answer_of(TEXT, "content-encoding: gzip\r\n", &packed);
+    scraped.targets[0].says(answer);
+    let page = scraped.page().await;
+    page.assert_readable("gzip");
+    assert_eq!(
+        page.samples(),
+        ["envoy 1", "app{n=\"1\"} 1", "app{n=\"1\"} 1"]
+    );
+}
+
+#[tokio::test]
+async fn all_metrics_are_at_metrics_and_the_agents_alone_below_it() {
+    let scraped = Scraped::start(1).await;
+    let merged = ask(scraped.port(), "GET /metrics").await.body;
+    assert!(merged.contains("\nenvoy 1\n") && merged.contains("\nistio_agent_scrapes_total 1\n"));
+    if ours_only("a page of the agent alone") {
+        let own = ask(scraped.port(), "GET /metrics/agent").await.body;
+        assert!(!own.contains("\nenvoy ") && own.contains("\nistio_agent_scrapes_total 1\n"));
+    }
+}
+
+/// Prometheus itself: Debian's package `prometheus`. Without it the test says so and is not run, except
+/// under `PROMETHEUS_TESTS`, where it fails.
+#[tokio::test]
+async fn prometheus_has_all_series_of_the_page() {
+    let scraped = Scraped::start(2).await;
+    let shared =
+        |path: &str| format!("# TYPE shared counter\nshared{{path=\"{path}\"}} 1\nsame 7\n");
+    scraped.targets[0].has(TEXT, &shared("/a"));
+    scraped.targets[1].has(TEXT, &shared("/b"));
+    let folder = tempfile::tempdir().unwrap();
+    let config = format!(
+        "global: {{scrape_interval: 1s, scrape_timeout: 1s}}\nscrape_configs:\n- job_name: pod\n  \
+         metrics_path: /stats/prometheus\n  static_configs: [{{targets: [\"127.0.0.1:{}\"]}}]\n",
+        scraped.port()
+    );
+    std::fs::write(folder.path().join("prometheus.yml"), config).unwrap();
+    let port = free_port();
+    let started = tokio::process::Command::new("prometheus")
+        .current_dir(folder.path())
+        .arg("--config.file=prometheus.yml")
+        .arg("--storage.tsdb.path=data")
+        .arg(format!("--web.listen-address=127.0.0.1:{port}"))
+        .stderr(std::process::Stdio::null())
+        .kill_on_drop(true)
+        .spawn();
+    let Ok(_prometheus) = started else {
+        let sentence = "There is no prometheus.";
+        assert!(std::env::var_os("PROMETHEUS_TESTS").is_none(), "{sentence}");
+        return eprintln!("{sentence} This test is not run.");
+    };
+    for series in [
+        "envoy",
+        "shared%7Bpath=%22/a%22%7D",
+        "shared%7Bpath=%22/b%22%7D",
+        "same",
+        "istio_agent_scrapes_total",
+        "up==1",
+    ] {
+        let query = format!("GET /api/v1/query?query={series}");
+        let is_there = async {
+            loop {
+                let answer = try_ask(port, &query, "").await;
+                if answer.is_some_and(|answer| answer.body.contains("\"metric\":")) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        };
+        soon(is_there).await;
     }
 }

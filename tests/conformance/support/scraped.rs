@@ -188,6 +188,21 @@ impl Scraped {
         }
     }
 
+    /// The port the merged page is served on.
+    pub fn port(&self) -> u16 {
+        self.place.status_port()
+    }
+
+    /// What a scrape over HTTP/1.1 gets to see of a response, or none of it where there is no head.
+    pub async fn raw(&self) -> String {
+        let mut stream = TcpStream::connect(local(self.port())).await.unwrap();
+        let request = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        let mut answer = Vec::new();
+        let _ = soon(stream.read_to_end(&mut answer)).await; // It may be reset.
+        String::from_utf8_lossy(&answer).into_owned()
+    }
+
     /// How many failures of a kind have been counted.
     pub async fn failures(&self, kind: &str) -> u64 {
         let page = self.page().await;
