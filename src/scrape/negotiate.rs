@@ -3,8 +3,6 @@
 //! The scraper's wishes are passed on as far as they are for text or OpenMetrics, in the order of
 //! its preference, which counts down again from the number that is left. Protobuf is never asked for:
 //! pages of it cannot be joined.
-//!
-//! Does not read pages.
 
 use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};

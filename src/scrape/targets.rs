@@ -1,8 +1,6 @@
 //! Where the application has its metrics: what the injector wrote down, read and checked.
 //!
 //! A list of targets is followed as it is; without one, port and path stand for a single target.
-//!
-//! Does not ask any of them.
 
 use serde::Deserialize;
 

@@ -42,7 +42,7 @@ fn request(stream: &mut TcpStream) -> Option<String> {
     String::from_utf8(text).ok()
 }
 
-/// Writes to somebody who may have gone.
+/// Writes to a client that may have gone.
 fn send(stream: &mut TcpStream, data: &[u8]) -> bool {
     stream.write_all(data).is_ok()
 }
@@ -66,8 +66,8 @@ fn page(kind: &'static str, body: impl Into<Vec<u8>>) -> u16 {
     })
 }
 
-/// A port nobody listens on.
-fn nobody() -> u16 {
+/// A port without a listener.
+fn closed_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
     listener.local_addr().expect("bound").port()
 }
@@ -125,10 +125,7 @@ fn failures(registry: &Registry, kind: &str) -> u64 {
 }
 
 #[tokio::test]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how whoever runs the test asks for an update"
-)]
+#[expect(clippy::disallowed_methods, reason = "how an update is asked for")]
 async fn every_page_is_merged_as_it_is_written_down() {
     let cases = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
     let mut count = 0;
@@ -181,7 +178,7 @@ async fn figures_of_the_agents_process_leave_the_applications_theirs() {
         "text/plain",
         "# TYPE process_open_fds gauge\nprocess_open_fds 7\n",
     );
-    let (scrape, registry) = scrape(nobody(), &[page]);
+    let (scrape, registry) = scrape(closed_port(), &[page]);
     crate::metrics::process::publish(&registry);
     let expected = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n";
     assert_eq!(others(&scrape, &[]).await, expected);
@@ -258,7 +255,7 @@ async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
             b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
         );
     });
-    for (port, is_seen) in [(nobody(), true), (missing, true)] {
+    for (port, is_seen) in [(closed_port(), true), (missing, true)] {
         let (scrape, registry) = scrape(envoy, &[port]);
         let (_, body) = answered(&scrape, &[]).await;
         let text = String::from_utf8(body).expect("text");
@@ -267,7 +264,7 @@ async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
         assert!(text.ends_with("envoy 1\n"));
         assert_eq!(failures(&registry, "application"), 1);
     }
-    let (scrape, registry) = scrape(nobody(), &[]);
+    let (scrape, registry) = scrape(closed_port(), &[]);
     assert_eq!(others(&scrape, &[]).await, "");
     assert_eq!(failures(&registry, "envoy"), 1);
 }
@@ -512,7 +509,7 @@ async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_
     let whole = page(OPENMETRICS, "a 1\n# EOF\n");
     for (envoy, target, is_whole) in [
         (text, whole, true),
-        (nobody(), whole, true),
+        (closed_port(), whole, true),
         (cut("text/plain"), whole, false),
         (text, cut(OPENMETRICS), false),
         (text, page(OPENMETRICS, "a 1\n"), false),
@@ -545,7 +542,7 @@ async fn gzip_of_an_application_is_decoded_as_far_as_it_is_whole() {
             let more = format!("content-encoding: {encoding}\r\ncontent-length: {length}\r\n");
             let _ = send(stream, head("text/plain", &more).as_bytes()) && send(stream, &body);
         });
-        let (scrape, registry) = scrape(nobody(), &[port]);
+        let (scrape, registry) = scrape(closed_port(), &[port]);
         let found = others(&scrape, &[]).await;
         assert_eq!(failures(&registry, "application"), failed, "{encoding}");
         let is_prefix = lines.starts_with(&found) || found == "a 1\n";

@@ -1,4 +1,4 @@
-//! The merged page of metrics over HTTP: what is asked of whom, what comes out, and what does not.
+//! The merged page of metrics over HTTP: what sources are asked, and what the page holds.
 //!
 //! An agent scrapes sources that say whatever the test wants, down to the last byte. Rows that only
 //! this agent fulfils are left out where `AGENT_BIN` names another.
@@ -319,7 +319,7 @@ async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
                 .page_with("x-prometheus-scrape-timeout-seconds: 20\r\n")
                 .await;
             page.assert_readable(what);
-            // A second value of the same series is nobody's to choose from.
+            // Identical series of the agent's or Envoy's are left out.
             let most = 1 + good + samples;
             let found = page.samples().len();
             assert!(

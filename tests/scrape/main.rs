@@ -3,8 +3,6 @@
 //!
 //! The parsers are those of the Python package `prometheus-client`, which the test installs below
 //! the target directory.
-//!
-//! Does not run the agent; pages come from `Scrape` itself.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
