@@ -29,6 +29,8 @@ use crate::bootstrap::{self, Written, platform};
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
+use crate::envoy::hot_restart::Prepare;
+use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::reaper::Children;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -186,12 +188,13 @@ impl Agent {
             return Ok(None);
         };
         let inputs = self.inputs.clone();
-        let inputs = inputs.map(|inputs| inputs as Arc<dyn envoy::hot_restart::Inputs>);
-        let has_inputs = inputs.is_some();
-        let (envoy, supervisor) = envoy::new(config, inputs, stop, &self.metrics);
+        let prepare =
+            inputs.map(|inputs| -> Prepare { Arc::new(move |epoch| inputs.prepare(epoch)) });
+        let is_replaced = prepare.is_some();
+        let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));
-        if has_inputs {
-            let changes = reload::changes(envoy.clone(), &self.config.inputs)?;
+        if is_replaced {
+            let changes = changes(envoy.clone(), &self.config.inputs)?;
             self.spawn_until_shutdown("watch for changes", changes);
         }
         Ok(Some(envoy))

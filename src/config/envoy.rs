@@ -15,8 +15,7 @@ use crate::dns::listen;
 use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
-use crate::envoy::machine::{Drain, Limits};
-use crate::envoy::requests;
+use crate::envoy::shutdown::{Drain, Limits};
 use crate::{duration, envoy};
 
 /// Longest wait for an answer of Envoy's admin port.
@@ -152,9 +151,7 @@ impl Sources<'_> {
             return Vec::new();
         }
         let inbound_only = self.flags.kind == NodeType::Sidecar;
-        requests::statistics(inbound_only)
-            .map(str::to_owned)
-            .to_vec()
+        envoy::statistics(inbound_only).map(str::to_owned).to_vec()
     }
 
     fn restarts(&mut self) -> Option<Budget> {

@@ -1,24 +1,22 @@
-//! A client for Envoy's admin port.
+//! Requests to Envoy's admin port.
 //!
-//! One HTTP/1 request on a connection of its own, with a deadline for the whole exchange and a limit
-//! on the answer: a stopped Envoy takes connections and never answers.
-//!
-//! Does not interpret answers.
+//! Each has a connection of its own, a deadline for the whole exchange and a limit for the answer: a
+//! stopped Envoy accepts connections and never answers.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, StatusCode, header};
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
+use http::{Method, Request, Response};
+use tokio::time::Instant;
 
-use crate::lifecycle::BoxError;
+use crate::{dial, http_client};
 
 /// Enough for every answer but a full `/config_dump`.
 const LARGEST_ANSWER: usize = 16 << 20;
+/// How often a starting Envoy is asked, and for how long that often.
+const PERIOD: Duration = Duration::from_millis(25);
+const OFTEN: Duration = Duration::from_secs(5);
 
 /// Where Envoy's admin port is, and how long an exchange may take.
 #[derive(Clone, Copy, Debug)]
@@ -27,37 +25,21 @@ pub struct Admin {
     pub limit: Duration,
 }
 
-#[derive(Debug)]
-pub struct Answer {
-    pub status: StatusCode,
-    pub body: Bytes,
-}
-
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("no answer from Envoy's admin port {address} within {limit:?}")]
-    Late {
-        address: SocketAddr,
-        limit: Duration,
-    },
-    #[error("cannot connect to Envoy's admin port {address}")]
-    Connect {
-        address: SocketAddr,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("{path:?} is no path for Envoy's admin port")]
-    Path {
-        path: String,
-        #[source]
-        source: http::Error,
-    },
-    #[error("the exchange with Envoy's admin port {address} broke off")]
-    Exchange {
-        address: SocketAddr,
-        #[source]
-        source: BoxError,
-    },
+#[error("no answer from Envoy's admin port")]
+pub struct Error(#[from] http_client::Error);
+
+impl Error {
+    /// Whether there is no such port.
+    pub(super) fn is_unconnected(&self) -> bool {
+        use http_client::Error::Connect;
+        matches!(self.0, Connect(dial::Error::Connect { .. }))
+    }
+
+    /// Whether the connection ended before the answer.
+    pub(super) fn is_broken(&self) -> bool {
+        matches!(self.0, http_client::Error::Broken { .. })
+    }
 }
 
 impl Admin {
@@ -68,24 +50,6 @@ impl Admin {
         }
     }
 
-    /// Tells Envoy to say goodbye to its clients. Of a sidecar only the inbound listeners do: the
-    /// workload itself may still want to call out. Unless Envoy `stays`, it closes these listeners at
-    /// the end of its drain time.
-    pub async fn drain_listeners(&self, inbound_only: bool, stays: bool) -> Result<Answer, Error> {
-        let inbound_only = if inbound_only { "inboundonly&" } else { "" };
-        let stays = if stays { "&skip_exit" } else { "" };
-        let path = format!("/drain_listeners?{inbound_only}graceful{stays}");
-        self.request(Method::POST, &path).await
-    }
-
-    /// Has Envoy close its listeners, of a sidecar the inbound ones: nothing new comes in, and what
-    /// is under way goes on.
-    pub async fn close_listeners(&self, inbound_only: bool) -> Result<Answer, Error> {
-        let inbound_only = if inbound_only { "?inboundonly" } else { "" };
-        let path = format!("/drain_listeners{inbound_only}");
-        self.request(Method::POST, &path).await
-    }
-
     /// The same port, with another limit.
     #[must_use]
     pub fn within(self, limit: Duration) -> Self {
@@ -93,61 +57,63 @@ impl Admin {
     }
 
     /// Sends one request without a body.
-    pub async fn request(&self, method: Method, path: &str) -> Result<Answer, Error> {
-        let request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header(header::HOST, self.address.to_string())
-            .header(header::CONNECTION, "close")
-            .body(Empty::<Bytes>::new())
-            .map_err(|source| Error::Path {
-                path: path.to_owned(),
-                source,
-            })?;
-        tokio::time::timeout(self.limit, self.exchange(request))
-            .await
-            .map_err(|_| Error::Late {
-                address: self.address,
-                limit: self.limit,
-            })?
+    pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
+        let uri = format!("http://{}{path}", self.address);
+        let request = Request::builder().method(method).uri(&uri);
+        let request = request.body(Bytes::new());
+        let request = request.map_err(|_| http_client::Error::Url { found: uri })?;
+        let client = http_client::Client::default();
+        Ok(client.fetch(request, self.limit, LARGEST_ANSWER).await?)
     }
 
-    async fn exchange(&self, request: Request<Empty<Bytes>>) -> Result<Answer, Error> {
-        let stream = TcpStream::connect(self.address)
-            .await
-            .map_err(|source| Error::Connect {
-                address: self.address,
-                source,
-            })?;
-        let broke_off = |source: BoxError| Error::Exchange {
-            address: self.address,
-            source,
-        };
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-            .await
-            .map_err(|error| broke_off(error.into()))?;
-        let answer = async {
-            let (head, body) = sender.send_request(request).await?.into_parts();
-            let body = Limited::new(body, LARGEST_ANSWER)
-                .collect()
-                .await?
-                .to_bytes();
-            Ok::<_, BoxError>(Answer {
-                status: head.status,
-                body,
-            })
-        };
-        // The answer needs the connection polled, and may still be read when that has ended.
-        let (answer, _) = tokio::join!(answer, connection);
-        answer.map_err(broke_off)
+    /// Has Envoy ask its clients to leave; of a sidecar only those of inbound listeners, as the
+    /// workload may still call out. Unless Envoy `stays`, it closes these listeners at the end of its
+    /// drain time.
+    pub async fn drain_listeners(
+        &self,
+        inbound_only: bool,
+        stays: bool,
+    ) -> Result<Response<Bytes>, Error> {
+        let inbound_only = if inbound_only { "inboundonly&" } else { "" };
+        let stays = if stays { "&skip_exit" } else { "" };
+        let path = format!("/drain_listeners?{inbound_only}graceful{stays}");
+        self.request(Method::POST, &path).await
+    }
+
+    /// Has Envoy close its listeners, of a sidecar the inbound ones. Requests under way go on.
+    pub async fn close_listeners(&self, inbound_only: bool) -> Result<Response<Bytes>, Error> {
+        let inbound_only = if inbound_only { "?inboundonly" } else { "" };
+        let path = format!("/drain_listeners{inbound_only}");
+        self.request(Method::POST, &path).await
+    }
+
+    /// Asks a starting Envoy until its answer is as wanted: often at first, then every `period`.
+    pub(super) async fn until(
+        &self,
+        path: &str,
+        period: Duration,
+        is_wanted: impl Fn(&Response<Bytes>) -> bool,
+    ) {
+        let often_until = Instant::now() + OFTEN;
+        loop {
+            let answer = self.request(Method::GET, path).await;
+            if answer.is_ok_and(|answer| is_wanted(&answer)) {
+                return;
+            }
+            let is_new = Instant::now() < often_until;
+            tokio::time::sleep(if is_new { PERIOD } else { period }).await;
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use http::StatusCode;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::lifecycle::with_causes;
 
     async fn admin(limit: Duration) -> (TcpListener, Admin) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
@@ -169,7 +135,7 @@ mod tests {
         let (answer, request) = tokio::join!(admin.drain_listeners(true, true), envoy);
         let answer = answer.expect("an answer");
         assert_eq!(
-            (answer.status, answer.body.as_ref()),
+            (answer.status(), answer.body().as_ref()),
             (StatusCode::OK, &b"OK\n"[..])
         );
         assert!(
@@ -181,15 +147,19 @@ mod tests {
     #[tokio::test]
     async fn gives_up_on_an_envoy_that_does_not_answer() {
         let (_listener, admin) = admin(Duration::from_millis(20)).await;
-        let answer = admin.request(Method::GET, "/ready").await;
-        assert!(matches!(answer, Err(Error::Late { .. })), "{answer:?}");
+        let error = admin
+            .request(Method::GET, "/ready")
+            .await
+            .expect_err("late");
+        let text = with_causes(&error);
+        assert!(text.ends_with("within 20ms"), "{text}");
     }
 
     #[tokio::test]
     async fn a_closed_port_is_an_error_and_not_a_crash() {
         let (listener, admin) = admin(Duration::from_secs(5)).await;
         drop(listener);
-        let answer = admin.drain_listeners(false, false).await;
-        assert!(matches!(answer, Err(Error::Connect { .. })), "{answer:?}");
+        let error = admin.drain_listeners(false, false).await;
+        assert!(error.expect_err("closed").is_unconnected());
     }
 }

@@ -1,9 +1,4 @@
-//! Envoy's argument list.
-//!
-//! Pure: settings in, words out, in the order pilot-agent gives them, so that process listings of
-//! both look alike.
-//!
-//! Does not start anything.
+//! Envoy's arguments, in the order pilot-agent gives them, so that process listings of both look alike.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -34,24 +29,23 @@ pub struct Command {
     pub fips_ciphers: bool,
 }
 
-/// What Envoy is to do with others of its kind.
+/// How Envoy relates to other Envoys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Know of none.
+    /// Without hot restart.
     #[default]
     Alone,
-    /// Read its configuration and end.
+    /// Checks its configuration and ends.
     Validate,
-    /// Begin a line of Envoys that take over from each other.
+    /// The first with a base id, which Envoy picks.
     First {
-        /// Where Envoy writes which base id it took.
+        /// Where Envoy writes its base id.
         base_id_file: PathBuf,
         parent_shutdown: Duration,
     },
-    /// Take over from the one before.
+    /// Takes over from the one before.
     Next {
         base_id: u32,
-        /// Its number in the line.
         epoch: u32,
         parent_shutdown: Duration,
     },
@@ -105,86 +99,72 @@ impl Command {
             .then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))
     }
 
-    /// Everything after the program's name.
+    /// Everything after the program's name, in pilot-agent's order.
     pub fn arguments(&self) -> Vec<String> {
+        let flag = |name: &str, value: Option<String>| Some(vec![name.to_owned(), value?]);
+        let switch = |name: &str, is_on: bool| is_on.then(|| vec![name.to_owned()]);
         let ip_version = match self.ip_version {
             IpVersion::V4 => "v4",
             IpVersion::V6 => "v6",
         };
-        let mut words: Vec<String> = Vec::new();
-        let mut flag = |name: &str, value: Option<String>| {
-            words.push(name.to_owned());
-            words.extend(value);
-        };
-        flag("-c", Some(self.bootstrap.display().to_string()));
-        flag(
-            "--drain-time-s",
-            Some(self.drain_time.as_secs().to_string()),
-        );
-        flag("--drain-strategy", Some("immediate".to_owned()));
-        flag("--local-address-ip-version", Some(ip_version.to_owned()));
-        let flush = self.file_flush_interval.as_millis();
-        flag("--file-flush-interval-msec", Some(flush.to_string()));
-        for word in self.mode.arguments() {
-            flag(&word, None);
-        }
-        flag("--allow-unknown-static-fields", None);
-        if self.file_flush_min_size_kb > 0 {
-            let size = self.file_flush_min_size_kb.to_string();
-            flag("--file-flush-min-size-kb", Some(size));
-        }
-        if let Some(level) = &self.log.level {
-            flag("-l", Some(level.clone()));
-        }
-        if let Some(components) = &self.log.components {
-            flag("--component-log-level", Some(components.clone()));
-        }
-        if self.skip_deprecated_logs {
-            flag("--skip-deprecated-logs", None);
-        }
-        if self.core_dump {
-            flag("--enable-core-dump", None);
-        }
-        if let Some(json) = &self.override_json {
-            flag("--config-yaml", Some(json.clone()));
-        }
-        if let Some(threads) = self.concurrency {
-            flag("--concurrency", Some(threads.to_string()));
-        }
-        words
+        let drain_time = self.drain_time.as_secs();
+        let flush_interval = self.file_flush_interval.as_millis();
+        let flush_size = Some(self.file_flush_min_size_kb).filter(|size| *size > 0);
+        let words = [
+            flag("-c", Some(self.bootstrap.display().to_string())),
+            flag("--drain-time-s", Some(drain_time.to_string())),
+            flag("--drain-strategy", Some("immediate".to_owned())),
+            flag("--local-address-ip-version", Some(ip_version.to_owned())),
+            flag(
+                "--file-flush-interval-msec",
+                Some(flush_interval.to_string()),
+            ),
+            Some(self.mode.arguments()),
+            switch("--allow-unknown-static-fields", true),
+            flag(
+                "--file-flush-min-size-kb",
+                flush_size.map(|size| size.to_string()),
+            ),
+            flag("-l", self.log.level.clone()),
+            flag("--component-log-level", self.log.components.clone()),
+            switch("--skip-deprecated-logs", self.skip_deprecated_logs),
+            switch("--enable-core-dump", self.core_dump),
+            flag("--config-yaml", self.override_json.clone()),
+            flag(
+                "--concurrency",
+                self.concurrency.map(|threads| threads.to_string()),
+            ),
+        ];
+        words.into_iter().flatten().flatten().collect()
     }
 }
 
 impl Mode {
     fn arguments(&self) -> Vec<String> {
-        let words = match self {
-            Self::Alone => "--disable-hot-restart".to_owned(),
-            Self::Validate => "--disable-hot-restart --mode validate".to_owned(),
+        let words = |words: &str| words.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        match self {
+            Self::Alone => words("--disable-hot-restart"),
+            Self::Validate => words("--disable-hot-restart --mode validate"),
             Self::First {
                 base_id_file,
                 parent_shutdown,
             } => {
                 let seconds = parent_shutdown.as_secs();
-                let words = format!("--parent-shutdown-time-s {seconds} --use-dynamic-base-id");
-                let mut words: Vec<_> = words.split(' ').map(str::to_owned).collect();
-                // The path may hold blanks.
-                words.extend([
-                    "--base-id-path".to_owned(),
-                    base_id_file.display().to_string(),
-                ]);
-                return words;
+                let flags = format!(
+                    "--parent-shutdown-time-s {seconds} --use-dynamic-base-id --base-id-path"
+                );
+                [words(&flags), vec![base_id_file.display().to_string()]].concat()
             }
             Self::Next {
                 base_id,
                 epoch,
                 parent_shutdown,
-            } => format!(
+            } => words(&format!(
                 "--parent-shutdown-time-s {} --base-id {base_id} --restart-epoch {epoch} \
                  --skip-hot-restart-parent-stats",
                 parent_shutdown.as_secs()
-            ),
-        };
-        words.split(' ').map(str::to_owned).collect()
+            )),
+        }
     }
 }
 
@@ -223,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_envoys_shares_a_base_id_and_each_has_its_number() {
+    fn envoys_that_take_over_from_each_other_share_a_base_id_and_each_has_its_epoch() {
         let parent_shutdown = Duration::from_secs(60);
         let first = Mode::First {
             base_id_file: "etc/istio proxy/id".into(),

@@ -1,24 +1,23 @@
-//! What is known about an Envoy that ended as it should not have.
+//! The record of a crash of Envoy.
 //!
-//! The [`Crash`] is logged, shown, and kept in a file beside the bootstrap, readable by the agent's
-//! user only: Envoy's last words may name what is nobody's business. The file is there for the agent
-//! of the next container, and goes when an Envoy has ended as it was asked to.
-//!
-//! Does not decide whether an end was a crash.
+//! A [`Crash`] is logged, shown, and kept in a file beside the bootstrap for the agent of the next
+//! container. Only the agent's user can read the file, as Envoy's last lines may name secrets. It goes
+//! when an Envoy has ended as it was asked to.
 
 use std::fmt;
 use std::fs;
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::replace_file::replace_file;
+
 const NAME: &str = "envoy-crash.json";
-/// Larger files are not ours.
+/// No agent writes a larger file.
 const LARGEST: u64 = 64 << 10;
 
-/// An end nobody asked for, or not in this way.
+/// An end that was not requested, or not in this way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Crash {
     /// In UTC, to the second.
@@ -28,7 +27,7 @@ pub struct Crash {
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// What Envoy held in memory when it was last looked at, which is when the agent was last awake.
+    /// Resident memory as last read, which is when the agent was last awake.
     pub rss_bytes: Option<u64>,
     /// Whether the kernel killed it for want of memory. None where the kernel does not tell.
     pub out_of_memory: Option<bool>,
@@ -37,69 +36,51 @@ pub struct Crash {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    #[error("cannot {action} the record of Envoy's crash, {}", .path.display())]
-    File {
-        action: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("the record of Envoy's crash in {} is none, expected what an agent wrote", .path.display())]
-    Content {
-        path: PathBuf,
-        #[source]
-        source: serde_json::Error,
-    },
+#[error("cannot {action} the record of Envoy's crash, {}", .path.display())]
+pub(super) struct Error {
+    action: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
 }
 
 impl Crash {
     /// The record an earlier agent has left in `directory`.
     pub(super) fn read(directory: &Path) -> Result<Option<Self>, Error> {
-        let path = directory.join(NAME);
-        let read = fs::metadata(&path).and_then(|file| match file.len() {
-            0..=LARGEST => fs::read(&path),
-            _ => Err(io::ErrorKind::FileTooLarge.into()),
-        });
-        match read {
-            Ok(text) => serde_json::from_slice(&text)
-                .map(Some)
-                .map_err(|source| Error::Content { path, source }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(failed("read", path, source)),
-        }
+        on_file("read", directory, |path| {
+            if fs::metadata(path)?.len() > LARGEST {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
+            Ok(Some(serde_json::from_slice(&fs::read(path)?)?))
+        })
     }
 
-    /// Puts the record where another may be, whole.
     pub(super) fn write(&self, directory: &Path) -> Result<(), Error> {
-        let (path, new) = (directory.join(NAME), directory.join(format!("{NAME}.tmp")));
-        let text = serde_json::to_vec_pretty(self).unwrap_or_default();
-        let write = || {
-            let mut options = fs::OpenOptions::new();
-            options.write(true).create(true).truncate(true).mode(0o600);
-            options.open(&new)?.write_all(&text)?;
-            fs::rename(&new, &path)
-        };
-        write().map_err(|source| failed("write", path.clone(), source))
+        on_file("write", directory, |path| {
+            replace_file(path, &serde_json::to_vec_pretty(self)?, 0o600)
+        })
     }
 
     pub(super) fn remove(directory: &Path) -> Result<(), Error> {
-        let path = directory.join(NAME);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(failed("remove", path, error))
-            }
-            _ => Ok(()),
-        }
+        on_file("remove", directory, |path| fs::remove_file(path))
     }
 }
 
-fn failed(action: &'static str, path: PathBuf, source: io::Error) -> Error {
-    Error::File {
-        action,
-        path,
-        source,
-    }
+/// A file that is not there is no error.
+fn on_file<T: Default>(
+    action: &'static str,
+    directory: &Path,
+    act: impl FnOnce(&Path) -> io::Result<T>,
+) -> Result<T, Error> {
+    let path = directory.join(NAME);
+    act(&path).or_else(|source| match source.kind() {
+        io::ErrorKind::NotFound if action != "write" => Ok(T::default()),
+        _ => Err(Error {
+            action,
+            path,
+            source,
+        }),
+    })
 }
 
 impl fmt::Display for Crash {
@@ -141,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn is_found_by_the_next_agent_until_it_is_removed() {
+    fn the_next_agent_finds_a_record_until_it_is_removed() {
         let directory = tempfile::tempdir().expect("a directory");
         assert_eq!(Crash::read(directory.path()).expect("nothing"), None);
         crash().write(directory.path()).expect("written");
@@ -160,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_none_is_named() {
+    fn a_file_that_is_no_record_is_named() {
         let directory = tempfile::tempdir().expect("a directory");
         fs::write(directory.path().join(NAME), "{}").expect("written");
         let error = Crash::read(directory.path()).expect_err("no record");
@@ -168,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_as_a_sentence() {
+    fn a_record_is_shown_as_a_sentence() {
         let expected =
             "signal 9 after 3.2 s, 70 MiB in memory, killed by the kernel for want of memory";
         assert_eq!(crash().to_string(), expected);

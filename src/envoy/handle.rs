@@ -1,9 +1,7 @@
-//! What the rest of the agent may know about Envoy, and ask of it.
+//! What the rest of the agent can learn of Envoy and ask of it.
 //!
-//! The one who runs Envoy publishes a [`Report`] whenever something changes; everybody with an
-//! [`Envoy`] can read it, wait for the next, or ask for a drain.
-//!
-//! Does not decide anything.
+//! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it, wait for the
+//! next, and order a drain or a restart.
 
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -15,7 +13,7 @@ use super::admin::Admin;
 use super::crash::Crash;
 use super::hot_restart::machine::Method;
 use super::memory::Resident;
-use super::shutdown::{self, Plan, Shutdown};
+use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -27,73 +25,70 @@ pub enum State {
     /// The process is there; it does not serve yet.
     Starting,
     Running,
-    /// Told to send its clients away, and still serving.
+    /// Its clients are asked to leave; it still serves.
     Draining,
-    /// Told to end.
+    /// Asked to quit, or signalled.
     Stopping,
     /// There is no process.
     Exited,
 }
 
-/// What is known about Envoy now.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     pub state: State,
     pub pid: Option<i32>,
     /// How many Envoys this agent has started before this one.
     pub epoch: u32,
-    #[serde(serialize_with = "shutdown::in_utc_if_any")]
+    #[serde(serialize_with = "in_utc_if_any")]
     pub started: Option<SystemTime>,
-    /// What Envoy holds in memory. It is looked at when somebody shows it.
-    pub rss_bytes: Resident,
-    /// Whether Envoy was told to send its clients away, and will skip its drain at the end.
+    /// Resident memory; only in a report from [`Envoy::snapshot`].
+    pub rss_bytes: Option<u64>,
+    /// Whether a drain was ordered, so that the shutdown has none.
     pub is_drained: bool,
-    /// The steps of an end, from where Envoy is now.
+    /// The steps of a shutdown, from where Envoy is now.
     pub plan: Plan,
-    /// The way down, once it has begun.
+    /// The shutdown, once it has begun.
     pub ending: Option<Shutdown>,
     /// When the next Envoy starts, while there is none.
-    #[serde(serialize_with = "shutdown::in_utc_if_any")]
+    #[serde(serialize_with = "in_utc_if_any")]
     pub restart: Option<SystemTime>,
-    /// Every Envoy there is, the one that serves among them.
+    /// All Envoys there are.
     pub epochs: Vec<Epoch>,
-    /// How the last restart somebody wanted went.
+    /// The last restart that was wanted.
     pub last_restart: Option<Restart>,
     /// The last crash, of this agent's Envoys or of the one before.
     pub last_crash: Option<Crash>,
 }
 
 /// One of the Envoys there are.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Epoch {
-    /// Its number among all of this agent.
+    /// How many Envoys this agent has started before this one.
     pub epoch: u32,
-    /// Its number among those that took over from each other, which Envoy goes by.
+    /// Envoy's own number of it, `--restart-epoch`.
     pub restart_epoch: u32,
     pub pid: i32,
     pub state: Role,
-    #[serde(serialize_with = "shutdown::in_utc_if_any")]
+    #[serde(serialize_with = "in_utc_if_any")]
     pub started: Option<SystemTime>,
     pub config: PathBuf,
 }
 
-/// What an Envoy is there for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// The next: it does not serve yet.
+    /// The successor, which does not serve yet.
     Next,
     Current,
-    /// It has been replaced, and finishes what it has begun.
+    /// The parent, which finishes what it has begun.
     Leaving,
 }
 
-/// A restart somebody wanted.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// A restart of an Envoy that serves.
+#[derive(Clone, Debug, Serialize)]
 pub struct Restart {
-    /// Why, in the words of who wanted it last.
     pub reason: &'static str,
-    #[serde(serialize_with = "shutdown::in_utc_if_any")]
+    #[serde(serialize_with = "in_utc_if_any")]
     pub when: Option<SystemTime>,
     /// None before it is known whether there is anything to start.
     pub method: Option<Method>,
@@ -111,10 +106,26 @@ pub enum Outcome {
     Unchanged,
     /// What was there to start could not be used.
     Refused,
-    /// The next Envoy did not get as far as serving.
+    /// The successor ended before it served.
     Failed,
     /// The Envoy that serves has ended first, drains, or is to end.
     Abandoned,
+}
+
+impl Restart {
+    pub(super) fn begun(reason: &'static str, now: SystemTime) -> Self {
+        Self {
+            reason,
+            when: Some(now),
+            method: None,
+            outcome: Outcome::UnderWay,
+            problem: None,
+        }
+    }
+
+    pub(super) fn is_under_way(&self) -> bool {
+        self.outcome == Outcome::UnderWay
+    }
 }
 
 impl State {
@@ -145,13 +156,14 @@ pub struct Envoy {
     admin: Admin,
     report: watch::Receiver<Report>,
     orders: mpsc::Sender<Order>,
+    pub(super) memory: Resident,
 }
 
-/// What the one who runs Envoy can be asked for.
+/// What the supervisor can be asked for.
 #[derive(Debug)]
 pub enum Order {
-    /// Have Envoy send its clients away but not end, and skip the drain when the end comes. Answered
-    /// when Envoy's admin port has, or has failed to.
+    /// Drain Envoy now, and not again at its shutdown. Answered when Envoy's admin port has answered
+    /// or failed; dropped when Envoy has ended.
     Drain(oneshot::Sender<()>),
     /// Replace Envoy by one that starts from what there is now, if that has changed.
     Restart { reason: &'static str },
@@ -163,6 +175,7 @@ impl Envoy {
             admin,
             report,
             orders,
+            memory: Resident::default(),
         }
     }
 
@@ -175,26 +188,31 @@ impl Envoy {
         self.report.clone()
     }
 
-    /// Notes how much memory Envoy holds, for the record of a crash. To be called when the agent is
-    /// awake anyway.
-    pub fn look_at_memory(&self) {
-        self.report.borrow().rss_bytes.look();
-    }
-
-    /// Has Envoy send its clients away; returns when it has been told, or when there is none.
-    pub async fn drain(&self) {
-        let (told, answer) = oneshot::channel();
-        if self.orders.send(Order::Drain(told)).await.is_ok() {
-            // An order dropped unanswered met the end of Envoy.
-            let _ = answer.await;
+    /// The report of now, with Envoy's memory.
+    pub fn snapshot(&self) -> Report {
+        let report = self.report.borrow().clone();
+        Report {
+            rss_bytes: report.pid.and_then(|_| self.memory.look()),
+            ..report
         }
     }
-}
 
-impl Envoy {
-    /// Has Envoy replaced if what it starts from has changed. The report tells how it went.
+    /// Reads Envoy's memory for the record of a crash. To be called when the agent is awake anyway.
+    pub fn look_at_memory(&self) {
+        self.memory.look();
+    }
+
+    /// Drains Envoy; returns when Envoy has been asked, or when there is none.
+    pub async fn drain(&self) {
+        let (asked, answer) = oneshot::channel();
+        if self.orders.send(Order::Drain(asked)).await.is_ok() {
+            let _ = answer.await; // An error is the end of Envoy.
+        }
+    }
+
+    /// Has Envoy replaced if what it starts from has changed. The report tells the outcome.
     pub async fn restart(&self, reason: &'static str) {
-        // Whoever runs Envoy has ended, and Envoy with it.
+        // An error is the end of Envoy.
         let _ = self.orders.send(Order::Restart { reason }).await;
     }
 }
@@ -209,7 +227,7 @@ mod tests {
     use crate::envoy::shutdown::{Plan, PlannedStep, Step};
 
     #[test]
-    fn a_report_is_json_with_moments_in_utc_and_spans_in_seconds() {
+    fn a_report_is_json_with_times_in_utc_and_durations_in_seconds() {
         let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
         let report = Report {
             state: State::Draining,

@@ -1,12 +1,9 @@
 //! Envoy's memory: how much it holds, and whether the kernel has killed for want of it.
 //!
-//! What it holds is read from `/proc` while it lives, as nothing is left to read afterwards; that is
-//! done when the agent is awake for another reason, and never wakes it. Kills
-//! are counted by the kernel for the control group this process is in: a count that went up while
-//! Envoy died of SIGKILL says why. Version 2 of control groups counts in `memory.events`, version 1
-//! in `memory.oom_control`.
-//!
-//! Does not see kills outside the own control group, such as those of a machine out of memory.
+//! Resident memory is read from `/proc` while Envoy lives, when the agent is awake for another reason.
+//! The kernel counts its kills for the agent's control group, version 2 in `memory.events`, version 1
+//! in `memory.oom_control`: a count that went up while Envoy died of SIGKILL says why. Kills for want
+//! of the machine's memory are counted elsewhere.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,79 +12,59 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::process::Pid;
-use serde::{Serialize, Serializer};
 use tokio::time::Instant;
 
 const KILLS: &str = "oom_kill";
 
-/// Who looks more often is told what was seen last.
-const SELDOM: Duration = Duration::from_secs(1);
+/// The shortest time between two reads that are not forced.
+const PERIOD: Duration = Duration::from_secs(1);
 
-/// How many bytes a process has in memory, as far as somebody has looked. Clones share it; the
-/// default is of no process.
+/// How many bytes the Envoy that serves has in memory, as last read. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub struct Resident(Option<Arc<Process>>);
+pub(super) struct Resident(Arc<Mutex<Seen>>);
 
-#[derive(Debug)]
-struct Process {
-    pid: Pid,
-    seen: Mutex<Seen>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Seen {
+    pid: Option<Pid>,
     when: Option<Instant>,
     bytes: Option<u64>,
 }
 
 impl Resident {
-    pub(super) fn of(pid: Pid) -> Self {
-        let seen = Mutex::default();
-        Self(Some(Arc::new(Process { pid, seen })))
+    /// Reads the memory of this process from now on.
+    pub(super) fn follow(&self, pid: Option<Pid>) {
+        *self.0.lock() = Seen {
+            pid,
+            ..Seen::default()
+        };
+        self.look();
     }
 
-    /// Looks, unless somebody just has.
-    pub fn look(&self) -> Option<u64> {
-        self.look_after(SELDOM)
+    /// Reads anew, at most once in a period. Of a process that has ended the last figure stays.
+    pub(super) fn look(&self) -> Option<u64> {
+        self.look_after(PERIOD)
     }
 
-    /// Looks in any case.
+    /// As last read.
+    pub(super) fn last(&self) -> Option<u64> {
+        self.0.lock().bytes
+    }
+
     pub(super) fn look_now(&self) -> Option<u64> {
         self.look_after(Duration::ZERO)
     }
 
-    fn look_after(&self, pause: Duration) -> Option<u64> {
-        let process = self.0.as_ref()?;
-        let mut seen = process.seen.lock();
-        if seen.when.is_none_or(|when| when.elapsed() >= pause) {
+    fn look_after(&self, period: Duration) -> Option<u64> {
+        let mut seen = self.0.lock();
+        if seen.when.is_none_or(|when| when.elapsed() >= period) {
             seen.when = Some(Instant::now());
-            // Of a process that has ended the last figure stays.
-            seen.bytes = resident(process.pid).or(seen.bytes);
+            seen.bytes = seen.pid.and_then(resident).or(seen.bytes);
         }
         seen.bytes
     }
-
-    /// What was seen last.
-    pub(super) fn last(&self) -> Option<u64> {
-        self.look_after(Duration::MAX)
-    }
 }
 
-/// The same for two that would be shown alike.
-impl PartialEq for Resident {
-    fn eq(&self, other: &Self) -> bool {
-        self.last() == other.last()
-    }
-}
-
-/// As bytes, looked at when it is shown.
-impl Serialize for Resident {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        self.look().serialize(to)
-    }
-}
-
-/// Bytes in memory now. None of a process that is gone.
+/// Bytes in memory now; none of a process that is gone.
 fn resident(pid: Pid) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
     let line = status.lines().find(|line| line.starts_with("VmRSS:"))?;
@@ -97,12 +74,12 @@ fn resident(pid: Pid) -> Option<u64> {
 
 /// The kernel's count of processes killed for want of memory.
 #[derive(Debug)]
-pub(super) struct KillCounter {
+pub(super) struct OomKills {
     file: PathBuf,
     before: u64,
 }
 
-impl KillCounter {
+impl OomKills {
     /// Notes the count of this process' control group. None where there is no count.
     pub(super) fn start() -> Option<Self> {
         Self::start_at(Path::new("/"))
@@ -181,7 +158,7 @@ mod tests {
             };
             write("proc/self/cgroup", groups);
             write(file, &text.replace('N', "4"));
-            let counter = KillCounter::start_at(root.path()).expect(file);
+            let counter = OomKills::start_at(root.path()).expect(file);
             assert_eq!(counter.has_grown(), Some(false), "{file}");
             write(file, &text.replace('N', "5"));
             assert_eq!(counter.has_grown(), Some(true), "{file}");
@@ -193,30 +170,33 @@ mod tests {
     #[test]
     fn a_machine_without_control_groups_has_no_count() {
         let root = tempfile::tempdir().expect("a directory");
-        assert!(KillCounter::start_at(root.path()).is_none());
+        assert!(OomKills::start_at(root.path()).is_none());
     }
 
     #[test]
     fn this_process_is_in_memory_and_none_is_not() {
-        let resident = Resident::of(rustix::process::getpid());
+        let resident = Resident::default();
+        assert_eq!(resident.look(), None);
+        resident.follow(Some(rustix::process::getpid()));
         assert!(resident.look().is_some_and(|bytes| bytes > 1 << 20));
-        assert_eq!(Resident::default().look(), None);
+        resident.follow(None);
+        assert_eq!(resident.look_now(), None);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_looks_often_is_told_what_was_seen_last_also_of_one_that_is_gone() {
+    async fn within_a_period_and_after_the_end_the_last_figure_stays() {
         let mut child = std::process::Command::new("sleep")
             .arg("3600")
             .spawn()
             .expect("a process");
-        let resident = Resident::of(Pid::from_child(&child));
-        assert_eq!(resident.last(), resident.look());
+        let resident = Resident::default();
+        resident.follow(Some(Pid::from_child(&child)));
         let seen = resident.look_now();
         assert!(seen.is_some());
         child.kill().expect("killed");
         child.wait().expect("reaped");
         assert_eq!(resident.look(), seen);
-        tokio::time::advance(SELDOM).await;
+        tokio::time::advance(PERIOD).await;
         assert_eq!(resident.look(), seen);
     }
 }

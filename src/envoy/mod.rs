@@ -1,25 +1,23 @@
-//! Runs Envoy: starts it, waits for it, brings it down gently, and starts it again if it may.
+//! Runs Envoy: starts it, shuts it down, replaces it, and starts it again if it may.
 //!
-//! [`new`] gives a handle for everybody and a future that owns the process from start to reaping.
-//! What happens next is decided by [`machine`]; [`supervisor`] carries it out. Whatever happens, the
-//! future ends only after Envoy has been reaped, or after the kernel failed to kill it.
-//!
-//! Does not write Envoy's bootstrap.
+//! [`new`] returns a handle to it and a future that owns its process. [`machine`] decides what happens
+//! next; [`supervisor`] carries it out. The future ends after Envoy has been reaped, or after the
+//! kernel failed to kill it.
 
+mod active;
 pub mod admin;
 mod calls;
-mod child;
 pub mod command;
-mod connections;
 pub mod crash;
 pub mod crash_restart;
 pub mod handle;
 pub mod hot_restart;
+mod instance;
+pub mod launch;
 pub mod machine;
-pub mod memory;
+mod memory;
 pub mod process;
 pub mod reaper;
-pub mod requests;
 pub mod shutdown;
 mod stderr;
 mod supervisor;
@@ -31,18 +29,20 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
-use crate::lifecycle::{BoxError, Stop};
+use crate::lifecycle::{BoxError, Stop, with_causes};
 use crate::metrics::{Kind, Registry};
+pub use active::statistics;
 use admin::Admin;
 use command::Command;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
-use hot_restart::{HotRestart, Inputs};
-use machine::Limits;
+use hot_restart::Prepare;
+use launch::Prepared;
 use process::Ended;
-use supervisor::{Counters, Requests, Supervisor};
+use shutdown::Limits;
+use supervisor::Supervisor;
 
-/// Orders nobody has come to yet; who gives more waits.
+/// Orders that wait for the supervisor; senders of more wait.
 const ORDERS: usize = 8;
 
 /// How Envoy is run.
@@ -60,20 +60,18 @@ pub struct Config {
     /// Of a sidecar only inbound listeners are drained.
     pub drain_inbound_only: bool,
     pub limits: Limits,
-    /// Ports of Envoy whose connections are the pod's internal_ports.
+    /// Ports of Envoy's listeners whose connections are not the workload's.
     pub internal_ports: Vec<u16>,
     /// None replaces no Envoy while it serves.
     pub hot_restart: Option<hot_restart::Limits>,
-    /// None leaves restarts to whoever runs the agent.
+    /// None starts no Envoy again.
     pub restarts: Option<Budget>,
 }
 
-/// How Envoy's last end came about.
+/// How the last Envoy ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// Envoy was asked to stop and did.
     Requested,
-    /// Envoy ended and nobody had asked.
     ByItself(Ended),
 }
 
@@ -95,13 +93,12 @@ pub enum Error {
     Unkillable(Duration),
 }
 
-/// An Envoy yet to be started: by the future, which runs until the end that no restart follows. How
-/// urgently `stop` is asked for says how far down its way Envoy is taken at once. Poll the future on
-/// the main thread, see [`process`]. With `inputs`, and where it is configured, Envoy can be replaced
-/// while it serves.
+/// The future starts Envoy and runs until its last end; `stop` shuts Envoy down, the more urgently
+/// the fewer steps that has. Poll it on the main thread, see [`process`]. With `prepare`, and where it
+/// is configured, Envoy can be replaced while it serves.
 pub fn new(
-    config: Config,
-    inputs: Option<Arc<dyn Inputs>>,
+    mut config: Config,
+    prepare: Option<Prepare>,
     stop: &Stop,
     metrics: &Registry,
 ) -> (
@@ -111,20 +108,19 @@ pub fn new(
     let admin = Admin::new(config.admin_host, config.admin_port, config.admin_call);
     let (publish, report) = watch::channel(Report::default());
     let (give, orders) = mpsc::channel(ORDERS);
-    show_state(metrics, report.clone());
-    let counters = Counters::of(metrics);
+    publish_state(metrics, report.clone());
     let handle = Envoy::new(admin, report, give);
-    let epochs = config.hot_restart.zip(inputs);
-    let epochs = epochs.map(|(limits, inputs)| HotRestart::new(limits, inputs));
-    let requests = Requests {
-        stop: stop.requested(),
-        orders,
-    };
-    let supervisor = Supervisor::new(config, admin, epochs, requests, publish, counters);
-    (handle, supervisor.run())
+    let memory = handle.memory.clone();
+    let prepare = prepare.unwrap_or_else(|| {
+        config.hot_restart = None;
+        let command = config.command.clone();
+        Arc::new(move |_| Ok(Prepared::new(command.clone(), &[], None)))
+    });
+    let supervisor = Supervisor::new(config, admin, prepare, memory, publish, metrics);
+    (handle, supervisor.run(stop.requested(), orders))
 }
 
-fn show_state(metrics: &Registry, report: watch::Receiver<Report>) {
+fn publish_state(metrics: &Registry, report: watch::Receiver<Report>) {
     const HELP: &str = "1 for the state Envoy is in.";
     let name = "istio_agent_envoy_state";
     metrics.computed(name, HELP, Kind::Gauge, &["state"], move |series| {
@@ -133,6 +129,10 @@ fn show_state(metrics: &Registry, report: watch::Receiver<Report>) {
             series(&[state.name()], f64::from(u8::from(state == now)));
         }
     });
+}
+
+fn warn(error: &(dyn std::error::Error + 'static), decision: &str) {
+    tracing::warn!("{decision}: {}", with_causes(error));
 }
 
 #[cfg(test)]

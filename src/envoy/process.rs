@@ -1,12 +1,10 @@
 //! Envoy's process: started, signalled and reaped here, the only place that knows its pid.
 //!
-//! Envoy inherits standard output, has a pipe for standard error and no input, and leads a process group of its own, so
-//! that a terminal's signals reach the agent alone. When the agent dies without a word, the kernel
-//! terminates Envoy. The kernel watches the *thread* that forked for this: [`Process::start`] must
-//! run on the main thread, which lives as long as the program does; the runtime is single-threaded,
-//! so every future polled by it does.
-//!
-//! Does not decide when to signal.
+//! Envoy inherits standard output, has no input, and leads a process group of its own, so that a
+//! terminal's signals reach the agent alone. When the agent is killed, the kernel sends Envoy SIGTERM,
+//! its parent-death signal. The kernel watches the *thread* that forked for this: [`Process::start`]
+//! must run on the main thread, which lives as long as the program does; the runtime is
+//! single-threaded, so every future polled by it does.
 
 use std::fmt;
 use std::io;
@@ -15,7 +13,6 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal};
-use tokio::process::ChildStderr;
 
 use super::command::Command;
 
@@ -56,13 +53,13 @@ pub enum Error {
 
 impl Process {
     /// Starts Envoy. Call it on the main thread.
-    pub fn start(command: &Command) -> Result<Self, Error> {
+    pub fn start(command: &Command, stderr: Stdio) -> Result<Self, Error> {
         let mut start = tokio::process::Command::new(&command.binary);
         start
             .args(command.arguments())
             .envs(command.environment())
             .stdin(Stdio::null())
-            .stderr(Stdio::piped())
+            .stderr(stderr)
             .process_group(0)
             .kill_on_drop(true);
         if let Some(user) = command.user {
@@ -86,11 +83,6 @@ impl Process {
 
     pub fn pid(&self) -> Pid {
         self.pid
-    }
-
-    /// What Envoy writes to standard error. Somebody must read it; it is handed out once.
-    pub fn take_stderr(&mut self) -> Option<ChildStderr> {
-        self.child.stderr.take()
     }
 
     /// Waits for the end and reaps it. May be called again.

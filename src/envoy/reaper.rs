@@ -1,82 +1,76 @@
-//! Reaps processes that were left to the agent, when it is the first of its container.
+//! Reaps orphans when the agent is process 1 of its container.
 //!
-//! Whoever loses its parent becomes a child of process 1, and stays a zombie until that one asks how
-//! it ended. Zombies are found in `/proc`, so that each can be asked for by its id: asking for any
-//! child would take Envoy's end away from the one who waits for it.
-//!
-//! Does nothing under another process id. Must learn of every other child the agent starts.
+//! A process that loses its parent becomes a child of process 1 and stays a zombie until that waits
+//! for it. Zombies are found in `/proc` and waited for by their id: waiting for any child would take
+//! Envoy's end away from the supervisor. Each other child of the agent must be claimed.
 
 use std::convert::Infallible;
 use std::fs;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Processes whose end somebody waits for. Clones share them.
+/// Processes that are waited for elsewhere. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Children(Arc<Mutex<Vec<Pid>>>);
 
-/// The claim to hear of a process' end oneself, given up when dropped.
+/// Keeps a process from being reaped here, until dropped.
 #[derive(Debug)]
 pub struct Claim {
-    own: Children,
+    children: Children,
     pid: Pid,
 }
 
 impl Children {
     pub fn claim(&self, pid: Pid) -> Claim {
-        self.lock().push(pid);
+        self.0.lock().push(pid);
         Claim {
-            own: self.clone(),
+            children: self.clone(),
             pid,
         }
     }
 
     fn contains(&self, pid: Pid) -> bool {
-        self.lock().contains(&pid)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Pid>> {
-        self.0.lock()
+        self.0.lock().contains(&pid)
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.own.lock().retain(|pid| *pid != self.pid);
+        self.children.0.lock().retain(|pid| *pid != self.pid);
     }
 }
 
-/// Reaps reaper for ever, except for `own`.
-pub async fn reap(own: Children) -> Infallible {
+/// Reaps orphans for ever, all but `children`.
+pub async fn reap(children: Children) -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
-    let mut children = match signal(SignalKind::child()) {
-        Ok(children) => children,
+    let mut ends = match signal(SignalKind::child()) {
+        Ok(ends) => ends,
         Err(error) => {
-            tracing::warn!(%error, "cannot watch for reaper; leaving them unreaped");
+            tracing::warn!(%error, "cannot watch for orphans; leaving them unreaped");
             return std::future::pending().await;
         }
     };
     loop {
-        reap_once(&own);
-        if children.recv().await.is_none() {
+        reap_once(&children);
+        if ends.recv().await.is_none() {
             return std::future::pending().await;
         }
     }
 }
 
-fn reap_once(own: &Children) {
+fn reap_once(children: &Children) {
     let Ok(processes) = fs::read_dir("/proc") else {
-        return; // Without /proc there is no telling whose zombie is whose.
+        return; // Without /proc zombies cannot be told apart.
     };
     let pids = processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .filter(|pid| !own.contains(*pid));
+        .filter(|pid| !children.contains(*pid));
     for pid in pids {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         if stat.is_ok_and(|stat| is_zombie_of_first(&stat)) {
@@ -99,13 +93,13 @@ mod tests {
 
     #[test]
     fn a_claim_lasts_until_it_is_dropped() {
-        let own = Children::default();
+        let children = Children::default();
         let (first, second) = (Pid::from_raw(41), Pid::from_raw(42));
         let (first, second) = (first.expect("a pid"), second.expect("a pid"));
-        let (claim, _other) = (own.claim(first), own.claim(second));
-        assert!(own.contains(first) && own.contains(second));
+        let (claim, _other) = (children.claim(first), children.claim(second));
+        assert!(children.contains(first) && children.contains(second));
         drop(claim);
-        assert!(!own.contains(first) && own.contains(second));
+        assert!(!children.contains(first) && children.contains(second));
     }
 
     #[test]

@@ -25,7 +25,6 @@ use tracing_subscriber::registry::LookupSpan;
 use levels::{Levels, scope_of};
 use line::{Content, Line};
 use output::Output;
-pub(crate) use output::{PIPE_BUF, has_room};
 pub use recent::Entry;
 use recent::Recent;
 

@@ -22,7 +22,7 @@ use super::line::{Content, Line};
 
 const MOST_QUEUED: usize = 256 << 10;
 /// A pipe that polls as writable takes so many bytes at once.
-pub(crate) const PIPE_BUF: usize = 4 << 10;
+const PIPE_BUF: usize = 4 << 10;
 
 /// How many threads write queues, and a signal that one has ended.
 static WRITERS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
@@ -133,7 +133,7 @@ fn write_all(mut file: &File, bytes: &[u8]) {
 }
 
 /// Whether [`PIPE_BUF`] bytes can be written without blocking.
-pub(crate) fn has_room(to: &impl AsFd) -> bool {
+fn has_room(to: &impl AsFd) -> bool {
     let mut ask = [PollFd::new(to, PollFlags::OUT)];
     poll(&mut ask, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }

@@ -6,6 +6,7 @@ use ::http::{Response, StatusCode};
 use serde_json::json;
 
 use super::{Body, Sources, reply};
+use crate::envoy::handle::Envoy;
 use crate::lifecycle::{Stop, Urgency};
 
 /// Longer than Envoy's admin port may take to answer.
@@ -29,8 +30,7 @@ pub(super) async fn drain(sources: &Sources) -> Response<Body> {
 
 pub(super) fn progress(sources: &Sources) -> Response<Body> {
     let asked = sources.stop.requested().borrow().clone();
-    let envoy = sources.envoy.as_ref();
-    let report = envoy.map(|envoy| envoy.report().borrow().clone());
+    let report = sources.envoy.as_ref().map(Envoy::snapshot);
     reply::json(&json!({
         "asked": format!("{:?}", asked.urgency).to_lowercase(),
         "cause": asked.cause,

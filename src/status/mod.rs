@@ -213,10 +213,9 @@ fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" => DebugPage::Html,
         "/debug/overview" => DebugPage::Overview,
-        "/debug/envoy" => DebugPage::Part(|sources| {
-            let report = sources.envoy.as_ref()?.report();
-            Some(json!(*report.borrow()))
-        }),
+        "/debug/envoy" => {
+            DebugPage::Part(|sources| Some(json!(sources.envoy.as_ref()?.snapshot())))
+        }
         "/debug/istiod" => DebugPage::Part(|sources| Some(json!(sources.istiod.status()))),
         "/debug/certs" => {
             DebugPage::Part(|sources| Some(json!(sources.secrets.as_ref()?.snapshot())))

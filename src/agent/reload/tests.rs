@@ -1,6 +1,6 @@
 //! What is read anew, with a configuration of a directory of its own.
 
-use std::net::Ipv4Addr;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
 
 use tempfile::TempDir;
@@ -9,9 +9,6 @@ use super::super::sds_socket::detect;
 use super::*;
 use crate::cli::{self, Command as Typed};
 use crate::config;
-use crate::envoy::admin::Admin;
-use crate::envoy::handle::Report;
-use crate::envoy::hot_restart::Inputs as _;
 
 /// A directory, and what the environment says at the moment.
 struct Place {
@@ -91,8 +88,8 @@ async fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
 async fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells_changes() {
     let place = Place::new();
     let inputs = place.inputs().await;
-    let first = inputs.first().expect("prepared");
-    let same = inputs.read(1).expect("prepared");
+    let first = inputs.prepare(0).expect("prepared");
+    let same = inputs.prepare(1).expect("prepared");
     assert_eq!(first.digest, same.digest);
     for (prepared, name) in [(&first, "envoy-rev0.json"), (&same, "envoy-rev1.json")] {
         assert_eq!(
@@ -105,11 +102,11 @@ async fn each_envoy_has_a_file_of_its_own_that_goes_with_it_and_the_digest_tells
     drop(same);
     assert!(!file.exists() && first.command.bootstrap.exists());
     place.set("ISTIO_META_COLOUR", "red");
-    let bootstrap = inputs.read(1).expect("prepared").digest;
+    let bootstrap = inputs.prepare(1).expect("prepared").digest;
     place.proxy_config(", concurrency: 7");
-    let command = inputs.read(1).expect("prepared").digest;
+    let command = inputs.prepare(1).expect("prepared").digest;
     fs::write(place.root.path().join("envoy"), "another").expect("written");
-    let program = inputs.read(1).expect("prepared").digest;
+    let program = inputs.prepare(1).expect("prepared").digest;
     let digests = [&first.digest, &bootstrap, &command, &program];
     for (at, digest) in digests.iter().enumerate() {
         assert!(!digests[..at].contains(digest), "{at}");
@@ -124,7 +121,7 @@ async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
     place.set("ISTIO_BOOTSTRAP_OVERRIDE", &over.display().to_string());
     let inputs = place.inputs().await;
     let refused = |inputs: &Inputs| {
-        let error = inputs.read(1).expect_err("refused");
+        let error = inputs.prepare(1).expect_err("refused");
         error.to_string()
     };
     place.proxy_config(", proxyAdminPort: 15999");
@@ -144,12 +141,12 @@ async fn what_others_rely_on_cannot_change_and_what_was_good_must_stay_so() {
         "{worse}"
     );
     fs::write(&over, "{}").expect("written");
-    inputs.read(1).expect("good again");
+    inputs.prepare(1).expect("good again");
     // Another label that cannot be read costs that label, and no restart.
     let labels = place.root.path().join("etc/istio/pod/labels");
     fs::create_dir_all(labels.parent().expect("a parent")).expect("made");
     fs::write(&labels, "app=\"cart\"\nodd=odd\n").expect("written");
-    inputs.read(1).expect("good but for a line");
+    inputs.prepare(1).expect("good but for a line");
     fs::remove_file(&labels).expect("removed");
     fs::create_dir(&labels).expect("made");
     assert!(refused(&inputs).contains("labels is "), "no file");
@@ -160,7 +157,7 @@ async fn who_serves_secrets_is_the_same_for_each_envoy() {
     let place = Place::new();
     place.set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
     let inputs = place.inputs().await;
-    let (first, next) = (inputs.first(), inputs.read(1));
+    let (first, next) = (inputs.prepare(0), inputs.prepare(1));
     let (first, next) = (first.expect("prepared"), next.expect("prepared"));
     let text = fs::read_to_string(&first.command.bootstrap).expect("written");
     assert!(text.contains("file-credential"), "{text}");
@@ -177,34 +174,9 @@ async fn what_is_written_for_an_envoy_of_another_user_is_that_users() {
     let mut inputs = place.inputs().await;
     let envoy = inputs.first.envoy.as_mut().expect("an Envoy");
     envoy.command.user = Some(1337);
-    let prepared = inputs.first().expect("prepared");
+    let prepared = inputs.prepare(0).expect("prepared");
     let file = fs::metadata(&prepared.command.bootstrap).expect("written");
     assert_eq!(file.uid(), 1337);
-}
-
-#[tokio::test(start_paused = true)]
-async fn what_changes_while_files_settle_is_part_of_one_restart() {
-    let place = tempfile::tempdir().expect("a directory");
-    let files = ["mesh", "override"].map(|name| place.path().join(name));
-    let (_publish, report) = tokio::sync::watch::channel(Report::default());
-    let (give, mut orders) = tokio::sync::mpsc::channel(8);
-    let admin = Admin::new(Ipv4Addr::LOCALHOST.into(), 1, SETTLES);
-    let envoy = Envoy::new(admin, report, give);
-    let watch = watch(&files);
-    let story = async {
-        fs::write(&files[0], "1").expect("written");
-        tokio::time::sleep(SETTLES / 2).await;
-        fs::write(&files[1], "1").expect("written");
-        orders.recv().await.expect("an order");
-        let quiet = tokio::time::timeout(SETTLES * 9, orders.recv()).await;
-        assert!(quiet.is_err(), "{quiet:?}");
-        fs::write(&files[0], "2").expect("written");
-        orders.recv().await.expect("another order");
-    };
-    tokio::select! {
-        () = story => {}
-        () = on_change(watch, &files, &envoy) => panic!("nothing is watched"),
-    }
 }
 
 #[tokio::test]
@@ -214,13 +186,13 @@ async fn a_custom_bootstrap_is_read_in_place_and_left_there() {
     fs::write(&custom, "{}").expect("written");
     place.proxy_config(&format!(", customConfigFile: {}", custom.display()));
     let inputs = place.inputs().await;
-    let first = inputs.first().expect("prepared");
+    let first = inputs.prepare(0).expect("prepared");
     assert_eq!(first.command.bootstrap, custom);
     fs::write(&custom, "{ }").expect("written");
-    assert_ne!(inputs.read(1).expect("prepared").digest, first.digest);
+    assert_ne!(inputs.prepare(1).expect("prepared").digest, first.digest);
     drop(first);
     assert!(custom.exists());
     fs::remove_file(&custom).expect("removed");
-    let error = inputs.read(1).expect_err("gone").to_string();
+    let error = inputs.prepare(1).expect_err("gone").to_string();
     assert!(error.contains("custom.json"), "{error}");
 }

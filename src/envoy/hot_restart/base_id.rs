@@ -1,9 +1,7 @@
-//! What a line of Envoys shares: its number, and a piece of shared memory of that name.
+//! The base id that an Envoy shares with its successors, and their shared memory of that name.
 //!
-//! The first of the line picks a free number and writes it to a file; those after it are told. Envoy
-//! never removes the memory, so this does, when nobody is to continue the line.
-//!
-//! Does not look into the memory.
+//! The first Envoy picks a free number and writes it to a file; its successors are given the number.
+//! Envoy never removes the memory, so this does when no Envoy uses the base id any more.
 
 use std::fs;
 use std::io;
@@ -18,7 +16,7 @@ const SHARED_MEMORY: &str = "/dev/shm";
 /// Envoy multiplies its number by this.
 const SPREAD: u64 = 10;
 
-/// The number of a line. Dropping it removes what the line leaves behind.
+/// A base id. Dropping it removes the file and the shared memory.
 #[derive(Debug)]
 pub(in crate::envoy) struct BaseId {
     file: PathBuf,
@@ -31,9 +29,9 @@ pub(in crate::envoy) fn can_share() -> bool {
 }
 
 impl BaseId {
-    /// Of a line whose first Envoy is about to be started, as this user where it is another than the
+    /// For a first Envoy that is about to be started, as this user where it is another than the
     /// agent's.
-    pub(in crate::envoy) fn at(file: PathBuf, user: Option<u32>) -> Self {
+    pub(in crate::envoy) fn new(file: PathBuf, user: Option<u32>) -> Self {
         remove(&file);
         if let Some(user) = user {
             // It may not make a file there, and is given one to write to.
@@ -54,7 +52,7 @@ impl BaseId {
     }
 
     /// The number, once Envoy has written it.
-    pub(in crate::envoy) fn id(&self) -> Option<u32> {
+    pub(in crate::envoy) fn get(&self) -> Option<u32> {
         if let Some(id) = self.id.get() {
             return Some(*id);
         }
@@ -65,7 +63,7 @@ impl BaseId {
 
 impl Drop for BaseId {
     fn drop(&mut self) {
-        if let Some(id) = self.id() {
+        if let Some(id) = self.get() {
             remove(&memory(id));
         }
         remove(&self.file);
@@ -95,15 +93,15 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
         fs::write(&file, "1").expect("left by another");
-        let base = BaseId::at(file.clone(), None);
-        assert_eq!(base.id(), None);
+        let base = BaseId::new(file.clone(), None);
+        assert_eq!(base.get(), None);
         // No Envoy takes so high a number, so no memory of this name can be anybody's.
         for text in ["", "-1", "4294967296", "a"] {
             fs::write(&file, text).expect("written");
-            assert_eq!(base.id(), None, "{text}");
+            assert_eq!(base.get(), None, "{text}");
         }
         fs::write(&file, "4294967295").expect("written");
-        assert_eq!(base.id(), Some(u32::MAX));
+        assert_eq!(base.get(), Some(u32::MAX));
         assert_eq!(
             memory(u32::MAX),
             Path::new("/dev/shm/envoy_shared_memory_42949672950")
@@ -120,9 +118,9 @@ mod tests {
         }
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("envoy-base-id");
-        let base = BaseId::at(file.clone(), Some(1337));
+        let base = BaseId::new(file.clone(), Some(1337));
         let found = fs::metadata(&file).expect("a file");
         assert_eq!(std::os::unix::fs::MetadataExt::uid(&found), 1337);
-        assert_eq!(base.id(), None);
+        assert_eq!(base.get(), None);
     }
 }

@@ -1,44 +1,47 @@
-//! Whether there is something new to start, whether Envoy takes it, and beside what it would start.
+//! Checks whether there is something new to start, and beside which Envoy it would start.
 //!
-//! The inputs are read outside the agent's thread; the new binary is asked for its opinion on the
-//! new bootstrap; the Envoy that serves is asked who it is. All of it under one limit.
-//!
-//! Does not start an Envoy that serves.
+//! What Envoy starts from is read outside the agent's thread; the new binary validates the new
+//! bootstrap; the Envoy that serves is asked for its state. All of it under one limit.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::Method;
+use bytes::Bytes;
+use http::{Method, Response};
 use serde_json::Value;
 
+use super::Prepare;
 use super::machine::{Serving, Verdict};
-use super::{Inputs, Launch, Prepared};
-use crate::envoy::admin::{Admin, Error as AdminError};
-use crate::envoy::child::Child;
-use crate::envoy::command::{Command, Mode};
+use crate::envoy::admin::Admin;
+use crate::envoy::command::Mode;
+use crate::envoy::instance::Instance;
+use crate::envoy::launch::{Launch, Prepared};
+use crate::envoy::memory::Resident;
 use crate::envoy::process::Ended;
 use crate::envoy::reaper::Children;
 use crate::lifecycle::{BoxError, with_causes};
 
-/// How often a next Envoy is asked whether it serves.
-const LOOK: Duration = Duration::from_millis(25);
+/// How often a successor is asked whether it serves.
+const PERIOD: Duration = Duration::from_millis(25);
 
 pub(super) struct Check {
-    pub(super) inputs: Arc<dyn Inputs>,
+    pub(super) prepare: Prepare,
+    /// What the Envoy that serves was started from.
     pub(super) serving: Option<Launch>,
-    pub(super) number: u32,
+    /// Of the Envoy that would be started.
+    pub(super) epoch: u32,
     pub(super) admin: Admin,
     pub(super) limit: Duration,
-    pub(super) own: Children,
+    pub(super) children: Children,
 }
 
 #[derive(Debug)]
 pub(super) struct Checked {
     pub(super) verdict: Verdict,
     /// What can be started.
-    pub(super) prepared: Option<Prepared>,
+    pub(super) prepared: Option<Arc<Prepared>>,
     /// Why nothing can.
-    pub(super) reason: Option<String>,
+    pub(super) problem: Option<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -53,88 +56,74 @@ impl Check {
     pub(super) async fn run(self) -> Checked {
         let limit = self.limit;
         let checked = tokio::time::timeout(limit, self.prepare()).await;
-        match checked.unwrap_or_else(|_| Err(Error::Late(limit).into())) {
-            Ok((verdict, prepared)) => Checked {
-                verdict,
-                prepared,
-                reason: None,
-            },
-            Err(error) => Checked {
-                verdict: Verdict::Refused,
-                prepared: None,
-                reason: Some(with_causes(error.as_ref())),
-            },
+        let (verdict, prepared, problem) = match checked {
+            Ok(Ok((verdict, prepared))) => (verdict, prepared, None),
+            Ok(Err(error)) => (Verdict::Refused, None, Some(with_causes(error.as_ref()))),
+            Err(_) => (Verdict::Refused, None, Some(Error::Late(limit).to_string())),
+        };
+        Checked {
+            verdict,
+            prepared,
+            problem,
         }
     }
 
-    async fn prepare(self) -> Result<(Verdict, Option<Prepared>), BoxError> {
-        let (inputs, number) = (self.inputs, self.number);
-        let prepared = tokio::task::spawn_blocking(move || inputs.read(number)).await??;
+    async fn prepare(self) -> Result<(Verdict, Option<Arc<Prepared>>), BoxError> {
+        let (prepare, epoch) = (self.prepare, self.epoch);
+        let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
         let serving = self.serving.as_ref();
-        if serving.is_some_and(|run| run.prepared.digest == prepared.digest) {
+        if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
             return Ok((Verdict::Unchanged, None));
         }
-        validate(&prepared.command, self.number, &self.own).await?;
-        let place = serving.map(|run| run.place);
-        let serving_state = serving_state(self.admin, place).await;
-        Ok((Verdict::Usable(serving_state), Some(prepared)))
+        let prepared = Arc::new(prepared);
+        validate(Arc::clone(&prepared), self.epoch, &self.children).await?;
+        let serving = serving_state(self.admin, serving.map(Launch::restart_epoch)).await;
+        Ok((Verdict::Usable(serving), Some(prepared)))
     }
 }
 
 /// Has Envoy read what it would start from.
-async fn validate(command: &Command, number: u32, own: &Children) -> Result<(), BoxError> {
-    let command = Command {
+async fn validate(
+    prepared: Arc<Prepared>,
+    epoch: u32,
+    children: &Children,
+) -> Result<(), BoxError> {
+    let launch = Launch {
+        prepared,
+        base_id: None,
         mode: Mode::Validate,
-        ..command.clone()
     };
-    let mut child = Child::start(&command, number, own)?;
-    let ended = child.process.ended().await?;
-    let last = child.finish().await.pop().unwrap_or_default();
+    let mut envoy = Instance::start(launch, epoch, children, &Resident::default())?;
+    let ended = envoy.process.ended().await?;
+    let last = envoy.last_lines().await.pop().unwrap_or_default();
     match ended {
         Ended::Code(0) => Ok(()),
         ended => Err(Error::Invalid { ended, last }.into()),
     }
 }
 
-/// Who has the admin port, beside the Envoy that serves at this place.
-async fn serving_state(admin: Admin, place: Option<u32>) -> Serving {
+/// The state of the Envoy that serves, which should be the one of this restart epoch.
+async fn serving_state(admin: Admin, epoch: Option<u32>) -> Serving {
     match admin.request(Method::GET, "/server_info").await {
-        Err(AdminError::Connect { .. }) => Serving::WithoutAdminPort,
-        Ok(answer) => match (state_and_place(&answer.body), place) {
-            (Some((State::Serving, found)), Some(place)) if found == place => Serving::Live,
-            _ => Serving::Unexpected,
-        },
-        Err(_) => Serving::Unexpected,
+        Ok(answer) if serves(&answer).is_some_and(|found| Some(found) == epoch) => Serving::Live,
+        Err(error) if error.is_unconnected() => Serving::WithoutAdminPort,
+        _ => Serving::Unexpected,
     }
 }
 
-/// Returns when the Envoy at this place of its line serves.
-pub(super) async fn live_at(admin: Admin, place: u32) {
-    loop {
-        if let Ok(answer) = admin.request(Method::GET, "/server_info").await
-            && state_and_place(&answer.body) == Some((State::Serving, place))
-        {
-            return;
-        }
-        tokio::time::sleep(LOOK).await;
-    }
+/// Returns when the Envoy of this restart epoch serves.
+pub(super) async fn live_at(admin: Admin, epoch: u32) {
+    let is_live = |answer: &Response<Bytes>| serves(answer) == Some(epoch);
+    admin.until("/server_info", PERIOD, is_live).await;
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Serving,
-    Starting,
-}
-
-fn state_and_place(info: &[u8]) -> Option<(State, u32)> {
-    let info: Value = serde_json::from_slice(info).ok()?;
-    let state = match info.get("state")?.as_str()? {
-        // One whose health check was failed on purpose serves on.
-        "LIVE" | "DRAINING" => State::Serving,
-        _ => State::Starting,
-    };
-    let place = info.pointer("/command_line_options/restart_epoch")?;
-    Some((state, u32::try_from(place.as_u64()?).ok()?))
+/// The restart epoch of an Envoy that serves.
+fn serves(info: &Response<Bytes>) -> Option<u32> {
+    let info: Value = serde_json::from_slice(info.body()).ok()?;
+    // One whose health check was failed on purpose serves on.
+    let serves = ["LIVE", "DRAINING"].contains(&info.get("state")?.as_str()?);
+    let epoch = info.pointer("/command_line_options/restart_epoch")?;
+    u32::try_from(epoch.as_u64()?).ok().filter(|_| serves)
 }
 
 #[cfg(test)]
@@ -142,24 +131,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_envoy_tells_its_state_and_its_place() {
+    fn an_envoy_tells_its_restart_epoch_once_it_serves() {
+        let info =
+            |state, epoch| format!(r#"{{"state":"{state}","command_line_options":{{{epoch}}}}}"#);
         for (info, expected) in [
-            (
-                r#"{"state":"LIVE","command_line_options":{"restart_epoch":3}}"#,
-                Some((State::Serving, 3)),
-            ),
-            (
-                r#"{"state":"PRE_INITIALIZING","command_line_options":{"restart_epoch":0}}"#,
-                Some((State::Starting, 0)),
-            ),
-            (r#"{"state":"LIVE","command_line_options":{}}"#, None),
-            (
-                r#"{"state":"LIVE","command_line_options":{"restart_epoch":-1}}"#,
-                None,
-            ),
-            ("", None),
+            (info("LIVE", r#""restart_epoch":3"#), Some(3)),
+            (info("DRAINING", r#""restart_epoch":0"#), Some(0)),
+            (info("PRE_INITIALIZING", r#""restart_epoch":0"#), None),
+            (info("LIVE", ""), None),
+            (info("LIVE", r#""restart_epoch":-1"#), None),
+            (String::new(), None),
         ] {
-            assert_eq!(state_and_place(info.as_bytes()), expected, "{info}");
+            let answer = Response::new(Bytes::from(info.clone()));
+            assert_eq!(serves(&answer), expected, "{info}");
         }
     }
 }

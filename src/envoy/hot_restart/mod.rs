@@ -1,139 +1,103 @@
-//! From one Envoy to the next while both run: on request, what Envoy starts from is read anew, and
-//! if it has changed the next Envoy takes over from the one that serves.
+//! Replaces the Envoy that serves while it serves, by Envoy's hot restart.
 //!
-//! [`Inputs`] reads; [`machine`] decides; [`HotRestart`] owns the Envoys that do not serve, the next and
-//! the old one, and the checks under way. The supervisor owns the one that serves, and carries out
-//! what the machine says. Each Envoy has a file of its own, which goes with it.
-//!
-//! Does not notice changes; who does orders a restart.
+//! On request, what Envoy starts from is read anew. If it has changed, a successor starts beside the
+//! Envoy that serves; when the successor serves itself, the one before is its parent and finishes
+//! what it has begun. [`machine`] decides; [`HotRestart`] owns successor, parent and the check under
+//! way; [`supervise`] carries out, as a part of the supervisor; [`watch`] orders restarts.
 
 pub(super) mod base_id;
 mod check;
 pub mod machine;
+mod supervise;
+pub mod watch;
 
-use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::Instant;
 
 use super::admin::Admin;
-use super::child::Child;
-use super::command::Command;
+use super::handle::Restart;
+use super::instance::{self, Instance};
+use super::launch::{Launch, Prepared};
 use super::process::{self, Ended};
-use super::reaper::Children;
+use super::supervisor::reached;
 use crate::lifecycle::BoxError;
-use base_id::BaseId;
-use check::Check;
+use check::{Check, Checked};
 use machine::{Event, Machine, Verdict};
 
-/// How long it may take to notice that a next Envoy serves, on a machine that is busy.
+/// How long it may take to notice that a successor serves, on a machine that is busy.
 const NOTICED: Duration = Duration::from_secs(1);
 
-/// How long the parts of a change may take.
-#[derive(Clone, Copy, Debug)]
+/// What the Envoy of an epoch is started from: the first of what the agent was started with, others
+/// of what there is now. May block.
+pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
+
+/// How long the parts of a hot restart may take.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// How long an old Envoy may stay; longer than its drain time. Whole seconds are used.
+    /// How long a parent may stay; longer than its drain time. Whole seconds are used.
     pub parent_shutdown: Duration,
-    /// Until the next Envoy serves; longer than its own waits for configuration.
+    /// Until a successor serves; longer than its own waits for configuration.
     pub live: Duration,
-    /// For reading the inputs and Envoy's opinion on them.
+    /// For reading what Envoy starts from, and for Envoy's check of it.
     pub check: Duration,
 }
 
-/// What Envoys are started from.
-pub trait Inputs: Send + Sync {
-    /// As they were when the agent started.
-    fn first(&self) -> Result<Prepared, BoxError>;
-    /// As they are now, for the Envoy of this number. May block.
-    fn read(&self, number: u32) -> Result<Prepared, BoxError>;
-}
-
-/// All that one Envoy needs, on disk and ready.
-pub struct Prepared {
-    pub command: Command,
-    /// The same for two that would run alike.
-    pub digest: Vec<u8>,
-    /// Removes what is on disk when dropped.
-    pub files: Option<Box<dyn Send + Sync>>,
-}
-
-impl fmt::Debug for Prepared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Prepared")
-            .field("bootstrap", &self.command.bootstrap)
-            .finish_non_exhaustive()
-    }
-}
-
-/// What an Envoy was started on.
-#[derive(Clone, Debug)]
-pub(super) struct Launch {
-    pub(super) prepared: Arc<Prepared>,
-    /// None of an Envoy that shares nothing.
-    pub(super) base: Option<Arc<BaseId>>,
-    /// Its number in its line.
-    pub(super) place: u32,
-}
-
-/// An Envoy that does not serve, yet or any more.
-#[derive(Debug)]
-pub(super) struct Instance {
-    pub(super) child: Child,
-    pub(super) run: Launch,
-    /// Its number among all of this agent.
-    pub(super) epoch: u32,
-    pub(super) started: SystemTime,
-}
-
-/// How something under way has ended.
+/// Something under way has come to an end.
 #[derive(Debug)]
 pub(super) enum Progress {
     /// With the reason, where what was read cannot be used.
     Checked(Verdict, Option<String>),
     Live,
     Deadline,
-    NextEnded(Ended),
-    OldEnded(Ended),
+    SuccessorEnded(Ended),
+    ParentEnded(Ended),
 }
 
 #[derive(Debug)]
 enum Call {
-    Checked(Box<check::Checked>),
+    Checked(Box<Checked>),
     Live,
 }
 
-/// Everything about changes but the Envoy that serves.
+/// All about hot restarts but the Envoy that serves.
 pub(super) struct HotRestart {
+    pub(super) is_on: bool,
     pub(super) limits: Limits,
-    pub(super) inputs: Arc<dyn Inputs>,
-    pub(super) machine: Machine,
-    /// What the one that serves runs on.
-    pub(super) serving: Option<Launch>,
-    /// What has been found good and is to be started.
-    pub(super) prepared: Option<Prepared>,
-    pub(super) next: Option<Instance>,
-    pub(super) old: Option<Instance>,
-    pub(super) deadline: Option<Instant>,
-    /// When the one that took over from the old one began to serve, which is when Envoy begins to
-    /// count the old one's time.
-    pub(super) serves_since: Option<Instant>,
-    /// Whether the Envoy started next takes its predecessor's place in the line.
+    pub(super) prepare: Prepare,
+    machine: Machine,
+    /// Why a restart was last wanted.
+    reason: &'static str,
+    /// The last restart, under way or not.
+    pub(super) last: Option<Restart>,
+    /// What has been found usable and is to be started.
+    pub(super) prepared: Option<Arc<Prepared>>,
+    pub(super) successor: Option<Instance>,
+    pub(super) parent: Option<Instance>,
+    deadline: Option<Instant>,
+    /// When the successor of the parent began to serve, which is when it begins to count the
+    /// parent's time.
+    serves_since: Option<Instant>,
+    /// Whether the Envoy that serves is to be started again as it was.
     pub(super) is_relaunch: bool,
     calls: JoinSet<Call>,
 }
 
 impl HotRestart {
-    pub(super) fn new(limits: Limits, inputs: Arc<dyn Inputs>) -> Self {
+    /// With `limits`, hot restart is on.
+    pub(super) fn new(limits: Option<Limits>, prepare: Prepare) -> Self {
         Self {
-            limits,
-            inputs,
-            machine: Machine::new(base_id::can_share()),
-            serving: None,
+            is_on: limits.is_some(),
+            limits: limits.unwrap_or_default(),
+            prepare,
+            machine: Machine::new(limits.is_some() && base_id::can_share()),
+            reason: "",
+            last: None,
             prepared: None,
-            next: None,
-            old: None,
+            successor: None,
+            parent: None,
             deadline: None,
             serves_since: None,
             is_relaunch: false,
@@ -141,45 +105,37 @@ impl HotRestart {
         }
     }
 
-    /// Finds out whether there is something to start as the Envoy of this number.
-    pub(super) fn check(&mut self, number: u32, admin: Admin, own: Children) {
-        let check = Check {
-            inputs: Arc::clone(&self.inputs),
-            serving: self.serving.clone(),
-            number,
-            admin,
-            limit: self.limits.check,
-            own,
-        };
+    fn check(&mut self, check: Check) {
         self.calls = JoinSet::new();
         self.calls
             .spawn(async move { Call::Checked(Box::new(check.run().await)) });
     }
 
-    /// Looks out for the Envoy at this place of its line.
-    pub(super) fn await_live(&mut self, admin: Admin, place: u32) {
+    /// Looks out for the Envoy of this launch.
+    fn await_live(&mut self, admin: Admin, launch: &Launch) {
+        let epoch = launch.restart_epoch();
         self.deadline = Some(Instant::now() + self.limits.live);
         self.calls = JoinSet::new();
         self.calls.spawn(async move {
-            check::live_at(admin, place).await;
+            check::live_at(admin, epoch).await;
             Call::Live
         });
     }
 
     /// Gives up what is under way.
-    pub(super) fn drop_calls(&mut self) {
+    fn drop_calls(&mut self) {
         self.calls = JoinSet::new();
         self.deadline = None;
     }
 
     /// Waits for what is under way. May be dropped and called again.
-    pub(super) async fn news(&mut self) -> Result<Progress, process::Error> {
+    pub(super) async fn progress(&mut self) -> Result<Progress, process::Error> {
         let deadline = self.deadline;
         tokio::select! {
-            ended = ended(&mut self.next) => ended.map(Progress::NextEnded),
-            ended = ended(&mut self.old) => ended.map(Progress::OldEnded),
+            ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
+            ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
             Some(call) = self.calls.join_next() => Ok(self.called(call)),
-            () = super::supervisor::reached(deadline) => {
+            () = reached(deadline) => {
                 self.deadline = None;
                 Ok(Progress::Deadline)
             }
@@ -191,22 +147,22 @@ impl HotRestart {
             Ok(Call::Live) => Progress::Live,
             Ok(Call::Checked(checked)) => {
                 self.prepared = checked.prepared;
-                Progress::Checked(checked.verdict, checked.reason)
+                Progress::Checked(checked.verdict, checked.problem)
             }
-            // Looking out ends at its deadline.
+            // The wait for a successor has its deadline.
             Err(error) => Progress::Checked(Verdict::Refused, Some(error.to_string())),
         }
     }
 
-    /// The successor of the old one serves from now on, which is sent away in time.
-    pub(super) fn successor_serves(&mut self, stay: Duration) {
+    /// The successor serves from now on, and ends its parent in time.
+    fn successor_serves(&mut self, stay: Duration) {
         let now = Instant::now();
         self.serves_since = Some(now);
         self.deadline = Some(now + stay);
     }
 
-    /// Whether the old one, which has ended, did so before its successor has sent it away.
-    pub(super) fn is_early(&self) -> bool {
+    /// Whether a parent that has ended did so before its successor ended it.
+    fn is_early(&self) -> bool {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
         let serves = self.serves_since.map(|since| since.elapsed() + NOTICED);
         serves.is_some_and(|serves| serves < shutdown)
@@ -214,33 +170,14 @@ impl HotRestart {
 }
 
 impl Progress {
-    pub(super) fn event(&self, early: bool) -> Event {
+    fn event(&self, early: bool) -> Event {
         match self {
             Self::Checked(verdict, _) => Event::Checked(*verdict),
             Self::Live => Event::Live,
             Self::Deadline => Event::Deadline,
-            Self::NextEnded(_) => Event::NextExited,
-            Self::OldEnded(_) => Event::OldExited { early },
+            Self::SuccessorEnded(_) => Event::SuccessorExited,
+            Self::ParentEnded(_) => Event::ParentExited { early },
         }
-    }
-}
-
-impl Instance {
-    /// Ends it now and waits until it has, but not for ever.
-    pub(super) async fn end(mut self, limit: Duration) {
-        self.child.process.kill();
-        let ended = tokio::time::timeout(limit, self.child.process.ended()).await;
-        if ended.is_err() {
-            let pid = self.child.pid();
-            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
-        }
-    }
-}
-
-async fn ended(beside: &mut Option<Instance>) -> Result<Ended, process::Error> {
-    match beside {
-        Some(beside) => beside.child.process.ended().await,
-        None => std::future::pending().await,
     }
 }
 
@@ -248,35 +185,26 @@ async fn ended(beside: &mut Option<Instance>) -> Result<Ended, process::Error> {
 mod tests {
     use super::*;
 
-    struct Nothing;
-
-    impl Inputs for Nothing {
-        fn first(&self) -> Result<Prepared, BoxError> {
-            Err("nothing".into())
-        }
-
-        fn read(&self, _: u32) -> Result<Prepared, BoxError> {
-            self.first()
-        }
-    }
-
     #[tokio::test(start_paused = true)]
-    async fn the_time_of_an_old_envoy_runs_from_when_its_successor_serves() {
+    async fn the_time_of_a_parent_runs_from_when_its_successor_serves() {
         let second = Duration::from_secs(1);
         let limits = Limits {
             parent_shutdown: second * 60,
             live: second,
             check: second,
         };
-        let mut epochs = HotRestart::new(limits, Arc::new(Nothing));
-        assert!(!epochs.is_early(), "nobody serves whom it would surprise");
+        let mut hot_restart = HotRestart::new(Some(limits), Arc::new(|_| Err("nothing".into())));
+        assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
-        epochs.successor_serves(second * 70);
-        assert_eq!(epochs.deadline, Some(Instant::now() + second * 70));
-        assert!(epochs.is_early());
+        hot_restart.successor_serves(second * 70);
+        assert_eq!(hot_restart.deadline, Some(Instant::now() + second * 70));
+        assert!(hot_restart.is_early());
         tokio::time::advance(second * 58).await;
-        assert!(epochs.is_early());
+        assert!(hot_restart.is_early());
         tokio::time::advance(second).await;
-        assert!(!epochs.is_early(), "it may have taken a second to notice");
+        assert!(
+            !hot_restart.is_early(),
+            "a second may have passed unnoticed"
+        );
     }
 }

@@ -1,9 +1,11 @@
-//! The ways through the machine: named ones by table, all others by chance.
+//! Named ways through the machine by table, all others at random.
+
+use std::time::Duration;
 
 use proptest::prelude::*;
 
 use super::*;
-use Event::{Answered, Begin, Deadline, DrainOrdered, EnvoyExited, Idle, Live, QuitRefused};
+use Event::{Begin, Deadline, Done, DrainOrdered, EnvoyExited, Live};
 
 const SECOND: Duration = Duration::from_secs(1);
 const LIMITS: Limits = Limits {
@@ -21,18 +23,24 @@ const UNTIL_IDLE: Limits = Limits {
     },
     ..LIMITS
 };
-const OUTLASTED: Limits = Limits {
+const LONG_REQUESTS: Limits = Limits {
     long_requests: SECOND.saturating_mul(8),
     ..LIMITS
 };
-const QUIT: Action = Action::Quit(LIMITS.quit);
-const TERMINATE: Action = Action::Terminate(LIMITS.terminate);
-const KILL: Action = Action::Kill(LIMITS.kill);
+const ANNOUNCE: Action = begin(Step::DrainCall, LIMITS.drain_call);
+const QUIT: Action = begin(Step::Quit, LIMITS.quit);
+const TERMINATE: Action = begin(Step::Termination, LIMITS.terminate);
+const KILL: Action = begin(Step::Kill, LIMITS.kill);
+const ANSWERED: Event = Done(Step::DrainCall);
 const ASK: Event = Event::StopRequested(Urgency::Drain);
 const ASK_AGAIN: Event = Event::StopRequested(Urgency::Terminate);
 const ASK_A_THIRD_TIME: Event = Event::StopRequested(Urgency::Kill);
 const CRASH: Event = EnvoyExited { may_restart: true };
 const LAST_CRASH: Event = EnvoyExited { may_restart: false };
+
+const fn begin(waits_for: Step, at_most: Duration) -> Action {
+    Action::Begin(PlannedStep { waits_for, at_most })
+}
 
 /// Takes a machine through events, each with what it must lead to.
 fn walk(limits: Limits, way: &[(Event, Action)]) -> Machine {
@@ -53,12 +61,11 @@ fn up(then: &[(Event, Action)]) -> Vec<(Event, Action)> {
 
 #[test]
 fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
-    let announce = Action::Announce(LIMITS.drain_call);
     let way = up(&[
-        (ASK, announce),
-        (Answered, Action::Wait(SECOND * 4)),
-        (Deadline, Action::Close(SECOND)),
-        (Answered, Action::Nothing),
+        (ASK, ANNOUNCE),
+        (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
+        (Deadline, begin(Step::LastRequests, SECOND)),
+        (ANSWERED, Action::Nothing),
         (Deadline, QUIT),
         (Deadline, TERMINATE),
         (Deadline, KILL),
@@ -66,11 +73,11 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
     ]);
     walk(LIMITS, &way);
     let unanswered = up(&[
-        (ASK, announce),
-        (Deadline, Action::Wait(SECOND * 4)),
-        (Deadline, Action::Close(SECOND)),
+        (ASK, ANNOUNCE),
+        (Deadline, begin(Step::DrainTime, SECOND * 4)),
+        (Deadline, begin(Step::LastRequests, SECOND)),
         (Deadline, QUIT),
-        (QuitRefused, TERMINATE),
+        (Done(Step::Quit), TERMINATE),
         (LAST_CRASH, Action::Leave),
     ]);
     walk(LIMITS, &unanswered);
@@ -79,49 +86,49 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
 #[test]
 fn a_drain_until_idle_lasts_for_its_least_and_at_most_to_its_ceiling() {
     let start = [
-        (ASK, Action::Announce(LIMITS.drain_call)),
-        (Answered, Action::Wait(SECOND * 5)),
-        (Idle, Action::Nothing),
-        (Deadline, Action::Count(SECOND * 54)),
+        (ASK, ANNOUNCE),
+        (ANSWERED, begin(Step::DrainTime, SECOND * 5)),
+        (Done(Step::Connections), Action::Nothing),
+        (Deadline, begin(Step::Connections, SECOND * 54)),
     ];
-    for end in [Idle, Deadline] {
+    for ends in [
+        [Deadline; 2],
+        [Done(Step::Connections), Done(Step::LastRequests)],
+    ] {
         let mut way = up(&start);
-        way.extend([(end, Action::Close(SECOND)), (end, QUIT)]);
+        way.extend([
+            (ends[0], begin(Step::LastRequests, SECOND)),
+            (ends[1], QUIT),
+        ]);
         walk(UNTIL_IDLE, &way);
     }
     walk(
         UNTIL_IDLE,
         &[&up(&start)[..], &[(ASK_AGAIN, QUIT)]].concat(),
     );
-    let too_long = Drain::UntilIdle {
-        at_least: SECOND * 90,
-        at_most: SECOND * 60,
-    };
-    let expected = Parts {
-        time: SECOND * 59,
-        connections: Some(Duration::ZERO),
-        last_requests: SECOND,
-    };
-    assert_eq!(too_long.parts(), expected);
 }
 
 #[test]
-fn requests_outlast_a_drain_for_a_time_until_the_last_has_ended_or_somebody_insists() {
+fn long_requests_are_waited_for_until_the_last_has_ended_or_a_more_urgent_request_comes() {
     let drained = [
-        (ASK, Action::Announce(LIMITS.drain_call)),
-        (Answered, Action::Wait(SECOND * 4)),
-        (Deadline, Action::Close(SECOND)),
-        (Deadline, Action::Outlast(SECOND * 8)),
+        (ASK, ANNOUNCE),
+        (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
+        (Deadline, begin(Step::LastRequests, SECOND)),
+        (Deadline, begin(Step::LongRequests, SECOND * 8)),
     ];
     for (end, action) in [
-        (Idle, QUIT),
+        (Done(Step::LongRequests), QUIT),
+        (Done(Step::LastRequests), Action::Nothing),
         (Deadline, QUIT),
         (ASK, Action::Nothing),
         (ASK_AGAIN, QUIT),
         (ASK_A_THIRD_TIME, KILL),
         (LAST_CRASH, Action::Leave),
     ] {
-        walk(OUTLASTED, &up(&[&drained[..], &[(end, action)]].concat()));
+        walk(
+            LONG_REQUESTS,
+            &up(&[&drained[..], &[(end, action)]].concat()),
+        );
     }
     // A drain until idle has waited for them.
     let limits = Limits {
@@ -130,50 +137,33 @@ fn requests_outlast_a_drain_for_a_time_until_the_last_has_ended_or_somebody_insi
     };
     let plan = |limits| walk(limits, &up(&drained[..1])).plan();
     assert_eq!(plan(limits), plan(UNTIL_IDLE));
-    // One that is followed by another leaves nobody to serve meanwhile, unless the end is wanted.
+    // Before another Envoy follows, none would serve meanwhile, unless the end is requested.
     let replaced = Event::Replace(EndBy::Quit);
     let before = [(replaced, drained[0].1), drained[1], drained[2]];
-    walk(OUTLASTED, &up(&[&before[..], &[(Deadline, QUIT)]].concat()));
+    walk(
+        LONG_REQUESTS,
+        &up(&[&before[..], &[(Deadline, QUIT)]].concat()),
+    );
     let wanted = [(ASK, Action::Nothing), drained[3]];
-    walk(OUTLASTED, &up(&[&before[..], &wanted].concat()));
-}
-
-#[test]
-fn a_drain_keeps_a_part_of_its_time_for_the_last_requests() {
-    let millis = Duration::from_millis;
-    for (whole, time, last_requests) in [
-        (millis(0), millis(0), millis(0)),
-        (millis(10), millis(7500) / 1000, millis(2500) / 1000),
-        (millis(2000), millis(1500), millis(500)),
-        (millis(5000), millis(4000), millis(1000)),
-        (millis(60_000), millis(59_000), millis(1000)),
-    ] {
-        let expected = Parts {
-            time,
-            connections: None,
-            last_requests,
-        };
-        assert_eq!(Drain::For(whole).parts(), expected);
-    }
+    walk(LONG_REQUESTS, &up(&[&before[..], &wanted].concat()));
 }
 
 #[test]
 fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
-    let announce = Action::Announce(LIMITS.drain_call);
     for way in [
         up(&[(ASK_AGAIN, QUIT), (ASK, Action::Nothing)]),
-        up(&[(ASK, announce), (ASK_AGAIN, QUIT), (ASK_A_THIRD_TIME, KILL)]),
+        up(&[(ASK, ANNOUNCE), (ASK_AGAIN, QUIT), (ASK_A_THIRD_TIME, KILL)]),
         up(&[
-            (ASK, announce),
+            (ASK, ANNOUNCE),
             (ASK_AGAIN, QUIT),
-            (Answered, Action::Nothing),
+            (ANSWERED, Action::Nothing),
             (ASK_AGAIN, Action::Nothing),
         ]),
         up(&[
             (ASK_A_THIRD_TIME, KILL),
             (ASK_A_THIRD_TIME, Action::Nothing),
         ]),
-        vec![(Begin, Action::Start), (ASK, announce)],
+        vec![(Begin, Action::Start), (ASK, ANNOUNCE)],
     ] {
         walk(LIMITS, &way);
     }
@@ -181,7 +171,7 @@ fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing()
 
 #[test]
 fn an_envoy_drained_by_order_ends_without_a_further_drain() {
-    let told = (DrainOrdered, Action::Tell);
+    let told = (DrainOrdered, Action::Drain);
     let machine = walk(LIMITS, &up(&[told, told]));
     assert_eq!(machine.phase().state(), State::Draining);
     walk(
@@ -192,7 +182,7 @@ fn an_envoy_drained_by_order_ends_without_a_further_drain() {
         (DrainOrdered, Action::Nothing),
         (Begin, Action::Start),
         told,
-        (Live, Action::Tell),
+        (Live, Action::Drain),
         (ASK, QUIT),
         (DrainOrdered, Action::Nothing),
     ];
@@ -200,33 +190,32 @@ fn an_envoy_drained_by_order_ends_without_a_further_drain() {
 }
 
 #[test]
-fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_nobody_asked_for_the_end() {
+fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested() {
     let again = [(CRASH, Action::Pause), (Deadline, Action::Start)];
     walk(
         LIMITS,
         &up(&[again[0], again[1], (LAST_CRASH, Action::Leave)]),
     );
     walk(LIMITS, &up(&[again[0], (ASK, Action::Leave)]));
-    let asked = (ASK, Action::Announce(LIMITS.drain_call));
+    let asked = (ASK, ANNOUNCE);
     walk(
         LIMITS,
         &up(&[asked, (CRASH, Action::Leave), (ASK, Action::Nothing)]),
     );
-    let drained = [(DrainOrdered, Action::Tell), again[0], again[1]];
+    let drained = [(DrainOrdered, Action::Drain), again[0], again[1]];
     walk(
         LIMITS,
-        &[&up(&drained)[..], &[(Live, Action::Tell)]].concat(),
+        &[&up(&drained)[..], &[(Live, Action::Drain)]].concat(),
     );
     walk(LIMITS, &[(ASK, Action::Leave), (Begin, Action::Nothing)]);
 }
 
 #[test]
-fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_wanted() {
-    let announce = Action::Announce(LIMITS.drain_call);
-    let wait = (Answered, Action::Wait(SECOND * 4));
-    let close = (Deadline, Action::Close(SECOND));
+fn an_envoy_that_is_replaced_drains_and_is_followed_by_another_unless_the_end_is_requested() {
+    let wait = (ANSWERED, begin(Step::DrainTime, SECOND * 4));
+    let close = (Deadline, begin(Step::LastRequests, SECOND));
     for (end_by, end) in [(EndBy::Quit, QUIT), (EndBy::Kill, KILL)] {
-        let replaced = (Event::Replace(end_by), announce);
+        let replaced = (Event::Replace(end_by), ANNOUNCE);
         let way = [replaced, wait, close, (Deadline, end)];
         let next = [(LAST_CRASH, Action::Pause), (Deadline, Action::Start)];
         let after = [(Live, Action::Nothing), (ASK_AGAIN, QUIT)];
@@ -254,14 +243,14 @@ fn the_plan_names_the_steps_that_are_left() {
     };
     use Step::{Connections, DrainCall, DrainTime, Kill, LastRequests, LongRequests};
     use Step::{Quit, Termination};
-    let asked = up(&[(ASK, Action::Announce(LIMITS.drain_call))]);
+    let asked = up(&[(ASK, ANNOUNCE)]);
     let machine = walk(LIMITS, &asked);
     assert_eq!(
         waits(&machine),
         [DrainCall, DrainTime, LastRequests, Quit, Termination, Kill]
     );
     assert_eq!(machine.plan().at_most(), SECOND * 15);
-    let machine = walk(OUTLASTED, &asked);
+    let machine = walk(LONG_REQUESTS, &asked);
     assert_eq!(waits(&machine)[2..4], [LastRequests, LongRequests]);
     assert_eq!(machine.plan().at_most(), SECOND * 23);
     let machine = walk(UNTIL_IDLE, &asked);
@@ -277,9 +266,9 @@ fn the_plan_names_the_steps_that_are_left() {
 #[test]
 fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
     let steps = |machine: &Machine| machine.plan().0.len();
-    let drained = walk(LIMITS, &up(&[(DrainOrdered, Action::Tell)]));
+    let drained = walk(LIMITS, &up(&[(DrainOrdered, Action::Drain)]));
     assert_eq!(steps(&drained), 3);
-    let asked = (ASK, Action::Announce(LIMITS.drain_call));
+    let asked = (ASK, ANNOUNCE);
     let late = (DrainOrdered, Action::Nothing);
     assert_eq!(steps(&walk(LIMITS, &up(&[asked, late]))), 6);
 }
@@ -311,50 +300,47 @@ impl World {
                 prop_assert!(self.was_killed, "given up without a kill");
                 self.is_over = true;
             }
-            Action::Kill(_) => self.was_killed = true,
-            Action::Pause => prop_assert!(!self.has_child),
-            Action::Announce(_)
-            | Action::Close(_)
-            | Action::Outlast(_)
-            | Action::Quit(_)
-            | Action::Terminate(_)
-            | Action::Tell => {
-                prop_assert!(self.has_child, "nobody to tell");
+            Action::Begin(step) => {
+                prop_assert!(self.has_child, "no Envoy to end");
+                self.was_killed |= step.waits_for == Step::Kill;
             }
-            Action::Nothing | Action::Wait(_) | Action::Count(_) => {}
+            Action::Pause => prop_assert!(!self.has_child),
+            Action::Drain => prop_assert!(self.has_child, "no Envoy to drain"),
+            Action::Nothing => {}
         }
         let is_exited = machine.phase() == Phase::Exited;
         prop_assert!(!(is_exited && self.has_child));
-        prop_assert_eq!(is_exited, self.is_over && machine.phase() != Phase::Killing);
+        prop_assert_eq!(
+            is_exited,
+            self.is_over && machine.phase() != Phase::Shutdown(Step::Kill)
+        );
         Ok(())
     }
 }
 
 fn events() -> impl Strategy<Value = Vec<Event>> {
-    let event = prop::sample::select(vec![
+    let mut events = vec![
         Begin,
         Live,
         DrainOrdered,
         ASK,
         ASK_AGAIN,
         ASK_A_THIRD_TIME,
-        Answered,
-        Idle,
-        QuitRefused,
         Deadline,
         CRASH,
         LAST_CRASH,
         Event::Replace(EndBy::Quit),
         Event::Replace(EndBy::Kill),
-    ]);
-    prop::collection::vec(event, 0..24)
+    ];
+    events.extend(Step::ALL.map(Done));
+    prop::collection::vec(prop::sample::select(events), 0..24)
 }
 
 proptest! {
     #[test]
     fn whatever_happened_before_a_request_leads_to_the_end(
         before in events(),
-        limits in prop::sample::select(vec![LIMITS, OUTLASTED, UNTIL_IDLE]),
+        limits in prop::sample::select(vec![LIMITS, LONG_REQUESTS, UNTIL_IDLE]),
     ) {
         let (mut machine, mut world) = (Machine::new(limits), World::default());
         for event in before {
@@ -369,7 +355,7 @@ proptest! {
 
     #[test]
     fn no_event_brings_an_envoy_on_its_way_down_back_up(before in events(), after in events()) {
-        let (mut machine, mut world) = (Machine::new(OUTLASTED), World::default());
+        let (mut machine, mut world) = (Machine::new(LONG_REQUESTS), World::default());
         for event in before {
             world.step(&mut machine, event)?;
         }
@@ -386,7 +372,7 @@ proptest! {
     fn a_request_makes_it_no_slower_but_where_it_calls_off_a_successor(before in events()) {
         let requests = [ASK, ASK_AGAIN, ASK_A_THIRD_TIME];
         for (request, limits) in requests.into_iter().flat_map(|request| {
-            [UNTIL_IDLE, OUTLASTED].map(|limits| (request, limits))
+            [UNTIL_IDLE, LONG_REQUESTS].map(|limits| (request, limits))
         }) {
             let (mut machine, mut world) = (Machine::new(limits), World::default());
             for event in &before {

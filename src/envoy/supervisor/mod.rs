@@ -1,375 +1,384 @@
-//! The one owner of Envoy's process: waits for events, tells the machine, does as it says.
+//! Owns Envoy's process: waits for events, has the machine decide, and does as it says.
 //!
 //! Calls to Envoy's admin port run beside the waiting, so that neither a signal nor the end of Envoy
-//! waits for an answer. Each step down drops the calls of the step before. Every change is published.
-//!
-//! Does not decide what follows what; [`super::machine`] does.
+//! waits for an answer. Each change is published in the report.
 
 mod end;
-mod hot_restart;
-
-mod start;
 mod steps;
-mod tell;
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::admin::Admin;
-use super::calls::warn;
-use super::child::Child;
 use super::crash::Crash;
 use super::crash_restart::Restarts;
-use super::handle::{Order, Report, State};
-use super::hot_restart::{HotRestart, Progress};
+use super::handle::{Order, Report, Role, State};
+use super::hot_restart::{HotRestart, Prepare};
+use super::instance::{self, Instance};
+use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
-use super::process::{self, Ended, Process};
-use super::reaper::Children;
-use super::shutdown::{Shutdown, Step};
-use super::{Config, Error, Exit, reaper};
+use super::memory::Resident;
+use super::process::Ended;
+use super::reaper::{self, Children};
+use super::shutdown::{PlannedStep, Shutdown};
+use super::{Config, Error, Exit, calls, warn};
 use crate::clock::Clock;
 use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{self, Counter, Registry};
 
-/// What is counted.
 #[derive(Debug)]
 pub(super) struct Counters {
     restarts: Counter,
     drains: Counter,
-    changes: metrics::Counters<1>,
-}
-
-/// How the supervisor hears what others want.
-pub(super) struct Requests {
-    pub(super) stop: watch::Receiver<StopRequest>,
-    pub(super) orders: mpsc::Receiver<Order>,
+    pub(super) hot_restarts: metrics::Counters<1>,
 }
 
 pub(super) struct Supervisor {
-    config: Config,
-    admin: Admin,
-    machine: Machine,
-    child: Option<Child>,
-    /// The number of that Envoy.
+    pub(super) config: Config,
+    pub(super) admin: Admin,
+    pub(super) machine: Machine,
+    pub(super) current: Current,
+    /// How many Envoys have been started.
+    pub(super) count: u32,
+    restart: CrashRestart,
+    pub(super) hot_restart: HotRestart,
+    requested: Requested,
+    pub(super) children: Children,
+    memory: Resident,
+    publish: watch::Sender<Report>,
+    pub(super) counters: Counters,
+    pub(super) clock: Clock,
+}
+
+/// The Envoy that serves, or is to.
+#[derive(Default)]
+pub(super) struct Current {
+    pub(super) instance: Option<Instance>,
+    /// What it was started from, also when it has ended.
+    pub(super) launch: Option<Launch>,
     epoch: u32,
-    /// How many have been started.
-    count: u32,
-    /// What can replace that Envoy while it serves.
-    epochs: Option<HotRestart>,
-    /// Why it was last to be replaced.
-    reason: &'static str,
-    own: Children,
-    restarts: Restarts,
-    /// How the last Envoy ended, while there is none.
+    started: Option<SystemTime>,
+    /// Requests to its admin port under way.
+    calls: JoinSet<Event>,
+    /// End of the current wait.
+    deadline: Option<Instant>,
+}
+
+/// The start of an Envoy after one that has ended.
+struct CrashRestart {
+    budget: Restarts,
+    /// How the last Envoy ended by itself, while there is none.
     last_end: Option<Ended>,
     /// The pause before the next start, once granted.
     pause: Duration,
-    /// End of the current wait.
-    deadline: Option<Instant>,
-    /// Calls under way.
-    calls: JoinSet<Event>,
-    /// The order the machine hears of now.
-    order: Option<oneshot::Sender<()>>,
-    requests: Requests,
-    /// The urgency acted on so far.
-    asked: Urgency,
-    publish: watch::Sender<Report>,
-    counters: Counters,
-    clock: Clock,
 }
 
-impl Counters {
-    pub(super) fn of(metrics: &Registry) -> Self {
-        Self {
-            restarts: metrics.counter(
-                "istio_agent_envoy_restarts_total",
-                "Starts of Envoy after one that ended by itself.",
-            ),
-            drains: metrics.counter(
-                "istio_agent_envoy_drains_total",
-                "Times Envoy was told to send its clients away.",
-            ),
-            changes: metrics.counters(
-                "istio_agent_envoy_hot_restarts_total",
-                "Restarts of an Envoy that serves, by how they went.",
-                &["result"],
-            ),
-        }
-    }
+/// What was requested of the supervisor and done so far.
+#[derive(Default)]
+struct Requested {
+    urgency: Urgency,
+    cause: Option<&'static str>,
+    /// The sender of the order the machine is applied to now.
+    order: Option<oneshot::Sender<()>>,
 }
 
 impl Supervisor {
     pub(super) fn new(
         config: Config,
         admin: Admin,
-        epochs: Option<HotRestart>,
-        requests: Requests,
+        prepare: Prepare,
+        memory: Resident,
         publish: watch::Sender<Report>,
-        counters: Counters,
+        metrics: &Registry,
     ) -> Self {
         Self {
             machine: Machine::new(config.limits),
-            restarts: Restarts::new(config.restarts),
+            current: Current::default(),
+            count: 0,
+            restart: CrashRestart {
+                budget: Restarts::new(config.restarts),
+                last_end: None,
+                pause: Duration::ZERO,
+            },
+            hot_restart: HotRestart::new(config.hot_restart, prepare),
             config,
             admin,
-            child: None,
-            epoch: 0,
-            count: 0,
-            epochs,
-            reason: "",
-            own: Children::default(),
-            last_end: None,
-            pause: Duration::ZERO,
-            deadline: None,
-            calls: JoinSet::new(),
-            order: None,
-            requests,
-            asked: Urgency::Run,
+            requested: Requested::default(),
+            children: Children::default(),
+            memory,
             publish,
-            counters,
+            counters: Counters {
+                restarts: metrics.counter(
+                    "istio_agent_envoy_restarts_total",
+                    "Starts of Envoy after one that ended by itself.",
+                ),
+                drains: metrics.counter(
+                    "istio_agent_envoy_drains_total",
+                    "Times Envoy was told to send its clients away.",
+                ),
+                hot_restarts: metrics.counters(
+                    "istio_agent_envoy_hot_restarts_total",
+                    "Restarts of an Envoy that serves, by how they went.",
+                    &["result"],
+                ),
+            },
             clock: Clock::system(),
         }
     }
 
-    pub(super) async fn run(mut self) -> Result<Exit, Error> {
-        let own = self.own.clone();
-        let to_the_end = async {
-            let exit = self.until_the_end().await;
+    pub(super) async fn run(
+        mut self,
+        mut stop: watch::Receiver<StopRequest>,
+        mut orders: mpsc::Receiver<Order>,
+    ) -> Result<Exit, Error> {
+        let children = self.children.clone();
+        let until_end = async {
+            let exit = self.until_end(&mut stop, &mut orders).await;
             self.end_others().await;
             exit
         };
         let exit = tokio::select! {
-            exit = to_the_end => exit,
-            never = reaper::reap(own) => match never {},
+            exit = until_end => exit,
+            never = reaper::reap(children) => match never {},
         };
-        if self.child.is_none() {
+        if self.current.instance.is_none() {
             self.publish
                 .send_modify(|report| report.state = State::Exited);
         }
         exit
     }
 
-    async fn until_the_end(&mut self) -> Result<Exit, Error> {
-        self.recall();
-        self.asked = self.requests.stop.borrow().urgency;
-        let mut event = match self.asked {
+    async fn until_end(
+        &mut self,
+        stop: &mut watch::Receiver<StopRequest>,
+        orders: &mut mpsc::Receiver<Order>,
+    ) -> Result<Exit, Error> {
+        self.read_last_crash();
+        let requested = stop.borrow().clone();
+        let mut event = match requested.urgency {
             Urgency::Run => Event::Begin,
-            asked => Event::StopRequested(asked),
+            _ => self.stop_requested(&requested),
         };
         loop {
-            let action = self.tell_machine(event);
-            if action == Action::Leave {
-                return Ok(self.exit());
+            let action = self.apply(event);
+            match action {
+                Action::Leave => return Ok(self.exit()),
+                Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+                Action::Nothing => {}
+                Action::Start => self.start()?,
+                Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.restart.pause),
+                Action::Drain => self.call_drain(),
+                Action::Begin(step) => self.begin(step),
             }
-            self.act(action)?;
-            self.tell_epochs(event);
-            event = self.next().await?;
+            self.after(event);
+            event = self.next(stop, orders).await?;
         }
     }
 
     fn exit(&self) -> Exit {
-        match self.last_end {
+        match self.restart.last_end {
             Some(ended) if !self.machine.is_asked_to_stop() => Exit::ByItself(ended),
-            // Whoever asks before there is an Envoy has what he wants.
             _ => Exit::Requested,
         }
     }
 
     /// Reads what an agent before this one has left.
-    fn recall(&self) {
+    fn read_last_crash(&self) {
         match Crash::read(&self.config.directory) {
             Ok(None) => {}
             Ok(Some(crash)) => {
-                let last = crash.stderr.last();
-                tracing::warn!(
-                    last_line = last,
-                    "previous Envoy ended at {} with {crash}",
-                    crash.when
-                );
+                let (when, last_line) = (&crash.when, crash.stderr.last());
+                tracing::warn!(last_line, "previous Envoy ended at {when} with {crash}");
                 self.publish
                     .send_modify(|report| report.last_crash = Some(crash));
             }
-            Err(error) => warn(&error, "going on without it"),
+            Err(error) => warn(&error, "going on without the record of the last crash"),
         }
     }
 
     /// Waits for the next event.
-    async fn next(&mut self) -> Result<Event, Error> {
+    async fn next(
+        &mut self,
+        stop: &mut watch::Receiver<StopRequest>,
+        orders: &mut mpsc::Receiver<Order>,
+    ) -> Result<Event, Error> {
         loop {
-            let deadline = self.deadline;
+            let (current, urgency) = (&mut self.current, self.requested.urgency);
+            let deadline = current.deadline;
             tokio::select! {
                 biased;
-                ended = ended(&mut self.child) => return self.ended(ended?).await,
-                urgency = more_urgent(&mut self.requests.stop, self.asked) => {
-                    self.asked = urgency;
-                    return Ok(Event::StopRequested(urgency));
-                }
-                Some(order) = self.requests.orders.recv() => match order {
+                ended = instance::ended(&mut current.instance) => return self.ended(ended?).await,
+                request = more_urgent(stop, urgency) => return Ok(self.stop_requested(&request)),
+                Some(order) = orders.recv() => match order {
                     Order::Drain(order) => {
-                        self.order = Some(order);
+                        self.requested.order = Some(order);
                         return Ok(Event::DrainOrdered);
                     }
-                    Order::Restart { reason } => self.want(reason),
+                    Order::Restart { reason } => self.want_restart(reason),
                 },
-                news = news(&mut self.epochs) => {
-                    if let Some(event) = self.hear(news?).await {
+                progress = self.hot_restart.progress() => {
+                    if let Some(event) = self.progressed(progress?).await {
                         return Ok(event);
                     }
                 }
-                Some(answer) = self.calls.join_next() => match answer {
+                Some(answer) = current.calls.join_next() => match answer {
                     Ok(event) => return Ok(event),
                     // Every step has its deadline, so nothing hangs on the answer.
                     Err(error) => warn(&error, "going on without an answer from Envoy"),
                 },
                 () = reached(deadline) => {
-                    self.deadline = None;
+                    self.current.deadline = None;
                     return Ok(Event::Deadline);
                 }
             }
         }
     }
 
-    /// Tells the machine, and everybody what has become of it.
-    fn tell_machine(&mut self, event: Event) -> Action {
+    fn stop_requested(&mut self, request: &StopRequest) -> Event {
+        self.requested.urgency = request.urgency;
+        self.requested.cause = request.cause;
+        Event::StopRequested(request.urgency)
+    }
+
+    /// Has the machine decide, and publishes the outcome.
+    fn apply(&mut self, event: Event) -> Action {
         let action = self.machine.apply(event);
-        if action != Action::Tell {
-            // Whoever gave an order that changes nothing has nothing to wait for.
-            self.order = None;
+        if action != Action::Drain {
+            // The sender of an order that changes nothing has nothing to wait for.
+            self.requested.order = None;
         }
-        if let Some(child) = &self.child {
-            child.resident().look_now();
+        self.memory.look_now();
+        let step = match action {
+            Action::Begin(step) => Some(step),
+            _ => None,
+        };
+        let pause = (action == Action::Pause).then_some(self.restart.pause);
+        if let Some(wait) = step.map(|step| step.at_most).or(pause) {
+            self.current.deadline = Some(Instant::now() + wait);
         }
-        let step = step(action);
-        let pause = (action == Action::Pause).then_some(self.pause);
-        if let Some(wait) = step.map(|(wait, _)| wait).or(pause) {
-            self.deadline = Some(Instant::now() + wait);
-        }
-        if step.is_some() && matches!(event, Event::StopRequested(_)) {
-            self.show_plan();
-        }
-        self.show(step);
+        self.publish_life(
+            step.is_some() && matches!(event, Event::StopRequested(_)),
+            step,
+        );
         action
     }
 
-    /// The way down begins, or somebody has made it shorter.
-    fn show_plan(&self) {
-        let (cause, plan) = (self.cause(), self.machine.plan());
-        tracing::info!("Envoy is to end ({cause}): {plan}");
-        let now = self.clock.now();
-        self.publish.send_modify(|report| {
-            let since = report.ending.as_ref().map_or(now, |ending| ending.since);
-            report.ending = Some(Shutdown {
-                cause,
-                since,
-                plan,
-                waits_for: None,
-                until: None,
-                connections: None,
-            });
-        });
-    }
-
-    fn show(&self, step: Option<(Duration, Step)>) {
-        let (now, phase) = (self.clock.now(), self.machine.phase());
-        let pause = (phase == Phase::Pausing).then_some(self.pause);
-        self.publish.send_modify(|report| {
-            report.state = phase.state();
-            report.plan = self.machine.plan();
-            report.is_drained = self.machine.is_drained();
-            report.restart = pause.map(|pause| now + pause);
-            if let (Some(ending), Some((wait, waits_for))) = (&mut report.ending, step) {
-                ending.waits_for = Some(waits_for);
-                ending.connections = None;
-                ending.until = Some(now + wait);
-            }
-        });
-    }
-
-    fn cause(&self) -> &'static str {
-        self.requests
-            .stop
-            .borrow()
-            .cause
-            .unwrap_or("nobody said why")
-    }
-
-    fn act(&mut self, action: Action) -> Result<(), Error> {
-        match action {
-            Action::Nothing | Action::Leave => {}
-            Action::Start => self.start()?,
-            Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.pause),
-            Action::Tell => self.tell(),
-            Action::Announce(_) => self.announce(),
-            Action::Wait(_) => {
-                let whole = self.config.limits.drain.at_most();
-                tracing::info!("Graceful termination period is {whole:?}, starting...");
-            }
-            Action::Count(at_most) => self.count(at_most),
-            Action::Close(at_most) => self.close(at_most),
-            Action::Outlast(at_most) => self.outlast(at_most),
-            Action::Quit(wait) => self.quit(wait),
-            Action::Terminate(_) => {
-                tracing::info!("Terminating Envoy");
-                self.calls = JoinSet::new();
-                self.process(Process::terminate);
-            }
-            Action::Kill(_) => {
-                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
-                self.calls = JoinSet::new();
-                self.process(Process::kill);
-            }
-            Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+    /// `is_planned` tells that a shutdown begins, or has become shorter by a more urgent request.
+    fn publish_life(&self, is_planned: bool, step: Option<PlannedStep>) {
+        let (now, plan) = (self.clock.now(), self.machine.plan());
+        let cause = self.requested.cause.unwrap_or("no reason was given");
+        if is_planned {
+            tracing::info!("Envoy is to end ({cause}): {plan}");
         }
+        self.publish.send_modify(|report| {
+            if is_planned {
+                let since = report.ending.as_ref().map_or(now, |ending| ending.since);
+                report.ending = Some(Shutdown {
+                    cause,
+                    since,
+                    plan: plan.clone(),
+                    waits_for: None,
+                    until: None,
+                    connections: None,
+                });
+            }
+            if let (Some(ending), Some(step)) = (&mut report.ending, step) {
+                ending.waits_for = Some(step.waits_for);
+                ending.until = Some(now + step.at_most);
+                ending.connections = None;
+            }
+            let is_pausing = self.machine.phase() == Phase::Pausing;
+            report.restart = report.restart.or(Some(now + self.restart.pause));
+            report.restart = report.restart.filter(|_| is_pausing);
+            report.state = self.machine.phase().state();
+            report.plan = plan;
+            report.is_drained = self.machine.is_drained();
+        });
+    }
+
+    /// Starts the first Envoy, or another after one that has ended.
+    fn start(&mut self) -> Result<(), Error> {
+        if self.restart.last_end.take().is_some() {
+            self.counters.restarts.inc();
+        }
+        let launch = self.next_launch()?;
+        if self.count == 0 {
+            let command = launch.command();
+            let arguments = command.arguments().join(" ");
+            tracing::info!("Envoy command: [{} {arguments}]", command.binary.display());
+        }
+        let instance = self.spawn(launch)?;
+        self.set_current(instance);
+        self.publish_instances();
+        self.current.calls = JoinSet::new();
+        self.current.calls.spawn(calls::live(self.admin));
         Ok(())
     }
 
-    fn process(&self, signal: impl FnOnce(&Process)) {
-        if let Some(child) = &self.child {
-            signal(&child.process);
-        }
+    fn next_launch(&mut self) -> Result<Launch, Error> {
+        let last = self.current.launch.take();
+        let is_relaunch = std::mem::take(&mut self.hot_restart.is_relaunch);
+        // What was found usable and not started beside another is started now.
+        let prepared = match (self.hot_restart.prepared.take(), last) {
+            (None, Some(last)) if is_relaunch => return Ok(last),
+            (Some(prepared), _) => prepared,
+            (None, Some(last)) => last.prepared,
+            (None, None) => {
+                let prepared = (self.hot_restart.prepare)(0);
+                prepared.map_err(|source| Error::Inputs { source })?.into()
+            }
+        };
+        Ok(self.first_launch(prepared))
+    }
+
+    pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Error> {
+        let instance = Instance::start(launch, self.count, &self.children, &self.memory)?;
+        self.count += 1;
+        Ok(instance)
+    }
+
+    pub(super) fn set_current(&mut self, instance: Instance) {
+        self.memory.follow(Some(instance.pid()));
+        self.current.epoch = instance.epoch;
+        self.current.started = Some(instance.started);
+        self.current.launch = Some(instance.launch.clone());
+        self.current.instance = Some(instance);
+    }
+
+    /// Publishes which Envoys there are, and the last restart.
+    pub(super) fn publish_instances(&self) {
+        let Self {
+            current,
+            hot_restart,
+            ..
+        } = self;
+        let all = [
+            (&hot_restart.parent, Role::Leaving),
+            (&current.instance, Role::Current),
+            (&hot_restart.successor, Role::Next),
+        ];
+        let all = all.map(|(instance, role)| Some(instance.as_ref()?.report(role)));
+        self.publish.send_modify(|report| {
+            report.pid = all[1].as_ref().map(|current| current.pid);
+            report.epoch = current.epoch;
+            report.started = current.started;
+            report.epochs = all.into_iter().flatten().collect();
+            report.last_restart = hot_restart.last.clone();
+        });
     }
 }
 
-/// The wait an action begins, on the way down.
-fn step(action: Action) -> Option<(Duration, Step)> {
-    Some(match action {
-        Action::Announce(wait) => (wait, Step::DrainCall),
-        Action::Wait(wait) => (wait, Step::DrainTime),
-        Action::Count(wait) => (wait, Step::Connections),
-        Action::Close(wait) => (wait, Step::LastRequests),
-        Action::Outlast(wait) => (wait, Step::LongRequests),
-        Action::Quit(wait) => (wait, Step::Quit),
-        Action::Terminate(wait) => (wait, Step::Termination),
-        Action::Kill(wait) => (wait, Step::Kill),
-        _ => return None,
-    })
-}
-
-async fn ended(child: &mut Option<Child>) -> Result<Ended, process::Error> {
-    match child {
-        Some(child) => child.process.ended().await,
-        None => std::future::pending().await,
+/// Returns a request to stop that is more urgent than the last.
+async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> StopRequest {
+    let request = stop.wait_for(|now| now.urgency > last).await;
+    if let Some(request) = request.ok().map(|request| request.clone()) {
+        return request;
     }
-}
-
-/// Returns when the urgency stands above what was acted on.
-async fn more_urgent(requests: &mut watch::Receiver<StopRequest>, acted_on: Urgency) -> Urgency {
-    let higher = requests.wait_for(|now| now.urgency > acted_on).await;
-    if let Some(urgency) = higher.ok().map(|asked| asked.urgency) {
-        return urgency;
-    }
-    // Nobody is left who could ask.
+    // There will be no further request.
     std::future::pending().await
-}
-
-async fn news(epochs: &mut Option<HotRestart>) -> Result<Progress, process::Error> {
-    match epochs {
-        Some(epochs) => epochs.news().await,
-        None => std::future::pending().await,
-    }
 }
 
 pub(super) async fn reached(deadline: Option<Instant>) {

@@ -1,124 +1,132 @@
-//! The steps of the way down that talk to Envoy, each a call that runs beside the waiting.
-//!
-//! A step drops the call of the step before, but for an order, whose giver waits.
-//!
-//! Does not signal Envoy.
+//! What the supervisor does in each step of the shutdown.
 
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 
-use super::super::connections::Look;
-use super::super::machine::{Drain, Event};
-use super::super::{calls, connections, requests};
+use super::super::active::{Active, Counting};
+use super::super::calls;
+use super::super::machine::Event;
+use super::super::shutdown::{Drain, PlannedStep, Step};
 use super::Supervisor;
 
+/// How often connections and requests are counted.
+const PERIOD: Duration = Duration::from_secs(1);
+/// The same when the listeners are closed.
+const LAST_PERIOD: Duration = Duration::from_millis(100);
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
 const QUIT_CALL: u32 = 2;
 
 impl Supervisor {
-    /// Has Envoy drain and stay; answers the order when Envoy has been told.
-    pub(super) fn tell(&mut self) {
-        self.counters.drains.inc();
+    /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
+    pub(super) fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
         let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let order = self.order.take();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, true).await;
-            if let Some(order) = order {
-                let _ = order.send(()); // Who gave the order may have left.
+        let drain = self.config.limits.drain;
+        // The call that drains Envoy, or closes its listeners, may still be on its way.
+        if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
+            self.current.calls = JoinSet::new();
+        }
+        match waits_for {
+            Step::DrainCall => {
+                tracing::info!("Agent draining Proxy for termination");
+                self.counters.drains.inc();
+                self.current.calls.spawn(async move {
+                    calls::drain(admin, inbound_only, false).await;
+                    Event::Done(waits_for)
+                });
             }
-            Event::Answered
-        });
-    }
-
-    pub(super) fn announce(&mut self) {
-        tracing::info!("Agent draining Proxy for termination");
-        self.counters.drains.inc();
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            calls::drain(admin, inbound_only, false).await;
-            Event::Answered
-        });
-    }
-
-    pub(super) fn count(&mut self, at_most: Duration) {
-        tracing::info!("waiting for the end of Envoy's active connections, {at_most:?} at most");
-        let until_idle = self.until_idle(connections::PERIOD);
-        self.calls = JoinSet::new();
-        self.calls.spawn(until_idle);
-    }
-
-    /// Waits for the end of the last connection.
-    fn until_idle(&self, period: Duration) -> impl Future<Output = Event> + Send + use<> {
-        let internal_ports = self.config.internal_ports.clone();
-        let look = Look {
-            path: connections::PATH,
-            what: "active connections",
-            period,
-        };
-        let gone = self.gone(look, move |text| connections::sum(text, &internal_ports));
-        async move {
-            tokio::time::sleep(period).await;
-            gone.await
+            Step::DrainTime => {
+                let whole = drain.at_most();
+                tracing::info!("Graceful termination period is {whole:?}, starting...");
+            }
+            Step::Connections => {
+                tracing::info!(
+                    "waiting for the end of Envoy's active connections, {at_most:?} at most"
+                );
+                let until_none = self.until_none(waits_for, Active::Connections, PERIOD);
+                self.current.calls.spawn(async move {
+                    tokio::time::sleep(PERIOD).await;
+                    until_none.await
+                });
+            }
+            Step::LastRequests => {
+                tracing::info!(
+                    "closing Envoy's listeners; requests under way have {at_most:?} to end"
+                );
+                let until_none = self.until_none(waits_for, Active::Connections, LAST_PERIOD);
+                self.current.calls.spawn(async move {
+                    calls::close(admin, inbound_only).await;
+                    if matches!(drain, Drain::For(_)) {
+                        // The workload may call out until a timed drain is over.
+                        return std::future::pending().await;
+                    }
+                    tokio::time::sleep(LAST_PERIOD).await;
+                    until_none.await
+                });
+            }
+            Step::LongRequests => {
+                tracing::info!("the drain is over; requests still under way have {at_most:?} more");
+                let until_none = self.until_none(waits_for, Active::Requests, PERIOD);
+                self.current.calls.spawn(until_none);
+            }
+            Step::Quit => {
+                tracing::info!("Asking Envoy to quit");
+                let admin = admin.within(at_most / QUIT_CALL);
+                self.current.calls.spawn(calls::quit(admin));
+            }
+            Step::Termination => {
+                tracing::info!("Terminating Envoy");
+                if let Some(envoy) = &self.current.instance {
+                    envoy.process.terminate();
+                }
+            }
+            Step::Kill => {
+                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
+                if let Some(envoy) = &self.current.instance {
+                    envoy.process.kill();
+                }
+            }
         }
     }
 
-    /// Waits until none is left of what is counted, and tells everybody how many there are.
-    fn gone<C>(&self, look: Look, count: C) -> impl Future<Output = Event> + Send + use<C>
-    where
-        C: Fn(&str) -> Option<u64> + Send,
-    {
+    /// Drains Envoy, which stays, and answers the order for that.
+    pub(in crate::envoy) fn call_drain(&mut self) {
+        self.counters.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let order = self.requested.order.take();
+        self.current.calls.spawn(async move {
+            calls::drain(admin, inbound_only, true).await;
+            if let Some(order) = order {
+                let _ = order.send(()); // Its sender may have left.
+            }
+            Event::Done(Step::DrainCall)
+        });
+    }
+
+    /// Counts until none is left, and publishes the counts.
+    fn until_none(
+        &self,
+        step: Step,
+        active: Active,
+        period: Duration,
+    ) -> impl Future<Output = Event> + Send + use<> {
         let (admin, publish) = (self.admin, self.publish.clone());
+        let counting = Counting {
+            active,
+            period,
+            inbound_only: self.config.drain_inbound_only,
+            internal_ports: self.config.internal_ports.clone(),
+        };
         async move {
-            let counted = |active| {
+            let report = |count| {
                 publish.send_modify(|report| {
                     if let Some(ending) = &mut report.ending {
-                        ending.connections = Some(active);
+                        ending.connections = Some(count);
                     }
                 });
             };
-            connections::gone(admin, look, count, counted).await;
-            Event::Idle
+            counting.until_none(admin, report).await;
+            Event::Done(step)
         }
-    }
-
-    pub(super) fn close(&mut self, at_most: Duration) {
-        tracing::info!("closing Envoy's listeners; requests under way have {at_most:?} to end");
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        // Who drains for a time may call out until that is over.
-        let ends_early = matches!(self.config.limits.drain, Drain::UntilIdle { .. });
-        let until_idle = self.until_idle(connections::LAST_PERIOD);
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            calls::close(admin, inbound_only).await;
-            match ends_early {
-                true => until_idle.await,
-                false => Event::Answered,
-            }
-        });
-    }
-
-    pub(super) fn outlast(&mut self, at_most: Duration) {
-        tracing::info!("the drain is over; requests still under way have {at_most:?} more");
-        let inbound_only = self.config.drain_inbound_only;
-        let internal_ports = self.config.internal_ports.clone();
-        let look = Look {
-            path: requests::PATH,
-            what: "requests under way",
-            period: connections::PERIOD,
-        };
-        let gone = self.gone(look, move |text| {
-            Some(requests::under_way(text, inbound_only, &internal_ports))
-        });
-        // The call that closes the listeners may still be on its way.
-        self.calls.spawn(gone);
-    }
-
-    pub(super) fn quit(&mut self, wait: Duration) {
-        tracing::info!("Asking Envoy to quit");
-        let admin = self.admin.within(wait / QUIT_CALL);
-        self.calls = JoinSet::new();
-        self.calls.spawn(calls::quit(admin));
     }
 }

@@ -15,8 +15,7 @@ use tokio::net::unix::pipe;
 use super::*;
 use crate::lifecycle::Urgency;
 use fake_admin::{Behaviour, FakeAdmin};
-use machine::Drain;
-use shutdown::Step;
+use shutdown::{Drain, Step};
 
 struct Stage {
     directory: TempDir,

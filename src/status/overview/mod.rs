@@ -14,7 +14,7 @@ use serde::Serialize;
 use super::Sources;
 use super::startup::Reached;
 use crate::clock::{Clock, rfc3339};
-use crate::envoy::handle::Report;
+use crate::envoy::handle::{Envoy, Report};
 use crate::istiod::status::Status;
 use crate::logging;
 use crate::secrets::Secrets;
@@ -60,7 +60,7 @@ impl Overview {
     pub(super) fn new(sources: &Sources, ready: Result<(), String>) -> Self {
         let now = Clock::system().now();
         let envoy = sources.envoy.as_ref();
-        let envoy = envoy.map(|envoy| envoy.report().borrow().clone());
+        let envoy = envoy.map(Envoy::snapshot);
         Self {
             now: rfc3339(now),
             agent: Agent {

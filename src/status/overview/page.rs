@@ -156,7 +156,7 @@ fn envoy_section(envoy: &Report, uptime: Option<f64>) -> Markup {
             (fact("State", Some(envoy_state(Some(envoy)))))
             (fact("Uptime", uptime.map(duration)))
             (fact("Process", envoy.pid.map(|pid| format!("pid {pid}"))))
-            (fact("Memory", envoy.rss_bytes.look().map(size)))
+            (fact("Memory", envoy.rss_bytes.map(size)))
             (fact("Restarts", Some(envoy.epoch)))
             (fact("Next start", envoy.restart.map(rfc3339)))
             (fact("Last crash", Some(last_crash)))

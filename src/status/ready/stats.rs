@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ::http::{Method, StatusCode};
 
-use crate::envoy::admin::{Admin, Answer};
+use crate::envoy::admin::Admin;
 use crate::lifecycle::with_causes;
 
 const CONFIGURED_LIMIT: Duration = Duration::from_secs(1);
@@ -81,10 +81,10 @@ pub(super) async fn is_live(admin: Admin) -> Result<(), Missing> {
 async fn ask(admin: Admin, path: &str, limit: Duration) -> Result<String, String> {
     let asked = Admin { limit, ..admin }.request(Method::GET, path).await;
     match asked {
-        Ok(Answer { status, body }) if status == StatusCode::OK => {
-            Ok(String::from_utf8_lossy(&body).into_owned())
+        Ok(answer) if answer.status() == StatusCode::OK => {
+            Ok(String::from_utf8_lossy(answer.body()).into_owned())
         }
-        Ok(Answer { status, .. }) => Err(format!("unexpected status {}", status.as_u16())),
+        Ok(answer) => Err(format!("unexpected status {}", answer.status().as_u16())),
         Err(error) => Err(with_causes(&error)),
     }
 }

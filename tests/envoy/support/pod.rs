@@ -179,9 +179,9 @@ impl Pod {
         // As talkative as Envoy's admin port, and as far away.
         let answer = admin(self.status_port).request(method, path).await.ok()?;
         answer
-            .status
+            .status()
             .is_success()
-            .then(|| String::from_utf8(answer.body.to_vec()).unwrap())
+            .then(|| String::from_utf8(answer.body().to_vec()).unwrap())
     }
 
     pub fn envoy_pid(&self) -> Option<Pid> {
@@ -252,9 +252,9 @@ impl BareEnvoy {
 pub async fn ask(envoy: &Admin, path: &str) -> Option<String> {
     let answer = envoy.request(Method::GET, path).await.ok()?;
     answer
-        .status
+        .status()
         .is_success()
-        .then(|| String::from_utf8(answer.body.to_vec()).unwrap())
+        .then(|| String::from_utf8(answer.body().to_vec()).unwrap())
 }
 
 pub async fn ready(envoy: &Admin) {

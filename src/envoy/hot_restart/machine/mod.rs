@@ -1,14 +1,11 @@
-//! The change from one Envoy to the next as a state machine.
+//! Hot restart as a state machine without I/O: events in, one action out.
 //!
-//! Somebody wants a restart: what the next would start from is checked, the next is started beside
-//! the one that serves, and takes over when it serves itself; the old one leaves. One change at a
-//! time: what is wanted meanwhile waits until the old one is gone. A next one that fails is killed,
-//! never asked, as it would take the old one along. From its start until it serves it leaves a mark
-//! in the memory they share, so after a failure the line of Envoys cannot be continued; another way
-//! is taken next time.
-//!
-//! Does not look at a clock, a process or a socket: events in, one action out. Does not run the
-//! Envoy that serves; [`crate::envoy::machine`] does.
+//! When a restart is wanted, what the successor would start from is checked, the successor is started
+//! beside the Envoy that serves, and takes over when it serves itself; the Envoy before, now its
+//! parent, leaves. One restart at a time: what is wanted meanwhile waits until the parent is gone. A
+//! successor that fails is killed and not asked to quit, as it would end its parent. From its start
+//! until it serves it leaves a mark in the memory they share, so after a failure no successor can
+//! use the same base id; the next restart goes another way.
 
 use serde::Serialize;
 
@@ -18,55 +15,55 @@ use crate::envoy::machine::EndBy;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
-    /// It takes the sockets over from the one before.
+    /// The successor takes the sockets over from its parent.
     Hot,
-    /// It binds the same ports beside the one before.
+    /// The successor binds the same ports beside the Envoy before.
     Overlap,
-    /// It starts when the one before has ended.
+    /// The next Envoy starts when the one before has ended.
     Full,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The one that serves does so, and may be replaced.
+    /// The Envoy that serves does so, and may be replaced.
     Ready,
     /// It drains, is on its way down, or is gone.
     Unready,
     /// No Envoy is wanted any more.
     Stop,
-    /// The one that serves has no line to continue.
+    /// The Envoy that serves shares no memory with a successor.
     Unshared,
     Wanted,
     Checked(Verdict),
-    /// The next one serves.
+    /// The successor serves.
     Live,
     /// The wait of the last action is over.
     Deadline,
-    NextExited,
-    OldExited {
-        /// Before its successor has sent it away.
+    SuccessorExited,
+    ParentExited {
+        /// Before its successor has ended it.
         early: bool,
     },
     ServingExited,
 }
 
-/// Whether there is something to start, and beside what.
+/// Whether there is something to start, and beside which Envoy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The next would be what serves already.
+    /// The successor would be what serves already.
     Unchanged,
-    /// What there is cannot be used.
+    /// What was read cannot be used.
     Refused,
     Usable(Serving),
 }
 
-/// The one that serves, by its admin port.
+/// The Envoy that serves, by its admin port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Serving {
     Live,
-    /// It serves, and nobody has the port: a next one that failed has taken it from it.
+    /// It serves and the port is closed: a successor that failed has taken it.
     WithoutAdminPort,
-    /// It does not answer as it should.
+    /// The answer is not the one expected.
     Unexpected,
 }
 
@@ -75,15 +72,16 @@ pub enum Action {
     Nothing,
     /// Find out whether there is something to start.
     Check,
-    /// Start the next one, and look out for [`Event::Live`] for some time.
+    /// Start the successor, and look out for [`Event::Live`] for some time.
     Start(Method),
-    KillNext,
-    /// The next one is now the one that serves; the one before is old, and leaves within some time.
+    KillSuccessor,
+    /// The successor is now the Envoy that serves; the one before is its parent, and leaves within
+    /// some time.
     Promote(Method),
-    KillOld,
-    /// Start the one that serves again, at its place in the line.
+    KillParent,
+    /// Start the Envoy that serves again as it was.
     Relaunch,
-    /// Bring the one that serves down, and start the next after it.
+    /// Shut the Envoy that serves down, and start the next after it.
     Replace(EndBy),
 }
 
@@ -92,22 +90,16 @@ pub enum Phase {
     #[default]
     Idle,
     Checking,
-    /// The next one has started.
-    Starting(Starting),
-    /// The old one is about to leave.
+    /// The successor has started.
+    Starting(Method),
+    /// The successor has been killed.
+    Failing,
+    /// The parent is about to leave.
     Leaving(Method),
-    /// The old one has been killed.
+    /// The parent has been killed.
     Clearing,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Starting {
-    Awaited(Method),
-    /// It has been killed.
-    Failing,
-}
-
-/// From one Envoy to the next, over and over.
 #[derive(Debug)]
 pub struct Machine {
     phase: Phase,
@@ -117,9 +109,19 @@ pub struct Machine {
     is_stopped: bool,
     /// Whether Envoys can share memory here.
     can_share: bool,
-    /// Whether the line of the one that serves can be continued.
+    /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
     is_relaunched: bool,
+}
+
+impl Method {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Hot => "hot",
+            Self::Overlap => "overlap",
+            Self::Full => "full",
+        }
+    }
 }
 
 impl Machine {
@@ -139,22 +141,25 @@ impl Machine {
         self.phase
     }
 
-    /// Whether the next change can be a hot restart.
+    /// Whether Envoys can share memory here.
+    pub(super) fn can_share(&self) -> bool {
+        self.can_share
+    }
+
+    /// Whether the next restart can be a hot one.
     #[cfg(test)]
     fn is_continuable(&self) -> bool {
         self.is_continuable
     }
 
     pub fn apply(&mut self, event: Event) -> Action {
-        use Event::{Checked, Deadline, Live, NextExited, OldExited, Unready, Wanted};
-        use Phase::{Checking, Clearing, Idle, Leaving};
-        use Starting::{Awaited, Failing};
+        use Phase::{Checking, Clearing, Failing, Idle, Leaving, Starting};
         match (self.phase, event) {
             (_, Event::Ready) => {
                 self.is_ready = true;
                 self.next()
             }
-            (_, Unready) => {
+            (_, Event::Unready) => {
                 self.is_ready = false;
                 Action::Nothing
             }
@@ -163,28 +168,25 @@ impl Machine {
                 self.is_continuable = false;
                 Action::Nothing
             }
-            (_, Wanted) => {
+            (_, Event::Wanted) => {
                 self.is_wanted = true;
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Checking, Checked(verdict)) => self.checked(verdict),
-            (Phase::Starting(Awaited(method)), Live) => self.promote(method),
-            (Phase::Starting(Awaited(_)), Deadline) => self.fail(),
-            (Phase::Starting(_), NextExited) => self.rest(),
-            (Leaving(Method::Hot), OldExited { early: true }) if self.is_ready => {
+            (Checking, Event::Checked(verdict)) => self.checked(verdict),
+            (Starting(method), Event::Live) => self.promote(method),
+            (Starting(_), Event::Deadline) => self.fail(),
+            (Starting(_) | Failing, Event::SuccessorExited) => self.rest(),
+            (Leaving(Method::Hot), Event::ParentExited { early: true }) if self.is_ready => {
                 self.phase = Idle;
                 self.replace(EndBy::Kill)
             }
-            (Leaving(_) | Clearing, OldExited { .. }) => self.rest(),
-            (Leaving(_), Deadline) => {
+            (Leaving(_) | Clearing, Event::ParentExited { .. }) => self.rest(),
+            (Leaving(_), Event::Deadline) => {
                 self.phase = Clearing;
-                Action::KillOld
+                Action::KillParent
             }
-            (
-                Idle | Checking | Leaving(_) | Clearing | Phase::Starting(Awaited(_) | Failing),
-                _,
-            ) => Action::Nothing,
+            _ => Action::Nothing,
         }
     }
 
@@ -211,13 +213,13 @@ impl Machine {
     }
 
     fn checked(&mut self, verdict: Verdict) -> Action {
-        let serving_state = match verdict {
-            Verdict::Usable(serving_state) if self.is_ready => serving_state,
-            // It is wanted still, of the next one that serves.
+        let serving = match verdict {
+            Verdict::Usable(serving) if self.is_ready => serving,
+            // It is still wanted, once an Envoy serves again.
             Verdict::Usable(_) => return self.want_again(),
             Verdict::Unchanged | Verdict::Refused => return self.rest(),
         };
-        let method = match serving_state {
+        let method = match serving {
             Serving::Live if self.is_continuable => Method::Hot,
             Serving::WithoutAdminPort => Method::Overlap,
             Serving::Live | Serving::Unexpected => {
@@ -225,9 +227,9 @@ impl Machine {
                 return self.replace(EndBy::Quit);
             }
         };
-        // The mark is there until the next one serves.
+        // The mark is there until the successor serves.
         self.is_continuable = false;
-        self.phase = Phase::Starting(Starting::Awaited(method));
+        self.phase = Phase::Starting(method);
         Action::Start(method)
     }
 
@@ -244,15 +246,15 @@ impl Machine {
     }
 
     fn fail(&mut self) -> Action {
-        self.phase = Phase::Starting(Starting::Failing);
-        Action::KillNext
+        self.phase = Phase::Failing;
+        Action::KillSuccessor
     }
 
     fn stop(&mut self) -> Action {
         self.is_ready = false;
         self.is_stopped = true;
         match self.phase {
-            Phase::Starting(Starting::Awaited(_)) => self.fail(),
+            Phase::Starting(_) => self.fail(),
             Phase::Checking => self.rest(),
             _ => Action::Nothing,
         }
@@ -272,17 +274,17 @@ impl Machine {
             Phase::Leaving(_) => {
                 self.phase = Phase::Clearing;
                 if self.is_stopped {
-                    // The one that was asked to end has sent it away.
+                    // The Envoy that was asked to end has ended its parent.
                     return Action::Nothing;
                 }
-                Action::KillOld
+                Action::KillParent
             }
-            Phase::Starting(Starting::Awaited(_)) => {
+            Phase::Starting(_) => {
                 self.is_wanted = true;
                 self.fail()
             }
             Phase::Checking => self.want_again(),
-            Phase::Idle | Phase::Clearing | Phase::Starting(Starting::Failing) => Action::Nothing,
+            Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
         }
     }
 }

@@ -3,13 +3,15 @@
 use proptest::prelude::*;
 
 use super::*;
-use Event::{Checked, Deadline, Live, NextExited, OldExited, Ready, ServingExited, Stop, Wanted};
+use Event::{
+    Checked, Deadline, Live, ParentExited, Ready, ServingExited, Stop, SuccessorExited, Wanted,
+};
 
 const USABLE: Event = Checked(Verdict::Usable(Serving::Live));
 const WITHOUT_ADMIN_PORT: Event = Checked(Verdict::Usable(Serving::WithoutAdminPort));
 const UNEXPECTED: Event = Checked(Verdict::Usable(Serving::Unexpected));
-const LEFT: Event = OldExited { early: false };
-const LEFT_EARLY: Event = OldExited { early: true };
+const LEFT: Event = ParentExited { early: false };
+const LEFT_EARLY: Event = ParentExited { early: true };
 const HOT: Action = Action::Start(Method::Hot);
 const OVERLAP: Action = Action::Start(Method::Overlap);
 const PROMOTE: Action = Action::Promote(Method::Hot);
@@ -66,8 +68,11 @@ fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
 
 #[test]
 fn a_next_one_that_fails_leaves_a_line_that_ends_and_another_way_is_taken() {
-    let killed = [(Deadline, Action::KillNext), (NextExited, Action::Nothing)];
-    for failure in [&killed[..], &[(NextExited, Action::Nothing)]] {
+    let killed = [
+        (Deadline, Action::KillSuccessor),
+        (SuccessorExited, Action::Nothing),
+    ];
+    for failure in [&killed[..], &[(SuccessorExited, Action::Nothing)]] {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
         assert!(!machine.is_continuable());
@@ -99,7 +104,7 @@ fn a_new_one_that_dies_while_the_old_one_leaves_is_started_again_once() {
     let again = [
         (ServingExited, Action::Relaunch),
         (Ready, Action::Nothing),
-        (ServingExited, Action::KillOld),
+        (ServingExited, Action::KillParent),
         (LEFT, Action::Nothing),
         (Ready, Action::Nothing),
     ];
@@ -119,16 +124,16 @@ fn an_old_one_that_dies_early_has_its_successor_replaced_before_it_hangs() {
 
 #[test]
 fn an_old_one_that_stays_too_long_is_killed() {
-    let late = [(Deadline, Action::KillOld), (LEFT, Action::Nothing)];
+    let late = [(Deadline, Action::KillParent), (LEFT, Action::Nothing)];
     after(&PROMOTED, &late);
 }
 
 #[test]
 fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
     let stopped = [
-        (Stop, Action::KillNext),
+        (Stop, Action::KillSuccessor),
         (Wanted, Action::Nothing),
-        (NextExited, Action::Nothing),
+        (SuccessorExited, Action::Nothing),
     ];
     after(&STARTED, &stopped);
     let taken_along = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
@@ -146,8 +151,8 @@ fn what_is_wanted_stays_so_when_the_one_that_serves_dies_or_drains_before_its_su
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&drained[..], &[again]].concat());
     let killed = [
-        (ServingExited, Action::KillNext),
-        (NextExited, Action::Nothing),
+        (ServingExited, Action::KillSuccessor),
+        (SuccessorExited, Action::Nothing),
         again,
     ];
     after(&STARTED, &killed);
@@ -187,8 +192,8 @@ impl World {
         match event {
             Ready => self.serving && !self.is_stopped,
             ServingExited => self.serving,
-            Live | NextExited => self.next,
-            OldExited { .. } => self.old,
+            Live | SuccessorExited => self.next,
+            ParentExited { .. } => self.old,
             Checked(_) => self.is_checking,
             _ => true,
         }
@@ -200,8 +205,8 @@ impl World {
         }
         match event {
             ServingExited => self.serving = false,
-            NextExited => self.next = false,
-            OldExited { .. } => self.old = false,
+            SuccessorExited => self.next = false,
+            ParentExited { .. } => self.old = false,
             Checked(_) => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
@@ -219,12 +224,12 @@ impl World {
                 prop_assert!(!self.next && !self.old, "a third Envoy");
                 self.next = true;
             }
-            Action::KillNext => prop_assert!(self.next),
+            Action::KillSuccessor => prop_assert!(self.next),
             Action::Promote(_) => {
                 prop_assert!(self.next && self.serving && !self.old);
                 (self.next, self.old) = (false, true);
             }
-            Action::KillOld => {
+            Action::KillParent => {
                 let is_successor_alive = self.serving && !self.is_overdue;
                 prop_assert!(!is_successor_alive, "killed in {before:?}");
             }
@@ -246,7 +251,7 @@ proptest! {
     fn there_is_one_next_at_most_and_no_old_one_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
             Ready, Event::Unready, Event::Unshared, Wanted, USABLE, WITHOUT_ADMIN_PORT, UNEXPECTED,
-            Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, NextExited, LEFT,
+            Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, SuccessorExited, LEFT,
             LEFT_EARLY, ServingExited, Stop,
         ]), 0..40),
     ) {
@@ -258,7 +263,7 @@ proptest! {
             world.serving |= !world.is_stopped;
         }
         // Every change ends: what is asked for comes, and who is waited for goes.
-        for event in [Checked(Verdict::Refused), Deadline, NextExited, LEFT] {
+        for event in [Checked(Verdict::Refused), Deadline, SuccessorExited, LEFT] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {

@@ -1,0 +1,120 @@
+//! One Envoy of the agent: its process, what it was started from, and what a record of its crash needs.
+
+use std::time::{Duration, SystemTime};
+
+use rustix::process::Pid;
+use tokio::time::Instant;
+
+use super::crash::Crash;
+use super::handle::{Epoch, Role};
+use super::launch::Launch;
+use super::memory::{OomKills, Resident};
+use super::process::{Ended, Error, Process};
+use super::reaper::{Children, Claim};
+use super::stderr::Stderr;
+use crate::clock::{self, Clock};
+
+pub(super) const KILLED: i32 = 9;
+
+#[derive(Debug)]
+pub(super) struct Instance {
+    pub(super) process: Process,
+    pub(super) launch: Launch,
+    /// How many Envoys this agent has started before this one.
+    pub(super) epoch: u32,
+    pub(super) started: SystemTime,
+    since: Instant,
+    stderr: Stderr,
+    oom_kills: Option<OomKills>,
+    _claim: Claim,
+}
+
+impl Instance {
+    /// Starts Envoy. Call it on the main thread, see [`Process::start`].
+    pub(super) fn start(
+        launch: Launch,
+        epoch: u32,
+        children: &Children,
+        memory: &Resident,
+    ) -> Result<Self, Error> {
+        let oom_kills = OomKills::start();
+        let memory = memory.clone();
+        let (stderr, pipe) = Stderr::copy(move || {
+            memory.look();
+        });
+        let process = Process::start(&launch.command(), pipe)?;
+        Ok(Self {
+            _claim: children.claim(process.pid()),
+            process,
+            launch,
+            epoch,
+            started: Clock::system().now(),
+            since: Instant::now(),
+            stderr,
+            oom_kills,
+        })
+    }
+
+    pub(super) fn pid(&self) -> Pid {
+        self.process.pid()
+    }
+
+    pub(super) fn uptime(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Waits for the last of Envoy's standard error, once Envoy has ended, and returns its last lines.
+    pub(super) async fn last_lines(&mut self) -> Vec<String> {
+        self.stderr.last_lines().await
+    }
+
+    /// The record of an end that has come.
+    pub(super) async fn crash(&mut self, ended: Ended, rss_bytes: Option<u64>) -> Crash {
+        let uptime = self.uptime();
+        let (code, signal) = match ended {
+            Ended::Code(code) => (Some(code), None),
+            Ended::Signal(signal) => (None, Some(signal)),
+        };
+        let oom_kills = self.oom_kills.as_ref().and_then(OomKills::has_grown);
+        Crash {
+            when: clock::rfc3339(Clock::system().now()),
+            epoch: self.epoch,
+            pid: self.pid().as_raw_nonzero().get(),
+            code,
+            signal,
+            uptime_seconds: uptime.as_secs_f64(),
+            rss_bytes,
+            out_of_memory: oom_kills.map(|grown| grown && signal == Some(KILLED)),
+            stderr: self.last_lines().await,
+        }
+    }
+
+    /// Kills Envoy and reaps it, unless the kernel takes longer than `limit`.
+    pub(super) async fn end(mut self, limit: Duration) {
+        self.process.kill();
+        let ended = tokio::time::timeout(limit, self.process.ended()).await;
+        if ended.is_err() {
+            let pid = self.pid();
+            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
+        }
+    }
+
+    pub(super) fn report(&self, state: Role) -> Epoch {
+        Epoch {
+            epoch: self.epoch,
+            restart_epoch: self.launch.restart_epoch(),
+            pid: self.pid().as_raw_nonzero().get(),
+            state,
+            started: Some(self.started),
+            config: self.launch.prepared.command.bootstrap.clone(),
+        }
+    }
+}
+
+/// Waits for the end of an Envoy, if there is one, and for ever if not.
+pub(super) async fn ended(instance: &mut Option<Instance>) -> Result<Ended, Error> {
+    match instance {
+        Some(instance) => instance.process.ended().await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,124 @@
+//! What one Envoy is started from.
+
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aws_lc_rs::digest::{self, SHA256};
+
+use super::command::{Command, Mode};
+use super::hot_restart::base_id::BaseId;
+
+/// A command line with the files it names.
+pub struct Prepared {
+    pub command: Command,
+    /// The same for two that would run alike.
+    pub digest: Vec<u8>,
+    /// Removes them when dropped.
+    _files: Option<Box<dyn Send + Sync>>,
+}
+
+/// What an Envoy runs on, and its place among Envoys that take over from each other.
+#[derive(Clone, Debug)]
+pub(super) struct Launch {
+    pub(super) prepared: Arc<Prepared>,
+    /// None of an Envoy without hot restart.
+    pub(super) base_id: Option<Arc<BaseId>>,
+    pub(super) mode: Mode,
+}
+
+impl Prepared {
+    /// Runs `command` on a bootstrap with this content. Its path does not count.
+    pub fn new(command: Command, bootstrap: &[u8], files: Option<Box<dyn Send + Sync>>) -> Self {
+        let mut context = digest::Context::new(&SHA256);
+        context.update(bootstrap);
+        for word in command.arguments().iter().skip(2) {
+            context.update(word.as_bytes());
+            context.update(&[0]);
+        }
+        context.update(format!("{:?}", command.environment()).as_bytes());
+        context.update(program(&command.binary).as_bytes());
+        Self {
+            command,
+            digest: context.finish().as_ref().to_vec(),
+            _files: files,
+        }
+    }
+}
+
+/// Tells programs at the same path apart. One without a path is found elsewhere.
+fn program(path: &Path) -> String {
+    fs::metadata(path).map_or_else(
+        |_| String::new(),
+        |file| {
+            let modified = (file.mtime(), file.mtime_nsec());
+            format!("{} {} {modified:?} {}", file.dev(), file.ino(), file.len())
+        },
+    )
+}
+
+impl fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepared")
+            .field("bootstrap", &self.command.bootstrap)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Launch {
+    /// The first Envoy with a base id, or one alone.
+    pub(super) fn first(
+        prepared: Arc<Prepared>,
+        base_id: Option<Arc<BaseId>>,
+        parent_shutdown: Duration,
+    ) -> Self {
+        let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
+            base_id_file: base_id.file().to_owned(),
+            parent_shutdown,
+        });
+        Self {
+            prepared,
+            base_id,
+            mode,
+        }
+    }
+
+    /// The Envoy that takes over from this one, of which the base id is known.
+    pub(super) fn successor(&self, prepared: Arc<Prepared>, parent_shutdown: Duration) -> Self {
+        let base_id = self.base_id.as_ref().and_then(|base_id| base_id.get());
+        let mode = base_id.map_or(Mode::Alone, |base_id| Mode::Next {
+            base_id,
+            epoch: self.restart_epoch() + 1,
+            parent_shutdown,
+        });
+        Self {
+            prepared,
+            base_id: self.base_id.clone(),
+            mode,
+        }
+    }
+
+    pub(super) fn has_base_id(&self) -> bool {
+        self.base_id
+            .as_ref()
+            .is_some_and(|base_id| base_id.get().is_some())
+    }
+
+    /// Its number among Envoys that take over from each other.
+    pub(super) fn restart_epoch(&self) -> u32 {
+        match self.mode {
+            Mode::Next { epoch, .. } => epoch,
+            _ => 0,
+        }
+    }
+
+    pub(super) fn command(&self) -> Command {
+        Command {
+            mode: self.mode.clone(),
+            ..self.prepared.command.clone()
+        }
+    }
+}
