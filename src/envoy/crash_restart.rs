@@ -1,9 +1,6 @@
-//! Whether an Envoy that ended by itself may be started again, and when.
+//! The budget of restarts for an Envoy that ended by itself, and the pause before each.
 //!
-//! A budget allows so many restarts in so much time. The pause before each grows, with jitter, and
-//! is short again after a quiet stretch as long as the budget's.
-//!
-//! Does not start anything.
+//! The pause grows, with jitter, and is short again when the budget is whole again.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,7 +12,7 @@ use crate::backoff::Backoff;
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// So many restarts in any stretch of so long.
+/// At most `restarts` within `within`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub restarts: usize,

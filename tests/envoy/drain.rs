@@ -280,7 +280,7 @@ fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
     }
     assert!(
         served.is_empty(),
-        "Envoy served what nobody asked: {served:?}"
+        "Envoy served requests no client sent: {served:?}"
     );
     assert!(figures.whole > 0);
     figures
@@ -347,7 +347,7 @@ impl Client {
         }
     }
 
-    /// Asks until nobody listens any more, which may be once the agent has been asked to stop.
+    /// Sends requests until the port is closed, which may be once the agent has been asked to stop.
     async fn run(mut self, is_over: Arc<AtomicBool>) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         loop {

@@ -1,4 +1,4 @@
-//! Envoy is replaced while it serves: nobody notices, and what fails leaves the one before serving.
+//! Envoy is replaced while it serves: no request fails, and after a failure the Envoy before serves on.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -177,7 +177,7 @@ fn shared_memory(base_id: u64) -> PathBuf {
 }
 
 #[tokio::test]
-async fn nobody_notices_one_hot_restart_after_another_and_one_envoy_is_left() {
+async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
     let Some(binary) = envoy_binary() else { return };
     let rounds = variable("STRESS").map_or(4, |_| 20);
     let stage = Stage::serving(&binary).await;
@@ -279,7 +279,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
 }
 
 #[tokio::test]
-async fn a_next_envoy_killed_before_it_serves_is_followed_by_an_overlapping_restart() {
+async fn after_a_successor_was_killed_before_it_served_the_next_restart_overlaps() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -312,12 +312,16 @@ async fn a_next_envoy_killed_before_it_serves_is_followed_by_an_overlapping_rest
     load.assert_flawless();
     stage.control_plane = dead.revive().await;
     stage.change("b");
-    assert_eq!(stage.runs_on("b").await, 0, "the first of another line");
+    assert_eq!(
+        stage.runs_on("b").await,
+        0,
+        "the first with another base id"
+    );
     stage.logs("overlapping restart").await;
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
     stage.serves().await;
-    // That line can be continued.
+    // Its base id can be used again.
     stage.change("c");
     assert_eq!(stage.runs_on("c").await, 1);
     stage.only_envoy().await;
@@ -325,7 +329,7 @@ async fn a_next_envoy_killed_before_it_serves_is_followed_by_an_overlapping_rest
 }
 
 #[tokio::test]
-async fn a_new_envoy_killed_while_the_old_one_leaves_starts_again_at_its_place() {
+async fn a_successor_killed_while_its_parent_leaves_starts_again_as_it_was() {
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -364,7 +368,7 @@ async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
 }
 
 #[tokio::test]
-async fn a_request_to_stop_gives_a_next_envoy_up_that_does_not_serve_which_is_no_failure() {
+async fn a_request_to_stop_abandons_a_successor_that_does_not_serve_without_a_failure() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let _dead = stage.control_plane.kill().await;

@@ -1,4 +1,4 @@
-//! Agent and Envoy end together, whoever ends first.
+//! Agent and Envoy end together, whichever ends first.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::support::process::is_alive;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
 
-/// An end that would take for ever, were it to drain.
+/// A drain of an hour.
 const ENDLESS: [(&str, &str); 2] = [
     ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
     ("MINIMUM_DRAIN_DURATION", "1h"),
@@ -61,8 +61,8 @@ pub async fn until_it_is_no_failed_start(pod: &Pod) {
 }
 
 /// Envoy asks its clients to leave.
-async fn says_goodbye(port: u16) {
-    eventually("goodbyes to clients", async || {
+async fn asks_clients_to_leave(port: u16) {
+    eventually("a request to close the connection", async || {
         let head = get(port).await.ok()?;
         (header(&head, "connection") == Some("close")).then_some(())
     })
@@ -75,7 +75,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     let (mut pod, envoy, port, _backend, _control_plane) = serving(&binary).await;
     let asked = Instant::now();
     pod.agent.signal(Signal::TERM);
-    says_goodbye(port).await;
+    asks_clients_to_leave(port).await;
     let status = pod.agent.end().await;
     assert_eq!(status.code(), Some(0), "{status}");
     assert!(!is_alive(envoy));
@@ -216,7 +216,7 @@ async fn a_native_sidecar_drains_ahead_of_the_end_and_then_ends_at_once() {
     // Not one of the ports every pod has.
     let status_port = format!("--debug-port={}", pod.status_port);
     pod.run(&["request", &status_port, "POST", "drain"]).await;
-    says_goodbye(port).await;
+    asks_clients_to_leave(port).await;
     let is_ready = pod.status(Method::GET, "/healthz/ready").await;
     assert!(is_ready.is_some(), "the application still runs");
     assert!(!pod.agent.has_ended());
@@ -268,9 +268,9 @@ async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only(
             eventually("a route in force", async || get(port).await.ok()).await;
         }
         pod.agent.signal(Signal::TERM);
-        says_goodbye(inbound).await;
+        asks_clients_to_leave(inbound).await;
         if drains_outbound {
-            says_goodbye(outbound).await;
+            asks_clients_to_leave(outbound).await;
         } else {
             let head = get(outbound).await.unwrap();
             assert_eq!(header(&head, "connection"), None, "{role}: {head}");

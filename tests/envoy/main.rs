@@ -3,8 +3,6 @@
 //! Every test starts its own control plane in this process, and its own agent and Envoy in a
 //! directory of their own. `ENVOY_BIN` or `PATH` names Envoy; where there is none the tests say so
 //! and are not run, except under `CI`, where they fail.
-//!
-//! Does not look into the agent: what counts is what Envoy, its clients and the system see.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -95,7 +95,7 @@ mod tests {
         fs::write(&file, "1").expect("left by another");
         let base = BaseId::new(file.clone(), None);
         assert_eq!(base.get(), None);
-        // No Envoy takes so high a number, so no memory of this name can be anybody's.
+        // No Envoy takes so high a number, so no memory of this name is in use.
         for text in ["", "-1", "4294967296", "a"] {
             fs::write(&file, text).expect("written");
             assert_eq!(base.get(), None, "{text}");

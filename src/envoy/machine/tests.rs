@@ -379,8 +379,8 @@ proptest! {
                 world.step(&mut machine, *event)?;
             }
             let left = machine.plan().at_most();
-            // The end of one that was to be replaced is the first with nobody to follow it, so its
-            // requests are now let outlast the drain.
+            // No Envoy follows one that was to be replaced any more, so its long requests are now
+            // waited for.
             let is_followed = machine.expects_the_end() && !machine.is_asked_to_stop();
             let more = if is_followed { limits.long_requests } else { Duration::ZERO };
             world.step(&mut machine, request)?;

@@ -1,4 +1,4 @@
-//! Envoy's life with a script that stands in for its process, and a listener for its admin port.
+//! The supervisor with a script in place of Envoy, and a fake admin port.
 
 mod fake_admin;
 
@@ -66,7 +66,7 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
             fips_ciphers: false,
         },
         admin_host: Ipv4Addr::LOCALHOST.into(),
-        // Nobody listens there; the wait follows all the same.
+        // Closed; the wait follows all the same.
         admin_port: 1,
         admin_call: Duration::from_secs(2),
         early: Duration::from_secs(1),
@@ -194,7 +194,7 @@ async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
 }
 
 #[tokio::test]
-async fn drains_then_asks_envoy_to_quit_and_tells_how_far_it_is() {
+async fn drains_then_asks_envoy_to_quit_and_reports_each_step() {
     let (mut stage, admin) = stage("obeys").with_admin(Behaviour::Answering).await;
     stage.config.limits.drain = Drain::For(Duration::from_secs(1));
     let stop = Stop::new();
@@ -243,7 +243,7 @@ async fn an_envoy_drained_by_order_is_asked_to_quit_at_once() {
     assert_eq!(exit, Exit::Requested);
     let told = "/drain_listeners?inboundonly&graceful&skip_exit";
     assert_eq!(admin.asked(), ["/ready", told, told, "/quitquitquit"]);
-    // Nobody is left to tell, and nobody waits.
+    // After the end there is no Envoy to drain, and no wait.
     envoy.drain().await;
 }
 
@@ -289,7 +289,7 @@ async fn a_drain_until_idle_ends_with_the_last_connection() {
 }
 
 #[tokio::test]
-async fn what_outlasts_a_drain_for_a_time_holds_envoy_until_it_has_ended_and_what_does_not_never() {
+async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended() {
     for active in [0, 3] {
         let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
         stage.config.drain_inbound_only = false;

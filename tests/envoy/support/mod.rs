@@ -71,7 +71,7 @@ pub fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// A port nobody listens on, given out once. Below those the system gives to clients, so that none
+/// A port that is free, given out once. Below those the system gives to clients, so that none
 /// of them takes it before its owner binds it.
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();

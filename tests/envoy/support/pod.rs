@@ -209,7 +209,7 @@ impl Drop for Pod {
     }
 }
 
-/// An Envoy nobody looks after.
+/// An Envoy without an agent.
 pub struct BareEnvoy {
     pub admin: Admin,
     _process: Process,
@@ -278,7 +278,7 @@ fn base_environment() -> [(&'static str, String); 8] {
     ]
 }
 
-/// Makes everything in a directory somebody's.
+/// Gives everything in a directory to a user.
 fn give(directory: &Path, user: u32) {
     chown(directory, Some(user), Some(user)).unwrap();
     for entry in fs::read_dir(directory).unwrap() {

@@ -120,7 +120,7 @@ pub fn running_in(directory: &Path) -> Vec<String> {
     in_there.filter_map(|process| name(process).ok()).collect()
 }
 
-/// None of a process that has ended, whether or not somebody has asked how.
+/// None of a process that has ended, reaped or not.
 fn parent_of(pid: i32) -> Option<Pid> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in brackets may hold brackets itself.

@@ -1,4 +1,4 @@
-//! The ways from one Envoy to the next: named ones by table, all others by chance.
+//! Named ways through the machine by table, all others at random.
 
 use proptest::prelude::*;
 
@@ -39,14 +39,14 @@ const STARTED: [(Event, Action); 3] = [
 const PROMOTED: [(Event, Action); 4] = [STARTED[0], STARTED[1], STARTED[2], (Live, PROMOTE)];
 
 #[test]
-fn a_change_is_checked_started_taken_over_and_the_old_one_leaves() {
+fn a_successor_is_checked_started_and_promoted_and_the_parent_leaves() {
     let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
     assert!(machine.is_continuable());
 }
 
 #[test]
-fn what_is_wanted_during_a_change_waits_until_the_old_one_has_left() {
+fn what_is_wanted_during_a_restart_waits_until_the_parent_has_left() {
     let again = [
         (Wanted, Action::Nothing),
         (Wanted, Action::Nothing),
@@ -67,7 +67,7 @@ fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
 }
 
 #[test]
-fn a_next_one_that_fails_leaves_a_line_that_ends_and_another_way_is_taken() {
+fn after_a_successor_failed_the_next_restart_is_not_a_hot_one() {
     let killed = [
         (Deadline, Action::KillSuccessor),
         (SuccessorExited, Action::Nothing),
@@ -100,7 +100,7 @@ fn a_next_one_that_fails_leaves_a_line_that_ends_and_another_way_is_taken() {
 }
 
 #[test]
-fn a_new_one_that_dies_while_the_old_one_leaves_is_started_again_once() {
+fn a_successor_that_dies_while_its_parent_leaves_is_started_again_once() {
     let again = [
         (ServingExited, Action::Relaunch),
         (Ready, Action::Nothing),
@@ -112,7 +112,7 @@ fn a_new_one_that_dies_while_the_old_one_leaves_is_started_again_once() {
 }
 
 #[test]
-fn an_old_one_that_dies_early_has_its_successor_replaced_before_it_hangs() {
+fn the_successor_of_a_parent_that_died_early_is_replaced_before_it_hangs() {
     let early = (LEFT_EARLY, Action::Replace(EndBy::Kill));
     after(&PROMOTED, &[early]);
     // A successor that is gone or going needs no replacement.
@@ -123,13 +123,13 @@ fn an_old_one_that_dies_early_has_its_successor_replaced_before_it_hangs() {
 }
 
 #[test]
-fn an_old_one_that_stays_too_long_is_killed() {
+fn a_parent_that_stays_too_long_is_killed() {
     let late = [(Deadline, Action::KillParent), (LEFT, Action::Nothing)];
     after(&PROMOTED, &late);
 }
 
 #[test]
-fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
+fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
     let stopped = [
         (Stop, Action::KillSuccessor),
         (Wanted, Action::Nothing),
@@ -145,7 +145,7 @@ fn a_request_to_stop_kills_a_next_one_that_does_not_serve_and_starts_none() {
 }
 
 #[test]
-fn what_is_wanted_stays_so_when_the_one_that_serves_dies_or_drains_before_its_successor_serves() {
+fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_successor_serves() {
     let again = (Ready, Action::Check);
     after(&STARTED[..2], &[(ServingExited, Action::Nothing), again]);
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
@@ -156,7 +156,7 @@ fn what_is_wanted_stays_so_when_the_one_that_serves_dies_or_drains_before_its_su
         again,
     ];
     after(&STARTED, &killed);
-    // With nobody to serve, nobody follows.
+    // Without an Envoy that serves there is no successor.
     let stopped = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
     after(
         &STARTED[..2],
@@ -220,7 +220,7 @@ impl World {
                 self.is_checking = true;
             }
             Action::Start(_) => {
-                prop_assert!(self.serving, "beside nobody");
+                prop_assert!(self.serving, "no Envoy serves");
                 prop_assert!(!self.next && !self.old, "a third Envoy");
                 self.next = true;
             }
@@ -248,7 +248,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn there_is_one_next_at_most_and_no_old_one_is_killed_under_its_successor(
+    fn there_is_one_successor_at_most_and_no_parent_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
             Ready, Event::Unready, Event::Unshared, Wanted, USABLE, WITHOUT_ADMIN_PORT, UNEXPECTED,
             Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, SuccessorExited, LEFT,
