@@ -68,10 +68,16 @@ pub fn reachable(program: &Path) -> PathBuf {
     place
 }
 
-/// Redirects all queries for port 53 to the agent, but those of its own user.
+/// Redirects all queries for port 53 to the agent, but those of its own user. These are not tracked:
+/// a query of an application that happens to have the port of one of them would be taken for it, and
+/// pass by the agent.
 pub fn capture_dns(port: u16) {
     let rules = format!(
         "add table inet capture;
+         add chain inet capture untracked {{ type filter hook output priority -300; }};
+         add rule inet capture untracked meta skuid {AGENT} meta l4proto {{ tcp, udp }}
+         th dport 53 notrack;
+         add rule inet capture untracked meta l4proto {{ tcp, udp }} th sport 53 notrack;
          add chain inet capture output {{ type nat hook output priority -100; }};
          add rule inet capture output meta skuid != {AGENT} meta l4proto {{ tcp, udp }}
          th dport 53 redirect to :{port}"
