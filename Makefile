@@ -7,6 +7,8 @@ SHELL := bash
 
 target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
+# The demo shares its build with the tests; PROFILE=release shows what ships.
+PROFILE ?= dev
 
 .PHONY: help envoy build demo demo-stop test fuzz bench lint
 
@@ -19,9 +21,10 @@ envoy: ## Finds or fetches an Envoy.
 build: ## Builds the agent as it ships, and local-istiod beside it.
 	@cargo build --release --locked
 
-demo: envoy build ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
+demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
+	@cargo build --profile $(PROFILE) --locked
 	@envoy="$$(deploy/envoy/get-envoy)"; \
-	$(demo) --binaries $(target)/release --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
+	$(demo) --binaries $(target)/$(PROFILE:dev=debug) --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
 
 demo-stop: ## Ends what `make demo KEEP=1` left running.
 	@$(demo) --stop

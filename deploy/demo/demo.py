@@ -55,7 +55,7 @@ def main():
 
 def parse_options():
     parser = argparse.ArgumentParser(description="Shows the agent at work on this machine.")
-    parser.add_argument("--binaries", type=pathlib.Path, default=pathlib.Path("target/release"))
+    parser.add_argument("--binaries", type=pathlib.Path, default=pathlib.Path("target/debug"))
     parser.add_argument("--envoy", type=pathlib.Path, default=pathlib.Path("envoy"))
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("target/demo"))
     parser.add_argument("--keep", action="store_true", help="leave all running at the end")
@@ -257,6 +257,8 @@ class Story:
         megabytes = lambda size: f"{size / 1e6:.1f} MB"
         rows = [[w.name, *map(megabytes, w.memory())] for w in self.workloads]
         screen.table(["resident", "agent", "Envoy"], rows)
+        if self.mesh.binaries.name == "debug":
+            screen.done("the agent is a debug build: `make demo PROFILE=release` shows what ships")
 
     def report(self, marked, when):
         """What the load counted since `marked`; refuses when a request failed."""
