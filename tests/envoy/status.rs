@@ -1,13 +1,16 @@
 //! Readiness as the kubelet sees it: through Envoy's health listener.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
+use http::Method;
+use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 
 use crate::support::control_plane::{ControlPlane, Dead};
 use crate::support::http::connect;
-use crate::support::pod::{Pod, Settings};
+use crate::support::pod::{self, BareEnvoy, Pod, Settings};
 use crate::support::process::Process;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
@@ -84,6 +87,63 @@ async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
         Some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let application = BareEnvoy::serving(&binary, json!({})).await;
+    let path = "/stats/prometheus";
+    let target = json!({ "port": application.admin_port.to_string(), "path": path }).to_string();
+    let port = free_port();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[
+            ("ENVOY_PROMETHEUS_PORT", &port.to_string()),
+            ("ISTIO_PROMETHEUS_ANNOTATIONS", &target),
+        ],
+    };
+    let pod = Pod::serving(settings, &control_plane).await;
+    let series = async |envoy| names_and_labels(&pod::ask(envoy, path).await.unwrap());
+    let (own, application) = (series(&pod.envoy).await, series(&application.admin).await);
+    let page = eventually("both Envoys on the page", async || {
+        let page = pod.status(Method::GET, path).await?;
+        (page.contains("\nistio_agent_scrape_duplicate_series_total{")).then_some(page)
+    })
+    .await;
+    let merged = names_and_labels(&page);
+    let missing: Vec<_> = own
+        .union(&application)
+        .filter(|s| !merged.contains(*s))
+        .collect();
+    assert_eq!(missing, Vec::<&String>::new());
+    let lines: Vec<_> = page
+        .lines()
+        .filter(|line| line.starts_with("# TYPE "))
+        .collect();
+    assert_eq!(
+        lines.iter().collect::<BTreeSet<_>>().len(),
+        lines.len(),
+        "a family twice"
+    );
+    let shared = own.intersection(&application).count();
+    let dropped = "istio_agent_scrape_duplicate_series_total{source=\"application\"}";
+    assert!(shared > 10, "{shared} series of both Envoys");
+    assert!(page.contains(dropped), "{shared} dropped");
+}
+
+/// The series of a page, each of which must be there once.
+fn names_and_labels(page: &str) -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for line in page
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+    {
+        let (series, _) = line.rsplit_once(' ').unwrap();
+        assert!(all.insert(series.to_owned()), "{series} twice");
+    }
+    all
 }
 
 /// A pod whose control plane is dead for the moment.

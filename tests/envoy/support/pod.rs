@@ -212,6 +212,7 @@ impl Drop for Pod {
 /// An Envoy without an agent.
 pub struct BareEnvoy {
     pub admin: Admin,
+    pub admin_port: u16,
     _process: Process,
     _directory: TempDir,
 }
@@ -242,6 +243,7 @@ impl BareEnvoy {
         ready(&admin).await;
         Self {
             admin,
+            admin_port: port,
             _process: process,
             _directory: directory,
         }
