@@ -31,7 +31,6 @@ use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::Prepare;
 use crate::envoy::hot_restart::watch::changes;
-use crate::envoy::reaper::Children;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
 use crate::istiod::{self, Istiod};
@@ -367,7 +366,7 @@ async fn run_envoy(
         tokio::select! {
             // An error means that all senders are gone, which ends the agent as well.
             _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(ExitCode::Success),
-            never = envoy::reaper::reap(Children::default()) => match never {},
+            never = envoy::reaper::reap() => match never {},
         }
     };
     // With inputs, the supervisor writes the bootstrap of each epoch.

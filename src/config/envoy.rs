@@ -12,7 +12,7 @@ use super::{READABLE_YAML, Sources};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
-use crate::envoy::command::{Command, IpVersion, LogLevels, Mode};
+use crate::envoy::command::{Command, IpVersion, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
@@ -177,7 +177,6 @@ impl Sources<'_> {
                 "" => bootstrap.file(),
                 custom => custom.into(),
             },
-            mode: Mode::Alone,
             drain_time: self.proxy_config.drain_time(),
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
             file_flush_interval: self

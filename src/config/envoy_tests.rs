@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::status_port;
 use super::tests::machine;
-use crate::envoy::machine::Drain;
+use crate::envoy::shutdown::Drain;
 
 #[test]
 fn flags_reach_envoy_and_may_switch_it_off() {

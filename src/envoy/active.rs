@@ -138,41 +138,37 @@ impl Counting {
 
     fn connections(&self, statistics: &str) -> u64 {
         gauges(statistics)
-            .filter(|gauge| gauge.name == CONNECTIONS)
-            .filter_map(|gauge| Some((gauge.scope.strip_prefix("listener.")?, gauge.value)))
+            .filter(|(_, name, _)| *name == CONNECTIONS)
+            .filter_map(|(scope, _, value)| Some((scope.strip_prefix("listener.")?, value)))
             .filter(|(listener, _)| self.is_workloads(listener))
             .map(|(_, value)| value)
             .fold(0, u64::saturating_add)
     }
 
     fn requests(&self, statistics: &str) -> u64 {
-        let (mut requests, mut speak_http, mut connections) = (0_u64, 0_u64, 0_u64);
-        let mut is_sending = false;
-        for Gauge { scope, name, value } in gauges(statistics) {
-            let total = if let Some(manager) = scope.strip_prefix("http.") {
-                match name {
-                    _ if !self.counts_manager(manager) => continue,
-                    REQUESTS if manager == TUNNELS => &mut connections,
-                    REQUESTS => &mut requests,
-                    CONNECTIONS => &mut speak_http,
-                    _ => {
-                        is_sending |= value > 0;
-                        continue;
-                    }
+        let (mut requests, mut unsent) = (0_u64, 0_u64);
+        let (mut speak_http, mut connections) = (0_u64, 0_u64);
+        for (scope, name, value) in gauges(statistics) {
+            let total = match (scope.split_once('.'), name) {
+                (Some(("http", manager)), _) if !self.counts_manager(manager) => continue,
+                (Some(("http", TUNNELS)), REQUESTS) => &mut connections,
+                (Some(("http", _)), REQUESTS) => &mut requests,
+                (Some(("http", _)), CONNECTIONS) => &mut speak_http,
+                (Some(("http", _)), _) => &mut unsent,
+                (Some(("listener", name)), CONNECTIONS) if self.counts_listener(name) => {
+                    &mut connections
                 }
-            } else if let Some(listener) = scope.strip_prefix("listener.")
-                && name == CONNECTIONS
-                && self.is_workloads(listener)
-                && (!self.inbound_only || CAPTURED.iter().any(|port| listener.ends_with(port)))
-            {
-                &mut connections
-            } else {
-                continue;
+                _ => continue,
             };
             *total = total.saturating_add(value);
         }
         let active = requests.saturating_add(connections.saturating_sub(speak_http));
-        active.max(u64::from(is_sending))
+        active.max(unsent.min(1))
+    }
+
+    fn counts_listener(&self, listener: &str) -> bool {
+        let is_captured = CAPTURED.iter().any(|port| listener.ends_with(port));
+        self.is_workloads(listener) && (is_captured || !self.inbound_only)
     }
 
     fn counts_manager(&self, manager: &str) -> bool {
@@ -202,20 +198,13 @@ fn local_port(listener: &str) -> Option<u16> {
     port.parse().ok().filter(|_| is_local)
 }
 
-struct Gauge<'a> {
-    scope: &'a str,
-    name: &'a str,
-    value: u64,
-}
-
-/// The gauges of a page of statistics, `scope.name: value` each. Other lines are left out.
-fn gauges(statistics: &str) -> impl Iterator<Item = Gauge<'_>> {
+/// Scope, name and value of the gauges of a page, `scope.name: value` each. Other lines are left out.
+fn gauges(statistics: &str) -> impl Iterator<Item = (&str, &str, u64)> {
     let lines = statistics.lines().filter(|line| !line.trim().is_empty());
     lines.filter_map(|line| {
         let gauge = line.rsplit_once(": ").and_then(|(name, value)| {
             let (scope, name) = name.rsplit_once('.')?;
-            let value = value.trim().parse().ok()?;
-            Some(Gauge { scope, name, value })
+            Some((scope, name, value.trim().parse().ok()?))
         });
         if gauge.is_none() {
             tracing::warn!(line, "not a gauge of Envoy, expected a name and a number");

@@ -7,9 +7,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response};
+use http::{Method, Request, Response, StatusCode};
 use tokio::time::Instant;
 
+use super::warn;
 use crate::{dial, http_client};
 
 /// Enough for every answer but a full `/config_dump`.
@@ -17,12 +18,25 @@ const LARGEST_ANSWER: usize = 16 << 20;
 /// How often a starting Envoy is asked, and for how long that often.
 const PERIOD: Duration = Duration::from_millis(25);
 const OFTEN: Duration = Duration::from_secs(5);
+/// The same after that, while it waits for its configuration, which may take long.
+const LIVE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Where Envoy's admin port is, and how long an exchange may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Admin {
     pub address: SocketAddr,
     pub limit: Duration,
+}
+
+/// What a drain call does with Envoy's listeners.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum DrainCall {
+    /// Clients are asked to leave until the listeners close, at the end of Envoy's drain time.
+    Graceful,
+    /// Clients are asked to leave; the listeners stay.
+    Stay,
+    /// The listeners close at once. Requests under way go on.
+    Close,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -66,25 +80,53 @@ impl Admin {
         Ok(client.fetch(request, self.limit, LARGEST_ANSWER).await?)
     }
 
-    /// Has Envoy ask its clients to leave; of a sidecar only those of inbound listeners, as the
-    /// workload may still call out. Unless Envoy `stays`, it closes these listeners at the end of its
-    /// drain time.
-    pub async fn drain_listeners(
-        &self,
-        inbound_only: bool,
-        stays: bool,
-    ) -> Result<Response<Bytes>, Error> {
-        let inbound_only = if inbound_only { "inboundonly&" } else { "" };
-        let stays = if stays { "&skip_exit" } else { "" };
-        let path = format!("/drain_listeners?{inbound_only}graceful{stays}");
-        self.request(Method::POST, &path).await
+    /// Drains Envoy's listeners, of a sidecar the inbound ones, as the workload may still call out. A
+    /// failure is logged.
+    pub(super) async fn drain(&self, how: DrainCall, inbound_only: bool) {
+        let (what, options) = match how {
+            DrainCall::Graceful => ("drain", &["graceful"][..]),
+            DrainCall::Stay => ("drain", &["graceful", "skip_exit"][..]),
+            DrainCall::Close => ("close", &[][..]),
+        };
+        let scope = inbound_only.then_some("inboundonly");
+        let query: Vec<_> = scope.iter().chain(options).copied().collect();
+        let path = format!("/drain_listeners?{}", query.join("&"));
+        match self.post(path.trim_end_matches('?')).await {
+            Ok(status) if status.is_success() => {}
+            Ok(status) => tracing::warn!(
+                status = status.as_u16(),
+                "Envoy refused to {what} its listeners; going on all the same"
+            ),
+            Err(error) => warn(
+                &error,
+                &format!("failed to {what} listeners; going on all the same"),
+            ),
+        }
     }
 
-    /// Has Envoy close its listeners, of a sidecar the inbound ones. Requests under way go on.
-    pub async fn close_listeners(&self, inbound_only: bool) -> Result<Response<Bytes>, Error> {
-        let inbound_only = if inbound_only { "?inboundonly" } else { "" };
-        let path = format!("/drain_listeners{inbound_only}");
-        self.request(Method::POST, &path).await
+    /// Asks Envoy to flush its logs and end. Returns if Envoy cannot be asked: its end is waited for
+    /// elsewhere, and may come before the answer.
+    pub(super) async fn quit(&self) {
+        match self.post("/quitquitquit").await {
+            Ok(status) if !status.is_success() => tracing::warn!(
+                status = status.as_u16(),
+                "Envoy refused to quit; terminating it"
+            ),
+            Err(error) if !error.is_broken() => {
+                warn(&error, "cannot ask Envoy to quit; terminating it");
+            }
+            _ => std::future::pending().await,
+        }
+    }
+
+    async fn post(&self, path: &str) -> Result<StatusCode, Error> {
+        Ok(self.request(Method::POST, path).await?.status())
+    }
+
+    /// Asks a starting Envoy until it serves.
+    pub(super) async fn live(&self) {
+        let is_live = |answer: &Response<Bytes>| answer.status().is_success();
+        self.until("/ready", LIVE_PERIOD, is_live).await;
     }
 
     /// Asks a starting Envoy until its answer is as wanted: often at first, then every `period`.
@@ -108,7 +150,6 @@ impl Admin {
 
 #[cfg(test)]
 mod tests {
-    use http::StatusCode;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
@@ -132,12 +173,7 @@ mod tests {
             stream.write_all(answer).await.expect("answered");
             String::from_utf8_lossy(&request[..length]).into_owned()
         };
-        let (answer, request) = tokio::join!(admin.drain_listeners(true, true), envoy);
-        let answer = answer.expect("an answer");
-        assert_eq!(
-            (answer.status(), answer.body().as_ref()),
-            (StatusCode::OK, &b"OK\n"[..])
-        );
+        let ((), request) = tokio::join!(admin.drain(DrainCall::Stay, true), envoy);
         assert!(
             request
                 .starts_with("POST /drain_listeners?inboundonly&graceful&skip_exit HTTP/1.1\r\n")
@@ -159,7 +195,7 @@ mod tests {
     async fn a_closed_port_is_an_error_and_not_a_crash() {
         let (listener, admin) = admin(Duration::from_secs(5)).await;
         drop(listener);
-        let error = admin.drain_listeners(false, false).await;
+        let error = admin.request(Method::GET, "/ready").await;
         assert!(error.expect_err("closed").is_unconnected());
     }
 }

@@ -9,7 +9,6 @@ pub struct Command {
     /// With a slash: a path. Without: looked up in `PATH`.
     pub binary: PathBuf,
     pub bootstrap: PathBuf,
-    pub mode: Mode,
     /// Envoy's own drain time; whole seconds are used.
     pub drain_time: Duration,
     pub ip_version: IpVersion,
@@ -100,7 +99,7 @@ impl Command {
     }
 
     /// Everything after the program's name, in pilot-agent's order.
-    pub fn arguments(&self) -> Vec<String> {
+    pub fn arguments(&self, mode: &Mode) -> Vec<String> {
         let flag = |name: &str, value: Option<String>| Some(vec![name.to_owned(), value?]);
         let switch = |name: &str, is_on: bool| is_on.then(|| vec![name.to_owned()]);
         let ip_version = match self.ip_version {
@@ -119,7 +118,7 @@ impl Command {
                 "--file-flush-interval-msec",
                 Some(flush_interval.to_string()),
             ),
-            Some(self.mode.arguments()),
+            Some(mode.arguments()),
             switch("--allow-unknown-static-fields", true),
             flag(
                 "--file-flush-min-size-kb",
@@ -176,7 +175,6 @@ mod tests {
         Command {
             binary: "/usr/local/bin/envoy".into(),
             bootstrap: "etc/istio/proxy/envoy-rev.json".into(),
-            mode: Mode::Alone,
             drain_time: Duration::from_secs(45),
             ip_version: IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
@@ -194,7 +192,7 @@ mod tests {
     #[test]
     fn the_charts_settings_give_the_charts_command_line() {
         assert_eq!(
-            command().arguments().join(" "),
+            command().arguments(&Mode::Alone).join(" "),
             "-c etc/istio/proxy/envoy-rev.json --drain-time-s 45 --drain-strategy immediate \
              --local-address-ip-version v4 --file-flush-interval-msec 1000 --disable-hot-restart \
              --allow-unknown-static-fields -l warning --component-log-level misc:error \
@@ -236,7 +234,7 @@ mod tests {
             ),
         ] {
             assert_eq!(mode.arguments(), [&time[..], expected].concat());
-            let words = Command { mode, ..command() }.arguments();
+            let words = command().arguments(&mode);
             assert!(!words.contains(&"--disable-hot-restart".to_owned()));
         }
         let words = Mode::Validate.arguments().join(" ");
@@ -252,7 +250,7 @@ mod tests {
             concurrency: None,
             ..command()
         };
-        assert!(bare.arguments().join(" ").ends_with(
+        assert!(bare.arguments(&Mode::Alone).join(" ").ends_with(
             "--local-address-ip-version v6 --file-flush-interval-msec 1000 \
              --disable-hot-restart --allow-unknown-static-fields"
         ));
@@ -283,7 +281,7 @@ mod tests {
             override_json: Some("{}".to_owned()),
             ..command()
         };
-        assert!(rare.arguments().join(" ").ends_with(
+        assert!(rare.arguments(&Mode::Alone).join(" ").ends_with(
             "--allow-unknown-static-fields --file-flush-min-size-kb 64 -l warning \
              --component-log-level misc:error --skip-deprecated-logs --enable-core-dump \
              --config-yaml {} --concurrency 2"

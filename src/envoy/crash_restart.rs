@@ -2,11 +2,11 @@
 //!
 //! The pause grows, with jitter, and is short again when the budget is whole again.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::process::Ended;
 use crate::backoff::Backoff;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -19,47 +19,52 @@ pub struct Budget {
     pub within: Duration,
 }
 
-/// What is left of a budget.
+/// What is left of a budget, and the next restart.
 #[derive(Debug)]
 pub(super) struct Restarts {
+    /// How the last Envoy ended by itself, while there is none.
+    pub(super) last_end: Option<Ended>,
+    /// The pause before the next start, once granted.
+    pub(super) pause: Duration,
     /// None allows no restart.
     budget: Option<Budget>,
-    past: VecDeque<Instant>,
+    past: Vec<Instant>,
     backoff: Backoff,
 }
 
 impl Restarts {
     pub(super) fn new(budget: Option<Budget>) -> Self {
         Self {
+            last_end: None,
+            pause: Duration::ZERO,
             budget,
-            past: VecDeque::new(),
+            past: Vec::new(),
             backoff: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
         }
     }
 
-    /// Takes one restart out of the budget: the pause before it, or nothing when none is left.
-    pub(super) fn take(&mut self) -> Option<Duration> {
-        let budget = self.budget?;
+    /// Takes one restart out of the budget and sets the pause before it. False if none is left.
+    pub(super) fn take(&mut self) -> bool {
+        let Some(budget) = self.budget else {
+            return false;
+        };
         let now = Instant::now();
-        while let Some(oldest) = self.past.front() {
-            if now.duration_since(*oldest) < budget.within {
-                break;
-            }
-            self.past.pop_front();
-        }
+        self.past
+            .retain(|past| now.duration_since(*past) < budget.within);
         if self.past.len() >= budget.restarts {
             tracing::error!(
                 "Envoy was restarted {} times within {:?}, which is all the budget allows",
                 self.past.len(),
                 budget.within
             );
-            return None;
+            return false;
         }
         if self.past.is_empty() {
             self.backoff.reset();
         }
-        self.past.push_back(now);
-        Some(self.backoff.next_wait())
+        self.past.push(now);
+        self.pause = self.backoff.next_wait();
+        true
     }
 }
 
@@ -74,23 +79,19 @@ mod tests {
             restarts: 2,
             within,
         }));
-        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
+        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE);
         tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(
-            restarts
-                .take()
-                .is_some_and(|pause| pause <= FIRST_PAUSE * 2)
-        );
-        assert_eq!(restarts.take(), None);
+        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE * 2);
+        assert!(!restarts.take());
         tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(restarts.take().is_some());
-        assert_eq!(restarts.take(), None);
+        assert!(restarts.take());
+        assert!(!restarts.take());
         tokio::time::advance(within).await;
-        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
+        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE);
     }
 
     #[tokio::test(start_paused = true)]
     async fn without_a_budget_there_is_no_restart() {
-        assert_eq!(Restarts::new(None).take(), None);
+        assert!(!Restarts::new(None).take());
     }
 }

@@ -129,25 +129,15 @@ impl Restart {
 }
 
 impl State {
-    pub(super) const ALL: [Self; 6] = [
-        Self::Initial,
-        Self::Starting,
-        Self::Running,
-        Self::Draining,
-        Self::Stopping,
-        Self::Exited,
+    /// All states, with their names in JSON and metrics.
+    pub(super) const NAMES: [(Self, &'static str); 6] = [
+        (Self::Initial, "initial"),
+        (Self::Starting, "starting"),
+        (Self::Running, "running"),
+        (Self::Draining, "draining"),
+        (Self::Stopping, "stopping"),
+        (Self::Exited, "exited"),
     ];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Initial => "initial",
-            Self::Starting => "starting",
-            Self::Running => "running",
-            Self::Draining => "draining",
-            Self::Stopping => "stopping",
-            Self::Exited => "exited",
-        }
-    }
 }
 
 /// A handle to the running Envoy. Clones share it.
@@ -240,8 +230,8 @@ mod tests {
                     waits_for: Step::DrainTime,
                     at_most: Duration::from_millis(1500),
                 }]),
-                waits_for: Some(Step::DrainTime),
-                until: Some(moment),
+                waits_for: Step::DrainTime,
+                until: moment,
                 connections: Some(3),
             }),
             epochs: vec![Epoch {
@@ -297,8 +287,8 @@ mod tests {
             "last_crash": null,
         });
         assert_eq!(json!(report), expected);
-        for state in State::ALL {
-            assert_eq!(json!(state), state.name());
+        for (state, name) in State::NAMES {
+            assert_eq!(json!(state), name);
         }
     }
 }

@@ -10,7 +10,7 @@ use super::handle::{Epoch, Role};
 use super::launch::Launch;
 use super::memory::{OomKills, Resident};
 use super::process::{Ended, Error, Process};
-use super::reaper::{Children, Claim};
+use super::reaper::Claim;
 use super::stderr::Stderr;
 use crate::clock::{self, Clock};
 
@@ -31,20 +31,15 @@ pub(super) struct Instance {
 
 impl Instance {
     /// Starts Envoy. Call it on the main thread, see [`Process::start`].
-    pub(super) fn start(
-        launch: Launch,
-        epoch: u32,
-        children: &Children,
-        memory: &Resident,
-    ) -> Result<Self, Error> {
+    pub(super) fn start(launch: Launch, epoch: u32, memory: &Resident) -> Result<Self, Error> {
         let oom_kills = OomKills::start();
         let memory = memory.clone();
         let (stderr, pipe) = Stderr::copy(move || {
             memory.look();
         });
-        let process = Process::start(&launch.command(), pipe)?;
+        let process = Process::start(&launch.prepared.command, &launch.mode, pipe)?;
         Ok(Self {
-            _claim: children.claim(process.pid()),
+            _claim: Claim::new(process.pid()),
             process,
             launch,
             epoch,

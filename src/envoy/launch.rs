@@ -1,24 +1,24 @@
 //! What one Envoy is started from.
 
-use std::fmt;
+use std::any::Any;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aws_lc_rs::digest::{self, SHA256};
-
 use super::command::{Command, Mode};
 use super::hot_restart::base_id::BaseId;
 
 /// A command line with the files it names.
+#[derive(Debug)]
 pub struct Prepared {
     pub command: Command,
     /// The same for two that would run alike.
-    pub digest: Vec<u8>,
+    pub digest: u64,
     /// Removes them when dropped.
-    _files: Option<Box<dyn Send + Sync>>,
+    _files: Option<Box<dyn Any + Send + Sync>>,
 }
 
 /// What an Envoy runs on, and its place among Envoys that take over from each other.
@@ -32,18 +32,18 @@ pub(super) struct Launch {
 
 impl Prepared {
     /// Runs `command` on a bootstrap with this content. Its path does not count.
-    pub fn new(command: Command, bootstrap: &[u8], files: Option<Box<dyn Send + Sync>>) -> Self {
-        let mut context = digest::Context::new(&SHA256);
-        context.update(bootstrap);
-        for word in command.arguments().iter().skip(2) {
-            context.update(word.as_bytes());
-            context.update(&[0]);
-        }
-        context.update(format!("{:?}", command.environment()).as_bytes());
-        context.update(program(&command.binary).as_bytes());
+    pub fn new(
+        command: Command,
+        bootstrap: &[u8],
+        files: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Self {
+        let mut digest = DefaultHasher::new();
+        let arguments = command.arguments(&Mode::Alone);
+        let program = program(&command.binary);
+        (bootstrap, &arguments[2..], command.environment(), program).hash(&mut digest);
         Self {
             command,
-            digest: context.finish().as_ref().to_vec(),
+            digest: digest.finish(),
             _files: files,
         }
     }
@@ -58,14 +58,6 @@ fn program(path: &Path) -> String {
             format!("{} {} {modified:?} {}", file.dev(), file.ino(), file.len())
         },
     )
-}
-
-impl fmt::Debug for Prepared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Prepared")
-            .field("bootstrap", &self.command.bootstrap)
-            .finish_non_exhaustive()
-    }
 }
 
 impl Launch {
@@ -101,24 +93,11 @@ impl Launch {
         }
     }
 
-    pub(super) fn has_base_id(&self) -> bool {
-        self.base_id
-            .as_ref()
-            .is_some_and(|base_id| base_id.get().is_some())
-    }
-
     /// Its number among Envoys that take over from each other.
     pub(super) fn restart_epoch(&self) -> u32 {
         match self.mode {
             Mode::Next { epoch, .. } => epoch,
             _ => 0,
-        }
-    }
-
-    pub(super) fn command(&self) -> Command {
-        Command {
-            mode: self.mode.clone(),
-            ..self.prepared.command.clone()
         }
     }
 }

@@ -45,11 +45,6 @@ impl Resident {
         self.look_after(PERIOD)
     }
 
-    /// As last read.
-    pub(super) fn last(&self) -> Option<u64> {
-        self.0.lock().bytes
-    }
-
     pub(super) fn look_now(&self) -> Option<u64> {
         self.look_after(Duration::ZERO)
     }

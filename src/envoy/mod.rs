@@ -6,7 +6,6 @@
 
 mod active;
 pub mod admin;
-mod calls;
 pub mod command;
 pub mod crash;
 pub mod crash_restart;
@@ -125,8 +124,8 @@ fn publish_state(metrics: &Registry, report: watch::Receiver<Report>) {
     let name = "istio_agent_envoy_state";
     metrics.computed(name, HELP, Kind::Gauge, &["state"], move |series| {
         let now = report.borrow().state;
-        for state in State::ALL {
-            series(&[state.name()], f64::from(u8::from(state == now)));
+        for (state, name) in State::NAMES {
+            series(&[name], f64::from(u8::from(state == now)));
         }
     });
 }

@@ -14,7 +14,7 @@ use std::process::{ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal};
 
-use super::command::Command;
+use super::command::{Command, Mode};
 
 /// A running Envoy. Dropping it kills it.
 #[derive(Debug)]
@@ -53,10 +53,10 @@ pub enum Error {
 
 impl Process {
     /// Starts Envoy. Call it on the main thread.
-    pub fn start(command: &Command, stderr: Stdio) -> Result<Self, Error> {
+    pub fn start(command: &Command, mode: &Mode, stderr: Stdio) -> Result<Self, Error> {
         let mut start = tokio::process::Command::new(&command.binary);
         start
-            .args(command.arguments())
+            .args(command.arguments(mode))
             .envs(command.environment())
             .stdin(Stdio::null())
             .stderr(stderr)

@@ -6,45 +6,33 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Processes that are waited for elsewhere. Clones share them.
-#[derive(Clone, Debug, Default)]
-pub struct Children(Arc<Mutex<Vec<Pid>>>);
+/// Children of the agent that are waited for elsewhere.
+static CLAIMED: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 /// Keeps a process from being reaped here, until dropped.
 #[derive(Debug)]
-pub struct Claim {
-    children: Children,
-    pid: Pid,
-}
+pub(super) struct Claim(Pid);
 
-impl Children {
-    pub fn claim(&self, pid: Pid) -> Claim {
-        self.0.lock().push(pid);
-        Claim {
-            children: self.clone(),
-            pid,
-        }
-    }
-
-    fn contains(&self, pid: Pid) -> bool {
-        self.0.lock().contains(&pid)
+impl Claim {
+    pub(super) fn new(pid: Pid) -> Self {
+        CLAIMED.lock().push(pid);
+        Self(pid)
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.children.0.lock().retain(|pid| *pid != self.pid);
+        CLAIMED.lock().retain(|pid| *pid != self.0);
     }
 }
 
-/// Reaps orphans for ever, all but `children`.
-pub async fn reap(children: Children) -> Infallible {
+/// Reaps orphans for ever.
+pub async fn reap() -> Infallible {
     if rustix::process::getpid() != Pid::INIT {
         return std::future::pending().await;
     }
@@ -56,21 +44,21 @@ pub async fn reap(children: Children) -> Infallible {
         }
     };
     loop {
-        reap_once(&children);
+        reap_once();
         if ends.recv().await.is_none() {
             return std::future::pending().await;
         }
     }
 }
 
-fn reap_once(children: &Children) {
+fn reap_once() {
     let Ok(processes) = fs::read_dir("/proc") else {
         return; // Without /proc zombies cannot be told apart.
     };
     let pids = processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .filter(|pid| !children.contains(*pid));
+        .filter(|pid| !CLAIMED.lock().contains(pid));
     for pid in pids {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         if stat.is_ok_and(|stat| is_zombie_of_first(&stat)) {
@@ -93,13 +81,12 @@ mod tests {
 
     #[test]
     fn a_claim_lasts_until_it_is_dropped() {
-        let children = Children::default();
-        let (first, second) = (Pid::from_raw(41), Pid::from_raw(42));
-        let (first, second) = (first.expect("a pid"), second.expect("a pid"));
-        let (claim, _other) = (children.claim(first), children.claim(second));
-        assert!(children.contains(first) && children.contains(second));
+        let pids = [i32::MAX - 1, i32::MAX].map(|pid| Pid::from_raw(pid).expect("a pid"));
+        let [claim, _other] = pids.map(Claim::new);
+        let claimed = || pids.map(|pid| CLAIMED.lock().contains(&pid));
+        assert_eq!(claimed(), [true, true]);
         drop(claim);
-        assert!(!children.contains(first) && children.contains(second));
+        assert_eq!(claimed(), [false, true]);
     }
 
     #[test]

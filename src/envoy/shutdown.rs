@@ -80,10 +80,10 @@ pub struct Shutdown {
     pub since: SystemTime,
     /// As it was when the shutdown began, or when a more urgent request made it shorter.
     pub plan: Plan,
-    pub waits_for: Option<Step>,
+    pub waits_for: Step,
     /// When the step under way is over at the latest.
-    #[serde(serialize_with = "in_utc_if_any")]
-    pub until: Option<SystemTime>,
+    #[serde(serialize_with = "in_utc")]
+    pub until: SystemTime,
     /// The last count of what the step waits for: connections, or requests.
     pub connections: Option<u64>,
 }

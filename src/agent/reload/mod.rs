@@ -3,6 +3,7 @@
 //! [`Inputs`] reads the configuration as the agent did at its start, and writes a bootstrap for the
 //! Envoy of an epoch. A change of what cannot change while the agent runs is refused.
 
+use std::any::Any;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -91,7 +92,10 @@ impl Inputs {
             if let Some(user) = command.user {
                 envoy_user::admit(user, written.files(), []);
             }
-            (document, Some(Box::new(written) as Box<dyn Send + Sync>))
+            (
+                document,
+                Some(Box::new(written) as Box<dyn Any + Send + Sync>),
+            )
         };
         if !config.has_custom_bootstrap {
             command.bootstrap = bootstrap.file();

@@ -11,14 +11,13 @@ use http::{Method, Response};
 use serde_json::Value;
 
 use super::Prepare;
-use super::machine::{Serving, Verdict};
+use super::machine::Serving;
 use crate::envoy::admin::Admin;
 use crate::envoy::command::Mode;
 use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
 use crate::envoy::memory::Resident;
 use crate::envoy::process::Ended;
-use crate::envoy::reaper::Children;
 use crate::lifecycle::{BoxError, with_causes};
 
 /// How often a successor is asked whether it serves.
@@ -32,73 +31,57 @@ pub(super) struct Check {
     pub(super) epoch: u32,
     pub(super) admin: Admin,
     pub(super) limit: Duration,
-    pub(super) children: Children,
 }
 
+/// What a check has found.
 #[derive(Debug)]
-pub(super) struct Checked {
-    pub(super) verdict: Verdict,
-    /// What can be started.
-    pub(super) prepared: Option<Arc<Prepared>>,
-    /// Why nothing can.
-    pub(super) problem: Option<String>,
-}
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("Envoy refuses it with {ended}, its last words being {last:?}")]
-    Invalid { ended: Ended, last: String },
-    #[error("it took longer than {0:?} to read and check")]
-    Late(Duration),
+pub(in crate::envoy) enum Checked {
+    Unchanged,
+    /// What was read cannot be used, for this reason.
+    Refused(String),
+    /// This can be started.
+    Usable(Serving, Arc<Prepared>),
 }
 
 impl Check {
     pub(super) async fn run(self) -> Checked {
         let limit = self.limit;
-        let checked = tokio::time::timeout(limit, self.prepare()).await;
-        let (verdict, prepared, problem) = match checked {
-            Ok(Ok((verdict, prepared))) => (verdict, prepared, None),
-            Ok(Err(error)) => (Verdict::Refused, None, Some(with_causes(error.as_ref()))),
-            Err(_) => (Verdict::Refused, None, Some(Error::Late(limit).to_string())),
-        };
-        Checked {
-            verdict,
-            prepared,
-            problem,
+        match tokio::time::timeout(limit, self.prepare()).await {
+            Ok(Ok(checked)) => checked,
+            Ok(Err(error)) => Checked::Refused(with_causes(error.as_ref())),
+            Err(_) => Checked::Refused(format!("it took longer than {limit:?} to read and check")),
         }
     }
 
-    async fn prepare(self) -> Result<(Verdict, Option<Arc<Prepared>>), BoxError> {
+    async fn prepare(self) -> Result<Checked, BoxError> {
         let (prepare, epoch) = (self.prepare, self.epoch);
         let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
         let serving = self.serving.as_ref();
         if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
-            return Ok((Verdict::Unchanged, None));
+            return Ok(Checked::Unchanged);
         }
         let prepared = Arc::new(prepared);
-        validate(Arc::clone(&prepared), self.epoch, &self.children).await?;
+        validate(Arc::clone(&prepared), epoch).await?;
         let serving = serving_state(self.admin, serving.map(Launch::restart_epoch)).await;
-        Ok((Verdict::Usable(serving), Some(prepared)))
+        Ok(Checked::Usable(serving, prepared))
     }
 }
 
 /// Has Envoy read what it would start from.
-async fn validate(
-    prepared: Arc<Prepared>,
-    epoch: u32,
-    children: &Children,
-) -> Result<(), BoxError> {
+async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     let launch = Launch {
         prepared,
         base_id: None,
         mode: Mode::Validate,
     };
-    let mut envoy = Instance::start(launch, epoch, children, &Resident::default())?;
+    let mut envoy = Instance::start(launch, epoch, &Resident::default())?;
     let ended = envoy.process.ended().await?;
     let last = envoy.last_lines().await.pop().unwrap_or_default();
     match ended {
         Ended::Code(0) => Ok(()),
-        ended => Err(Error::Invalid { ended, last }.into()),
+        ended => {
+            Err(format!("Envoy refuses it with {ended}, its last words being {last:?}").into())
+        }
     }
 }
 

@@ -14,7 +14,7 @@ pub mod watch;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::admin::Admin;
@@ -25,7 +25,7 @@ use super::process::{self, Ended};
 use super::supervisor::reached;
 use crate::lifecycle::BoxError;
 use check::{Check, Checked};
-use machine::{Event, Machine, Verdict};
+use machine::Machine;
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
 const NOTICED: Duration = Duration::from_secs(1);
@@ -48,18 +48,11 @@ pub struct Limits {
 /// Something under way has come to an end.
 #[derive(Debug)]
 pub(super) enum Progress {
-    /// With the reason, where what was read cannot be used.
-    Checked(Verdict, Option<String>),
+    Checked(Checked),
     Live,
     Deadline,
     SuccessorEnded(Ended),
     ParentEnded(Ended),
-}
-
-#[derive(Debug)]
-enum Call {
-    Checked(Box<Checked>),
-    Live,
 }
 
 /// All about hot restarts but the Envoy that serves.
@@ -82,7 +75,7 @@ pub(super) struct HotRestart {
     serves_since: Option<Instant>,
     /// Whether the Envoy that serves is to be started again as it was.
     pub(super) is_relaunch: bool,
-    calls: JoinSet<Call>,
+    calls: JoinSet<Progress>,
 }
 
 impl HotRestart {
@@ -108,7 +101,7 @@ impl HotRestart {
     fn check(&mut self, check: Check) {
         self.calls = JoinSet::new();
         self.calls
-            .spawn(async move { Call::Checked(Box::new(check.run().await)) });
+            .spawn(async move { Progress::Checked(check.run().await) });
     }
 
     /// Looks out for the Envoy of this launch.
@@ -118,7 +111,7 @@ impl HotRestart {
         self.calls = JoinSet::new();
         self.calls.spawn(async move {
             check::live_at(admin, epoch).await;
-            Call::Live
+            Progress::Live
         });
     }
 
@@ -134,23 +127,14 @@ impl HotRestart {
         tokio::select! {
             ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
             ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
-            Some(call) = self.calls.join_next() => Ok(self.called(call)),
+            Some(call) = self.calls.join_next() => Ok(call.unwrap_or_else(|error| {
+                // The wait for a successor has its deadline.
+                Progress::Checked(Checked::Refused(error.to_string()))
+            })),
             () = reached(deadline) => {
                 self.deadline = None;
                 Ok(Progress::Deadline)
             }
-        }
-    }
-
-    fn called(&mut self, call: Result<Call, JoinError>) -> Progress {
-        match call {
-            Ok(Call::Live) => Progress::Live,
-            Ok(Call::Checked(checked)) => {
-                self.prepared = checked.prepared;
-                Progress::Checked(checked.verdict, checked.problem)
-            }
-            // The wait for a successor has its deadline.
-            Err(error) => Progress::Checked(Verdict::Refused, Some(error.to_string())),
         }
     }
 
@@ -166,18 +150,6 @@ impl HotRestart {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
         let serves = self.serves_since.map(|since| since.elapsed() + NOTICED);
         serves.is_some_and(|serves| serves < shutdown)
-    }
-}
-
-impl Progress {
-    fn event(&self, early: bool) -> Event {
-        match self {
-            Self::Checked(verdict, _) => Event::Checked(*verdict),
-            Self::Live => Event::Live,
-            Self::Deadline => Event::Deadline,
-            Self::SuccessorEnded(_) => Event::SuccessorExited,
-            Self::ParentEnded(_) => Event::ParentExited { early },
-        }
     }
 }
 

@@ -9,9 +9,10 @@ use tokio::time::Instant;
 
 use super::Progress;
 use super::base_id::BaseId;
-use super::check::Check;
+use super::check::{Check, Checked};
 use super::machine::{Action, Event, Method, Phase, Verdict};
 use crate::envoy::Error;
+use crate::envoy::admin::DrainCall;
 use crate::envoy::handle::{Outcome, Restart};
 use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
@@ -62,12 +63,9 @@ impl Supervisor {
     fn serves(&mut self) {
         let stay = self.stay(Method::Hot);
         let hot = &mut self.hot_restart;
-        let has_base_id = self
-            .current
-            .launch
-            .as_ref()
-            .is_some_and(Launch::has_base_id);
-        if hot.is_on && !has_base_id {
+        let launch = self.current.launch.as_ref();
+        let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
+        if hot.is_on && base_id.is_none() {
             tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
             hot.machine.apply(Event::Unshared);
         }
@@ -94,38 +92,56 @@ impl Supervisor {
 
     /// Something under way has come to an end. Returns what that means for the Envoy that serves.
     pub(in crate::envoy) async fn progressed(&mut self, progress: Progress) -> Option<life::Event> {
-        let serves = self.machine.phase() == life::Phase::Running;
         let hot = &mut self.hot_restart;
-        let event = progress.event(hot.is_early());
-        match progress {
-            Progress::Checked(Verdict::Usable(_), _) if !serves => {
-                self.abandon("the Envoy that serves drains or has ended");
-            }
-            Progress::Checked(Verdict::Unchanged, _) => self.conclude(Outcome::Unchanged, None),
-            Progress::Checked(Verdict::Refused, problem) => {
-                self.conclude(Outcome::Refused, problem);
+        let event = match progress {
+            Progress::Checked(checked) => Event::Checked(self.checked(checked)),
+            Progress::Live => Event::Live,
+            Progress::Deadline => {
+                if hot.successor.is_some() {
+                    let problem = format!("it did not serve within {:?}", hot.limits.live);
+                    self.conclude(Outcome::Failed, Some(problem));
+                }
+                Event::Deadline
             }
             Progress::SuccessorEnded(ended) => {
                 hot.drop_calls();
                 let last = last_line(hot.successor.take()).await;
                 let problem = format!("it ended before it served: {ended}, {last:?}");
                 self.conclude(Outcome::Failed, Some(problem));
+                Event::SuccessorExited
             }
             Progress::ParentEnded(ended) => {
                 hot.deadline = None;
+                let early = hot.is_early();
                 let parent = hot.parent.take();
-                let epoch = parent.as_ref().map(|parent| parent.epoch);
+                let epoch = parent.as_ref().map_or(0, |parent| parent.epoch);
                 last_line(parent).await;
-                let epoch = epoch.unwrap_or_default();
                 tracing::info!("Envoy epoch {epoch} has left: {ended}");
+                Event::ParentExited { early }
             }
-            Progress::Deadline if hot.successor.is_some() => {
-                let problem = format!("it did not serve within {:?}", hot.limits.live);
-                self.conclude(Outcome::Failed, Some(problem));
-            }
-            Progress::Checked(..) | Progress::Live | Progress::Deadline => {}
-        }
+        };
         self.apply_hot_restart(event)
+    }
+
+    fn checked(&mut self, checked: Checked) -> Verdict {
+        match checked {
+            Checked::Unchanged => {
+                self.conclude(Outcome::Unchanged, None);
+                Verdict::Unchanged
+            }
+            Checked::Refused(problem) => {
+                self.conclude(Outcome::Refused, Some(problem));
+                Verdict::Refused
+            }
+            Checked::Usable(serving, prepared) => {
+                if self.machine.phase() == life::Phase::Running {
+                    self.hot_restart.prepared = Some(prepared);
+                } else {
+                    self.abandon("the Envoy that serves drains or has ended");
+                }
+                Verdict::Usable(serving)
+            }
+        }
     }
 
     /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
@@ -165,7 +181,6 @@ impl Supervisor {
             epoch: self.count,
             admin: self.admin,
             limit: self.hot_restart.limits.check,
-            children: self.children.clone(),
         };
         self.hot_restart.check(check);
     }
@@ -225,7 +240,7 @@ impl Supervisor {
         tracing::info!("Envoy epoch {epoch} serves; epoch {parent_epoch} leaves within {stay:?}");
         self.conclude(Outcome::Succeeded, None);
         if self.machine.is_drained() {
-            self.call_drain();
+            self.call_drain(DrainCall::Stay);
         }
     }
 

@@ -6,7 +6,6 @@
 //! event says so.
 
 use super::handle::State;
-pub use super::shutdown::Drain;
 use super::shutdown::{Limits, Plan, PlannedStep, Step};
 use crate::lifecycle::Urgency;
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
+use crate::envoy::shutdown::Drain;
 use Event::{Begin, Deadline, Done, DrainOrdered, EnvoyExited, Live};
 
 const SECOND: Duration = Duration::from_secs(1);

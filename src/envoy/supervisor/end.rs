@@ -21,19 +21,17 @@ impl Supervisor {
         self.current.deadline = None;
         let is_expected = self.machine.expects_the_end();
         self.restart.last_end = (!is_expected).then_some(ended);
-        let mut uptime = Duration::ZERO;
+        let mut early = None;
         if let Some(envoy) = self.current.instance.take() {
-            uptime = envoy.uptime();
-            self.conclude_instance(ended, envoy).await;
+            let is_first = envoy.epoch == 0;
+            early = Some(envoy.uptime()).filter(|up| is_first && *up < self.config.early);
+            self.record_end(ended, envoy).await;
         }
         self.memory.follow(None);
         self.publish_instances();
-        let may_restart = if self.is_relaunched_after(ended) || is_expected {
-            self.restart.pause = Duration::ZERO;
-            true
-        } else {
-            self.may_restart(ended, uptime)?
-        };
+        self.restart.pause = Duration::ZERO;
+        let may_restart =
+            self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, early)?;
         Ok(Event::EnvoyExited { may_restart })
     }
 
@@ -50,9 +48,9 @@ impl Supervisor {
     }
 
     /// Records a crash. The record goes when an Envoy ends as it was asked to.
-    async fn conclude_instance(&self, ended: Ended, mut envoy: Instance) {
+    async fn record_end(&self, ended: Ended, mut envoy: Instance) {
         if is_crash(ended, self.machine.phase()) {
-            let crash = envoy.crash(ended, self.memory.last()).await;
+            let crash = envoy.crash(ended, self.memory.look()).await;
             tracing::error!("Envoy crashed: {crash}");
             if let Err(error) = crash.write(&self.config.directory) {
                 warn(&error, "the next agent will not know of the crash");
@@ -71,23 +69,18 @@ impl Supervisor {
     }
 
     /// Logs an end that was not requested, and takes another start out of the budget. An end too
-    /// early for a first start is an error: the next would end like it.
-    fn may_restart(&mut self, ended: Ended, uptime: Duration) -> Result<bool, Error> {
+    /// `early` for a first start is an error: the next would end like it.
+    fn may_restart(&mut self, ended: Ended, early: Option<Duration>) -> Result<bool, Error> {
         if ended == Ended::Code(0) {
             // Another than the agent has asked Envoy to end.
             tracing::warn!("Envoy exited by itself with status 0");
             return Ok(false);
         }
-        if uptime < self.config.early && self.current.epoch == 0 {
-            return Err(Error::AtOnce {
-                ended,
-                after: uptime,
-            });
+        if let Some(after) = early {
+            return Err(Error::AtOnce { ended, after });
         }
         tracing::error!("Envoy exited with error: {ended}");
-        let pause = self.restart.budget.take();
-        self.restart.pause = pause.unwrap_or_default();
-        Ok(pause.is_some())
+        Ok(self.restart.take())
     }
 }
 

@@ -6,13 +6,11 @@
 mod end;
 mod steps;
 
-use std::time::{Duration, SystemTime};
-
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::admin::Admin;
+use super::admin::{Admin, DrainCall};
 use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
@@ -21,10 +19,9 @@ use super::instance::{self, Instance};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
 use super::memory::Resident;
-use super::process::Ended;
-use super::reaper::{self, Children};
+use super::reaper;
 use super::shutdown::{PlannedStep, Shutdown};
-use super::{Config, Error, Exit, calls, warn};
+use super::{Config, Error, Exit, warn};
 use crate::clock::Clock;
 use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{self, Counter, Registry};
@@ -43,10 +40,12 @@ pub(super) struct Supervisor {
     pub(super) current: Current,
     /// How many Envoys have been started.
     pub(super) count: u32,
-    restart: CrashRestart,
+    restart: Restarts,
     pub(super) hot_restart: HotRestart,
-    requested: Requested,
-    pub(super) children: Children,
+    /// The request to stop the machine knows of.
+    requested: StopRequest,
+    /// The sender of the drain order the machine is applied to now.
+    drain_order: Option<oneshot::Sender<()>>,
     memory: Resident,
     publish: watch::Sender<Report>,
     pub(super) counters: Counters,
@@ -59,30 +58,10 @@ pub(super) struct Current {
     pub(super) instance: Option<Instance>,
     /// What it was started from, also when it has ended.
     pub(super) launch: Option<Launch>,
-    epoch: u32,
-    started: Option<SystemTime>,
     /// Requests to its admin port under way.
     calls: JoinSet<Event>,
     /// End of the current wait.
     deadline: Option<Instant>,
-}
-
-/// The start of an Envoy after one that has ended.
-struct CrashRestart {
-    budget: Restarts,
-    /// How the last Envoy ended by itself, while there is none.
-    last_end: Option<Ended>,
-    /// The pause before the next start, once granted.
-    pause: Duration,
-}
-
-/// What was requested of the supervisor and done so far.
-#[derive(Default)]
-struct Requested {
-    urgency: Urgency,
-    cause: Option<&'static str>,
-    /// The sender of the order the machine is applied to now.
-    order: Option<oneshot::Sender<()>>,
 }
 
 impl Supervisor {
@@ -98,16 +77,12 @@ impl Supervisor {
             machine: Machine::new(config.limits),
             current: Current::default(),
             count: 0,
-            restart: CrashRestart {
-                budget: Restarts::new(config.restarts),
-                last_end: None,
-                pause: Duration::ZERO,
-            },
+            restart: Restarts::new(config.restarts),
             hot_restart: HotRestart::new(config.hot_restart, prepare),
             config,
             admin,
-            requested: Requested::default(),
-            children: Children::default(),
+            requested: StopRequest::default(),
+            drain_order: None,
             memory,
             publish,
             counters: Counters {
@@ -134,7 +109,6 @@ impl Supervisor {
         mut stop: watch::Receiver<StopRequest>,
         mut orders: mpsc::Receiver<Order>,
     ) -> Result<Exit, Error> {
-        let children = self.children.clone();
         let until_end = async {
             let exit = self.until_end(&mut stop, &mut orders).await;
             self.end_others().await;
@@ -142,7 +116,7 @@ impl Supervisor {
         };
         let exit = tokio::select! {
             exit = until_end => exit,
-            never = reaper::reap(children) => match never {},
+            never = reaper::reap() => match never {},
         };
         if self.current.instance.is_none() {
             self.publish
@@ -160,7 +134,7 @@ impl Supervisor {
         let requested = stop.borrow().clone();
         let mut event = match requested.urgency {
             Urgency::Run => Event::Begin,
-            _ => self.stop_requested(&requested),
+            _ => self.stop_requested(requested),
         };
         loop {
             let action = self.apply(event);
@@ -170,7 +144,7 @@ impl Supervisor {
                 Action::Nothing => {}
                 Action::Start => self.start()?,
                 Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.restart.pause),
-                Action::Drain => self.call_drain(),
+                Action::Drain => self.call_drain(DrainCall::Stay),
                 Action::Begin(step) => self.begin(step),
             }
             self.after(event);
@@ -211,10 +185,10 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 ended = instance::ended(&mut current.instance) => return self.ended(ended?).await,
-                request = more_urgent(stop, urgency) => return Ok(self.stop_requested(&request)),
+                request = more_urgent(stop, urgency) => return Ok(self.stop_requested(request)),
                 Some(order) = orders.recv() => match order {
                     Order::Drain(order) => {
-                        self.requested.order = Some(order);
+                        self.drain_order = Some(order);
                         return Ok(Event::DrainOrdered);
                     }
                     Order::Restart { reason } => self.want_restart(reason),
@@ -237,10 +211,9 @@ impl Supervisor {
         }
     }
 
-    fn stop_requested(&mut self, request: &StopRequest) -> Event {
-        self.requested.urgency = request.urgency;
-        self.requested.cause = request.cause;
-        Event::StopRequested(request.urgency)
+    fn stop_requested(&mut self, request: StopRequest) -> Event {
+        self.requested = request;
+        Event::StopRequested(self.requested.urgency)
     }
 
     /// Has the machine decide, and publishes the outcome.
@@ -248,7 +221,7 @@ impl Supervisor {
         let action = self.machine.apply(event);
         if action != Action::Drain {
             // The sender of an order that changes nothing has nothing to wait for.
-            self.requested.order = None;
+            self.drain_order = None;
         }
         self.memory.look_now();
         let step = match action {
@@ -259,10 +232,8 @@ impl Supervisor {
         if let Some(wait) = step.map(|step| step.at_most).or(pause) {
             self.current.deadline = Some(Instant::now() + wait);
         }
-        self.publish_life(
-            step.is_some() && matches!(event, Event::StopRequested(_)),
-            step,
-        );
+        let is_planned = step.is_some() && matches!(event, Event::StopRequested(_));
+        self.publish_life(is_planned, step);
         action
     }
 
@@ -274,21 +245,20 @@ impl Supervisor {
             tracing::info!("Envoy is to end ({cause}): {plan}");
         }
         self.publish.send_modify(|report| {
-            if is_planned {
-                let since = report.ending.as_ref().map_or(now, |ending| ending.since);
+            if let Some(step) = step
+                && (is_planned || report.ending.is_some())
+            {
+                let before = report.ending.take();
+                let since = before.as_ref().map_or(now, |ending| ending.since);
+                let before = before.filter(|_| !is_planned);
                 report.ending = Some(Shutdown {
                     cause,
                     since,
-                    plan: plan.clone(),
-                    waits_for: None,
-                    until: None,
+                    plan: before.map_or_else(|| plan.clone(), |ending| ending.plan),
+                    waits_for: step.waits_for,
+                    until: now + step.at_most,
                     connections: None,
                 });
-            }
-            if let (Some(ending), Some(step)) = (&mut report.ending, step) {
-                ending.waits_for = Some(step.waits_for);
-                ending.until = Some(now + step.at_most);
-                ending.connections = None;
             }
             let is_pausing = self.machine.phase() == Phase::Pausing;
             report.restart = report.restart.or(Some(now + self.restart.pause));
@@ -306,15 +276,19 @@ impl Supervisor {
         }
         let launch = self.next_launch()?;
         if self.count == 0 {
-            let command = launch.command();
-            let arguments = command.arguments().join(" ");
+            let command = &launch.prepared.command;
+            let arguments = command.arguments(&launch.mode).join(" ");
             tracing::info!("Envoy command: [{} {arguments}]", command.binary.display());
         }
         let instance = self.spawn(launch)?;
         self.set_current(instance);
         self.publish_instances();
         self.current.calls = JoinSet::new();
-        self.current.calls.spawn(calls::live(self.admin));
+        let admin = self.admin;
+        self.current.calls.spawn(async move {
+            admin.live().await;
+            Event::Live
+        });
         Ok(())
     }
 
@@ -335,36 +309,32 @@ impl Supervisor {
     }
 
     pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Error> {
-        let instance = Instance::start(launch, self.count, &self.children, &self.memory)?;
+        let instance = Instance::start(launch, self.count, &self.memory)?;
         self.count += 1;
         Ok(instance)
     }
 
     pub(super) fn set_current(&mut self, instance: Instance) {
         self.memory.follow(Some(instance.pid()));
-        self.current.epoch = instance.epoch;
-        self.current.started = Some(instance.started);
         self.current.launch = Some(instance.launch.clone());
         self.current.instance = Some(instance);
     }
 
     /// Publishes which Envoys there are, and the last restart.
     pub(super) fn publish_instances(&self) {
-        let Self {
-            current,
-            hot_restart,
-            ..
-        } = self;
+        let hot_restart = &self.hot_restart;
         let all = [
             (&hot_restart.parent, Role::Leaving),
-            (&current.instance, Role::Current),
+            (&self.current.instance, Role::Current),
             (&hot_restart.successor, Role::Next),
         ];
         let all = all.map(|(instance, role)| Some(instance.as_ref()?.report(role)));
         self.publish.send_modify(|report| {
             report.pid = all[1].as_ref().map(|current| current.pid);
-            report.epoch = current.epoch;
-            report.started = current.started;
+            if let Some(current) = &all[1] {
+                report.epoch = current.epoch;
+                report.started = current.started;
+            }
             report.epochs = all.into_iter().flatten().collect();
             report.last_restart = hot_restart.last.clone();
         });

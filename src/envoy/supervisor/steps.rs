@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 
 use super::super::active::{Active, Counting};
-use super::super::calls;
+use super::super::admin::DrainCall;
 use super::super::machine::Event;
 use super::super::shutdown::{Drain, PlannedStep, Step};
 use super::Supervisor;
@@ -29,11 +29,7 @@ impl Supervisor {
         match waits_for {
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");
-                self.counters.drains.inc();
-                self.current.calls.spawn(async move {
-                    calls::drain(admin, inbound_only, false).await;
-                    Event::Done(waits_for)
-                });
+                self.call_drain(DrainCall::Graceful);
             }
             Step::DrainTime => {
                 let whole = drain.at_most();
@@ -43,36 +39,36 @@ impl Supervisor {
                 tracing::info!(
                     "waiting for the end of Envoy's active connections, {at_most:?} at most"
                 );
-                let until_none = self.until_none(waits_for, Active::Connections, PERIOD);
-                self.current.calls.spawn(async move {
+                let until_none = self.until_none(Active::Connections, PERIOD);
+                self.call(waits_for, async move {
                     tokio::time::sleep(PERIOD).await;
-                    until_none.await
+                    until_none.await;
                 });
             }
             Step::LastRequests => {
                 tracing::info!(
                     "closing Envoy's listeners; requests under way have {at_most:?} to end"
                 );
-                let until_none = self.until_none(waits_for, Active::Connections, LAST_PERIOD);
-                self.current.calls.spawn(async move {
-                    calls::close(admin, inbound_only).await;
+                let until_none = self.until_none(Active::Connections, LAST_PERIOD);
+                self.call(waits_for, async move {
+                    admin.drain(DrainCall::Close, inbound_only).await;
                     if matches!(drain, Drain::For(_)) {
                         // The workload may call out until a timed drain is over.
                         return std::future::pending().await;
                     }
                     tokio::time::sleep(LAST_PERIOD).await;
-                    until_none.await
+                    until_none.await;
                 });
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; requests still under way have {at_most:?} more");
-                let until_none = self.until_none(waits_for, Active::Requests, PERIOD);
-                self.current.calls.spawn(until_none);
+                let until_none = self.until_none(Active::Requests, PERIOD);
+                self.call(waits_for, until_none);
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
                 let admin = admin.within(at_most / QUIT_CALL);
-                self.current.calls.spawn(calls::quit(admin));
+                self.call(waits_for, async move { admin.quit().await });
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
@@ -89,27 +85,32 @@ impl Supervisor {
         }
     }
 
-    /// Drains Envoy, which stays, and answers the order for that.
-    pub(in crate::envoy) fn call_drain(&mut self) {
+    /// Has Envoy drain, and answers the order for that, if there is one.
+    pub(in crate::envoy) fn call_drain(&mut self, how: DrainCall) {
         self.counters.drains.inc();
         let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let order = self.requested.order.take();
-        self.current.calls.spawn(async move {
-            calls::drain(admin, inbound_only, true).await;
+        let order = self.drain_order.take();
+        self.call(Step::DrainCall, async move {
+            admin.drain(how, inbound_only).await;
             if let Some(order) = order {
                 let _ = order.send(()); // Its sender may have left.
             }
-            Event::Done(Step::DrainCall)
+        });
+    }
+
+    fn call(&mut self, step: Step, call: impl Future<Output = ()> + Send + 'static) {
+        self.current.calls.spawn(async move {
+            call.await;
+            Event::Done(step)
         });
     }
 
     /// Counts until none is left, and publishes the counts.
     fn until_none(
         &self,
-        step: Step,
         active: Active,
         period: Duration,
-    ) -> impl Future<Output = Event> + Send + use<> {
+    ) -> impl Future<Output = ()> + Send + use<> {
         let (admin, publish) = (self.admin, self.publish.clone());
         let counting = Counting {
             active,
@@ -117,16 +118,13 @@ impl Supervisor {
             inbound_only: self.config.drain_inbound_only,
             internal_ports: self.config.internal_ports.clone(),
         };
-        async move {
-            let report = |count| {
-                publish.send_modify(|report| {
-                    if let Some(ending) = &mut report.ending {
-                        ending.connections = Some(count);
-                    }
-                });
-            };
-            counting.until_none(admin, report).await;
-            Event::Done(step)
-        }
+        let report = move |count| {
+            publish.send_modify(|report| {
+                if let Some(ending) = &mut report.ending {
+                    ending.connections = Some(count);
+                }
+            });
+        };
+        counting.until_none(admin, report)
     }
 }

@@ -52,7 +52,6 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
         command: Command {
             binary,
             bootstrap: directory.join("envoy-rev.json"),
-            mode: command::Mode::Alone,
             drain_time: Duration::from_secs(45),
             ip_version: command::IpVersion::V4,
             file_flush_interval: Duration::from_secs(1),
@@ -150,7 +149,11 @@ async fn terminates_envoy_when_the_drain_time_is_over_and_it_cannot_be_asked() {
     stage.config.limits.drain = Drain::For(Duration::from_millis(10));
     assert_eq!(stage.run(1).await.expect("an end"), Exit::Requested);
     assert_eq!(stage.recorded("signals"), "term\n");
-    let arguments = stage.config.command.arguments().join(" ");
+    let arguments = stage
+        .config
+        .command
+        .arguments(&command::Mode::Alone)
+        .join(" ");
     assert_eq!(stage.recorded("arguments").trim(), arguments);
 }
 
@@ -210,7 +213,7 @@ async fn drains_then_asks_envoy_to_quit_and_reports_each_step() {
         assert_eq!(ending.plan.0.len(), 6);
         let report = wait_for(&envoy, |report| report.state == State::Stopping).await;
         let waits_for = report.ending.expect("a plan").waits_for;
-        assert_eq!(waits_for, Some(Step::Quit));
+        assert_eq!(waits_for, Step::Quit);
         admin.was_asked("/quitquitquit").await;
         let envoy = report.pid.and_then(rustix::process::Pid::from_raw);
         // What Envoy does by itself.
@@ -304,9 +307,9 @@ async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended()
             if active > 0 {
                 wait_for(&envoy, |report| {
                     let ending = report.ending.as_ref();
-                    let waits_for = ending.and_then(|ending| ending.waits_for);
-                    waits_for == Some(Step::LongRequests)
-                        && ending.is_some_and(|ending| ending.connections == Some(active))
+                    ending.is_some_and(|ending| {
+                        ending.waits_for == Step::LongRequests && ending.connections == Some(active)
+                    })
                 })
                 .await;
                 admin.set_connections(0);

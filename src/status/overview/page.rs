@@ -172,7 +172,7 @@ fn drain_section(envoy: &Report) -> Markup {
         (None, false) => (GOOD, "none requested"),
     };
     let counted = |ending: &Shutdown| match ending.waits_for {
-        Some(Step::LongRequests) => "Requests",
+        Step::LongRequests => "Requests",
         _ => "Connections",
     };
     let plan = (!envoy.plan.0.is_empty()).then(|| envoy.plan.to_string());
@@ -182,8 +182,8 @@ fn drain_section(envoy: &Report) -> Markup {
             @if let Some(ending) = &envoy.ending {
                 (fact("Cause", Some(ending.cause)))
                 (fact("Since", Some(rfc3339(ending.since))))
-                (fact("Waits for", ending.waits_for.map(|step| step.to_string())))
-                (fact("No later than", ending.until.map(rfc3339)))
+                (fact("Waits for", Some(ending.waits_for.to_string())))
+                (fact("No later than", Some(rfc3339(ending.until))))
                 (fact(counted(ending), ending.connections))
             }
             (fact("Steps of a shutdown", plan))

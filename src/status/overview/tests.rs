@@ -286,8 +286,8 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
             cause: "received signal: terminated",
             since: moment,
             plan: Plan::default(),
-            waits_for: Some(Step::Connections),
-            until: Some(moment),
+            waits_for: Step::Connections,
+            until: moment,
             connections: Some(3),
         }),
         ..Report::default()
