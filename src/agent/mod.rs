@@ -12,7 +12,6 @@ mod nds;
 mod pcds;
 mod process;
 pub mod reload;
-mod renewal;
 mod resource;
 mod sds_socket;
 mod secrets;
@@ -25,11 +24,10 @@ use std::time::Duration;
 
 use tokio::sync::{oneshot, watch};
 
-use crate::bootstrap::{self, Written, platform};
+use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
 use crate::config::{Config, Unusable};
 use crate::envoy::handle::Envoy;
-use crate::envoy::hot_restart::Prepare;
 use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
@@ -125,7 +123,7 @@ type Supervisor = Pin<Box<dyn Future<Output = Result<Exit, envoy::Error>> + Send
 /// Everything the agent consists of, built and bound.
 struct Agent {
     config: Config,
-    /// What Envoys start from, if Envoy can be hot restarted.
+    /// What Envoys start from, unless the agent runs none.
     inputs: Option<Arc<Inputs>>,
     supervisor: Option<Supervisor>,
     metrics: Registry,
@@ -147,7 +145,10 @@ impl Agent {
     ) -> Result<Self, BoxError> {
         let owner = detected.owner;
         let mut agent = Self {
-            inputs: Inputs::of(&config, load, detected).map(Arc::new),
+            inputs: config
+                .envoy
+                .is_some()
+                .then(|| Arc::new(Inputs::new(config.clone(), load, detected))),
             config,
             supervisor: None,
             metrics: registry(),
@@ -183,13 +184,11 @@ impl Agent {
 
     /// Prepares Envoy's supervisor, and the watch for changes that hot restart Envoy.
     fn envoy(&mut self, stop: &Stop) -> io::Result<Option<Envoy>> {
-        let Some(config) = self.config.envoy.clone() else {
+        let (Some(config), Some(inputs)) = (self.config.envoy.clone(), self.inputs.clone()) else {
             return Ok(None);
         };
-        let inputs = self.inputs.clone();
-        let prepare =
-            inputs.map(|inputs| -> Prepare { Arc::new(move |epoch| inputs.prepare(epoch)) });
-        let is_replaced = prepare.is_some();
+        let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
+        let is_replaced = config.hot_restart.is_some();
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));
         if is_replaced {
@@ -274,14 +273,9 @@ impl Agent {
             cluster_id: self.config.cluster_id.clone(),
         };
         let listener = unix_socket::bind(&config.socket)?;
-        let mut interceptors: Vec<Box<dyn Interceptor>> = Vec::new();
-        if let Some(dns) = dns {
-            interceptors.push(Box::new(Nds::new(dns)));
-        }
-        if let Some(pcds) = pcds {
-            interceptors.push(Box::new(pcds));
-        }
-        let interceptors = Interceptors::new(interceptors);
+        let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
+        let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
+        let interceptors = Interceptors::new(nds.into_iter().chain(pcds).collect());
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
@@ -291,9 +285,8 @@ impl Agent {
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {
-        let supervisor = self.supervisor.take();
-        let (config, inputs) = (self.config.clone(), self.inputs.clone());
-        let mut envoy = pin!(run_envoy(config, inputs, supervisor, stop.requested()));
+        let run = run_envoy(self.config, self.inputs, self.supervisor, stop.requested());
+        let mut envoy = pin!(run);
         let mut broken = None;
         let mut result = loop {
             tokio::select! {
@@ -346,8 +339,8 @@ impl Agent {
     }
 }
 
-/// Writes the bootstrap and runs Envoy on it; without Envoy, waits for a stop request. Other tasks
-/// run while the cloud's metadata service is asked.
+/// Runs Envoy; without Envoy, waits for a stop request. Other tasks run while the cloud's metadata
+/// service is asked.
 async fn run_envoy(
     mut config: Config,
     inputs: Option<Arc<Inputs>>,
@@ -358,7 +351,6 @@ async fn run_envoy(
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }
-    let has_inputs = inputs.is_some();
     if let Some(inputs) = inputs {
         inputs.set_platform(config.bootstrap.node.platform.clone());
     }
@@ -369,14 +361,9 @@ async fn run_envoy(
             never = envoy::reaper::reap() => match never {},
         }
     };
-    // With inputs, the supervisor writes the bootstrap of each epoch.
-    let writes = !config.has_custom_bootstrap && !has_inputs;
-    let written = writes.then(|| bootstrap::write(&config.bootstrap));
-    let written = written.transpose()?;
-    let files = written.as_ref().map_or(&[][..], Written::files);
     if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
-        envoy_user::admit(user, files, directories);
+        envoy_user::admit(user, &[], directories);
     }
     Ok(match supervisor.await? {
         Exit::Requested => ExitCode::Success,

@@ -1,11 +1,14 @@
-//! Builds the secret cache, SDS and the certificate output.
+//! Builds the secret cache with its renewal, SDS and the certificate output.
 //!
 //! Which of them exist depends on the source of secrets: an authority, files, or another process.
+
+use std::time::Duration;
 
 use super::pcds::Pcds;
 use super::sds_socket::{self, SdsOwner};
 use super::{Agent, Error};
 use crate::bootstrap;
+use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
 use crate::secrets::files::Files;
@@ -13,6 +16,9 @@ use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets, output};
 use crate::unix_socket::access::Access;
 use crate::{sds, unix_socket};
+
+/// For the connection to istiod, and for its first answer to a CSR.
+const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
     /// Serves all secrets, or only those from files if another process owns the workload socket.
@@ -57,6 +63,20 @@ impl Agent {
             self.spawn("secret discovery service", serving);
         }
         Ok((secrets, pcds))
+    }
+
+    /// Has certificates signed and renewed as configured.
+    fn renewal(&mut self, istiod: &Istiod) -> Secrets {
+        let authority = match self.config.ca_istiod.clone() {
+            Some(config) => self.istiod("connection to the certificate authority", config),
+            None => istiod.clone(),
+        };
+        let config = self.config.secrets.clone();
+        let authority = IstioCa::new(authority, config.cert_signer, SIGNING_LIMIT);
+        let (secrets, renewal) =
+            secrets::new(config.renewal, authority, Clock::system(), &self.metrics);
+        self.spawn_until_shutdown("certificate renewal", renewal);
+        secrets
     }
 
     /// Writes the workload's secrets to a directory (`OUTPUT_CERTS`).

@@ -23,7 +23,6 @@ mod supervisor;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
@@ -36,7 +35,6 @@ use command::Command;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
 use hot_restart::Prepare;
-use launch::Prepared;
 use process::Ended;
 use shutdown::Limits;
 use supervisor::Supervisor;
@@ -93,11 +91,11 @@ pub enum Error {
 }
 
 /// The future starts Envoy and runs until its last end; `stop` shuts Envoy down, the more urgently
-/// the fewer steps that has. Poll it on the main thread, see [`process`]. With `prepare`, and where it
-/// is configured, Envoy can be replaced while it serves.
+/// the fewer steps that has. Poll it on the main thread, see [`process`]. `prepare` gives what each
+/// Envoy starts from.
 pub fn new(
-    mut config: Config,
-    prepare: Option<Prepare>,
+    config: Config,
+    prepare: Prepare,
     stop: &Stop,
     metrics: &Registry,
 ) -> (
@@ -110,11 +108,6 @@ pub fn new(
     publish_state(metrics, report.clone());
     let handle = Envoy::new(admin, report, give);
     let memory = handle.memory.clone();
-    let prepare = prepare.unwrap_or_else(|| {
-        config.hot_restart = None;
-        let command = config.command.clone();
-        Arc::new(move |_| Ok(Prepared::new(command.clone(), &[], None)))
-    });
     let supervisor = Supervisor::new(config, admin, prepare, memory, publish, metrics);
     (handle, supervisor.run(stop.requested(), orders))
 }

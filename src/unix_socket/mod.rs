@@ -25,7 +25,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::executor::{ConnectionTasks, Executor};
+use crate::executor::ConnectionTasks;
 use crate::lifecycle::BoxError;
 use access::Access;
 
@@ -55,6 +55,8 @@ pub struct Listener {
     path: PathBuf,
     access: Access,
     connections: Arc<Semaphore>,
+    /// Whether the last connection found no permit.
+    is_full: bool,
 }
 
 /// The process at the other end of a connection, in each of its requests' extensions. None where the
@@ -102,6 +104,7 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
         path: path.to_owned(),
         access: Access::default(),
         connections: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
+        is_full: false,
     })
 }
 
@@ -159,7 +162,7 @@ impl Listener {
 
     /// Serves HTTP/2 without TLS until `shutdown`, then waits for the streams to end. Closes a
     /// connection whose first byte is late, and those beyond [`MOST_CONNECTIONS`].
-    pub async fn serve<S, B>(self, service: S, shutdown: CancellationToken)
+    pub async fn serve<S, B>(mut self, service: S, shutdown: CancellationToken)
     where
         S: hyper::service::Service<
                 http::Request<Incoming>,
@@ -173,11 +176,50 @@ impl Listener {
     {
         let tasks = ConnectionTasks::default();
         let executor = tasks.executor();
-        let mut access = self.access.clone();
-        let mut is_full = false;
-        while let Some(accepted) = shutdown.run_until_cancelled(self.listener.accept()).await {
-            let stream = match accepted {
-                Ok((stream, _)) => stream,
+        // No keepalive: the kernel closes a Unix stream when its peer dies.
+        let mut http2 = hyper::server::conn::http2::Builder::new(executor.clone());
+        http2
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW);
+        while let Some((stream, permit)) = shutdown.run_until_cancelled(self.accept()).await {
+            let (service, http2) = (service.clone(), http2.clone());
+            let connection = async move {
+                let _permit = permit;
+                // A silent client does not cost the kilobytes of HTTP/2.
+                if !has_first_byte(&stream).await {
+                    return;
+                }
+                let peer = Peer::of(&stream);
+                let service = service_fn(move |mut request: http::Request<Incoming>| {
+                    request.extensions_mut().insert(peer);
+                    service.call(request)
+                });
+                let serving = http2.serve_connection(TokioIo::new(stream), service);
+                if let Err(error) = Box::pin(serving).await {
+                    tracing::debug!("connection on a local socket ended: {error}");
+                }
+            };
+            let until_shutdown = shutdown.clone().run_until_cancelled_owned(connection);
+            executor.spawn(async move {
+                until_shutdown.await;
+            });
+        }
+        tasks.all_ended().await;
+    }
+
+    /// The next connection that may be served.
+    async fn accept(&mut self) -> (UnixStream, OwnedSemaphorePermit) {
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, _)) => {
+                    if self.access.admits(&stream, &self.path)
+                        && let Some(permit) = self.permit()
+                    {
+                        return (stream, permit);
+                    }
+                }
                 Err(error) => {
                     // Out of descriptors, most likely.
                     tracing::error!(
@@ -185,32 +227,21 @@ impl Listener {
                         self.path.display()
                     );
                     tokio::time::sleep(Duration::from_secs(1)).await;
-                    continue;
                 }
-            };
-            if access.admits(&stream, &self.path)
-                && let Some(permit) = self.permit(&mut is_full)
-            {
-                let connection = connection(stream, service.clone(), executor.clone(), permit);
-                let until_shutdown = shutdown.clone().run_until_cancelled_owned(connection);
-                executor.spawn(async move {
-                    until_shutdown.await;
-                });
             }
         }
-        tasks.all_ended().await;
     }
 
     /// A permit for one more connection.
-    fn permit(&self, is_full: &mut bool) -> Option<OwnedSemaphorePermit> {
+    fn permit(&mut self) -> Option<OwnedSemaphorePermit> {
         let permit = self.connections.clone().try_acquire_owned().ok();
-        if permit.is_none() && !*is_full {
+        if permit.is_none() && !self.is_full {
             tracing::warn!(
                 "{} has the most connections it serves, {MOST_CONNECTIONS}; further ones are closed",
                 self.path.display()
             );
         }
-        *is_full = permit.is_none();
+        self.is_full = permit.is_none();
         permit
     }
 }
@@ -218,43 +249,6 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path); // Gone already, or the next agent replaces it.
-    }
-}
-
-/// Serves one connection to its end.
-async fn connection<S, B>(
-    stream: UnixStream,
-    service: S,
-    executor: Executor,
-    _permit: OwnedSemaphorePermit,
-) where
-    S: hyper::service::Service<
-            http::Request<Incoming>,
-            Response = http::Response<B>,
-            Error = Infallible,
-            Future: Send,
-        > + Send
-        + 'static,
-    B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
-{
-    // A silent client does not cost the kilobytes of HTTP/2.
-    if !has_first_byte(&stream).await {
-        return;
-    }
-    let peer = Peer::of(&stream);
-    let service = service_fn(move |mut request: http::Request<Incoming>| {
-        request.extensions_mut().insert(peer);
-        service.call(request)
-    });
-    // No keepalive: the kernel closes a Unix stream when its peer dies.
-    let serving = hyper::server::conn::http2::Builder::new(executor)
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .serve_connection(TokioIo::new(stream), service);
-    if let Err(error) = Box::pin(serving).await {
-        tracing::debug!("connection on a local socket ended: {error}");
     }
 }
 

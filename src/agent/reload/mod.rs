@@ -1,9 +1,8 @@
-//! What Envoy starts from, read anew while the agent runs.
+//! What Envoy starts from: at the start, and read anew for a hot restart.
 //!
-//! [`Inputs`] reads the configuration as the agent did at its start, and writes a bootstrap for the
-//! Envoy of an epoch. A change of what cannot change while the agent runs is refused.
+//! [`Inputs`] writes the bootstrap for the Envoy of an epoch, after the first from a configuration read
+//! anew. A change of what cannot change while the agent runs is refused.
 
-use std::any::Any;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -43,15 +42,13 @@ enum Error {
 }
 
 impl Inputs {
-    /// None if hot restart is off.
-    pub(super) fn of(config: &Config, load: Load, detected: Detected) -> Option<Self> {
-        config.envoy.as_ref()?.hot_restart?;
-        Some(Self {
-            first: config.clone(),
+    pub(super) fn new(first: Config, load: Load, detected: Detected) -> Self {
+        Self {
+            first,
             load,
             detected,
             platform: OnceLock::new(),
-        })
+        }
     }
 
     /// Must be called once, before the first epoch starts.
@@ -76,31 +73,34 @@ impl Inputs {
         let envoy = envoy.ok_or(Error::Fixed {
             what: "DISABLE_ENVOY",
         })?;
+        let mut command = envoy.command.clone();
+        // Only a hot restart compares what is read with what was.
+        let is_compared = envoy.hot_restart.is_some();
+        if config.has_custom_bootstrap {
+            let path = &command.bootstrap;
+            let read = is_compared.then(|| fs::read(path)).transpose();
+            let document = read.map_err(|source| Error::Custom {
+                path: path.clone(),
+                source,
+            })?;
+            return Ok(Prepared::new(command, &document.unwrap_or_default(), None));
+        }
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
         self.detected.add_to(&mut bootstrap.node);
-        let mut command = envoy.command.clone();
-        let (document, files) = if config.has_custom_bootstrap {
-            let path = command.bootstrap.clone();
-            let read = fs::read(&path);
-            let document = read.map_err(|source| Error::Custom { path, source })?;
-            (document, None)
-        } else {
-            let document = bootstrap::document(&bootstrap).to_string().into_bytes();
-            bootstrap.revision = Some(epoch);
-            let written = bootstrap::write(&bootstrap)?;
-            if let Some(user) = command.user {
-                envoy_user::admit(user, written.files(), []);
-            }
-            (
-                document,
-                Some(Box::new(written) as Box<dyn Any + Send + Sync>),
-            )
-        };
-        if !config.has_custom_bootstrap {
-            command.bootstrap = bootstrap.file();
+        let document = is_compared.then(|| bootstrap::document(&bootstrap).to_string());
+        bootstrap.revision = is_compared.then_some(epoch);
+        let written = bootstrap::write(&bootstrap)?;
+        if let Some(user) = command.user {
+            envoy_user::admit(user, written.files(), []);
         }
-        Ok(Prepared::new(command, &document, files))
+        command.bootstrap = bootstrap.file();
+        let document = document.unwrap_or_default();
+        Ok(Prepared::new(
+            command,
+            document.as_bytes(),
+            Some(Box::new(written)),
+        ))
     }
 
     /// Refuses changes of ports and paths that other parts of the agent or Envoy rely on.

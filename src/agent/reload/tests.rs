@@ -65,23 +65,21 @@ impl Place {
         let mut config = load().expect("a good configuration");
         let detected = detect(&config).await.expect("detected");
         detected.add_to(&mut config.bootstrap.node);
-        Inputs::of(&config, load, detected).expect("hot restart")
+        Inputs::new(config, load, detected)
     }
 }
 
 #[tokio::test]
-async fn there_is_nothing_to_read_anew_where_envoy_is_not_replaced() {
+async fn without_hot_restart_the_bootstrap_has_no_number_and_a_custom_one_is_left_to_envoy() {
     let place = Place::new();
-    for (name, value) in [
-        ("DISABLE_ENVOY", "true"),
-        ("ISTIO_AGENT_HOT_RESTART", "false"),
-    ] {
-        place.set(name, value);
-        let load = place.load();
-        let config = load().expect("a good configuration");
-        let detected = detect(&config).await.expect("detected");
-        assert!(Inputs::of(&config, load, detected).is_none(), "{name}");
-    }
+    place.set("ISTIO_AGENT_HOT_RESTART", "false");
+    let prepared = place.inputs().await.prepare(0).expect("prepared");
+    let file = place.root.path().join("proxy/envoy-rev.json");
+    assert!(prepared.command.bootstrap == file && file.exists());
+    drop(prepared);
+    assert!(!file.exists());
+    place.proxy_config(", customConfigFile: missing.json");
+    place.inputs().await.prepare(0).expect("prepared");
 }
 
 #[tokio::test]

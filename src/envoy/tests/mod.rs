@@ -6,6 +6,7 @@ use std::net::Ipv4Addr;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
+use std::sync::Arc;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
@@ -15,6 +16,7 @@ use tokio::net::unix::pipe;
 use super::*;
 use crate::lifecycle::Urgency;
 use fake_admin::{Behaviour, FakeAdmin};
+use launch::Prepared;
 use shutdown::{Drain, Step};
 
 struct Stage {
@@ -84,6 +86,13 @@ fn config(binary: PathBuf, directory: &Path) -> Config {
     }
 }
 
+fn started(config: Config, stop: &Stop, metrics: &Registry) -> (Envoy, Life) {
+    let command = config.command.clone();
+    let prepare = Arc::new(move |_| Ok(Prepared::new(command.clone(), &[], None)));
+    let (envoy, life) = new(config, prepare, stop, metrics);
+    (envoy, Box::pin(life))
+}
+
 impl Stage {
     /// With an admin port.
     async fn with_admin(mut self, behaviour: Behaviour) -> (Self, FakeAdmin) {
@@ -102,8 +111,7 @@ impl Stage {
     }
 
     fn start(&self, stop: &Stop) -> (Envoy, Life) {
-        let (envoy, life) = new(self.config.clone(), None, stop, &Registry::default());
-        (envoy, Box::pin(life))
+        started(self.config.clone(), stop, &Registry::default())
     }
 
     /// Asks to stop `times` times once Envoy is up.
@@ -414,7 +422,7 @@ async fn a_missing_or_unusable_binary_is_named() {
     std::fs::write(path("data"), "no program").expect("written");
     for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
         let config = config(path(name), directory.path());
-        let (_envoy, life) = new(config, None, &Stop::new(), &Registry::default());
+        let (_envoy, life) = started(config, &Stop::new(), &Registry::default());
         let error = life.await.expect_err("no start").to_string();
         assert!(error.contains(expected) && error.contains(name), "{error}");
     }
@@ -425,7 +433,7 @@ async fn the_state_is_a_metric() {
     let mut stage = stage("exits-cleanly");
     stage.config.early = Duration::ZERO;
     let metrics = Registry::default();
-    let (_envoy, life) = new(stage.config.clone(), None, &Stop::new(), &metrics);
+    let (_envoy, life) = started(stage.config.clone(), &Stop::new(), &metrics);
     let line = |state, value| format!("istio_agent_envoy_state{{state=\"{state}\"}} {value}\n");
     assert!(metrics.render().contains(&line("initial", 1)));
     life.await.expect("an end");
