@@ -62,12 +62,6 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    #[error(transparent)]
-    Bind(#[from] BindError),
-    #[error(transparent)]
-    Status(#[from] status::Error),
-    #[error(transparent)]
-    Dns(#[from] dns::Error),
     #[error("cannot start the thread of the DNS server")]
     DnsThread(#[source] io::Error),
     #[error("the {name} ended, which it must not while the agent runs")]
@@ -198,7 +192,7 @@ impl Agent {
         Ok(Some(envoy))
     }
 
-    fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), Error> {
+    fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), BoxError> {
         let Some(config) = self.config.status.clone() else {
             return Ok(());
         };
@@ -235,7 +229,7 @@ impl Agent {
     }
 
     /// Answers DNS on its own thread, so that no other work delays an answer.
-    fn dns(&mut self) -> Result<Option<dns::Dns>, Error> {
+    fn dns(&mut self) -> Result<Option<dns::Dns>, BoxError> {
         let Some(config) = self.config.dns.clone() else {
             return Ok(None);
         };
@@ -266,7 +260,7 @@ impl Agent {
         istiod: Istiod,
         pcds: Option<Pcds>,
         dns: Option<dns::Dns>,
-    ) -> Result<Observer, Error> {
+    ) -> Result<Observer, BindError> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,

@@ -4,18 +4,19 @@
 
 use std::time::Duration;
 
+use super::Agent;
 use super::pcds::Pcds;
 use super::sds_socket::{self, SdsOwner};
-use super::{Agent, Error};
 use crate::bootstrap;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
+use crate::sds;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets, output};
 use crate::unix_socket::access::Access;
-use crate::{sds, unix_socket};
+use crate::unix_socket::{self, BindError};
 
 /// For the connection to istiod, and for its first answer to a CSR.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
@@ -26,7 +27,7 @@ impl Agent {
         &mut self,
         istiod: &Istiod,
         owner: SdsOwner,
-    ) -> Result<(Option<Secrets>, Option<Pcds>), Error> {
+    ) -> Result<(Option<Secrets>, Option<Pcds>), BindError> {
         let mut config = self.config.secret_sources.files.clone();
         let mut socket = self.config.sds_socket.clone();
         if let SdsOwner::Other { is_healthy } = owner {

@@ -17,7 +17,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
-use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+use rustix::fs::inotify::{self, CreateFlags, Event, ReadFlags, Reader, WatchFlags};
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
 
@@ -91,17 +91,30 @@ impl FileWatch {
     pub(crate) async fn changed(&self) -> io::Result<Changed> {
         loop {
             let mut ready = self.inotify.readable().await?;
-            let events = drain(ready.get_inner());
+            let pending = self.pending();
             ready.clear_ready();
-            let mut changed = BTreeSet::new();
-            for event in events? {
-                if event.flags.contains(ReadFlags::QUEUE_OVERFLOW) {
-                    return Ok(Changed::Anything);
-                }
-                self.apply(&event, &mut changed);
+            match pending? {
+                Changed::Paths(paths) if paths.is_empty() => {}
+                changed => return Ok(changed),
             }
-            if !changed.is_empty() {
-                return Ok(Changed::Paths(changed));
+        }
+    }
+
+    /// What all pending events have changed.
+    fn pending(&self) -> io::Result<Changed> {
+        let mut buffer = [MaybeUninit::uninit(); 4096];
+        let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
+        let (mut paths, mut is_overflow) = (BTreeSet::new(), false);
+        loop {
+            match reader.next() {
+                Ok(event) if event.events().contains(ReadFlags::QUEUE_OVERFLOW) => {
+                    is_overflow = true;
+                }
+                Ok(event) => self.apply(&event, &mut paths),
+                Err(Errno::AGAIN) if is_overflow => return Ok(Changed::Anything),
+                Err(Errno::AGAIN) => return Ok(Changed::Paths(paths)),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
             }
         }
     }
@@ -157,45 +170,20 @@ impl FileWatch {
         let _ = inotify::remove_watch(&self.inotify, descriptor);
     }
 
-    fn apply(&self, event: &Event, changed: &mut BTreeSet<PathBuf>) {
+    fn apply(&self, event: &Event<'_>, changed: &mut BTreeSet<PathBuf>) {
         let mut watched = self.watched.lock();
         let gone =
             ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
-        if event.flags.intersects(gone) {
-            if let Some(names) = watched.directories.remove(&event.descriptor) {
+        if event.events().intersects(gone) {
+            if let Some(names) = watched.directories.remove(&event.wd()) {
                 changed.extend(names.into_values().flatten());
-                self.end_watch(event.descriptor);
+                self.end_watch(event.wd());
             }
-        } else if let Some(names) = watched.directories.get(&event.descriptor) {
-            changed.extend(names.get(&event.name).into_iter().flatten().cloned());
-        }
-    }
-}
-
-struct Event {
-    descriptor: i32,
-    flags: ReadFlags,
-    name: OsString,
-}
-
-/// All pending events.
-fn drain(inotify: &OwnedFd) -> io::Result<Vec<Event>> {
-    let mut buffer = [MaybeUninit::uninit(); 4096];
-    let mut reader = Reader::new(inotify, &mut buffer);
-    let mut events = Vec::new();
-    loop {
-        match reader.next() {
-            Ok(event) => events.push(Event {
-                descriptor: event.wd(),
-                flags: event.events(),
-                name: event
-                    .file_name()
-                    .map(|name| OsStr::from_bytes(name.to_bytes()).to_owned())
-                    .unwrap_or_default(),
-            }),
-            Err(Errno::AGAIN) => return Ok(events),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+        } else if let Some(names) = watched.directories.get(&event.wd())
+            && let Some(name) = event.file_name()
+        {
+            let name = OsStr::from_bytes(name.to_bytes());
+            changed.extend(names.get(name).into_iter().flatten().cloned());
         }
     }
 }

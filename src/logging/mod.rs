@@ -13,7 +13,6 @@ mod recent;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
 use tracing::level_filters::LevelFilter;
@@ -81,11 +80,11 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
 /// How long the end of the program may wait for readers of the log.
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
-static RECENT: OnceLock<Recent> = OnceLock::new();
+static RECENT: Recent = Recent::new();
 
 /// The warnings and errors logged last, the newest first.
 pub fn recent() -> Vec<Entry> {
-    RECENT.get().map(Recent::entries).unwrap_or_default()
+    RECENT.entries()
 }
 
 /// Waits until queued lines are written, if readers of the log do not take too long.
@@ -100,17 +99,19 @@ pub fn init(options: Options) -> Result<(), Error> {
         [] => &default,
         targets => targets,
     };
-    let mut outputs = Vec::new();
-    for target in targets {
+    let outputs = targets.iter().map(|target| {
         let file = open(target).map_err(|source| Error::Target {
             target: target.clone(),
             source,
         })?;
-        outputs.push(Output::new(file, options.json));
-    }
-    let recent = RECENT.get_or_init(Recent::default).clone();
-    let layer = Lines::new(options, outputs, recent);
-    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer))
+        Ok(Output::new(file, options.json))
+    });
+    let lines = Lines {
+        outputs: outputs.collect::<Result<_, Error>>()?,
+        options,
+        recent: &RECENT,
+    };
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines))
         .map_err(|_| Error::Twice)
 }
 
@@ -124,27 +125,15 @@ fn open(target: &str) -> io::Result<File> {
 
 /// Writes each event as one line.
 struct Lines {
-    levels: Levels,
-    json: bool,
-    callers: Vec<String>,
+    options: Options,
     outputs: Vec<Output>,
-    recent: Recent,
+    recent: &'static Recent,
 }
 
 impl Lines {
-    fn new(options: Options, outputs: Vec<Output>, recent: Recent) -> Self {
-        Self {
-            levels: options.levels,
-            json: options.json,
-            callers: options.callers,
-            outputs,
-            recent,
-        }
-    }
-
     /// File and line of the event, when its scope is to say so.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
-        let mut callers = self.callers.iter();
+        let mut callers = self.options.callers.iter();
         callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last folder and the file: enough to find it, short enough for a line.
@@ -158,11 +147,11 @@ impl Lines {
 
 impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        *metadata.level() <= self.levels.get(scope_of(metadata.target()))
+        *metadata.level() <= self.options.levels.get(scope_of(metadata.target()))
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.levels.most_verbose())
+        Some(self.options.levels.most_verbose())
     }
 
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
@@ -199,7 +188,7 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
             caller: self.caller(metadata, scope),
             content,
         };
-        let text = line.format(self.json);
+        let text = line.format(self.options.json);
         for output in &self.outputs {
             output.write(text.as_bytes());
         }
@@ -215,13 +204,21 @@ mod tests {
 
     /// What is logged by `options` while `work` runs, without the times.
     fn logged(options: Options, work: impl FnOnce()) -> Vec<String> {
-        logged_and_kept(options, &Recent::default(), work)
+        logged_and_kept(options, Box::leak(Box::new(Recent::new())), work)
     }
 
-    fn logged_and_kept(options: Options, recent: &Recent, work: impl FnOnce()) -> Vec<String> {
+    fn logged_and_kept(
+        options: Options,
+        recent: &'static Recent,
+        work: impl FnOnce(),
+    ) -> Vec<String> {
         let mut file = tempfile::tempfile().expect("a file");
         let output = Output::new(file.try_clone().expect("cloned"), options.json);
-        let lines = Lines::new(options, vec![output], recent.clone());
+        let lines = Lines {
+            options,
+            outputs: vec![output],
+            recent,
+        };
         let subscriber = tracing_subscriber::registry().with(lines);
         tracing::subscriber::with_default(subscriber, work);
         let mut text = String::new();
@@ -263,9 +260,9 @@ mod tests {
 
     #[test]
     fn warnings_and_errors_that_are_logged_are_kept_and_nothing_else() {
-        let recent = Recent::default();
+        let recent: &Recent = Box::leak(Box::new(Recent::new()));
         let options = Options::parse("default:info,ca:error", &[], false, "").expect("levels");
-        logged_and_kept(options, &recent, || {
+        logged_and_kept(options, recent, || {
             tracing::info!(target: "sds", "fine");
             tracing::warn!(target: "ca", "not logged");
             tracing::warn!(target: "sds", id = 7, "odd\nthing");

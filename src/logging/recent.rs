@@ -4,7 +4,6 @@
 //! number of lines and the length of each are bounded.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -28,11 +27,15 @@ pub struct Entry {
     pub last: String,
 }
 
-/// The lines logged last. Clones share them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Recent(Arc<Mutex<VecDeque<Entry>>>);
+/// The lines logged last.
+#[derive(Debug)]
+pub(super) struct Recent(Mutex<VecDeque<Entry>>);
 
 impl Recent {
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(VecDeque::new()))
+    }
+
     /// Adds the line, if it is a warning or an error.
     pub(super) fn add(&self, line: &Line) {
         if line.level > Level::WARN {
@@ -45,25 +48,20 @@ impl Recent {
             (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
         };
         let earlier = entries.iter().position(is_same);
-        let entry = match earlier.and_then(|index| entries.remove(index)) {
-            Some(entry) => Entry {
-                times: entry.times + 1,
-                last: time,
-                ..entry
-            },
-            None => Entry {
-                level,
-                scope,
-                message,
-                times: 1,
-                first: time.clone(),
-                last: time,
-            },
-        };
+        let earlier = earlier.and_then(|index| entries.remove(index));
+        let (times, first) =
+            earlier.map_or_else(|| (0, time.clone()), |entry| (entry.times, entry.first));
         if entries.len() == MOST {
             entries.pop_front();
         }
-        entries.push_back(entry);
+        entries.push_back(Entry {
+            level,
+            scope,
+            message,
+            times: times + 1,
+            first,
+            last: time,
+        });
     }
 
     /// The newest first.
@@ -92,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_line_that_repeats_is_one_entry_and_the_newest() {
-        let recent = Recent::default();
+        let recent = Recent::new();
         for (message, time) in [("a", 1), ("b", 2), ("a", 3)] {
             add(&recent, message, time);
         }
@@ -113,7 +111,7 @@ mod tests {
 
     #[test]
     fn the_number_of_lines_and_their_length_are_bounded() {
-        let recent = Recent::default();
+        let recent = Recent::new();
         for number in 0..2 * MOST {
             add(&recent, &format!("{number} {}", "ü".repeat(LONGEST)), 1);
         }

@@ -16,66 +16,61 @@ const TICKS: f64 = 100.0;
 
 type Value = fn() -> Option<f64>;
 
-/// Name, help, kind and value.
-const FAMILIES: [(&str, &str, Kind, Value); 9] = [
+/// Name, help and value; the name of a counter ends with `_total`.
+const FAMILIES: [(&str, &str, Value); 9] = [
     (
         "istio_agent_process_cpu_seconds_total",
         "Total user and system CPU time spent in seconds.",
-        Kind::Counter,
         cpu_seconds,
     ),
     (
         "istio_agent_process_open_fds",
         "Number of open file descriptors.",
-        Kind::Gauge,
         open_files,
     ),
     (
         "istio_agent_process_max_fds",
         "Maximum number of open file descriptors.",
-        Kind::Gauge,
         || Some(limit(Resource::Nofile)),
     ),
     (
         "istio_agent_process_virtual_memory_bytes",
         "Virtual memory size in bytes.",
-        Kind::Gauge,
         || memory(&read("self/status")?, "VmSize:"),
     ),
     (
         "istio_agent_process_virtual_memory_max_bytes",
         "Maximum amount of virtual memory available in bytes.",
-        Kind::Gauge,
         || Some(limit(Resource::As)),
     ),
     (
         "istio_agent_process_resident_memory_bytes",
         "Resident memory size in bytes.",
-        Kind::Gauge,
         || memory(&read("self/status")?, "VmRSS:"),
     ),
     (
         "istio_agent_process_start_time_seconds",
         "Start time of the process since unix epoch in seconds.",
-        Kind::Gauge,
         || start_time(&read("self/stat")?, &read("stat")?),
     ),
     (
         "istio_agent_process_network_receive_bytes_total",
         "Number of bytes received by the process over the network.",
-        Kind::Counter,
         || network(&read("self/net/netstat")?, "InOctets"),
     ),
     (
         "istio_agent_process_network_transmit_bytes_total",
         "Number of bytes sent by the process over the network.",
-        Kind::Counter,
         || network(&read("self/net/netstat")?, "OutOctets"),
     ),
 ];
 
 pub(crate) fn publish(registry: &Registry) {
-    for (name, help, kind, value) in FAMILIES {
+    for (name, help, value) in FAMILIES {
+        let kind = match name.ends_with("_total") {
+            true => Kind::Counter,
+            false => Kind::Gauge,
+        };
         registry.computed(name, help, kind, &[], move |series| {
             if let Some(value) = value() {
                 series(&[], value);

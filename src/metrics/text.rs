@@ -1,6 +1,6 @@
 //! Prometheus' text exposition format, version 0.0.4.
 
-use std::fmt::{self, Write};
+use std::fmt::Write;
 use std::sync::atomic::Ordering;
 
 use super::{Buckets, Cell, Family, Kind, Series};
@@ -19,35 +19,28 @@ impl Family {
             }
             Series::Buckets(buckets) => buckets.write(&mut text, name),
             Series::Computed(collect) => collect(&mut |values, number| {
-                line(&mut text, name, self.labels, values, Number::Float(number));
+                line(&mut text, name, self.labels, values, number);
             }),
         }
         text
     }
 }
 
-enum Number {
-    Whole(u64),
-    Float(f64),
-}
-
-impl fmt::Display for Number {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Whole(number) => number.fmt(f),
-            Self::Float(number) if number.is_infinite() && *number > 0.0 => f.write_str("+Inf"),
-            Self::Float(number) if number.is_infinite() => f.write_str("-Inf"),
-            Self::Float(number) => number.fmt(f),
-        }
+/// A number as the format spells it.
+fn spelled(number: f64) -> String {
+    match number {
+        f64::INFINITY => "+Inf".to_owned(),
+        f64::NEG_INFINITY => "-Inf".to_owned(),
+        number => number.to_string(),
     }
 }
 
 impl Cell {
-    fn read(&self, kind: Kind) -> Option<Number> {
+    fn read(&self, kind: Kind) -> Option<f64> {
         let bits = self.bits.load(Ordering::Relaxed);
         let number = match kind {
-            Kind::Gauge => Number::Float(f64::from_bits(bits)),
-            Kind::Counter | Kind::Histogram => Number::Whole(bits),
+            Kind::Gauge => f64::from_bits(bits),
+            Kind::Counter | Kind::Histogram => bits as f64,
         };
         self.is_recorded.load(Ordering::Relaxed).then_some(number)
     }
@@ -55,11 +48,8 @@ impl Cell {
 
 impl Buckets {
     fn write(&self, text: &mut String, name: &str) {
-        let counts: Vec<_> = self
-            .counts
-            .iter()
-            .map(|count| count.load(Ordering::Relaxed))
-            .collect();
+        let counts = self.counts.iter();
+        let counts: Vec<_> = counts.map(|count| count.load(Ordering::Relaxed)).collect();
         let total: u64 = counts.iter().sum();
         if total == 0 {
             return;
@@ -68,19 +58,18 @@ impl Buckets {
         let mut below = 0;
         for (bound, count) in bounds.zip(counts) {
             below += count;
-            let bound = Number::Float(bound).to_string();
             let bucket = format!("{name}_bucket");
-            line(text, &bucket, &["le"], &[&bound], Number::Whole(below));
+            line(text, &bucket, &["le"], &[&spelled(bound)], below as f64);
         }
-        let sum = Number::Float(f64::from_bits(self.sum.load(Ordering::Relaxed)));
-        for (suffix, number) in [("sum", sum), ("count", Number::Whole(total))] {
+        let sum = f64::from_bits(self.sum.load(Ordering::Relaxed));
+        for (suffix, number) in [("sum", sum), ("count", total as f64)] {
             line(text, &format!("{name}_{suffix}"), &[], &[], number);
         }
     }
 }
 
 /// One sample. Source: Prometheus, "Exposition formats", text format details.
-fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number: Number) {
+fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number: f64) {
     text.push_str(name);
     for (index, (label, value)) in labels.iter().zip(values).enumerate() {
         let before = if index == 0 { '{' } else { ',' };
@@ -98,7 +87,7 @@ fn line(text: &mut String, name: &str, labels: &[&str], values: &[&str], number:
     if !labels.is_empty() {
         text.push('}');
     }
-    let _ = writeln!(text, " {number}"); // A string takes everything.
+    let _ = writeln!(text, " {}", spelled(number)); // A string takes everything.
 }
 
 #[cfg(test)]

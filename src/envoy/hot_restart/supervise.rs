@@ -167,7 +167,6 @@ impl Supervisor {
                 return Some(life::Event::Replace(end_by));
             }
         }
-        self.publish_instances();
         None
     }
 
@@ -288,7 +287,6 @@ impl Supervisor {
             last.unwrap_or_else(|| Restart::begun("the Envoy before died before its time", now));
         restart.method = Some(method);
         self.hot_restart.last = Some(restart);
-        self.publish_instances();
     }
 
     /// Ends the restart under way, if there is one.
@@ -324,7 +322,6 @@ impl Supervisor {
         restart.outcome = outcome;
         restart.problem = problem;
         self.counters.hot_restarts.with([result]).inc();
-        self.publish_instances();
     }
 }
 

@@ -28,7 +28,6 @@ impl Supervisor {
             self.record_end(ended, envoy).await;
         }
         self.memory.follow(None);
-        self.publish_instances();
         self.restart.pause = Duration::ZERO;
         let may_restart =
             self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, early)?;

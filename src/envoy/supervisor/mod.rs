@@ -180,6 +180,7 @@ impl Supervisor {
         orders: &mut mpsc::Receiver<Order>,
     ) -> Result<Event, Error> {
         loop {
+            self.publish_instances();
             let (current, urgency) = (&mut self.current, self.requested.urgency);
             let deadline = current.deadline;
             tokio::select! {
@@ -282,7 +283,6 @@ impl Supervisor {
         }
         let instance = self.spawn(launch)?;
         self.set_current(instance);
-        self.publish_instances();
         self.current.calls = JoinSet::new();
         let admin = self.admin;
         self.current.calls.spawn(async move {
