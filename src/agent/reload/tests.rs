@@ -78,8 +78,12 @@ async fn without_hot_restart_the_bootstrap_has_no_number_and_a_custom_one_is_lef
     assert!(prepared.command.bootstrap == file && file.exists());
     drop(prepared);
     assert!(!file.exists());
-    place.proxy_config(", customConfigFile: missing.json");
-    place.inputs().await.prepare(0).expect("prepared");
+    let custom = place.root.path().join("custom.json");
+    fs::write(&custom, "{}").expect("written");
+    place.proxy_config(&format!(", customConfigFile: {}", custom.display()));
+    let inputs = place.inputs().await;
+    fs::remove_file(&custom).expect("removed");
+    inputs.prepare(0).expect("prepared");
 }
 
 #[tokio::test]
