@@ -77,7 +77,6 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::bootstrap::platform::Choice;
 
     #[tokio::test]
     async fn the_token_is_asked_for_by_audience_written_and_replaced_before_it_expires() {
@@ -88,7 +87,7 @@ mod tests {
         let token = format!("e30.{claims}.sig");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let platform = platform::Config {
-            choice: Choice::None,
+            choice: "none".to_owned(),
             gcp: None,
             gcp_host: Some(listener.local_addr().unwrap().to_string()),
             root: "/".into(),

@@ -41,7 +41,7 @@ pub(super) struct Detected {
 impl Detected {
     pub(super) fn add_to(&self, node: &mut Node) {
         for name in &self.metadata {
-            node.raw.insert((*name).to_owned(), "true".into());
+            node.metadata.insert((*name).to_owned(), "true".into());
         }
     }
 }

@@ -5,38 +5,51 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::config::{Config, FILES_SOCKET};
-use super::services::{self, http2};
+use super::document::extension;
+use super::services;
 
 /// The name of the cluster Envoy is a member of.
 pub(super) const LOCAL_CLUSTER: &str = "local_cluster";
 
-pub(super) fn section(config: &Config) -> Value {
-    let host = config.families().first.loopback;
-    // Without a status server the port is refused, and so the health listener answers 503.
-    let agent_port = config.agent_port.unwrap_or(15020);
+pub(super) fn section(config: &Config) -> Vec<Value> {
+    let proxy_config = &config.node.proxy_config;
+    let local = |name: &str, port: u16| {
+        let host = config.families().first.loopback;
+        let address = json!({ "protocol": "TCP", "address": host, "port_value": port });
+        cluster(name, "0.250s", None, &json!({ "socket_address": address }))
+    };
     let mut clusters = vec![
-        cluster("prometheus_stats", "0.250s", tcp(host, config.admin_port)),
-        cluster("agent", "0.250s", tcp(host, agent_port)),
+        local("prometheus_stats", proxy_config.admin_port()),
+        // Without a status server the port is refused, and so the health listener answers 503.
+        local("agent", proxy_config.agent_port().unwrap_or(15020)),
         grpc("sds-grpc", &config.sds_socket),
     ];
-    if config.node.raw.contains_key("file-credential") {
+    if config.node.metadata.contains_key("file-credential") {
         clusters.push(grpc("sds-files-grpc", Path::new(FILES_SOCKET)));
     }
-    clusters.push(discovery(grpc("xds-grpc", &config.xds_socket)));
+    clusters.push(discovery(&config.xds_socket));
     clusters.extend(services::section(config));
     if config.node.is_true("ENABLE_SELF_DISCOVERY") {
         clusters.push(local_cluster());
     }
-    clusters.into()
+    clusters
 }
 
-fn cluster(name: &str, connect_timeout: &str, address: Value) -> Value {
+/// A cluster with one endpoint. Envoy resolves its name among the families of `dns_lookup`.
+pub(super) fn cluster(
+    name: &str,
+    connect_timeout: &str,
+    dns_lookup: Option<&str>,
+    address: &Value,
+) -> Value {
     json!({
         "name": name,
         // The semicolon ends the name for the statistics' tag expression.
         "alt_stat_name": format!("{name};"),
-        "type": "STATIC",
+        "type": dns_lookup.map_or("STATIC", |_| "STRICT_DNS"),
         "connect_timeout": connect_timeout,
+        "respect_dns_ttl": dns_lookup.map(|_| true),
+        "dns_lookup_family": dns_lookup,
         "lb_policy": "ROUND_ROBIN",
         "load_assignment": {
             "cluster_name": name,
@@ -45,17 +58,37 @@ fn cluster(name: &str, connect_timeout: &str, address: Value) -> Value {
     })
 }
 
-fn tcp(host: &str, port: u16) -> Value {
-    json!({ "socket_address": { "protocol": "TCP", "address": host, "port_value": port } })
-}
-
-fn pipe(path: &Path) -> Value {
-    json!({ "pipe": { "path": path.to_string_lossy() } })
+/// Makes Envoy speak HTTP/2 to the cluster.
+pub(super) fn http2(cluster: &mut Value) {
+    cluster["typed_extension_protocol_options"] = json!({
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": { "http2_protocol_options": {} },
+        },
+    });
 }
 
 fn grpc(name: &str, socket: &Path) -> Value {
-    let mut cluster = cluster(name, "1s", pipe(socket));
+    let pipe = json!({ "pipe": { "path": socket.to_string_lossy() } });
+    let mut cluster = cluster(name, "1s", None, &pipe);
     http2(&mut cluster);
+    cluster
+}
+
+/// Discovery streams are many and long; the default limits are for requests.
+fn discovery(socket: &Path) -> Value {
+    let thresholds = ["DEFAULT", "HIGH"].map(|priority| {
+        json!({
+            "priority": priority,
+            "max_connections": 100_000,
+            "max_pending_requests": 100_000,
+            "max_requests": 100_000,
+        })
+    });
+    let mut cluster = grpc("xds-grpc", socket);
+    cluster["circuit_breakers"] = json!({ "thresholds": thresholds });
+    cluster["upstream_connection_options"] = json!({ "tcp_keepalive": { "keepalive_time": 300 } });
+    cluster["max_requests_per_connection"] = json!(1);
     cluster
 }
 
@@ -66,35 +99,16 @@ fn local_cluster() -> Value {
         "alt_stat_name": format!("{LOCAL_CLUSTER};"),
         "type": "EDS",
         "connect_timeout": "1s",
-        "load_balancing_policy": { "policies": [{ "typed_extension_config": {
-            "name": "envoy.load_balancing_policies.least_request",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.\
-                          least_request.v3.LeastRequest",
+        "load_balancing_policy": { "policies": [{ "typed_extension_config": extension(
+            "envoy.load_balancing_policies.least_request",
+            "envoy.extensions.load_balancing_policies.least_request.v3.LeastRequest",
+            json!({
                 "locality_lb_config": { "zone_aware_lb_config": { "min_cluster_size": "1" } },
-            },
-        }}]},
+            }),
+        )}]},
         "eds_cluster_config": {
             "eds_config": { "ads": {}, "resource_api_version": "V3" },
             "service_name": LOCAL_CLUSTER,
         },
     })
-}
-
-/// Discovery streams are many and long; the default limits are for requests.
-fn discovery(mut cluster: Value) -> Value {
-    let thresholds = |priority: &str| {
-        json!({
-            "priority": priority,
-            "max_connections": 100_000,
-            "max_pending_requests": 100_000,
-            "max_requests": 100_000,
-        })
-    };
-    cluster["circuit_breakers"] = json!({
-        "thresholds": [thresholds("DEFAULT"), thresholds("HIGH")],
-    });
-    cluster["upstream_connection_options"] = json!({ "tcp_keepalive": { "keepalive_time": 300 } });
-    cluster["max_requests_per_connection"] = json!(1);
-    cluster
 }

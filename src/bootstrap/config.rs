@@ -21,6 +21,7 @@ pub struct Config {
     /// The epoch of Envoy, where hot restarts give each its own file.
     pub revision: Option<u32>,
     pub node: Node,
+    pub ports: Ports,
     pub xds_socket: PathBuf,
     pub sds_socket: PathBuf,
     /// Whether Envoy speaks delta xDS.
@@ -30,26 +31,28 @@ pub struct Config {
     /// Whether Envoy binds both families in a pod that has both.
     pub dual_stack: bool,
     pub log_as_json: bool,
-    pub admin_port: u16,
-    /// The agent's own port. None while the status server is switched off.
-    pub agent_port: Option<u16>,
-    pub health_port: u16,
     pub health_proxy_protocol: bool,
-    pub prometheus_port: u16,
-    pub metrics_localhost_only: bool,
-    /// Envoy's metrics for callers of the mesh.
-    pub secure_metrics_port: Option<u16>,
-    /// Metrics of Envoy, the agent and the workload for callers of the mesh.
-    pub secure_merged_metrics_port: Option<u16>,
+    /// Whether the agent ends when Envoy has no connection left.
+    pub exit_on_zero_connections: bool,
     pub outlier_log_path: Option<String>,
     /// Replaces `$(HOST_IP)` in addresses of collectors, unless it is empty.
     pub host_ip: String,
     pub stats: StatsConfig,
-    pub client_files: ClientFiles,
     pub compliance_fips_140_2: bool,
     pub keep_path_fragment: bool,
     /// Envoy's load reporting service.
     pub load_stats: Option<Value>,
+}
+
+/// The ports of Envoy's static listeners; zero is none.
+#[derive(Clone, Copy, Debug)]
+pub struct Ports {
+    pub health: u16,
+    pub prometheus: u16,
+    /// Envoy's metrics for callers of the mesh.
+    pub secure_metrics: u16,
+    /// Metrics of Envoy, the agent and the workload for callers of the mesh.
+    pub secure_merged_metrics: u16,
 }
 
 impl Config {
@@ -142,12 +145,4 @@ pub struct StatsConfig {
     pub buckets: BTreeMap<String, Vec<Number>>,
     pub flush: Option<Duration>,
     pub eviction: Option<Duration>,
-}
-
-/// Files from node metadata, which override the files of TLS settings.
-#[derive(Clone, Debug, Default)]
-pub struct ClientFiles {
-    pub certificate: String,
-    pub key: String,
-    pub roots: String,
 }

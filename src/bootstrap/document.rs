@@ -1,143 +1,140 @@
 //! Assembles the sections of the bootstrap.
 
-use std::time::Duration;
-
 use serde_json::{Map, Value, json};
 
 use super::clusters::{self, LOCAL_CLUSTER};
 use super::config::Config;
 use super::tracer::Tracer;
 use super::{listeners, node, runtime, services, stats};
+use crate::duration;
 use crate::proxy_config::ProxyConfig;
 
 /// The bootstrap as JSON.
 pub fn document(config: &Config) -> Value {
-    let mut document = Map::new();
-    let mut set = |name: &str, value: Value| drop(document.insert(name.to_owned(), value));
-    set("application_log_config", log_format(config.log_as_json));
-    set("node", node::section(&config.node));
-    set("layered_runtime", runtime::section(config));
-    set(
-        "bootstrap_extensions",
-        extensions(config.metadata_discovery),
-    );
-    for (name, interval) in [
-        ("stats_flush_interval", config.stats.flush),
-        ("stats_eviction_interval", config.stats.eviction),
-    ] {
-        if let Some(interval) = interval {
-            set(name, seconds(interval));
-        }
-    }
-    set("stats_config", stats::section(config));
-    set("admin", admin(config));
-    set("dynamic_resources", dynamic_resources(config.delta));
-    let resources = json!({
-        "clusters": clusters::section(config),
-        "listeners": listeners::section(config),
-    });
-    set("static_resources", resources);
-    set(
-        "overload_manager",
-        overload_manager(connection_limit(&config.node.proxy_config)),
-    );
-    if let Some(tracer) = Tracer::of(&config.node.proxy_config) {
-        set(
-            "tracing",
-            tracer.section(&config.token_file(), &config.node.cluster),
-        );
-    }
+    let tracer = Tracer::of(&config.node.proxy_config);
     let sinks = services::sinks(config);
-    if !sinks.is_empty() {
-        set("stats_sinks", sinks.into());
-    }
-    if let Some(manager) = cluster_manager(config) {
-        set("cluster_manager", manager);
-    }
-    set(
-        "deferred_stat_options",
-        json!({ "enable_deferred_creation_stats": true }),
-    );
-    document.into()
+    let document = json!({
+        "application_log_config": { "log_format": log_format(config.log_as_json) },
+        "node": {},
+        "layered_runtime": runtime::section(config),
+        "bootstrap_extensions": extensions(config.metadata_discovery),
+        "stats_flush_interval": config.stats.flush.map(duration::seconds),
+        "stats_eviction_interval": config.stats.eviction.map(duration::seconds),
+        "stats_config": stats::section(config),
+        "admin": admin(config),
+        "dynamic_resources": dynamic_resources(config.delta),
+        "static_resources": {
+            "clusters": clusters::section(config),
+            "listeners": listeners::section(config),
+        },
+        "overload_manager": { "resource_monitors": [extension(
+            "envoy.resource_monitors.global_downstream_max_connections",
+            "envoy.extensions.resource_monitors.downstream_connections.v3.\
+             DownstreamConnectionsConfig",
+            json!({
+                "max_active_downstream_connections": connection_limit(&config.node.proxy_config),
+            }),
+        )]},
+        "tracing": tracer.map(|tracer| tracer.section(config)),
+        "stats_sinks": (!sinks.is_empty()).then_some(sinks),
+        "cluster_manager": cluster_manager(config),
+        "deferred_stat_options": { "enable_deferred_creation_stats": true },
+    });
+    let mut document = without_nulls(document);
+    // Members of node metadata may be null.
+    document["node"] = node::section(&config.node);
+    document
 }
 
-/// A duration in protobuf's JSON.
-fn seconds(duration: Duration) -> Value {
-    match duration.subsec_nanos() {
-        0 => format!("{}s", duration.as_secs()).into(),
-        nanos => format!("{}.{nanos:09}s", duration.as_secs()).into(),
+/// The value without members and items that are null: sections write null for what they leave out.
+pub(super) fn without_nulls(value: Value) -> Value {
+    match value {
+        Value::Object(members) => {
+            let set = members.into_iter().filter(|(_, value)| !value.is_null());
+            set.map(|(name, value)| (name, without_nulls(value)))
+                .collect()
+        }
+        Value::Array(items) => {
+            let set = items.into_iter().filter(|item| !item.is_null());
+            set.map(without_nulls).collect()
+        }
+        value => value,
     }
+}
+
+/// An extension of Envoy, configured by a message with these members.
+pub(super) fn extension(name: &str, message: &str, members: Value) -> Value {
+    let type_url = format!("type.googleapis.com/{message}");
+    let mut typed_config = Map::from_iter([("@type".to_owned(), json!(type_url))]);
+    if let Value::Object(members) = members {
+        typed_config.extend(members);
+    }
+    json!({ "name": name, "typed_config": typed_config })
 }
 
 fn cluster_manager(config: &Config) -> Option<Value> {
-    let mut manager = Map::new();
-    let mut set = |name: &str, value: Value| drop(manager.insert(name.to_owned(), value));
-    if config.node.is_true("ENABLE_SELF_DISCOVERY") {
-        set("local_cluster_name", json!(LOCAL_CLUSTER));
-    }
-    if let Some(path) = &config.outlier_log_path {
-        set("outlier_detection", json!({ "event_log_path": path }));
-    }
-    if let Some(load_stats) = &config.load_stats {
-        set("load_stats_config", load_stats.clone());
-    }
-    if manager.is_empty() {
+    let local_cluster = config.node.is_true("ENABLE_SELF_DISCOVERY");
+    let path = config.outlier_log_path.as_ref();
+    if !local_cluster && path.is_none() && config.load_stats.is_none() {
         return None;
     }
-    manager.insert("enable_deferred_cluster_creation".to_owned(), json!(true));
-    Some(manager.into())
+    Some(json!({
+        "local_cluster_name": local_cluster.then_some(LOCAL_CLUSTER),
+        "outlier_detection": path.map(|path| json!({ "event_log_path": path })),
+        "load_stats_config": config.load_stats,
+        "enable_deferred_cluster_creation": true,
+    }))
 }
 
 fn log_format(as_json: bool) -> Value {
     if !as_json {
-        let text = "%Y-%m-%dT%T.%fZ\t%l\tenvoy %n %g:%#\t%v\tthread=%t";
-        return json!({ "log_format": { "text_format": text } });
+        return json!({ "text_format": "%Y-%m-%dT%T.%fZ\t%l\tenvoy %n %g:%#\t%v\tthread=%t" });
     }
-    json!({ "log_format": { "json_format": {
+    json!({ "json_format": {
         "time": "%Y-%m-%dT%T.%fZ",
         "level": "%l",
         "scope": "envoy %n",
         "msg": "%j",
         "caller": "%g:%#",
         "thread": "%t",
-    }}})
+    }})
 }
 
 fn extensions(metadata_discovery: bool) -> Value {
     let typed = |name: &str, type_url: &str, value: Value| {
-        json!({ "name": name, "typed_config": {
-            "@type": "type.googleapis.com/udpa.type.v1.TypedStruct",
-            "type_url": format!("type.googleapis.com/{type_url}"),
-            "value": value,
-        }})
+        let type_url = format!("type.googleapis.com/{type_url}");
+        let members = json!({ "type_url": type_url, "value": value });
+        extension(name, "udpa.type.v1.TypedStruct", members)
     };
-    let internal_listener = typed(
-        "envoy.bootstrap.internal_listener",
-        "envoy.extensions.bootstrap.internal_listener.v3.InternalListener",
-        json!({ "buffer_size_kb": 64 }),
-    );
-    let mut extensions = vec![internal_listener];
-    if metadata_discovery {
+    let discovery = || {
         let value = json!({ "config_source": { "ads": {} } });
-        let url = "istio.workload.BootstrapExtension";
-        extensions.insert(0, typed("metadata_discovery", url, value));
-    }
-    extensions.into()
+        typed(
+            "metadata_discovery",
+            "istio.workload.BootstrapExtension",
+            value,
+        )
+    };
+    json!([
+        metadata_discovery.then(discovery),
+        typed(
+            "envoy.bootstrap.internal_listener",
+            "envoy.extensions.bootstrap.internal_listener.v3.InternalListener",
+            json!({ "buffer_size_kb": 64 }),
+        ),
+    ])
 }
 
 fn admin(config: &Config) -> Value {
     json!({
-        "access_log": [{
-            "name": "envoy.access_loggers.file",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
-                "path": "/dev/null",
-            },
-        }],
+        "access_log": [extension(
+            "envoy.access_loggers.file",
+            "envoy.extensions.access_loggers.file.v3.FileAccessLog",
+            json!({ "path": "/dev/null" }),
+        )],
         "profile_path": "/var/lib/istio/data/envoy.prof",
         "address": { "socket_address": {
             "address": config.families().first.loopback,
-            "port_value": config.admin_port,
+            "port_value": config.node.proxy_config.admin_port(),
         }},
     })
 }
@@ -175,15 +172,4 @@ pub(super) fn connection_limit(config: &ProxyConfig) -> i64 {
     limits
         .find(|limit| *limit > 0)
         .unwrap_or(i64::from(i32::MAX))
-}
-
-fn overload_manager(connections: i64) -> Value {
-    json!({ "resource_monitors": [{
-        "name": "envoy.resource_monitors.global_downstream_max_connections",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.resource_monitors.\
-                      downstream_connections.v3.DownstreamConnectionsConfig",
-            "max_active_downstream_connections": connections,
-        },
-    }]})
 }

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::document::without_nulls;
 use super::file::{Error, write_file};
-use super::node;
+use super::node::Node;
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -18,30 +19,25 @@ pub struct Config {
     pub certificates: Option<PathBuf>,
 }
 
-pub fn write(config: &Config, node: &node::Node) -> Result<(), Error> {
-    let text = format!("{:#}", document(config, node));
-    write_file(&config.path, &text, 0o644)
-}
-
-fn document(config: &Config, node: &node::Node) -> Value {
-    let (locality, metadata) = node::application(node);
-    let socket = config
-        .xds_socket
-        .strip_prefix("./")
-        .unwrap_or(&config.xds_socket);
-    let mut document = json!({
+pub fn write(config: &Config, node: &Node) -> Result<(), Error> {
+    let socket = &config.xds_socket;
+    let socket = socket.strip_prefix("./").unwrap_or(socket);
+    let document = without_nulls(json!({
         "xds_servers": [{
             "server_uri": format!("unix:///{}", socket.display()),
             "channel_creds": [{ "type": "insecure" }],
             "server_features": ["xds_v3"],
         }],
-        "node": { "id": node.id, "metadata": metadata, "locality": locality.section() },
+        "node": {
+            "id": node.id,
+            "metadata": node.application_metadata(),
+            "locality": node.locality().section(),
+        },
         "server_listener_resource_name_template": "xds.istio.io/grpc/lds/inbound/%s",
-    });
-    if let Some(directory) = &config.certificates {
-        document["certificate_providers"] = json!({ "default": provider(directory) });
-    }
-    document
+        "certificate_providers":
+            config.certificates.as_deref().map(|path| json!({ "default": provider(path) })),
+    }));
+    write_file(&config.path, &format!("{document:#}"), 0o644)
 }
 
 fn provider(directory: &Path) -> Value {

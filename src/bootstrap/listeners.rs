@@ -2,170 +2,131 @@
 
 use serde_json::{Value, json};
 
-use super::config::Config;
+use super::config::{Config, Family};
+use super::document::extension;
 use super::tls;
 
+const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];
+const MERGED_METRICS: &[(&str, &str)] = &[("/stats/prometheus", "agent"), ("/metrics", "agent")];
+const HEALTH: &[(&str, &str)] = &[("/healthz/ready", "agent")];
+const COMPRESSORS: [(&str, &str); 3] = [("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
+
 pub(super) fn section(config: &Config) -> Value {
+    let proxy_config = &config.node.proxy_config;
+    let ports = &config.ports;
+    let metrics_host = match proxy_config.metadata("METRICS_LOCALHOST_ACCESS_ONLY") {
+        Some("true") => |family: Family| family.loopback,
+        _ => |family: Family| family.wildcard,
+    };
     let families = config.families();
-    let everywhere = Bind {
-        first: families.first.wildcard,
-        second: families.second.map(|family| family.wildcard),
+    let everywhere = |port, stat_prefix, routes| Listener {
+        port,
+        stat_prefix,
+        routes,
+        host: families.first.wildcard,
+        second_host: families.second.map(|family| family.wildcard),
+        compressors: &[],
+        listener_filter: Value::Null,
+        tls: false,
     };
-    let loopback = Bind {
-        first: families.first.loopback,
-        second: families.second.map(|family| family.loopback),
+    let metrics = Listener {
+        host: metrics_host(families.first),
+        second_host: families.second.map(metrics_host),
+        compressors: match proxy_config.stats_compression.unwrap_or(true) {
+            true => &COMPRESSORS,
+            false => &[],
+        },
+        ..everywhere(ports.prometheus, "stats", METRICS)
     };
-    let metrics_at = match config.metrics_localhost_only {
-        true => loopback,
-        false => everywhere,
+    let secure = |port, stat_prefix, routes| Listener {
+        // Callers of the mesh know one address only.
+        second_host: None,
+        listener_filter: extension(
+            "envoy.filters.listener.tls_inspector",
+            "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector",
+            json!({}),
+        ),
+        tls: true,
+        ..everywhere(port, stat_prefix, routes)
     };
-    // Callers of the mesh know one address only.
-    let first = Bind {
-        second: None,
-        ..everywhere
+    let health = Listener {
+        // Accepts the PROXY protocol of a load balancer, and connections without it.
+        listener_filter: match config.health_proxy_protocol {
+            true => extension(
+                "envoy.listener.proxy_protocol",
+                "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol",
+                json!({ "allow_requests_without_proxy_protocol": true }),
+            ),
+            false => Value::Null,
+        },
+        ..everywhere(ports.health, "agent", HEALTH)
     };
-    let mut listeners = vec![metrics(config).section(metrics_at)];
-    listeners.extend(secure(config).map(|listener| listener.section(first)));
-    listeners.push(health(config).section(everywhere));
-    listeners.into()
-}
-
-fn metrics(config: &Config) -> Listener {
-    let mut listener = Listener::new(config.prometheus_port, "stats", METRICS);
-    if config.node.proxy_config.stats_compression.unwrap_or(true) {
-        listener.filters = COMPRESSORS.map(compressor).into();
-    }
-    listener
-}
-
-fn secure(config: &Config) -> impl Iterator<Item = Listener> {
-    [
-        (config.secure_metrics_port, "secure_stats", METRICS),
-        (
-            config.secure_merged_metrics_port,
+    let listeners = [
+        metrics,
+        secure(ports.secure_metrics, "secure_stats", METRICS),
+        secure(
+            ports.secure_merged_metrics,
             "secure_merged_stats",
             MERGED_METRICS,
         ),
-    ]
-    .into_iter()
-    .filter_map(|(port, stat_prefix, routes)| {
-        Some(Listener {
-            tls: true,
-            ..Listener::new(port?, stat_prefix, routes)
-        })
-    })
-}
-
-fn health(config: &Config) -> Listener {
-    Listener {
-        proxy_protocol: config.health_proxy_protocol,
-        ..Listener::new(config.health_port, "agent", &[("/healthz/ready", "agent")])
-    }
-}
-
-const COMPRESSORS: [(&str, &str); 3] = [("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
-const METRICS: &[(&str, &str)] = &[("/stats/prometheus", "prometheus_stats")];
-const MERGED_METRICS: &[(&str, &str)] = &[("/stats/prometheus", "agent"), ("/metrics", "agent")];
-
-/// The addresses of a listener.
-#[derive(Clone, Copy)]
-struct Bind {
-    first: &'static str,
-    /// Of the other family in a dual-stack pod.
-    second: Option<&'static str>,
+        health,
+    ];
+    let listeners = listeners.iter().filter(|listener| listener.port != 0);
+    listeners.map(Listener::section).collect()
 }
 
 struct Listener {
+    /// Zero is no listener.
     port: u16,
     stat_prefix: &'static str,
     /// Path prefixes and clusters.
     routes: &'static [(&'static str, &'static str)],
-    /// In front of the router.
-    filters: Vec<Value>,
+    host: &'static str,
+    /// Of the other family in a dual-stack pod.
+    second_host: Option<&'static str>,
+    compressors: &'static [(&'static str, &'static str)],
+    listener_filter: Value,
     tls: bool,
-    /// Accepts the PROXY protocol of a load balancer, and connections without it.
-    proxy_protocol: bool,
 }
 
 impl Listener {
-    fn new(
-        port: u16,
-        stat_prefix: &'static str,
-        routes: &'static [(&'static str, &'static str)],
-    ) -> Self {
-        Self {
-            port,
-            stat_prefix,
-            routes,
-            filters: Vec::new(),
-            tls: false,
-            proxy_protocol: false,
-        }
-    }
-
-    fn section(self, bind: Bind) -> Value {
-        let mut listener = json!({
-            "name": format!("{}_{}", bind.first, self.port),
-            "address": self.address(bind.first),
+    fn section(&self) -> Value {
+        let address = |host: &str| {
+            json!({ "socket_address": {
+                "protocol": "TCP",
+                "address": host,
+                "port_value": self.port,
+            }})
+        };
+        let second = self.second_host;
+        let has_filter = !self.listener_filter.is_null();
+        json!({
+            "name": format!("{}_{}", self.host, self.port),
+            "address": address(self.host),
             // Kubelet and Prometheus get an answer at the connection limit, too.
             "ignore_global_conn_limit": true,
             "bypass_overload_manager": true,
-        });
-        if let Some(host) = bind.second {
-            listener["additional_addresses"] = json!([{ "address": self.address(host) }]);
-        }
-        if self.tls {
-            listener["listener_filters"] = json!([listener_filter(
-                "envoy.filters.listener.tls_inspector",
-                "tls_inspector.v3.TlsInspector",
-            )]);
-        }
-        if self.proxy_protocol {
-            let mut filter = listener_filter(
-                "envoy.listener.proxy_protocol",
-                "proxy_protocol.v3.ProxyProtocol",
-            );
-            filter["typed_config"]["allow_requests_without_proxy_protocol"] = json!(true);
-            listener["listener_filters"] = json!([filter]);
-        }
-        listener["filter_chains"] = json!([self.filter_chain()]);
-        listener
-    }
-
-    fn address(&self, host: &str) -> Value {
-        json!({ "socket_address": {
-            "protocol": "TCP",
-            "address": host,
-            "port_value": self.port,
-        }})
-    }
-
-    fn filter_chain(self) -> Value {
-        if !self.tls {
-            return json!({ "filters": [self.connection_manager()] });
-        }
-        json!({
-            "filter_chain_match": { "transport_protocol": "tls" },
-            "transport_socket": tls::downstream(),
-            "filters": [self.connection_manager()],
+            "additional_addresses": second.map(|host| json!([{ "address": address(host) }])),
+            "listener_filters": has_filter.then_some([&self.listener_filter]),
+            "filter_chains": [{
+                "filter_chain_match": self.tls.then(|| json!({ "transport_protocol": "tls" })),
+                "transport_socket": self.tls.then(tls::downstream),
+                "filters": [self.connection_manager()],
+            }],
         })
     }
 
-    fn connection_manager(mut self) -> Value {
-        self.filters.push(json!({
-            "name": "envoy.filters.http.router",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router",
-            },
-        }));
+    fn connection_manager(&self) -> Value {
         let routes = self.routes.iter().map(|(prefix, cluster)| {
             json!({ "match": { "prefix": prefix }, "route": { "cluster": cluster } })
         });
-        json!({
-            "name": "envoy.filters.network.http_connection_manager",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.filters.network.\
-                          http_connection_manager.v3.HttpConnectionManager",
+        let router = "envoy.extensions.filters.http.router.v3.Router";
+        let router = extension("envoy.filters.http.router", router, json!({}));
+        let filters = self.compressors.iter().map(compressor).chain([router]);
+        extension(
+            "envoy.filters.network.http_connection_manager",
+            "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+            json!({
                 "codec_type": "AUTO",
                 "stat_prefix": self.stat_prefix,
                 "route_config": { "virtual_hosts": [{
@@ -173,35 +134,29 @@ impl Listener {
                     "domains": ["*"],
                     "routes": routes.collect::<Vec<_>>(),
                 }]},
-                "http_filters": self.filters,
-            },
-        })
+                "http_filters": filters.collect::<Vec<_>>(),
+            }),
+        )
     }
 }
 
-fn listener_filter(name: &str, message: &str) -> Value {
-    json!({ "name": name, "typed_config": {
-        "@type": format!("type.googleapis.com/envoy.extensions.filters.listener.{message}"),
-    }})
-}
-
-fn compressor((algorithm, message): (&str, &str)) -> Value {
-    json!({
-        "name": format!("envoy.filters.http.compressor.{algorithm}"),
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.filters.http.compressor.v3.Compressor",
-            "compressor_library": {
-                "name": format!("stats_{algorithm}"),
-                "typed_config": { "@type": format!(
-                    "type.googleapis.com/envoy.extensions.compression.{algorithm}.compressor.v3.{message}"
-                )},
-            },
+fn compressor((algorithm, message): &(&str, &str)) -> Value {
+    let library = extension(
+        &format!("stats_{algorithm}"),
+        &format!("envoy.extensions.compression.{algorithm}.compressor.v3.{message}"),
+        json!({}),
+    );
+    extension(
+        &format!("envoy.filters.http.compressor.{algorithm}"),
+        "envoy.extensions.filters.http.compressor.v3.Compressor",
+        json!({
+            "compressor_library": library,
             "response_direction_config": { "common_config": { "content_type": [
                 "text/plain",
                 "application/vnd.google.protobuf",
                 "application/openmetrics-text",
                 "application/openmetrics-protobuf",
             ]}},
-        },
-    })
+        }),
+    )
 }

@@ -85,6 +85,17 @@ pub(super) fn is_typed(name: &str) -> bool {
     kind(name).is_some()
 }
 
+/// Whether a member that the agent decides is left out.
+pub fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Object(members) => members.is_empty(),
+        Value::Number(number) => number.as_u64() == Some(0),
+        _ => false,
+    }
+}
+
 fn kind(name: &str) -> Option<Kind> {
     let is_among = |names: &str| names.split(' ').any(|known| known == name);
     let found = MEMBERS.iter().find(|(_, names)| is_among(names));

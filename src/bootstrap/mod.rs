@@ -10,7 +10,6 @@ mod document;
 mod file;
 pub mod grpc;
 mod listeners;
-mod locality;
 pub mod metadata;
 pub mod node;
 pub mod platform;
@@ -21,7 +20,7 @@ mod stats;
 mod tls;
 mod tracer;
 
-pub use config::{ClientFiles, Config, FILES_SOCKET, StatsConfig};
+pub use config::{Config, FILES_SOCKET, Ports, StatsConfig};
 pub use document::document;
 pub use file::{Error, Written, write};
 

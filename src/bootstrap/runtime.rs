@@ -1,4 +1,4 @@
-//! Envoy's runtime values: those Istio needs, overridden by the user's.
+//! Envoy's runtime values: what Istio needs, overridden by the user's.
 
 use serde_json::{Map, Value, json};
 
@@ -12,7 +12,30 @@ pub(super) fn section(config: &Config) -> Value {
 }
 
 fn values(config: &Config) -> Map<String, Value> {
-    let mut values = istio_values(config);
+    let mut values = Map::new();
+    let mut set = |name: &str, value: Value| values.insert(name.to_owned(), value);
+    set("re2.max_program_size.error_level", json!("32768"));
+    set(
+        "envoy.deprecated_features:envoy.config.listener.v3.Listener.\
+         hidden_envoy_deprecated_use_original_dst",
+        json!(true),
+    );
+    let strip_fragment = "http_strip_fragment_from_path_unsafe_if_disabled";
+    for (is_set, feature, value) in [
+        (true, "http_reject_path_with_fragment", json!(false)),
+        (true, "fixed_heap_use_allocated", json!(true)),
+        (true, "coalesce_lb_rebuilds_on_batch_update", json!(false)),
+        (
+            config.compliance_fips_140_2,
+            "google_grpc_disable_tls_13",
+            json!(true),
+        ),
+        (config.keep_path_fragment, strip_fragment, json!("false")),
+    ] {
+        if is_set {
+            set(&format!("envoy.reloadable_features.{feature}"), value);
+        }
+    }
     for (name, value) in &config.node.proxy_config.runtime_values {
         let value = match value.as_str() {
             // An empty text removes a value of Istio.
@@ -25,32 +48,6 @@ fn values(config: &Config) -> Map<String, Value> {
             text => json!(text),
         };
         values.insert(name.clone(), value);
-    }
-    values
-}
-
-fn istio_values(config: &Config) -> Map<String, Value> {
-    let mut values = Map::new();
-    let mut set = |name: &str, value: Value| values.insert(name.to_owned(), value);
-    set("re2.max_program_size.error_level", json!("32768"));
-    set(
-        "envoy.deprecated_features:envoy.config.listener.v3.Listener.\
-         hidden_envoy_deprecated_use_original_dst",
-        json!(true),
-    );
-    let feature = |name: &str| format!("envoy.reloadable_features.{name}");
-    set(&feature("http_reject_path_with_fragment"), json!(false));
-    set(&feature("fixed_heap_use_allocated"), json!(true));
-    set(
-        &feature("coalesce_lb_rebuilds_on_batch_update"),
-        json!(false),
-    );
-    if config.compliance_fips_140_2 {
-        set(&feature("google_grpc_disable_tls_13"), json!(true));
-    }
-    if config.keep_path_fragment {
-        let name = feature("http_strip_fragment_from_path_unsafe_if_disabled");
-        set(&name, json!("false"));
     }
     values
 }

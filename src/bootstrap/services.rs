@@ -1,7 +1,10 @@
 //! Clusters of the services Envoy reports to (a tracer, metrics, access logs), and statistics sinks.
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
 
+use super::clusters::{cluster, http2};
 use super::config::Config;
 use super::tls::{self, Peer};
 use super::tracer::Tracer;
@@ -47,11 +50,7 @@ fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
     let is_http2 = matches!(tracer, Tracer::Lightstep(..));
     let tracing = config.node.proxy_config.tracing.as_ref();
     let tls = tracing.and_then(|tracing| tracing.tls_settings.as_ref());
-    let mut cluster = cluster(config, name, &address);
-    secure(config, &mut cluster, tls, "tracer", is_http2);
-    if is_http2 {
-        http2(&mut cluster);
-    }
+    let mut cluster = service_cluster(config, name, &address, (tls, "tracer"), is_http2);
     if matches!(tracer, Tracer::Zipkin(_)) {
         cluster["dns_refresh_rate"] = json!("30s");
     }
@@ -59,10 +58,8 @@ fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
 }
 
 fn remote(config: &Config, name: &str, address: &Value, service: Option<&RemoteService>) -> Value {
-    let mut cluster = cluster(config, name, address);
     let tls = service.and_then(|service| service.tls_settings.as_ref());
-    secure(config, &mut cluster, tls, name, true);
-    http2(&mut cluster);
+    let mut cluster = service_cluster(config, name, address, (tls, name), true);
     let settings = service.and_then(|service| service.tcp_keepalive.as_ref());
     if let Some(keepalive) = settings.and_then(keepalive) {
         cluster["upstream_connection_options"] = json!({ "tcp_keepalive": keepalive });
@@ -70,90 +67,64 @@ fn remote(config: &Config, name: &str, address: &Value, service: Option<&RemoteS
     cluster
 }
 
-fn cluster(config: &Config, name: &str, address: &Value) -> Value {
-    json!({
-        "name": name,
-        "alt_stat_name": format!("{name};"),
-        "type": "STRICT_DNS",
-        "connect_timeout": "1s",
-        "respect_dns_ttl": true,
-        "dns_lookup_family": config.families().dns_lookup,
-        "lb_policy": "ROUND_ROBIN",
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [{ "lb_endpoints": [{ "endpoint": { "address": address } }] }],
-        },
-    })
-}
-
-/// Makes Envoy speak HTTP/2 to the cluster.
-pub(super) fn http2(cluster: &mut Value) {
-    cluster["typed_extension_protocol_options"] = json!({
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": { "http2_protocol_options": {} },
-        },
-    });
+fn service_cluster(
+    config: &Config,
+    name: &str,
+    address: &Value,
+    (tls, default_sni): (Option<&TlsSettings>, &str),
+    is_http2: bool,
+) -> Value {
+    let socket = |settings| {
+        tls::upstream(&Peer {
+            settings,
+            metadata: &config.node.metadata,
+            default_sni,
+            http2: is_http2,
+        })
+    };
+    let dns_lookup = config.families().dns_lookup;
+    let mut cluster = cluster(name, "1s", Some(dns_lookup), address);
+    cluster["transport_socket"] = json!(tls.and_then(socket));
+    if is_http2 {
+        http2(&mut cluster);
+    }
+    cluster
 }
 
 /// Statistics sinks: a metrics service, statsd.
 pub(super) fn sinks(config: &Config) -> Vec<Value> {
     let metrics = metrics_service(config).map(|_| {
-        let service = json!({
+        json!({
             "transport_api_version": "V3",
             "grpc_service": { "envoy_grpc": { "cluster_name": "envoy_metrics_service" } },
-        });
-        sink("metrics_service", "MetricsServiceConfig", service)
+            "@type": "type.googleapis.com/envoy.config.metrics.v3.MetricsServiceConfig",
+        })
     });
     let statsd = socket_address(config, &config.node.proxy_config.statsd_udp_address);
     let statsd = statsd.map(|address| {
-        let address = json!({ "address": address });
-        sink("statsd", "StatsdSink", address)
+        json!({
+            "address": address,
+            "@type": "type.googleapis.com/envoy.config.metrics.v3.StatsdSink",
+        })
     });
-    metrics.into_iter().chain(statsd).collect()
-}
-
-fn sink(name: &str, message: &str, mut members: Value) -> Value {
-    members["@type"] = json!(format!(
-        "type.googleapis.com/envoy.config.metrics.v3.{message}"
-    ));
-    json!({ "name": format!("envoy.stat_sinks.{name}"), "typed_config": members })
-}
-
-fn secure(
-    config: &Config,
-    cluster: &mut Value,
-    settings: Option<&TlsSettings>,
-    sni: &str,
-    http2: bool,
-) {
-    let Some(settings) = settings else { return };
-    let peer = Peer {
-        settings,
-        files: &config.client_files,
-        default_sni: sni,
-        http2,
-    };
-    if let Some(socket) = tls::upstream(&peer) {
-        cluster["transport_socket"] = socket;
-    }
+    let sinks = [("metrics_service", metrics), ("statsd", statsd)];
+    let sinks = sinks.into_iter().filter_map(|(name, config)| {
+        Some(json!({ "name": format!("envoy.stat_sinks.{name}"), "typed_config": config? }))
+    });
+    sinks.collect()
 }
 
 /// In whole seconds, as in the kernel; zero is the kernel's default.
 fn keepalive(settings: &TcpKeepalive) -> Option<Value> {
+    let seconds = |time: Option<Duration>| time.map_or(0, |time| time.as_secs());
     let members = [
-        ("keepalive_probes", Some(u64::from(settings.probes))),
-        ("keepalive_time", settings.time.map(|time| time.as_secs())),
-        (
-            "keepalive_interval",
-            settings.interval.map(|time| time.as_secs()),
-        ),
+        ("keepalive_probes", settings.probes.into()),
+        ("keepalive_time", seconds(settings.time)),
+        ("keepalive_interval", seconds(settings.interval)),
     ];
-    let members: serde_json::Map<_, _> = members
-        .into_iter()
-        .filter_map(|(name, value)| Some((name.to_owned(), json!(value.filter(|v| *v > 0)?))))
-        .collect();
-    (!members.is_empty()).then(|| members.into())
+    let set = members.into_iter().filter(|(_, value)| *value != 0);
+    let set: Value = set.collect();
+    (set != json!({})).then_some(set)
 }
 
 #[cfg(test)]

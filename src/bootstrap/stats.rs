@@ -101,7 +101,7 @@ fn patterns(config: &Config) -> Vec<Value> {
     let prefixes = all(&choice.prefixes, PREFIXES);
     patterns.extend(prefixes.iter().map(|text| prefix(text)));
     let mut suffixes = all(&choice.suffixes, SUFFIXES);
-    if config.node.exit_on_zero_connections {
+    if config.exit_on_zero_connections {
         suffixes.push("downstream_cx_active".to_owned());
     }
     patterns.extend(suffixes.iter().map(|text| json!({ "suffix": text })));

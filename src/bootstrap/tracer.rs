@@ -1,9 +1,8 @@
 //! The tracer Envoy reports spans to until istiod configures another.
 
-use std::path::Path;
-
 use serde_json::{Value, json};
 
+use super::config::Config;
 use crate::proxy_config::{ProxyConfig, Secret};
 
 /// The one tracer that is configured, with its address.
@@ -41,8 +40,7 @@ impl<'a> Tracer<'a> {
         }
     }
 
-    /// `token_file` is where the token of Lightstep lies; `service` names Envoy in Datadog.
-    pub(super) fn section(&self, token_file: &Path, service: &str) -> Value {
+    pub(super) fn section(&self, config: &Config) -> Value {
         let (name, message, mut members) = match self {
             Self::Zipkin(_) => (
                 "zipkin",
@@ -55,22 +53,18 @@ impl<'a> Tracer<'a> {
                 }),
             ),
             Self::Lightstep(..) => {
-                let file = json!({ "access_token_file": token_file.to_string_lossy() });
-                ("lightstep", "LightstepConfig", file)
+                let file = config.token_file();
+                let members = json!({ "access_token_file": file.to_string_lossy() });
+                ("lightstep", "LightstepConfig", members)
             }
-            Self::Datadog(_) => (
-                "datadog",
-                "DatadogConfig",
-                json!({ "service_name": service }),
-            ),
+            Self::Datadog(_) => {
+                let members = json!({ "service_name": config.node.cluster });
+                ("datadog", "DatadogConfig", members)
+            }
         };
-        members["@type"] = json!(format!(
-            "type.googleapis.com/envoy.config.trace.v3.{message}"
-        ));
+        let message = format!("type.googleapis.com/envoy.config.trace.v3.{message}");
+        members["@type"] = json!(message);
         members["collector_cluster"] = json!(self.cluster());
-        json!({ "http": {
-            "name": format!("envoy.tracers.{name}"),
-            "typed_config": members,
-        }})
+        json!({ "http": { "name": format!("envoy.tracers.{name}"), "typed_config": members } })
     }
 }

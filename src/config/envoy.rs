@@ -55,7 +55,7 @@ impl Sources<'_> {
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {
                 drain_call: ADMIN_CALL,
-                drain: self.drain(bootstrap.node.exit_on_zero_connections),
+                drain: self.drain(bootstrap.exit_on_zero_connections),
                 long_requests: self.outlast(),
                 quit: QUIT,
                 terminate: TERMINATE,
@@ -185,7 +185,7 @@ impl Sources<'_> {
                 .unwrap_or(Duration::from_secs(1)),
             file_flush_min_size_kb: self.proxy_config.file_flush_min_size_kb,
             log,
-            skip_deprecated_logs: bootstrap.node.skip_deprecated_logs,
+            skip_deprecated_logs: self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS),
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
             concurrency: self.envoy_threads(),
@@ -237,15 +237,14 @@ impl Sources<'_> {
 
 /// Ports of Envoy's own listeners, except the admin port.
 fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
-    let always = [bootstrap.health_port, bootstrap.prometheus_port];
-    let secure = [
-        bootstrap.secure_metrics_port,
-        bootstrap.secure_merged_metrics_port,
+    let ports = &bootstrap.ports;
+    let ports = [
+        ports.health,
+        ports.prometheus,
+        ports.secure_metrics,
+        ports.secure_merged_metrics,
     ];
-    always
-        .into_iter()
-        .chain(secure.into_iter().flatten())
-        .collect()
+    ports.into_iter().filter(|port| *port != 0).collect()
 }
 
 /// Restarts in a duration, as in `3/10m`.

@@ -138,7 +138,7 @@ fn late_annotations_win_over_checked_values() {
     machine.file("etc/istio/pod/annotations", annotations);
     let config = machine.config();
     assert_eq!(config.istiod.address, "a_b:15012");
-    assert_eq!(config.bootstrap.agent_port, None);
+    assert_eq!(config.bootstrap.node.proxy_config.agent_port(), None);
     let document = config.bootstrap.node.proxy_config.document();
     assert!(!document.contains_key("statusPort"), "{document:?}");
     let env = machine.variables.iter().copied().collect();
@@ -147,7 +147,10 @@ fn late_annotations_win_over_checked_values() {
     let bad = "status.sidecar.istio.io/port=\"http\"\n";
     machine.file("etc/istio/pod/annotations", bad);
     let config = machine.config();
-    assert_eq!(config.bootstrap.agent_port, Some(15_099));
+    assert_eq!(
+        config.bootstrap.node.proxy_config.agent_port(),
+        Some(15_099)
+    );
     assert_eq!(of_command(), Some(15_099));
     assert_eq!(config.warnings.len(), 1);
 }

@@ -24,9 +24,9 @@ impl Sources<'_> {
         let is_merged = self.get(&variables::PILOT_AGENT_MERGE_ENVOY_STATS);
         let has_envoy = !self.get(&variables::DISABLE_ENVOY);
         scrape::Config {
-            envoy_port: (is_merged && has_envoy).then_some(bootstrap.prometheus_port),
+            envoy_port: (is_merged && has_envoy).then_some(bootstrap.ports.prometheus),
             hidden: hidden(&bootstrap.stats),
-            targets: self.targets(bootstrap.agent_port.unwrap_or(DEFAULT_PORT)),
+            targets: self.targets(self.proxy_config.agent_port().unwrap_or(DEFAULT_PORT)),
             limit: self.get(&variables::ISTIO_AGENT_SCRAPE_LIMIT_BYTES).into(),
             timeout: self.get(&variables::ISTIO_AGENT_SCRAPE_TIMEOUT),
         }

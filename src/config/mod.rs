@@ -309,6 +309,11 @@ impl<'a> Sources<'a> {
         self.env.get(variable, &mut self.notes.warnings)
     }
 
+    /// The variable unless it is empty.
+    fn text(&mut self, variable: &environment::Variable<String>) -> Option<String> {
+        Some(self.get(variable)).filter(|text| !text.is_empty())
+    }
+
     fn sds_socket(&mut self) -> PathBuf {
         let name = self.get(&environment::WORKLOAD_IDENTITY_SOCKET_FILE);
         if name.is_empty() || name.contains('/') || name == ".." {

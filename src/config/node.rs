@@ -1,15 +1,17 @@
-//! Envoy's node: id, cluster and the inputs of node metadata.
+//! Envoy's node: id, cluster, locality and the metadata istiod decides by.
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::environment as variables;
 use super::pod::{self, Pairs};
 use super::{Problem, Sources};
 use crate::address;
+use crate::bootstrap::Ports;
+use crate::bootstrap::metadata::{self, is_empty};
+use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::Platform;
-use crate::bootstrap::{metadata, node};
 use crate::proxy_config::TracingServiceName;
 use crate::version::ISTIO_VERSION;
 
@@ -32,51 +34,103 @@ impl Sources<'_> {
         }
     }
 
-    pub(super) fn node(&mut self, sds_socket: &Path) -> node::Node {
+    pub(super) fn node(&mut self, sds_socket: &Path, ports: &Ports) -> Node {
         let name = self.get(&variables::POD_NAME);
         let (raw, static_labels) = self.raw_metadata();
         let domain = self.domain();
-        let hbone = raw.get("ENABLE_HBONE").is_some_and(|value| value == "true");
-        let peers = self.env.is_set(&variables::PEER_METADATA_DISCOVERY);
         let address = self.addresses[0];
-        node::Node {
+        let cluster = self.cluster(&static_labels, &raw);
+        let mut labels = static_labels.clone();
+        if let Some(of_pod) = &self.labels {
+            labels.extend(of_pod.clone());
+            // It changes with every rollout.
+            labels.remove("pod-template-hash");
+        }
+        let locality = Locality::from_labels(&mut labels);
+        let static_labels = match self.labels {
+            Some(_) => static_labels,
+            None => labels.clone(),
+        };
+        let mut known = self.known_metadata(&raw, sds_socket, ports).to_vec();
+        known.extend([
+            ("LABELS", json!(labels)),
+            ("STATIC_LABELS", json!(static_labels)),
+            ("NAME", json!(name)),
+        ]);
+        let mut metadata: Metadata = raw.into_iter().collect();
+        metadata
+            .entry("ISTIO_VERSION".to_owned())
+            .or_insert_with(|| json!(ISTIO_VERSION));
+        let known = known.into_iter().filter(|(_, value)| !is_empty(value));
+        metadata.extend(known.map(|(name, value)| (name.to_owned(), value)));
+        Node {
             id: pod::node_id(self.flags.kind, address, &name, &self.namespace, &domain),
-            cluster: self.cluster(&static_labels, &raw),
+            cluster,
             addresses: self.addresses.clone(),
-            name,
-            namespace: self.namespace.clone(),
-            service_account: self.get(&variables::SERVICE_ACCOUNT),
-            metadata_discovery: match peers {
-                true => self.get(&variables::PEER_METADATA_DISCOVERY),
-                false => hbone,
-            },
-            raw,
-            static_labels,
-            labels: self.labels.clone(),
-            annotations: self.annotations.clone(),
+            metadata,
+            locality,
             proxy_config: self.proxy_config.clone(),
-            version: ISTIO_VERSION.to_owned(),
-            ports: self.ports(),
-            istiod_san: self.istiod_san(),
-            sds_socket_file: sds_socket
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into(),
-            skip_deprecated_logs: self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS),
-            exit_on_zero_connections: self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS),
-            outlier_log_path: self.flags.outlier_log_path.clone(),
             platform: Platform::default(),
         }
     }
 
-    fn ports(&mut self) -> node::Ports {
-        node::Ports {
+    /// Members that the agent decides. They override members as given, unless they are empty.
+    fn known_metadata(
+        &mut self,
+        raw: &Map<String, Value>,
+        sds_socket: &Path,
+        ports: &Ports,
+    ) -> [(&'static str, Value); 16] {
+        let addresses: Vec<_> = self.addresses.iter().map(ToString::to_string).collect();
+        let when = |is_set: bool| is_set.then_some("true");
+        let sts = Some(self.flags.sts_port).filter(|port| *port != 0);
+        let peers = &variables::PEER_METADATA_DISCOVERY;
+        let discovery = match self.env.is_set(peers) {
+            true => self.get(peers),
+            false => raw.get("ENABLE_HBONE").is_some_and(|value| value == "true"),
+        };
+        let skip_logs = self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS);
+        let exit = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
+        let socket_name = sds_socket.file_name().unwrap_or_default();
+        let annotations = raw.get("ANNOTATIONS").and_then(Value::as_object);
+        let mut annotations = annotations.cloned().unwrap_or_default();
+        let of_pod = self.annotations.iter();
+        annotations.extend(of_pod.map(|(name, text)| (name.clone(), json!(text))));
+        [
+            ("ANNOTATIONS", annotations.into()),
+            ("ENVOY_PROMETHEUS_PORT", json!(ports.prometheus)),
+            (
+                "ENVOY_SECURE_MERGED_METRICS_PORT",
+                json!(ports.secure_merged_metrics),
+            ),
+            ("ENVOY_SECURE_METRICS_PORT", json!(ports.secure_metrics)),
+            ("ENVOY_SKIP_DEPRECATED_LOGS", json!(when(skip_logs))),
+            ("ENVOY_STATUS_PORT", json!(ports.health)),
+            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", json!(when(exit))),
+            ("INSTANCE_IPS", json!(addresses.join(","))),
+            ("METADATA_DISCOVERY", json!(discovery.to_string())),
+            ("NAMESPACE", json!(self.namespace)),
+            ("OUTLIER_LOG_PATH", json!(self.flags.outlier_log_path)),
+            ("PILOT_SAN", json!(self.istiod_san().map(|san| [san]))),
+            ("PROXY_CONFIG", self.proxy_config.document().into()),
+            (
+                "SERVICE_ACCOUNT",
+                json!(self.get(&variables::SERVICE_ACCOUNT)),
+            ),
+            ("STS_PORT", json!(sts.map(|port| port.to_string()))),
+            (
+                "WORKLOAD_IDENTITY_SOCKET_FILE",
+                json!(socket_name.to_string_lossy()),
+            ),
+        ]
+    }
+
+    pub(super) fn ports(&mut self) -> Ports {
+        Ports {
             health: self.get(&variables::ENVOY_STATUS_PORT),
             prometheus: self.get(&variables::ENVOY_PROMETHEUS_PORT),
             secure_metrics: self.port_or_none(&variables::ENVOY_SECURE_METRICS_PORT),
             secure_merged_metrics: self.port_or_none(&variables::ENVOY_SECURE_MERGED_METRICS_PORT),
-            sts: self.flags.sts_port,
         }
     }
 
@@ -155,13 +209,13 @@ impl Sources<'_> {
         let namespace = self.namespace.as_str();
         let service_cluster = self.proxy_config.service_cluster.as_ref();
         let configured = match (self.proxy_config.tracing_service_name, namespace) {
-            (Some(TracingServiceName::CanonicalNameOnly), _)
-            | (Some(TracingServiceName::CanonicalNameAndNamespace), "") => canonical(),
-            (Some(TracingServiceName::CanonicalNameAndNamespace), _) => {
+            (Some(TracingServiceName::CANONICAL_NAME_ONLY), _)
+            | (Some(TracingServiceName::CANONICAL_NAME_AND_NAMESPACE), "") => canonical(),
+            (Some(TracingServiceName::CANONICAL_NAME_AND_NAMESPACE), _) => {
                 let name = Some(canonical()).filter(|name| !name.is_empty());
                 return format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER));
             }
-            (Some(TracingServiceName::AppLabelAndNamespace), _) => String::new(),
+            (Some(TracingServiceName::APP_LABEL_AND_NAMESPACE), _) => String::new(),
             (None, _) => {
                 let cluster = service_cluster.filter(|cluster| !cluster.is_empty());
                 cluster.unwrap_or(&self.flags.service_cluster).clone()

@@ -137,7 +137,7 @@ fn plaintext_is_per_policy_for_discovery() {
     let config = machine(&[("PROXY_CONFIG", plaintext), ("CA_ADDR", "a:15010")]).config();
     assert!(matches!(config.istiod.security, Security::Plaintext));
     assert!(config.ca_istiod.is_none());
-    assert_eq!(config.bootstrap.node.istiod_san, None);
+    assert_eq!(config.bootstrap.node.metadata.get("PILOT_SAN"), None);
 }
 
 #[test]

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::scalar::Scalar;
 use super::yaml::{Node, Tree, line};
 use crate::problem::{Diagnostics, Problem};
 
@@ -143,23 +142,10 @@ impl Reader<'_> {
     }
 
     fn entries<'n>(&mut self, node: &'n Node) -> Option<&'n [(String, Node)]> {
-        if let Tree::Map(entries) = &node.value {
-            return Some(entries);
+        match &node.value {
+            Tree::Map(entries) => Some(entries),
+            _ => self.refuse(node, "an object"),
         }
-        self.problem(node, node.value.shown(), "an object");
-        None
-    }
-
-    fn scalar<T: Scalar>(&mut self, node: &Node) -> Option<T> {
-        let value = T::parse(&node.value);
-        if value.is_none() {
-            let found = match T::IS_SECRET {
-                true => format!("{} (not shown)", node.value.kind()),
-                false => node.value.shown(),
-            };
-            self.problem(node, found, &T::expected());
-        }
-        value
     }
 
     fn within<T>(&mut self, name: &str, read: impl FnOnce(&mut Self) -> T) -> T {
@@ -179,7 +165,13 @@ impl Reader<'_> {
         format!("{}{dot}{name}", self.path)
     }
 
-    fn problem(&mut self, node: &Node, found: String, expected: &str) {
+    /// Reports a value of the wrong type.
+    pub fn refuse<T>(&mut self, node: &Node, expected: &str) -> Option<T> {
+        self.problem(node, node.value.shown(), expected);
+        None
+    }
+
+    pub fn problem(&mut self, node: &Node, found: String, expected: &str) {
         let subject = format!("{} of {} line {}", self.path, self.origin, line(node));
         self.problems.push(Problem::new(subject, found, expected));
     }
@@ -223,8 +215,7 @@ impl<T: Field> Field for Option<T> {
 impl<T: Field> Field for Vec<T> {
     fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
         let Tree::List(items) = &node.value else {
-            reader.problem(node, node.value.shown(), "a list");
-            return None;
+            return reader.refuse(node, "a list");
         };
         // Every item is read, so that each problem is found.
         let items: Vec<_> = items
@@ -267,19 +258,5 @@ impl<T: Field> Field for BTreeMap<String, T> {
 
     fn is_unset(&self) -> bool {
         self.is_empty()
-    }
-}
-
-impl<S: Scalar> Field for S {
-    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
-        reader.scalar(node)
-    }
-
-    fn json(&self, secrets: Secrets) -> Value {
-        Scalar::json(self, secrets)
-    }
-
-    fn is_unset(&self) -> bool {
-        *self == Self::default()
     }
 }

@@ -55,19 +55,22 @@ macro_rules! messages {
     )*};
 }
 
-/// Declares enumerations: `Name { Value = number "NAME", }`, the zero first.
+/// Declares enumerations by the names in JSON, in the order of their numbers, which begin with 0.
 macro_rules! enumerations {
-    ($($enum:ident { $zero:ident = 0 $zero_name:literal, $($value:ident = $number:literal $name:literal,)* })*) => {$(
+    ($($enum:ident: $zero:ident $($name:ident $(= $number:literal)?)*;)*) => {$(
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "names of JSON")]
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub enum $enum {
             #[default]
             $zero,
-            $($value,)*
+            $($name $(= $number)?,)*
         }
 
         impl Enumeration for $enum {
-            const VALUES: &'static [(&'static str, i64, Self)] =
-                &[($zero_name, 0, Self::$zero), $(($name, $number, Self::$value)),*];
+            const VALUES: &'static [(&'static str, i64, Self)] = &[
+                (stringify!($zero), 0, Self::$zero),
+                $((stringify!($name), Self::$name as i64, Self::$name)),*
+            ];
         }
     )*};
 }
@@ -262,55 +265,19 @@ messages! {
 }
 
 enumerations! {
-    TracingServiceName {
-        AppLabelAndNamespace = 0 "APP_LABEL_AND_NAMESPACE",
-        CanonicalNameOnly = 1 "CANONICAL_NAME_ONLY",
-        CanonicalNameAndNamespace = 2 "CANONICAL_NAME_AND_NAMESPACE",
-    }
-
-    AuthenticationPolicy { None = 0 "NONE", MutualTls = 1 "MUTUAL_TLS", Inherit = 1000 "INHERIT", }
-    InterceptionMode { Redirect = 0 "REDIRECT", Tproxy = 1 "TPROXY", None = 2 "NONE", }
-
-    TraceContext {
-        Unspecified = 0 "UNSPECIFIED",
-        W3c = 1 "W3C_TRACE_CONTEXT",
-        GrpcBin = 2 "GRPC_BIN",
-        CloudTrace = 3 "CLOUD_TRACE_CONTEXT",
-        B3 = 4 "B3",
-    }
-
-    TlsMode {
-        Disable = 0 "DISABLE",
-        Simple = 1 "SIMPLE",
-        Mutual = 2 "MUTUAL",
-        IstioMutual = 3 "ISTIO_MUTUAL",
-    }
-
-    Profile { Sidecar = 0 "SIDECAR", Edge = 1 "EDGE", }
-
-    UnderscoresAction {
-        Unspecified = 0 "HEADERS_WITH_UNDERSCORES_UNSPECIFIED",
-        Allow = 1 "HEADERS_WITH_UNDERSCORES_ALLOW",
-        RejectRequest = 2 "HEADERS_WITH_UNDERSCORES_REJECT_REQUEST",
-        DropHeader = 3 "HEADERS_WITH_UNDERSCORES_DROP_HEADER",
-    }
-
-    EscapedSlashesAction {
-        Unspecified = 0 "PATH_WITH_ESCAPED_SLASHES_UNSPECIFIED",
-        KeepUnchanged = 1 "KEEP_UNCHANGED",
-        RejectRequest = 2 "REJECT_REQUEST",
-        UnescapeAndRedirect = 3 "UNESCAPE_AND_REDIRECT",
-        UnescapeAndForward = 4 "UNESCAPE_AND_FORWARD",
-    }
-
-    ForwardClientCertDetails {
-        Undefined = 0 "UNDEFINED",
-        Sanitize = 1 "SANITIZE",
-        ForwardOnly = 2 "FORWARD_ONLY",
-        AppendForward = 3 "APPEND_FORWARD",
-        SanitizeSet = 4 "SANITIZE_SET",
-        AlwaysForwardOnly = 5 "ALWAYS_FORWARD_ONLY",
-    }
-
-    ExchangeMode { Undefined = 0 "UNDEFINED", InMesh = 1 "IN_MESH", }
+    TracingServiceName: APP_LABEL_AND_NAMESPACE CANONICAL_NAME_ONLY CANONICAL_NAME_AND_NAMESPACE;
+    AuthenticationPolicy: NONE MUTUAL_TLS INHERIT = 1000;
+    InterceptionMode: REDIRECT TPROXY NONE;
+    TraceContext: UNSPECIFIED W3C_TRACE_CONTEXT GRPC_BIN CLOUD_TRACE_CONTEXT B3;
+    TlsMode: DISABLE SIMPLE MUTUAL ISTIO_MUTUAL;
+    Profile: SIDECAR EDGE;
+    UnderscoresAction:
+        HEADERS_WITH_UNDERSCORES_UNSPECIFIED HEADERS_WITH_UNDERSCORES_ALLOW
+        HEADERS_WITH_UNDERSCORES_REJECT_REQUEST HEADERS_WITH_UNDERSCORES_DROP_HEADER;
+    EscapedSlashesAction:
+        PATH_WITH_ESCAPED_SLASHES_UNSPECIFIED KEEP_UNCHANGED REJECT_REQUEST
+        UNESCAPE_AND_REDIRECT UNESCAPE_AND_FORWARD;
+    ForwardClientCertDetails:
+        UNDEFINED SANITIZE FORWARD_ONLY APPEND_FORWARD SANITIZE_SET ALWAYS_FORWARD_ONLY;
+    ExchangeMode: UNDEFINED IN_MESH;
 }

@@ -56,7 +56,7 @@ impl ProxyConfig {
 
     /// Whether istiod is reached without TLS.
     pub fn is_plaintext(&self) -> bool {
-        self.control_plane_auth_policy == AuthenticationPolicy::None
+        self.control_plane_auth_policy == AuthenticationPolicy::NONE
     }
 
     /// A value of `proxyMetadata`.

@@ -5,17 +5,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::field::Secrets;
-use super::yaml::Tree;
+use super::field::{Field, Reader, Secrets};
+use super::yaml::{Node, Tree};
 use crate::duration;
-
-/// A value without parts, which is unset when it is zero.
-pub trait Scalar: Default + PartialEq {
-    const IS_SECRET: bool = false;
-    fn expected() -> String;
-    fn parse(tree: &Tree) -> Option<Self>;
-    fn json(&self, secrets: Secrets) -> Value;
-}
 
 /// An enumeration: each value with its name and number, the zero first.
 pub trait Enumeration: Copy + Default + PartialEq + 'static {
@@ -41,67 +33,76 @@ impl fmt::Debug for Secret {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Int64(pub i64);
 
-impl<E: Enumeration> Scalar for E {
-    fn expected() -> String {
-        let names: Vec<_> = E::VALUES.iter().map(|(name, ..)| *name).collect();
-        format!("one of {}", names.join(", "))
-    }
-
-    fn parse(tree: &Tree) -> Option<Self> {
-        let number = match tree {
-            Tree::Number(_) => integer(tree),
+impl<E: Enumeration> Field for E {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        let given = &node.value;
+        let number = match given {
+            Tree::Number(_) => integer(given),
             _ => None,
         };
-        let is_given = |(name, value, _): &&(&str, i64, E)| match tree {
+        let is_given = |(name, value, _): &&(&str, i64, E)| match given {
             Tree::Text(text) => text == name,
             _ => number == Some(*value),
         };
-        E::VALUES.iter().find(is_given).map(|(.., value)| *value)
+        let found = E::VALUES.iter().find(is_given).map(|(.., value)| *value);
+        found.or_else(|| {
+            let names: Vec<_> = E::VALUES.iter().map(|(name, ..)| *name).collect();
+            reader.refuse(node, &format!("one of {}", names.join(", ")))
+        })
     }
 
     fn json(&self, _: Secrets) -> Value {
         self.name().into()
     }
+
+    fn is_unset(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
-/// Declares scalars: the expected form, how it is read, and how it is written.
+/// Declares scalars, which are unset when they are zero: the expected form, how it is read, and how it
+/// is written.
 macro_rules! scalars {
     ($($type:ty: $expected:expr, |$tree:ident| $parse:expr, |$value:ident| $json:expr;)*) => {$(
-        impl Scalar for $type {
-            fn expected() -> String {
-                $expected.to_owned()
-            }
-
-            fn parse($tree: &Tree) -> Option<Self> {
-                $parse
+        impl Field for $type {
+            fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+                let parse = |$tree: &Tree| -> Option<Self> { $parse };
+                parse(&node.value).or_else(|| reader.refuse(node, $expected))
             }
 
             fn json(&self, _: Secrets) -> Value {
                 let $value = self;
                 json!($json)
             }
+
+            fn is_unset(&self) -> bool {
+                *self == Self::default()
+            }
         }
     )*};
 }
 
 scalars! {
-    String: "a string", |tree| text(tree).map(str::to_owned), |value| value;
+    String: STRING, |tree| text(tree).map(str::to_owned), |value| value;
     bool: "true or false", |tree| boolean(tree), |value| value;
     u32: "a whole number from 0 to 4294967295", |tree| integer(tree)?.try_into().ok(), |value| value;
     i32: "a whole number from -2147483648 to 2147483647", |tree| integer(tree)?.try_into().ok(), |value| value;
     Int64: "a whole number", |tree| integer(tree).map(Int64), |value| value.0.to_string();
+    // Written without a fraction if it has none.
+    f64: "a number", |tree| number(tree), |value| whole(*value).map_or_else(|| json!(value), Value::from);
     Duration: "a duration such as 45s or 1m30s", |tree| duration::parse(text(tree)?), |value| duration::seconds(*value);
 }
 
-impl Scalar for Secret {
-    const IS_SECRET: bool = true;
+const STRING: &str = "a string";
 
-    fn expected() -> String {
-        String::expected()
-    }
-
-    fn parse(tree: &Tree) -> Option<Self> {
-        Scalar::parse(tree).map(Self)
+impl Field for Secret {
+    fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
+        let text = text(&node.value).map(|text| Self(text.to_owned()));
+        text.or_else(|| {
+            let kind = node.value.kind();
+            reader.problem(node, format!("{kind} (not shown)"), STRING);
+            None
+        })
     }
 
     fn json(&self, secrets: Secrets) -> Value {
@@ -110,25 +111,18 @@ impl Scalar for Secret {
             Secrets::Hidden => json!("(not shown)"),
         }
     }
+
+    fn is_unset(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
-impl Scalar for f64 {
-    fn expected() -> String {
-        "a number".to_owned()
-    }
-
-    fn parse(tree: &Tree) -> Option<Self> {
-        let number: Self = match tree {
-            Tree::Number(number) => number.as_f64()?,
-            _ => text(tree)?.parse().ok()?,
-        };
-        number.is_finite().then_some(number)
-    }
-
-    /// Without a fraction if it has none.
-    fn json(&self, _: Secrets) -> Value {
-        whole(*self).map_or_else(|| json!(self), Value::from)
-    }
+fn number(tree: &Tree) -> Option<f64> {
+    let number = match tree {
+        Tree::Number(number) => number.as_f64()?,
+        _ => text(tree)?.parse().ok()?,
+    };
+    number.is_finite().then_some(number)
 }
 
 fn text(tree: &Tree) -> Option<&str> {

@@ -108,21 +108,21 @@ impl Inputs {
         let first = &self.first;
         let of = |config: &Config| {
             let bootstrap = &config.bootstrap;
+            let proxy_config = &bootstrap.node.proxy_config;
             [
-                bootstrap.agent_port,
-                Some(bootstrap.health_port),
-                Some(bootstrap.prometheus_port),
+                proxy_config.agent_port().unwrap_or_default(),
+                bootstrap.ports.health,
+                bootstrap.ports.prometheus,
+                proxy_config.admin_port(),
             ]
         };
-        let [agent, health, prometheus] = std::array::from_fn(|at| of(first)[at] == of(config)[at]);
+        let [agent, health, prometheus, admin] =
+            std::array::from_fn(|at| of(first)[at] == of(config)[at]);
         let fixed = [
             ("statusPort", agent),
             ("ENVOY_STATUS_PORT", health),
             ("ENVOY_PROMETHEUS_PORT", prometheus),
-            (
-                "proxyAdminPort",
-                first.bootstrap.admin_port == config.bootstrap.admin_port,
-            ),
+            ("proxyAdminPort", admin),
             ("configPath", first.xds_socket == config.xds_socket),
             (
                 "WORKLOAD_IDENTITY_SOCKET_FILE",

@@ -4,15 +4,19 @@ use std::time::Duration;
 
 use http::Method;
 
-use super::config::{Config, Platform};
-use super::request::{SERVICE, present, request, success};
-use crate::bootstrap::locality::Locality;
+use super::{Config, Locality, Platform, SERVICE, query, request, success};
 
 const TOKEN: &str = "X-aws-ec2-metadata-token";
 const ROLE: &str = "iam/info";
 const SERVICE_V6: &str = "[fd00:ec2::254]";
 /// Bound of one answer.
 pub(super) const LIMIT: Duration = Duration::from_millis(100);
+
+const MEMBERS: [(&str, &str); 3] = [
+    ("aws_region", "placement/region"),
+    ("aws_availability_zone", "placement/availability-zone"),
+    ("aws_instance_id", "instance-id"),
+];
 
 /// Queries both versions at once: a container may be too many hops away for a token, and the older
 /// version may be switched off.
@@ -27,23 +31,14 @@ pub(super) async fn detected(config: &Config) -> bool {
 
 pub(super) async fn describe(config: &Config) -> Platform {
     let token = token(config).await;
-    let (region, zone, id) = tokio::join!(
-        get(config, &token, "placement/region"),
-        get(config, &token, "placement/availability-zone"),
-        get(config, &token, "instance-id"),
-    );
-    Platform {
-        locality: Locality {
-            region: region.clone().unwrap_or_default(),
-            zone: zone.clone().unwrap_or_default(),
-            sub_zone: String::new(),
-        },
-        metadata: present([
-            ("aws_region", region),
-            ("aws_availability_zone", zone),
-            ("aws_instance_id", id),
-        ]),
-    }
+    let metadata = query(&MEMBERS, |path| get(config, &token, path)).await;
+    let part = |name: &str| metadata.get(name).cloned().unwrap_or_default();
+    let locality = Locality {
+        region: part("aws_region"),
+        zone: part("aws_availability_zone"),
+        sub_zone: String::new(),
+    };
+    Platform { metadata, locality }
 }
 
 fn service(config: &Config) -> &'static str {

@@ -1,14 +1,11 @@
 //! Azure: detected by the machine's vendor, and described by its metadata service.
 
-use std::collections::BTreeMap;
 use std::fs;
 
 use http::Method;
 use serde_json::Value;
 
-use super::config::{Config, Platform};
-use super::request::{LIMIT, SERVICE, present, request, text};
-use crate::bootstrap::locality::Locality;
+use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request};
 
 const OLDEST_VERSION: &str = "2019-08-15";
 
@@ -30,7 +27,7 @@ async fn get(path: &str) -> Option<Value> {
     let header = ("Metadata", "True");
     let answer = request(SERVICE, Method::GET, path, header, LIMIT).await?;
     // A refusal lists the versions there are.
-    serde_json::from_str(&text(&answer)).ok()
+    serde_json::from_slice(answer.body()).ok()
 }
 
 /// Dates, which sort as text.
@@ -44,40 +41,40 @@ fn newest(answer: &Value) -> &str {
 }
 
 fn read(compute: &Value) -> Platform {
-    let text = |name: &str| compute[name].as_str().map(str::to_owned);
+    let text = |name: &str| compute[name].as_str().unwrap_or_default().to_owned();
     let mut metadata = present([
         ("azure_name", text("name")),
         ("azure_location", text("location")),
         ("azure_vmId", text("vmId")),
     ]);
-    metadata.extend(tags(compute));
+    let tags = tags(compute)
+        .into_iter()
+        .filter(|(name, _)| !name.is_empty());
+    metadata.extend(tags.map(|(name, value)| (format!("azure_{name}"), value.to_owned())));
     Platform {
         metadata,
         locality: Locality {
-            region: text("location").unwrap_or_default(),
-            zone: text("zone").unwrap_or_default(),
+            region: text("location"),
+            zone: text("zone"),
             sub_zone: String::new(),
         },
     }
 }
 
 /// Tags: a list in newer versions, `k:v;k2:v2` in older ones.
-fn tags(compute: &Value) -> BTreeMap<String, String> {
-    let named = |name: &str, value: &str| {
-        (!name.is_empty()).then(|| (format!("azure_{name}"), value.to_owned()))
-    };
+fn tags(compute: &Value) -> Vec<(&str, &str)> {
     if let Some(list) = compute["tagsList"]
         .as_array()
         .filter(|list| !list.is_empty())
     {
-        let tags = list
-            .iter()
-            .filter_map(|tag| named(tag["name"].as_str()?, tag["value"].as_str()?));
-        return tags.collect();
+        let list = list.iter();
+        return list
+            .filter_map(|tag| Some((tag["name"].as_str()?, tag["value"].as_str()?)))
+            .collect();
     }
     let text = compute["tags"].as_str().unwrap_or_default();
-    let tags = text.split(';').filter_map(|tag| tag.split_once(':'));
-    tags.filter_map(|(name, value)| named(name, value))
+    text.split(';')
+        .filter_map(|tag| tag.split_once(':'))
         .collect()
 }
 

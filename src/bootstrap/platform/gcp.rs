@@ -1,23 +1,37 @@
 //! Google Cloud: metadata from `GCP_METADATA` or the metadata service, which also issues identity tokens.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
 use http::Method;
 use zeroize::Zeroizing;
 
-use super::config::{Config, Platform, StaticGcp};
-use super::request::{LIMIT, SERVICE, present, request, success};
-use crate::bootstrap::locality::Locality;
+use super::{Config, LIMIT, Locality, Metadata, Platform, SERVICE};
+use super::{present, query, request, success};
 
-const PREFIX: &str = "/computeMetadata/v1";
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// Bound of detection on a machine whose product name is not Google's.
 const DETECTION_LIMIT: Duration = Duration::from_millis(200);
-
 /// Bound of a token, which Google signs.
 const TOKEN_LIMIT: Duration = Duration::from_secs(5);
+
+const MEMBERS: [(&str, &str); 9] = [
+    ("gcp_project", "project/project-id"),
+    ("gcp_project_number", "project/numeric-project-id"),
+    ("gcp_location", "instance/attributes/cluster-location"),
+    ("gcp_gke_cluster_name", "instance/attributes/cluster-name"),
+    ("gcp_gce_instance", "instance/name"),
+    ("gcp_gce_instance_id", "instance/id"),
+    (
+        "gcp_gce_instance_template",
+        "instance/attributes/instance-template",
+    ),
+    (
+        "gcp_gce_instance_created_by",
+        "instance/attributes/created-by",
+    ),
+    ("gcp_zone", "instance/zone"),
+];
 
 pub(super) async fn detected(config: &Config) -> bool {
     if config.gcp_host.is_some() {
@@ -28,75 +42,58 @@ pub(super) async fn detected(config: &Config) -> bool {
     let limit = if named { LIMIT } else { DETECTION_LIMIT };
     let answer = request(SERVICE, Method::GET, "/", FLAVOR, limit).await;
     answer.is_some_and(|answer| {
-        answer
-            .headers()
-            .get(FLAVOR.0)
-            .is_some_and(|flavor| flavor == FLAVOR.1)
+        let flavor = answer.headers().get(FLAVOR.0);
+        flavor.is_some_and(|flavor| flavor == FLAVOR.1)
     })
 }
 
+/// Metadata from `project|number|cluster|location` and two other texts, of which each may be empty.
+pub fn known(text: &str, quota_project: String, zone: String) -> Option<Metadata> {
+    let parts: Vec<_> = text.split('|').map(str::to_owned).collect();
+    let [project, number, cluster, location] = <[String; 4]>::try_from(parts).ok()?;
+    Some(present([
+        ("gcp_project", project),
+        ("gcp_project_number", number),
+        ("gcp_gke_cluster_name", cluster),
+        ("gcp_location", location),
+        ("gcp_quota_project", quota_project),
+        ("gcp_zone", zone),
+    ]))
+}
+
 pub(super) async fn describe(config: &Config) -> Platform {
-    let zone_of_names = || zone_of_search_list(config);
-    match &config.gcp {
+    let (mut metadata, zone) = match &config.gcp {
         Some(known) => {
-            let zone = Some(known.zone.clone()).filter(|zone| !zone.is_empty());
-            let zone = zone.or_else(zone_of_names).unwrap_or_default();
-            Platform {
-                metadata: known_metadata(known),
-                locality: locality(&zone),
-            }
+            let zone = known.get("gcp_zone").cloned();
+            (known.clone(), zone.or_else(|| zone_of_search_list(config)))
         }
-        None => queried(config, zone_of_names()).await,
+        None => {
+            let mut metadata = query(&MEMBERS, |path| get(config, path, LIMIT)).await;
+            // `projects/<number>/zones/<zone>`
+            let zone = metadata.remove("gcp_zone");
+            let zone = zone.and_then(|path| path.rsplit('/').next().map(str::to_owned));
+            if let Some(zone) = &zone {
+                let location = metadata.entry("gcp_location".to_owned());
+                location.or_insert_with(|| zone.clone());
+            }
+            (metadata, zone_of_search_list(config).or(zone))
+        }
+    };
+    let part = |name: &str| metadata.get(name);
+    if let (Some(project), Some(location), Some(cluster)) = (
+        part("gcp_project"),
+        part("gcp_location"),
+        part("gcp_gke_cluster_name"),
+    ) {
+        let url = format!(
+            "https://container.googleapis.com/v1/projects/{project}/locations/{location}\
+             /clusters/{cluster}"
+        );
+        metadata.insert("gcp_gke_cluster_url".to_owned(), url);
     }
-}
-
-fn known_metadata(known: &StaticGcp) -> BTreeMap<String, String> {
-    let text = |text: &String| Some(text.clone());
-    present([
-        ("gcp_project", text(&known.project)),
-        ("gcp_project_number", text(&known.project_number)),
-        ("gcp_gke_cluster_name", text(&known.cluster)),
-        ("gcp_location", text(&known.location)),
-        (
-            "gcp_gke_cluster_url",
-            cluster_url(&known.project, &known.location, &known.cluster),
-        ),
-        ("gcp_quota_project", text(&known.quota_project)),
-        ("gcp_zone", text(&known.zone)),
-    ])
-}
-
-async fn queried(config: &Config, zone_of_names: Option<String>) -> Platform {
-    let get = |path: &'static str| get(config, path);
-    let (project, number, location, cluster, name, id, template, creator, zone) = tokio::join!(
-        get("project/project-id"),
-        get("project/numeric-project-id"),
-        get("instance/attributes/cluster-location"),
-        get("instance/attributes/cluster-name"),
-        get("instance/name"),
-        get("instance/id"),
-        get("instance/attributes/instance-template"),
-        get("instance/attributes/created-by"),
-        get("instance/zone"),
-    );
-    // `projects/<number>/zones/<zone>`
-    let zone = zone.and_then(|path| path.rsplit('/').next().map(str::to_owned));
-    let location = location.or_else(|| zone.clone());
-    let part = |part: &Option<String>| part.clone().unwrap_or_default();
-    let url = cluster_url(&part(&project), &part(&location), &part(&cluster));
     Platform {
-        locality: locality(&zone_of_names.or(zone).unwrap_or_default()),
-        metadata: present([
-            ("gcp_project", project),
-            ("gcp_project_number", number),
-            ("gcp_location", location),
-            ("gcp_gke_cluster_name", cluster),
-            ("gcp_gke_cluster_url", url),
-            ("gcp_gce_instance", name),
-            ("gcp_gce_instance_id", id),
-            ("gcp_gce_instance_template", template),
-            ("gcp_gce_instance_created_by", creator),
-        ]),
+        locality: locality(&zone.unwrap_or_default()),
+        metadata,
     }
 }
 
@@ -104,27 +101,15 @@ async fn queried(config: &Config, zone_of_names: Option<String>) -> Platform {
 pub(crate) async fn identity(config: &Config, audience: &str) -> Option<Zeroizing<String>> {
     let path =
         format!("instance/service-accounts/default/identity?audience={audience}&format=full");
-    let token = Zeroizing::new(get_within(config, &path, TOKEN_LIMIT).await?);
+    let token = Zeroizing::new(get(config, &path, TOKEN_LIMIT).await?);
     (!token.is_empty()).then_some(token)
 }
 
-async fn get(config: &Config, path: &str) -> Option<String> {
-    get_within(config, path, LIMIT).await
-}
-
-async fn get_within(config: &Config, path: &str, limit: Duration) -> Option<String> {
-    let path = format!("{PREFIX}/{path}");
+async fn get(config: &Config, path: &str, limit: Duration) -> Option<String> {
+    let path = format!("/computeMetadata/v1/{path}");
     let host = config.gcp_host.as_deref().unwrap_or(SERVICE);
     let text = success(request(host, Method::GET, &path, FLAVOR, limit).await)?;
     Some(text.trim().to_owned())
-}
-
-fn cluster_url(project: &str, location: &str, cluster: &str) -> Option<String> {
-    [project, location, cluster].iter().all(|part| !part.is_empty()).then(|| {
-        format!(
-            "https://container.googleapis.com/v1/projects/{project}/locations/{location}/clusters/{cluster}"
-        )
-    })
 }
 
 /// The zone, and the region its name begins with.
@@ -145,11 +130,8 @@ fn locality(zone: &str) -> Locality {
 /// The zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
 fn zone_of_search_list(config: &Config) -> Option<String> {
     let text = fs::read_to_string(config.root.join("etc/resolv.conf")).ok()?;
-    let mut names = text
-        .lines()
-        .filter_map(|line| line.strip_prefix("search "))
-        .flat_map(str::split_whitespace);
-    names.find_map(|name| {
+    let lists = text.lines().filter_map(|line| line.strip_prefix("search "));
+    lists.flat_map(str::split_whitespace).find_map(|name| {
         let (zone, rest) = name.split_once(".c.")?;
         let project = rest.strip_suffix(".internal")?;
         let is_zone = zone.split('-').count() == 3 && !zone.contains('.');

@@ -8,7 +8,7 @@ use super::*;
 
 fn config(root: &TempDir) -> Config {
     Config {
-        choice: Choice::Detect,
+        choice: String::new(),
         gcp: None,
         gcp_host: None,
         root: root.path().to_owned(),
@@ -26,16 +26,20 @@ fn root(files: &[(&str, &str)]) -> TempDir {
     root
 }
 
-#[test]
-fn an_unknown_platform_is_detected() {
-    for (text, choice) in [
-        ("AWS", Choice::Aws),
-        ("none", Choice::None),
-        ("", Choice::Detect),
-        ("mars", Choice::Detect),
-    ] {
-        assert_eq!(Choice::parse(text), choice);
+#[tokio::test]
+async fn an_unknown_platform_is_detected() {
+    let root = root(&[]);
+    let mut config = config(&root);
+    config.gcp = known("a|b|c|d");
+    for (choice, is_detected) in [("NONE", false), ("none", false), ("", true), ("mars", true)] {
+        choice.clone_into(&mut config.choice);
+        let platform = discover(&config).await;
+        assert_eq!(platform.metadata.contains_key("gcp_project"), is_detected);
     }
+}
+
+fn known(text: &str) -> Option<Metadata> {
+    known_google(text, String::new(), String::new())
 }
 
 #[tokio::test]
@@ -45,7 +49,7 @@ async fn static_metadata_of_google_needs_no_network() {
         "search x.local us-east1-b.c.shop.internal\n",
     )]);
     let mut config = config(&root);
-    config.gcp = StaticGcp::parse("shop|7|main|us-east1", String::new(), String::new());
+    config.gcp = known("shop|7|main|us-east1");
     let platform = discover(&config).await;
     assert_eq!(platform.locality.region, "us-east1");
     assert_eq!(platform.locality.zone, "us-east1-b");
@@ -60,11 +64,7 @@ async fn static_metadata_of_google_needs_no_network() {
 #[test]
 fn static_metadata_has_four_parts() {
     for text in ["", "a|b|c", "a|b|c|d|e"] {
-        assert_eq!(
-            StaticGcp::parse(text, String::new(), String::new()),
-            None,
-            "{text}"
-        );
+        assert_eq!(known(text), None, "{text}");
     }
 }
 
@@ -72,7 +72,7 @@ fn static_metadata_has_four_parts() {
 async fn no_platform_is_no_metadata() {
     let root = root(&[]);
     let mut config = config(&root);
-    config.choice = Choice::None;
+    config.choice = "none".to_owned();
     assert_eq!(discover(&config).await, Platform::default());
 }
 

@@ -35,7 +35,7 @@ impl Merged {
             termination_drain_duration: Some(Duration::from_secs(5)),
             discovery_address: "istiod.istio-system.svc:15012".to_owned(),
             proxy_admin_port: 15000,
-            control_plane_auth_policy: AuthenticationPolicy::MutualTls,
+            control_plane_auth_policy: AuthenticationPolicy::MUTUAL_TLS,
             stat_name_length: 189,
             status_port: 15020,
             ..ProxyConfig::default()

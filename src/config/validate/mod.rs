@@ -75,7 +75,7 @@ impl Rules<'_> {
         );
         let policy = config.control_plane_auth_policy;
         self.expect(
-            policy != AuthenticationPolicy::Inherit,
+            policy != AuthenticationPolicy::INHERIT,
             "controlPlaneAuthPolicy",
             policy.name(),
             "NONE or MUTUAL_TLS",
@@ -145,9 +145,9 @@ impl Rules<'_> {
             ("caCrl", &settings.ca_crl),
         ];
         let by_credential = !settings.credential_name.is_empty();
-        if by_credential && matches!(settings.mode, TlsMode::Simple | TlsMode::Mutual) {
+        if by_credential && matches!(settings.mode, TlsMode::SIMPLE | TlsMode::MUTUAL) {
             self.empty(path, &files, "nothing beside a credentialName");
-        } else if settings.mode == TlsMode::Mutual {
+        } else if settings.mode == TlsMode::MUTUAL {
             for (name, file) in &files[..2] {
                 self.filled(&format!("{path}.{name}"), file);
             }
