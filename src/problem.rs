@@ -44,3 +44,25 @@ pub struct Diagnostics {
     /// What is left out, or replaced by a default.
     pub warnings: Vec<Problem>,
 }
+
+impl Diagnostics {
+    /// Adds what makes the configuration unusable.
+    pub fn problem(
+        &mut self,
+        subject: impl Into<String>,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+    ) {
+        self.problems.push(Problem::new(subject, found, expected));
+    }
+
+    /// Adds what is left out, or replaced by a default.
+    pub fn warn(
+        &mut self,
+        subject: impl Into<String>,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+    ) {
+        self.warnings.push(Problem::new(subject, found, expected));
+    }
+}

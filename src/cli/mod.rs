@@ -1,6 +1,6 @@
 //! The command line: pilot-agent's commands and flags.
 //!
-//! [`unknown::split`] takes out flags of `proxy` that this agent does not have, so that an injection
+//! [`unknown::parse`] takes out flags of `proxy` that this agent does not have, so that an injection
 //! template of another version still starts; they are reported by name. `clap` reads the rest. Every
 //! other command refuses unknown flags. The small commands are implemented here.
 
@@ -75,8 +75,7 @@ pub enum Refused {
 /// Reads a command line, whose first word is the program.
 pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     let mut command = Cli::command();
-    let (known, unknown_flags) = unknown::split(line.into_iter().collect(), &command);
-    let matches = command.try_get_matches_from_mut(known);
+    let (matches, unknown_flags) = unknown::parse(&mut command, line.into_iter().collect());
     match matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
         Ok((cli, matches)) => {
             let flags = matches.subcommand().and_then(|(name, matches)| {

@@ -6,7 +6,8 @@
 
 use std::fmt;
 
-use clap::Command;
+use clap::error::{ContextKind, ErrorKind};
+use clap::{ArgMatches, Command};
 
 const NODE_TYPES: &[&str] = &["sidecar", "router", "waypoint", "ztunnel", "agentgateway"];
 
@@ -28,96 +29,48 @@ impl fmt::Display for Flag {
     }
 }
 
-/// The line without unknown flags, where they are tolerated, and these flags.
-pub fn split(line: Vec<String>, cli: &Command) -> (Vec<String>, Vec<Flag>) {
-    let sieve = Sieve::new(cli);
-    let (known, unknown) = sieve.split(line.clone());
-    let tolerated = match sieve.command(&known) {
-        Some(name) => name == "proxy",
-        None => true,
+/// Reads the line without unknown flags, where they are tolerated. Returns them as well.
+pub fn parse(
+    cli: &mut Command,
+    mut line: Vec<String>,
+) -> (Result<ArgMatches, clap::Error>, Vec<Flag>) {
+    let commands = cli.get_subcommands().map(Command::get_name);
+    let commands: Vec<_> = commands.chain(["help"]).map(str::to_owned).collect();
+    let command = line.iter().skip(1).find(|word| commands.contains(word));
+    let is_tolerated = command.is_none_or(|name| name == "proxy");
+    let may_be_a_value = |word: &String| {
+        let is_named = commands.contains(word) || NODE_TYPES.contains(&word.as_str());
+        !word.starts_with('-') && !is_named
     };
-    if tolerated {
-        (known, unknown)
-    } else {
-        (line, Vec::new())
+    let mut unknown = Vec::new();
+    loop {
+        let result = cli.try_get_matches_from_mut(&line);
+        let error = result.as_ref().err().filter(|_| is_tolerated);
+        let Some(at) = error.and_then(|error| place_of_unknown(error, &line)) else {
+            return (result, unknown);
+        };
+        let flag = line.remove(at);
+        let (name, has_value) = match flag.split_once('=') {
+            Some((name, _)) => (name.to_owned(), true),
+            None => (flag, false),
+        };
+        let took_a_word = !has_value && line.get(at).is_some_and(may_be_a_value);
+        if took_a_word {
+            line.remove(at);
+        }
+        unknown.push(Flag { name, took_a_word });
     }
 }
 
-struct Sieve<'a> {
-    cli: &'a Command,
-    proxy: Option<&'a Command>,
-}
-
-impl<'a> Sieve<'a> {
-    fn new(cli: &'a Command) -> Self {
-        Self {
-            cli,
-            proxy: cli.find_subcommand("proxy"),
-        }
+/// The place of the flag that clap refuses as unknown. It names a short one by its first letter.
+fn place_of_unknown(error: &clap::Error, line: &[String]) -> Option<usize> {
+    let name = error.get(ContextKind::InvalidArg)?.to_string();
+    if error.kind() != ErrorKind::UnknownArgument || !name.starts_with('-') {
+        return None;
     }
-
-    fn split(&self, line: Vec<String>) -> (Vec<String>, Vec<Flag>) {
-        let (mut known, mut unknown) = (Vec::new(), Vec::new());
-        let mut words = line.into_iter().peekable();
-        while let Some(word) = words.next() {
-            if word == "--" {
-                known.push(word);
-                known.extend(words);
-                break;
-            }
-            let Some(name) = flag_name(&word) else {
-                known.push(word);
-                continue;
-            };
-            let has_value = word.contains('=');
-            if let Some(takes_word) = self.takes_word(name) {
-                known.push(word);
-                known.extend(words.next_if(|_| takes_word && !has_value));
-            } else {
-                let name = name.to_owned();
-                let taken = words.next_if(|next| !has_value && self.may_be_a_value(next));
-                let took_a_word = taken.is_some();
-                unknown.push(Flag { name, took_a_word });
-            }
-        }
-        (known, unknown)
-    }
-
-    /// The first word that is neither a flag nor the value of one, on a line of known flags.
-    fn command<'l>(&self, line: &'l [String]) -> Option<&'l str> {
-        let mut words = line.iter().skip(1);
-        while let Some(word) = words.next() {
-            let Some(name) = flag_name(word) else {
-                return Some(word);
-            };
-            if !word.contains('=') && self.takes_word(name) == Some(true) {
-                words.next();
-            }
-        }
-        None
-    }
-
-    fn may_be_a_value(&self, word: &str) -> bool {
-        let is_command = self.cli.find_subcommand(word).is_some() || word == "help";
-        !word.starts_with('-') && !is_command && !NODE_TYPES.contains(&word)
-    }
-
-    /// Whether the flag takes the next word as its value; nothing when there is no such flag.
-    fn takes_word(&self, name: &str) -> Option<bool> {
-        if matches!(name, "-h" | "--help") {
-            return Some(false);
-        }
-        let long = name.strip_prefix("--")?;
-        let of_proxy = self.proxy.into_iter().flat_map(Command::get_arguments);
-        let flag = of_proxy
-            .chain(self.cli.get_arguments())
-            .find(|flag| flag.get_long() == Some(long))?;
-        Some(!flag.is_require_equals_set())
-    }
-}
-
-/// `--name` of `--name` and `--name=value`.
-fn flag_name(word: &str) -> Option<&str> {
-    let is_flag = word.starts_with('-') && word.len() > 1;
-    is_flag.then(|| word.split('=').next().unwrap_or(word))
+    let is_long = name.starts_with("--");
+    line.iter().position(|word| match is_long {
+        true => word.split('=').next() == Some(&name),
+        false => word.starts_with(&name),
+    })
 }

@@ -18,23 +18,16 @@ pub struct VersionFlags {
     short: bool,
     /// Output form: yaml or json.
     #[arg(short, long, default_value = "", value_parser = output)]
-    output: Output,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Output {
-    Text,
-    Json,
-    Yaml,
+    output: String,
 }
 
 /// What `version` prints, without its last line feed.
 pub fn text(flags: &VersionFlags) -> String {
-    match flags.output {
-        Output::Json => json(),
-        Output::Yaml => yaml(),
-        Output::Text if flags.short => format!("client version: {ISTIO_VERSION}"),
-        Output::Text => format!(
+    match flags.output.as_str() {
+        "json" => json(),
+        "yaml" => yaml(),
+        _ if flags.short => format!("client version: {ISTIO_VERSION}"),
+        _ => format!(
             "client version: version.BuildInfo{{Version:{ISTIO_VERSION:?}, \
              GitRevision:{REVISION:?}, GolangVersion:{GOLANG_VERSION:?}, \
              BuildStatus:{STATUS:?}, GitTag:{ISTIO_VERSION:?}}}\n\
@@ -43,11 +36,9 @@ pub fn text(flags: &VersionFlags) -> String {
     }
 }
 
-fn output(text: &str) -> Result<Output, String> {
+fn output(text: &str) -> Result<String, String> {
     match text {
-        "" => Ok(Output::Text),
-        "json" => Ok(Output::Json),
-        "yaml" => Ok(Output::Yaml),
+        "" | "json" | "yaml" => Ok(text.to_owned()),
         _ => Err("--output must be 'yaml' or 'json'".to_owned()),
     }
 }
@@ -85,16 +76,16 @@ fn yaml() -> String {
 mod tests {
     use super::*;
 
-    fn printed(short: bool, output: Output) -> String {
+    fn printed(short: bool, output: &str) -> String {
+        let output = output.to_owned();
         text(&VersionFlags { short, output })
     }
 
     #[test]
     fn json_and_yaml_say_the_same_in_istios_shape() {
-        let json: serde_json::Value =
-            serde_json::from_str(&printed(false, Output::Json)).expect("JSON");
+        let json: serde_json::Value = serde_json::from_str(&printed(false, "json")).expect("JSON");
         let yaml: serde_json::Value =
-            serde_saphyr::from_str(&printed(false, Output::Yaml)).expect("YAML");
+            serde_saphyr::from_str(&printed(false, "yaml")).expect("YAML");
         assert_eq!(json, yaml);
         let client = json["clientVersion"].as_object().expect("an object");
         let names: Vec<_> = client.keys().map(String::as_str).collect();
@@ -108,11 +99,11 @@ mod tests {
 
     #[test]
     fn text_begins_as_pilot_agents_and_short_is_one_line() {
-        let long = printed(false, Output::Text);
+        let long = printed(false, "");
         let start = format!("client version: version.BuildInfo{{Version:\"{ISTIO_VERSION}\", ");
         assert!(long.starts_with(&start), "{long}");
         assert_eq!(
-            printed(true, Output::Text),
+            printed(true, ""),
             format!("client version: {ISTIO_VERSION}")
         );
     }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
+use super::Sources;
 use super::environment as variables;
-use super::{Problem, Sources};
 use crate::address;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
@@ -23,15 +23,6 @@ const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 
 /// The name in istiod's certificate when istiod is dialled as localhost.
 const ISTIOD_NAME: &str = "istiod.istio-system.svc";
-
-/// The use of a connection, which has variables of its own.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Discovery,
-    /// For a workload with certificates from files only.
-    DiscoveryWithFiles,
-    Certificates,
-}
 
 /// The identity token that Google's metadata service issues, written to a file.
 #[derive(Clone, Debug)]
@@ -51,14 +42,17 @@ impl Sources<'_> {
         may_serve: bool,
     ) -> (Config, Option<Config>) {
         let address = self.proxy_config.discovery_address.clone();
-        let discovery = if self.proxy_config.is_plaintext() {
+        let security = if self.proxy_config.is_plaintext() {
             Security::Plaintext
         } else {
-            let purpose = match has_authority {
-                true => Purpose::Discovery,
-                false => Purpose::DiscoveryWithFiles,
+            let mounted = self.is_file(MOUNTED_ROOT);
+            // A workload with certificates from files names the files of istiod's as well.
+            let named = match has_authority {
+                true => None,
+                false => self.metadata_path("ISTIO_META_TLS_CLIENT_ROOT_CERT"),
             };
-            let mut tls = self.tls(purpose, &address, true);
+            let roots = self.roots(&variables::XDS_ROOT_CA, mounted, named);
+            let mut tls = self.tls(roots, &address, true);
             if !has_authority && tls.client.is_none() {
                 tls.client = self.mounted_client();
             }
@@ -66,7 +60,7 @@ impl Sources<'_> {
         };
         let discovery = Config {
             address,
-            security: discovery,
+            security,
             token: self.token(),
             metadata: self.metadata("XDS_HEADER_"),
             keepalive: self.keepalive(),
@@ -87,13 +81,9 @@ impl Sources<'_> {
     }
 
     fn certificates(&mut self, discovery: &Config) -> Config {
-        let given = self.get(&variables::CA_ADDR);
-        let named = !given.is_empty();
-        let address = if named {
-            given
-        } else {
-            self.proxy_config.discovery_address.clone()
-        };
+        let given = self.text(&variables::CA_ADDR);
+        let named = given.is_some();
+        let address = given.unwrap_or_else(|| discovery.address.clone());
         if address.contains("googleapis.com") {
             self.problem(
                 "CA_ADDR",
@@ -108,7 +98,9 @@ impl Sources<'_> {
         let security = if address.ends_with(":15010") {
             Security::Plaintext
         } else {
-            Security::Tls(self.tls(Purpose::Certificates, &address, !named))
+            let mounted = self.get(&variables::PILOT_CERT_PROVIDER) == "custom";
+            let roots = self.roots(&variables::CA_ROOT_CA, mounted, None);
+            Security::Tls(self.tls(roots, &address, !named))
         };
         Config {
             address,
@@ -178,78 +170,68 @@ impl Sources<'_> {
                 _ => {
                     let subject = format!("{prefix}{name}");
                     let expected = "a header's name and value";
-                    let problem = Problem::new(subject, "(not shown)", expected);
-                    self.notes.problems.push(problem);
+                    self.problem(&subject, "(not shown)", expected);
                 }
             }
         }
         metadata
     }
 
-    fn tls(&mut self, purpose: Purpose, address: &str, override_name: bool) -> tls::Config {
-        let expected = self.get(&variables::ISTIOD_SAN);
+    fn tls(&mut self, roots: tls::Roots, address: &str, override_name: bool) -> tls::Config {
+        let expected = self.text(&variables::ISTIOD_SAN);
         let host = address::split(address).map_or(address, |(host, _)| host);
-        let server_name = match host {
-            _ if override_name && !expected.is_empty() => expected,
-            host if host.contains("localhost") => ISTIOD_NAME.to_owned(),
-            host => host.to_owned(),
+        let server_name = match (host, expected) {
+            (_, Some(expected)) if override_name => expected,
+            (host, _) if host.contains("localhost") => ISTIOD_NAME.to_owned(),
+            (host, _) => host.to_owned(),
         };
+        let directory = self.text(&variables::PROV_CERT).map(PathBuf::from);
         tls::Config {
             server_name,
-            roots: self.roots(purpose),
-            client: self.client_certificate(),
+            roots,
+            client: directory.map(|directory| tls::ClientCertificate {
+                chain: directory.join("cert-chain.pem"),
+                key: directory.join("key.pem"),
+            }),
             policy: self.policy,
         }
     }
 
-    fn client_certificate(&mut self) -> Option<tls::ClientCertificate> {
-        let directory = PathBuf::from(self.get(&variables::PROV_CERT));
-        let given = !directory.as_os_str().is_empty();
-        given.then(|| tls::ClientCertificate {
-            chain: directory.join("cert-chain.pem"),
-            key: directory.join("key.pem"),
-        })
-    }
-
     /// The client certificate that workloads with mounted files name to istiod as well.
     fn mounted_client(&self) -> Option<tls::ClientCertificate> {
-        let named = |key: &str| self.proxy_config.metadata(key).map(PathBuf::from);
         Some(tls::ClientCertificate {
-            chain: named("ISTIO_META_TLS_CLIENT_CERT_CHAIN")?,
-            key: named("ISTIO_META_TLS_CLIENT_KEY")?,
+            chain: self.metadata_path("ISTIO_META_TLS_CLIENT_CERT_CHAIN")?,
+            key: self.metadata_path("ISTIO_META_TLS_CLIENT_KEY")?,
         })
     }
 
-    /// The first that applies: the purpose's variable, a mounted root, the root beside a client
-    /// certificate, the root named beside mounted certificates, istiod's own.
-    fn roots(&mut self, purpose: Purpose) -> tls::Roots {
-        let provider = self.get(&variables::PILOT_CERT_PROVIDER);
-        let (variable, mounted) = match purpose {
-            Purpose::Certificates => (&variables::CA_ROOT_CA, provider == "custom"),
-            _ => (&variables::XDS_ROOT_CA, self.is_file(MOUNTED_ROOT)),
-        };
+    fn metadata_path(&self, name: &str) -> Option<PathBuf> {
+        self.proxy_config.metadata(name).map(PathBuf::from)
+    }
+
+    /// The first that applies: the variable, a mounted root, the root beside a client certificate, the
+    /// root `named` beside mounted certificates, istiod's own.
+    fn roots(
+        &mut self,
+        variable: &variables::Variable<String>,
+        mounted: bool,
+        named: Option<PathBuf>,
+    ) -> tls::Roots {
         let name = variable.name;
-        let client = PathBuf::from(self.get(&variables::PROV_CERT));
-        let named = match purpose {
-            Purpose::DiscoveryWithFiles => "ISTIO_META_TLS_CLIENT_ROOT_CERT",
-            _ => "",
-        };
-        let named = self.proxy_config.metadata(named).unwrap_or_default();
-        let named = PathBuf::from(named);
-        match self.get(variable).as_str() {
-            "SYSTEM" => tls::Roots::System,
-            "" if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
-            "" if !client.as_os_str().is_empty() => {
-                self.existing("PROV_CERT", client.join("root-cert.pem"))
-            }
-            "" if !named.as_os_str().is_empty() => self.existing("TLS_CLIENT_ROOT_CERT", named),
-            "" if provider == "none" => {
+        let client = self.text(&variables::PROV_CERT).map(PathBuf::from);
+        let named = named.filter(|path| !path.as_os_str().is_empty());
+        match (self.text(variable).as_deref(), client, named) {
+            (Some("SYSTEM"), ..) => tls::Roots::System,
+            (Some(file), ..) => self.existing(name, file.into()),
+            _ if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
+            (_, Some(client), _) => self.existing("PROV_CERT", client.join("root-cert.pem")),
+            (.., Some(named)) => self.existing("TLS_CLIENT_ROOT_CERT", named),
+            _ if self.get(&variables::PILOT_CERT_PROVIDER) == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
                 tls::Roots::System
             }
-            "" => self.existing(name, ISTIOD_ROOT.into()),
-            file => self.existing(name, file.into()),
+            _ => self.existing(name, ISTIOD_ROOT.into()),
         }
     }
 

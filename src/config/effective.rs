@@ -6,13 +6,12 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use super::environment::{self, Environment};
+use super::environment::{self, Environment, Value, Variable};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::merged::Merged;
 use super::pod::Pairs;
 use super::{statsd, threads, validate};
 use crate::address;
-use crate::problem::{Diagnostics, Problem};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
 const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";
@@ -21,133 +20,112 @@ const STATUS_PORT_ANNOTATION: &str = "status.sidecar.istio.io/port";
 /// The template in Istio's images, which says what this agent writes anyway.
 const TEMPLATE: &str = "var/lib/istio/envoy/envoy_bootstrap_tmpl.json";
 
-/// Merges all sources.
-pub(super) fn merge(
-    flags: &ProxyFlags,
-    env: &Environment,
-    root: &Path,
-    annotations: &Pairs,
-    notes: &mut Diagnostics,
-) -> Merged {
-    let mut merged = without_flags(&flags.mesh_config, env, root, annotations, notes);
-    let cpus = env.get(&environment::ISTIO_CPU_LIMIT, &mut notes.warnings);
-    threads::set(&mut merged, flags.concurrency, cpus, root, notes);
-    if merged.config.service_cluster.as_deref() == Some("") {
-        merged.config.service_cluster = Some(flags.service_cluster.clone());
-        merged.set_origin("serviceCluster", "--serviceCluster");
-    }
-    statsd::resolve(&mut merged, notes);
-    validate::check(&merged, notes);
-    late_annotations(&mut merged, annotations, notes);
-    templates(&mut merged, flags, env, root, notes);
-    merged
+/// The sources besides flags and machine.
+pub(super) struct Documents<'a> {
+    pub(super) env: &'a Environment,
+    /// The working directory, against which paths resolve.
+    pub(super) root: &'a Path,
+    pub(super) annotations: &'a Pairs,
 }
 
-/// The status port, which no flag changes. Problems are for [`merge`] to report.
-pub(super) fn status_port(env: &Environment, root: &Path, annotations: &Pairs) -> Option<u16> {
-    let mut notes = Diagnostics::default();
-    let path = Path::new(MESH_CONFIG);
-    let mut merged = without_flags(path, env, root, annotations, &mut notes);
-    late_annotations(&mut merged, annotations, &mut notes);
-    merged.config.agent_port()
-}
-
-/// Merges files, environment and annotations.
-fn without_flags(
-    mesh_config: &Path,
-    env: &Environment,
-    root: &Path,
-    annotations: &Pairs,
-    notes: &mut Diagnostics,
-) -> Merged {
-    let mut merged = Merged::builtin();
-    mesh_file(&mut merged, mesh_config, root, notes);
-    let variable = env.get(&environment::PROXY_CONFIG, &mut notes.warnings);
-    merged.merge_text("PROXY_CONFIG", &variable, notes);
-    if let Some(text) = annotations.get(CONFIG_ANNOTATION) {
-        merged.merge_text(CONFIG_ANNOTATION, text, notes);
-    }
-    merged
-}
-
-fn mesh_file(merged: &mut Merged, path: &Path, root: &Path, notes: &mut Diagnostics) {
-    let origin = path.display().to_string();
-    match std::fs::read_to_string(root.join(path)) {
-        Ok(text) => merged.merge_mesh(&origin, &text, notes),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => {
-            let expected = "a readable MeshConfig file, or none";
-            let problem = Problem::new(origin, error.to_string(), expected);
-            notes.problems.push(problem);
+impl Documents<'_> {
+    /// Merges all sources.
+    pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
+        let mut merged = self.without_flags(&flags.mesh_config);
+        let cpus = self.get(&environment::ISTIO_CPU_LIMIT, &mut merged);
+        threads::set(&mut merged, flags.concurrency, cpus, self.root);
+        if merged.config.service_cluster.as_deref() == Some("") {
+            merged.config.service_cluster = Some(flags.service_cluster.clone());
+            merged.set_origin("serviceCluster", "--serviceCluster");
         }
+        statsd::resolve(&mut merged);
+        validate::check(&mut merged);
+        self.late_annotations(&mut merged);
+        self.templates(&mut merged, flags);
+        merged
     }
-}
 
-fn late_annotations(merged: &mut Merged, annotations: &Pairs, notes: &mut Diagnostics) {
-    if let Some(address) = annotations.get(ADDRESS_ANNOTATION) {
-        merged.config.discovery_address.clone_from(address);
-        merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
-        if address::split(address).is_none() {
-            let expected = "host:port with a port from 1 to 65535";
-            let problem = merged.problem("discoveryAddress", address, expected);
-            notes.problems.push(problem);
-        }
+    /// The status port, which no flag changes. Problems are for [`Self::merge`] to report.
+    pub(super) fn status_port(&self) -> Option<u16> {
+        let mut merged = self.without_flags(Path::new(MESH_CONFIG));
+        self.late_annotations(&mut merged);
+        merged.config.agent_port()
     }
-    match annotations
-        .get(STATUS_PORT_ANNOTATION)
-        .map(|text| (text, text.parse::<u16>()))
-    {
-        None => {}
-        Some((_, Ok(port))) => {
+
+    fn get<T: Value>(&self, variable: &Variable<T>, merged: &mut Merged) -> T {
+        self.env.get(variable, &mut merged.notes.warnings)
+    }
+
+    /// Merges files, environment and annotations.
+    fn without_flags(&self, mesh_config: &Path) -> Merged {
+        let mut merged = Merged::builtin();
+        let origin = mesh_config.display().to_string();
+        match std::fs::read_to_string(self.root.join(mesh_config)) {
+            Ok(text) => merged.merge_mesh(&origin, &text),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => {
+                let expected = "a readable MeshConfig file, or none";
+                merged.notes.problem(origin, error.to_string(), expected);
+            }
+        }
+        let variable = self.get(&environment::PROXY_CONFIG, &mut merged);
+        merged.merge_text("PROXY_CONFIG", &variable);
+        if let Some(text) = self.annotations.get(CONFIG_ANNOTATION) {
+            merged.merge_text(CONFIG_ANNOTATION, text);
+        }
+        merged
+    }
+
+    fn late_annotations(&self, merged: &mut Merged) {
+        if let Some(address) = self.annotations.get(ADDRESS_ANNOTATION) {
+            merged.config.discovery_address.clone_from(address);
+            merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
+            if address::split(address).is_none() {
+                let expected = "host:port with a port from 1 to 65535";
+                merged.problem("discoveryAddress", address, expected);
+            }
+        }
+        let Some(text) = self.annotations.get(STATUS_PORT_ANNOTATION) else {
+            return;
+        };
+        if let Ok(port) = text.parse::<u16>() {
             merged.config.status_port = port.into();
             merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
-        }
-        // A typing error must not switch the status server off.
-        Some((text, Err(_))) => {
+        } else {
+            // A typing error must not switch the status server off.
             let expected = "a port, or 0 for no status server; leaving it out";
-            let warning = Problem::new(STATUS_PORT_ANNOTATION, text, expected);
-            notes.warnings.push(warning);
+            merged.notes.warn(STATUS_PORT_ANNOTATION, text, expected);
         }
     }
-}
 
-/// Refuses bootstrap templates. They have no effect where Envoy has a custom bootstrap.
-fn templates(
-    merged: &mut Merged,
-    flags: &ProxyFlags,
-    env: &Environment,
-    root: &Path,
-    notes: &mut Diagnostics,
-) {
-    let custom = &merged.config.custom_config_file;
-    if !custom.is_empty() {
-        if !root.join(custom).is_file() {
-            let expected = "an existing file, Envoy's bootstrap";
-            let problem = merged.problem("customConfigFile", custom, expected);
-            notes.problems.push(problem);
+    /// Refuses bootstrap templates. They have no effect where Envoy has a custom bootstrap.
+    fn templates(&self, merged: &mut Merged, flags: &ProxyFlags) {
+        const MEMBER: &str = "proxyBootstrapTemplatePath";
+        let custom = merged.config.custom_config_file.clone();
+        if !custom.is_empty() {
+            if !self.root.join(&custom).is_file() {
+                let expected = "an existing file, Envoy's bootstrap";
+                merged.problem("customConfigFile", custom, expected);
+            }
+            return;
         }
-        return;
-    }
-    const MEMBER: &str = "proxyBootstrapTemplatePath";
-    if !flags.template_file.is_empty() {
-        let path = flags.template_file.clone();
-        merged.config.proxy_bootstrap_template_path = path;
-        merged.set_origin(MEMBER, "--templateFile");
-    }
-    let expected = "nothing: this agent writes the bootstrap itself";
-    let is_foreign = |path: &str| {
-        let path = path.strip_prefix('.').unwrap_or(path);
-        !path.is_empty() && path.trim_start_matches('/') != TEMPLATE
-    };
-    let member = &merged.config.proxy_bootstrap_template_path;
-    if is_foreign(member) {
-        notes
-            .problems
-            .push(merged.problem(MEMBER, member, expected));
-    }
-    let variable = env.get(&environment::ISTIO_BOOTSTRAP, &mut notes.warnings);
-    if is_foreign(&variable) {
-        let problem = Problem::new("ISTIO_BOOTSTRAP", variable, expected);
-        notes.problems.push(problem);
+        if !flags.template_file.is_empty() {
+            let path = flags.template_file.clone();
+            merged.config.proxy_bootstrap_template_path = path;
+            merged.set_origin(MEMBER, "--templateFile");
+        }
+        let expected = "nothing: this agent writes the bootstrap itself";
+        let is_foreign = |path: &str| {
+            let path = path.strip_prefix('.').unwrap_or(path);
+            !path.is_empty() && path.trim_start_matches('/') != TEMPLATE
+        };
+        let member = merged.config.proxy_bootstrap_template_path.clone();
+        if is_foreign(&member) {
+            merged.problem(MEMBER, member, expected);
+        }
+        let variable = self.get(&environment::ISTIO_BOOTSTRAP, merged);
+        if is_foreign(&variable) {
+            merged.notes.problem("ISTIO_BOOTSTRAP", variable, expected);
+        }
     }
 }

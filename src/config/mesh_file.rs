@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::address::is_label;
 use crate::duration;
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::Problem;
 use crate::proxy_config::field::camel_case;
 use crate::proxy_config::yaml::{Node, Tree, line};
 
@@ -25,14 +25,13 @@ const CHECKS: [Check; 5] = [
     ("default_config", "an object", is_object),
 ];
 
-pub(super) fn check(origin: &str, mesh: &Node, notes: &mut Diagnostics) {
-    for (name, expected, is_good) in CHECKS {
-        let wrong = member(mesh, name).filter(|node| !is_good(&node.value));
-        notes.problems.extend(wrong.map(|node| {
-            let subject = format!("{} of {origin} line {}", camel_case(name), line(node));
-            Problem::new(subject, node.value.shown(), expected)
-        }));
-    }
+pub(super) fn check(origin: &str, mesh: &Node) -> Vec<Problem> {
+    let wrong = CHECKS.iter().filter_map(|(name, expected, is_good)| {
+        let node = member(mesh, name).filter(|node| !is_good(&node.value))?;
+        let subject = format!("{} of {origin} line {}", camel_case(name), line(node));
+        Some(Problem::new(subject, node.value.shown(), *expected))
+    });
+    wrong.collect()
 }
 
 /// The member under its name in camel or snake case. A member that is null is not set.
@@ -80,12 +79,10 @@ mod tests {
     use crate::proxy_config::yaml;
 
     fn subjects(text: &str) -> Vec<String> {
-        let mut notes = Diagnostics::default();
         let mesh = yaml::object("mesh", text)
             .expect("YAML")
             .expect("an object");
-        check("mesh", &mesh, &mut notes);
-        let problems = notes.problems.into_iter();
+        let problems = check("mesh", &mesh).into_iter();
         problems.map(|problem| problem.subject).collect()
     }
 

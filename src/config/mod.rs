@@ -40,9 +40,11 @@ use crate::proxy_config::ProxyConfig;
 use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
+use effective::Documents;
 use environment::Environment;
 use flags::{LogFlags, ProxyFlags};
 use interfaces::Interface;
+use merged::Merged;
 use pod::Pairs;
 pub use secret_files::{AbsentSocket, SecretSources};
 pub use workload::WorkloadCertificate;
@@ -146,8 +148,14 @@ pub fn load(
 /// The status port of the agent that runs in `root`. That agent reports problems of its
 /// configuration.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
-    let annotations = pod_pairs(root, "annotations", &mut Diagnostics::default());
-    effective::status_port(env, root, &annotations.unwrap_or_default())
+    let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    let annotations = &annotations;
+    Documents {
+        env,
+        root,
+        annotations,
+    }
+    .status_port()
 }
 
 /// Reads the configuration of a machine with these interfaces.
@@ -264,21 +272,25 @@ impl<'a> Sources<'a> {
         root: &'a Path,
         interfaces: std::io::Result<Vec<Interface>>,
     ) -> Self {
-        let mut notes = Diagnostics::default();
-        let labels = pod_pairs(root, "labels", &mut notes);
-        let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
-        let merged = effective::merge(flags, env, root, &annotations, &mut notes);
-        let warnings = &mut notes.warnings;
-        let instance_ip = env.get(&environment::INSTANCE_IP, warnings);
+        let mut warnings = Vec::new();
+        let labels = pod_pairs(root, "labels", &mut warnings);
+        let annotations = pod_pairs(root, "annotations", &mut warnings).unwrap_or_default();
+        let documents = Documents {
+            env,
+            root,
+            annotations: &annotations,
+        };
+        let Merged {
+            config, mut notes, ..
+        } = documents.merge(flags);
+        notes.warnings.splice(..0, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
             let expected = "a list of them, going on without";
-            warnings.push(Problem::new(
-                "network interfaces",
-                error.to_string(),
-                expected,
-            ));
+            notes.warn("network interfaces", error.to_string(), expected);
             Vec::new()
         });
+        let warnings = &mut notes.warnings;
+        let instance_ip = env.get(&environment::INSTANCE_IP, warnings);
         let excluded = annotations.get(pod::EXCLUDED_INTERFACES);
         let excluded = excluded.map_or("", String::as_str).split(',');
         let excluded: Vec<_> = excluded.filter(|name| !name.is_empty()).collect();
@@ -294,7 +306,7 @@ impl<'a> Sources<'a> {
             flags,
             env,
             root,
-            proxy_config: merged.config,
+            proxy_config: config,
             policy,
             labels,
             addresses,
@@ -327,20 +339,18 @@ impl<'a> Sources<'a> {
     }
 
     fn problem(&mut self, subject: &str, found: &str, expected: impl Into<String>) {
-        let problem = Problem::new(subject, found, expected);
-        self.notes.problems.push(problem);
+        self.notes.problem(subject, found, expected);
     }
 
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
-        let warning = Problem::new(subject, found, expected);
-        self.notes.warnings.push(warning);
+        self.notes.warn(subject, found, expected);
     }
 }
 
 /// Labels or annotations from the downward API.
-fn pod_pairs(root: &Path, name: &str, notes: &mut Diagnostics) -> Option<Pairs> {
+fn pod_pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
     let path = root.join("./etc/istio/pod").join(name);
-    pod::read_pairs(&path, &mut notes.warnings)
+    pod::read_pairs(&path, warnings)
 }
 
 #[cfg(test)]

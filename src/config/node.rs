@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::Sources;
 use super::environment as variables;
 use super::pod::{self, Pairs};
-use super::{Problem, Sources};
 use crate::address;
 use crate::bootstrap::Ports;
 use crate::bootstrap::metadata::{self, is_empty};
@@ -175,8 +175,7 @@ impl Sources<'_> {
                 Err(error) => {
                     let expected = "a JSON object, leaving it out";
                     let subject = format!("ISTIO_METAJSON_{name}");
-                    let warning = Problem::new(subject, error.to_string(), expected);
-                    self.notes.warnings.push(warning);
+                    self.notes.warn(subject, error.to_string(), expected);
                 }
             }
         }

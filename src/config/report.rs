@@ -6,11 +6,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::effective::Documents;
 use super::environment::{Environment, Row, TABLE};
 use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
-use super::{Problem, effective, load, pod_pairs};
-use crate::problem::Diagnostics;
+use super::{Problem, load, pod_pairs};
 
 /// Name, value and origin.
 type Setting = (String, Value, String);
@@ -31,16 +31,21 @@ pub fn report(
     env: &Environment,
     root: &Path,
 ) -> Report {
-    let mut notes = Diagnostics::default();
-    let annotations = pod_pairs(root, "annotations", &mut notes).unwrap_or_default();
-    let merged = effective::merge(flags, env, root, &annotations, &mut notes);
+    let mut lost = Vec::new();
+    let annotations = pod_pairs(root, "annotations", &mut lost).unwrap_or_default();
+    let documents = Documents {
+        env,
+        root,
+        annotations: &annotations,
+    };
+    let merged = documents.merge(flags);
     let (warnings, problems) = match load(flags, log, env, root) {
         // Whether another process serves the workload's secrets is known when the agent starts.
         Ok(config) => {
             let warnings = [config.warnings, config.authority_problems];
             (warnings.concat(), Vec::new())
         }
-        Err(problems) => (notes.warnings, problems),
+        Err(problems) => ([lost, merged.notes.warnings.clone()].concat(), problems),
     };
     let members = merged.config.printable().into_iter().map(|(name, value)| {
         let origin = merged.origin(&name).to_owned();

@@ -79,8 +79,7 @@ impl Sources<'_> {
 
     fn workload_files(&mut self) -> Option<files::WorkloadFiles> {
         let mounted = self.get(&variables::FILE_MOUNTED_CERTS);
-        let client = self.get(&variables::PROV_CERT);
-        if mounted && !client.is_empty() {
+        if let (true, Some(client)) = (mounted, self.text(&variables::PROV_CERT)) {
             let expected = "nothing beside FILE_MOUNTED_CERTS: the two are mutually exclusive";
             self.problem("PROV_CERT", &client, expected);
         }
@@ -91,13 +90,12 @@ impl Sources<'_> {
             return Some(workload_files(MOUNTED, NAMES, true));
         }
         // Files the agent writes itself are not a source.
-        let output = PathBuf::from(self.get(&variables::OUTPUT_CERTS));
-        let absolute = |path: &Path| std::path::absolute(path).ok();
-        let canonical = |path: &Path| std::fs::canonicalize(path).ok();
-        let legacy = Path::new(LEGACY);
-        let is_output = !output.as_os_str().is_empty()
-            && (absolute(&output) == absolute(legacy)
-                || canonical(legacy).is_some_and(|legacy| Some(legacy) == canonical(&output)));
+        let absolute = |path: &str| std::path::absolute(path).ok();
+        let canonical = |path: &str| std::fs::canonicalize(path).ok();
+        let is_output = self.text(&variables::OUTPUT_CERTS).is_some_and(|output| {
+            absolute(&output) == absolute(LEGACY)
+                || canonical(LEGACY).is_some_and(|legacy| Some(legacy) == canonical(&output))
+        });
         (mounted || !is_output).then(|| workload_files(LEGACY, NAMES, mounted))
     }
 
@@ -113,8 +111,7 @@ impl Sources<'_> {
             }
             "" | "Citadel" => false,
             other => {
-                let other = other.to_owned();
-                self.problem("CA_PROVIDER", &other, format!("Citadel or {GOOGLE}"));
+                self.problem("CA_PROVIDER", other, format!("Citadel or {GOOGLE}"));
                 false
             }
         }
@@ -149,8 +146,7 @@ impl Sources<'_> {
             "" if is_own => AbsentSocket::Serve,
             "" => AbsentSocket::Fail,
             other => {
-                let other = other.to_owned();
-                self.problem("ISTIO_AGENT_EXTERNAL_SDS", &other, "wait, fallback or fail");
+                self.problem("ISTIO_AGENT_EXTERNAL_SDS", other, "wait, fallback or fail");
                 AbsentSocket::Fail
             }
         }
@@ -161,10 +157,8 @@ impl Sources<'_> {
         if given == "any" {
             return None;
         }
-        let numbers = given
-            .split(',')
-            .map(str::trim)
-            .filter(|user| !user.is_empty());
+        let numbers = given.split(',').map(str::trim);
+        let numbers = numbers.filter(|user| !user.is_empty());
         let users: Result<_, _> = numbers.map(str::parse).collect();
         if users.is_err() {
             let expected = "numbers of users, separated by commas, or any";

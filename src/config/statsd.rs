@@ -10,17 +10,16 @@ use std::time::Duration;
 
 use super::merged::Merged;
 use crate::address;
-use crate::problem::Diagnostics;
 
 const NAME: &str = "statsdUdpAddress";
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// Replaces the name by an address, or unsets it with a warning.
-pub(super) fn resolve(merged: &mut Merged, notes: &mut Diagnostics) {
-    resolve_by(system, LIMIT, merged, notes);
+pub(super) fn resolve(merged: &mut Merged) {
+    resolve_by(system, LIMIT, merged);
 }
 
-fn resolve_by<F>(look_up: F, limit: Duration, merged: &mut Merged, notes: &mut Diagnostics)
+fn resolve_by<F>(look_up: F, limit: Duration, merged: &mut Merged)
 where
     F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
 {
@@ -39,11 +38,9 @@ where
             merged.set_origin(NAME, &origin);
         }
         Err(reason) => {
-            let found = format!("{address}: {reason}");
+            let address = std::mem::take(&mut merged.config.statsd_udp_address);
             let expected = "a name that can be looked up, going on without statsd";
-            let warning = merged.problem(NAME, &found, expected);
-            notes.warnings.push(warning);
-            merged.config.statsd_udp_address.clear();
+            merged.warn(NAME, format!("{address}: {reason}"), expected);
         }
     }
 }
@@ -82,13 +79,12 @@ mod tests {
     where
         F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
     {
-        let mut notes = Diagnostics::default();
         let mut merged = Merged::builtin();
-        merged.merge_text("it", text, &mut notes);
-        resolve_by(look_up, Duration::from_millis(20), &mut merged, &mut notes);
+        merged.merge_text("it", text);
+        resolve_by(look_up, Duration::from_millis(20), &mut merged);
         let address = merged.config.statsd_udp_address;
         let address = Some(address).filter(|address| !address.is_empty());
-        (address, notes.warnings.len())
+        (address, merged.notes.warnings.len())
     }
 
     fn ip(text: &str) -> IpAddr {

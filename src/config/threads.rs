@@ -7,19 +7,12 @@
 use std::path::Path;
 
 use super::merged::Merged;
-use crate::problem::{Diagnostics, Problem};
 
 const NAME: &str = "concurrency";
 const GROUPS: &str = "./sys/fs/cgroup";
 const ONLINE: &str = "./sys/devices/system/cpu/online";
 
-pub(super) fn set(
-    merged: &mut Merged,
-    flag: u32,
-    variable: u32,
-    root: &Path,
-    notes: &mut Diagnostics,
-) {
+pub(super) fn set(merged: &mut Merged, flag: u32, variable: u32, root: &Path) {
     let (limit, origin) = match variable {
         0 => (quota(root), "CPU quota of the control group"),
         limit => (Some(limit), "ISTIO_CPU_LIMIT"),
@@ -32,22 +25,18 @@ pub(super) fn set(
     if flag != 0 {
         set(flag, "--concurrency");
         let expected = "concurrency of ProxyConfig, which this flag overrides";
-        let warning = Problem::new("--concurrency", flag.to_string(), expected);
-        notes.warnings.push(warning);
+        let found = flag.to_string();
+        merged.notes.warn("--concurrency", found, expected);
     } else if let (None, Some(limit)) = (given, limit) {
         set(limit, origin);
     }
-    if let (Some(limit), Some(cpus)) = (limit, online(root)) {
-        notes.warnings.extend(throttled(merged, limit, cpus));
-    }
-}
-
-/// The warning that every thread is more than the limit allows.
-fn throttled(merged: &Merged, limit: u32, cpus: u32) -> Option<Problem> {
     let all = merged.config.concurrency.unwrap_or_default() == 0;
-    let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
-    let found = format!("every one of {cpus} CPUs");
-    (all && limit < cpus).then(|| merged.problem(NAME, &found, &expected))
+    if let (true, Some(limit), Some(cpus)) = (all, limit, online(root))
+        && limit < cpus
+    {
+        let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
+        merged.warn(NAME, format!("every one of {cpus} CPUs"), &expected);
+    }
 }
 
 /// CPUs the control group may use, rounded up; None without a limit.
@@ -112,12 +101,15 @@ mod tests {
             ("{}", 0, 5, "max 100000", Some(5)),
         ] {
             let root = machine(&[("sys/fs/cgroup/cpu.max", group)]);
-            let mut notes = Diagnostics::default();
             let mut config = Merged::builtin();
-            config.merge_text("it", document, &mut notes);
-            set(&mut config, flag, variable, root.path(), &mut notes);
+            config.merge_text("it", document);
+            set(&mut config, flag, variable, root.path());
             assert_eq!(config.config.concurrency, threads, "{document} {group}");
-            assert_eq!(notes.warnings.len(), usize::from(flag != 0), "{document}");
+            assert_eq!(
+                config.notes.warnings.len(),
+                usize::from(flag != 0),
+                "{document}"
+            );
         }
     }
 
@@ -136,11 +128,10 @@ mod tests {
     fn every_hardware_thread_beyond_the_limit_is_a_warning() {
         for (cpus, warnings) in [("0-7", 1), ("0-1", 0), ("0,2,5-6", 1), ("", 0), ("7-0", 0)] {
             let root = machine(&[("sys/devices/system/cpu/online", cpus)]);
-            let mut notes = Diagnostics::default();
             let mut config = Merged::builtin();
-            config.merge_text("it", "{concurrency: 0}", &mut notes);
-            set(&mut config, 0, 2, root.path(), &mut notes);
-            assert_eq!(notes.warnings.len(), warnings, "{cpus}");
+            config.merge_text("it", "{concurrency: 0}");
+            set(&mut config, 0, 2, root.path());
+            assert_eq!(config.notes.warnings.len(), warnings, "{cpus}");
         }
     }
 }

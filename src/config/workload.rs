@@ -1,6 +1,5 @@
 //! The workload's identity and the parameters of its certificates.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use super::Sources;
@@ -41,7 +40,9 @@ impl Sources<'_> {
                 grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
                 least_pause: secrets::LEAST_PAUSE,
                 spread_by: node_id.to_owned(),
-                cache: self.directory(&variables::ISTIO_AGENT_KEEP_CERTS),
+                cache: self
+                    .text(&variables::ISTIO_AGENT_KEEP_CERTS)
+                    .map(Into::into),
             },
             cert_signer: self.get(&variables::ISTIO_META_CERT_SIGNER),
             output: self.output(),
@@ -49,17 +50,10 @@ impl Sources<'_> {
         }
     }
 
-    fn directory(&mut self, variable: &variables::Variable<String>) -> Option<PathBuf> {
-        let directory = self.get(variable);
-        (!directory.is_empty()).then(|| directory.into())
-    }
-
     fn output(&mut self) -> Option<output::Config> {
-        let in_kubernetes = !self.get(&variables::KUBERNETES_SERVICE_HOST).is_empty();
-        let directory = self.directory(&variables::OUTPUT_CERTS)?;
         Some(output::Config {
-            directory,
-            readable_by_all: in_kubernetes,
+            directory: self.text(&variables::OUTPUT_CERTS)?.into(),
+            readable_by_all: self.text(&variables::KUBERNETES_SERVICE_HOST).is_some(),
         })
     }
 
@@ -82,11 +76,8 @@ impl Sources<'_> {
     fn rsa(&mut self) -> KeyType {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
         if !matches!(bits, 2048 | 3072 | 4096) {
-            self.problem(
-                "WORKLOAD_RSA_KEY_SIZE",
-                &bits.to_string(),
-                "2048, 3072 or 4096 bits",
-            );
+            let expected = "2048, 3072 or 4096 bits";
+            self.problem("WORKLOAD_RSA_KEY_SIZE", &bits.to_string(), expected);
         }
         KeyType::Rsa(bits)
     }

@@ -32,26 +32,15 @@ const fn row(
 
 #[rustfmt::skip]
 pub(super) const OTHERS: &[Row] = &[
-    // Families.
     row("ISTIO_META_<KEY>", "string", "", "Member KEY of the node's metadata.", Honoured),
     row("ISTIO_METAJSON_<ANY>", "JSON", "", "An object whose members are added to node metadata; members of LABELS are labels.", Honoured),
     row("XDS_HEADER_<NAME>", "string", "", "A further header of discovery calls.", Honoured),
     row("CA_HEADER_<NAME>", "string", "", "A further header of certificate requests.", Honoured),
-
-    // Identity and configuration.
-
-    // Connection, certificate authority, certificates.
     row("CREDENTIAL_IDENTITY_PROVIDER", "string", "GoogleComputeEngine", "Identity provider of the credentials.", UNUSED),
     row("XDS_AUTH_PROVIDER", "string", "", "Provider of discovery's credentials.", UNUSED),
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
-
-    // Envoy.
     row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", Honoured),
-
-    // Status port.
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
-
-    // Wasm.
     row("ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION", "bool", "true", "Fetches Wasm modules for Envoy.", WASM),
     row("WASM_INSECURE_REGISTRIES", "list", "", "Registries that need no certificate.", WASM),
     row("WASM_MODULE_EXPIRY", "duration", "24h", "Unused modules older than this are removed.", WASM),
@@ -61,11 +50,7 @@ pub(super) const OTHERS: &[Row] = &[
     row("ISTIO_WASM_MAX_BINARY_SIZE_BYTES", "int", "268435456", "Largest module.", WASM),
     row("BLOCKED_CIDRS_IN_WASM_FETCH", "list", "", "Networks modules are never fetched from.", WASM),
     row("DOCKER_CONFIG", "string", "", "Directory of registry credentials.", WASM),
-
-    // Platform.
     row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", PLATFORM),
-
-    // Linked into pilot-agent, and idle there.
     row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
     row("XDS_AUTH", "bool", "true", "Istiod authenticates clients.", UNUSED),
     row("XDS_AUTH_PLAINTEXT", "bool", "false", "Istiod authenticates clients without TLS.", UNUSED),
@@ -74,8 +59,6 @@ pub(super) const OTHERS: &[Row] = &[
     row("RESOLVE_HOSTNAME_GATEWAYS", "bool", "true", "Resolution in istiod.", UNUSED),
     row("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS", "bool", "false", "Ends pilot-agent where it contradicts itself.", Refused("a running sidecar is worth more than an assertion")),
     row("PILOT_<ANY>", "string", "", "Settings of istiod, but for those named here.", UNUSED),
-
-    // Libraries and runtime.
     row("GOMEMLIMIT", "string", "", "Memory limit of Go.", GO),
     row("GODEBUG", "string", "", "Debugging of Go.", GO),
     row("GOMAXPROCS", "int", "", "Threads of Go.", GO),

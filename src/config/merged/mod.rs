@@ -8,17 +8,18 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::mesh_file;
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::Diagnostics;
 use crate::proxy_config::field::{Field, read_into};
 use crate::proxy_config::yaml::{self, Node, Tree};
 use crate::proxy_config::{AuthenticationPolicy, ProxyConfig};
 
-/// A merged ProxyConfig with the origin of each member.
-#[derive(Clone, Debug)]
+/// A merged ProxyConfig with the origin of each member, and what is wrong with it.
+#[derive(Debug)]
 pub(super) struct Merged {
     pub(super) config: ProxyConfig,
     /// Document and line by the path of a member; members of the default are missing.
     origins: BTreeMap<String, String>,
+    pub(super) notes: Diagnostics,
 }
 
 /// The origin of a value that is set nowhere.
@@ -43,36 +44,41 @@ impl Merged {
         Self {
             config,
             origins: BTreeMap::new(),
+            notes: Diagnostics::default(),
         }
     }
 
     /// Merges the ProxyConfig in `text` (YAML or JSON).
-    pub(super) fn merge_text(&mut self, origin: &str, text: &str, notes: &mut Diagnostics) {
-        match yaml::object(origin, text) {
-            Ok(None) => {}
-            Ok(Some(node)) => self.merge(origin, &node, notes),
-            Err(problem) => notes.problems.push(problem),
+    pub(super) fn merge_text(&mut self, origin: &str, text: &str) {
+        if let Some(node) = self.object(origin, text) {
+            self.merge(origin, &node);
         }
     }
 
     /// Merges `defaultConfig` of the MeshConfig in `text`.
-    pub(super) fn merge_mesh(&mut self, origin: &str, text: &str, notes: &mut Diagnostics) {
-        let mesh = match yaml::object(origin, text) {
-            Ok(None) => return,
-            Ok(Some(mesh)) => mesh,
-            Err(problem) => return notes.problems.push(problem),
+    pub(super) fn merge_mesh(&mut self, origin: &str, text: &str) {
+        let Some(mesh) = self.object(origin, text) else {
+            return;
         };
-        mesh_file::check(origin, &mesh, notes);
+        self.notes.problems.extend(mesh_file::check(origin, &mesh));
         // The check reported a value that is not an object.
         let config = mesh_file::member(&mesh, "default_config");
         if let Some(config) = config.filter(|node| matches!(node.value, Tree::Map(_))) {
-            self.merge(&format!("defaultConfig of {origin}"), config, notes);
+            self.merge(&format!("defaultConfig of {origin}"), config);
         }
     }
 
-    fn merge(&mut self, origin: &str, node: &Node, notes: &mut Diagnostics) {
+    fn object(&mut self, origin: &str, text: &str) -> Option<Node> {
+        let object = yaml::object(origin, text);
+        object.unwrap_or_else(|problem| {
+            self.notes.problems.push(problem);
+            None
+        })
+    }
+
+    fn merge(&mut self, origin: &str, node: &Node) {
         let earlier = self.config.clone();
-        let lines = read_into(&mut self.config, origin, node, notes);
+        let lines = read_into(&mut self.config, origin, node, &mut self.notes);
         let config = &mut self.config;
         if lines.contains_key("proxyMetadata") {
             let later = std::mem::replace(&mut config.proxy_metadata, earlier.proxy_metadata);
@@ -122,9 +128,16 @@ impl Merged {
         origin.map_or(DEFAULT, String::as_str)
     }
 
-    /// A problem with the value at `path`.
-    pub(super) fn problem(&self, path: &str, found: &str, expected: &str) -> Problem {
-        Problem::new(format!("{path} of {}", self.origin(path)), found, expected)
+    /// Reports a problem with the value at `path`.
+    pub(super) fn problem(&mut self, path: &str, found: impl Into<String>, expected: &str) {
+        let subject = format!("{path} of {}", self.origin(path));
+        self.notes.problem(subject, found, expected);
+    }
+
+    /// Warns of the value at `path`.
+    pub(super) fn warn(&mut self, path: &str, found: impl Into<String>, expected: &str) {
+        let subject = format!("{path} of {}", self.origin(path));
+        self.notes.warn(subject, found, expected);
     }
 }
 

@@ -4,25 +4,24 @@ use serde_json::{Map, Value, json};
 
 use super::*;
 
-fn merged(documents: &[&str]) -> (Merged, Diagnostics) {
-    let mut notes = Diagnostics::default();
+fn merged(documents: &[&str]) -> Merged {
     let mut merged = Merged::builtin();
     for (index, text) in documents.iter().enumerate() {
-        merged.merge_text(&format!("document {index}"), text, &mut notes);
+        merged.merge_text(&format!("document {index}"), text);
     }
-    (merged, notes)
+    merged
 }
 
 fn canonical(documents: &[&str]) -> Map<String, Value> {
-    let (merged, notes) = merged(documents);
-    assert_eq!(notes.problems, [], "{documents:?}");
+    let merged = merged(documents);
+    assert_eq!(merged.notes.problems, [], "{documents:?}");
     merged.config.document()
 }
 
 #[test]
 fn empty_documents_change_nothing() {
-    let (merged, notes) = merged(&["", "{}\n", "null", "# only a comment\n"]);
-    assert_eq!(notes.problems, []);
+    let merged = merged(&["", "{}\n", "null", "# only a comment\n"]);
+    assert_eq!(merged.notes.problems, []);
     let config = merged.config;
     assert_eq!(config.discovery_address, "istiod.istio-system.svc:15012");
     assert_eq!(config.drain_time(), Duration::from_secs(45));
@@ -132,7 +131,7 @@ fn a_oneof_is_written_even_when_it_is_zero() {
 fn the_members_the_agent_uses_have_types() {
     let text = "{controlPlaneAuthPolicy: 0, status_port: '2', drain_duration: 1m30s, \
                 fileFlushInterval: 10ms, customConfigFile: a.json, concurrency: 3}";
-    let config = merged(&[text]).0.config;
+    let config = merged(&[text]).config;
     assert!(config.is_plaintext());
     assert_eq!(config.agent_port(), Some(2));
     assert_eq!(config.drain_time(), Duration::from_secs(90));
@@ -144,12 +143,12 @@ fn the_members_the_agent_uses_have_types() {
 
 #[test]
 fn every_wrong_member_is_named_with_its_document_and_line() {
-    let (_, notes) = merged(&[
+    let merged = merged(&[
         "drainDuration: 1\nstatusPort: x",
         "\nproxyMetadata: {A: true}\ncontrolPlaneAuthPolicy: MAYBE",
         "- 1",
     ]);
-    let problems = notes.problems.into_iter();
+    let problems = merged.notes.problems.into_iter();
     let subjects: Vec<_> = problems.map(|problem| problem.subject).collect();
     assert_eq!(
         subjects,
@@ -165,7 +164,7 @@ fn every_wrong_member_is_named_with_its_document_and_line() {
 
 #[test]
 fn origins_are_kept() {
-    let (merged, _) = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
+    let merged = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
     assert_eq!(merged.origin("statusPort"), "document 1 line 2");
     assert_eq!(merged.origin("drainDuration"), "document 0 line 2");
     assert_eq!(merged.origin("proxyAdminPort"), "default");
@@ -176,7 +175,7 @@ fn the_log_shows_no_secrets() {
     let text = "{proxyMetadata: {TOKEN: hush, ISTIO_META_A: a}, \
                 tracing: {lightstep: {accessToken: hush, address: 'a:1'}}, \
                 readinessProbe: {httpGet: {httpHeaders: [{name: a, value: hush}]}}}";
-    let (merged, _) = merged(&[text]);
+    let merged = merged(&[text]);
     let text = Value::from(merged.config.printable()).to_string();
     assert!(!text.contains("hush") && text.contains("a:1"), "{text}");
 }

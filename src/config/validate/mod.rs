@@ -6,7 +6,6 @@ use std::fmt::Display;
 use serde_json::Value;
 
 use super::merged::Merged;
-use crate::problem::Diagnostics;
 use crate::proxy_config::field::{Message, Secrets};
 use crate::proxy_config::{
     AuthenticationPolicy, ConnectionSettings, Enumeration, KeyOffload, ProxyConfig, RemoteService,
@@ -28,20 +27,24 @@ const LEAST: [(&str, i64); 7] = [
 ];
 
 /// Reports values that cannot be used, and warns of outdated ones.
-pub(super) fn check(merged: &Merged, notes: &mut Diagnostics) {
-    let config = &merged.config;
-    let mut rules = Rules { merged, notes };
+pub(super) fn check(merged: &mut Merged) {
+    let config = merged.config.clone();
+    let config = &config;
+    let mut rules = Rules(merged);
     rules.required(config);
     rules.ports(config);
     rules.addresses(config);
     if let Some(tracing) = &config.tracing {
         rules.tracing(tracing);
     }
-    rules.service("envoyMetricsService", config.envoy_metrics_service.as_ref());
-    rules.service(
-        "envoyAccessLogService",
-        config.envoy_access_log_service.as_ref(),
-    );
+    for (name, service) in [
+        ("envoyMetricsService", &config.envoy_metrics_service),
+        ("envoyAccessLogService", &config.envoy_access_log_service),
+    ] {
+        if let Some(service) = service {
+            rules.service(name, service);
+        }
+    }
     rules.key_provider(config);
     if let Some(settings) = &config.connection_settings {
         rules.connections(settings);
@@ -49,14 +52,11 @@ pub(super) fn check(merged: &Merged, notes: &mut Diagnostics) {
     if config.metadata("ISTIO_META_DNS_AUTO_ALLOCATE").is_some() {
         let path = "proxyMetadata.ISTIO_META_DNS_AUTO_ALLOCATE";
         let expected = "nothing: istiod allocates addresses by itself";
-        notes.warnings.push(merged.problem(path, "set", expected));
+        merged.warn(path, "set", expected);
     }
 }
 
-struct Rules<'a> {
-    merged: &'a Merged,
-    notes: &'a mut Diagnostics,
-}
+struct Rules<'a>(&'a mut Merged);
 
 impl Rules<'_> {
     fn required(&mut self, config: &ProxyConfig) {
@@ -124,16 +124,12 @@ impl Rules<'_> {
         self.tls("tracing.tlsSettings", tracing.tls_settings.as_ref());
     }
 
-    fn service(&mut self, name: &str, service: Option<&RemoteService>) {
-        if let Some(service) = service {
-            if !service.address.is_empty() {
-                self.address(&format!("{name}.address"), &service.address);
-            }
-            self.tls(
-                &format!("{name}.tlsSettings"),
-                service.tls_settings.as_ref(),
-            );
+    fn service(&mut self, name: &str, service: &RemoteService) {
+        if !service.address.is_empty() {
+            self.address(&format!("{name}.address"), &service.address);
         }
+        let path = format!("{name}.tlsSettings");
+        self.tls(&path, service.tls_settings.as_ref());
     }
 
     fn tls(&mut self, path: &str, settings: Option<&TlsSettings>) {
@@ -209,8 +205,7 @@ impl Rules<'_> {
 
     fn expect(&mut self, is_good: bool, path: &str, found: impl Display, expected: &str) {
         if !is_good {
-            let problem = self.merged.problem(path, &found.to_string(), expected);
-            self.notes.problems.push(problem);
+            self.0.problem(path, found.to_string(), expected);
         }
     }
 }

@@ -5,15 +5,15 @@ use proptest::prelude::*;
 use serde_json::Value;
 
 use super::*;
+use crate::problem::Diagnostics;
 use crate::proxy_config::tests as random;
 
 fn notes(text: &str) -> Diagnostics {
-    let mut notes = Diagnostics::default();
     let mut merged = Merged::builtin();
-    merged.merge_text("it", text, &mut notes);
-    assert_eq!(notes.problems, [], "{text}");
-    check(&merged, &mut notes);
-    notes
+    merged.merge_text("it", text);
+    assert_eq!(merged.notes.problems, [], "{text}");
+    check(&mut merged);
+    merged.notes
 }
 
 #[test]
@@ -144,18 +144,17 @@ proptest! {
             1..3,
         ),
     ) {
-        let mut notes = Diagnostics::default();
         let mut merged = Merged::builtin();
         for members in documents {
             let text = Value::Object(members.into_iter().collect()).to_string();
-            merged.merge_text("it", &text, &mut notes);
+            merged.merge_text("it", &text);
         }
-        notes.problems.clear();
-        check(&merged, &mut notes);
-        if notes.problems.is_empty() {
+        merged.notes.problems.clear();
+        check(&mut merged);
+        if merged.notes.problems.is_empty() {
             prop_assert!(merged.config.agent_port().is_some());
         }
-        for problem in notes.problems {
+        for problem in merged.notes.problems {
             let (path, origin) = problem.subject.split_once(" of ").expect("an origin");
             prop_assert!(!path.is_empty());
             prop_assert!(origin == "default" || origin.starts_with("it line "), "{origin}");
