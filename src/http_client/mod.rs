@@ -1,4 +1,4 @@
-//! Sends HTTP requests over TCP, TLS or a Unix socket.
+//! Sends HTTP requests over TCP or TLS.
 //!
 //! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
 //! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
@@ -11,7 +11,6 @@
 mod connection;
 mod redirect;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +19,6 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use rustls::pki_types::ServerName;
-use tokio::net::UnixStream;
 
 use crate::dial::{self, Dialer};
 use connection::{Connection, Pool};
@@ -34,8 +32,6 @@ const LONGEST_DISCARDED: usize = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub dialer: Dialer,
-    /// Connects here, whatever the host of the request.
-    pub unix_socket: Option<PathBuf>,
     /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
     pub redirects: Redirects,
@@ -68,12 +64,6 @@ pub enum Error {
     Url { found: String },
     #[error(transparent)]
     Connect(#[from] dial::Error),
-    #[error("cannot connect to {path}", path = .path.display())]
-    Unix {
-        path: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
     #[error("TLS handshake with {authority} failed")]
     Tls {
         authority: String,
@@ -100,7 +90,6 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             dialer: Dialer::default(),
-            unix_socket: None,
             tls: None,
             redirects: Redirects::Return,
             largest_head: 512 << 10,
@@ -188,15 +177,6 @@ impl Client {
 
     async fn connect(&self, uri: &Uri) -> Result<Connection, Error> {
         let largest_head = self.config.largest_head;
-        if let Some(path) = &self.config.unix_socket {
-            let stream = UnixStream::connect(path).await;
-            let stream = stream.map_err(|source| Error::Unix {
-                path: path.clone(),
-                source,
-            })?;
-            let connection = Connection::http1(stream, largest_head).await;
-            return connection.map_err(|source| broken(uri, source));
-        }
         let (default_port, tls) = match (uri.scheme_str(), &self.config.tls) {
             (Some("http"), _) => (80, None),
             (Some("https"), Some(config)) => (443, Some(config.clone())),

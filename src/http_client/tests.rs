@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use http::{Method, StatusCode};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use super::*;
@@ -95,29 +95,6 @@ async fn a_request_has_path_host_and_body_and_closes_its_connection() {
     assert!(text.contains(&format!("host: {host}\r\n")), "{text}");
     assert!(text.contains("connection: close\r\n"), "{text}");
     assert!(text.ends_with("\r\n\r\nhello"), "{text}");
-}
-
-#[tokio::test]
-async fn a_unix_socket_stands_in_for_the_host() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let path = directory.path().join("socket");
-    let listener = UnixListener::bind(&path).expect("a socket");
-    let client = Client::new(Config {
-        unix_socket: Some(path.clone()),
-        ..Config::default()
-    });
-    let serving = async {
-        let (stream, _) = listener.accept().await.expect("a connection");
-        serve(stream, vec!["HTTP/1.1 200 OK\r\n\r\nREQUEST".into()]).await;
-    };
-    let (answer, ()) = tokio::join!(fetch(&client, "http://host/x"), serving);
-    assert!(answer.expect("an answer").body().starts_with(b"GET /x "));
-    std::fs::remove_file(&path).expect("removed");
-    let error = fetch(&client, "http://host/x").await.expect_err("an error");
-    assert_eq!(
-        error.to_string(),
-        format!("cannot connect to {}", path.display())
-    );
 }
 
 #[tokio::test]

@@ -4,13 +4,16 @@
 //! the first of a delta stream. A frame that announces more than it sends costs only what it sent.
 
 use bytes::{Bytes, BytesMut};
+use prost::Message;
 use tonic::Status;
 
 use super::Protocol;
-use super::wire::Walker;
 
 /// The length of a gRPC frame's head: a flag byte and a 32-bit length.
 pub(crate) const HEAD: usize = 5;
+
+/// How much is kept of the reason of a NACK, which may list every resource of a response.
+const LONGEST_REASON: usize = 1024;
 
 /// A discovery request from Envoy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,18 +91,68 @@ impl RequestReader {
     }
 
     fn request(&self, frame: Bytes) -> Result<Request, Status> {
-        let message = &frame[HEAD..];
-        let mut walker = Walker::request(self.protocol, message.len() as u64);
-        let fields = walker
-            .feed(message)
-            .and_then(|()| walker.finish())
-            .map_err(|error| Status::internal(format!("discovery request from Envoy: {error}")))?;
+        let message = frame.slice(HEAD..);
+        let decoded = match self.protocol {
+            Protocol::Sotw => SotwFields::decode(message),
+            Protocol::Delta => DeltaFields::decode(message).map(SotwFields::from),
+        };
+        let fields = decoded.map_err(|error| {
+            let problem = format!("not a protobuf message: {error}");
+            Status::internal(format!("discovery request from Envoy: {problem}"))
+        })?;
         Ok(Request {
             frame,
             type_url: fields.type_url,
-            nonce: fields.nonce,
-            nack: fields.nack,
+            nonce: fields.response_nonce,
+            nack: fields.error_detail.map(ErrorDetail::reason),
         })
+    }
+}
+
+/// The fields of a `DiscoveryRequest` that are looked at. Decoding steps over all others.
+#[derive(Clone, PartialEq, prost::Message)]
+struct SotwFields {
+    #[prost(string, tag = "4")]
+    type_url: String,
+    #[prost(string, tag = "5")]
+    response_nonce: String,
+    #[prost(message, optional, tag = "6")]
+    error_detail: Option<ErrorDetail>,
+}
+
+/// The same of a `DeltaDiscoveryRequest`.
+#[derive(Clone, PartialEq, prost::Message)]
+struct DeltaFields {
+    #[prost(string, tag = "2")]
+    type_url: String,
+    #[prost(string, tag = "6")]
+    response_nonce: String,
+    #[prost(message, optional, tag = "7")]
+    error_detail: Option<ErrorDetail>,
+}
+
+/// The reason in a `google.rpc.Status`.
+#[derive(Clone, PartialEq, prost::Message)]
+struct ErrorDetail {
+    #[prost(bytes = "bytes", tag = "2")]
+    message: Bytes,
+}
+
+impl From<DeltaFields> for SotwFields {
+    fn from(delta: DeltaFields) -> Self {
+        Self {
+            type_url: delta.type_url,
+            response_nonce: delta.response_nonce,
+            error_detail: delta.error_detail,
+        }
+    }
+}
+
+impl ErrorDetail {
+    /// Its beginning.
+    fn reason(self) -> String {
+        let kept = self.message.len().min(LONGEST_REASON);
+        String::from_utf8_lossy(&self.message[..kept]).into_owned()
     }
 }
 
@@ -107,7 +160,6 @@ impl RequestReader {
 mod tests {
     use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
     use proptest::prelude::*;
-    use prost::Message;
     use tonic::Code;
 
     use super::*;
@@ -202,6 +254,47 @@ mod tests {
                 "{what}: {}",
                 status.message()
             );
+        }
+    }
+
+    #[test]
+    fn keeps_the_beginning_of_the_reason_of_a_nack() {
+        let long = "é".repeat(20_000);
+        for (reason, kept) in [("", ""), ("no port", "no port"), (&*long, &long[..1024])] {
+            let error_detail = Some(envoy_types::pb::google::rpc::Status {
+                code: 13,
+                message: reason.to_owned(),
+                details: vec![Default::default()],
+            });
+            let (type_url, response_nonce) = ("t".to_owned(), "n".to_owned());
+            let sotw = DiscoveryRequest {
+                type_url: type_url.clone(),
+                response_nonce: response_nonce.clone(),
+                error_detail: error_detail.clone(),
+                ..Default::default()
+            };
+            let delta = DeltaDiscoveryRequest {
+                type_url,
+                response_nonce,
+                error_detail,
+                initial_resource_versions: [("a".to_owned(), "b".to_owned())].into(),
+                ..Default::default()
+            };
+            for (protocol, message) in [
+                (Protocol::Sotw, sotw.encode_to_vec()),
+                (Protocol::Delta, delta.encode_to_vec()),
+            ] {
+                let mut requests = Vec::new();
+                let mut reader = RequestReader::new(protocol, 1 << 20);
+                reader
+                    .feed(frame(&message), |request| requests.push(request))
+                    .unwrap();
+                let [request] = &requests[..] else {
+                    panic!("one request: {requests:?}");
+                };
+                assert_eq!((&*request.type_url, &*request.nonce), ("t", "n"));
+                assert_eq!(request.nack.as_deref(), Some(kept));
+            }
         }
     }
 

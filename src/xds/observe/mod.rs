@@ -49,16 +49,8 @@ pub struct Observer {
 struct Table {
     types: BTreeMap<String, Type>,
     streams: u64,
-    stream: Option<Stream>,
+    stream: Option<StreamSnapshot>,
     last_end: Option<EndSnapshot>,
-}
-
-#[derive(Debug)]
-struct Stream {
-    id: u32,
-    protocol: Protocol,
-    since: SystemTime,
-    is_open: bool,
 }
 
 type Value = fn(&Type) -> Option<f64>;
@@ -119,7 +111,7 @@ impl Observer {
         let table = self.table.lock();
         Snapshot {
             streams: table.streams,
-            stream: table.stream.as_ref().map(Stream::snapshot),
+            stream: table.stream.clone(),
             last_end: table.last_end.clone(),
             types: table
                 .types
@@ -132,18 +124,21 @@ impl Observer {
     pub(super) fn stream_began(&self, id: u32, protocol: Protocol) {
         let mut table = self.table.lock();
         table.streams += 1;
-        table.stream = Some(Stream {
+        table.stream = Some(StreamSnapshot {
             id,
-            protocol,
-            since: now(),
-            is_open: false,
+            protocol: match protocol {
+                Protocol::Sotw => "SotW",
+                Protocol::Delta => "delta",
+            },
+            since: rfc3339(now()),
+            connected: false,
         });
     }
 
     pub(super) fn istiod_connected(&self, id: u32) {
         let mut table = self.table.lock();
         if let Some(stream) = table.stream.as_mut().filter(|stream| stream.id == id) {
-            stream.is_open = true;
+            stream.connected = true;
         }
     }
 
@@ -198,20 +193,6 @@ impl Table {
             false => OTHER,
         };
         self.types.entry(name.to_owned()).or_default()
-    }
-}
-
-impl Stream {
-    fn snapshot(&self) -> StreamSnapshot {
-        StreamSnapshot {
-            id: self.id,
-            protocol: match self.protocol {
-                Protocol::Sotw => "SotW",
-                Protocol::Delta => "delta",
-            },
-            since: rfc3339(self.since),
-            connected: self.is_open,
-        }
     }
 }
 

@@ -29,13 +29,10 @@ pub(super) struct Type {
 /// A response that was passed on.
 #[derive(Debug)]
 pub(super) struct Push {
-    version: String,
-    nonce: String,
-    resources: u32,
-    bytes: u64,
+    /// With an age of zero.
+    seen: PushSnapshot,
     pub(super) at: SystemTime,
     received: Instant,
-    is_answered: bool,
 }
 
 impl Type {
@@ -43,16 +40,22 @@ impl Type {
         self.seen.consumer = Some(received.consumer);
         self.seen.responses += 1;
         self.seen.bytes += received.bytes;
+        let at = now();
         let push = Push {
-            version: cut(received.version),
-            nonce: cut(received.nonce),
-            resources: received.resources,
-            bytes: received.bytes,
-            at: now(),
+            seen: PushSnapshot {
+                version: cut(received.version),
+                nonce: cut(received.nonce),
+                resources: received.resources,
+                bytes: received.bytes,
+                at: rfc3339(at),
+                age_seconds: 0.0,
+                answered: false,
+            },
+            at,
             received: Instant::now(),
-            is_answered: false,
         };
-        if let Some(before) = self.last.replace(push).filter(|push| !push.is_answered) {
+        let before = self.last.replace(push);
+        if let Some(before) = before.filter(|push| !push.seen.answered) {
             if self.unanswered.len() == MOST_UNANSWERED {
                 self.unanswered.pop_front();
             }
@@ -87,16 +90,17 @@ impl Type {
     /// Version and age of the response of this nonce, if it waits for an ACK. From now on neither it
     /// nor those before it wait.
     fn take_unanswered(&mut self, nonce: &str) -> Option<(String, Duration)> {
-        let earlier = self.unanswered.iter().position(|push| push.nonce == nonce);
+        let mut unanswered = self.unanswered.iter();
+        let earlier = unanswered.position(|push| push.seen.nonce == nonce);
         if let Some(index) = earlier {
             let push = self.unanswered.drain(..=index).next_back()?;
-            return Some((push.version, push.received.elapsed()));
+            return Some((push.seen.version, push.received.elapsed()));
         }
         let last = self.last.as_mut();
-        let push = last.filter(|push| !push.is_answered && push.nonce == nonce)?;
-        push.is_answered = true;
+        let push = last.filter(|push| !push.seen.answered && push.seen.nonce == nonce)?;
+        push.seen.answered = true;
         self.unanswered.clear();
-        Some((push.version.clone(), push.received.elapsed()))
+        Some((push.seen.version.clone(), push.received.elapsed()))
     }
 
     pub(super) fn snapshot(&self) -> TypeSnapshot {
@@ -110,13 +114,8 @@ impl Type {
 impl Push {
     fn snapshot(&self) -> PushSnapshot {
         PushSnapshot {
-            version: self.version.clone(),
-            nonce: self.nonce.clone(),
-            resources: self.resources,
-            bytes: self.bytes,
-            at: rfc3339(self.at),
             age_seconds: self.received.elapsed().as_secs_f64(),
-            answered: self.is_answered,
+            ..self.seen.clone()
         }
     }
 }

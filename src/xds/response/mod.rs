@@ -151,7 +151,7 @@ impl ResponseReader {
             left: missing + length,
             head_left: missing,
             disposition: None,
-            walker: Walker::response(self.protocol, length as u64),
+            walker: Walker::new(self.protocol, length as u64),
             is_malformed: false,
         }))
     }
