@@ -1,8 +1,8 @@
 //! A drop-in replacement for Istio's `pilot-agent`, the process beside Envoy in every sidecar,
 //! gateway and mesh VM.
 //!
-//! The modules stand in reading order: how the program starts, the rooms in the order in which
-//! data passes them, then the cellar they share. `ARCHITECTURE.md` draws who may use whom.
+//! The modules stand in reading order: how the program starts, the modules in the order in
+//! which data passes them, then the base modules they share. `ARCHITECTURE.md` draws who may use whom.
 
 pub mod agent;
 pub mod cli;
@@ -47,6 +47,8 @@ pub mod identity;
 pub mod clock;
 
 pub mod backoff;
+
+mod regular_file;
 
 mod replace_file;
 

@@ -22,11 +22,11 @@ const TYPES: [(u16, &str); 12] = [
     (255, "ANY"),
 ];
 
-const RCODES: [&str; 6] = [
+pub(super) const RCODES: [&str; 6] = [
     "NOERROR", "FORMERR", "SERVFAIL", "NXDOMAIN", "NOTIMP", "REFUSED",
 ];
 
-const OTHER: &str = "other";
+pub(super) const OTHER: &str = "other";
 
 /// Where an answer came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,6 @@ mod connection;
 mod dial;
 #[cfg(test)]
 pub(crate) mod fake;
-mod file;
 mod frames;
 pub mod roots;
 pub mod status;

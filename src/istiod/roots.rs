@@ -12,8 +12,8 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
-use super::file;
 use super::tls::Roots;
+use crate::regular_file;
 
 /// Many times the size of an operating system's bundle.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -54,7 +54,7 @@ pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, RootsError> {
         Roots::File(path) => path.clone(),
         Roots::System => system_bundle().await?,
     };
-    match file::read_aside(path.clone(), LARGEST).await {
+    match regular_file::read_aside(path.clone(), LARGEST).await {
         Ok(pem) => parse(&path, &pem, SystemTime::now()),
         Err(source) => Err(RootsError::Unreadable { path, source }),
     }

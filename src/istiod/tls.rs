@@ -15,10 +15,10 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
-use super::file;
 pub use super::roots::RootsError;
 use super::roots::{self, LARGEST, not_after, seconds};
 use crate::compliance::Policy;
+use crate::regular_file;
 
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,7 +117,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
         }
     };
     let path = || client.key.clone();
-    let pem = file::read_aside(path(), LARGEST).await;
+    let pem = regular_file::read_aside(path(), LARGEST).await;
     let pem = pem.map_err(|source| TlsError::KeyUnreadable {
         path: path(),
         source,
@@ -150,7 +150,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
         let path = path.display();
         format!("cannot parse the cert chain, using token instead: {path}: {why}")
     };
-    let pem = file::read_aside(path.to_owned(), LARGEST)
+    let pem = regular_file::read_aside(path.to_owned(), LARGEST)
         .await
         .map_err(|error| unusable(error.to_string()))?;
     let chain = CertificateDer::pem_slice_iter(&pem)

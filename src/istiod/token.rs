@@ -5,7 +5,6 @@
 //! otherwise it is, as istiod's clock counts. The token is not verified; of its content, only the
 //! expiry is logged.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -16,8 +15,8 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use zeroize::Zeroizing;
 
-use super::file;
 use crate::clock::rfc3339;
+use crate::regular_file;
 
 /// Larger files are no tokens, but given by mistake.
 const LARGEST: u64 = 64 * 1024;
@@ -46,21 +45,6 @@ pub(super) struct Reader {
 struct Token {
     header: HeaderValue,
     expiry: Option<SystemTime>,
-}
-
-/// Why a file gave no token.
-#[derive(Debug, thiserror::Error)]
-enum Unusable {
-    #[error("{path}: {source}", path = .path.display())]
-    Unreadable { path: PathBuf, source: io::Error },
-    #[error("{path} is empty", path = .path.display())]
-    Empty { path: PathBuf },
-    #[error("{path} has byte {byte:#04x} at position {position}, which no header may hold", path = .path.display())]
-    NotAllowed {
-        path: PathBuf,
-        byte: u8,
-        position: usize,
-    },
 }
 
 impl Reader {
@@ -118,31 +102,27 @@ impl Reader {
     }
 }
 
-fn read(path: &Path) -> Result<Token, Unusable> {
-    let content = file::read(path, LARGEST).map_err(|source| Unusable::Unreadable {
-        path: path.into(),
-        source,
-    })?;
+/// The token, or why there is none.
+fn read(path: &Path) -> Result<Token, String> {
+    let content = regular_file::read(path, LARGEST);
+    let content = content.map_err(|error| format!("{}: {error}", path.display()))?;
+    let path = path.display();
     let token = content.trim_ascii();
     if token.is_empty() {
-        return Err(Unusable::Empty { path: path.into() });
+        return Err(format!("{path} is empty"));
     }
+    let not_allowed = |position: usize| {
+        let byte = token[position];
+        format!("{path} has byte {byte:#04x} at position {position}, which no header may hold")
+    };
     if let Some(position) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
-        return Err(Unusable::NotAllowed {
-            path: path.into(),
-            byte: token[position],
-            position,
-        });
+        return Err(not_allowed(position));
     }
     let header = Zeroizing::new([b"Bearer ", token].concat());
-    let mut value = HeaderValue::from_bytes(&header).map_err(|_| Unusable::NotAllowed {
-        path: path.into(),
-        byte: token[0],
-        position: 0,
-    })?;
-    value.set_sensitive(true);
+    let mut header = HeaderValue::from_bytes(&header).map_err(|_| not_allowed(0))?;
+    header.set_sensitive(true);
     Ok(Token {
-        header: value,
+        header,
         expiry: expiry(token),
     })
 }

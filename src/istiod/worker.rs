@@ -21,8 +21,7 @@ use crate::executor::ConnectionTasks;
 /// Upper bound of the first wait between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 
-/// A returning istiod is found within this and the time of one dial. A connection that held for as
-/// long was a good one.
+/// A returning istiod is found within this and the time of one dial.
 const LONGEST_WAIT: Duration = Duration::from_secs(4);
 
 /// A call that waits for a connection.
@@ -39,7 +38,9 @@ pub(super) struct Worker {
     connected: watch::Sender<Option<Connection>>,
     record: Record,
     tasks: ConnectionTasks,
-    pace: Pace,
+    backoff: Backoff,
+    /// When the next dial may start.
+    not_before: Option<Instant>,
     dialer: Dialer,
     waiting: Vec<Waiter>,
     /// The failure that was logged last, while dials fail.
@@ -62,7 +63,8 @@ impl Worker {
             connected,
             record,
             tasks: ConnectionTasks::default(),
-            pace: Pace::new(),
+            backoff: Backoff::new(FIRST_WAIT, LONGEST_WAIT),
+            not_before: None,
             dialer: Dialer::default(),
             waiting: Vec::new(),
             complaint: None,
@@ -88,9 +90,9 @@ impl Worker {
             if self.waiting.is_empty() {
                 return Ok(());
             }
-            if let Some(until) = self.pace.next_dial() {
+            if let Some(until) = self.not_before {
                 self.collect_during(tokio::time::sleep_until(until)).await?;
-                self.pace.waited();
+                self.not_before = None;
                 continue;
             }
             self.record.dials();
@@ -122,7 +124,10 @@ impl Worker {
     }
 
     fn connected(&mut self, connection: Connection, driver: Driver) {
-        self.pace.connected();
+        self.backoff.reset();
+        // One that breaks at once costs a short wait: callers have a backoff of their own.
+        let shortest = FIRST_WAIT.mul_f64(fastrand::f64());
+        self.not_before = Some(Instant::now() + shortest);
         self.complaint = None;
         let address = self.config.address.clone();
         let about = connection.about();
@@ -148,7 +153,8 @@ impl Worker {
             let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
         }
         self.record.failed(&error.source.to_string());
-        let wait = self.pace.failed();
+        let wait = self.backoff.next_wait();
+        self.not_before = Some(Instant::now() + wait);
         self.complain(&error.source, wait);
     }
 
@@ -176,88 +182,4 @@ pub(super) fn current(connected: &watch::Sender<Option<Connection>>) -> Option<C
 pub(super) fn forget(connected: &watch::Sender<Option<Connection>>, identity: &Arc<Connected>) {
     let is_meant = |current: &mut Connection| current.is(identity);
     connected.send_if_modified(|current| current.take_if(is_meant).is_some());
-}
-
-/// When the next dial may start.
-struct Pace {
-    backoff: Backoff,
-    not_before: Option<Instant>,
-    connected: Option<Instant>,
-}
-
-impl Pace {
-    const fn new() -> Self {
-        Self {
-            backoff: Backoff::new(FIRST_WAIT, LONGEST_WAIT),
-            not_before: None,
-            connected: None,
-        }
-    }
-
-    /// The moment to wait for, or nothing if it is time.
-    fn next_dial(&mut self) -> Option<Instant> {
-        if let Some(since) = self.connected.take()
-            && since.elapsed() < LONGEST_WAIT
-        {
-            // It broke at once. Callers have a backoff of their own, so one short wait is enough.
-            let mut short = Backoff::new(FIRST_WAIT, FIRST_WAIT);
-            self.not_before = Some(Instant::now() + short.next_wait());
-        }
-        self.not_before
-    }
-
-    fn waited(&mut self) {
-        self.not_before = None;
-    }
-
-    fn connected(&mut self) {
-        self.backoff.reset();
-        self.not_before = None;
-        self.connected = Some(Instant::now());
-    }
-
-    fn failed(&mut self) -> Duration {
-        let wait = self.backoff.next_wait();
-        self.not_before = Some(Instant::now() + wait);
-        wait
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn the_first_dial_is_at_once_and_waits_grow_up_to_the_cap() {
-        let mut pace = Pace::new();
-        assert_eq!(pace.next_dial(), None);
-        for attempt in 0..50u32 {
-            let ceiling = pace.backoff.ceiling();
-            assert!(ceiling <= LONGEST_WAIT, "{attempt}");
-            assert!(pace.failed() <= ceiling);
-            let until = pace.next_dial().unwrap();
-            assert!(until <= Instant::now() + ceiling);
-            pace.waited();
-            assert_eq!(pace.next_dial(), None);
-        }
-        assert_eq!(pace.backoff.ceiling(), LONGEST_WAIT);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_connection_that_broke_at_once_costs_one_short_wait_and_a_long_one_none() {
-        let mut pace = Pace::new();
-        for _ in 0..10 {
-            pace.failed();
-        }
-        for _ in 0..10 {
-            pace.connected();
-            let until = pace.next_dial().unwrap();
-            assert!(until <= Instant::now() + FIRST_WAIT);
-            pace.waited();
-        }
-        pace.connected();
-        tokio::time::advance(LONGEST_WAIT).await;
-        assert_eq!(pace.next_dial(), None);
-        assert_eq!(pace.backoff.ceiling(), FIRST_WAIT);
-    }
 }

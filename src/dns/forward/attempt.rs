@@ -11,23 +11,23 @@ use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UdpSocket};
-use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::in_flight::SharedQuery;
-use super::metrics::Metrics;
 use super::query::Query;
-use super::reply::Received;
+use super::reply::{Received, Unusable};
+use super::upstream_query::Upstream;
 use crate::dns::Transport;
 
 /// Sockets open at one time for all queries, unless the process may have fewer.
 const MAX_SOCKETS: usize = 2048;
 
-/// Sends queries within a bound of open sockets.
-#[derive(Debug)]
-pub(super) struct Sender {
-    sockets: Semaphore,
-    max_sockets: usize,
-    metrics: Metrics,
+/// How a query is sent to a server.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sending {
+    pub(super) server: SocketAddr,
+    pub(super) transport: Transport,
+    /// Whether our OPT record is in it.
+    pub(super) with_opt: bool,
 }
 
 /// Why an attempt brought no reply.
@@ -39,10 +39,8 @@ pub(super) enum Failed {
     NoId,
     #[error("too many sockets are open")]
     TooManySockets,
-    #[error("the reply's records do not fit its length")]
-    Broken,
-    #[error("the reply over TCP is to another query")]
-    NotOurs,
+    #[error(transparent)]
+    Unusable(#[from] Unusable),
 }
 
 impl Failed {
@@ -60,50 +58,41 @@ impl Failed {
             Self::Io(error) => {
                 Errno::from_io_error(error).is_none_or(|error| !ours.contains(&error))
             }
-            Self::Broken | Self::NotOurs => true,
+            Self::Unusable(_) => true,
             Self::NoId | Self::TooManySockets => false,
         }
     }
 }
 
-impl Sender {
-    pub(super) fn new(metrics: Metrics) -> Self {
-        // The rest of the agent needs some, too.
-        let limit = getrlimit(Resource::Nofile).current;
-        let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());
-        let max_sockets = quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS);
-        Self {
-            sockets: Semaphore::new(max_sockets),
-            max_sockets,
-            metrics,
-        }
-    }
+/// How many sockets may be open. The rest of the agent needs some, too.
+pub(super) fn max_sockets() -> usize {
+    let limit = getrlimit(Resource::Nofile).current;
+    let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());
+    quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
+}
 
-    /// Whether there are sockets for further tries: under load, first tries come first.
-    pub(super) fn has_sockets_for_retries(&self) -> bool {
-        self.sockets.available_permits() >= self.max_sockets / 2
-    }
-
+impl Upstream {
     /// Sends the query and waits for the reply.
     pub(super) async fn send(
         &self,
-        query: Query,
+        query: &Query,
         shared: &SharedQuery,
-        server: SocketAddr,
-        transport: Transport,
+        sending: Sending,
     ) -> Result<Received, Failed> {
-        let _permit = self.permit()?;
+        let permit = self.sockets.try_acquire();
+        let _permit = permit.map_err(|_| Failed::TooManySockets)?;
         let mut id = [0; 2];
         aws_lc_rs::rand::fill(&mut id).map_err(|_| Failed::NoId)?;
         let id = u16::from_be_bytes(id);
-        let message = query.with_id(id);
-        match transport {
+        let server = sending.server;
+        let message = query.message(id, sending.with_opt);
+        match sending.transport {
             Transport::Udp => {
                 let socket = UdpSocket::bind(any_port(server)).await?;
                 socket.connect(server).await?;
                 shared.sent_as(id, message.len());
                 socket.send(&message).await?;
-                self.receive(&socket, id, &query, server).await
+                self.receive(&socket, id, query, sending).await
             }
             Transport::Tcp => {
                 let mut stream = TcpStream::connect(server).await?;
@@ -112,7 +101,11 @@ impl Sender {
                 let framed = [&length.to_be_bytes(), message.as_slice()].concat();
                 stream.write_all(&framed).await?;
                 let reply = read_message(&mut stream).await?;
-                self.judge_tcp(Received::read(&reply, id, &query))
+                let received = Received::read(&reply, id, query, false);
+                if let Err(Unusable::NotOurs) = received {
+                    self.metrics.ignored.inc();
+                }
+                Ok(received?)
             }
         }
     }
@@ -122,43 +115,22 @@ impl Sender {
         socket: &UdpSocket,
         id: u16,
         query: &Query,
-        server: SocketAddr,
+        sending: Sending,
     ) -> Result<Received, Failed> {
         // Some servers send more than they were asked to. One byte more tells what was cut.
-        let mut buffer = vec![0; query.size().max(4096) + 1];
+        let mut buffer = vec![0; query.size(sending.with_opt).max(4096) + 1];
         loop {
             let (length, from) = socket.recv_from(&mut buffer).await?;
-            let bytes = &buffer[..length];
-            let received = match Received::read(bytes, id, query) {
-                received if length == buffer.len() => received.cut(bytes, query),
-                received => received,
-            };
+            let is_cut = length == buffer.len();
             // Until it was connected, the socket took from any address.
+            let server = sending.server;
             let is_from_server = from.ip() == server.ip() && from.port() == server.port();
-            match received {
-                Received::Broken if is_from_server => return Err(Failed::Broken),
-                Received::NotOurs | Received::Broken => self.metrics.ignored.inc(),
-                _ if !is_from_server => self.metrics.ignored.inc(),
-                received => return Ok(received),
+            match Received::read(&buffer[..length], id, query, is_cut) {
+                Ok(received) if is_from_server => return Ok(received),
+                Err(Unusable::Broken) if is_from_server => return Err(Unusable::Broken.into()),
+                _ => self.metrics.ignored.inc(),
             }
         }
-    }
-
-    fn judge_tcp(&self, received: Received) -> Result<Received, Failed> {
-        match received {
-            Received::NotOurs => {
-                self.metrics.ignored.inc();
-                Err(Failed::NotOurs)
-            }
-            Received::Broken => Err(Failed::Broken),
-            received => Ok(received),
-        }
-    }
-
-    fn permit(&self) -> Result<SemaphorePermit<'_>, Failed> {
-        self.sockets
-            .try_acquire()
-            .map_err(|_| Failed::TooManySockets)
     }
 }
 

@@ -13,11 +13,11 @@ use tokio::sync::OnceCell;
 
 use super::reply::Reply;
 
-#[derive(Debug)]
-pub(super) struct InFlight {
-    limit: usize,
-    state: Mutex<State>,
-}
+/// Clients that may wait for an answer at one time.
+const MAX_WAITING: usize = 4096;
+
+#[derive(Debug, Default)]
+pub(super) struct InFlight(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -69,11 +69,6 @@ impl Refused {
 }
 
 impl InFlight {
-    pub(super) fn new(limit: usize) -> Self {
-        let state = Mutex::default();
-        Self { limit, state }
-    }
-
     /// Takes a slot for a query that came with this id and length.
     pub(super) fn join(
         &self,
@@ -81,12 +76,12 @@ impl InFlight {
         id: u16,
         length: usize,
     ) -> Result<QuerySlot<'_>, Refused> {
-        let mut state = self.state.lock();
+        let mut state = self.0.lock();
         let found = state.queries.get(&key);
         if found.is_some_and(|query| query.is_circling(id, length)) {
             return Err(Refused::Circle);
         }
-        if state.waiting >= self.limit {
+        if state.waiting >= MAX_WAITING {
             return Err(Refused::Full);
         }
         let is_first = found.is_none();
@@ -118,7 +113,7 @@ impl SharedQuery {
 
 impl Drop for QuerySlot<'_> {
     fn drop(&mut self) {
-        let mut state = self.in_flight.state.lock();
+        let mut state = self.in_flight.0.lock();
         state.waiting -= 1;
         let is_ours = |found: &Arc<SharedQuery>| Arc::ptr_eq(found, &self.query);
         // Two: the one in the map and ours.

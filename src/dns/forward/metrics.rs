@@ -1,8 +1,7 @@
 //! Metrics of forwarding: pilot-agent's three, and why they move.
 
+use crate::dns::metrics::{OTHER, RCODES};
 use crate::metrics::{Counter, Counters, Histogram, Registry};
-
-use crate::dns::wire;
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
@@ -64,15 +63,7 @@ impl Metrics {
     }
 
     pub(super) fn answered(&self, rcode: u8) {
-        let name = match rcode {
-            wire::NOERROR => "noerror",
-            wire::FORMERR => "formerr",
-            wire::SERVFAIL => "servfail",
-            wire::NXDOMAIN => "nxdomain",
-            wire::NOTIMP => "notimp",
-            wire::REFUSED => "refused",
-            _ => "other",
-        };
-        self.answers.with([name]).inc();
+        let name = RCODES.get(usize::from(rcode)).copied().unwrap_or(OTHER);
+        self.answers.with([&*name.to_ascii_lowercase()]).inc();
     }
 }

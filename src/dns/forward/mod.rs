@@ -32,17 +32,14 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use self::cache::{Cache, Found};
-use self::in_flight::{InFlight, SharedQuery};
+use self::in_flight::InFlight;
 use self::metrics::Metrics;
 use self::query::Query;
 use self::reply::Reply;
-use self::servers::FollowedServers;
-use self::upstream_query::{Options, Upstream};
+use self::servers::Servers;
+use self::upstream_query::Upstream;
 use super::{Forward, Transport};
 use crate::metrics::Registry;
-
-/// Clients that may wait for an answer at one time.
-const MAX_WAITING: usize = 4096;
 
 /// How long to wait for servers where a stale answer is at hand. Source: RFC 8767, section 5.
 const STALE_WAIT: Duration = Duration::from_millis(1800);
@@ -66,8 +63,7 @@ pub struct Forwarder(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    servers: FollowedServers,
-    parallel: bool,
+    servers: Servers,
     timeout: Duration,
     /// `None` where nothing is to be kept.
     cache: Option<Mutex<Cache>>,
@@ -82,12 +78,11 @@ impl Forwarder {
         let metrics = Metrics::new(registry);
         let cache = Some(config.cache).filter(cache::Config::keeps);
         Self(Arc::new(Inner {
-            servers: FollowedServers::new(config.resolv_conf, config.own_addresses),
-            parallel: config.parallel,
+            servers: Servers::new(config.resolv_conf, config.own_addresses),
             timeout: config.timeout,
             cache: cache.map(|config| Mutex::new(Cache::new(config))),
-            in_flight: InFlight::new(MAX_WAITING),
-            upstream: Upstream::new(config.timeout, metrics.clone()),
+            in_flight: InFlight::default(),
+            upstream: Upstream::new(config.parallel, config.timeout, metrics.clone()),
             metrics,
             is_failing: AtomicBool::new(false),
         }))
@@ -128,17 +123,12 @@ impl Inner {
         timeout: Duration,
     ) -> Option<Reply> {
         let servers = self.servers.current();
-        let options = Options {
-            transport: if servers.use_tcp {
-                Transport::Tcp
-            } else {
-                transport
-            },
-            is_parallel: self.parallel,
-            timeout,
+        let transport = match servers.use_tcp {
+            true => Transport::Tcp,
+            false => transport,
         };
         let mut key = query.key();
-        key.push(options.transport as u8);
+        key.push(transport as u8);
         let slot = match self.in_flight.join(key, query.id(), query.len()) {
             Ok(slot) => slot,
             Err(reason) => {
@@ -150,30 +140,20 @@ impl Inner {
         if !slot.is_first {
             self.metrics.merged.inc();
         }
-        let shared = &slot.query;
-        let asking = || self.ask(query, shared, &servers.addresses, options);
-        shared.answer.get_or_init(asking).await.clone()
-    }
-
-    async fn ask(
-        &self,
-        query: &Query,
-        shared: &SharedQuery,
-        servers: &[SocketAddr],
-        options: Options,
-    ) -> Option<Reply> {
-        self.metrics.requests.inc();
-        let started = Instant::now();
-        let reply = self.upstream.ask(query, shared, servers, options).await;
-        let taken = started.elapsed();
-        self.metrics.duration.observe(taken.as_secs_f64());
-        self.note(reply.is_none());
-        if let (Some(reply), Some(cache)) = (&reply, &self.cache)
-            && let Some(key) = query.cache_key()
-        {
-            cache.lock().put(key, reply, Instant::now());
-        }
-        reply
+        let ask = async || {
+            self.metrics.requests.inc();
+            let started = Instant::now();
+            let servers = &servers.nameservers;
+            let asking = self
+                .upstream
+                .ask(query, &slot.query, servers, transport, timeout);
+            let reply = asking.await;
+            let taken = started.elapsed();
+            self.metrics.duration.observe(taken.as_secs_f64());
+            self.note(query, reply.as_ref());
+            reply
+        };
+        slot.query.answer.get_or_init(ask).await.clone()
     }
 
     fn look_up(&self, query: &Query) -> Found {
@@ -189,14 +169,20 @@ impl Inner {
         found
     }
 
-    /// Logs when failures begin, not each.
-    fn note(&self, is_failure: bool) {
-        if is_failure {
+    /// Keeps a reply, and logs when failures begin, not each.
+    fn note(&self, query: &Query, reply: Option<&Reply>) {
+        let was_failing = self.is_failing.swap(reply.is_none(), Ordering::Relaxed);
+        let Some(reply) = reply else {
             self.metrics.failures.inc();
-        }
-        let was_failing = self.is_failing.swap(is_failure, Ordering::Relaxed);
-        if is_failure && !was_failing {
-            tracing::info!(target: "dns", "all upstream failed");
+            if !was_failing {
+                tracing::info!(target: "dns", "all upstream failed");
+            }
+            return;
+        };
+        if let Some(cache) = &self.cache
+            && let Some(key) = query.cache_key()
+        {
+            cache.lock().put(key, reply, Instant::now());
         }
     }
 }

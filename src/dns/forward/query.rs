@@ -21,17 +21,10 @@ pub(super) struct Query {
     question_end: usize,
     /// As it goes upstream, but for the id.
     upstream: Vec<u8>,
-    edns: Edns,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Edns {
-    /// The client's own record.
-    Client(wire::Record),
-    /// Ours, which begins here, at the end.
-    Added(usize),
-    /// None: the client signed its query, or the server cannot bear it.
-    None,
+    /// `None` if the client signed its query.
+    opt: Option<wire::Record>,
+    /// Whether the OPT record is ours, and stands at the end.
+    is_opt_added: bool,
 }
 
 impl Query {
@@ -43,25 +36,26 @@ impl Query {
         let mut upstream = client[..end].to_vec();
         wire::put(&mut upstream, 0, &[0, 0]);
         let find = |kinds: &[u16]| records.iter().copied().find(|r| kinds.contains(&r.kind));
-        let edns = if find(&[TSIG, SIG]).is_some() {
-            Edns::None
-        } else if let Some(own) = find(&[OPT]) {
+        let is_signed = find(&[TSIG, SIG]).is_some();
+        let mut opt = find(&[OPT]).filter(|_| !is_signed);
+        let is_opt_added = opt.is_none() && !is_signed;
+        if let Some(own) = opt {
             let size = wire::u16_at(&upstream, own.class_at()).unwrap_or_default();
             let size = size.max(SAFE_SIZE).to_be_bytes();
             wire::put(&mut upstream, own.class_at(), &size);
-            Edns::Client(own)
-        } else {
+        } else if is_opt_added {
             count_additionals(&mut upstream, 1);
             upstream.push(0);
             upstream.extend([OPT, SAFE_SIZE].map(u16::to_be_bytes).concat());
             upstream.extend([0; 6]);
-            Edns::Added(end)
-        };
+            opt = wire::records(&upstream, question_end)?.last().copied();
+        }
         Some(Self {
             client,
             question_end,
             upstream,
-            edns,
+            opt,
+            is_opt_added,
         })
     }
 
@@ -92,11 +86,7 @@ impl Query {
     /// What makes two queries the same to the cache, whatever size of answer they take. `None` if the
     /// answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
-        let opt = match self.edns {
-            Edns::Client(opt) => opt,
-            Edns::Added(_) => *wire::records(&self.upstream, self.question_end)?.last()?,
-            Edns::None => return None,
-        };
+        let opt = self.opt?;
         let is_query = self.upstream[FLAGS] & 0xf8 == 0;
         let is_alone = opt.start == self.question_end && opt.end == self.upstream.len();
         let has_no_options = opt.data_at() == opt.end;
@@ -105,33 +95,26 @@ impl Query {
         (is_query && is_alone && has_no_options).then_some(key)
     }
 
-    /// The bytes to send.
-    pub(super) fn with_id(&self, id: u16) -> Vec<u8> {
+    /// Whether it can be sent without an OPT record, to servers that cannot bear one.
+    pub(super) fn can_omit_opt(&self) -> bool {
+        self.is_opt_added
+    }
+
+    /// The bytes to send. `with_opt` concerns our OPT record only.
+    pub(super) fn message(&self, id: u16, with_opt: bool) -> Vec<u8> {
         let mut bytes = self.upstream.clone();
         wire::put(&mut bytes, 0, &id.to_be_bytes());
+        if let Some(opt) = self.opt.filter(|_| self.is_opt_added && !with_opt) {
+            bytes.truncate(opt.start);
+            count_additionals(&mut bytes, -1);
+        }
         bytes
     }
 
-    /// The same without our OPT record, for servers that cannot bear one. `None` if there is none of
-    /// ours.
-    pub(super) fn without_opt(&self) -> Option<Self> {
-        let Edns::Added(start) = self.edns else {
-            return None;
-        };
-        let mut without = self.clone();
-        without.upstream.truncate(start);
-        count_additionals(&mut without.upstream, -1);
-        without.edns = Edns::None;
-        Some(without)
-    }
-
     /// The largest answer a server may send in one datagram.
-    pub(super) fn size(&self) -> usize {
-        let size = match self.edns {
-            Edns::Client(opt) => wire::u16_at(&self.upstream, opt.class_at()),
-            Edns::Added(_) => Some(SAFE_SIZE),
-            Edns::None => Some(PLAIN_SIZE),
-        };
+    pub(super) fn size(&self, with_opt: bool) -> usize {
+        let opt = self.opt.filter(|_| with_opt || !self.is_opt_added);
+        let size = opt.and_then(|opt| wire::u16_at(&self.upstream, opt.class_at()));
         size.unwrap_or(PLAIN_SIZE).into()
     }
 
@@ -148,9 +131,9 @@ impl Query {
     /// The reply as the client expects it: its id, its question, and an OPT record only if it sent
     /// one.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
-        let mut bytes = match self.edns {
-            Edns::Added(_) => reply.without_opt(),
-            Edns::Client(_) | Edns::None => reply.bytes().to_vec(),
+        let mut bytes = match self.is_opt_added {
+            true => reply.without_opt(),
+            false => reply.bytes().to_vec(),
         };
         wire::put(&mut bytes, 0, &self.client[..2]);
         let question = HEADER..self.question_end;
@@ -193,15 +176,13 @@ mod tests {
             ),
         ];
         for (asked, expected) in cases {
-            assert_eq!(parsed(asked).with_id(9), expected);
+            assert_eq!(parsed(asked).message(9, true), expected);
         }
-        let without = parsed(plain.clone()).without_opt().expect("ours can go");
-        assert_eq!(without.with_id(7), plain);
-        assert!(
-            parsed(query_with_opt(7, "a.test", 512, &[]))
-                .without_opt()
-                .is_none()
-        );
+        assert!(parsed(plain.clone()).can_omit_opt());
+        assert_eq!(parsed(plain.clone()).message(7, false), plain);
+        let own = query_with_opt(7, "a.test", 4096, &[]);
+        assert!(!parsed(own.clone()).can_omit_opt());
+        assert_eq!(parsed(own.clone()).message(7, false), own);
     }
 
     #[test]
@@ -210,7 +191,7 @@ mod tests {
         signed[11] = 1;
         signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
         let query = parsed(signed.clone());
-        assert_eq!(query.with_id(7), signed);
+        assert_eq!(query.message(7, true), signed);
         assert_eq!(query.cache_key(), None);
     }
 

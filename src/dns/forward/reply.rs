@@ -14,77 +14,68 @@ use crate::dns::wire::{
 #[derive(Clone, Debug)]
 pub(super) struct Reply(Bytes);
 
-/// What came in answer to a query.
+/// What a server sent in answer to a query.
 #[derive(Clone, Debug)]
-pub(super) enum Received {
-    Reply(Reply),
+pub(super) struct Received {
+    pub(super) rcode: u8,
+    /// `None` of an error with nothing behind the header: too little to pass on.
+    pub(super) reply: Option<Reply>,
     /// There is more, over TCP. What is left of the reply says so.
-    Truncated(Reply),
-    /// An error with nothing behind the header: too little to pass on.
-    Bare(u8),
-    /// Something else: another id, another question, a query.
+    pub(super) is_truncated: bool,
+}
+
+/// Why a message is no reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Unusable {
+    #[error("the reply over TCP is to another query")]
     NotOurs,
-    /// Ours by id and question, and broken behind it.
+    #[error("the reply's records do not fit its length")]
     Broken,
 }
 
 impl Received {
-    pub(super) fn read(bytes: &[u8], id: u16, query: &Query) -> Self {
+    /// Of a message that `is_cut` by the end of its buffer, only header and question count.
+    pub(super) fn read(
+        bytes: &[u8],
+        id: u16,
+        query: &Query,
+        is_cut: bool,
+    ) -> Result<Self, Unusable> {
         let is_ours = bytes.len() >= HEADER
             && wire::u16_at(bytes, 0) == Some(id)
             && bytes[FLAGS] & QR != 0
             && bytes[FLAGS] & OPCODE == query.opcode();
         if !is_ours {
-            return Self::NotOurs;
+            return Err(Unusable::NotOurs);
         }
         let rcode = wire::rcode(bytes);
         if wire::u16_at(bytes, QUESTIONS) == Some(0) && rcode != NOERROR {
-            return Self::Bare(rcode);
+            return Ok(Self {
+                rcode,
+                reply: None,
+                is_truncated: false,
+            });
         }
         if !query.is_asked_in(bytes) {
-            return Self::NotOurs;
+            return Err(Unusable::NotOurs);
         }
-        let reply = Reply::parse(bytes, query);
-        if bytes[FLAGS] & TC != 0 {
-            return Self::Truncated(reply.unwrap_or_else(|| Reply::emptied(bytes, query)));
-        }
-        reply.map_or(Self::Broken, Self::Reply)
-    }
-
-    /// What a reply longer than its buffer is: what came does not matter.
-    pub(super) fn cut(self, bytes: &[u8], query: &Query) -> Self {
-        match self {
-            Self::Reply(_) | Self::Broken => Self::Truncated(Reply::emptied(bytes, query)),
-            other => other,
-        }
-    }
-
-    pub(super) fn into_reply(self) -> Option<Reply> {
-        match self {
-            Self::Reply(reply) | Self::Truncated(reply) => Some(reply),
-            Self::Bare(_) | Self::NotOurs | Self::Broken => None,
-        }
-    }
-
-    pub(super) fn rcode(&self) -> u8 {
-        match self {
-            Self::Reply(reply) | Self::Truncated(reply) => reply.rcode(),
-            Self::Bare(rcode) => *rcode,
-            Self::NotOurs | Self::Broken => SERVFAIL,
-        }
-    }
-
-    pub(super) fn is_bare(&self) -> bool {
-        matches!(self, Self::Bare(_))
+        let is_truncated = is_cut || bytes[FLAGS] & TC != 0;
+        let reply = match Reply::parse(bytes, query).filter(|_| !is_cut) {
+            Some(reply) => reply,
+            None if is_truncated => Reply::emptied(bytes, query),
+            None => return Err(Unusable::Broken),
+        };
+        Ok(Self {
+            rcode,
+            reply: Some(reply),
+            is_truncated,
+        })
     }
 
     /// Whether the server cannot bear an OPT record. Source: RFC 6891, section 7.
     pub(super) fn lacks_opt(&self) -> bool {
-        let has_none = match self {
-            Self::Reply(reply) => reply.opt().is_none(),
-            other => other.is_bare(),
-        };
-        has_none && [FORMERR, NOTIMP].contains(&self.rcode())
+        let has_opt = self.reply.as_ref().is_some_and(|it| it.opt().is_some());
+        !has_opt && !self.is_truncated && [FORMERR, NOTIMP].contains(&self.rcode)
     }
 }
 
@@ -167,10 +158,9 @@ mod tests {
     }
 
     fn read(bytes: &[u8], query: &Query) -> Reply {
-        match Received::read(bytes, 1, query) {
-            Received::Reply(reply) => reply,
-            other => panic!("{other:?}"),
-        }
+        let received = Received::read(bytes, 1, query, false).expect("a reply");
+        assert!(!received.is_truncated);
+        received.reply.expect("more than a header")
     }
 
     #[test]
@@ -221,11 +211,8 @@ mod tests {
         let bytes = Answer::address(1).to(&asked);
         let query = parsed(asked.clone());
         for length in asked.len() - 11..bytes.len() {
-            let received = Received::read(&bytes[..length], 1, &query);
-            assert!(
-                matches!(received, Received::Broken),
-                "{length}: {received:?}"
-            );
+            let received = Received::read(&bytes[..length], 1, &query, false);
+            assert_eq!(received.err(), Some(Unusable::Broken), "{length}");
         }
     }
 }

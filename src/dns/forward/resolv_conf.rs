@@ -4,10 +4,11 @@
 //! out, the rest counts. Of repeated `search` and `domain` lines the last one counts. A server may
 //! have a port, written `[address]:port`. Source: resolv.conf(5), resolv.conf(5) of OpenBSD.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::path::Path;
+
+use crate::regular_file;
 
 /// No file of this kind is this large.
 const LARGEST: u64 = 64 * 1024;
@@ -25,30 +26,9 @@ pub struct ResolvConf {
     pub unusable: Vec<String>,
 }
 
-/// Why a file could not be read.
-#[derive(Debug, thiserror::Error)]
-pub enum Unreadable {
-    #[error("cannot read it: {0}")]
-    Io(#[from] io::Error),
-    #[error("it is not a file")]
-    NotAFile,
-    #[error("it has {0} bytes, expected at most {LARGEST}")]
-    TooLarge(u64),
-}
-
 impl ResolvConf {
-    pub fn read(path: &Path) -> Result<Self, Unreadable> {
-        // Opening a pipe would wait for a writer.
-        if !std::fs::metadata(path)?.is_file() {
-            return Err(Unreadable::NotAFile);
-        }
-        let mut bytes = Vec::new();
-        let read = File::open(path)?
-            .take(LARGEST + 1)
-            .read_to_end(&mut bytes)?;
-        if read as u64 > LARGEST {
-            return Err(Unreadable::TooLarge(read as u64));
-        }
+    pub fn read(path: &Path) -> io::Result<Self> {
+        let bytes = regular_file::read(path, LARGEST)?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
@@ -181,11 +161,8 @@ mod tests {
         assert_eq!(found.nameservers.len(), 1);
         std::fs::write(file.path(), vec![b'#'; 70_000]).expect("written");
         let error = ResolvConf::read(file.path()).expect_err("too large");
-        assert_eq!(
-            error.to_string(),
-            "it has 65537 bytes, expected at most 65536"
-        );
+        assert_eq!(error.to_string(), "more than 65536 bytes");
         let error = ResolvConf::read(Path::new("/")).expect_err("a directory");
-        assert_eq!(error.to_string(), "it is not a file");
+        assert_eq!(error.to_string(), "not a regular file");
     }
 }

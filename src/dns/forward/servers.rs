@@ -19,16 +19,9 @@ const MAX_SERVERS: usize = 16;
 
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
-/// The servers to ask, and how.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Servers {
-    pub(super) addresses: Vec<SocketAddr>,
-    pub(super) use_tcp: bool,
-}
-
 /// Servers that follow the file.
 #[derive(Debug)]
-pub(super) struct FollowedServers {
+pub(super) struct Servers {
     path: PathBuf,
     own: Vec<SocketAddr>,
     state: Mutex<State>,
@@ -39,43 +32,43 @@ struct State {
     read_at: Option<Instant>,
     /// What the file said last; `None` if it could not be read.
     found: Option<ResolvConf>,
-    is_unreadable: bool,
-    servers: Arc<Servers>,
+    /// What is in force, with usable servers only.
+    usable: Arc<ResolvConf>,
 }
 
-impl FollowedServers {
+impl Servers {
     pub(super) fn new(path: PathBuf, own: Vec<SocketAddr>) -> Self {
         let state = Mutex::default();
         Self { path, own, state }
     }
 
-    pub(super) fn current(&self) -> Arc<Servers> {
+    pub(super) fn current(&self) -> Arc<ResolvConf> {
         let mut state = self.state.lock();
         let now = Instant::now();
         if state.read_at.is_none_or(|read| now - read >= READ_AGAIN) {
-            state.read_at = Some(now);
             self.read(&mut state);
+            state.read_at = Some(now);
         }
-        state.servers.clone()
+        state.usable.clone()
     }
 
     fn read(&self, state: &mut State) {
+        let was_readable = state.read_at.is_none() || state.found.is_some();
         let read = ResolvConf::read(&self.path);
-        if let (Err(error), false) = (&read, state.is_unreadable) {
+        if let (Err(error), true) = (&read, was_readable) {
             let path = self.path.display();
             tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
         }
-        state.is_unreadable = read.is_err();
         let found = read.ok();
         if found != state.found {
-            let servers = found.as_ref().and_then(|found| self.usable(found));
-            state.servers = servers.map_or(state.servers.clone(), Arc::new);
+            let usable = found.as_ref().and_then(|found| self.usable(found));
+            state.usable = usable.map_or(state.usable.clone(), Arc::new);
             state.found = found;
         }
     }
 
     /// `None` when the last servers stay in force.
-    fn usable(&self, found: &ResolvConf) -> Option<Servers> {
+    fn usable(&self, found: &ResolvConf) -> Option<ResolvConf> {
         let path = self.path.display();
         for line in &found.unusable {
             tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected a server's address");
@@ -96,9 +89,9 @@ impl FollowedServers {
             return None;
         }
         tracing::info!(target: "dns", "forwarding to the DNS servers {addresses:?}");
-        Some(Servers {
-            addresses,
-            use_tcp: found.use_tcp,
+        Some(ResolvConf {
+            nameservers: addresses,
+            ..found.clone()
         })
     }
 

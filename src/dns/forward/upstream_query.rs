@@ -16,9 +16,10 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep_until};
 
-use super::attempt::{Failed, Sender};
+use super::attempt::{Failed, Sending, max_sockets};
 use super::health::Health;
 use super::in_flight::SharedQuery;
 use super::metrics::Metrics;
@@ -42,17 +43,11 @@ const WHOLE_REPLY: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Upstream {
     health: Health,
-    sender: Sender,
+    pub(super) sockets: Semaphore,
+    max_sockets: usize,
+    is_parallel: bool,
     first_wait: Duration,
-    metrics: Metrics,
-}
-
-/// How a query is to be put.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Options {
-    pub(super) transport: Transport,
-    pub(super) is_parallel: bool,
-    pub(super) timeout: Duration,
+    pub(super) metrics: Metrics,
 }
 
 /// One query under way.
@@ -60,7 +55,7 @@ struct UpstreamQuery<'a> {
     upstream: &'a Upstream,
     query: &'a Query,
     shared: &'a SharedQuery,
-    options: Options,
+    transport: Transport,
     /// Servers still to be asked, with how often they have been.
     rotation: VecDeque<(SocketAddr, u32)>,
     attempts: Vec<Attempt<'a>>,
@@ -73,20 +68,20 @@ struct UpstreamQuery<'a> {
 }
 
 struct Attempt<'a> {
-    server: SocketAddr,
+    sending: Sending,
     started: Instant,
-    transport: Transport,
-    /// What to send if the server cannot bear our OPT record.
-    without_opt: Option<Query>,
     future: Pin<Box<dyn Future<Output = Result<Received, Failed>> + Send + 'a>>,
 }
 
 impl Upstream {
-    /// `timeout` is that of a query.
-    pub(super) fn new(timeout: Duration, metrics: Metrics) -> Self {
+    /// All servers are asked at once if `is_parallel`. `timeout` is that of a query.
+    pub(super) fn new(is_parallel: bool, timeout: Duration, metrics: Metrics) -> Self {
+        let max_sockets = max_sockets();
         Self {
             health: Health::default(),
-            sender: Sender::new(metrics.clone()),
+            sockets: Semaphore::new(max_sockets),
+            max_sockets,
+            is_parallel,
             first_wait: FIRST_WAIT.min(timeout / 16),
             metrics,
         }
@@ -98,7 +93,8 @@ impl Upstream {
         query: &Query,
         shared: &SharedQuery,
         servers: &[SocketAddr],
-        options: Options,
+        transport: Transport,
+        timeout: Duration,
     ) -> Option<Reply> {
         let now = Instant::now();
         let order = self.health.order(servers, now);
@@ -106,13 +102,13 @@ impl Upstream {
             upstream: self,
             query,
             shared,
-            options,
+            transport,
             rotation: order.into_iter().map(|server| (server, 0)).collect(),
             attempts: Vec::new(),
             refusal: None,
             truncated: None,
             next_send: now,
-            deadline: now + options.timeout,
+            deadline: now + timeout,
         };
         let reply = asking.run().await;
         let truncated = asking.truncated.map(|(_, reply)| reply);
@@ -130,7 +126,7 @@ impl UpstreamQuery<'_> {
             tokio::select! {
                 biased;
                 (attempt, result) = first_of(&mut self.attempts) => {
-                    let server = attempt.server;
+                    let server = attempt.sending.server;
                     if let Some(reply) = self.judge(attempt, result) {
                         self.blame_silent(Some(server));
                         return Some(reply);
@@ -147,83 +143,79 @@ impl UpstreamQuery<'_> {
 
     /// Asks the next server, or all.
     fn send(&mut self) {
-        let count = if self.options.is_parallel {
-            self.rotation.len()
-        } else {
-            1
+        let upstream = self.upstream;
+        let count = match upstream.is_parallel {
+            true => self.rotation.len(),
+            false => 1,
         };
         for _ in 0..count {
             let Some((server, round)) = self.rotation.pop_front() else {
                 return;
             };
-            if round == 0 || self.upstream.sender.has_sockets_for_retries() {
-                if !self.attempts.is_empty() && !self.options.is_parallel || round > 0 {
-                    self.upstream.metrics.retries.inc();
+            // Under load, first tries come first.
+            let has_sockets = upstream.sockets.available_permits() >= upstream.max_sockets / 2;
+            if round == 0 || has_sockets {
+                if !self.attempts.is_empty() && !upstream.is_parallel || round > 0 {
+                    upstream.metrics.retries.inc();
                 }
-                // Two queries with an OPT record in vain: the network may not let it through.
-                let without_opt = self.query.without_opt().filter(|_| round >= 2);
-                let query = without_opt.unwrap_or_else(|| self.query.clone());
-                self.start(server, query, self.options.transport);
+                self.start(Sending {
+                    server,
+                    transport: self.transport,
+                    // Two queries with it in vain: the network may not let it through.
+                    with_opt: round < 2,
+                });
             }
             // The kernel repeats what TCP loses.
-            if self.options.transport == Transport::Udp && round + 1 < ROUNDS {
+            if self.transport == Transport::Udp && round + 1 < ROUNDS {
                 self.rotation.push_back((server, round + 1));
             }
-            self.next_send = Instant::now() + self.upstream.first_wait * (1 << round);
+            self.next_send = Instant::now() + upstream.first_wait * (1 << round);
         }
     }
 
-    fn start(&mut self, server: SocketAddr, query: Query, transport: Transport) {
-        let without_opt = query.without_opt();
-        let future = self
-            .upstream
-            .sender
-            .send(query, self.shared, server, transport);
+    fn start(&mut self, sending: Sending) {
+        let future = self.upstream.send(self.query, self.shared, sending);
         self.attempts.push(Attempt {
-            server,
+            sending,
             started: Instant::now(),
-            transport,
-            without_opt,
             future: Box::pin(future),
         });
     }
 
     /// The reply, if it ends the query.
     fn judge(&mut self, attempt: Attempt<'_>, result: Result<Received, Failed>) -> Option<Reply> {
-        let server = attempt.server;
+        let sending = attempt.sending;
+        let server = sending.server;
         let received = match result {
             Ok(received) => received,
-            Err(error) => return self.judge_failure(&attempt, &error),
+            Err(error) => return self.judge_failure(server, &error),
         };
         self.upstream.health.answered(server);
-        if let Some(query) = attempt
-            .without_opt
-            .as_ref()
-            .filter(|_| received.lacks_opt())
-        {
-            self.start(server, query.clone(), attempt.transport);
+        if received.lacks_opt() && sending.with_opt && self.query.can_omit_opt() {
+            self.start(Sending {
+                with_opt: false,
+                ..sending
+            });
             return None;
         }
-        let rcode = received.rcode();
+        let rcode = received.rcode;
         self.upstream.metrics.answered(rcode);
-        if [SERVFAIL, NOTIMP, REFUSED].contains(&rcode) || received.is_bare() {
+        if [SERVFAIL, NOTIMP, REFUSED].contains(&rcode) || received.reply.is_none() {
             tracing::debug!(target: "dns", "upstream failure: {server}: answered with code {rcode}");
-            self.refusal = received.into_reply().or(self.refusal.take());
+            self.refusal = received.reply.or(self.refusal.take());
             self.deadline = self.deadline.min(Instant::now() + LINGER);
             self.give_up(server);
             return None;
         }
-        match received {
-            Received::Truncated(reply) if attempt.transport == Transport::Udp => {
-                self.ask_over_tcp(server, reply);
-                None
-            }
-            received => received.into_reply(),
+        let is_final = !received.is_truncated || sending.transport == Transport::Tcp;
+        if !is_final && let Some(reply) = received.reply {
+            self.ask_over_tcp(server, reply);
+            return None;
         }
+        received.reply
     }
 
-    fn judge_failure(&mut self, attempt: &Attempt<'_>, error: &Failed) -> Option<Reply> {
-        let server = attempt.server;
+    fn judge_failure(&mut self, server: SocketAddr, error: &Failed) -> Option<Reply> {
         tracing::debug!(target: "dns", "upstream failure: {server}: {error}");
         if let Some((_, reply)) = self.truncated.take_if(|(by, _)| *by == server) {
             return Some(reply);
@@ -239,7 +231,8 @@ impl UpstreamQuery<'_> {
 
     /// Its other tries will not say anything else.
     fn give_up(&mut self, server: SocketAddr) {
-        self.attempts.retain(|attempt| attempt.server != server);
+        let is_other = |attempt: &Attempt<'_>| attempt.sending.server != server;
+        self.attempts.retain(is_other);
         self.rotation.retain(|(other, _)| *other != server);
         self.next_send = Instant::now();
     }
@@ -251,7 +244,11 @@ impl UpstreamQuery<'_> {
         self.truncated = Some((server, truncated));
         self.rotation.clear();
         self.deadline = self.deadline.min(Instant::now() + WHOLE_REPLY);
-        self.start(server, self.query.clone(), Transport::Tcp);
+        self.start(Sending {
+            server,
+            transport: Transport::Tcp,
+            with_opt: true,
+        });
     }
 
     /// Notes the servers that had time to answer and did not.
@@ -262,7 +259,7 @@ impl UpstreamQuery<'_> {
             .attempts
             .iter()
             .filter(|attempt| now - attempt.started >= self.upstream.first_wait)
-            .map(|attempt| attempt.server);
+            .map(|attempt| attempt.sending.server);
         let mut silent: Vec<_> = late
             .filter(|server| ![answered, truncated_by].contains(&Some(*server)))
             .collect();

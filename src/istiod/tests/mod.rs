@@ -119,6 +119,20 @@ async fn dials_anew_after_istiod_closed() {
 }
 
 #[tokio::test]
+async fn connections_that_break_at_once_are_not_dialed_without_a_pause() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let started = tokio::time::Instant::now();
+    for _ in 0..20 {
+        drop(istiod.connection().await.unwrap());
+        fake.close();
+        until_gone(&istiod).await;
+    }
+    // Each pause is a random part of 100 ms.
+    assert!(started.elapsed() > Duration::from_millis(200));
+}
+
+#[tokio::test]
 async fn leaves_a_connection_at_goaway_while_its_streams_finish() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));

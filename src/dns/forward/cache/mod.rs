@@ -71,13 +71,6 @@ pub(super) enum Found {
     Nothing,
 }
 
-/// How long a reply may be kept, in seconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Lifetime {
-    seconds: u32,
-    is_negative: bool,
-}
-
 impl Cache {
     pub(super) fn new(config: Config) -> Self {
         Self {
@@ -113,10 +106,10 @@ impl Cache {
         if [NOERROR, NXDOMAIN].contains(&reply.rcode()) {
             self.remove(&key);
         }
-        let Some(lifetime) = lifetime(reply) else {
+        let Some((ttl, is_negative)) = lifetime(reply) else {
             return;
         };
-        let (fresh, whole) = self.times(lifetime);
+        let (fresh, whole) = self.times(ttl, is_negative);
         let weight = OVERHEAD + key.len() + reply.bytes().len() + size_of::<Reply>();
         // One reply shall not empty the cache.
         if whole.is_zero() || weight > self.config.max_bytes / 8 {
@@ -146,9 +139,8 @@ impl Cache {
 
     /// How long a reply is fresh, and how long it is of any use. That a name does not exist is not
     /// said once it is stale.
-    fn times(&self, lifetime: Lifetime) -> (Duration, Duration) {
-        let ttl = Duration::from_secs(lifetime.seconds.into());
-        if lifetime.is_negative {
+    fn times(&self, ttl: Duration, is_negative: bool) -> (Duration, Duration) {
+        if is_negative {
             let fresh = ttl.min(self.config.max_negative_ttl);
             return (fresh, fresh);
         }
@@ -204,8 +196,8 @@ fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
     Reply::from_bytes(bytes)
 }
 
-/// How long a reply may be kept; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
-fn lifetime(reply: &Reply) -> Option<Lifetime> {
+/// How long a reply may be kept, and whether it is negative; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
+fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
     let bytes = reply.bytes();
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
@@ -231,10 +223,7 @@ fn lifetime(reply: &Reply) -> Option<Lifetime> {
     } else {
         of_answers?
     };
-    (seconds > 0).then_some(Lifetime {
-        seconds,
-        is_negative,
-    })
+    (seconds > 0).then_some((Duration::from_secs(seconds.into()), is_negative))
 }
 
 fn ttl(message: &[u8], record: &Record) -> Option<u32> {

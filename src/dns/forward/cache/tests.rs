@@ -10,10 +10,9 @@ const SECOND: Duration = Duration::from_secs(1);
 fn reply(answer: &Answer) -> Reply {
     let asked = query(1, "a.test");
     let parsed = Query::parse(asked.clone().into()).expect("a query");
-    match Received::read(&answer.to(&asked), 1, &parsed) {
-        Received::Reply(reply) => reply,
-        other => panic!("{other:?}"),
-    }
+    let received = Received::read(&answer.to(&asked), 1, &parsed, false).expect("a reply");
+    assert!(!received.is_truncated);
+    received.reply.expect("more than a header")
 }
 
 fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {

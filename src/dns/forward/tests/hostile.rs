@@ -342,10 +342,11 @@ proptest! {
     fn no_message_makes_it_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..200),
         cut in 0usize..200,
+        is_cut in any::<bool>(),
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
     ) {
         if let Some(query) = Query::parse(Bytes::copy_from_slice(&bytes)) {
-            let _ = (query.key(), query.cache_key(), query.without_opt());
+            let _ = (query.key(), query.cache_key(), query.message(1, false));
         }
         let asked = query_with_opt(1, "a.example.test", 1232, &[]);
         let parsed = Query::parse(asked.clone().into()).expect("a query");
@@ -360,8 +361,8 @@ proptest! {
         let now = Instant::now();
         let mut cache = cache::Cache::new(KEEPING);
         for query in [&parsed, &plain] {
-            let received = Received::read(&reply, 1, query);
-            if let Received::Reply(reply) | Received::Truncated(reply) = received {
+            let received = Received::read(&reply, 1, query, is_cut);
+            if let Ok(Received { reply: Some(reply), .. }) = received {
                 let _ = (query.restore(&reply), cache.put(b"key".to_vec(), &reply, now));
                 let _ = cache.get(b"key", now);
             }

@@ -1,22 +1,29 @@
-//! Reads certificates, keys and tokens: regular files up to a size, as a path may name a pipe or a
-//! device by mistake.
+//! Reads certificates, keys, tokens and settings: regular files up to a size, as a path may name a
+//! pipe or a device by mistake.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use zeroize::Zeroizing;
 
-/// The whole of a file with at most `largest` bytes.
-pub(super) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    // Opening a pipe would wait for its writer.
-    if !std::fs::metadata(path)?.is_file() {
+/// The whole of a regular file with at most `largest` bytes.
+pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+    // Without the flag, opening a pipe waits for its writer.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let file: File = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    let mut content = Zeroizing::new(Vec::new());
-    let read = File::open(path)?
-        .take(largest + 1)
-        .read_to_end(&mut content)?;
+    // The capacity is enough: a buffer that grows leaves copies of a key behind.
+    let capacity = usize::try_from(metadata.len().min(largest)).unwrap_or(0) + 1;
+    let mut content = Zeroizing::new(Vec::with_capacity(capacity));
+    let read = file.take(largest + 1).read_to_end(&mut content)?;
     if read as u64 > largest {
         let problem = format!("more than {largest} bytes");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
@@ -25,7 +32,7 @@ pub(super) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> 
 }
 
 /// Like [`read`], beside the runtime's thread.
-pub(super) async fn read_aside(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+pub(crate) async fn read_aside(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     tokio::task::spawn_blocking(move || read(&path, largest))
         .await
         .map_err(io::Error::other)?
