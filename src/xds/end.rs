@@ -49,7 +49,7 @@ impl End {
     pub(crate) fn istiod(mut headers: HeaderMap) -> Self {
         let Some(status) = Status::from_header_map(&headers) else {
             let status = Status::unavailable("istiod ended the stream without a status");
-            return Self::lost(&status, false);
+            return Self::bad_response(&status);
         };
         let is_expected = matches!(
             status.code(),
@@ -67,11 +67,6 @@ impl End {
         }
     }
 
-    /// The connection to istiod, or the stream on it, broke.
-    pub(crate) fn lost(status: &Status, is_expected: bool) -> Self {
-        Self::new(Side::Istiod, is_expected, status)
-    }
-
     /// The stream to istiod broke with this error: unavailable, unless its reset says more.
     pub(crate) fn broken(error: hyper::Error) -> Self {
         let text = match std::error::Error::source(&error) {
@@ -83,10 +78,10 @@ impl End {
             Code::Unknown | Code::Cancelled | Code::Internal => Code::Unavailable,
             code => code,
         };
-        Self::lost(&Status::new(code, text), is_expected)
+        Self::new(Side::Istiod, is_expected, &Status::new(code, text))
     }
 
-    /// Istiod sent what cannot be relayed.
+    /// Istiod sent what cannot be relayed, or no status.
     pub(crate) fn bad_response(status: &Status) -> Self {
         Self::new(Side::Istiod, false, status)
     }
@@ -138,11 +133,6 @@ impl End {
             Side::Envoy => format!("Envoy: {}", self.reason),
             Side::Agent => self.reason.clone(),
         }
-    }
-
-    /// Whether istiod ended the stream without an error.
-    pub(crate) fn is_success(&self) -> bool {
-        self.code_of_istiod() == Some(Code::Ok)
     }
 
     /// The code istiod ended the stream with, if it was istiod.
@@ -253,7 +243,6 @@ mod tests {
     #[test]
     fn ordinary_ends_count_as_cancelled_and_others_as_errors_of_the_side_that_made_them() {
         let istiod = |code: Code| End::istiod(trailers(&Status::new(code, "why")));
-        let gone = Status::unavailable("gone");
         let bad = Status::internal("bad");
         for (end, expected, reason) in [
             (istiod(Code::Ok), (CANCELLED, CANCELLED), "istiod: Ok: why"),
@@ -268,14 +257,9 @@ mod tests {
                 "istiod: Unauthenticated: why",
             ),
             (
-                End::lost(&gone, true),
+                End::stopped(),
                 (CANCELLED, CANCELLED),
-                "istiod: Unavailable: gone",
-            ),
-            (
-                End::lost(&gone, false),
-                (ERROR, CANCELLED),
-                "istiod: Unavailable: gone",
+                "replaced by a newer stream, or the agent stops",
             ),
             (
                 End::bad_response(&bad),

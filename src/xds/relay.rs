@@ -91,7 +91,7 @@ impl IstiodSide {
             Self::Connecting(connection) => match connection.await {
                 Ok(connection) => Ok(IstiodEvent::Connected(connection)),
                 // The agent stops.
-                Err(closed) => Err(End::lost(&Status::unavailable(closed.to_string()), true)),
+                Err(Closed) => Err(End::stopped()),
             },
             Self::Opening(response) => {
                 let response = response.await.map_err(End::broken)?;

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
@@ -161,7 +161,7 @@ impl StreamState {
 
     /// How the streams end when istiod's has: no success is told of a message in part.
     pub(super) fn istiod_done(&self, end: End) -> End {
-        if end.is_success() && !self.responses.between_messages() {
+        if end.code_of_istiod() == Some(Code::Ok) && !self.responses.between_messages() {
             let status = Status::internal("istiod ended the stream inside a message");
             return End::bad_response(&status);
         }

@@ -9,7 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::Transport;
 use super::name_table::{Found, NameTable};
-use super::wire::{self, Owner, Question, Read, Writer};
+use super::wire::{self, NoQuestion, Owner, Question, Writer};
 
 /// How answers are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,16 +42,12 @@ pub(crate) fn answer(
     out: &mut Vec<u8>,
 ) -> Action {
     let question = match wire::read(query) {
-        Read::Nothing => return Action::Drop,
-        Read::BadVersion(question) => {
-            wire::bad_version(query, &question, out);
-            return Action::Refuse;
-        }
-        Read::Wrong(rcode, end) => {
+        Ok(question) => question,
+        Err(NoQuestion::Nothing) => return Action::Drop,
+        Err(NoQuestion::Wrong(rcode, end)) => {
             wire::header(query, rcode, end, out);
             return Action::Refuse;
         }
-        Read::Question(question) => question,
     };
     match table {
         None if policy.forward_before_first_table => return Action::Forward(question),
@@ -94,16 +90,8 @@ fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {
 
 fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Found, ttl: u32) {
     let is_asked = |kind| [kind, wire::ANY].contains(&question.kind);
-    let v4 = if is_asked(wire::A) {
-        &found.v4[..]
-    } else {
-        &[]
-    };
-    let v6 = if is_asked(wire::AAAA) {
-        &found.v6[..]
-    } else {
-        &[]
-    };
+    let v4: &[_] = if is_asked(wire::A) { &found.v4 } else { &[] };
+    let v6: &[_] = if is_asked(wire::AAAA) { &found.v6 } else { &[] };
     writer.authoritative(ttl);
     if !v4.is_empty() || !v6.is_empty() {
         // What does not fit is left out.

@@ -289,10 +289,7 @@ fn a_dot_inside_of_a_label_is_no_dot() {
 }
 
 fn question(query: &[u8]) -> Question {
-    match wire::read(query) {
-        Read::Question(question) => question,
-        other => panic!("{other:?} for {query:?}"),
-    }
+    wire::read(query).expect("a question")
 }
 
 #[test]

@@ -5,14 +5,14 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use prost::encoding::decode_varint;
+use prost::encoding::{WireType, decode_key, decode_varint};
 use smallvec::SmallVec;
 
 /// The number of the map in `NameTable`.
-pub(super) const TABLE: u64 = 1;
+pub(super) const TABLE: u32 = 1;
 /// Numbers in `NameInfo`.
-const IPS: u64 = 1;
-pub(super) const ALT_HOSTS: u64 = 5;
+const IPS: u32 = 1;
+pub(super) const ALT_HOSTS: u32 = 5;
 
 /// Why bytes are not a name table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,8 +32,8 @@ pub enum Malformed {
 pub(super) struct Field<'a> {
     /// Offset of its tag in the table.
     pub(super) at: usize,
-    pub(super) number: u64,
-    value: &'a [u8],
+    pub(super) number: u32,
+    pub(super) value: &'a [u8],
     value_at: usize,
 }
 
@@ -70,29 +70,22 @@ pub(super) fn fields(
 type At = fn(usize) -> Malformed;
 
 /// Takes one field off the message; `None` if it is not length-delimited.
-fn read_field<'a>(message: &mut &'a [u8]) -> Result<Option<(u64, &'a [u8])>, At> {
-    let mut varint = || match **message {
-        // Nearly all have one byte.
-        [byte @ ..0x80, ref rest @ ..] => {
-            *message = rest;
-            Ok(u64::from(byte))
-        }
-        _ => decode_varint(message).map_err(|_| Malformed::Field as At),
-    };
-    let tag = varint()?;
-    let length = match tag & 7 {
-        0 => varint().map(|_| 0)?,
-        1 => 8,
-        2 => varint()?,
-        5 => 4,
-        _ => return Err(Malformed::Field),
+fn read_field<'a>(message: &mut &'a [u8]) -> Result<Option<(u32, &'a [u8])>, At> {
+    let malformed = |_| Malformed::Field as At;
+    let (number, wire_type) = decode_key(message).map_err(malformed)?;
+    let length = match wire_type {
+        WireType::Varint => decode_varint(message).map(|_| 0).map_err(malformed)?,
+        WireType::LengthDelimited => decode_varint(message).map_err(malformed)?,
+        WireType::SixtyFourBit => 8,
+        WireType::ThirtyTwoBit => 4,
+        WireType::StartGroup | WireType::EndGroup => return Err(Malformed::Field),
     };
     let length = usize::try_from(length).map_err(|_| Malformed::Length as At)?;
     let (value, rest) = message
         .split_at_checked(length)
         .ok_or(Malformed::Length as At)?;
     *message = rest;
-    Ok((tag & 7 == 2).then_some((tag >> 3, value)))
+    Ok((wire_type == WireType::LengthDelimited).then_some((number, value)))
 }
 
 impl<'a> Field<'a> {
@@ -104,10 +97,6 @@ impl<'a> Field<'a> {
 
     fn fields(&self) -> impl Iterator<Item = Result<Field<'a>, Malformed>> + use<'a> {
         fields(self.value, self.value_at)
-    }
-
-    pub(super) fn value(&self) -> &'a [u8] {
-        self.value
     }
 
     fn check_text(&self) -> Result<(), Malformed> {
@@ -135,6 +124,18 @@ pub(super) type Addresses = (SmallVec<[Ipv4Addr; 4]>, SmallVec<[Ipv6Addr; 4]>);
 impl<'a> Host<'a> {
     /// Reads the pair of the map that `field` holds.
     pub(super) fn parse(field: &Field<'a>) -> Result<Self, Malformed> {
+        Self::read(field, |_| Ok(()))
+    }
+
+    /// Reads a pair whose texts are not known to be UTF-8.
+    pub(super) fn parse_checked(field: &Field<'a>) -> Result<Self, Malformed> {
+        Self::read(field, Field::check_text)
+    }
+
+    fn read(
+        field: &Field<'a>,
+        check: impl Fn(&Field<'a>) -> Result<(), Malformed>,
+    ) -> Result<Self, Malformed> {
         let mut host = Self {
             // A table has less bytes than four bytes count.
             at: field.at as u32,
@@ -143,36 +144,25 @@ impl<'a> Host<'a> {
         for part in field.fields() {
             let part = part?;
             match part.number {
-                1 => host.name = part.value,
+                1 => {
+                    check(&part)?;
+                    host.name = part.value;
+                }
                 2 => host.info = Some(part),
                 _ => {}
             }
         }
         for part in host.info.iter().flat_map(Field::fields) {
             let part = part?;
+            // What a later istiod adds need not be text.
+            if (IPS..=ALT_HOSTS).contains(&part.number) {
+                check(&part)?;
+            }
             match part.number {
                 2 => host.registry = part.value,
                 3 => host.short_name = part.value,
                 4 => host.namespace = part.value,
                 _ => {}
-            }
-        }
-        Ok(host)
-    }
-
-    /// Reads a pair whose texts are not known to be UTF-8.
-    pub(super) fn parse_checked(field: &Field<'a>) -> Result<Self, Malformed> {
-        let host = Self::parse(field)?;
-        for part in field.fields().filter_map(Result::ok) {
-            if part.number == 1 {
-                part.check_text()?;
-            }
-        }
-        for part in host.info.iter().flat_map(Field::fields) {
-            let part = part?;
-            // What a later istiod adds need not be text.
-            if (IPS..=ALT_HOSTS).contains(&part.number) {
-                part.check_text()?;
             }
         }
         Ok(host)
@@ -194,7 +184,7 @@ impl<'a> Host<'a> {
     }
 
     /// The fields of its `NameInfo` with this number.
-    pub(super) fn parts(&self, number: u64) -> impl Iterator<Item = Field<'a>> + use<'a> {
+    pub(super) fn parts(&self, number: u32) -> impl Iterator<Item = Field<'a>> + use<'a> {
         let parts = self.info.into_iter().flat_map(|info| info.fields());
         let parts = parts.map_while(Result::ok);
         parts.filter(move |part| part.number == number)

@@ -59,20 +59,16 @@ fn lower(bytes: &[u8]) -> String {
 
 /// A `NameInfo`, without members that are empty.
 fn info(host: &Host<'_>) -> Value {
-    let texts = [
-        ("registry", host.registry),
-        ("shortname", host.short_name),
-        ("namespace", host.namespace),
+    let members = [
+        ("ips", host.ips().collect()),
+        ("registry", text(host.registry).into()),
+        ("shortname", text(host.short_name).into()),
+        ("namespace", text(host.namespace).into()),
+        ("altHosts", host.alt_hosts().map(text).collect()),
     ];
-    let ips: Vec<_> = host.ips().collect();
-    let alt_hosts: Vec<_> = host.alt_hosts().map(text).collect();
-    let texts = texts.map(|(name, value)| (name, value.is_empty(), Value::from(text(value))));
-    let members = [("ips", ips.is_empty(), Value::from(ips))]
-        .into_iter()
-        .chain(texts)
-        .chain([("altHosts", alt_hosts.is_empty(), Value::from(alt_hosts))]);
-    let filled = members.filter(|(_, is_empty, _)| !is_empty);
+    let is_filled = |(_, value): &(&str, Value)| *value != json!("") && *value != json!([]);
+    let filled = members.into_iter().filter(is_filled);
     filled
-        .map(|(name, _, value)| (name.to_owned(), value))
+        .map(|(name, value)| (name.to_owned(), value))
         .collect()
 }

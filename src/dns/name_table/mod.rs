@@ -244,7 +244,7 @@ impl NameTable {
             Kind::AltHost => {
                 let alt_host = self.alt_hosts[number as usize];
                 let host = Host::at(&self.encoded, alt_host.host);
-                let name = Field::at(&self.encoded, alt_host.at).map(|field| field.value());
+                let name = Field::at(&self.encoded, alt_host.at).map(|field| field.value);
                 (host, Name(name.unwrap_or_default(), None))
             }
         }

@@ -86,19 +86,12 @@ pub(super) async fn serve<F: Forward>(
     }
 }
 
-/// A forwarded query and the reply to it.
-struct Forwarded<T> {
-    client: T,
-    query: Bytes,
-    question: Question,
-    reply: Option<Bytes>,
-}
-
 /// Forwarded queries that wait for their replies.
 struct Pending<F, T> {
     shared: Arc<Shared<F>>,
     transport: Transport,
-    running: JoinSet<Forwarded<T>>,
+    /// Client, query, its question, and the reply to it.
+    running: JoinSet<(T, Bytes, Question, Option<Bytes>)>,
     most: usize,
 }
 
@@ -125,29 +118,21 @@ impl<F: Forward, T: Send + 'static> Pending<F, T> {
         let query = Bytes::copy_from_slice(query);
         self.running.spawn(async move {
             let reply = shared.forwarder.forward(query.clone(), transport).await;
-            Forwarded {
-                client,
-                query,
-                question,
-                reply,
-            }
+            (client, query, question, reply)
         });
     }
 
     /// Writes the next answer to `out` and returns its client. Waits while there is none; no query is
     /// lost if the caller stops waiting.
     async fn next(&mut self, out: &mut Vec<u8>) -> Option<T> {
-        let forwarded = match self.running.join_next().await? {
+        let (client, query, question, reply) = match self.running.join_next().await? {
             Ok(forwarded) => forwarded,
             Err(error) => {
                 tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}");
                 return None;
             }
         };
-        let Forwarded {
-            query, question, ..
-        } = forwarded;
-        let source = match forwarded.reply {
+        let source = match reply {
             Some(reply) if reply.len() >= wire::HEADER => {
                 wire::fit(&reply, answer::limit(&question, self.transport), out);
                 Source::Upstream
@@ -158,6 +143,6 @@ impl<F: Forward, T: Send + 'static> Pending<F, T> {
             }
         };
         self.shared.metrics.response(out, source);
-        Some(forwarded.client)
+        Some(client)
     }
 }

@@ -8,8 +8,8 @@
 mod question;
 mod write;
 
-pub(crate) use question::{OWN_UDP, Question, Read, read};
-pub(crate) use write::{Owner, Writer, bad_version, fit, header};
+pub(crate) use question::{NoQuestion, OWN_UDP, Question, read};
+pub(crate) use write::{Owner, Writer, fit, header};
 
 use smallvec::SmallVec;
 

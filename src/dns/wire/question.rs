@@ -12,16 +12,16 @@ pub(crate) const OWN_UDP: u16 = 4096;
 
 const NOTIFY: u8 = 4 << 3;
 
-/// What a message turned out to be.
+/// The response code of a version of EDNS other than 0.
+const BADVERS: u8 = 16;
+
+/// Why a message is no question.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Read {
+pub(crate) enum NoQuestion {
     /// Nothing to answer: a fragment, or itself an answer.
     Nothing,
     /// To be refused with this response code; the question, as far as it can be read, ends here.
     Wrong(u8, Option<usize>),
-    /// A version of EDNS other than 0.
-    BadVersion(Question),
-    Question(Question),
 }
 
 /// One question.
@@ -87,44 +87,39 @@ fn is_plain(byte: u8) -> bool {
 }
 
 /// Reads a query.
-pub(crate) fn read(message: &[u8]) -> Read {
+pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
     if message.len() < HEADER || message[FLAGS] & QR != 0 {
-        return Read::Nothing;
+        return Err(NoQuestion::Nothing);
     }
     if message.len() > usize::from(OWN_UDP) {
-        return Read::Wrong(FORMERR, None);
+        return Err(NoQuestion::Wrong(FORMERR, None));
     }
     let opcode = message[FLAGS] & OPCODE;
     if opcode != 0 && opcode != NOTIFY {
-        return Read::Wrong(NOTIMP, None);
+        return Err(NoQuestion::Wrong(NOTIMP, None));
     }
     let count = |at| u16_at(message, at).unwrap_or_default();
     let has_too_many = count(ANSWERS) > 1 || count(AUTHORITIES) > 1 || count(ADDITIONALS) > 2;
     if count(QUESTIONS) != 1 || has_too_many {
-        return Read::Wrong(FORMERR, None);
+        return Err(NoQuestion::Wrong(FORMERR, None));
     }
     if message.len() == HEADER {
-        return Read::Wrong(REFUSED, None);
+        return Err(NoQuestion::Wrong(REFUSED, None));
     }
-    let Some(end) = question_end(message) else {
-        return Read::Wrong(FORMERR, None);
-    };
-    let Some(records) = records(message, end) else {
-        return Read::Wrong(FORMERR, Some(end));
-    };
+    let end = question_end(message).ok_or(NoQuestion::Wrong(FORMERR, None))?;
+    let records = records(message, end).ok_or(NoQuestion::Wrong(FORMERR, Some(end)))?;
     let opt = records.iter().rfind(|record| record.kind == OPT);
     let edns = opt.map(|opt| Edns {
         udp_size: u16_at(message, opt.class_at()).unwrap_or_default(),
         dnssec_ok: message[opt.ttl_at() + 2] & 0x80 != 0,
     });
-    let question = Question {
+    if opt.is_some_and(|opt| message[opt.ttl_at() + 1] > 0) {
+        return Err(NoQuestion::Wrong(BADVERS, Some(end)));
+    }
+    Ok(Question {
         kind: count(end - 4),
         class: count(end - 2),
         end,
         edns,
-    };
-    match opt {
-        Some(opt) if message[opt.ttl_at() + 1] > 0 => Read::BadVersion(question),
-        _ => Read::Question(question),
-    }
+    })
 }

@@ -112,23 +112,20 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Writes an answer without records: the header, and the question up to `end`.
+/// Writes an answer without records: the header, and the question up to `end`. Of a response code that
+/// does not fit the header, an OPT record holds the upper bits.
 pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
     let opcode = query[FLAGS] & OPCODE;
     let is_query = opcode == 0;
     out[FLAGS] = QR | opcode | if is_query { query[FLAGS] & RD } else { 0 };
-    out[CODE] = RA | if is_query { query[CODE] & CD } else { 0 } | rcode;
+    out[CODE] = RA | if is_query { query[CODE] & CD } else { 0 } | rcode & RCODE;
     out[QUESTIONS..HEADER].fill(0);
     out[QUESTIONS + 1] = u8::from(end.is_some());
-}
-
-/// Writes the answer to a version of EDNS other than 0. The code is BADVERS, 16, of which the OPT record
-/// holds the upper bits.
-pub(crate) fn bad_version(query: &[u8], question: &Question, out: &mut Vec<u8>) {
-    header(query, 0, Some(question.end), out);
-    push_opt(out, 1, false);
+    if rcode > RCODE {
+        push_opt(out, rcode >> 4, false);
+    }
 }
 
 /// Adds the only additional record.

@@ -4,15 +4,14 @@
 //! byte. Of a bundle of roots, broken certificates are left out.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use zeroize::Zeroizing;
 
+use crate::regular_file;
 use crate::secrets::certificate::{Certificate, Roots, Secret};
 use crate::secrets::x509::{self, ChainError, KeyError};
 
@@ -109,30 +108,8 @@ fn certificates(path: &Path, source: ChainError) -> FileError {
 
 /// The whole of a regular file. A pipe or device neither blocks nor fills memory.
 fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, FileError> {
-    read_regular(path).map_err(|source| FileError::Unreadable {
+    regular_file::read(path, LARGEST).map_err(|source| FileError::Unreadable {
         path: path.to_owned(),
         source,
     })
-}
-
-fn read_regular(path: &Path) -> io::Result<Zeroizing<Vec<u8>>> {
-    // Without the flag, opening a pipe waits for its writer.
-    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file: File = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags)
-        .open(path)?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(io::Error::other("not a regular file"));
-    }
-    // The capacity is enough: a buffer that grows leaves copies of a key behind.
-    let capacity = usize::try_from(metadata.len().min(LARGEST)).unwrap_or(0) + 1;
-    let mut content = Zeroizing::new(Vec::with_capacity(capacity));
-    let read = file.take(LARGEST + 1).read_to_end(&mut content)?;
-    if read as u64 > LARGEST {
-        let problem = format!("more than {LARGEST} bytes");
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
-    }
-    Ok(content)
 }
