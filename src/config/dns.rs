@@ -38,8 +38,8 @@ impl Sources<'_> {
         let resolv_conf = self.resolv_conf(&path);
         let nameservers = resolv_conf.nameservers.iter();
         let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
-        let listen = listen::listen(address, &nameservers, &own_addresses());
-        let own = listen.addresses.iter().filter_map(|own| own.parse().ok());
+        let addresses = listen::listen(address, &nameservers, &own_addresses());
+        let own = addresses.iter().filter_map(|own| own.parse().ok());
         let forwarder = forward::Config {
             resolv_conf: path,
             parallel: self.get(&variables::DNS_FORWARD_PARALLEL),
@@ -49,10 +49,10 @@ impl Sources<'_> {
         };
         let policy = Policy {
             ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
-            forward_before_first_table: listen.is_machine_resolver,
+            forward_before_first_table: listen::is_machine_resolver(address),
         };
         let server = dns::Config {
-            addresses: listen.addresses,
+            addresses,
             search_domains: SearchDomains::new(
                 &self.namespace,
                 &self.domain(),

@@ -10,16 +10,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 /// Where DNS is answered by default.
 pub const DEFAULT: &str = "localhost:15053";
 
-/// Where to listen.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listen {
-    /// Host and port, each.
-    pub addresses: Vec<String>,
-    /// Whether the agent is the machine's resolver: other programs depend on it before istiod has
-    /// sent a name table.
-    pub is_machine_resolver: bool,
-}
-
 /// The address, unless it has port 53 and the agent is not root.
 pub fn address(said: &str, is_root: bool) -> &str {
     if said.is_empty() {
@@ -35,23 +25,19 @@ pub fn address(said: &str, is_root: bool) -> &str {
     said
 }
 
-/// Where to listen for `address`, of [`address`], on a machine with its `own` addresses beside those
-/// of loopback.
-pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Listen {
+/// Where to listen, host and port each, for `address`, of [`address`], on a machine with its `own`
+/// addresses beside those of loopback.
+pub fn listen(address: &str, nameservers: &[IpAddr], own: &[IpAddr]) -> Vec<String> {
     let port = address.strip_prefix("localhost:");
     let v4 = nameservers.iter().any(IpAddr::is_ipv4);
     let v6 = nameservers.iter().any(IpAddr::is_ipv6);
-    let addresses = match port {
+    match port {
         Some(port) if v4 || v6 => {
             let v4 = v4.then(|| format!("127.0.0.1:{port}"));
             let v6 = v6.then(|| format!("[::1]:{port}"));
             v4.into_iter().chain(v6).collect()
         }
         _ => each(address, own).unwrap_or_else(|| vec![address.to_owned()]),
-    };
-    Listen {
-        addresses,
-        is_machine_resolver: is_machine_resolver(address),
     }
 }
 
@@ -79,7 +65,8 @@ fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     )
 }
 
-/// Whether a server at `address` is what programs take for the machine's resolver.
+/// Whether a server at `address` is what programs take for the machine's resolver: they depend on it
+/// before istiod has sent a name table.
 pub fn is_machine_resolver(address: &str) -> bool {
     address.ends_with(":53")
 }
@@ -122,9 +109,9 @@ mod tests {
             ("127.0.0.5:53", &[v6], &["127.0.0.5:53"], true),
         ] {
             let resolvers: Vec<IpAddr> = resolvers.iter().map(|ip| ip.parse().unwrap()).collect();
-            let listen = listen(said, &resolvers, &[]);
-            assert_eq!(listen.addresses, expected, "{said} {resolvers:?}");
-            assert_eq!(listen.is_machine_resolver, is_machine_resolver, "{said}");
+            let addresses = listen(said, &resolvers, &[]);
+            assert_eq!(addresses, expected, "{said} {resolvers:?}");
+            assert_eq!(super::is_machine_resolver(said), is_machine_resolver);
         }
     }
 
@@ -148,7 +135,7 @@ mod tests {
             ("[::]", &[v4], &["[::]"]),
         ] {
             let own: Vec<IpAddr> = own.iter().map(|ip| ip.parse().unwrap()).collect();
-            assert_eq!(listen(said, &[], &own).addresses, expected, "{said}");
+            assert_eq!(listen(said, &[], &own), expected, "{said}");
         }
     }
 }

@@ -103,11 +103,12 @@ pub fn new<F: Forward>(
     registry: &Registry,
     shutdown: CancellationToken,
 ) -> Result<(Dns, impl Future<Output = Result<(), Error>> + Send + use<F>), Error> {
-    let mut bound = Vec::new();
+    let (mut addresses, mut bound) = (Vec::new(), Vec::new());
     for address in &config.addresses {
-        bound.push(bind(address)?);
+        let (address, sockets) = bind(address)?;
+        addresses.push(address);
+        bound.push(sockets);
     }
-    let addresses = bound.iter().map(|bound| bound.address).collect();
     let metrics = Metrics::new(registry);
     let (tables, receiver) = watch::channel(None);
     let dns = Dns {
@@ -176,7 +177,7 @@ impl Dns {
 }
 
 /// Binds both protocols to one port.
-fn bind(address: &str) -> Result<Bound, Error> {
+fn bind(address: &str) -> Result<(SocketAddr, Bound), Error> {
     let error = |protocol| {
         let address = address.to_owned();
         move |source| Error::Bind {
@@ -196,7 +197,7 @@ fn bind(address: &str) -> Result<Bound, Error> {
     for protocol in ["udp", "tcp"] {
         tracing::info!(target: "dns", "Starting local {protocol} DNS server on {address}");
     }
-    Ok(Bound { address, udp, tcp })
+    Ok((address, (udp, tcp)))
 }
 
 #[cfg(test)]

@@ -35,16 +35,8 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
 pub enum RootsError {
     #[error("cannot read root certificates from {path}: {source}", path = .path.display())]
     Unreadable { path: PathBuf, source: io::Error },
-    #[error("root certificate file {path} is empty, expected PEM", path = .path.display())]
-    Empty { path: PathBuf },
-    #[error("root certificate file {path} holds no certificate in {bytes} bytes, expected PEM", path = .path.display())]
-    NoCertificate { path: PathBuf, bytes: usize },
-    #[error("root certificate file {path} holds no certificate that can be used: {broken} broken, {expired} expired", path = .path.display())]
-    NoneUsable {
-        path: PathBuf,
-        broken: usize,
-        expired: usize,
-    },
+    #[error("root certificate file {path} {found}", path = .path.display())]
+    Unusable { path: PathBuf, found: String },
     #[error("no bundle of root certificates found on this system, looked for {}", SYSTEM_BUNDLES.join(", "))]
     NoSystemBundle,
 }
@@ -70,9 +62,6 @@ async fn system_bundle() -> Result<PathBuf, RootsError> {
 }
 
 fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, RootsError> {
-    if pem.trim_ascii().is_empty() {
-        return Err(RootsError::Empty { path: path.into() });
-    }
     let mut store = RootCertStore::empty();
     let (mut broken, mut expired) = (0, 0);
     for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -82,25 +71,23 @@ fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, Root
             _ => broken += 1,
         }
     }
-    match (store.len(), broken + expired) {
-        (0, 0) => Err(RootsError::NoCertificate {
-            path: path.into(),
-            bytes: pem.len(),
-        }),
-        (0, _) => Err(RootsError::NoneUsable {
-            path: path.into(),
-            broken,
-            expired,
-        }),
-        (_, 0) => Ok(store),
+    let found = match (store.len(), broken + expired) {
+        (0, 0) if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
+        (0, 0) => format!("holds no certificate in {} bytes, expected PEM", pem.len()),
+        (0, _) => {
+            format!("holds no certificate that can be used: {broken} broken, {expired} expired")
+        }
+        (_, 0) => return Ok(store),
         (used, _) => {
             tracing::warn!(
                 "left out {broken} broken and {expired} expired root certificates of {}; using the other {used}",
                 path.display()
             );
-            Ok(store)
+            return Ok(store);
         }
-    }
+    };
+    let path = path.to_owned();
+    Err(RootsError::Unusable { path, found })
 }
 
 /// The end of a certificate's validity in seconds since 1970.

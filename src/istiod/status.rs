@@ -63,7 +63,7 @@ pub(super) struct Record {
 #[derive(Debug, Default)]
 struct Dials {
     count: u64,
-    last_error: Option<(SystemTime, String)>,
+    last_error: Option<Failure>,
 }
 
 impl Record {
@@ -84,7 +84,8 @@ impl Record {
     pub(super) fn failed(&self, error: &str) {
         self.failures.inc();
         let error = error.chars().take(LONGEST_ERROR).collect();
-        self.dials.lock().last_error = Some((Clock::system().now(), error));
+        let at = rfc3339(Clock::system().now());
+        self.dials.lock().last_error = Some(Failure { at, error });
     }
 
     pub(super) fn status(
@@ -98,10 +99,7 @@ impl Record {
             address: address.to_owned(),
             connected,
             dials: dials.count,
-            last_error: dials.last_error.as_ref().map(|(at, error)| Failure {
-                at: rfc3339(*at),
-                error: error.clone(),
-            }),
+            last_error: dials.last_error.clone(),
             token_expires: token_expires.map(rfc3339),
         }
     }

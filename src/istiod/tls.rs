@@ -3,13 +3,12 @@
 //! All files are read at each dial, so a rotated one is in force for the next connection. TLS 1.2 and
 //! 1.3 with a post-quantum key exchange first, unless a compliance policy says otherwise.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
-use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
@@ -53,15 +52,8 @@ pub enum TlsError {
     ServerName { found: String },
     #[error(transparent)]
     Roots(#[from] RootsError),
-    #[error("cannot read the client key {path}: {source}", path = .path.display())]
-    KeyUnreadable { path: PathBuf, source: io::Error },
-    #[error("client key {path} is no PEM private key: {source}", path = .path.display())]
-    KeyInvalid { path: PathBuf, source: pem::Error },
-    #[error("client certificate {path} cannot be used with its key: {source}", path = .path.display())]
-    Pair {
-        path: PathBuf,
-        source: rustls::Error,
-    },
+    #[error("{0}")]
+    Client(String),
     #[error("cannot set up TLS: {0}")]
     Setup(#[source] rustls::Error),
 }
@@ -116,21 +108,19 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
             return Ok(None);
         }
     };
-    let path = || client.key.clone();
-    let pem = regular_file::read_aside(path(), LARGEST).await;
-    let pem = pem.map_err(|source| TlsError::KeyUnreadable {
-        path: path(),
-        source,
-    })?;
-    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|source| TlsError::KeyInvalid {
-        path: path(),
-        source,
-    })?;
+    let path = client.key.display();
+    let pem = regular_file::read_aside(client.key.clone(), LARGEST).await;
+    let pem =
+        pem.map_err(|e| TlsError::Client(format!("cannot read the client key {path}: {e}")))?;
+    let key = PrivateKeyDer::from_pem_slice(&pem)
+        .map_err(|e| TlsError::Client(format!("client key {path} is no PEM private key: {e}")))?;
     // rustls' own pairing would leave a copy of the key in memory.
     let pair = certified(chain, &Zeroizing::new(key));
-    pair.map(Some).map_err(|source| TlsError::Pair {
-        path: client.chain.clone(),
-        source,
+    pair.map(Some).map_err(|error| {
+        let path = client.chain.display();
+        TlsError::Client(format!(
+            "client certificate {path} cannot be used with its key: {error}"
+        ))
     })
 }
 

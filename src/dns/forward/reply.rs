@@ -79,15 +79,6 @@ impl Received {
     }
 }
 
-/// The OPT record of a reply.
-struct Opt {
-    start: usize,
-    /// How many additional records stand before it.
-    before: u16,
-    /// Upper bits of a response code that does not fit the header.
-    extended_rcode: u8,
-}
-
 impl Reply {
     fn parse(bytes: &[u8], query: &Query) -> Option<Self> {
         let records = wire::records(bytes, query.question_end())?;
@@ -117,34 +108,30 @@ impl Reply {
 
     /// Whether the response code is more than the header holds.
     pub(super) fn has_extended_rcode(&self) -> bool {
-        self.opt().is_some_and(|opt| opt.extended_rcode != 0)
+        self.opt().is_some_and(|(opt, _)| self.0[opt.ttl_at()] != 0)
     }
 
     /// For a client that sent no OPT record. What stands behind the record goes with it: names there
     /// may refer to each other by place, and it is additional. Servers put the record last.
     pub(super) fn without_opt(&self) -> Vec<u8> {
-        let Some(opt) = self.opt() else {
+        let Some((opt, before)) = self.opt() else {
             return self.0.to_vec();
         };
         let mut bytes = self.0[..opt.start].to_vec();
-        wire::put(&mut bytes, ADDITIONALS, &opt.before.to_be_bytes());
-        if opt.extended_rcode != 0 {
+        wire::put(&mut bytes, ADDITIONALS, &before.to_be_bytes());
+        if self.0[opt.ttl_at()] != 0 {
             // Half a response code would read as another one.
             bytes[CODE] = bytes[CODE] & !RCODE | SERVFAIL;
         }
         bytes
     }
 
-    fn opt(&self) -> Option<Opt> {
+    /// The OPT record, and how many additional records stand before it.
+    fn opt(&self) -> Option<(wire::Record, u16)> {
         let records = wire::records(&self.0, wire::question_end(&self.0)?)?;
-        let is_additional = |record: &&wire::Record| record.section == Section::Additional;
-        let mut additional = records.iter().filter(is_additional).zip(0..);
-        let (record, before) = additional.find(|(record, _)| record.kind == OPT)?;
-        Some(Opt {
-            start: record.start,
-            before,
-            extended_rcode: self.0[record.ttl_at()],
-        })
+        let is_additional = |record: &wire::Record| record.section == Section::Additional;
+        let mut additional = records.into_iter().filter(is_additional).zip(0..);
+        additional.find(|(record, _)| record.kind == OPT)
     }
 }
 

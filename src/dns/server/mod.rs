@@ -8,7 +8,6 @@ mod tcp;
 mod udp;
 
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,12 +27,7 @@ use crate::lifecycle::{CancellationToken, Tasks};
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Both sockets of one address.
-#[derive(Debug)]
-pub(super) struct Bound {
-    pub(super) address: SocketAddr,
-    pub(super) udp: std::net::UdpSocket,
-    pub(super) tcp: std::net::TcpListener,
-}
+pub(super) type Bound = (std::net::UdpSocket, std::net::TcpListener);
 
 /// What all loops share.
 pub(super) struct Shared<F> {
@@ -72,7 +66,7 @@ pub(super) async fn serve<F: Forward>(
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let mut tasks = Tasks::new();
-    for Bound { udp, tcp, .. } in bound {
+    for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp).map_err(Error::Socket)?;
         tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone()));
         tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone()));
