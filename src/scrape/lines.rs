@@ -15,7 +15,7 @@ use bytes::Bytes;
 use memchr::{memchr, memchr_iter};
 
 use super::Hidden;
-use super::body::Output;
+use super::output::Output;
 use super::sample::{Sample, is_plausible, name_length, unquote, words};
 use super::seen::Seen;
 

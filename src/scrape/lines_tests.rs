@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::Format::{OpenMetrics, Text};
 use super::*;
-use crate::scrape::body::Written;
+use crate::scrape::output::Written;
 
 /// What was left out of a page: identical series, and malformed lines.
 type LeftOut = (u64, u64);

@@ -7,10 +7,10 @@
 //! complete lines of one that breaks off stay. In OpenMetrics the response is then aborted, as its end
 //! would say that nothing is missing.
 
-mod body;
 mod counts;
 mod lines;
 mod negotiate;
+mod output;
 mod sample;
 mod seen;
 mod source;
@@ -31,10 +31,10 @@ use tokio::time::{Instant, timeout_at};
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
-use body::{Output, Written};
 use counts::{Counts, Origin};
 use lines::{Format, Lines};
 use negotiate::{ContentType, TIMEOUT};
+use output::{Output, Written};
 use seen::Seen;
 use source::{Failure, Source};
 use targets::Target;
