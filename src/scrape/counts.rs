@@ -1,13 +1,7 @@
 //! Counts scrapes, what failed, and what was left out of a page.
 
+use super::source::Origin;
 use crate::metrics::{Counter, Counters, Registry};
-
-/// Where a part of the page comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
-    Envoy,
-    Application,
-}
 
 #[derive(Clone)]
 pub(super) struct Counts {
@@ -15,15 +9,6 @@ pub(super) struct Counts {
     failures: Counters<1>,
     duplicates: Counters<1>,
     malformed: Counters<1>,
-}
-
-impl Origin {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Envoy => "envoy",
-            Self::Application => "application",
-        }
-    }
 }
 
 impl Counts {

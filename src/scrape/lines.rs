@@ -10,6 +10,7 @@
 //! own. Names of samples and their values never change.
 
 use std::borrow::Cow;
+use std::mem;
 
 use bytes::Bytes;
 use memchr::{memchr, memchr_iter};
@@ -28,10 +29,10 @@ pub(super) enum Format {
     OpenMetrics,
 }
 
-pub(super) struct Lines<'a> {
+pub(super) struct Lines {
     from: Format,
     to: Format,
-    hidden: &'a [Hidden],
+    hidden: Vec<Hidden>,
     /// Whether all of each line is checked, which takes too long for large pages.
     is_thorough: bool,
     /// The beginning of a line whose end is still to come.
@@ -67,8 +68,8 @@ enum Verdict {
 
 use Verdict::{Drop, Pass, Replace};
 
-impl<'a> Lines<'a> {
-    pub(super) fn new(from: Format, to: Format, hidden: &'a [Hidden], is_thorough: bool) -> Self {
+impl Lines {
+    pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>, is_thorough: bool) -> Self {
         Self {
             from,
             to,
@@ -85,31 +86,18 @@ impl<'a> Lines<'a> {
     }
 
     pub(super) fn push(&mut self, chunk: &Bytes, seen: &mut Seen, output: &mut Output) {
-        let mut begin = 0;
+        let Some(first) = memchr(b'\n', chunk) else {
+            return self.hold(chunk);
+        };
+        let mut lines = chunk.clone();
         if self.is_too_long || !self.partial.is_empty() {
-            let Some(end) = memchr(b'\n', chunk) else {
-                return self.hold(chunk);
-            };
-            self.hold(&chunk[..end]);
-            self.end_partial(seen, output);
-            begin = end + 1;
+            self.hold(&lines.split_to(first + 1));
+            let line = Bytes::from(mem::take(&mut self.partial));
+            self.is_too_long = false;
+            self.pass(&line, seen, output);
         }
-        // Lines that pass are handed on together.
-        let mut passing = begin;
-        let first = begin;
-        for end in memchr_iter(b'\n', &chunk[first..]).map(|end| first + end) {
-            let verdict = self.judge(&chunk[begin..end], seen);
-            if verdict != Pass {
-                output.pass(chunk, passing..begin);
-                passing = end + 1;
-                if let Replace(line) = verdict {
-                    output.write(line.as_bytes());
-                }
-            }
-            begin = end + 1;
-        }
-        output.pass(chunk, passing..begin);
-        self.hold(&chunk[begin..]);
+        let passed = self.pass(&lines, seen, output);
+        self.hold(&lines[passed..]);
     }
 
     /// Ends the source. The last line of a whole one may lack its end, which in OpenMetrics only
@@ -117,7 +105,7 @@ impl<'a> Lines<'a> {
     pub(super) fn finish(&mut self, is_whole: bool, seen: &mut Seen, output: &mut Output) {
         let is_last_line = self.from == Format::Text || self.partial.starts_with(b"# EOF");
         if is_whole && is_last_line && !self.partial.is_empty() {
-            self.end_partial(seen, output);
+            self.push(&Bytes::from_static(b"\n"), seen, output);
         }
     }
 
@@ -125,7 +113,7 @@ impl<'a> Lines<'a> {
         if self.is_too_long || part.is_empty() {
             return;
         }
-        if self.partial.len() + part.len() > LONGEST {
+        if self.partial.len() + part.len() > LONGEST + 1 {
             self.partial = Vec::new();
             self.is_too_long = true;
             self.malformed += 1;
@@ -135,19 +123,23 @@ impl<'a> Lines<'a> {
         self.partial.extend_from_slice(part);
     }
 
-    fn end_partial(&mut self, seen: &mut Seen, output: &mut Output) {
-        if std::mem::take(&mut self.is_too_long) {
-            return;
-        }
-        let line = std::mem::take(&mut self.partial);
-        match self.judge(&line, seen) {
-            Pass => {
-                output.write(&line);
-                output.write(b"\n");
+    /// Passes the lines on that a chunk has the ends of. Returns where they end.
+    fn pass(&mut self, chunk: &Bytes, seen: &mut Seen, output: &mut Output) -> usize {
+        // Lines that pass as they are, from here on, are handed on together.
+        let (mut passing, mut begin) = (0, 0);
+        for end in memchr_iter(b'\n', chunk) {
+            let verdict = self.judge(&chunk[begin..end], seen);
+            if verdict != Pass {
+                output.pass(chunk, passing..begin);
+                passing = end + 1;
             }
-            Replace(line) => output.write(line.as_bytes()),
-            Drop => {}
+            if let Replace(line) = verdict {
+                output.write(line.as_bytes());
+            }
+            begin = end + 1;
         }
+        output.pass(chunk, passing..begin);
+        begin
     }
 
     /// Decides about a line without its end.

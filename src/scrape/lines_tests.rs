@@ -1,11 +1,9 @@
 //! Lines in, lines out.
 
-use http_body_util::BodyExt;
 use proptest::prelude::*;
 
 use super::Format::{OpenMetrics, Text};
 use super::*;
-use crate::scrape::output::Written;
 
 /// What was left out of a page: identical series, and malformed lines.
 type LeftOut = (u64, u64);
@@ -17,37 +15,26 @@ fn merged_in(
     to: Format,
     is_whole: bool,
 ) -> (Vec<u8>, LeftOut) {
-    let pages: Vec<_> = pages
-        .iter()
-        .map(|(from, page)| (*from, page.to_vec()))
-        .collect();
-    let (left_out, counted) = std::sync::mpsc::channel();
-    let body = Written::new(false, |mut output| async move {
-        let mut seen = Seen::default();
-        let hidden = [Hidden {
-            start: "hidden_",
-            end: "_active",
-        }];
-        let mut total = (0, 0);
-        let is_thorough = false;
-        for (index, (from, page)) in pages.iter().enumerate() {
-            seen.begin(index + 1 == pages.len());
-            let mut lines = Lines::new(*from, to, &hidden, is_thorough);
-            for chunk in page.chunks(size) {
-                lines.push(&Bytes::copy_from_slice(chunk), &mut seen, &mut output);
-                output.send().await;
-            }
-            lines.finish(is_whole, &mut seen, &mut output);
-            total = (total.0 + lines.duplicates, total.1 + lines.malformed);
+    let (mut seen, mut output) = (Seen::default(), Output::new(false));
+    let hidden = vec![Hidden {
+        start: "hidden_",
+        end: "_active",
+    }];
+    let (mut merged, mut left_out) = (Vec::new(), (0, 0));
+    for (index, (from, page)) in pages.iter().enumerate() {
+        seen.begin(index + 1 == pages.len());
+        let mut lines = Lines::new(*from, to, hidden.clone(), false);
+        for chunk in page.chunks(size) {
+            lines.push(&Bytes::copy_from_slice(chunk), &mut seen, &mut output);
+            merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
         }
-        left_out.send(total)?;
-        output.finish().await
-    });
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .build()
-        .expect("a runtime");
-    let page = runtime.block_on(body.collect()).expect("a page").to_bytes();
-    (page.to_vec(), counted.recv().expect("counted"))
+        lines.finish(is_whole, &mut seen, &mut output);
+        left_out.0 += lines.duplicates;
+        left_out.1 += lines.malformed;
+    }
+    output.finish().expect("a page");
+    merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
+    (merged, left_out)
 }
 
 /// The same, whatever the chunks.

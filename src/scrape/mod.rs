@@ -11,32 +11,32 @@ mod counts;
 mod lines;
 mod negotiate;
 mod output;
+mod page;
 mod sample;
 mod seen;
 mod source;
 pub mod targets;
 
-use std::future::poll_fn;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::stream::try_unfold;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
-use http::{HeaderMap, HeaderValue, Request, Response, Uri, request};
-use http_body_util::BodyExt;
+use http::{HeaderMap, HeaderValue, Request, Response, request};
+use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
-use tokio::time::{Instant, timeout_at};
+use http_body_util::{BodyExt, StreamBody};
+use tokio::time::Instant;
 
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
-use counts::{Counts, Origin};
-use lines::{Format, Lines};
+use counts::Counts;
 use negotiate::{ContentType, TIMEOUT};
-use output::{Output, Written};
-use seen::Seen;
-use source::{Failure, Source};
+use output::Output;
+use page::Page;
+use source::{Origin, Source};
 use targets::Target;
 
 /// What may be set aside of all sources together, in bytes.
@@ -125,9 +125,13 @@ impl Scrape {
         });
         let format = settle(&sources);
         let is_gzip = negotiate::takes_gzip(&request.headers);
-        let inner = scrape.clone();
-        let write = |output| inner.write(sources, format.format(), begin + time, output);
-        let mut response = Response::new(Written::new(is_gzip, write).boxed_unsync());
+        let (inner, output) = (scrape.clone(), Output::new(is_gzip));
+        let page = Page::new(inner, sources, format.format(), begin + time, output);
+        let chunks = try_unfold(page, |mut page| async {
+            let chunk = page.next().await?;
+            Ok(chunk.map(|chunk| (Frame::data(chunk), page)))
+        });
+        let mut response = Response::new(StreamBody::new(chunks).boxed_unsync());
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, format.header());
         headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
@@ -150,10 +154,9 @@ impl Inner {
             }
             seconds
         });
-        let time = match asked {
-            Some(seconds) => Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST),
-            None => self.config.timeout,
-        };
+        let time = asked.map_or(self.config.timeout, |seconds| {
+            Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST)
+        });
         let time = time.min(LONGEST);
         let way_back = time.mul_f64(WAY_BACK).max(LEAST_WAY_BACK);
         time.saturating_sub(way_back).max(time / 2)
@@ -161,161 +164,41 @@ impl Inner {
 
     /// Asks everything but the agent itself: Envoy first, then the targets in order.
     fn sources(&self, request: &request::Parts) -> Vec<Source> {
-        let config = &self.config;
-        let room = ASIDE / (config.targets.len() + 1);
-        let mut sources = Vec::new();
-        let mut ask = |origin, port, path: &str, headers, limit| {
-            let mut request = Request::new(Bytes::new());
+        let targets = &self.config.targets;
+        let room = ASIDE / (targets.len() + 1);
+        let ask = |origin, port, path: &str, limit| {
             let uri = format!("http://localhost:{port}{path}");
+            let mut sent = Request::new(Bytes::new());
             // Paths are checked with the configuration, and queries by the status port.
-            *request.uri_mut() = uri.parse().unwrap_or_else(|_| Uri::default());
-            *request.headers_mut() = headers;
+            *sent.uri_mut() = uri.parse().unwrap_or_default();
+            *sent.headers_mut() = negotiate::for_source(origin, &request.headers);
             let client = self.client.clone();
-            let asking = Box::pin(async move { client.send(request).await });
-            sources.push(Source::new(origin, port, path, asking, room, limit));
+            let asking = Box::pin(async move { client.send(sent).await });
+            Source::new(origin, port, path, asking, room, limit)
         };
-        if let Some(port) = config.envoy_port {
+        let envoy = self.config.envoy_port.map(|port| {
             let query = request.uri.query();
             let query = query.map_or(String::new(), |query| format!("?{query}"));
             let path = format!("/stats/prometheus{query}");
-            let headers = negotiate::for_envoy(&request.headers);
-            ask(Origin::Envoy, port, &path, headers, u64::MAX);
-        }
-        let limit = match config.targets.len() {
+            ask(Origin::Envoy, port, &path, u64::MAX)
+        });
+        let limit = match targets.len() {
             1 => u64::MAX,
-            _ => config.limit,
+            _ => self.config.limit,
         };
-        for target in &config.targets {
-            let headers = negotiate::for_application(&request.headers);
-            ask(
-                Origin::Application,
-                target.port,
-                &target.path,
-                headers,
-                limit,
-            );
-        }
-        sources
-    }
-
-    /// Writes the page: the agent's own metrics, and the sources as their turns come.
-    async fn write(
-        self: Arc<Self>,
-        mut sources: Vec<Source>,
-        to: Format,
-        deadline: Instant,
-        mut output: Output,
-    ) -> Result<(), BoxError> {
-        let mut seen = Seen::default();
-        seen.begin(sources.is_empty());
-        let own = Bytes::from(self.registry.render());
-        Lines::new(Format::Text, to, &[], false).push(&own, &mut seen, &mut output);
-        while let Some(next) = next(&mut sources, deadline).await {
-            let mut source = sources.remove(next);
-            seen.begin(sources.is_empty());
-            self.pass(
-                &mut source,
-                &mut sources,
-                to,
-                deadline,
-                &mut seen,
-                &mut output,
-            )
-            .await;
-            let has_broken_off = source.failure.is_some() && source.content_type.is_some();
-            self.report(&mut source);
-            if has_broken_off && to == Format::OpenMetrics {
-                return Err("a source broke off".into());
-            }
-        }
-        if to == Format::OpenMetrics {
-            output.write(b"# EOF\n");
-        }
-        output.finish().await
-    }
-
-    /// Writes what a source has, while the others are set aside.
-    async fn pass(
-        &self,
-        source: &mut Source,
-        others: &mut [Source],
-        to: Format,
-        deadline: Instant,
-        seen: &mut Seen,
-        output: &mut Output,
-    ) {
-        // Nothing that others wait for takes all of their time.
-        let now = Instant::now();
-        let until = match others.is_empty() {
-            true => deadline,
-            false => now + deadline.saturating_duration_since(now) / 2,
-        };
-        let hidden = match source.origin {
-            Origin::Envoy => self.config.hidden.as_slice(),
-            _ => &[],
-        };
-        let is_small = source.has_ended();
-        let mut lines = None;
-        loop {
-            let chunk = poll_fn(|context| {
-                for other in &mut *others {
-                    other.set_aside(context);
-                }
-                source.poll_chunk(context)
-            });
-            let Ok(chunk) = timeout_at(until, chunk).await else {
-                source.fail(Failure::Late);
-                break;
-            };
-            let from = source.format();
-            let lines = lines.get_or_insert_with(|| Lines::new(from, to, hidden, is_small));
-            let Some(chunk) = chunk else {
-                break;
-            };
-            lines.push(&chunk, seen, output);
-            output.send().await;
-            // A page that always has more is never late by the timer alone.
-            if Instant::now() >= until {
-                source.fail(Failure::Late);
-            }
-        }
-        let Some(mut lines) = lines else {
-            return;
-        };
-        lines.finish(source.failure.is_none(), seen, output);
-        if source.failure.is_none() && source.format() == Format::OpenMetrics && !lines.has_ended {
-            source.fail(Failure::NoEnd);
-        }
-        self.counts
-            .left_out(source.origin, lines.duplicates, lines.malformed);
+        let targets = targets
+            .iter()
+            .map(|target| ask(Origin::Application, target.port, &target.path, limit));
+        envoy.into_iter().chain(targets).collect()
     }
 
     /// Logs and counts a failure.
-    fn report(&self, source: &mut Source) {
+    fn report(&self, source: &Source) {
         if let Some(failure) = &source.failure {
             self.counts.failure(source.origin);
             tracing::error!("{}", source.explain(failure));
         }
     }
-}
-
-/// Waits for the source whose turn it is, if there are any left.
-async fn next(sources: &mut [Source], deadline: Instant) -> Option<usize> {
-    if sources.len() < 2 {
-        return sources.len().checked_sub(1);
-    }
-    let settled = poll_fn(|context| {
-        for source in &mut *sources {
-            source.set_aside(context);
-        }
-        let settled = sources.iter().enumerate();
-        let settled = settled.filter(|(_, source)| source.is_settled());
-        match settled.min_by_key(|(_, source)| source.turn()) {
-            Some((index, _)) => Poll::Ready(index),
-            None => Poll::Pending,
-        }
-    });
-    Some(timeout_at(deadline, settled).await.unwrap_or(0))
 }
 
 /// The format of the page: that of the application, or text where its targets differ.

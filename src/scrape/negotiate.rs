@@ -4,10 +4,13 @@
 //! its preference, which counts down again from the number that is left. Protobuf is never asked for:
 //! pages of it cannot be joined.
 
+use std::collections::BTreeMap;
+
 use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::lines::Format;
+use super::source::Origin;
 
 /// How long a scrape may take, in seconds.
 pub(super) const TIMEOUT: HeaderName =
@@ -55,25 +58,28 @@ impl ContentType {
     }
 }
 
-/// The headers of a request to Envoy, which speaks text only.
-pub(super) fn for_envoy(headers: &HeaderMap) -> HeaderMap {
-    let accept = accept(headers, |kind| match kind {
-        "*" | "*/*" => Some(TEXT),
-        "text/*" | "text/plain" => Some(""),
+/// The headers of a request: nothing that was meant for us alone. Envoy speaks text only.
+pub(super) fn for_source(origin: Origin, headers: &HeaderMap) -> HeaderMap {
+    let accept = accept(headers, |kind| match (kind, origin) {
+        ("*" | "*/*", _) => Some(TEXT),
+        ("text/*" | "text/plain", _) => Some(""),
+        ("application/openmetrics-text", Origin::Application) => Some(""),
+        ("application/*", Origin::Application) => {
+            Some("application/openmetrics-text;version=0.0.1")
+        }
         _ => None,
     });
-    passed_on(headers, &accept)
-}
-
-/// The headers of a request to the application.
-pub(super) fn for_application(headers: &HeaderMap) -> HeaderMap {
-    let accept = accept(headers, |kind| match kind {
-        "*" | "*/*" => Some(TEXT),
-        "application/*" => Some("application/openmetrics-text;version=0.0.1"),
-        "text/*" | "text/plain" | "application/openmetrics-text" => Some(""),
-        _ => None,
-    });
-    passed_on(headers, &accept)
+    let mut passed = HeaderMap::new();
+    for name in [USER_AGENT, TIMEOUT] {
+        if let Some(value) = headers.get(&name) {
+            passed.insert(name, value.clone());
+        }
+    }
+    if let Ok(accept) = HeaderValue::from_str(&accept) {
+        passed.insert(ACCEPT, accept);
+    }
+    passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    passed
 }
 
 /// Whether the scraper accepts gzip.
@@ -82,31 +88,15 @@ pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
     entries.iter().any(|entry| entry.kind == "gzip")
 }
 
-/// What of a scrape's headers goes on: nothing that was meant for us alone.
-fn passed_on(headers: &HeaderMap, accept: &str) -> HeaderMap {
-    let mut passed = HeaderMap::new();
-    for name in [USER_AGENT, TIMEOUT] {
-        if let Some(value) = headers.get(&name) {
-            passed.insert(name, value.clone());
-        }
-    }
-    if let Ok(accept) = HeaderValue::from_str(accept) {
-        passed.insert(ACCEPT, accept);
-    }
-    passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
-    passed
-}
-
 /// A member of a list such as `Accept`.
 #[derive(Clone)]
 struct Entry {
     kind: String,
-    /// In the order of their names.
-    parameters: Vec<(String, String)>,
+    parameters: BTreeMap<String, String>,
 }
 
 /// `stands_for` says of a media type what it stands for, of those that may pass: nothing is itself.
-fn accept(headers: &HeaderMap, stands_for: fn(&str) -> Option<&'static str>) -> String {
+fn accept(headers: &HeaderMap, stands_for: impl Fn(&str) -> Option<&'static str>) -> String {
     let mut passed: Vec<Entry> = Vec::new();
     for entry in entries(headers, ACCEPT) {
         let entry = match stands_for(&entry.kind) {
@@ -124,12 +114,14 @@ fn accept(headers: &HeaderMap, stands_for: fn(&str) -> Option<&'static str>) -> 
     let count = passed.len();
     let written = passed.into_iter().enumerate().map(|(index, mut entry)| {
         let quality = format!("0.{:0width$}", count - index);
-        entry.set("q", &quality);
+        entry.parameters.insert("q".to_owned(), quality);
         entry.text()
     });
-    match written.collect::<Vec<_>>().join(",") {
-        none if none.is_empty() => TEXT.to_owned(),
-        list => list,
+    let list = written.collect::<Vec<_>>().join(",");
+    if list.is_empty() {
+        TEXT.to_owned()
+    } else {
+        list
     }
 }
 
@@ -155,15 +147,12 @@ impl Entry {
             let name = name.trim().to_ascii_lowercase();
             Some((name, value.trim().trim_matches('"').to_owned()))
         });
-        let mut parameters: Vec<_> = parameters.collect();
-        parameters.sort();
-        parameters.dedup_by(|a, b| a.0 == b.0);
+        let parameters = parameters.collect();
         (!kind.is_empty()).then_some(Self { kind, parameters })
     }
 
     fn parameter(&self, name: &str) -> Option<&str> {
-        let found = self.parameters.iter().find(|(known, _)| known == name);
-        found.map(|(_, value)| value.as_str())
+        self.parameters.get(name).map(String::as_str)
     }
 
     /// How much the entry is wanted, from 0 to 1. What cannot be read is 1.
@@ -174,12 +163,6 @@ impl Entry {
 
     fn is_same(&self, other: &Self) -> bool {
         self.kind == other.kind && self.parameter("version") == other.parameter("version")
-    }
-
-    fn set(&mut self, name: &str, value: &str) {
-        self.parameters.retain(|(known, _)| known != name);
-        self.parameters.push((name.to_owned(), value.to_owned()));
-        self.parameters.sort();
     }
 
     fn text(&self) -> String {
@@ -246,8 +229,16 @@ mod tests {
             (Some("text/plain;q=0"), TEXT.into(), TEXT.into()),
         ] {
             let headers = headers(ACCEPT, accept);
-            assert_eq!(for_envoy(&headers)[ACCEPT], envoy, "{accept:?}");
-            assert_eq!(for_application(&headers)[ACCEPT], application, "{accept:?}");
+            assert_eq!(
+                for_source(Origin::Envoy, &headers)[ACCEPT],
+                envoy,
+                "{accept:?}"
+            );
+            assert_eq!(
+                for_source(Origin::Application, &headers)[ACCEPT],
+                application,
+                "{accept:?}"
+            );
         }
     }
 
@@ -255,7 +246,7 @@ mod tests {
     fn ten_wishes_keep_their_order() {
         let wishes: Vec<_> = (0..10).map(|n| format!("text/plain;n={n}")).collect();
         let headers = headers(ACCEPT, Some(&wishes.join(",")));
-        let asked = for_envoy(&headers);
+        let asked = for_source(Origin::Envoy, &headers);
         let asked = asked[ACCEPT].to_str().expect("text");
         assert!(asked.starts_with("text/plain;n=0;q=0.10,text/plain;n=1;q=0.09,"));
         assert!(asked.ends_with(",text/plain;n=9;q=0.01"));

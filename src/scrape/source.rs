@@ -15,7 +15,6 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderValue, Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
-use super::counts::Origin;
 use super::lines::Format;
 use super::negotiate::ContentType;
 use crate::http_client::{self, Body};
@@ -47,6 +46,22 @@ pub(super) enum Failure {
     NoEnd,
 }
 
+/// Where a part of the page comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    Envoy,
+    Application,
+}
+
+impl Origin {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Envoy => "envoy",
+            Self::Application => "application",
+        }
+    }
+}
+
 pub(super) type Asking =
     Pin<Box<dyn Future<Output = Result<Response<Body>, http_client::Error>> + Send>>;
 
@@ -61,8 +76,6 @@ pub(super) struct Source {
     state: State,
     aside: Vec<u8>,
     room: usize,
-    /// Since when nothing more can be set aside.
-    full_since: Option<Instant>,
     /// Most that is read.
     limit: u64,
     read: u64,
@@ -99,7 +112,6 @@ impl Source {
             state: State::Asking(asking),
             aside: Vec::new(),
             room,
-            full_since: None,
             limit,
             read: 0,
         }
@@ -125,14 +137,13 @@ impl Source {
 
     /// Whether it waits for its turn: all of it is there, or no more can be set aside.
     pub(super) fn is_settled(&self) -> bool {
-        self.has_ended() || self.full_since.is_some()
+        self.has_ended() || self.aside.len() >= self.room
     }
 
-    /// The order of turns: ended sources come first, then those that have been full for longest, and
-    /// of these Envoy's page last, as it is the largest: the series of the last one are not remembered.
-    pub(super) fn turn(&self) -> Option<(bool, Instant)> {
-        let full_since = self.full_since.filter(|_| !self.has_ended());
-        full_since.map(|since| (self.origin == Origin::Envoy, since))
+    /// The order of turns: ended sources come first, then those in order, and Envoy's page last, as it is
+    /// the largest: the series of the last one are not remembered.
+    fn turn(&self) -> (bool, bool) {
+        (!self.has_ended(), self.origin == Origin::Envoy)
     }
 
     pub(super) fn fail(&mut self, failure: Failure) {
@@ -141,14 +152,11 @@ impl Source {
     }
 
     /// Sets aside what there is, as far as there is room.
-    pub(super) fn set_aside(&mut self, context: &mut Context<'_>) {
-        while self.full_since.is_none()
+    fn set_aside(&mut self, context: &mut Context<'_>) {
+        while self.aside.len() < self.room
             && let Poll::Ready(Some(chunk)) = self.poll_read(context)
         {
             self.aside.extend_from_slice(&chunk);
-            if self.aside.len() >= self.room {
-                self.full_since = Some(Instant::now());
-            }
         }
     }
 
@@ -265,16 +273,20 @@ impl Decoder {
     }
 }
 
-/// Lets all sources set aside until `is_done` holds for each, or until the time is over.
+pub(super) fn set_all_aside(sources: &mut [Source], context: &mut Context<'_>) {
+    for source in sources {
+        source.set_aside(context);
+    }
+}
+
+/// Sets aside until `is_done` holds for all sources, or until the time is over.
 pub(super) async fn set_aside(
     sources: &mut [Source],
     until: Instant,
     is_done: impl Fn(&Source) -> bool,
 ) {
     let done = poll_fn(|context| {
-        for source in &mut *sources {
-            source.set_aside(context);
-        }
+        set_all_aside(sources, context);
         match sources.iter().all(&is_done) {
             true => Poll::Ready(()),
             false => Poll::Pending,
@@ -282,4 +294,19 @@ pub(super) async fn set_aside(
     });
     // Sources that are late have their turn later.
     let _ = timeout_at(until, done).await;
+}
+
+/// Waits for the source whose turn it is, if there are any left.
+pub(super) async fn next(sources: &mut [Source], deadline: Instant) -> Option<usize> {
+    if sources.len() < 2 {
+        return sources.len().checked_sub(1);
+    }
+    let settled = poll_fn(|context| {
+        set_all_aside(sources, context);
+        let settled = sources.iter().enumerate();
+        let settled = settled.filter(|(_, source)| source.is_settled());
+        let next = settled.min_by_key(|(_, source)| source.turn());
+        next.map_or(Poll::Pending, |(index, _)| Poll::Ready(index))
+    });
+    Some(timeout_at(deadline, settled).await.unwrap_or(0))
 }

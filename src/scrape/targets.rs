@@ -2,6 +2,8 @@
 //!
 //! A list of targets is followed as it is; without one, port and path stand for a single target.
 
+use std::num::NonZero;
+
 use serde::Deserialize;
 
 use crate::request_path::escaped;
@@ -33,7 +35,7 @@ pub enum Error {
     Reserved(u16),
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Default)]
 #[serde(default)]
 struct Annotations {
     scrape: String,
@@ -49,50 +51,40 @@ struct Entry {
     path: String,
 }
 
-impl Default for Annotations {
-    fn default() -> Self {
-        Self {
-            scrape: String::new(),
-            port: DEFAULT_PORT.to_owned(),
-            path: String::new(),
-            targets: Vec::new(),
-        }
-    }
-}
-
 /// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
 pub fn parse(json: &str, status_port: u16) -> Result<Vec<Target>, Error> {
     let found: Annotations = serde_json::from_str(json).map_err(Error::Json)?;
     if found.scrape == "false" {
         return Ok(Vec::new());
     }
-    if !found.targets.is_empty() {
-        let targets = found.targets.iter();
-        return targets
-            .map(|entry| target(&entry.port, &entry.path, status_port))
-            .collect();
+    let mut targets = found.targets;
+    if targets.is_empty() {
+        let port = match found.port.as_str() {
+            "" => DEFAULT_PORT.to_owned(),
+            _ => found.port,
+        };
+        let path = found.path;
+        targets.push(Entry { port, path });
     }
-    let port = match found.port.as_str() {
-        "" => DEFAULT_PORT,
-        port => port,
-    };
-    Ok(vec![target(port, &found.path, status_port)?])
+    let targets = targets.iter();
+    targets.map(|target| check(target, status_port)).collect()
 }
 
-fn target(port: &str, path: &str, status_port: u16) -> Result<Target, Error> {
-    let number: u16 = port.parse().map_err(|_| Error::Port(port.to_owned()))?;
-    match number {
-        0 => return Err(Error::Port(port.to_owned())),
-        port if port == status_port => return Err(Error::Status(port)),
-        port if RESERVED.contains(&port) => return Err(Error::Reserved(port)),
-        _ => {}
+fn check(target: &Entry, status_port: u16) -> Result<Target, Error> {
+    let number = target.port.parse::<NonZero<u16>>();
+    let port = number.map_err(|_| Error::Port(target.port.clone()))?.get();
+    if port == status_port {
+        return Err(Error::Status(port));
     }
-    let path = match path {
+    if RESERVED.contains(&port) {
+        return Err(Error::Reserved(port));
+    }
+    let path = match target.path.as_str() {
         "" => DEFAULT_PATH.to_owned(),
         path if path.starts_with('/') => escaped(path),
         path => format!("/{}", escaped(path)),
     };
-    Ok(Target { port: number, path })
+    Ok(Target { port, path })
 }
 
 #[cfg(test)]

@@ -1,0 +1,157 @@
+//! Writes the page when the scraper takes more of it: the agent's own metrics, and the sources as
+//! their turns come.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::{Instant, timeout_at};
+
+use super::Inner;
+use super::lines::{Format, Lines};
+use super::output::Output;
+use super::seen::Seen;
+use super::source::{self, Failure, Origin, Source};
+use crate::lifecycle::BoxError;
+
+pub(super) struct Page {
+    scrape: Arc<Inner>,
+    format: Format,
+    deadline: Instant,
+    /// The sources whose turn is still to come.
+    sources: Vec<Source>,
+    turn: Option<Turn>,
+    seen: Seen,
+    output: Output,
+    has_ended: bool,
+}
+
+/// The source that is written.
+struct Turn {
+    source: Source,
+    until: Instant,
+    /// Whether all of it was there at the beginning.
+    is_small: bool,
+    /// None before the first chunk.
+    lines: Option<Lines>,
+}
+
+impl Page {
+    pub(super) fn new(
+        scrape: Arc<Inner>,
+        sources: Vec<Source>,
+        format: Format,
+        deadline: Instant,
+        mut output: Output,
+    ) -> Self {
+        let mut seen = Seen::default();
+        seen.begin(sources.is_empty());
+        let own = Bytes::from(scrape.registry.render());
+        Lines::new(Format::Text, format, Vec::new(), false).push(&own, &mut seen, &mut output);
+        Self {
+            scrape,
+            format,
+            deadline,
+            sources,
+            turn: None,
+            seen,
+            output,
+            has_ended: false,
+        }
+    }
+
+    /// The next chunk of the page; None is its end. An error aborts the response.
+    pub(super) async fn next(&mut self) -> Result<Option<Bytes>, BoxError> {
+        loop {
+            if let Some(chunk) = self.output.take_ready() {
+                return Ok(Some(chunk));
+            }
+            if self.has_ended {
+                return Ok(None);
+            }
+            match self.turn.take() {
+                Some(turn) => self.pass(turn).await?,
+                None => self.begin().await?,
+            }
+        }
+    }
+
+    /// Begins the turn of a source, or ends the page after the last one.
+    async fn begin(&mut self) -> Result<(), BoxError> {
+        let Some(next) = source::next(&mut self.sources, self.deadline).await else {
+            if self.format == Format::OpenMetrics {
+                self.output.write(b"# EOF\n");
+            }
+            self.has_ended = true;
+            return Ok(self.output.finish()?);
+        };
+        let source = self.sources.remove(next);
+        let is_last = self.sources.is_empty();
+        self.seen.begin(is_last);
+        // Nothing that others wait for takes all of their time.
+        let now = Instant::now();
+        let until = match is_last {
+            true => self.deadline,
+            false => now + self.deadline.saturating_duration_since(now) / 2,
+        };
+        self.turn = Some(Turn {
+            until,
+            is_small: source.has_ended(),
+            source,
+            lines: None,
+        });
+        Ok(())
+    }
+
+    /// Writes the next chunk of a source, while the others are set aside.
+    async fn pass(&mut self, mut turn: Turn) -> Result<(), BoxError> {
+        let source = &mut turn.source;
+        let others = &mut self.sources;
+        let chunk = poll_fn(|context| {
+            source::set_all_aside(others, context);
+            source.poll_chunk(context)
+        });
+        match timeout_at(turn.until, chunk).await {
+            Ok(Some(chunk)) => {
+                let lines = turn.lines.get_or_insert_with(|| {
+                    let hidden = match source.origin {
+                        Origin::Envoy => self.scrape.config.hidden.clone(),
+                        Origin::Application => Vec::new(),
+                    };
+                    Lines::new(source.format(), self.format, hidden, turn.is_small)
+                });
+                lines.push(&chunk, &mut self.seen, &mut self.output);
+                // A page that always has more is never late by the timer alone.
+                if Instant::now() < turn.until {
+                    self.turn = Some(turn);
+                    return Ok(());
+                }
+                source.fail(Failure::Late);
+            }
+            Ok(None) => {}
+            Err(_) => source.fail(Failure::Late),
+        }
+        self.end(turn)
+    }
+
+    fn end(&mut self, turn: Turn) -> Result<(), BoxError> {
+        let Turn {
+            mut source, lines, ..
+        } = turn;
+        let mut has_end = false;
+        if let Some(mut lines) = lines {
+            lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
+            let counts = &self.scrape.counts;
+            counts.left_out(source.origin, lines.duplicates, lines.malformed);
+            has_end = lines.has_ended;
+        }
+        if source.failure.is_none() && source.format() == Format::OpenMetrics && !has_end {
+            source.fail(Failure::NoEnd);
+        }
+        self.scrape.report(&source);
+        match source.failure.is_some() && source.content_type.is_some() {
+            true if self.format == Format::OpenMetrics => Err("a source broke off".into()),
+            _ => Ok(()),
+        }
+    }
+}
