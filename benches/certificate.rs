@@ -30,7 +30,6 @@ use istio_agent::proto::istio_v1_auth::IstioCertificateRequest;
 use istio_agent::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
 use istio_agent::{sds, secrets, unix_socket};
 use local_istiod::{LocalIstiod, Options};
-use support::baseline::tower_service_fn;
 use support::peer::{ControlPlane, NAME};
 use support::table::Table;
 use support::{block_on, median, write};
@@ -230,7 +229,7 @@ async fn bare(target: &Target, figures: &mut Figures) {
     let request = csr::generate(KeyType::P256, Encoding::Traditional, &identity());
     let csr = request.expect("a request").csr_pem;
     let (address, root) = (target.address.clone(), target.root.clone());
-    let connector = tower_service_fn(move || {
+    let connector = tower::service_fn(move |_: http::Uri| {
         let (address, root) = (address.clone(), root.clone());
         async move { ControlPlane::dial(&address, &root).await.map(TokioIo::new) }
     });

@@ -35,7 +35,7 @@ pub async fn pump(socket: &Path, address: &str, root_pem: &str) {
 /// Relays by decoding and encoding every message.
 pub async fn typed(socket: &Path, address: &str, root_pem: &str) {
     let (address, root_pem) = (address.to_owned(), root_pem.to_owned());
-    let connector = tower_service_fn(move || {
+    let connector = tower::service_fn(move |_: http::Uri| {
         let (address, root_pem) = (address.clone(), root_pem.clone());
         async move {
             ControlPlane::dial(&address, &root_pem)
@@ -83,37 +83,5 @@ impl AggregatedDiscoveryService for Typed {
         let requests = request.into_inner().filter_map(Result::ok);
         let response = self.0.clone().delta_aggregated_resources(requests).await?;
         Ok(Response::new(response.into_inner()))
-    }
-}
-
-/// A connector out of a function; the URI is fixed and of no interest.
-pub fn tower_service_fn<F, R, I>(dial: F) -> Connector<F>
-where
-    F: Fn() -> R,
-    R: Future<Output = std::io::Result<I>>,
-{
-    Connector(dial)
-}
-
-pub struct Connector<F>(F);
-
-impl<F, R, I> tower_service::Service<http::Uri> for Connector<F>
-where
-    F: Fn() -> R,
-    R: Future<Output = std::io::Result<I>> + Send + 'static,
-{
-    type Response = I;
-    type Error = std::io::Error;
-    type Future = std::pin::Pin<Box<dyn Future<Output = std::io::Result<I>> + Send>>;
-
-    fn poll_ready(
-        &mut self,
-        _: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Result<(), Self::Error>> {
-        std::task::Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, _: http::Uri) -> Self::Future {
-        Box::pin((self.0)())
     }
 }

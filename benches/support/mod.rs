@@ -202,7 +202,7 @@ pub fn pin(thread: Pid, to: Option<usize>) {
 /// A gRPC channel over a Unix socket.
 pub async fn channel(socket: &Path) -> Channel {
     let socket = socket.to_owned();
-    let connector = baseline::tower_service_fn(move || {
+    let connector = tower::service_fn(move |_: http::Uri| {
         let socket = socket.clone();
         async move {
             tokio::net::UnixStream::connect(socket)

@@ -37,7 +37,7 @@ use crate::lifecycle::{
 };
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
-use crate::status::startup::{Milestone, Milestones};
+use crate::status::startup::{self, Milestones};
 use crate::unix_socket::{self, BindError};
 use crate::version;
 use crate::xds::intercept::{Interceptor, Interceptors};
@@ -157,7 +157,7 @@ impl Agent {
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds) = agent.secrets(&istiod, owner)?;
         let discovery = agent.discovery(istiod.clone(), pcds, dns.clone())?;
-        milestones.mark(Milestone::SocketsBound);
+        milestones.mark(startup::SOCKETS_BOUND);
         if let Some(port) = port {
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),

@@ -1,8 +1,7 @@
 //! Client of the certificate authority.
 //!
 //! [`key`] makes private keys, [`csr`] the certificate signing requests (CSR) for them, [`istio`]
-//! calls istiod's `CreateCertificate`. Retries are up to the caller: [`SignError::retry`] tells how
-//! soon.
+//! calls istiod's `CreateCertificate`. Retries are up to the caller.
 
 pub mod csr;
 pub mod istio;
@@ -31,29 +30,22 @@ pub struct SignError {
     pub message: String,
 }
 
-/// How soon another attempt makes sense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retry {
-    /// The cause may pass by itself: a restart, overload, a token about to be refreshed.
-    Soon,
-    /// An operator has to change something first.
-    Later,
-}
-
 impl SignError {
-    pub fn retry(&self) -> Retry {
-        match self.code {
+    /// Whether the cause may pass by itself: a restart, overload, a token about to be refreshed. Other
+    /// causes an operator has to remove first.
+    pub fn may_pass(&self) -> bool {
+        matches!(
+            self.code,
             Code::Unavailable
-            | Code::ResourceExhausted
-            | Code::Aborted
-            | Code::Internal
-            | Code::DeadlineExceeded
-            | Code::Cancelled
-            | Code::Unknown
-            // The token is refreshed on disk and read again.
-            | Code::Unauthenticated => Retry::Soon,
-            _ => Retry::Later,
-        }
+                | Code::ResourceExhausted
+                | Code::Aborted
+                | Code::Internal
+                | Code::DeadlineExceeded
+                | Code::Cancelled
+                | Code::Unknown
+                // The token is refreshed on disk and read again.
+                | Code::Unauthenticated
+        )
     }
 }
 

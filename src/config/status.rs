@@ -47,7 +47,7 @@ impl Sources<'_> {
             for problem in found {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.name;
                 let expected = "JSON of good probers by their paths";
-                self.problem(name, &problem.to_string(), expected);
+                self.problem(name, &problem, expected);
             }
             Probers::default()
         })

@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tower_service::Service;
+use tower::Service;
 
 use crate::compliance::Policy;
 use crate::metrics::Registry;

@@ -1,14 +1,9 @@
 //! gRPC's health check: one call in plaintext on a connection of its own.
 
-use std::task::{Context, Poll};
-
-use ::http::{HeaderMap, Request, Response, Uri, header};
-use hyper::body::Incoming;
-use hyper::client::conn::http2::{SendRequest, handshake};
+use ::http::{HeaderMap, Uri, header};
+use hyper::client::conn::http2::handshake;
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
-use tonic::body::Body;
-use tonic::codegen::BoxFuture;
 
 use crate::executor::ConnectionTasks;
 use crate::proto::grpc_health_v1::HealthCheckRequest;
@@ -36,7 +31,7 @@ pub(super) async fn check(
 ) -> Result<(), Error> {
     let tasks = ConnectionTasks::default();
     let handshake = handshake(tasks.executor(), TokioIo::new(stream)).await;
-    let (sender, connection) = handshake.map_err(Error::Handshake)?;
+    let (mut sender, connection) = handshake.map_err(Error::Handshake)?;
     // The call learns of an error.
     tasks.executor().spawn(async { drop(connection.await) });
     let mut request = tonic::Request::new(HealthCheckRequest {
@@ -49,7 +44,8 @@ pub(super) async fn check(
         request.metadata_mut().insert("user-agent", agent);
     }
     let origin = Uri::from_static("http://localhost");
-    let answer = HealthClient::with_origin(Channel(sender), origin)
+    let channel = tower::service_fn(move |request| sender.send_request(request));
+    let answer = HealthClient::with_origin(channel, origin)
         .max_decoding_message_size(LARGEST_ANSWER)
         .check(request)
         .await
@@ -59,22 +55,5 @@ pub(super) async fn check(
         Ok(ServingStatus::Serving) => Ok(()),
         Ok(other) => Err(Error::NotServing(other.as_str_name().to_owned())),
         Err(_) => Err(Error::NotServing(answer.status.to_string())),
-    }
-}
-
-/// A connection as the generated client takes it.
-struct Channel(SendRequest<Body>);
-
-impl tower_service::Service<Request<Body>> for Channel {
-    type Response = Response<Incoming>;
-    type Error = hyper::Error;
-    type Future = BoxFuture<Self::Response, hyper::Error>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<hyper::Result<()>> {
-        self.0.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        Box::pin(self.0.send_request(request))
     }
 }

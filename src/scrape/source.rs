@@ -140,10 +140,11 @@ impl Source {
         self.has_ended() || self.aside.len() >= self.room
     }
 
-    /// The order of turns: ended sources come first, then those in order, and Envoy's page last, as it is
-    /// the largest: the series of the last one are not remembered.
+    /// The order of turns: ended sources come first, then the others, and of these Envoy's page last, as
+    /// it is the largest: the series of the last one are not remembered.
     fn turn(&self) -> (bool, bool) {
-        (!self.has_ended(), self.origin == Origin::Envoy)
+        let is_full = !self.has_ended();
+        (is_full, is_full && self.origin == Origin::Envoy)
     }
 
     pub(super) fn fail(&mut self, failure: Failure) {

@@ -31,15 +31,6 @@ pub(super) struct StreamContext {
     unknown: HashSet<u64>,
 }
 
-/// A name that is not served on this socket.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub(super) enum Unserved {
-    #[error(transparent)]
-    Unknown(#[from] UnknownName),
-    #[error("{0} is served on the workload's own socket, only secrets from files are on this one")]
-    Elsewhere(Name),
-}
-
 impl StreamContext {
     pub(super) fn new(id: u64, metrics: Metrics, serves_workload: bool) -> Self {
         Self {
@@ -88,16 +79,21 @@ impl StreamContext {
         )))
     }
 
-    pub(super) fn parse(&self, text: &str) -> Result<Name, Unserved> {
-        let name = text.parse()?;
+    /// The name, or why it is not served on this socket.
+    pub(super) fn parse(&self, text: &str) -> Result<Name, String> {
+        let name = text
+            .parse()
+            .map_err(|error: UnknownName| error.to_string())?;
         match name {
-            Name::Default | Name::RootCa if !self.serves_workload => Err(Unserved::Elsewhere(name)),
+            Name::Default | Name::RootCa if !self.serves_workload => Err(format!(
+                "{name} is served on the workload's own socket, only secrets from files are on this one"
+            )),
             _ => Ok(name),
         }
     }
 
     /// Logs an unserved name, each once.
-    pub(super) fn report_unserved(&mut self, text: &str, error: &Unserved) -> Result<(), Status> {
+    pub(super) fn report_unserved(&mut self, text: &str, error: &str) -> Result<(), Status> {
         let mut hasher = DefaultHasher::new();
         text.hash(&mut hasher);
         if !self.unknown.insert(hasher.finish()) {

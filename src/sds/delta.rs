@@ -76,7 +76,7 @@ impl Protocol for Delta {
                 }
                 Err(error) => {
                     context.report_unserved(text, &error)?;
-                    self.unserved.insert(text.clone(), error.to_string());
+                    self.unserved.insert(text.clone(), error);
                 }
             }
         }

@@ -159,7 +159,7 @@ fn served(context: &mut StreamContext, names: &[String]) -> Result<BTreeSet<Name
         }
     }
     if let (true, Some((_, error))) = (served.is_empty(), unserved.first()) {
-        return Err(Status::invalid_argument(error.to_string()));
+        return Err(Status::invalid_argument(error));
     }
     for (text, error) in &unserved {
         context.report_unserved(text, error)?;

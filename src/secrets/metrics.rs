@@ -19,29 +19,35 @@ pub(super) struct Metrics {
     latency: Counter,
 }
 
-type Date = fn(&Dates) -> SystemTime;
+type Value = fn(&Dates, now: SystemTime) -> f64;
 
-/// The dates of the certificate: name, meaning, and which.
-const DATES: [(&str, &str, Date); 4] = [
+/// The gauges of the certificate: name, meaning, and value.
+const GAUGES: [(&str, &str, Value); 5] = [
+    (
+        "istio_agent_cert_expiry_seconds",
+        "The time remaining, in seconds, before the certificate chain will expire. A negative \
+         value indicates the cert is expired.",
+        |dates, now| seconds(dates.not_after, now),
+    ),
     (
         "istio_agent_cert_not_before_timestamp_seconds",
         "When the certificate begins to be valid, as seconds of Unix time",
-        |dates| dates.not_before,
+        |dates, _| unix(dates.not_before),
     ),
     (
         "istio_agent_cert_not_after_timestamp_seconds",
         "When the certificate expires, as seconds of Unix time",
-        |dates| dates.not_after,
+        |dates, _| unix(dates.not_after),
     ),
     (
         "istio_agent_cert_issued_timestamp_seconds",
         "When the certificate was taken into use, as seconds of Unix time",
-        |dates| dates.issued,
+        |dates, _| unix(dates.issued),
     ),
     (
         "istio_agent_cert_next_renewal_timestamp_seconds",
         "When the next certificate is asked for, as seconds of Unix time",
-        |dates| dates.due,
+        |dates, _| unix(dates.due),
     ),
 ];
 
@@ -90,35 +96,19 @@ impl Metrics {
 
 /// Registers gauges of the certificate's dates.
 pub(super) fn publish(secrets: &Secrets, registry: &Registry) {
-    let clock = secrets.clock.clone();
-    gauge(
-        secrets,
-        registry,
-        "istio_agent_cert_expiry_seconds",
-        "The time remaining, in seconds, before the certificate chain will expire. A negative \
-         value indicates the cert is expired.",
-        move |dates| seconds(dates.not_after, clock.now()),
-    );
-    for (name, help, date) in DATES {
-        let value = move |dates: &Dates| seconds(date(dates), SystemTime::UNIX_EPOCH);
-        gauge(secrets, registry, name, help, value);
+    for (name, help, value) in GAUGES {
+        let (state, clock) = (secrets.state.clone(), secrets.clock.clone());
+        registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
+            let dates = state.borrow().dates;
+            if let Some(dates) = dates {
+                series(&["default"], value(&dates, clock.now()));
+            }
+        });
     }
 }
 
-fn gauge(
-    secrets: &Secrets,
-    registry: &Registry,
-    name: &'static str,
-    help: &'static str,
-    value: impl Fn(&Dates) -> f64 + Send + Sync + 'static,
-) {
-    let state = secrets.state.clone();
-    registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
-        let dates = state.borrow().dates;
-        if let Some(dates) = dates {
-            series(&["default"], value(&dates));
-        }
-    });
+fn unix(time: SystemTime) -> f64 {
+    seconds(time, SystemTime::UNIX_EPOCH)
 }
 
 /// From `start` to `end`, negative if that is the earlier.

@@ -19,7 +19,7 @@ use super::observe::Dates;
 use super::{Config, Problem, Roots, State, schedule};
 use crate::backoff::Backoff;
 use crate::ca::key::KeyError;
-use crate::ca::{Ca, Retry, SignError, csr};
+use crate::ca::{Ca, SignError, csr};
 use crate::clock::{Clock, rfc3339};
 
 /// Why an attempt brought no certificate.
@@ -379,7 +379,7 @@ impl Retries {
 /// Whether the cause may pass by itself within seconds. Other failures are retried at the longest wait.
 fn may_pass(error: &IssueError) -> bool {
     match error {
-        IssueError::Sign(error) => error.retry() == Retry::Soon,
+        IssueError::Sign(error) => error.may_pass(),
         IssueError::Silent | IssueError::Interrupted(_) => true,
         IssueError::Request(_) | IssueError::Certificate(_) => false,
     }

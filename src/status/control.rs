@@ -31,11 +31,11 @@ pub(super) async fn drain(sources: &Sources) -> Response<Body> {
 pub(super) fn progress(sources: &Sources) -> Response<Body> {
     let asked = sources.stop.requested().borrow().clone();
     let report = sources.envoy.as_ref().map(Envoy::snapshot);
-    reply::json(&json!({
+    reply::json(Some(json!({
         "asked": format!("{:?}", asked.urgency).to_lowercase(),
         "cause": asked.cause,
         "envoy": report,
-    }))
+    })))
 }
 
 /// Asks the agent to end when it is dropped.

@@ -34,7 +34,7 @@ use std::sync::Arc;
 use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
@@ -175,53 +175,47 @@ impl Router {
             }
             page => match debug_page(page) {
                 Some(_) if !is_local => reply::forbidden(),
-                Some(page) => self.debug(page).await,
+                Some(make) => self.debug(page, make).await,
                 None => reply::not_found(),
             },
         }
     }
 
     /// Makes a debug page on another thread, as some take a while.
-    async fn debug(&self, page: DebugPage) -> Response<Body> {
+    async fn debug(&self, path: &str, make: DebugPage) -> Response<Body> {
         // Without the log line of a probe.
-        let ready = match page {
-            DebugPage::Part(_) => Ok(()),
-            DebugPage::Html | DebugPage::Overview => self.ready.check().await,
+        let ready = match path {
+            "/debug/" | "/debug/overview" => self.ready.check().await,
+            _ => Ok(()),
         };
-        let ready = ready.map_err(|missing| missing.to_string());
         let sources = self.sources.clone();
-        let made = tokio::task::spawn_blocking(move || match page {
-            DebugPage::Html => reply::html(Overview::new(&sources, ready).html()),
-            DebugPage::Overview => reply::json(&json!(Overview::new(&sources, ready))),
-            DebugPage::Part(part) => {
-                part(&sources).map_or_else(reply::no_json, |part| reply::json(&part))
-            }
-        });
+        let made = tokio::task::spawn_blocking(move || make(&sources, ready));
         made.await
             .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
     }
 }
 
-enum DebugPage {
-    Html,
-    Overview,
-    /// None if the agent runs without that part, or there is nothing to show yet.
-    Part(fn(&Sources) -> Option<Value>),
-}
+/// Makes a page from the sources and, for the overview, the result of a readiness check.
+type DebugPage = fn(&Sources, Result<(), String>) -> Response<Body>;
 
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
-        "/debug/" => DebugPage::Html,
-        "/debug/overview" => DebugPage::Overview,
-        "/debug/envoy" => {
-            DebugPage::Part(|sources| Some(json!(sources.envoy.as_ref()?.snapshot())))
-        }
-        "/debug/istiod" => DebugPage::Part(|sources| Some(json!(sources.istiod.status()))),
-        "/debug/certs" => {
-            DebugPage::Part(|sources| Some(json!(sources.secrets.as_ref()?.snapshot())))
-        }
-        "/debug/xdsz" => DebugPage::Part(|sources| Some(json!(sources.discovery.snapshot()))),
-        "/debug/ndsz" => DebugPage::Part(|sources| sources.dns.as_ref()?.ndsz()),
+        "/debug/" => |sources, ready| reply::html(Overview::new(sources, ready).html()),
+        "/debug/overview" => |sources, ready| {
+            let overview = Overview::new(sources, ready);
+            reply::json(Some(json!(overview)))
+        },
+        "/debug/envoy" => |sources, _| {
+            let envoy = sources.envoy.as_ref();
+            reply::json(envoy.map(|envoy| json!(envoy.snapshot())))
+        },
+        "/debug/istiod" => |sources, _| reply::json(Some(json!(sources.istiod.status()))),
+        "/debug/certs" => |sources, _| {
+            let secrets = sources.secrets.as_ref();
+            reply::json(secrets.map(|secrets| json!(secrets.snapshot())))
+        },
+        "/debug/xdsz" => |sources, _| reply::json(Some(json!(sources.discovery.snapshot()))),
+        "/debug/ndsz" => |sources, _| reply::json(sources.dns.as_ref().and_then(Dns::ndsz)),
         _ => return None,
     })
 }

@@ -12,6 +12,8 @@ use crate::request_path;
 
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
+/// Kubernetes has 32 bits for them.
+const MOST_SECONDS: u64 = u32::MAX as u64;
 
 /// Probers by path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,45 +26,24 @@ pub struct Prober {
     pub timeout: Option<Duration>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
-    #[error("failed to decode: {0}")]
-    Json(String),
-    #[error(
-        "{path}: invalid path, expected /app-health or /app-lifecycle, a container and a probe"
-    )]
-    Path { path: String },
-    #[error("{path}: {member} is {found}, expected {expected}")]
-    Member {
-        path: String,
-        member: &'static str,
-        found: String,
-        expected: &'static str,
-    },
-}
-
 impl Probers {
-    /// Parses the variable. An empty text is an empty list.
-    pub fn parse(text: &str) -> Result<Self, Vec<Problem>> {
+    /// Parses the variable, or returns all problems. An empty text is an empty list.
+    pub fn parse(text: &str) -> Result<Self, Vec<String>> {
         if text.is_empty() {
             return Ok(Self::default());
         }
-        let list: BTreeMap<String, Value> =
-            serde_json::from_str(text).map_err(|error| vec![Problem::Json(error.to_string())])?;
-        let mut problems = Vec::new();
-        let mut probers = BTreeMap::new();
+        let list: BTreeMap<String, Value> = serde_json::from_str(text)
+            .map_err(|error| vec![format!("failed to decode: {error}")])?;
+        let (mut probers, mut problems) = (BTreeMap::new(), Vec::new());
         for (path, value) in list {
             match prober(&path, &value) {
-                Ok(prober) => {
-                    probers.insert(path, prober);
-                }
-                Err(problem) => problems.push(problem),
+                Ok(prober) => drop(probers.insert(path, prober)),
+                Err(problem) => problems.push(format!("{path}: {problem}")),
             }
         }
-        if problems.is_empty() {
-            Ok(Self(probers))
-        } else {
-            Err(problems)
+        match problems.is_empty() {
+            true => Ok(Self(probers)),
+            false => Err(problems),
         }
     }
 
@@ -71,36 +52,34 @@ impl Probers {
     }
 }
 
-fn prober(path: &str, value: &Value) -> Result<Prober, Problem> {
+fn prober(path: &str, value: &Value) -> Result<Prober, String> {
     if !is_path(path) {
-        let path = path.to_owned();
-        return Err(Problem::Path { path });
+        let expected = "/app-health or /app-lifecycle, a container and a probe";
+        return Err(format!("invalid path, expected {expected}"));
     }
-    let reader = Reader { path };
-    let prober = reader.object("the prober", value)?;
-    let named = ["httpGet", "tcpSocket", "grpc"].map(|name| (name, member(prober, name)));
-    let mut given = named
+    let prober = object("the prober", value)?;
+    let mut kinds = ["httpGet", "tcpSocket", "grpc"]
         .into_iter()
-        .filter_map(|(name, value)| Some((name, value?)));
-    let (Some((name, target)), None) = (given.next(), given.next()) else {
-        let expected = "one: invalid prober type, must be one of type httpGet, tcpSocket or gRPC";
-        let kinds = named.iter().filter(|(_, value)| value.is_some()).count();
-        return Err(reader.problem("the number of kinds", &kinds.into(), expected));
+        .filter_map(|name| Some((name, member(prober, name)?)));
+    let (Some((name, target)), None) = (kinds.next(), kinds.next()) else {
+        return Err(
+            "invalid prober type, must be one of type httpGet, tcpSocket or gRPC".to_owned(),
+        );
     };
-    let target = reader.object(name, target)?;
+    let target = object(name, target)?;
     Ok(Prober {
-        port: reader.port(target)?,
+        port: port(target)?,
         kind: match name {
             "httpGet" => Kind::Http {
-                is_https: reader.text(target, "scheme")? == "HTTPS",
-                path: request_path::escaped(&reader.text(target, "path")?),
+                is_https: text(target, "scheme")? == "HTTPS",
+                path: request_path::escaped(&text(target, "path")?),
             },
             "tcpSocket" => Kind::Tcp,
             _ => Kind::Grpc {
-                service: reader.text(target, "service")?,
+                service: text(target, "service")?,
             },
         },
-        timeout: reader.timeout(prober)?,
+        timeout: timeout(prober)?,
     })
 }
 
@@ -122,57 +101,39 @@ fn member<'a>(object: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
     (!value.is_null()).then_some(value)
 }
 
-/// Reads members of one prober.
-struct Reader<'a> {
-    path: &'a str,
+fn problem(member: &str, found: &Value, expected: &str) -> String {
+    format!("{member} is {found}, expected {expected}")
 }
 
-impl Reader<'_> {
-    fn problem(&self, member: &'static str, found: &Value, expected: &'static str) -> Problem {
-        Problem::Member {
-            path: self.path.to_owned(),
-            member,
-            found: found.to_string(),
-            expected,
-        }
-    }
+fn object<'v>(name: &str, value: &'v Value) -> Result<&'v Map<String, Value>, String> {
+    let object = value.as_object();
+    object.ok_or_else(|| problem(name, value, "an object"))
+}
 
-    fn object<'v>(
-        &self,
-        name: &'static str,
-        value: &'v Value,
-    ) -> Result<&'v Map<String, Value>, Problem> {
-        let object = value.as_object();
-        object.ok_or_else(|| self.problem(name, value, "an object"))
-    }
+fn port(target: &Map<String, Value>) -> Result<u16, String> {
+    let value = member(target, "port").unwrap_or(&Value::Null);
+    let port = value.as_u64().and_then(|port| u16::try_from(port).ok());
+    let port = port.filter(|port| *port != 0);
+    port.ok_or_else(|| problem("port", value, PORT))
+}
 
-    fn port(&self, target: &Map<String, Value>) -> Result<u16, Problem> {
-        let value = member(target, "port").unwrap_or(&Value::Null);
-        let port = value.as_u64().and_then(|port| u16::try_from(port).ok());
-        let port = port.filter(|port| *port != 0);
-        port.ok_or_else(|| self.problem("port", value, PORT))
+fn text(target: &Map<String, Value>, name: &str) -> Result<String, String> {
+    match member(target, name) {
+        None => Ok(String::new()),
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(other) => Err(problem(name, other, "a text")),
     }
+}
 
-    fn text(&self, target: &Map<String, Value>, name: &'static str) -> Result<String, Problem> {
-        match member(target, name) {
-            None => Ok(String::new()),
-            Some(Value::String(text)) => Ok(text.clone()),
-            Some(other) => Err(self.problem(name, other, "a text")),
-        }
-    }
-
-    fn timeout(&self, prober: &Map<String, Value>) -> Result<Option<Duration>, Problem> {
-        const NAME: &str = "timeoutSeconds";
-        let Some(value) = member(prober, NAME) else {
-            return Ok(None);
-        };
-        let seconds = value
-            .as_u64()
-            .and_then(|seconds| u32::try_from(seconds).ok());
-        let expected = "a whole number of seconds, or 0 for the default";
-        let seconds = seconds.ok_or_else(|| self.problem(NAME, value, expected))?;
-        Ok((seconds != 0).then(|| Duration::from_secs(seconds.into())))
-    }
+fn timeout(prober: &Map<String, Value>) -> Result<Option<Duration>, String> {
+    const NAME: &str = "timeoutSeconds";
+    let Some(value) = member(prober, NAME) else {
+        return Ok(None);
+    };
+    let seconds = value.as_u64().filter(|seconds| *seconds <= MOST_SECONDS);
+    let expected = "a whole number of seconds, or 0 for the default";
+    let seconds = seconds.ok_or_else(|| problem(NAME, value, expected))?;
+    Ok((seconds != 0).then(|| Duration::from_secs(seconds)))
 }
 
 #[cfg(test)]
@@ -234,7 +195,7 @@ mod tests {
             (r#"{"/app-health/a/livez": {}}"#, "invalid prober type"),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1}, "tcpSocket": {"port": 1}}}"#,
-                "kinds is 2, expected one: invalid prober type, must be one of type httpGet",
+                "livez: invalid prober type, must be one of type httpGet",
             ),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": "web"}}}"#,
@@ -258,7 +219,7 @@ mod tests {
             ),
         ] {
             let problems = Probers::parse(text).expect_err("a problem");
-            let found = problems[0].to_string();
+            let found = &problems[0];
             assert!(found.contains(expected), "{found}");
         }
         let two = r#"{"/x": {}, "/app-health/a/livez": {}}"#;

@@ -4,7 +4,7 @@ use ::http::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, LOCATION, REFERRER_POLICY,
     X_CONTENT_TYPE_OPTIONS,
 };
-use ::http::{HeaderValue, Response, StatusCode};
+use ::http::{HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use serde_json::Value;
@@ -12,54 +12,57 @@ use serde_json::Value;
 use super::Body;
 use crate::metrics::Registry;
 
-const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
-const JSON: HeaderValue = HeaderValue::from_static("application/json");
 /// Prometheus' text format.
-const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-
-pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
-    let mut reply = bytes(status, text.into());
-    reply.headers_mut().insert(CONTENT_TYPE, TEXT);
-    reply
-}
-
-pub(super) fn json(value: &Value) -> Response<Body> {
-    let mut reply = bytes(StatusCode::OK, value.to_string().into());
-    reply.headers_mut().insert(CONTENT_TYPE, JSON);
-    let no_store = HeaderValue::from_static("no-store");
-    reply.headers_mut().insert(CACHE_CONTROL, no_store);
-    reply
-}
-
-/// 404 where JSON is expected.
-pub(super) fn no_json() -> Response<Body> {
-    let mut reply = json(&Value::Object(serde_json::Map::new()));
-    *reply.status_mut() = StatusCode::NOT_FOUND;
-    reply
-}
-
+const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// A page that may run, load and send nothing, whatever got into it.
-pub(super) fn html(text: String) -> Response<Body> {
-    let mut reply = bytes(StatusCode::OK, text.into());
-    let policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
-                  form-action 'none'; frame-ancestors 'none'";
-    for (name, value) in [
-        (CONTENT_TYPE, "text/html; charset=utf-8"),
-        (CACHE_CONTROL, "no-store"),
-        (CONTENT_SECURITY_POLICY, policy),
-        (REFERRER_POLICY, "no-referrer"),
-        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
-    ] {
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
+                      form-action 'none'; frame-ancestors 'none'";
+
+fn with(
+    status: StatusCode,
+    body: impl Into<Bytes>,
+    headers: &[(HeaderName, &'static str)],
+) -> Response<Body> {
+    let mut reply = bytes(status, body.into());
+    for (name, value) in headers {
         let value = HeaderValue::from_static(value);
         reply.headers_mut().insert(name, value);
     }
     reply
 }
 
+pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body> {
+    with(status, text, &[(CONTENT_TYPE, "text/plain; charset=utf-8")])
+}
+
+/// JSON, or 404 and an empty object where there is nothing to show.
+pub(super) fn json(value: Option<Value>) -> Response<Body> {
+    let status = match value {
+        Some(_) => StatusCode::OK,
+        None => StatusCode::NOT_FOUND,
+    };
+    let headers = [
+        (CONTENT_TYPE, "application/json"),
+        (CACHE_CONTROL, "no-store"),
+    ];
+    let value = value.unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+    with(status, value.to_string(), &headers)
+}
+
+pub(super) fn html(text: String) -> Response<Body> {
+    let headers = [
+        (CONTENT_TYPE, "text/html; charset=utf-8"),
+        (CACHE_CONTROL, "no-store"),
+        (CONTENT_SECURITY_POLICY, POLICY),
+        (REFERRER_POLICY, "no-referrer"),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    ];
+    with(StatusCode::OK, text, &headers)
+}
+
 pub(super) fn metrics(registry: &Registry) -> Response<Body> {
-    let mut reply = bytes(StatusCode::OK, registry.render().into());
-    reply.headers_mut().insert(CONTENT_TYPE, METRICS);
-    reply
+    let page = registry.render();
+    with(StatusCode::OK, page, &[(CONTENT_TYPE, METRICS)])
 }
 
 /// `body`, which drops `guard` once it has been sent or given up.
@@ -80,14 +83,12 @@ pub(super) fn bytes(status: StatusCode, body: Bytes) -> Response<Body> {
 }
 
 pub(super) fn moved(to: &str) -> Response<Body> {
+    let Ok(location) = HeaderValue::from_str(to) else {
+        return not_found();
+    };
     let mut reply = plain(StatusCode::MOVED_PERMANENTLY, format!("see {to}\n"));
-    match HeaderValue::from_str(to) {
-        Ok(to) => {
-            reply.headers_mut().insert(LOCATION, to);
-            reply
-        }
-        Err(_) => not_found(),
-    }
+    reply.headers_mut().insert(LOCATION, location);
+    reply
 }
 
 pub(super) fn not_found() -> Response<Body> {

@@ -4,25 +4,23 @@
 //! Only the first time counts, so a second Envoy or another connection to istiod does not rewrite
 //! how the start went.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::time::Instant;
 
 use super::Sources;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Milestone {
-    SocketsBound,
-    EnvoyStarted,
-    IstiodConnected,
-    FirstCertificate,
-    /// Envoy has accepted clusters and listeners.
-    ConfigReceived,
-    EnvoyLive,
-    Ready,
-}
+pub const SOCKETS_BOUND: &str = "sockets bound";
+const ENVOY_STARTED: &str = "Envoy started";
+const ISTIOD_CONNECTED: &str = "istiod connected";
+const FIRST_CERTIFICATE: &str = "first certificate";
+/// Envoy has accepted clusters and listeners.
+pub(super) const CONFIG_RECEIVED: &str = "configuration received";
+pub(super) const ENVOY_LIVE: &str = "Envoy live";
+pub(super) const READY: &str = "ready";
 
 /// A milestone that has been reached.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -36,19 +34,8 @@ pub struct Reached {
 #[derive(Clone, Debug)]
 pub struct Milestones {
     start: Instant,
-    reached: Arc<[OnceLock<Duration>; NAMES.len()]>,
+    reached: Arc<Mutex<Vec<Reached>>>,
 }
-
-/// In the order of [`Milestone`].
-const NAMES: [&str; 7] = [
-    "sockets bound",
-    "Envoy started",
-    "istiod connected",
-    "first certificate",
-    "configuration received",
-    "Envoy live",
-    "ready",
-];
 
 impl Milestones {
     /// Counts from now.
@@ -63,24 +50,23 @@ impl Milestones {
         self.start.elapsed()
     }
 
-    pub fn mark(&self, milestone: Milestone) {
-        self.reached[milestone as usize].get_or_init(|| self.elapsed());
+    /// Returns whether it is the first time.
+    pub fn mark(&self, milestone: &'static str) -> bool {
+        let mut reached = self.reached.lock();
+        let is_first = reached.iter().all(|known| known.milestone != milestone);
+        if is_first {
+            let after_ms = self.elapsed().as_micros() as f64 / 1e3;
+            reached.push(Reached {
+                milestone,
+                after_ms,
+            });
+        }
+        is_first
     }
 
     /// What has been reached, the earliest first.
     pub fn reached(&self) -> Vec<Reached> {
-        let times = self.reached.iter().map(OnceLock::get);
-        let mut reached: Vec<_> = NAMES
-            .into_iter()
-            .zip(times)
-            .filter_map(|(name, after)| Some((*after?, name)))
-            .collect();
-        reached.sort_by_key(|(after, _)| *after);
-        let reached = reached.into_iter().map(|(after, milestone)| Reached {
-            milestone,
-            after_ms: after.as_micros() as f64 / 1e3,
-        });
-        reached.collect()
+        self.reached.lock().clone()
     }
 }
 
@@ -91,7 +77,7 @@ pub(super) async fn watch(sources: &Sources) {
     let connected = async {
         let mut connection = sources.istiod.watch();
         if connection.wait_for(Option::is_some).await.is_ok() {
-            milestones.mark(Milestone::IstiodConnected);
+            milestones.mark(ISTIOD_CONNECTED);
         }
     };
     let certified = async {
@@ -101,13 +87,13 @@ pub(super) async fn watch(sources: &Sources) {
         while secrets.latest().workload.is_none() {
             secrets.changed().await;
         }
-        milestones.mark(Milestone::FirstCertificate);
+        milestones.mark(FIRST_CERTIFICATE);
     };
     let started = async {
         let Some(envoy) = &sources.envoy else { return };
         let mut report = envoy.report();
         if report.wait_for(|report| report.pid.is_some()).await.is_ok() {
-            milestones.mark(Milestone::EnvoyStarted);
+            milestones.mark(ENVOY_STARTED);
         }
     };
     tokio::join!(connected, certified, started);
@@ -120,12 +106,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn milestones_are_in_the_order_of_time_and_the_first_time_counts() {
         let milestones = Milestones::start();
-        milestones.mark(Milestone::SocketsBound);
+        milestones.mark(SOCKETS_BOUND);
         tokio::time::advance(Duration::from_micros(12_500)).await;
-        milestones.clone().mark(Milestone::FirstCertificate);
+        milestones.clone().mark(FIRST_CERTIFICATE);
         tokio::time::advance(Duration::from_millis(1)).await;
-        milestones.mark(Milestone::EnvoyStarted);
-        milestones.mark(Milestone::SocketsBound);
+        milestones.mark(ENVOY_STARTED);
+        milestones.mark(SOCKETS_BOUND);
         let reached: Vec<_> = milestones
             .reached()
             .iter()
@@ -137,20 +123,5 @@ mod tests {
             ("Envoy started", 13.5),
         ];
         assert_eq!(reached, expected);
-    }
-
-    #[test]
-    fn every_milestone_has_its_own_name() {
-        for (milestone, name) in [
-            (Milestone::SocketsBound, "sockets bound"),
-            (Milestone::EnvoyStarted, "Envoy started"),
-            (Milestone::IstiodConnected, "istiod connected"),
-            (Milestone::FirstCertificate, "first certificate"),
-            (Milestone::ConfigReceived, "configuration received"),
-            (Milestone::EnvoyLive, "Envoy live"),
-            (Milestone::Ready, "ready"),
-        ] {
-            assert_eq!(NAMES[milestone as usize], name);
-        }
     }
 }

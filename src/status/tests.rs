@@ -2,6 +2,7 @@
 
 use ::http::HeaderValue;
 use http_body_util::BodyExt;
+use serde_json::Value;
 
 use super::*;
 use crate::lifecycle::Urgency;

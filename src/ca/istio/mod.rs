@@ -6,15 +6,14 @@
 //! certificate may be there by now, the next call dials anew to present it.
 
 use std::collections::BTreeMap;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::Incoming;
 use prost_types::value::Kind;
 use tokio::time::timeout;
+use tonic::client::GrpcService;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
@@ -83,7 +82,7 @@ impl IstioCa {
         let mut request = tonic::Request::new(request);
         *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
         request.set_timeout(limit);
-        IstioCertificateServiceClient::with_origin(Call(connection), self.istiod.uri("/"))
+        IstioCertificateServiceClient::with_origin(call(connection), self.istiod.uri("/"))
             .max_decoding_message_size(LARGEST_ANSWER)
             .create_certificate(request)
             .await
@@ -138,27 +137,18 @@ fn unavailable(error: &dyn std::error::Error) -> SignError {
     }
 }
 
-/// Adapts a connection to the generated client.
-struct Call(Connection);
-
-impl tower_service::Service<http::Request<Body>> for Call {
-    type Response = http::Response<Incoming>;
-    type Error = Status;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Status>> + Send>>;
-
-    /// Sending waits where necessary.
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let mut connection = self.0.clone();
-        Box::pin(async move {
+/// Adapts a connection to the generated client. Sending waits where necessary.
+fn call(
+    connection: Connection,
+) -> impl GrpcService<Body, ResponseBody = Incoming, Error = Status, Future: Send> {
+    tower::service_fn(move |request| {
+        let mut connection = connection.clone();
+        async move {
             connection.send(request).await.map_err(|error| {
                 Status::unavailable(format!("the connection to istiod broke: {error}"))
             })
-        })
-    }
+        }
+    })
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use zeroize::Zeroizing;
 
 use super::certificate::Certificate;
@@ -47,20 +48,25 @@ pub struct Config {
 
 /// Writes each rotation until it is dropped. A write that fails is tried again.
 pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
-    let mut writer = Writer::new(config);
+    let path = config.directory.clone();
+    let writer = Arc::new(Mutex::new(Writer::new(config)));
     let mut retry = RETRY;
     let mut secrets = Subscription::new(secrets, &files);
     secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
     loop {
-        let outcome;
-        (writer, outcome) = write_latest(writer, Contents::latest(&secrets)).await;
-        let Err(error) = outcome else {
+        let (writer, contents) = (writer.clone(), Contents::latest(&secrets));
+        let write = move || match contents {
+            Some(contents) => writer.lock().write(contents.files()),
+            None => Ok(()),
+        };
+        let written = tokio::task::spawn_blocking(write).await;
+        let Err(error) = written.unwrap_or_else(|error| Err(error.into())) else {
             retry.reset();
             secrets.changed().await;
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
-        let path = writer.config.directory.display();
+        let path = path.display();
         tracing::error!(
             target: "cache",
             "error when output the resource: {path}: {error}; next attempt in {wait:?}"
@@ -72,19 +78,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     }
 }
 
-async fn write_latest(writer: Writer, contents: Option<Contents>) -> (Writer, io::Result<()>) {
-    let Some(contents) = contents else {
-        return (writer, Ok(()));
-    };
-    let config = writer.config.clone();
-    match tokio::task::spawn_blocking(move || writer.write_changed(contents)).await {
-        Ok(done) => done,
-        Err(error) => (Writer::new(config), Err(io::Error::other(error))),
-    }
-}
-
 /// What an Envoy is served at one moment.
-#[derive(Debug, PartialEq, Eq)]
 struct Contents {
     certificate: Arc<Certificate>,
     roots: Roots,
@@ -103,12 +97,8 @@ impl Contents {
 
     /// In the order of [`NAMES`].
     fn files(&self) -> [&[u8]; 3] {
-        let certificate = &self.certificate;
-        [
-            certificate.key_pem(),
-            certificate.chain_pem(),
-            self.roots.pem(),
-        ]
+        let Self { certificate, roots } = self;
+        [certificate.key_pem(), certificate.chain_pem(), roots.pem()]
     }
 }
 
@@ -120,8 +110,6 @@ struct Writer {
     current: Option<String>,
     /// The version linked before: a client may still read it.
     previous: Option<String>,
-    /// Written last.
-    written: Option<Contents>,
 }
 
 impl Writer {
@@ -130,30 +118,15 @@ impl Writer {
             config,
             current: None,
             previous: None,
-            written: None,
         }
-    }
-
-    fn write_changed(mut self, contents: Contents) -> (Self, io::Result<()>) {
-        if self.written.as_ref() == Some(&contents) {
-            return (self, Ok(()));
-        }
-        let outcome = self.write(contents.files());
-        if outcome.is_ok() {
-            self.written = Some(contents);
-        }
-        (self, outcome)
     }
 
     fn write(&mut self, contents: [&[u8]; 3]) -> io::Result<()> {
         if self.current.is_none() {
             self.take_over()?;
         }
-        if NAMES
-            .iter()
-            .zip(contents)
-            .all(|(name, content)| self.holds(name, content))
-        {
+        let mut files = NAMES.iter().zip(contents);
+        if files.all(|(name, content)| self.holds(name, content)) {
             return Ok(());
         }
         // The names go through the present link first, so nothing changes should the rest fail. On the
@@ -187,12 +160,16 @@ impl Writer {
         if found.iter().all(Option::is_none) {
             return Ok(());
         }
-        self.swap(std::array::from_fn(|at| {
-            found[at].as_ref().map(|content| &content[..])
-        }))?;
-        let names = NAMES.iter().zip(&found);
-        let mut names = names.filter_map(|(name, found)| found.as_ref().map(|_| name));
-        names.try_for_each(|name| self.link_name(name))
+        self.swap(
+            found
+                .each_ref()
+                .map(|found| found.as_ref().map(|content| &content[..])),
+        )?;
+        let mut names = NAMES
+            .iter()
+            .zip(&found)
+            .filter(|(_, found)| found.is_some());
+        names.try_for_each(|(name, _)| self.link_name(name))
     }
 
     /// Points the link to a new version, in one step. Returns the version before the previous one, which
@@ -203,10 +180,8 @@ impl Writer {
             self.discard(&version);
             return Err(error);
         }
-        Ok(std::mem::replace(
-            &mut self.previous,
-            self.current.replace(version),
-        ))
+        let before = self.current.replace(version);
+        Ok(std::mem::replace(&mut self.previous, before))
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -3,58 +3,43 @@
 use maud::{Markup, html};
 
 use super::format::{counted, duration, resource_type, size};
-use super::page::{BAD, GOOD, WARN, badge, note, wide_section};
-use crate::xds::observe::{NackSnapshot, Snapshot, TypeSnapshot};
-
-/// How Envoy has answered the last response of a type.
-#[derive(Clone, Copy, Debug)]
-enum Answer<'a> {
-    NothingSent,
-    Awaited,
-    Ack { after_seconds: f64 },
-    Nack(&'a NackSnapshot),
-}
+use super::page::{BAD, GOOD, WARN, Width, badge, card, list, note};
+use crate::xds::observe::{Snapshot, TypeSnapshot};
 
 /// Whether Envoy has accepted the last response of every type.
 pub(super) fn state(snapshot: &Snapshot) -> Markup {
-    let answers = || snapshot.types.values().map(answer);
-    let nacks = answers().filter(|answer| matches!(answer, Answer::Nack(_)));
-    match nacks.count() {
-        0 if answers().any(|answer| matches!(answer, Answer::Ack { .. })) => {
-            badge(GOOD, "accepted")
-        }
+    let types = || {
+        snapshot
+            .types
+            .values()
+            .filter(|of_type| is_answered(of_type))
+    };
+    match types().filter(|of_type| is_refused(of_type)).count() {
+        0 if types().next().is_some() => badge(GOOD, "accepted"),
         0 => badge(WARN, "none yet"),
         count => badge(BAD, format!("{} refused", counted(count, "type"))),
     }
 }
 
 pub(super) fn section(snapshot: &Snapshot) -> Markup {
-    wide_section(
-        "Discovery (xDS)",
-        "xdsz",
-        html! {
-            p {
-                @match (&snapshot.stream, &snapshot.last_end) {
-                    (Some(stream), _) => {
-                        @if stream.connected {
-                            (badge(GOOD, "stream tied to istiod"))
-                        } @else {
-                            (badge(WARN, "stream waits for istiod"))
-                        }
-                        (note(format!("{}, number {}, since {}", stream.protocol, stream.id, stream.since)))
-                    }
-                    (None, end) => {
-                        (badge(BAD, "no stream of Envoy"))
-                        @if let Some(end) = end { (note(format!("{}: {}", end.at, end.reason))) }
-                    }
+    let content = html! {
+        p {
+            @if let Some(stream) = &snapshot.stream {
+                @if stream.connected { (badge(GOOD, "stream tied to istiod")) }
+                @else { (badge(WARN, "stream waits for istiod")) }
+                (note(format!("{}, number {}, since {}", stream.protocol, stream.id, stream.since)))
+            } @else {
+                (badge(BAD, "no stream of Envoy"))
+                @if let Some(end) = &snapshot.last_end {
+                    (note(format!("{}: {}", end.at, end.reason)))
                 }
             }
-            table.list {
-                tr { th scope="col" { "Type" } th { "Version" } th { "Last answer" } th { "Last response" } }
-                @for (url, of_type) in &snapshot.types { (row(url, of_type)) }
-            }
-        },
-    )
+        }
+        (list(&["Type", "Version", "Last answer", "Last response"], html! {
+            @for (url, of_type) in &snapshot.types { (row(url, of_type)) }
+        }))
+    };
+    card(Width::Page, "Discovery (xDS)", "xdsz", content)
 }
 
 fn row(url: &str, of_type: &TypeSnapshot) -> Markup {
@@ -79,46 +64,38 @@ fn row(url: &str, of_type: &TypeSnapshot) -> Markup {
 }
 
 fn last_answer(of_type: &TypeSnapshot) -> Markup {
-    let current = answer(of_type);
-    let nack = |tone, words, nack: &NackSnapshot| {
-        html! { (badge(tone, words)) " " (nack.reason) (note(&nack.at)) }
+    let is_refused = is_refused(of_type);
+    let (class, words) = match is_refused {
+        true => (BAD, "NACK"),
+        false => (WARN, "earlier NACK"),
     };
     html! {
-        @match current {
-            Answer::NothingSent => "nothing sent",
-            Answer::Awaited => (badge(WARN, "awaited")),
-            Answer::Ack { after_seconds } => {
-                (badge(GOOD, "ACK")) (note(format!("after {}", duration(after_seconds))))
-            }
-            Answer::Nack(last) => (nack(BAD, "NACK", last)),
+        @if of_type.last_response.is_none() { "nothing sent" }
+        @else if !is_answered(of_type) { (badge(WARN, "awaited")) }
+        @else if let (Some(ack), false) = (&of_type.last_ack, is_refused) {
+            (badge(GOOD, "ACK")) (note(format!("after {}", duration(ack.after_seconds))))
         }
-        @if let (Some(earlier), false) = (&of_type.last_nack, matches!(current, Answer::Nack(_))) {
-            br; (nack(WARN, "earlier NACK", earlier))
+        @if let Some(nack) = &of_type.last_nack {
+            @if !is_refused { br; }
+            (badge(class, words)) " " (nack.reason) (note(&nack.at))
         }
     }
 }
 
-/// Times have whole seconds; of an ACK and a NACK within one, the one of this version is the last.
-fn answer(of_type: &TypeSnapshot) -> Answer<'_> {
-    let Some(response) = &of_type.last_response else {
-        return Answer::NothingSent;
+fn is_answered(of_type: &TypeSnapshot) -> bool {
+    let last = of_type.last_response.as_ref();
+    last.is_some_and(|response| response.answered)
+}
+
+/// Whether Envoy has refused the last response. Times have whole seconds; of an ACK and a NACK within
+/// one, the one of this version is the last.
+fn is_refused(of_type: &TypeSnapshot) -> bool {
+    let (Some(response), Some(nack)) = (&of_type.last_response, &of_type.last_nack) else {
+        return false;
     };
-    if !response.answered {
-        return Answer::Awaited;
-    }
-    let (ack, nack) = (&of_type.last_ack, &of_type.last_nack);
-    let nack_is_last = match (ack, nack) {
-        (Some(ack), Some(nack)) if nack.at == ack.at => {
-            nack.version.as_ref() == Some(&response.version) && ack.version != response.version
-        }
-        (Some(ack), Some(nack)) => nack.at > ack.at,
-        (ack, _) => ack.is_none(),
-    };
-    match (ack, nack) {
-        (_, Some(nack)) if nack_is_last => Answer::Nack(nack),
-        (Some(ack), _) => Answer::Ack {
-            after_seconds: ack.after_seconds,
-        },
-        _ => Answer::Awaited,
-    }
+    let is_last = of_type.last_ack.as_ref().is_none_or(|ack| {
+        let is_of_this = nack.version.as_ref() == Some(&response.version);
+        nack.at > ack.at || (nack.at == ack.at && is_of_this && ack.version != response.version)
+    });
+    response.answered && is_last
 }

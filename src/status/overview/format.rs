@@ -9,20 +9,18 @@ pub(super) fn duration(seconds: f64) -> String {
     if seconds < 10.0 {
         return format!("{seconds:.1} s");
     }
-    let mut rest = seconds as u64;
-    let mut parts = Vec::new();
-    for (length, unit) in UNITS {
-        // A second unit follows only directly: `1 d 5 s` is `1 d`.
-        if rest >= length || !parts.is_empty() {
-            parts.push((rest / length, unit));
-            rest %= length;
-        }
+    let seconds = seconds as u64;
+    let largest = UNITS.iter().position(|(length, _)| seconds >= *length);
+    let at = largest.unwrap_or_default();
+    let (length, unit) = UNITS[at];
+    let mut text = format!("{} {unit}", seconds / length);
+    // A second unit follows only directly: `1 d 5 s` is `1 d`.
+    if let Some((next, unit)) = UNITS.get(at + 1)
+        && let rest @ 1.. = seconds % length / next
+    {
+        text += &format!(" {rest} {unit}");
     }
-    let shown = parts.iter().take(2).filter(|(count, _)| *count > 0);
-    let shown: Vec<_> = shown
-        .map(|(count, unit)| format!("{count} {unit}"))
-        .collect();
-    shown.join(" ")
+    text
 }
 
 pub(super) fn size(bytes: u64) -> String {

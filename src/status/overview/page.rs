@@ -7,7 +7,7 @@ use super::format::{duration, size};
 use super::{Overview, discovery};
 use crate::clock::rfc3339;
 use crate::envoy::handle::{Report, State};
-use crate::envoy::shutdown::{Shutdown, Step};
+use crate::envoy::shutdown::Step;
 use crate::istiod::status::{Status, Tls};
 use crate::logging::Entry;
 use crate::secrets::observe::{Certificate, Secret, Snapshot};
@@ -81,21 +81,17 @@ fn states(overview: &Overview) -> Markup {
 }
 
 fn sections(overview: &Overview) -> Markup {
-    let name_table = |ready| match ready {
-        true => badge(GOOD, "received"),
-        false => badge(WARN, "not received yet"),
-    };
+    let envoy = overview.envoy.as_ref();
     html! {
-        @if let Some(envoy) = &overview.envoy {
-            (envoy_section(envoy, overview.envoy_uptime_seconds))
-        }
+        @if let Some(envoy) = envoy { (envoy_section(envoy, overview.envoy_uptime_seconds)) }
         (istiod_section(&overview.istiod))
-        @if let Some(envoy) = &overview.envoy { (drain_section(envoy)) }
+        @if let Some(envoy) = envoy { (drain_section(envoy)) }
         @if let Some(snapshot) = &overview.certificates { (certificates(snapshot)) }
         (start_up(overview))
         @if let Some(dns) = &overview.dns {
-            (section("DNS", "ndsz", html! {
-                table.facts { (fact("Name table", Some(name_table(dns.ready)))) }
+            (facts("DNS", "ndsz", html! {
+                @if dns.ready { (fact("Name table", Some(badge(GOOD, "received")))) }
+                @else { (fact("Name table", Some(badge(WARN, "not received yet")))) }
             }))
         }
         (discovery::section(&overview.discovery))
@@ -113,17 +109,34 @@ pub(super) fn note(text: impl Render) -> Markup {
     html! { " " small { (text) } }
 }
 
+/// How wide a section is.
+#[derive(Clone, Copy)]
+pub(super) enum Width {
+    Column,
+    Page,
+}
+
 /// A card with a link to its source as JSON.
-fn section(title: &str, json: &str, content: Markup) -> Markup {
-    html! { section { (heading(title, json)) (content) } }
+pub(super) fn card(width: Width, title: &str, json: &str, content: Markup) -> Markup {
+    let is_wide = matches!(width, Width::Page);
+    html! {
+        section.wide[is_wide] { h2 { (title) " " a href=(json) { "JSON" } } (content) }
+    }
 }
 
-pub(super) fn wide_section(title: &str, json: &str, content: Markup) -> Markup {
-    html! { section.wide { (heading(title, json)) (content) } }
+/// A table with a row of headings.
+pub(super) fn list(headings: &[&str], rows: Markup) -> Markup {
+    html! {
+        table.list {
+            tr { @for heading in headings { th scope="col" { (heading) } } }
+            (rows)
+        }
+    }
 }
 
-fn heading(title: &str, json: &str) -> Markup {
-    html! { h2 { (title) " " a href=(json) { "JSON" } } }
+/// A section of facts.
+fn facts(title: &str, json: &str, rows: Markup) -> Markup {
+    card(Width::Column, title, json, html! { table.facts { (rows) } })
 }
 
 /// A row of a table of facts, if there is a value.
@@ -146,50 +159,41 @@ fn envoy_state(envoy: Option<&Report>) -> Markup {
 }
 
 fn envoy_section(envoy: &Report, uptime: Option<f64>) -> Markup {
-    let last_crash = html! {
-        @if let Some(crash) = &envoy.last_crash {
+    let rows = html! {
+        (fact("State", Some(envoy_state(Some(envoy)))))
+        (fact("Uptime", uptime.map(duration)))
+        (fact("Process", envoy.pid.map(|pid| format!("pid {pid}"))))
+        (fact("Memory", envoy.rss_bytes.map(size)))
+        (fact("Restarts", Some(envoy.epoch)))
+        (fact("Next start", envoy.restart.map(rfc3339)))
+        (fact("Last crash", envoy.last_crash.as_ref().map(|crash| html! {
             (badge(BAD, crash.to_string())) (note(format!("{}, pid {}", crash.when, crash.pid)))
-        } @else { "none" }
+        })))
     };
-    let content = html! {
-        table.facts {
-            (fact("State", Some(envoy_state(Some(envoy)))))
-            (fact("Uptime", uptime.map(duration)))
-            (fact("Process", envoy.pid.map(|pid| format!("pid {pid}"))))
-            (fact("Memory", envoy.rss_bytes.map(size)))
-            (fact("Restarts", Some(envoy.epoch)))
-            (fact("Next start", envoy.restart.map(rfc3339)))
-            (fact("Last crash", Some(last_crash)))
-        }
-    };
-    section("Envoy", "envoy", content)
+    facts("Envoy", "envoy", rows)
 }
 
 fn drain_section(envoy: &Report) -> Markup {
-    let (class, words) = match (&envoy.ending, envoy.is_drained) {
-        (Some(_), _) => (WARN, "shutting down"),
-        (None, true) => (WARN, "drained, no drain at the shutdown"),
-        (None, false) => (GOOD, "none requested"),
-    };
-    let counted = |ending: &Shutdown| match ending.waits_for {
-        Step::LongRequests => "Requests",
-        _ => "Connections",
+    let state = match (&envoy.ending, envoy.is_drained) {
+        (Some(_), _) => badge(WARN, "shutting down"),
+        (None, true) => badge(WARN, "drained, no drain at the shutdown"),
+        (None, false) => badge(GOOD, "none requested"),
     };
     let plan = (!envoy.plan.0.is_empty()).then(|| envoy.plan.to_string());
-    let content = html! {
-        table.facts {
-            (fact("State", Some(badge(class, words))))
-            @if let Some(ending) = &envoy.ending {
-                (fact("Cause", Some(ending.cause)))
-                (fact("Since", Some(rfc3339(ending.since))))
-                (fact("Waits for", Some(ending.waits_for.to_string())))
-                (fact("No later than", Some(rfc3339(ending.until))))
-                (fact(counted(ending), ending.connections))
-            }
-            (fact("Steps of a shutdown", plan))
+    let rows = html! {
+        (fact("State", Some(state)))
+        @if let Some(ending) = &envoy.ending {
+            (fact("Cause", Some(ending.cause)))
+            (fact("Since", Some(rfc3339(ending.since))))
+            (fact("Waits for", Some(ending.waits_for.to_string())))
+            (fact("No later than", Some(rfc3339(ending.until))))
+            @if ending.waits_for == Step::LongRequests {
+                (fact("Requests", ending.connections))
+            } @else { (fact("Connections", ending.connections)) }
         }
+        (fact("Steps of a shutdown", plan))
     };
-    section("Drain and shutdown", "../drain", content)
+    facts("Drain and shutdown", "../drain", rows)
 }
 
 fn istiod_state(status: &Status) -> Markup {
@@ -200,24 +204,21 @@ fn istiod_state(status: &Status) -> Markup {
 }
 
 fn istiod_section(status: &Status) -> Markup {
-    let content = html! {
-        table.facts {
-            (fact("State", Some(istiod_state(status))))
-            (fact("Address", Some(html! {
-                (status.address)
-                @if let Some(connected) = &status.connected { (note(&connected.peer)) }
-            })))
-            @if let Some(connected) = &status.connected {
-                (fact("Since", Some(&connected.since)))
-                (fact("TLS", Some(tls(connected.tls.as_ref()))))
-            }
-            (fact("Dials", Some(status.dials)))
-            @if let Some(failure) = &status.last_error {
-                (fact("Last error", Some(html! { (failure.error) (note(&failure.at)) })))
-            }
-        }
+    let connected = status.connected.as_ref();
+    let rows = html! {
+        (fact("State", Some(istiod_state(status))))
+        (fact("Address", Some(html! {
+            (status.address)
+            @if let Some(connected) = connected { (note(&connected.peer)) }
+        })))
+        (fact("Since", connected.map(|connected| &connected.since)))
+        (fact("TLS", connected.map(|connected| tls(connected.tls.as_ref()))))
+        (fact("Dials", Some(status.dials)))
+        (fact("Last error", status.last_error.as_ref().map(|failure| html! {
+            (failure.error) (note(&failure.at))
+        })))
     };
-    section("Connection to istiod", "istiod", content)
+    facts("Connection to istiod", "istiod", rows)
 }
 
 fn tls(tls: Option<&Tls>) -> Markup {
@@ -249,12 +250,11 @@ fn certificates(snapshot: &Snapshot) -> Markup {
                 (note(format!("{} in a row, next attempt {}", problem.failures, problem.next_attempt)))
             }
         }
-        table.list {
-            tr { th scope="col" { "Secret" } th { "Left" } th { "Expires" } }
+        (list(&["Secret", "Left", "Expires"], html! {
             @for secret in &snapshot.secrets { (secret_rows(secret, snapshot.problem.is_some())) }
-        }
+        }))
     };
-    section("Certificates", "certs", content)
+    card(Width::Column, "Certificates", "certs", content)
 }
 
 fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
@@ -264,6 +264,7 @@ fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
             tr { td { (secret.name) } td { (badge(BAD, "not there yet")) } td {} }
         }
         @for (index, certificate) in certificates.iter().take(MOST_CERTIFICATES).enumerate() {
+            @let renewal = secret.next_renewal.as_ref().filter(|_| index == 0);
             tr {
                 td {
                     (secret.name)
@@ -273,9 +274,7 @@ fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
                 td { (life(certificate, renewal_fails)) }
                 td data-of="Expires" {
                     (certificate.not_after)
-                    @if let (0, Some(renewal)) = (index, &secret.next_renewal) {
-                        (note(format!("renewal {renewal}")))
-                    }
+                    @if let Some(renewal) = renewal { (note(format!("renewal {renewal}"))) }
                 }
             }
         }
@@ -308,33 +307,28 @@ fn start_up(overview: &Overview) -> Markup {
             }
         }
     };
-    section("Start-up", "overview", content)
+    card(Width::Column, "Start-up", "overview", content)
 }
 
 fn warnings(entries: &[Entry]) -> Markup {
-    let content = html! {
-        @if entries.is_empty() {
-            p { (badge(GOOD, "none")) }
-        } @else {
-            table.list {
-                tr { th scope="col" { "Last" } th { "Level" } th { "Message" } }
-                @for entry in entries {
-                    tr {
-                        td {
-                            (entry.last)
-                            @if entry.times > 1 {
-                                (note(format!("{} times since {}", entry.times, entry.first)))
-                            }
-                        }
-                        td {
-                            (badge(if entry.level == "error" { BAD } else { WARN }, entry.level))
-                            (note(entry.scope))
-                        }
-                        td { (entry.message) }
+    let rows = html! {
+        @for entry in entries {
+            @let class = if entry.level == "error" { BAD } else { WARN };
+            tr {
+                td {
+                    (entry.last)
+                    @if entry.times > 1 {
+                        (note(format!("{} times since {}", entry.times, entry.first)))
                     }
                 }
+                td { (badge(class, entry.level)) (note(entry.scope)) }
+                td { (entry.message) }
             }
         }
     };
-    wide_section("Recent warnings", "overview", content)
+    let content = match entries.is_empty() {
+        true => html! { p { (badge(GOOD, "none")) } },
+        false => list(&["Last", "Level", "Message"], rows),
+    };
+    card(Width::Page, "Recent warnings", "overview", content)
 }

@@ -14,14 +14,6 @@ const FILES: [&str; 3] = [
     "ca_certificate_file",
 ];
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::status) enum Missing {
-    #[error("failed loading {path}: {why}", path = .path.display())]
-    Unreadable { path: PathBuf, why: String },
-    #[error("{} does not exist", .0.display())]
-    File(PathBuf),
-}
-
 pub(super) struct BootstrapFile {
     path: PathBuf,
     /// The files it names.
@@ -34,7 +26,7 @@ impl BootstrapFile {
         Self { path, files }
     }
 
-    pub(super) fn check(&self) -> Result<(), Missing> {
+    pub(super) fn check(&self) -> Result<(), String> {
         let files = match self.files.get() {
             Some(files) => files,
             None => {
@@ -43,20 +35,16 @@ impl BootstrapFile {
             }
         };
         match files.iter().find(|path| !path.exists()) {
-            Some(path) => Err(Missing::File(path.clone())),
+            Some(path) => Err(format!("{} does not exist", path.display())),
             None => Ok(()),
         }
     }
 }
 
-fn files_of(path: &Path) -> Result<Vec<PathBuf>, Missing> {
-    let unreadable = |why| Missing::Unreadable {
-        path: path.to_owned(),
-        why,
-    };
-    let text = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
+fn files_of(path: &Path) -> Result<Vec<PathBuf>, String> {
+    let read = || serde_json::from_slice(&std::fs::read(path)?).map_err(std::io::Error::from);
     let document: Value =
-        serde_json::from_slice(&text).map_err(|error| unreadable(error.to_string()))?;
+        read().map_err(|error| format!("failed loading {}: {error}", path.display()))?;
     let providers = document["certificate_providers"].as_object();
     let watchers = providers
         .into_iter()
@@ -78,10 +66,12 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("bootstrap.json");
         let file = BootstrapFile::new(path.clone());
-        let missing = file.check().expect_err("no file").to_string();
-        assert!(missing.starts_with(&format!("failed loading {}: ", path.display())));
+        let unreadable = format!("failed loading {}: ", path.display());
+        let missing = file.check().expect_err("no file");
+        assert!(missing.starts_with(&unreadable), "{missing}");
         std::fs::write(&path, "{").expect("written");
-        assert!(matches!(file.check(), Err(Missing::Unreadable { .. })));
+        let missing = file.check().expect_err("no JSON");
+        assert!(missing.starts_with(&unreadable), "{missing}");
 
         let names = FILES.map(|name| directory.path().join(name));
         let mut config = serde_json::Map::new();
@@ -91,14 +81,15 @@ mod tests {
         let provider = json!({ "plugin_name": "file_watcher", "config": config });
         let document = json!({ "certificate_providers": { "default": provider } });
         std::fs::write(&path, document.to_string()).expect("written");
+        let missing = |path: &Path| Err(format!("{} does not exist", path.display()));
         for name in &names {
-            assert_eq!(file.check(), Err(Missing::File(name.clone())));
+            assert_eq!(file.check(), missing(name));
             std::fs::write(name, "").expect("written");
         }
         std::fs::remove_file(&path).expect("removed");
         assert_eq!(file.check(), Ok(()));
         std::fs::remove_file(&names[1]).expect("removed");
-        assert_eq!(file.check(), Err(Missing::File(names[1].clone())));
+        assert_eq!(file.check(), missing(&names[1]));
     }
 
     #[test]

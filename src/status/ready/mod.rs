@@ -13,11 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::Sources;
-use super::startup::Milestone;
+use super::{Sources, startup};
 use crate::envoy::handle::{Envoy, Report, State};
 use crate::lifecycle::Urgency;
 use crate::metrics::Gauge;
@@ -28,39 +27,23 @@ const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 const START: Duration = Duration::from_secs(30);
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum NotReady {
-    #[error("Envoy has not been started yet")]
-    NotStarted,
-    #[error("Envoy has ended")]
-    Ended,
-    #[error("server is terminated: {0}")]
-    Terminated(&'static str),
-    #[error(transparent)]
-    Stats(#[from] stats::Missing),
-    #[error(transparent)]
-    BootstrapFile(#[from] bootstrap_file::Missing),
-    #[error("istio DNS capture is turned ON and DNS lookup table is not ready yet")]
-    Dns,
-}
-
 pub(super) struct Readiness {
     sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
     startup: Gauge,
-    passed: Mutex<Passed>,
-    /// When Envoy was asked last, and the result. Locked while it is being asked.
-    last: tokio::sync::Mutex<Option<(Instant, Result<(), NotReady>)>>,
+    /// Locked while Envoy's admin port is asked.
+    checks: Mutex<Checks>,
     was_ready: AtomicBool,
-    has_started: AtomicBool,
 }
 
 /// The checks one Envoy process has passed.
-#[derive(Clone, Copy, Debug, Default)]
-struct Passed {
-    by: Option<Process>,
+#[derive(Default)]
+struct Checks {
+    process: Option<Process>,
     is_configured: bool,
     is_live: bool,
+    /// When it was asked last, and the result.
+    last: Option<(Instant, Result<(), String>)>,
 }
 
 /// Epoch and pid of an Envoy.
@@ -76,15 +59,13 @@ impl Readiness {
             sources,
             grpc: grpc.map(BootstrapFile::new),
             startup,
-            passed: Mutex::default(),
-            last: tokio::sync::Mutex::default(),
+            checks: Mutex::default(),
             was_ready: AtomicBool::new(false),
-            has_started: AtomicBool::new(false),
         }
     }
 
     /// Checks for a readiness probe, and logs the result as pilot-agent does.
-    pub(super) async fn check_and_log(&self) -> Result<(), NotReady> {
+    pub(super) async fn check_and_log(&self) -> Result<(), String> {
         let ready = self.check().await;
         let was_ready = self.was_ready.swap(ready.is_ok(), Ordering::Relaxed);
         match &ready {
@@ -95,7 +76,7 @@ impl Readiness {
         ready
     }
 
-    pub(super) async fn check(&self) -> Result<(), NotReady> {
+    pub(super) async fn check(&self) -> Result<(), String> {
         if let Some(envoy) = &self.sources.envoy {
             self.envoy_is_ready(envoy).await?;
         }
@@ -103,11 +84,13 @@ impl Readiness {
         if let Some(file) = &self.grpc {
             file.check()?;
         }
-        match &self.sources.dns {
-            Some(dns) if !*dns.ready().borrow() => return Err(NotReady::Dns),
-            _ => {}
+        if let Some(dns) = &self.sources.dns
+            && !*dns.ready().borrow()
+        {
+            let missing = "istio DNS capture is turned ON and DNS lookup table is not ready yet";
+            return Err(missing.to_owned());
         }
-        self.sources.milestones.mark(Milestone::Ready);
+        self.sources.milestones.mark(startup::READY);
         Ok(())
     }
 
@@ -150,77 +133,61 @@ impl Readiness {
         }
     }
 
-    async fn envoy_is_ready(&self, envoy: &Envoy) -> Result<(), NotReady> {
+    async fn envoy_is_ready(&self, envoy: &Envoy) -> Result<(), String> {
         let process = alive(&envoy.report().borrow())?;
-        if self.passed_by(process).is_live {
-            return Ok(());
-        }
         let came = Instant::now();
-        let mut last = self.last.lock().await;
-        if let Some((when, answer)) = &*last
-            && *when >= came
-        {
-            return answer.clone();
+        let mut checks = self.checks.lock().await;
+        if checks.process != Some(process) {
+            *checks = Checks {
+                process: Some(process),
+                ..Checks::default()
+            };
         }
-        let answer = self.ask(envoy, process).await;
-        *last = Some((Instant::now(), answer.clone()));
+        match &checks.last {
+            _ if checks.is_live => return Ok(()),
+            Some((when, answer)) if *when >= came => return answer.clone(),
+            _ => {}
+        }
+        let answer = self.ask(envoy, &mut checks).await;
+        checks.last = Some((Instant::now(), answer.clone()));
         answer
     }
 
-    /// Makes the checks `process` has not passed yet.
-    async fn ask(&self, envoy: &Envoy, process: Process) -> Result<(), NotReady> {
-        let mut passed = self.passed_by(process);
-        if !passed.is_configured {
+    /// Makes the checks that were not passed yet.
+    async fn ask(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
+        if !checks.is_configured {
             stats::is_configured(envoy.admin()).await?;
-            passed.is_configured = true;
-            *self.passed.lock() = passed;
-            self.sources.milestones.mark(Milestone::ConfigReceived);
+            checks.is_configured = true;
+            self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }
         self.not_terminating()?;
-        if !passed.is_live {
-            stats::is_live(envoy.admin()).await?;
-            passed.is_live = true;
-            *self.passed.lock() = passed;
-            self.record_start();
+        stats::is_live(envoy.admin()).await?;
+        checks.is_live = true;
+        if self.sources.milestones.mark(startup::ENVOY_LIVE) {
+            let took = self.sources.milestones.elapsed();
+            self.startup.set(took.as_secs_f64());
+            tracing::info!("Readiness succeeded in {took:?}");
         }
         Ok(())
     }
 
-    /// Records how long the first start took.
-    fn record_start(&self) {
-        if !self.has_started.swap(true, Ordering::Relaxed) {
-            let took = self.sources.milestones.elapsed();
-            self.sources.milestones.mark(Milestone::EnvoyLive);
-            self.startup.set(took.as_secs_f64());
-            tracing::info!("Readiness succeeded in {took:?}");
-        }
-    }
-
-    fn not_terminating(&self) -> Result<(), NotReady> {
+    fn not_terminating(&self) -> Result<(), String> {
         let asked = self.sources.stop.requested().borrow().clone();
         match asked.urgency {
             Urgency::Run => Ok(()),
-            _ => Err(NotReady::Terminated(asked.cause.unwrap_or("asked to stop"))),
-        }
-    }
-
-    fn passed_by(&self, process: Process) -> Passed {
-        let passed = *self.passed.lock();
-        match passed.by == Some(process) {
-            true => passed,
-            false => Passed {
-                by: Some(process),
-                ..Passed::default()
-            },
+            _ => {
+                let cause = asked.cause.unwrap_or("asked to stop");
+                Err(format!("server is terminated: {cause}"))
+            }
         }
     }
 }
 
 /// The Envoy process, if there is one.
-fn alive(report: &Report) -> Result<Process, NotReady> {
+fn alive(report: &Report) -> Result<Process, String> {
     match report.state {
-        State::Initial => Err(NotReady::NotStarted),
-        State::Exited => Err(NotReady::Ended),
+        State::Initial => Err("Envoy has not been started yet".to_owned()),
+        State::Exited => Err("Envoy has ended".to_owned()),
         State::Starting | State::Running | State::Draining | State::Stopping => {
             Ok((report.epoch, report.pid))
         }

@@ -23,59 +23,20 @@ const LIVE: &str =
 const STATE: &str = "server.state";
 const WORKERS: &str = "listener_manager.workers_started";
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::status) enum Missing {
-    #[error("failed to get config stats: {0}")]
-    NoUpdates(String),
-    #[error("failed to get readiness stats: {0}")]
-    NoState(String),
-    #[error("config not received from XDS server (is Istiod running?): {0}")]
-    NotReceived(Updates),
-    #[error("config received from XDS server, but was rejected: {0}")]
-    Rejected(Updates),
-    #[error("config not fully received from XDS server: {0}")]
-    NotComplete(Updates),
-    #[error("{name} is not yet updated: {body}")]
-    NotUpdated { name: &'static str, body: String },
-    #[error("server is not live, current state is: {0}")]
-    NotLive(&'static str),
-    #[error("workers have not yet started")]
-    NoWorkers,
-    #[error("envoy stat {name} missing separator. line:{line}")]
-    Separator { name: &'static str, line: String },
-    #[error("failed parsing Envoy stat {name}, expected a whole number. line:{line}")]
-    Number { name: &'static str, line: String },
-}
-
-/// Envoy's counts of CDS and LDS updates.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::status) struct Updates {
-    clusters: u64,
-    clusters_rejected: u64,
-    listeners: u64,
-    listeners_rejected: u64,
-}
-
-impl std::fmt::Display for Updates {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "cds updates: {} successful, {} rejected; lds updates: {} successful, {} rejected",
-            self.clusters, self.clusters_rejected, self.listeners, self.listeners_rejected
-        )
+/// Whether Envoy has accepted clusters and listeners.
+pub(super) async fn is_configured(admin: Admin) -> Result<(), String> {
+    match ask(admin, CONFIGURED, CONFIGURED_LIMIT).await {
+        Ok(body) => has_updates(&body),
+        Err(why) => Err(format!("failed to get config stats: {why}")),
     }
 }
 
-/// Whether Envoy has accepted clusters and listeners.
-pub(super) async fn is_configured(admin: Admin) -> Result<(), Missing> {
-    let body = ask(admin, CONFIGURED, CONFIGURED_LIMIT).await;
-    has_updates(&body.map_err(Missing::NoUpdates)?)
-}
-
 /// Whether Envoy is live and its workers run.
-pub(super) async fn is_live(admin: Admin) -> Result<(), Missing> {
-    let body = ask(admin, LIVE, LIVE_LIMIT).await;
-    has_workers(&body.map_err(Missing::NoState)?)
+pub(super) async fn is_live(admin: Admin) -> Result<(), String> {
+    match ask(admin, LIVE, LIVE_LIMIT).await {
+        Ok(body) => has_workers(&body),
+        Err(why) => Err(format!("failed to get readiness stats: {why}")),
+    }
 }
 
 async fn ask(admin: Admin, path: &str, limit: Duration) -> Result<String, String> {
@@ -89,55 +50,53 @@ async fn ask(admin: Admin, path: &str, limit: Duration) -> Result<String, String
     }
 }
 
-fn has_updates(body: &str) -> Result<(), Missing> {
-    let updates = Updates {
-        clusters: number(body, "cluster_manager.cds.update_success")?,
-        clusters_rejected: number(body, "cluster_manager.cds.update_rejected")?,
-        listeners: number(body, "listener_manager.lds.update_success")?,
-        listeners_rejected: number(body, "listener_manager.lds.update_rejected")?,
-    };
-    match (updates.clusters, updates.listeners) {
-        (1.., 1..) => Ok(()),
-        (0, 0) => Err(Missing::NotReceived(updates)),
-        _ if updates.clusters_rejected.max(updates.listeners_rejected) > 0 => {
-            Err(Missing::Rejected(updates))
+fn has_updates(body: &str) -> Result<(), String> {
+    let clusters = number(body, "cluster_manager.cds.update_success")?;
+    let clusters_rejected = number(body, "cluster_manager.cds.update_rejected")?;
+    let listeners = number(body, "listener_manager.lds.update_success")?;
+    let listeners_rejected = number(body, "listener_manager.lds.update_rejected")?;
+    let problem = match (clusters, listeners) {
+        (1.., 1..) => return Ok(()),
+        (0, 0) => "config not received from XDS server (is Istiod running?)",
+        _ if clusters_rejected.max(listeners_rejected) > 0 => {
+            "config received from XDS server, but was rejected"
         }
-        _ => Err(Missing::NotComplete(updates)),
-    }
+        _ => "config not fully received from XDS server",
+    };
+    Err(format!(
+        "{problem}: cds updates: {clusters} successful, {clusters_rejected} rejected; \
+         lds updates: {listeners} successful, {listeners_rejected} rejected"
+    ))
 }
 
-fn has_workers(body: &str) -> Result<(), Missing> {
+fn has_workers(body: &str) -> Result<(), String> {
     for name in [STATE, WORKERS] {
         if !body.contains(name) {
-            let body = body.to_owned();
-            return Err(Missing::NotUpdated { name, body });
+            return Err(format!("{name} is not yet updated: {body}"));
         }
     }
-    let state = number(body, STATE)?;
-    let workers = number(body, WORKERS)?;
-    match (state, workers) {
-        (0, 1) => Ok(()),
-        (0, _) => Err(Missing::NoWorkers),
-        (1, _) => Err(Missing::NotLive("DRAINING")),
-        (2, _) => Err(Missing::NotLive("PRE_INITIALIZING")),
-        (3, _) => Err(Missing::NotLive("INITIALIZING")),
-        _ => Err(Missing::NotLive("UNKNOWN")),
-    }
+    let state = match (number(body, STATE)?, number(body, WORKERS)?) {
+        (0, 1) => return Ok(()),
+        (0, _) => return Err("workers have not yet started".to_owned()),
+        (1, _) => "DRAINING",
+        (2, _) => "PRE_INITIALIZING",
+        (3, _) => "INITIALIZING",
+        _ => "UNKNOWN",
+    };
+    Err(format!("server is not live, current state is: {state}"))
 }
 
 /// The value of the first line that begins with `name`. Counters that are zero are not listed.
-fn number(body: &str, name: &'static str) -> Result<u64, Missing> {
+fn number(body: &str, name: &str) -> Result<u64, String> {
     let Some(line) = body.lines().find(|line| line.starts_with(name)) else {
         return Ok(0);
     };
     let mut parts = line.split(':');
     let (_, Some(value), None) = (parts.next(), parts.next(), parts.next()) else {
-        let line = line.to_owned();
-        return Err(Missing::Separator { name, line });
+        return Err(format!("envoy stat {name} missing separator. line:{line}"));
     };
-    value.trim().parse().map_err(|_| Missing::Number {
-        name,
-        line: line.to_owned(),
+    value.trim().parse().map_err(|_| {
+        format!("failed parsing Envoy stat {name}, expected a whole number. line:{line}")
     })
 }
 
@@ -172,7 +131,6 @@ mod tests {
             ([1, 1, 0, 0], Some("was rejected")),
         ] {
             let found = has_updates(&updates(counts)).err();
-            let found = found.map(|missing| missing.to_string());
             match expected {
                 None => assert_eq!(found, None, "{counts:?}"),
                 Some(text) => assert!(found.expect("missing").contains(text), "{counts:?}"),
@@ -180,13 +138,13 @@ mod tests {
         }
         let missing = has_updates(&updates([1, 2, 0, 4])).expect_err("missing");
         assert_eq!(
-            missing.to_string(),
+            missing,
             "config received from XDS server, but was rejected: cds updates: 1 successful, 2 \
              rejected; lds updates: 0 successful, 4 rejected"
         );
         let missing = has_updates("").expect_err("missing");
         assert_eq!(
-            missing.to_string(),
+            missing,
             "config not received from XDS server (is Istiod running?): cds updates: 0 successful, \
              0 rejected; lds updates: 0 successful, 0 rejected"
         );
@@ -223,7 +181,7 @@ mod tests {
                  line:server.state: x",
             ),
         ] {
-            let found = has_workers(body).err().map(|missing| missing.to_string());
+            let found = has_workers(body).err();
             assert_eq!(found.unwrap_or_default(), expected);
         }
     }

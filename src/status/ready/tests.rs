@@ -68,7 +68,7 @@ impl Pod {
 
     async fn missing(&self) -> String {
         let missing = self.ready.check().await;
-        missing.expect_err("not ready").to_string()
+        missing.expect_err("not ready")
     }
 
     fn times_asked(&self) -> usize {
@@ -167,7 +167,7 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
         crowd.spawn(async move { ready.check().await });
     }
     for answer in crowd.join_all().await {
-        let missing = answer.expect_err("not ready").to_string();
+        let missing = answer.expect_err("not ready");
         assert!(
             missing.contains("no answer from Envoy's admin port"),
             "{missing}"
