@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::watch;
 
 use super::name::Name;
 use super::trust::{BundleError, MeshBundle};
@@ -29,6 +29,7 @@ use crate::clock::Clock;
 use crate::file_watch::FileWatch;
 use crate::metrics::Registry;
 use metrics::Metrics;
+use reads::Reads;
 use source::{FileError, Source};
 use table::Table;
 use watcher::Watcher;
@@ -78,9 +79,10 @@ struct Merged {
 #[derive(Debug)]
 pub struct Subscription {
     files: Files,
-    id: u64,
     names: BTreeSet<Name>,
-    changed: Arc<Notify>,
+    /// The sources subscribed to: those of the names, as far as there is room.
+    sources: HashSet<Source>,
+    changed: watch::Receiver<()>,
     /// Whether there is room for all names.
     is_complete: bool,
 }
@@ -93,14 +95,15 @@ pub fn new(
     registry: &Registry,
 ) -> (Files, impl Future<Output = ()> + Send + use<>) {
     let table = Arc::new(Table::default());
-    let metrics = Metrics::new(registry);
-    let watcher = Watcher::new(
-        table.clone(),
+    let watcher = Watcher {
+        table: table.clone(),
         clock,
-        config.debounce,
-        metrics,
-        FileWatch::new,
-    );
+        debounce: config.debounce,
+        metrics: Metrics::new(registry),
+        open: FileWatch::new,
+        watch: Mutex::default(),
+        reads: Reads::new(),
+    };
     let existed = config.workload.as_ref().map(|workload| {
         workload.sources().map(|source| {
             watcher.pin(source.clone(), !workload.is_only_source);
@@ -147,12 +150,11 @@ impl WorkloadFiles {
 
 impl Files {
     pub fn subscribe(&self) -> Subscription {
-        let (id, changed) = self.table.subscriber();
         Subscription {
             files: self.clone(),
-            id,
             names: BTreeSet::new(),
-            changed,
+            sources: HashSet::new(),
+            changed: self.table.changes(),
             is_complete: true,
         }
     }
@@ -166,8 +168,8 @@ impl Files {
     /// Returns whether it differs.
     pub fn set_mesh_bundle(&self, bundle: &str) -> Result<bool, BundleError> {
         let is_new = self.mesh.replace(bundle)?;
-        if let (true, Some(roots)) = (is_new, self.source(&Name::RootCa)) {
-            self.table.notify(&roots);
+        if is_new {
+            self.table.notify();
         }
         Ok(is_new)
     }
@@ -262,18 +264,24 @@ impl Files {
 impl Subscription {
     /// Replaces the names asked for.
     pub fn want(&mut self, names: BTreeSet<Name>) {
-        let source = |name: &Name| self.files.source(name);
-        let gone: Vec<_> = self.names.difference(&names).filter_map(source).collect();
-        let new: Vec<_> = match self.is_complete {
-            true => names.difference(&self.names).filter_map(source).collect(),
-            false => names.iter().filter_map(source).collect(),
-        };
-        // Two names may have one source.
-        let wanted: HashSet<_> = names.iter().filter_map(source).collect();
-        let gone = gone.into_iter().filter(|source| !wanted.contains(source));
-        self.files.table.unsubscribe(self.id, gone);
-        self.is_complete = self.files.table.subscribe(self.id, &self.changed, new);
         self.names = names;
+        self.subscribe();
+    }
+
+    fn subscribe(&mut self) {
+        let (files, names) = (&self.files, self.names.iter());
+        // Two names may have one source.
+        let wanted: HashSet<_> = names.filter_map(|name| files.source(name)).collect();
+        for gone in self.sources.difference(&wanted) {
+            files.table.unsubscribe(gone);
+        }
+        let count = wanted.len();
+        let (has, table) = (&self.sources, &files.table);
+        let subscribed = wanted
+            .into_iter()
+            .filter(|source| has.contains(source) || table.subscribe(source, false));
+        self.sources = subscribed.collect();
+        self.is_complete = self.sources.len() == count;
     }
 
     /// None if the name has no files, or none that were ever good and another source.
@@ -285,24 +293,21 @@ impl Subscription {
         self.files.are_own_roots(name)
     }
 
-    /// Returns when one of the names may have changed since the last return.
+    /// Returns when a secret from files has changed since the last return, be it one of the names or not.
     pub async fn changed(&mut self) {
-        self.changed.notified().await;
+        // The table outlives its subscriptions.
+        let _ = self.changed.changed().await;
         if !self.is_complete {
-            let sources: Vec<_> = self.sources().collect();
-            self.is_complete = self.files.table.subscribe(self.id, &self.changed, sources);
+            self.subscribe();
         }
-    }
-
-    fn sources(&self) -> impl Iterator<Item = Source> {
-        let names = self.names.iter();
-        names.filter_map(|name| self.files.source(name))
     }
 }
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        self.files.table.unsubscribe(self.id, self.sources());
+        for source in &self.sources {
+            self.files.table.unsubscribe(source);
+        }
     }
 }
 

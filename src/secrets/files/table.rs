@@ -1,4 +1,4 @@
-//! Cached file secrets: each source with its state, its subscribers and its paths.
+//! Cached file secrets: each source with its state, its paths, and how many subscribers it has.
 //!
 //! The lock is held for look-ups only, never while a file is read.
 
@@ -20,6 +20,8 @@ pub(super) struct Table {
     inner: Mutex<Inner>,
     /// Notified of new sources.
     pub(super) wanted: Notify,
+    /// Sent to when any secret has changed, or there is room for another source.
+    changed: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
@@ -29,19 +31,14 @@ struct Inner {
     paths: HashMap<PathBuf, HashSet<Source>>,
     /// Sources whose first read has not begun.
     fresh: Vec<Source>,
-    /// Subscribers for whose sources there was no room.
-    refused: HashMap<u64, Arc<Notify>>,
-    subscribers: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
     state: SecretState,
-    subscribers: HashMap<u64, Arc<Notify>>,
+    subscribers: usize,
     /// Sent to when the files may have changed.
     changed: watch::Sender<()>,
-    /// Stays without subscribers.
-    is_pinned: bool,
     /// Its files need not exist.
     is_optional: bool,
     /// What was last logged about files that cannot be used.
@@ -49,11 +46,14 @@ struct Entry {
 }
 
 impl Table {
-    /// A new subscriber: its number, and what it is notified by.
-    pub(super) fn subscriber(&self) -> (u64, Arc<Notify>) {
-        let mut inner = self.inner.lock();
-        inner.subscribers += 1;
-        (inner.subscribers, Arc::default())
+    /// Receives changes of all secrets.
+    pub(super) fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// Wakes all subscribers.
+    pub(super) fn notify(&self) {
+        self.changed.send_replace(());
     }
 
     pub(super) fn state(&self, source: &Source) -> SecretState {
@@ -65,47 +65,33 @@ impl Table {
         }
     }
 
-    /// Subscribes to sources. Returns whether there was room for all; `changed` is notified when there
-    /// may be room for the others.
-    pub(super) fn subscribe(
-        &self,
-        subscriber: u64,
-        changed: &Arc<Notify>,
-        sources: impl IntoIterator<Item = Source>,
-    ) -> bool {
+    /// Subscribes to a source. Returns whether there was room for it.
+    pub(super) fn subscribe(&self, source: &Source, is_optional: bool) -> bool {
         let mut inner = self.inner.lock();
-        inner.refused.remove(&subscriber);
-        for source in sources {
-            if !inner.entries.contains_key(&source) {
-                if inner.entries.len() >= MOST_SOURCES {
-                    inner.refused.insert(subscriber, changed.clone());
-                    continue;
-                }
-                inner.add(source.clone(), false, false);
-            }
-            if let Some(entry) = inner.entries.get_mut(&source) {
-                entry.subscribers.insert(subscriber, changed.clone());
-            }
+        if let Some(entry) = inner.entries.get_mut(source) {
+            entry.subscribers += 1;
+            return true;
         }
-        if !inner.fresh.is_empty() {
-            self.wanted.notify_one();
+        if inner.entries.len() >= MOST_SOURCES {
+            return false;
         }
-        !inner.refused.contains_key(&subscriber)
+        let entry = Entry {
+            state: SecretState::Reading,
+            subscribers: 1,
+            changed: watch::Sender::new(()),
+            is_optional,
+            problem: None,
+        };
+        inner.entries.insert(source.clone(), entry);
+        inner.fresh.push(source.clone());
+        self.wanted.notify_one();
+        true
     }
 
-    pub(super) fn unsubscribe(&self, subscriber: u64, sources: impl IntoIterator<Item = Source>) {
-        let mut inner = self.inner.lock();
-        inner.refused.remove(&subscriber);
-        for source in sources {
-            if let Some(entry) = inner.entries.get_mut(&source) {
-                entry.subscribers.remove(&subscriber);
-            }
+    pub(super) fn unsubscribe(&self, source: &Source) {
+        if let Some(entry) = self.inner.lock().entries.get_mut(source) {
+            entry.subscribers -= 1;
         }
-    }
-
-    /// Adds a source that stays without subscribers.
-    pub(super) fn pin(&self, source: Source, is_optional: bool) {
-        self.inner.lock().add(source, true, is_optional);
     }
 
     /// Takes the sources that are to be read for the first time.
@@ -146,7 +132,7 @@ impl Table {
             return false;
         }
         entry.state = SecretState::Available(secret);
-        entry.notify();
+        self.notify();
         true
     }
 
@@ -165,16 +151,9 @@ impl Table {
         }
         if !is_available {
             entry.state = SecretState::Unusable(Arc::new(error));
-            entry.notify();
+            self.notify();
         }
         is_new.then_some(is_available)
-    }
-
-    /// Wakes the subscribers of a source.
-    pub(super) fn notify(&self, source: &Source) {
-        if let Some(entry) = self.inner.lock().entries.get(source) {
-            entry.notify();
-        }
     }
 
     /// Has the sources of a path read again.
@@ -203,13 +182,12 @@ impl Table {
     ) -> Option<Vec<PathBuf>> {
         let mut inner = self.inner.lock();
         let entry = inner.entries.get(source)?;
-        let is_idle = entry.subscribers.is_empty() && !entry.is_pinned;
+        let is_idle = entry.subscribers == 0;
         if !std::mem::replace(was_idle, is_idle) || !is_idle {
             return None;
         }
         inner.entries.remove(source);
-        let refused = inner.refused.values();
-        refused.for_each(|subscriber| subscriber.notify_one());
+        self.notify();
         let mut unused = Vec::new();
         for path in source.paths() {
             let sources = inner.paths.get_mut(path);
@@ -227,28 +205,8 @@ impl Table {
     }
 }
 
-impl Inner {
-    fn add(&mut self, source: Source, is_pinned: bool, is_optional: bool) {
-        let entry = Entry {
-            state: SecretState::Reading,
-            subscribers: HashMap::new(),
-            changed: watch::Sender::new(()),
-            is_pinned,
-            is_optional,
-            problem: None,
-        };
-        self.fresh.push(source.clone());
-        self.entries.insert(source, entry);
-    }
-}
-
 impl Entry {
     fn is_available(&self) -> bool {
         matches!(self.state, SecretState::Available(_))
-    }
-
-    fn notify(&self) {
-        let subscribers = self.subscribers.values();
-        subscribers.for_each(|subscriber| subscriber.notify_one());
     }
 }

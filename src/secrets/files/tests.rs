@@ -397,14 +397,15 @@ fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
 }
 
 fn watcher(table: &Arc<Table>, open: fn() -> io::Result<FileWatch>) -> Watcher {
-    let metrics = Metrics::new(&Registry::default());
-    Watcher::new(
-        table.clone(),
-        Clock::system(),
-        Duration::ZERO,
-        metrics,
+    Watcher {
+        table: table.clone(),
+        clock: Clock::system(),
+        debounce: Duration::ZERO,
+        metrics: Metrics::new(&Registry::default()),
         open,
-    )
+        watch: Mutex::default(),
+        reads: Reads::new(),
+    }
 }
 
 fn refused() -> io::Result<FileWatch> {

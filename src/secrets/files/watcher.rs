@@ -31,35 +31,17 @@ const POLL_UNWATCHED: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(super) struct Watcher {
-    table: Arc<Table>,
-    clock: Clock,
-    debounce: Duration,
-    metrics: Metrics,
-    open: fn() -> io::Result<FileWatch>,
+    pub(super) table: Arc<Table>,
+    pub(super) clock: Clock,
+    pub(super) debounce: Duration,
+    pub(super) metrics: Metrics,
+    pub(super) open: fn() -> io::Result<FileWatch>,
     /// None while the kernel refuses to watch.
-    watch: Mutex<Option<Arc<FileWatch>>>,
-    reads: Reads,
+    pub(super) watch: Mutex<Option<Arc<FileWatch>>>,
+    pub(super) reads: Reads,
 }
 
 impl Watcher {
-    pub(super) fn new(
-        table: Arc<Table>,
-        clock: Clock,
-        debounce: Duration,
-        metrics: Metrics,
-        open: fn() -> io::Result<FileWatch>,
-    ) -> Self {
-        Self {
-            table,
-            clock,
-            debounce,
-            metrics,
-            open,
-            watch: Mutex::default(),
-            reads: Reads::new(),
-        }
-    }
-
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
         self.watch.lock().is_some()
@@ -67,7 +49,7 @@ impl Watcher {
 
     /// Adds a source that stays, and reads it now.
     pub(super) fn pin(&self, source: Source, is_optional: bool) {
-        self.table.pin(source.clone(), is_optional);
+        self.table.subscribe(&source, is_optional);
         self.publish(&source, source.read());
     }
 
