@@ -38,13 +38,12 @@ pub(super) fn request(
     headers: &HeaderMap,
 ) -> Result<Request<Bytes>, Error> {
     let scheme = if is_https { "https" } else { "http" };
-    let (open, close) = if host.contains(':') {
-        ("[", "]")
-    } else {
-        ("", "")
+    let host = match host.contains(':') {
+        true => format!("[{host}]"),
+        false => host.to_owned(),
     };
     let slash = if path.starts_with('/') { "" } else { "/" };
-    let url = format!("{scheme}://{open}{host}{close}:{port}{slash}{path}");
+    let url = format!("{scheme}://{host}:{port}{slash}{path}");
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = url.parse().map_err(|_| Error::Url { found: url })?;
     *request.headers_mut() = headers.clone();

@@ -16,8 +16,9 @@ use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use super::certificate::{CertificateError, Workload};
+use super::certificate::Workload;
 use crate::identity::SpiffeId;
+use crate::lifecycle::BoxError;
 use crate::replace_file::replace_file;
 
 const DIRECTORY: &str = "istio-agent";
@@ -28,6 +29,8 @@ const LARGEST: u64 = 1 << 20;
 
 /// File systems in memory, as `statfs` names them.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+
+const OTHER: &str = "it is for another identity or another kind of key";
 
 /// The permissions of group and others.
 const OTHERS: u32 = 0o077;
@@ -48,33 +51,6 @@ struct Header {
     kind: String,
     issued: u64,
     answer: Vec<String>,
-}
-
-/// Why nothing is cached, or the cached certificate is not used.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum CacheError {
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    #[error("it is on a disk, expected a file system in memory")]
-    OnDisk,
-    #[error(
-        "{path} belongs to user {owner} with mode {mode:o}, expected user {us} and no access for others",
-        path = .path.display()
-    )]
-    NotPrivate {
-        path: PathBuf,
-        owner: u32,
-        mode: u32,
-        us: u32,
-    },
-    #[error("{FILE} begins with no description of the certificate: {0}")]
-    Form(#[from] serde_json::Error),
-    #[error("it is for another identity or another kind of key")]
-    OtherIdentity,
-    #[error("the task was interrupted: {0}")]
-    Interrupted(#[from] tokio::task::JoinError),
-    #[error(transparent)]
-    Certificate(#[from] CertificateError),
 }
 
 impl CertificateCache {
@@ -120,30 +96,31 @@ impl CertificateCache {
         }
     }
 
-    fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, CacheError> {
+    fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
         let text = match self.read() {
-            Err(CacheError::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
-                return Ok(None);
-            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             text => text?,
         };
         let mut parts = text.splitn(2, |byte| *byte == b'\n');
-        let header: Header = serde_json::from_slice(parts.next().unwrap_or_default())?;
+        let header = serde_json::from_slice(parts.next().unwrap_or_default());
+        let header: Header = header.map_err(|error| {
+            format!("{FILE} begins with no description of the certificate: {error}")
+        })?;
         if header.identity != self.identity.to_string() || header.kind != self.kind {
-            return Err(CacheError::OtherIdentity);
+            return Err(OTHER.into());
         }
         // A key that is not UTF-8 fails as a key.
         let key_pem = String::from_utf8_lossy(parts.next().unwrap_or_default());
         let key_pem = Zeroizing::new(key_pem.into_owned());
         let workload = Workload::new(&header.answer, key_pem, now)?;
         if !workload.certificate.is_issued_to(&self.identity) {
-            return Err(CacheError::OtherIdentity);
+            return Err(OTHER.into());
         }
         let issued = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(header.issued));
         Ok(Some((workload, issued.unwrap_or(now).min(now))))
     }
 
-    fn read(&self) -> Result<Zeroizing<Vec<u8>>, CacheError> {
+    fn read(&self) -> io::Result<Zeroizing<Vec<u8>>> {
         check_private(&self.directory, &self.directory.symlink_metadata()?)?;
         let path = self.directory.join(FILE);
         let file = OpenOptions::new()
@@ -162,7 +139,7 @@ impl CertificateCache {
         key_pem: &[u8],
         answer: Vec<String>,
         issued: SystemTime,
-    ) -> Result<(), CacheError> {
+    ) -> Result<(), BoxError> {
         self.prepare_directory()?;
         let since_epoch = issued.duration_since(SystemTime::UNIX_EPOCH);
         let header = serde_json::to_vec(&Header {
@@ -175,32 +152,34 @@ impl CertificateCache {
         Ok(replace_file(&self.directory.join(FILE), &text, 0o600)?)
     }
 
-    fn prepare_directory(&self) -> Result<(), CacheError> {
+    fn prepare_directory(&self) -> io::Result<()> {
         match DirBuilder::new().mode(0o700).create(&self.directory) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
         check_private(&self.directory, &self.directory.symlink_metadata()?)?;
-        let file_system = rustix::fs::statfs(&self.directory).map_err(io::Error::from)?;
+        let file_system = rustix::fs::statfs(&self.directory)?;
         // The type is a small number in a word whose width depends on the machine.
         if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
             Ok(())
         } else {
-            Err(CacheError::OnDisk)
+            Err(io::Error::other(
+                "it is on a disk, expected a file system in memory",
+            ))
         }
     }
 }
 
 /// Another user with write access could plant a key.
-fn check_private(path: &Path, found: &fs::Metadata) -> Result<(), CacheError> {
+fn check_private(path: &Path, found: &fs::Metadata) -> io::Result<()> {
     let us = rustix::process::geteuid().as_raw();
     if found.uid() == us && found.mode() & OTHERS == 0 {
         return Ok(());
     }
-    Err(CacheError::NotPrivate {
-        path: path.to_owned(),
-        owner: found.uid(),
-        mode: found.mode() & 0o7777,
-        us,
-    })
+    Err(io::Error::other(format!(
+        "{} belongs to user {} with mode {:o}, expected user {us} and no access for others",
+        path.display(),
+        found.uid(),
+        found.mode() & 0o7777
+    )))
 }

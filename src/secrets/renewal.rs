@@ -139,16 +139,33 @@ impl<C: Ca> Renewal<C> {
         Some(self.adopt(Arc::new(workload), issued).await)
     }
 
-    /// Publishes a certificate. Returns when it is to be renewed.
+    /// Publishes a certificate, and returns when it is to be renewed. Changed roots are published before
+    /// it, together with the ones they replace: an Envoy's roots then vouch for its certificate, whichever
+    /// of the two certificates it holds.
     async fn adopt(&self, workload: Arc<Workload>, issued: SystemTime) -> SystemTime {
         let due = self.renewal_time(&workload, issued);
+        *self.authority_roots.lock() = Some(workload.roots.clone());
+        if let Some(both) = self.both_roots() {
+            tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
+            self.state.send_if_modified(|state| {
+                let is_new = state.roots.as_ref() != Some(&both);
+                state.roots = Some(both);
+                is_new
+            });
+            tokio::time::sleep(ROOTS_AHEAD).await;
+        }
         let dates = Dates {
             not_before: workload.certificate.not_before(),
             not_after: workload.certificate.not_after(),
             issued,
             due,
         };
-        self.publish(workload, dates).await;
+        self.state.send_replace(State {
+            workload: Some(workload),
+            roots: self.merged_roots(),
+            dates: Some(dates),
+            problem: None,
+        });
         due
     }
 
@@ -207,27 +224,6 @@ impl<C: Ca> Renewal<C> {
         due
     }
 
-    /// Publishes changed roots first, together with the ones they replace: an Envoy's roots then
-    /// vouch for its certificate, whichever of the two certificates it holds.
-    async fn publish(&self, workload: Arc<Workload>, dates: Dates) {
-        *self.authority_roots.lock() = Some(workload.roots.clone());
-        if let Some(both) = self.both_roots() {
-            tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
-            self.state.send_if_modified(|state| {
-                let is_new = state.roots.as_ref() != Some(&both);
-                state.roots = Some(both);
-                is_new
-            });
-            tokio::time::sleep(ROOTS_AHEAD).await;
-        }
-        self.state.send_replace(State {
-            workload: Some(workload),
-            roots: self.merged_roots(),
-            dates: Some(dates),
-            problem: None,
-        });
-    }
-
     /// The authority's roots with the mesh's. None before the authority's first answer: with the mesh's
     /// alone Envoy would refuse its own peers.
     fn merged_roots(&self) -> Option<Roots> {
@@ -267,14 +263,9 @@ impl<C: Ca> Renewal<C> {
 
     /// The remaining lifetime of the published certificate.
     fn remaining(&self) -> Option<Duration> {
-        let not_after = self
-            .state
-            .borrow()
-            .workload
-            .as_ref()?
-            .certificate
-            .not_after();
-        Some(left(not_after, self.clock.now()))
+        let state = self.state.borrow();
+        let certificate = &state.workload.as_ref()?.certificate;
+        Some(left(certificate.not_after(), self.clock.now()))
     }
 
     fn report(&self, error: IssueError, failures: u32, wait: Duration) {
@@ -310,13 +301,11 @@ impl<C: Ca> Renewal<C> {
         loop {
             let workload = published.borrow_and_update().workload.clone();
             let expiry = async {
-                match &workload {
-                    Some(workload) => {
-                        let not_after = workload.certificate.not_after();
-                        self.clock.sleep_until(not_after).await;
-                    }
-                    None => std::future::pending().await,
-                }
+                let Some(workload) = &workload else {
+                    return std::future::pending().await;
+                };
+                let not_after = workload.certificate.not_after();
+                self.clock.sleep_until(not_after).await;
             };
             tokio::select! {
                 // Not an error: this task itself holds the sender.
@@ -367,16 +356,16 @@ impl Retries {
         let cap = schedule::retry_cap(remaining);
         self.backoff.set_cap(cap);
         let wait = self.backoff.next_wait();
-        let wait = if may_pass(error) {
-            wait
-        } else {
-            Backoff::new(cap, cap).next_wait()
+        // Other failures are retried at the longest wait.
+        let wait = match may_pass(error) {
+            true => wait,
+            false => Backoff::new(cap, cap).next_wait(),
         };
         wait.max(schedule::LEAST_WAIT)
     }
 }
 
-/// Whether the cause may pass by itself within seconds. Other failures are retried at the longest wait.
+/// Whether the cause may pass by itself within seconds.
 fn may_pass(error: &IssueError) -> bool {
     match error {
         IssueError::Sign(error) => error.may_pass(),

@@ -58,13 +58,16 @@ fn prober(path: &str, value: &Value) -> Result<Prober, String> {
         return Err(format!("invalid path, expected {expected}"));
     }
     let prober = object("the prober", value)?;
-    let mut kinds = ["httpGet", "tcpSocket", "grpc"]
+    let kinds = ["httpGet", "tcpSocket", "grpc"]
         .into_iter()
         .filter_map(|name| Some((name, member(prober, name)?)));
-    let (Some((name, target)), None) = (kinds.next(), kinds.next()) else {
-        return Err(
-            "invalid prober type, must be one of type httpGet, tcpSocket or gRPC".to_owned(),
-        );
+    let kinds: Vec<_> = kinds.collect();
+    let [(name, target)] = kinds[..] else {
+        return Err(format!(
+            "the number of kinds is {}, expected one: invalid prober type, must be one of type \
+             httpGet, tcpSocket or gRPC",
+            kinds.len()
+        ));
     };
     let target = object(name, target)?;
     Ok(Prober {
@@ -195,7 +198,7 @@ mod tests {
             (r#"{"/app-health/a/livez": {}}"#, "invalid prober type"),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1}, "tcpSocket": {"port": 1}}}"#,
-                "livez: invalid prober type, must be one of type httpGet",
+                "kinds is 2, expected one: invalid prober type, must be one of type httpGet",
             ),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": "web"}}}"#,

@@ -54,7 +54,10 @@ impl IstioCa {
     async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let connecting = timeout(self.limit, self.istiod.try_connection());
         let connection = match connecting.await {
-            Ok(connected) => connected.map_err(|error| unavailable(&error))?,
+            Ok(connected) => connected.map_err(|error| SignError {
+                code: Code::Unavailable,
+                message: error.to_string(),
+            })?,
             Err(_) => return Err(self.late("no connection to istiod at", self.limit)),
         };
         let doublings = self.missed.load(Ordering::Relaxed).min(DOUBLINGS);
@@ -127,13 +130,6 @@ fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
             message: "invalid empty CertChain".to_owned(),
         }),
         _ => Ok(answer.cert_chain),
-    }
-}
-
-fn unavailable(error: &dyn std::error::Error) -> SignError {
-    SignError {
-        code: Code::Unavailable,
-        message: error.to_string(),
     }
 }
 

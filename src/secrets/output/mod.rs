@@ -139,7 +139,8 @@ impl Writer {
         if is_first {
             self.link_names()?;
         }
-        let synced = self.sync();
+        let directory = File::open(&self.config.directory);
+        let synced = directory.and_then(|directory| directory.sync_all());
         match obsolete {
             Some(obsolete) => fs::remove_dir_all(self.path(&obsolete)).and(synced),
             None => synced,
@@ -182,10 +183,6 @@ impl Writer {
         }
         let before = self.current.replace(version);
         Ok(std::mem::replace(&mut self.previous, before))
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        File::open(&self.config.directory)?.sync_all()
     }
 
     /// Best effort: a later start removes what is left.
