@@ -94,15 +94,13 @@ impl Agent {
         self.spawn_until_shutdown("certificate output", writing);
     }
 
-    /// The users who may connect to the SDS socket.
-    fn access(&self) -> Access {
-        let users = self.config.secret_sources.users.clone();
-        users.map_or_else(Access::default, |users| {
-            let refusals = self.metrics.counter(
-                "istio_agent_sds_refused_connections_total",
-                "Number of connections to the secret socket by users who may not",
-            );
-            Access::only(users, refusals)
-        })
+    /// The users that may connect to the SDS socket; None for all.
+    fn access(&self) -> Option<Access> {
+        let users = self.config.secret_sources.users.clone()?;
+        let refusals = self.metrics.counter(
+            "istio_agent_sds_refused_connections_total",
+            "Number of connections to the secret socket by users who may not",
+        );
+        Some(Access::only(users, refusals))
     }
 }

@@ -122,7 +122,7 @@ impl Registry {
             sum: AtomicU64::new(0),
         });
         let series = Series::Buckets(buckets.clone());
-        match self.add(name, help, Kind::Histogram, &[], series) {
+        match self.series(name, help, Kind::Histogram, &[], series) {
             Series::Buckets(buckets) => Histogram(buckets),
             // The name is one of another kind: this one is not rendered.
             _ => Histogram(buckets),
@@ -139,7 +139,7 @@ impl Registry {
         collect: impl Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync + 'static,
     ) {
         let series = Series::Computed(Arc::new(collect));
-        self.add(name, help, kind, labels, series);
+        self.series(name, help, kind, labels, series);
     }
 
     /// The text format: families in the order of their names, each with its series.
@@ -166,16 +166,15 @@ impl Registry {
         kind: Kind,
         labels: &'static [&'static str],
     ) -> Cells {
-        let cells = Cells::default();
-        match self.add(name, help, kind, labels, Series::Cells(cells.clone())) {
+        match self.series(name, help, kind, labels, Series::Cells(Cells::default())) {
             Series::Cells(cells) => cells,
             // The name is one of another kind: this one is not rendered.
-            _ => cells,
+            _ => Cells::default(),
         }
     }
 
     /// The series of a name: the given ones, unless the name is known already.
-    fn add(
+    fn series(
         &self,
         name: &'static str,
         help: &'static str,
@@ -183,14 +182,14 @@ impl Registry {
         labels: &'static [&'static str],
         series: Series,
     ) -> Series {
-        let family = Family {
+        let mut families = self.0.lock();
+        let family = families.entry(name).or_insert(Family {
             help,
             kind,
             labels,
             series,
-        };
-        let mut families = self.0.lock();
-        families.entry(name).or_insert(family).series.clone()
+        });
+        family.series.clone()
     }
 }
 
@@ -261,11 +260,9 @@ impl Histogram {
     pub fn observe(&self, value: f64) {
         let buckets = &self.0;
         let index = buckets.bounds.partition_point(|bound| *bound < value);
+        let (sum, order) = (&buckets.sum, Ordering::Relaxed);
         let add = |bits| Some((f64::from_bits(bits) + value).to_bits());
-        // The closure always gives a value.
-        let _ = buckets
-            .sum
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let _ = sum.fetch_update(order, order, add); // The closure always gives a value.
         buckets.counts[index].fetch_add(1, Ordering::Relaxed);
     }
 }

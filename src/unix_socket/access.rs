@@ -13,12 +13,9 @@ use crate::metrics::Counter;
 /// How many refused users are remembered.
 const MOST_USERS: usize = 1024;
 
-/// The users that may connect. By default all.
-#[derive(Clone, Debug, Default)]
-pub struct Access(Option<Allowed>);
-
+/// The users that may connect.
 #[derive(Clone, Debug)]
-struct Allowed {
+pub struct Access {
     users: BTreeSet<u32>,
     /// Refused users that have been logged.
     refused: BTreeSet<u32>,
@@ -29,30 +26,25 @@ impl Access {
     /// Admits these users, the one this process runs as, and root, which could read its memory anyway.
     pub fn only(users: impl IntoIterator<Item = u32>, refusals: Counter) -> Self {
         let own = rustix::process::geteuid().as_raw();
-        Self(Some(Allowed {
+        Self {
             users: users.into_iter().chain([own, 0]).collect(),
             refused: BTreeSet::new(),
             refusals,
-        }))
+        }
     }
 
     pub(super) fn admits(&mut self, stream: &UnixStream, path: &Path) -> bool {
-        let Some(allowed) = &mut self.0 else {
-            return true;
-        };
         match stream.peer_cred() {
-            Ok(peer) => allowed.admits(peer.uid(), peer.pid(), path),
+            Ok(peer) => self.admits_user(peer.uid(), peer.pid(), path),
             Err(error) => {
                 tracing::warn!("refused a connection on {}: {error}", path.display());
-                allowed.refusals.inc();
+                self.refusals.inc();
                 false
             }
         }
     }
-}
 
-impl Allowed {
-    fn admits(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
+    fn admits_user(&mut self, user: u32, process: Option<i32>, path: &Path) -> bool {
         if self.users.contains(&user) {
             return true;
         }
@@ -90,12 +82,11 @@ mod tests {
             (4711, false),
             (4711, false),
         ] {
-            let allowed = access.0.as_mut().unwrap();
-            assert_eq!(allowed.admits(user, Some(1), path), expected, "{user}");
+            let admitted = access.admits_user(user, Some(1), path);
+            assert_eq!(admitted, expected, "{user}");
         }
         assert_eq!(refusals.get(), 2);
         let (near, _far) = UnixStream::pair().unwrap();
         assert!(access.admits(&near, path), "the kernel names this process");
-        assert!(Access::default().admits(&near, path));
     }
 }

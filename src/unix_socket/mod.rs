@@ -53,7 +53,8 @@ const FIRST_BYTE: Duration = Duration::from_secs(10);
 pub struct Listener {
     listener: UnixListener,
     path: PathBuf,
-    access: Access,
+    /// None admits all users.
+    access: Option<Access>,
     connections: Arc<Semaphore>,
     /// Whether the last connection found no permit.
     is_full: bool,
@@ -102,7 +103,7 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
     Ok(Listener {
         listener,
         path: path.to_owned(),
-        access: Access::default(),
+        access: None,
         connections: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
         is_full: false,
     })
@@ -155,7 +156,7 @@ impl Listener {
 
     /// Serves only the users `access` admits.
     #[must_use]
-    pub fn guarded(mut self, access: Access) -> Self {
+    pub fn guarded(mut self, access: Option<Access>) -> Self {
         self.access = access;
         self
     }
@@ -214,7 +215,8 @@ impl Listener {
         loop {
             match self.listener.accept().await {
                 Ok((stream, _)) => {
-                    if self.access.admits(&stream, &self.path)
+                    let access = self.access.as_mut();
+                    if access.is_none_or(|access| access.admits(&stream, &self.path))
                         && let Some(permit) = self.permit()
                     {
                         return (stream, permit);

@@ -41,6 +41,29 @@ enum Error {
     },
 }
 
+/// The name of a setting, and its value.
+type Setting = (&'static str, fn(&Config) -> String);
+
+/// Ports and paths that other parts of the agent or Envoy rely on.
+const FIXED: [Setting; 6] = [
+    ("statusPort", |now| {
+        format!("{:?}", now.bootstrap.node.proxy_config.agent_port())
+    }),
+    ("ENVOY_STATUS_PORT", |now| {
+        now.bootstrap.ports.health.to_string()
+    }),
+    ("ENVOY_PROMETHEUS_PORT", |now| {
+        now.bootstrap.ports.prometheus.to_string()
+    }),
+    ("proxyAdminPort", |now| {
+        now.bootstrap.node.proxy_config.admin_port().to_string()
+    }),
+    ("configPath", |now| format!("{:?}", now.xds_socket)),
+    ("WORKLOAD_IDENTITY_SOCKET_FILE", |now| {
+        format!("{:?}", now.sds_socket)
+    }),
+];
+
 impl Inputs {
     pub(super) fn new(first: Config, load: Load, detected: Detected) -> Self {
         Self {
@@ -103,33 +126,11 @@ impl Inputs {
         ))
     }
 
-    /// Refuses changes of ports and paths that other parts of the agent or Envoy rely on.
+    /// Refuses changes of what is fixed, and files that were good and are not any more.
     fn check(&self, config: &Config) -> Result<(), Error> {
         let first = &self.first;
-        let of = |config: &Config| {
-            let bootstrap = &config.bootstrap;
-            let proxy_config = &bootstrap.node.proxy_config;
-            [
-                proxy_config.agent_port().unwrap_or_default(),
-                bootstrap.ports.health,
-                bootstrap.ports.prometheus,
-                proxy_config.admin_port(),
-            ]
-        };
-        let [agent, health, prometheus, admin] =
-            std::array::from_fn(|at| of(first)[at] == of(config)[at]);
-        let fixed = [
-            ("statusPort", agent),
-            ("ENVOY_STATUS_PORT", health),
-            ("ENVOY_PROMETHEUS_PORT", prometheus),
-            ("proxyAdminPort", admin),
-            ("configPath", first.xds_socket == config.xds_socket),
-            (
-                "WORKLOAD_IDENTITY_SOCKET_FILE",
-                first.sds_socket == config.sds_socket,
-            ),
-        ];
-        if let Some((what, _)) = fixed.into_iter().find(|(_, is_same)| !is_same) {
+        let changed = |value: &fn(&Config) -> String| value(first) != value(config);
+        if let Some((what, _)) = FIXED.iter().find(|(_, value)| changed(value)) {
             return Err(Error::Fixed { what });
         }
         // A file that cannot be used is tolerated at the start, but not if it was good then.

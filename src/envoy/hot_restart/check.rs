@@ -1,7 +1,7 @@
 //! Checks whether there is something new to start, and beside which Envoy it would start.
 //!
 //! What Envoy starts from is read outside the agent's thread; the new binary validates the new
-//! bootstrap; the Envoy that serves is asked for its state. All of it under one limit.
+//! bootstrap; the Envoy that serves is asked for its state.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,20 +18,10 @@ use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
 use crate::envoy::memory::Resident;
 use crate::envoy::process::Ended;
-use crate::lifecycle::{BoxError, with_causes};
+use crate::lifecycle::BoxError;
 
 /// How often a successor is asked whether it serves.
 const PERIOD: Duration = Duration::from_millis(25);
-
-pub(super) struct Check {
-    pub(super) prepare: Prepare,
-    /// What the Envoy that serves was started from.
-    pub(super) serving: Option<Launch>,
-    /// Of the Envoy that would be started.
-    pub(super) epoch: u32,
-    pub(super) admin: Admin,
-    pub(super) limit: Duration,
-}
 
 /// What a check has found.
 #[derive(Debug)]
@@ -43,28 +33,22 @@ pub(in crate::envoy) enum Checked {
     Usable(Serving, Arc<Prepared>),
 }
 
-impl Check {
-    pub(super) async fn run(self) -> Checked {
-        let limit = self.limit;
-        match tokio::time::timeout(limit, self.prepare()).await {
-            Ok(Ok(checked)) => checked,
-            Ok(Err(error)) => Checked::Refused(with_causes(error.as_ref())),
-            Err(_) => Checked::Refused(format!("it took longer than {limit:?} to read and check")),
-        }
+/// Checks what the Envoy of this epoch would start from, beside the one that serves.
+pub(super) async fn check(
+    prepare: Prepare,
+    epoch: u32,
+    serving: Option<Launch>,
+    admin: Admin,
+) -> Result<Checked, BoxError> {
+    let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
+    let serving = serving.as_ref();
+    if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
+        return Ok(Checked::Unchanged);
     }
-
-    async fn prepare(self) -> Result<Checked, BoxError> {
-        let (prepare, epoch) = (self.prepare, self.epoch);
-        let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
-        let serving = self.serving.as_ref();
-        if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
-            return Ok(Checked::Unchanged);
-        }
-        let prepared = Arc::new(prepared);
-        validate(Arc::clone(&prepared), epoch).await?;
-        let serving = serving_state(self.admin, serving.map(Launch::restart_epoch)).await;
-        Ok(Checked::Usable(serving, prepared))
-    }
+    let prepared = Arc::new(prepared);
+    validate(Arc::clone(&prepared), epoch).await?;
+    let serving = serving_state(admin, serving.map(Launch::restart_epoch)).await;
+    Ok(Checked::Usable(serving, prepared))
 }
 
 /// Has Envoy read what it would start from.

@@ -23,8 +23,8 @@ use super::instance::{self, Instance};
 use super::launch::{Launch, Prepared};
 use super::process::{self, Ended};
 use super::supervisor::reached;
-use crate::lifecycle::BoxError;
-use check::{Check, Checked};
+use crate::lifecycle::{BoxError, with_causes};
+use check::Checked;
 use machine::Machine;
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
@@ -98,10 +98,21 @@ impl HotRestart {
         }
     }
 
-    fn check(&mut self, check: Check) {
+    /// Checks what there is to start beside the Envoy that serves.
+    fn check(&mut self, epoch: u32, serving: Option<Launch>, admin: Admin) {
+        let limit = self.limits.check;
+        let check = check::check(Arc::clone(&self.prepare), epoch, serving, admin);
         self.calls = JoinSet::new();
-        self.calls
-            .spawn(async move { Progress::Checked(check.run().await) });
+        self.calls.spawn(async move {
+            let checked = tokio::time::timeout(limit, check).await;
+            Progress::Checked(match checked {
+                Ok(Ok(checked)) => checked,
+                Ok(Err(error)) => Checked::Refused(with_causes(error.as_ref())),
+                Err(_) => {
+                    Checked::Refused(format!("it took longer than {limit:?} to read and check"))
+                }
+            })
+        });
     }
 
     /// Looks out for the Envoy of this launch.

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::Progress;
 use super::base_id::BaseId;
-use super::check::{Check, Checked};
+use super::check::Checked;
 use super::machine::{Action, Event, Method, Phase, Verdict};
 use crate::envoy::Error;
 use crate::envoy::admin::DrainCall;
@@ -174,14 +174,8 @@ impl Supervisor {
         let reason = self.hot_restart.reason;
         tracing::info!("checking what Envoy would start from now ({reason})");
         self.hot_restart.last = Some(Restart::begun(reason, self.clock.now()));
-        let check = Check {
-            prepare: Arc::clone(&self.hot_restart.prepare),
-            serving: self.current.launch.clone(),
-            epoch: self.count,
-            admin: self.admin,
-            limit: self.hot_restart.limits.check,
-        };
-        self.hot_restart.check(check);
+        let serving = self.current.launch.clone();
+        self.hot_restart.check(self.count, serving, self.admin);
     }
 
     fn start_successor(&mut self, method: Method) -> Result<(), Error> {

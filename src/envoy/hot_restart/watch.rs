@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,34 +20,23 @@ pub fn changes(
     files: &[PathBuf],
 ) -> io::Result<impl Future<Output = ()> + Send + use<>> {
     let hangups = signal(SignalKind::hangup())?;
-    let files = files.to_vec();
+    let files: Arc<[PathBuf]> = files.into();
+    // From before the first Envoy starts, which these have been read for.
     let watch = watch(&files);
     Ok(async move { tokio::join!(on_hangup(hangups, &envoy), on_change(watch, &files, &envoy)).0 })
 }
 
-/// From before the first Envoy starts, which these have been read for.
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
     let watch = FileWatch::new()?;
-    for file in files {
-        log_failure(watch.watch(file), file);
-    }
+    watch_all(&watch, files);
     Ok(watch)
 }
 
-/// Watches the files again, as their links may lead elsewhere.
-async fn watch_all(watch: &Arc<FileWatch>, files: &[PathBuf]) -> io::Result<()> {
+fn watch_all(watch: &FileWatch, files: &[PathBuf]) {
     for file in files {
-        // The file system may block.
-        let (watch, path) = (watch.clone(), file.clone());
-        let watched = tokio::task::spawn_blocking(move || watch.watch(&path)).await?;
-        log_failure(watched, file);
-    }
-    Ok(())
-}
-
-fn log_failure(watched: io::Result<()>, file: &Path) {
-    if let Err(error) = watched {
-        tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
+        if let Err(error) = watch.watch(file) {
+            tracing::debug!(%error, file = %file.display(), "not watching all of a file's way");
+        }
     }
 }
 
@@ -57,7 +46,7 @@ async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
     }
 }
 
-async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envoy) {
+async fn on_change(watch: io::Result<FileWatch>, files: &Arc<[PathBuf]>, envoy: &Envoy) {
     let failed = async {
         let watch = Arc::new(watch?);
         loop {
@@ -67,7 +56,9 @@ async fn on_change(watch: io::Result<FileWatch>, files: &[PathBuf], envoy: &Envo
             while let Ok(more) = tokio::time::timeout(Duration::ZERO, watch.changed()).await {
                 more?;
             }
-            watch_all(&watch, files).await?;
+            // Links may lead elsewhere now, and the file system may block.
+            let (again, files) = (Arc::clone(&watch), Arc::clone(files));
+            tokio::task::spawn_blocking(move || watch_all(&again, &files)).await?;
             envoy.restart("a file has changed").await;
         }
     };
@@ -89,6 +80,7 @@ mod tests {
     async fn what_changes_while_files_settle_is_part_of_one_restart() {
         let place = tempfile::tempdir().expect("a directory");
         let files = ["mesh", "override"].map(|name| place.path().join(name));
+        let files: Arc<[PathBuf]> = files.into();
         let (_publish, report) = tokio::sync::watch::channel(Report::default());
         let (give, mut orders) = tokio::sync::mpsc::channel(8);
         let admin = Admin::new(Ipv4Addr::LOCALHOST.into(), 1, SETTLES);

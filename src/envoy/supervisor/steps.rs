@@ -20,8 +20,6 @@ const QUIT_CALL: u32 = 2;
 impl Supervisor {
     /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
     pub(super) fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
-        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
-        let drain = self.config.limits.drain;
         // The call that drains Envoy, or closes its listeners, may still be on its way.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.current.calls = JoinSet::new();
@@ -32,7 +30,7 @@ impl Supervisor {
                 self.call_drain(DrainCall::Graceful);
             }
             Step::DrainTime => {
-                let whole = drain.at_most();
+                let whole = self.config.limits.drain.at_most();
                 tracing::info!("Graceful termination period is {whole:?}, starting...");
             }
             Step::Connections => {
@@ -49,16 +47,8 @@ impl Supervisor {
                 tracing::info!(
                     "closing Envoy's listeners; requests under way have {at_most:?} to end"
                 );
-                let until_none = self.until_none(Active::Connections, LAST_PERIOD);
-                self.call(waits_for, async move {
-                    admin.drain(DrainCall::Close, inbound_only).await;
-                    if matches!(drain, Drain::For(_)) {
-                        // The workload may call out until a timed drain is over.
-                        return std::future::pending().await;
-                    }
-                    tokio::time::sleep(LAST_PERIOD).await;
-                    until_none.await;
-                });
+                let last_requests = self.last_requests();
+                self.call(waits_for, last_requests);
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; requests still under way have {at_most:?} more");
@@ -67,7 +57,7 @@ impl Supervisor {
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let admin = admin.within(at_most / QUIT_CALL);
+                let admin = self.admin.within(at_most / QUIT_CALL);
                 self.call(waits_for, async move { admin.quit().await });
             }
             Step::Termination => {
@@ -96,6 +86,22 @@ impl Supervisor {
                 let _ = order.send(()); // Its sender may have left.
             }
         });
+    }
+
+    /// Closes Envoy's listeners and waits for the requests under way.
+    fn last_requests(&self) -> impl Future<Output = ()> + Send + use<> {
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let is_timed = matches!(self.config.limits.drain, Drain::For(_));
+        let until_none = self.until_none(Active::Connections, LAST_PERIOD);
+        async move {
+            admin.drain(DrainCall::Close, inbound_only).await;
+            if is_timed {
+                // The workload may call out until a timed drain is over.
+                return std::future::pending().await;
+            }
+            tokio::time::sleep(LAST_PERIOD).await;
+            until_none.await;
+        }
     }
 
     fn call(&mut self, step: Step, call: impl Future<Output = ()> + Send + 'static) {

@@ -1,0 +1,109 @@
+//! An Envoy that ends by itself: errors, records of crashes, and restarts.
+
+use super::*;
+
+#[tokio::test]
+async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
+    let error = stage("exits-at-once").run(0).await.expect_err("no start");
+    assert!(error.to_string().contains("exit status 7"), "{error}");
+    let error = stage("crashes").run(0).await.expect_err("no start");
+    assert!(error.to_string().contains("signal 11"), "{error}");
+}
+
+#[tokio::test]
+async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
+    let mut crashing = stage("crashes");
+    crashing.config.early = Duration::ZERO;
+    let crash = Exit::ByItself(Ended::Signal(11));
+    let (envoy, life) = crashing.start(&Stop::new());
+    assert_eq!(life.await.expect("no error"), crash);
+    let record = envoy
+        .report()
+        .borrow()
+        .last_crash
+        .clone()
+        .expect("a record");
+    assert_eq!((record.signal, record.code), (Some(11), None));
+    assert_eq!(record.stderr, ["last words"]);
+
+    let mut next = stage("obeys");
+    next.config.directory = crashing.config.directory.clone();
+    let stop = Stop::new();
+    let (envoy, life) = next.start(&stop);
+    let story = async {
+        next.wait_until_ready().await;
+        assert_eq!(envoy.report().borrow().last_crash, Some(record));
+        stop.request(Urgency::Terminate, "a test");
+    };
+    let exit = beside(life, story).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+    let kept = crash::Crash::read(&next.config.directory);
+    assert_eq!(kept.expect("no error"), None);
+}
+
+#[test]
+fn an_end_by_a_signal_has_the_code_a_shell_would_give_it() {
+    assert_eq!(Ended::Signal(11).code(), 139);
+    assert_eq!(Ended::Code(3).code(), 3);
+}
+
+#[tokio::test]
+async fn an_envoy_that_ends_by_itself_without_a_fault_is_no_error_and_no_reason_to_start_again() {
+    let mut stage = stage("exits-cleanly");
+    stage.config.restarts = Some(budget(1));
+    let exit = stage.run(0).await.expect("an end");
+    assert_eq!(exit, Exit::ByItself(Ended::Code(0)));
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashed_is_started_again_within_its_budget() {
+    let mut crashing = stage("crashes");
+    crashing.config.early = Duration::ZERO;
+    crashing.config.restarts = Some(budget(2));
+    let (envoy, life) = crashing.start(&Stop::new());
+    let crash = Exit::ByItself(Ended::Signal(11));
+    assert_eq!(life.await.expect("no error"), crash);
+    assert_eq!(envoy.report().borrow().epoch, 2);
+
+    let mut recovering = stage("crashes-once");
+    recovering.config.early = Duration::ZERO;
+    recovering.config.restarts = Some(budget(1));
+    let exit = recovering.run(2).await.expect("an end");
+    assert_eq!(exit, Exit::Requested);
+}
+
+fn budget(restarts: usize) -> Budget {
+    Budget {
+        restarts,
+        within: Duration::from_secs(3600),
+    }
+}
+
+#[tokio::test]
+async fn a_missing_or_unusable_binary_is_named() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    std::fs::write(path("data"), "no program").expect("written");
+    for (name, expected) in [("missing", "no Envoy binary"), ("data", "not executable")] {
+        let config = config(path(name), directory.path());
+        let (_envoy, life) = started(config, &Stop::new(), &Registry::default());
+        let error = life.await.expect_err("no start").to_string();
+        assert!(error.contains(expected) && error.contains(name), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn the_state_is_a_metric() {
+    let mut stage = stage("exits-cleanly");
+    stage.config.early = Duration::ZERO;
+    let metrics = Registry::default();
+    let (_envoy, life) = started(stage.config.clone(), &Stop::new(), &metrics);
+    let line = |state, value| format!("istio_agent_envoy_state{{state=\"{state}\"}} {value}\n");
+    assert!(metrics.render().contains(&line("initial", 1)));
+    life.await.expect("an end");
+    let page = metrics.render();
+    assert!(
+        page.contains(&line("initial", 0)) && page.contains(&line("exited", 1)),
+        "{page}"
+    );
+}
