@@ -34,14 +34,12 @@ const TUNNELS: &str = "connect_terminate";
 /// The end of the names of the listeners that all inbound traffic of a sidecar is sent to.
 const CAPTURED: [&str; 2] = ["_15006", "_15008"];
 
-/// What is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Active {
     Connections,
     Requests,
 }
 
-/// How to count.
 #[derive(Clone, Debug)]
 pub(super) struct Counting {
     pub(super) active: Active,

@@ -64,7 +64,6 @@ impl Admin {
         }
     }
 
-    /// The same port, with another limit.
     #[must_use]
     pub fn within(self, limit: Duration) -> Self {
         Self { limit, ..self }
@@ -123,7 +122,6 @@ impl Admin {
         Ok(self.request(Method::POST, path).await?.status())
     }
 
-    /// Asks a starting Envoy until it serves.
     pub(super) async fn live(&self) {
         let is_live = |answer: &Response<Bytes>| answer.status().is_success();
         self.until("/ready", LIVE_PERIOD, is_live).await;

@@ -1,5 +1,6 @@
 //! Envoy's arguments, in the order pilot-agent gives them, so that process listings of both look alike.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -100,42 +101,42 @@ impl Command {
 
     /// Everything after the program's name, in pilot-agent's order.
     pub fn arguments(&self, mode: &Mode) -> Vec<String> {
-        let flag = |name: &str, value: Option<String>| Some(vec![name.to_owned(), value?]);
-        let switch = |name: &str, is_on: bool| is_on.then(|| vec![name.to_owned()]);
         let ip_version = match self.ip_version {
             IpVersion::V4 => "v4",
             IpVersion::V6 => "v6",
         };
-        let drain_time = self.drain_time.as_secs();
         let flush_interval = self.file_flush_interval.as_millis();
         let flush_size = Some(self.file_flush_min_size_kb).filter(|size| *size > 0);
-        let words = [
-            flag("-c", Some(self.bootstrap.display().to_string())),
-            flag("--drain-time-s", Some(drain_time.to_string())),
-            flag("--drain-strategy", Some("immediate".to_owned())),
-            flag("--local-address-ip-version", Some(ip_version.to_owned())),
-            flag(
-                "--file-flush-interval-msec",
-                Some(flush_interval.to_string()),
-            ),
-            Some(mode.arguments()),
+        [
+            flag("-c", self.bootstrap.display()),
+            flag("--drain-time-s", self.drain_time.as_secs()),
+            flag("--drain-strategy", "immediate"),
+            flag("--local-address-ip-version", ip_version),
+            flag("--file-flush-interval-msec", flush_interval),
+            mode.arguments(),
             switch("--allow-unknown-static-fields", true),
-            flag(
-                "--file-flush-min-size-kb",
-                flush_size.map(|size| size.to_string()),
-            ),
-            flag("-l", self.log.level.clone()),
-            flag("--component-log-level", self.log.components.clone()),
+            given("--file-flush-min-size-kb", flush_size),
+            given("-l", self.log.level.as_ref()),
+            given("--component-log-level", self.log.components.as_ref()),
             switch("--skip-deprecated-logs", self.skip_deprecated_logs),
             switch("--enable-core-dump", self.core_dump),
-            flag("--config-yaml", self.override_json.clone()),
-            flag(
-                "--concurrency",
-                self.concurrency.map(|threads| threads.to_string()),
-            ),
-        ];
-        words.into_iter().flatten().flatten().collect()
+            given("--config-yaml", self.override_json.as_ref()),
+            given("--concurrency", self.concurrency),
+        ]
+        .concat()
     }
+}
+
+fn flag(name: &str, value: impl Display) -> Vec<String> {
+    vec![name.to_owned(), value.to_string()]
+}
+
+fn given(name: &str, value: Option<impl Display>) -> Vec<String> {
+    value.map_or_else(Vec::new, |value| flag(name, value))
+}
+
+fn switch(name: &str, is_on: bool) -> Vec<String> {
+    is_on.then(|| name.to_owned()).into_iter().collect()
 }
 
 impl Mode {
@@ -148,11 +149,9 @@ impl Mode {
                 base_id_file,
                 parent_shutdown,
             } => {
-                let seconds = parent_shutdown.as_secs();
-                let flags = format!(
-                    "--parent-shutdown-time-s {seconds} --use-dynamic-base-id --base-id-path"
-                );
-                [words(&flags), vec![base_id_file.display().to_string()]].concat()
+                let time = flag("--parent-shutdown-time-s", parent_shutdown.as_secs());
+                let base_id = flag("--base-id-path", base_id_file.display());
+                [time, words("--use-dynamic-base-id"), base_id].concat()
             }
             Self::Next {
                 base_id,

@@ -24,7 +24,6 @@ pub struct Budget {
 pub(super) struct Restarts {
     /// How the last Envoy ended by itself, while there is none.
     pub(super) last_end: Option<Ended>,
-    /// The pause before the next start, once granted.
     pub(super) pause: Duration,
     /// None allows no restart.
     budget: Option<Budget>,

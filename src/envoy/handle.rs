@@ -19,7 +19,6 @@ use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Not started yet.
     #[default]
     Initial,
     /// The process is there; it does not serve yet.
@@ -27,9 +26,7 @@ pub enum State {
     Running,
     /// Its clients are asked to leave; it still serves.
     Draining,
-    /// Asked to quit, or signalled.
     Stopping,
-    /// There is no process.
     Exited,
 }
 
@@ -47,12 +44,10 @@ pub struct Report {
     pub is_drained: bool,
     /// The steps of a shutdown, from where Envoy is now.
     pub plan: Plan,
-    /// The shutdown, once it has begun.
     pub ending: Option<Shutdown>,
     /// When the next Envoy starts, while there is none.
     #[serde(serialize_with = "in_utc_if_any")]
     pub restart: Option<SystemTime>,
-    /// All Envoys there are.
     pub epochs: Vec<Epoch>,
     /// The last restart that was wanted.
     pub last_restart: Option<Restart>,
@@ -60,7 +55,6 @@ pub struct Report {
     pub last_crash: Option<Crash>,
 }
 
-/// One of the Envoys there are.
 #[derive(Clone, Debug, Serialize)]
 pub struct Epoch {
     /// How many Envoys this agent has started before this one.
@@ -102,7 +96,6 @@ pub struct Restart {
 pub enum Outcome {
     UnderWay,
     Succeeded,
-    /// There was nothing new to start.
     Unchanged,
     /// What was there to start could not be used.
     Refused,
@@ -149,7 +142,6 @@ pub struct Envoy {
     pub(super) memory: Resident,
 }
 
-/// What the supervisor can be asked for.
 #[derive(Debug)]
 pub enum Order {
     /// Drain Envoy now, and not again at its shutdown. Answered when Envoy's admin port has answered
@@ -178,7 +170,6 @@ impl Envoy {
         self.report.clone()
     }
 
-    /// The report of now, with Envoy's memory.
     pub fn snapshot(&self) -> Report {
         let report = self.report.borrow().clone();
         Report {

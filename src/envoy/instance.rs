@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal};
 use tokio::time::Instant;
 
 use super::crash::Crash;
@@ -14,17 +14,16 @@ use super::reaper::Claim;
 use super::stderr::Stderr;
 use crate::clock::{self, Clock};
 
-pub(super) const KILLED: i32 = 9;
+pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 
 #[derive(Debug)]
 pub(super) struct Instance {
     pub(super) process: Process,
     pub(super) launch: Launch,
-    /// How many Envoys this agent has started before this one.
     pub(super) epoch: u32,
     pub(super) started: SystemTime,
     since: Instant,
-    stderr: Stderr,
+    pub(super) stderr: Stderr,
     oom_kills: Option<OomKills>,
     _claim: Claim,
 }
@@ -58,12 +57,6 @@ impl Instance {
         self.since.elapsed()
     }
 
-    /// Waits for the last of Envoy's standard error, once Envoy has ended, and returns its last lines.
-    pub(super) async fn last_lines(&mut self) -> Vec<String> {
-        self.stderr.last_lines().await
-    }
-
-    /// The record of an end that has come.
     pub(super) async fn crash(&mut self, ended: Ended, rss_bytes: Option<u64>) -> Crash {
         let uptime = self.uptime();
         let (code, signal) = match ended {
@@ -80,7 +73,7 @@ impl Instance {
             uptime_seconds: uptime.as_secs_f64(),
             rss_bytes,
             out_of_memory: oom_kills.map(|grown| grown && signal == Some(KILLED)),
-            stderr: self.last_lines().await,
+            stderr: self.stderr.last_lines().await,
         }
     }
 

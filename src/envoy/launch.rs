@@ -61,23 +61,6 @@ fn program(path: &Path) -> String {
 }
 
 impl Launch {
-    /// The first Envoy with a base id, or one alone.
-    pub(super) fn first(
-        prepared: Arc<Prepared>,
-        base_id: Option<Arc<BaseId>>,
-        parent_shutdown: Duration,
-    ) -> Self {
-        let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
-            base_id_file: base_id.file().to_owned(),
-            parent_shutdown,
-        });
-        Self {
-            prepared,
-            base_id,
-            mode,
-        }
-    }
-
     /// The Envoy that takes over from this one, of which the base id is known.
     pub(super) fn successor(&self, prepared: Arc<Prepared>, parent_shutdown: Duration) -> Self {
         let base_id = self.base_id.as_ref().and_then(|base_id| base_id.get());

@@ -14,6 +14,8 @@ use parking_lot::Mutex;
 use rustix::process::Pid;
 use tokio::time::Instant;
 
+use crate::metrics;
+
 const KILLS: &str = "oom_kill";
 
 /// The shortest time between two reads that are not forced.
@@ -62,9 +64,7 @@ impl Resident {
 /// Bytes in memory now; none of a process that is gone.
 fn resident(pid: Pid) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmRSS:"))?;
-    let kib: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
-    kib.checked_mul(1024)
+    metrics::process::memory(&status, "VmRSS:")
 }
 
 /// The kernel's count of processes killed for want of memory.

@@ -23,7 +23,6 @@ pub struct Process {
     pid: Pid,
 }
 
-/// How Envoy ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Code(u8),

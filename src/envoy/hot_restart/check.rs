@@ -23,7 +23,6 @@ use crate::lifecycle::BoxError;
 /// How often a successor is asked whether it serves.
 const PERIOD: Duration = Duration::from_millis(25);
 
-/// What a check has found.
 #[derive(Debug)]
 pub(in crate::envoy) enum Checked {
     Unchanged,
@@ -60,7 +59,7 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     };
     let mut envoy = Instance::start(launch, epoch, &Resident::default())?;
     let ended = envoy.process.ended().await?;
-    let last = envoy.last_lines().await.pop().unwrap_or_default();
+    let last = envoy.stderr.last_lines().await.pop().unwrap_or_default();
     match ended {
         Ended::Code(0) => Ok(()),
         ended => {

@@ -63,7 +63,6 @@ pub(super) struct HotRestart {
     machine: Machine,
     /// Why a restart was last wanted.
     reason: &'static str,
-    /// The last restart, under way or not.
     pub(super) last: Option<Restart>,
     /// What has been found usable and is to be started.
     pub(super) prepared: Option<Arc<Prepared>>,

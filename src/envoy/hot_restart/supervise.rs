@@ -13,6 +13,7 @@ use super::check::Checked;
 use super::machine::{Action, Event, Method, Phase, Verdict};
 use crate::envoy::Error;
 use crate::envoy::admin::DrainCall;
+use crate::envoy::command::Mode;
 use crate::envoy::handle::{Outcome, Restart};
 use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
@@ -26,7 +27,6 @@ const OVERDUE: Duration = Duration::from_secs(10);
 const FOLLOWS: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    /// Another Envoy is wanted.
     pub(in crate::envoy) fn want_restart(&mut self, reason: &'static str) {
         if !self.hot_restart.is_on {
             tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
@@ -210,7 +210,15 @@ impl Supervisor {
             let user = self.config.command.user;
             Arc::new(BaseId::new(self.config.directory.join(file), user))
         });
-        Launch::first(prepared, base_id, self.hot_restart.limits.parent_shutdown)
+        let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
+            base_id_file: base_id.file().to_owned(),
+            parent_shutdown: self.hot_restart.limits.parent_shutdown,
+        });
+        Launch {
+            prepared,
+            base_id,
+            mode,
+        }
     }
 
     /// The successor serves; the Envoy before is its parent.
@@ -237,7 +245,6 @@ impl Supervisor {
         }
     }
 
-    /// How long a parent may stay.
     fn stay(&self, method: Method) -> Duration {
         match method {
             Method::Hot => self.hot_restart.limits.parent_shutdown + OVERDUE,
@@ -324,7 +331,7 @@ async fn last_line(instance: Option<Instance>) -> String {
     let Some(mut instance) = instance else {
         return String::new();
     };
-    instance.last_lines().await.pop().unwrap_or_default()
+    instance.stderr.last_lines().await.pop().unwrap_or_default()
 }
 
 fn kill(instance: Option<&Instance>) {

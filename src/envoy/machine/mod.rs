@@ -12,7 +12,6 @@ use crate::lifecycle::Urgency;
 /// Where Envoy is, in this order but for `Pausing`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// There is no Envoy yet.
     Initial,
     /// There is none for a moment: the next is about to start.
     Pausing,
@@ -27,7 +26,6 @@ pub enum Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     Begin,
-    /// Envoy serves.
     Live,
     /// Envoy is to be drained and not ended.
     DrainOrdered,
@@ -57,15 +55,12 @@ pub enum Action {
     Nothing,
     /// Start Envoy and look out for [`Event::Live`].
     Start,
-    /// Drain Envoy, which stays.
     Drain,
-    /// Begin a step of the shutdown.
     Begin(PlannedStep),
     /// Wait as long as is right before the next start.
     Pause,
     /// Envoy is gone, and none will follow.
     Leave,
-    /// Envoy cannot be ended.
     GiveUp,
 }
 

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use rustix::process::Signal;
 use tokio::task::JoinSet;
 
 use super::super::crash::Crash;
@@ -58,7 +59,7 @@ impl Supervisor {
                 .send_modify(|report| report.last_crash = Some(crash));
             return;
         }
-        envoy.last_lines().await;
+        envoy.stderr.last_lines().await;
         if self.machine.expects_the_end() {
             tracing::info!("Envoy exited normally");
             if let Err(error) = Crash::remove(&self.config.directory) {
@@ -83,7 +84,7 @@ impl Supervisor {
     }
 }
 
-const TERMINATED: i32 = 15;
+const TERMINATED: i32 = Signal::TERM.as_raw();
 
 /// Whether neither the agent nor a request to Envoy itself has brought an end about.
 fn is_crash(ended: Ended, phase: Phase) -> bool {

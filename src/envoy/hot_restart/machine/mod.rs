@@ -35,7 +35,6 @@ pub enum Event {
     Unshared,
     Wanted,
     Checked(Verdict),
-    /// The successor serves.
     Live,
     /// The wait of the last action is over.
     Deadline,
@@ -52,7 +51,6 @@ pub enum Event {
 pub enum Verdict {
     /// The successor would be what serves already.
     Unchanged,
-    /// What was read cannot be used.
     Refused,
     Usable(Serving),
 }
@@ -90,13 +88,10 @@ pub enum Phase {
     #[default]
     Idle,
     Checking,
-    /// The successor has started.
     Starting(Method),
-    /// The successor has been killed.
     Failing,
     /// The parent is about to leave.
     Leaving(Method),
-    /// The parent has been killed.
     Clearing,
 }
 
@@ -105,9 +100,7 @@ pub struct Machine {
     phase: Phase,
     is_ready: bool,
     is_wanted: bool,
-    /// Whether no Envoy is wanted any more.
     is_stopped: bool,
-    /// Whether Envoys can share memory here.
     can_share: bool,
     /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
@@ -141,7 +134,6 @@ impl Machine {
         self.phase
     }
 
-    /// Whether Envoys can share memory here.
     pub(super) fn can_share(&self) -> bool {
         self.can_share
     }
