@@ -1,6 +1,6 @@
 //! Counts what an Envoy that shuts down still has under way, from its own gauges.
 //!
-//! Connections are those of its listeners, less the pod's own (health checks, scrapes, the admin port,
+//! Connections are its listeners', less the pod's own (health checks, scrapes, the admin port,
 //! Envoy's internal listeners), as pilot-agent counts them. Requests are those under way, bytes of
 //! responses not sent yet, and connections without HTTP: a listener's connections less the ones that
 //! speak HTTP, as only their two ends know whether such a one is idle. A tunnel is a connection
@@ -49,8 +49,8 @@ pub(super) struct Counting {
     pub(super) internal_ports: Vec<u16>,
 }
 
-/// The statistics Envoy has to keep for [`Active::Requests`], as expressions for whole names, without
-/// those of each worker.
+/// The statistics Envoy has to keep for [`Active::Requests`], as expressions for whole names; none
+/// of each worker.
 pub fn statistics(inbound_only: bool) -> [&'static str; 2] {
     match inbound_only {
         true => [

@@ -1,9 +1,9 @@
 //! The log, in pilot-agent's format.
 //!
-//! A tracing target is a scope; targets inside this crate belong to scope `default`, and those of
+//! A tracing target is a scope; targets inside this crate belong to scope `default`, and targets of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
-//! scope (not for `default`), caller (if configured), message, labels, those of spans around the
-//! event first. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
+//! scope (not for `default`), caller (if configured), message, labels, first the labels of spans
+//! around the event. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
 mod levels;
 mod line;

@@ -205,7 +205,7 @@ impl Supervisor {
 
     /// The launch of an Envoy that takes over from none, with a base id where there can be one.
     pub(in crate::envoy) fn first_launch(&self, prepared: Arc<Prepared>) -> Launch {
-        let base_id = self.hot_restart.machine.can_share().then(|| {
+        let base_id = self.hot_restart.machine.can_share.then(|| {
             let file = format!("envoy-base-id{}", self.count);
             let user = self.config.command.user;
             Arc::new(BaseId::new(self.config.directory.join(file), user))

@@ -85,7 +85,7 @@ async fn answer(
     let length = body.len();
     let text = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
     if behaviour != Behaviour::Silent {
-        // The one who asked may have ended.
+        // The client may have gone.
         let _ = stream.write_all(text.as_bytes()).await;
     }
     note.send_modify(|asked| asked.push(path));

@@ -101,7 +101,8 @@ pub struct Machine {
     is_ready: bool,
     is_wanted: bool,
     is_stopped: bool,
-    can_share: bool,
+    /// Whether Envoys can share memory here.
+    pub(super) can_share: bool,
     /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
     is_relaunched: bool,
@@ -132,16 +133,6 @@ impl Machine {
 
     pub fn phase(&self) -> Phase {
         self.phase
-    }
-
-    pub(super) fn can_share(&self) -> bool {
-        self.can_share
-    }
-
-    /// Whether the next restart can be a hot one.
-    #[cfg(test)]
-    fn is_continuable(&self) -> bool {
-        self.is_continuable
     }
 
     pub fn apply(&mut self, event: Event) -> Action {

@@ -42,7 +42,7 @@ const PROMOTED: [(Event, Action); 4] = [STARTED[0], STARTED[1], STARTED[2], (Liv
 fn a_successor_is_checked_started_and_promoted_and_the_parent_leaves() {
     let machine = after(&PROMOTED, &[(LEFT, Action::Nothing)]);
     assert_eq!(machine.phase(), Phase::Idle);
-    assert!(machine.is_continuable());
+    assert!(machine.is_continuable);
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
     for verdict in [Verdict::Unchanged, Verdict::Refused] {
         let machine = after(&STARTED[..2], &[(Checked(verdict), Action::Nothing)]);
         assert_eq!(machine.phase(), Phase::Idle);
-        assert!(machine.is_continuable());
+        assert!(machine.is_continuable);
     }
 }
 
@@ -75,7 +75,7 @@ fn after_a_successor_failed_the_next_restart_is_not_a_hot_one() {
     for failure in [&killed[..], &[(SuccessorExited, Action::Nothing)]] {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
-        assert!(!machine.is_continuable());
+        assert!(!machine.is_continuable);
         let full = Action::Replace(EndBy::Quit);
         for (serving_state, expected) in [
             (USABLE, full),
@@ -108,7 +108,7 @@ fn a_successor_that_dies_while_its_parent_leaves_is_started_again_once() {
         (LEFT, Action::Nothing),
         (Ready, Action::Nothing),
     ];
-    assert!(after(&PROMOTED, &again).is_continuable());
+    assert!(after(&PROMOTED, &again).is_continuable);
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     machine.apply(Wanted);
     assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
     machine.apply(ServingExited);
-    assert!(!machine.is_continuable());
+    assert!(!machine.is_continuable);
 }
 
 /// What a supervisor would know.
@@ -262,7 +262,7 @@ proptest! {
             // The supervisor starts another where one has ended by itself.
             world.serving |= !world.is_stopped;
         }
-        // Every change ends: what is asked for comes, and who is waited for goes.
+        // Every change ends: what is asked for comes, and what is waited for goes.
         for event in [Checked(Verdict::Refused), Deadline, SuccessorExited, LEFT] {
             world.step(&mut machine, event)?;
         }
