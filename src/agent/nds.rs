@@ -6,7 +6,8 @@ use bytes::Bytes;
 
 use super::resource;
 use crate::dns::Dns;
-use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
+use crate::xds::Protocol;
+use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 
@@ -29,10 +30,10 @@ impl Interceptor for Nds {
         true
     }
 
-    fn intercept(&self, response: Captured) -> Intercepting {
+    fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let dns = self.0.clone();
         Box::pin(async move {
-            let taken = match table(response) {
+            let taken = match table(protocol, message) {
                 Ok(table) => dns.update(table).await.map_err(|error| error.to_string()),
                 Err(error) => Err(error),
             };
@@ -48,8 +49,8 @@ impl Interceptor for Nds {
 }
 
 /// The name table in a response.
-fn table(response: Captured) -> Result<Bytes, String> {
-    resource::first(response, TYPE_URL)
+fn table(protocol: Protocol, message: Bytes) -> Result<Bytes, String> {
+    resource::first(protocol, message, TYPE_URL)
         .map_err(|why| format!("failed to unmarshal name table: {why}"))
 }
 
@@ -59,9 +60,8 @@ mod tests {
 
     use super::resource::{Any, Delta, Resource, StateOfTheWorld};
     use super::*;
-    use crate::xds::Protocol;
 
-    fn response(protocol: Protocol, any: Option<Any>) -> Captured {
+    fn response(protocol: Protocol, any: Option<Any>) -> Bytes {
         let message = match protocol {
             Protocol::Sotw => StateOfTheWorld {
                 resources: any.into_iter().collect(),
@@ -72,14 +72,7 @@ mod tests {
             }
             .encode_to_vec(),
         };
-        Captured {
-            protocol,
-            type_url: TYPE_URL.into(),
-            version: "1".into(),
-            nonce: "1".into(),
-            resources: 1,
-            message: message.into(),
-        }
+        message.into()
     }
 
     #[test]
@@ -90,11 +83,11 @@ mod tests {
                 value: Bytes::from_static(b"table"),
             };
             assert_eq!(
-                table(response(protocol, Some(any(TYPE_URL)))),
+                table(protocol, response(protocol, Some(any(TYPE_URL)))),
                 Ok("table".into())
             );
             for wrong in [Some(any("other")), None] {
-                let error = table(response(protocol, wrong)).expect_err("no table");
+                let error = table(protocol, response(protocol, wrong)).expect_err("no table");
                 assert!(
                     error.starts_with("failed to unmarshal name table: "),
                     "{error}"

@@ -3,12 +3,14 @@
 //! The bundle is one field of a ProxyConfig. A bundle without a certificate is rejected, and the last
 //! one stays.
 
+use bytes::Bytes;
 use prost::Message;
 
 use super::resource;
 use crate::secrets::files::Files;
 use crate::secrets::{BundleError, Secrets};
-use crate::xds::intercept::{Captured, Intercepting, Interceptor, Outcome};
+use crate::xds::Protocol;
+use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 
@@ -31,9 +33,10 @@ impl Pcds {
         Self { secrets, files }
     }
 
-    fn take(&self, response: Captured) -> Result<(), String> {
+    fn take(&self, protocol: Protocol, message: Bytes) -> Result<(), String> {
         const WHAT: &str = "failed to unmarshal proxy config";
-        let value = resource::first(response, TYPE_URL).map_err(|why| format!("{WHAT}: {why}"))?;
+        let value = resource::first(protocol, message, TYPE_URL);
+        let value = value.map_err(|why| format!("{WHAT}: {why}"))?;
         let config = ProxyConfig::decode(value).map_err(|error| format!("{WHAT}: {error}"))?;
         let bundle = config.ca_certificates_pem.join("\n");
         self.trust(&bundle).map_err(|error| error.to_string())
@@ -61,8 +64,8 @@ impl Interceptor for Pcds {
         true
     }
 
-    fn intercept(&self, response: Captured) -> Intercepting {
-        let outcome = match self.take(response) {
+    fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
+        let outcome = match self.take(protocol, message) {
             Ok(()) => Outcome::Accepted,
             Err(error) => {
                 tracing::error!(target: "cache", "{error}, keeping the last one");

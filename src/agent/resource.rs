@@ -7,7 +7,6 @@ use bytes::Bytes;
 use prost::Message;
 
 use crate::xds::Protocol;
-use crate::xds::intercept::Captured;
 
 /// `google.protobuf.Any`
 #[derive(Clone, PartialEq, Message)]
@@ -39,9 +38,8 @@ pub(super) struct Resource {
 }
 
 /// The first resource, which is the only one, of type `type_url`.
-pub(super) fn first(response: Captured, type_url: &str) -> Result<Bytes, String> {
-    let message = response.message;
-    let first = match response.protocol {
+pub(super) fn first(protocol: Protocol, message: Bytes, type_url: &str) -> Result<Bytes, String> {
+    let first = match protocol {
         Protocol::Sotw => {
             StateOfTheWorld::decode(message).map(|message| message.resources.into_iter().next())
         }

@@ -16,7 +16,7 @@ use tokio_rustls::TlsConnector;
 
 use super::connection::{self, Connection, Driver, Io};
 use super::status::{Connected, Tls};
-use super::tls::{self, TlsError};
+use super::tls;
 use super::{Config, Security};
 use crate::clock::{Clock, rfc3339};
 use crate::dial::{self, Dialer};
@@ -52,8 +52,8 @@ pub struct DialError {
 /// What went wrong in a dial.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
-    #[error(transparent)]
-    Tls(#[from] TlsError),
+    #[error("{0}")]
+    Tls(String),
     #[error("{address:?} is no address, expected host:port")]
     Address { address: String },
     #[error("{}", with_causes(.0))]
@@ -110,7 +110,7 @@ pub(super) async fn dial(
         Security::Plaintext => None,
         Security::Tls(tls) => {
             let prepared = total.of("reading certificate files", tls::prepare(tls));
-            Some(prepared.await??)
+            Some(prepared.await?.map_err(Cause::Tls)?)
         }
     };
     let (host, port) = host_and_port(&config.address)?;

@@ -4,7 +4,6 @@
 //! is an error that says what was found. Expiry is checked here, as path validation ignores that of
 //! an anchor. Earlier roots are not kept.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -30,38 +29,34 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
     "/etc/ssl/certs/ca-certificates",
 ];
 
-/// Why there are no trust anchors.
-#[derive(Debug, thiserror::Error)]
-pub enum RootsError {
-    #[error("cannot read root certificates from {path}: {source}", path = .path.display())]
-    Unreadable { path: PathBuf, source: io::Error },
-    #[error("root certificate file {path} {found}", path = .path.display())]
-    Unusable { path: PathBuf, found: String },
-    #[error("no bundle of root certificates found on this system, looked for {}", SYSTEM_BUNDLES.join(", "))]
-    NoSystemBundle,
-}
-
-pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, RootsError> {
+/// The trust anchors, or why there are none.
+pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
     let path = match roots {
         Roots::File(path) => path.clone(),
         Roots::System => system_bundle().await?,
     };
     match regular_file::read_aside(path.clone(), LARGEST).await {
         Ok(pem) => parse(&path, &pem, SystemTime::now()),
-        Err(source) => Err(RootsError::Unreadable { path, source }),
+        Err(error) => Err(format!(
+            "cannot read root certificates from {}: {error}",
+            path.display()
+        )),
     }
 }
 
-async fn system_bundle() -> Result<PathBuf, RootsError> {
+async fn system_bundle() -> Result<PathBuf, String> {
     for path in SYSTEM_BUNDLES {
         if tokio::fs::try_exists(path).await.is_ok_and(|found| found) {
             return Ok(path.into());
         }
     }
-    Err(RootsError::NoSystemBundle)
+    let looked_for = SYSTEM_BUNDLES.join(", ");
+    Err(format!(
+        "no bundle of root certificates found on this system, looked for {looked_for}"
+    ))
 }
 
-fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, RootsError> {
+fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
     let mut store = RootCertStore::empty();
     let (mut broken, mut expired) = (0, 0);
     for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -86,8 +81,8 @@ fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, Root
             return Ok(store);
         }
     };
-    let path = path.to_owned();
-    Err(RootsError::Unusable { path, found })
+    let path = path.display();
+    Err(format!("root certificate file {path} {found}"))
 }
 
 /// The end of a certificate's validity in seconds since 1970.
@@ -109,9 +104,7 @@ mod tests {
     use crate::istiod::fake::{self, Authority};
 
     fn outcome(pem: &str) -> Result<usize, String> {
-        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now())
-            .map(|store| store.len())
-            .map_err(|error| error.to_string())
+        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now()).map(|store| store.len())
     }
 
     #[test]

@@ -14,7 +14,6 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
-pub use super::roots::RootsError;
 use super::roots::{self, LARGEST, not_after, seconds};
 use crate::compliance::Policy;
 use crate::regular_file;
@@ -45,19 +44,6 @@ pub struct ClientCertificate {
     pub key: PathBuf,
 }
 
-/// Why no handshake can be tried.
-#[derive(Debug, thiserror::Error)]
-pub enum TlsError {
-    #[error("{found:?} is no server name, expected a DNS name or an IP address")]
-    ServerName { found: String },
-    #[error(transparent)]
-    Roots(#[from] RootsError),
-    #[error("{0}")]
-    Client(String),
-    #[error("cannot set up TLS: {0}")]
-    Setup(#[source] rustls::Error),
-}
-
 /// What one dial needs for its handshake.
 pub(super) struct Prepared {
     pub(super) config: Arc<ClientConfig>,
@@ -66,13 +52,15 @@ pub(super) struct Prepared {
     pub(super) name: ServerName<'static>,
 }
 
-pub(super) async fn prepare(config: &Config) -> Result<Prepared, TlsError> {
+/// The error says why no handshake can be tried.
+pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
     let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
-        let found = config.server_name.clone();
-        TlsError::ServerName { found }
+        let found = &config.server_name;
+        format!("{found:?} is no server name, expected a DNS name or an IP address")
     })?;
     let roots = roots::load(&config.roots).await?;
-    let builder = config.policy.builder().map_err(TlsError::Setup)?;
+    let builder = config.policy.builder();
+    let builder = builder.map_err(|error| format!("cannot set up TLS: {error}"))?;
     let builder = builder.with_root_certificates(roots);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
     let client = match &config.client {
@@ -100,7 +88,7 @@ fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
 }
 
 /// The pair, unless its certificate is unusable or has expired.
-async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, TlsError> {
+async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, String> {
     let chain = match chain(&client.chain).await {
         Ok(chain) => chain,
         Err(problem) => {
@@ -110,17 +98,14 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
     };
     let path = client.key.display();
     let pem = regular_file::read_aside(client.key.clone(), LARGEST).await;
-    let pem =
-        pem.map_err(|e| TlsError::Client(format!("cannot read the client key {path}: {e}")))?;
+    let pem = pem.map_err(|error| format!("cannot read the client key {path}: {error}"))?;
     let key = PrivateKeyDer::from_pem_slice(&pem)
-        .map_err(|e| TlsError::Client(format!("client key {path} is no PEM private key: {e}")))?;
+        .map_err(|error| format!("client key {path} is no PEM private key: {error}"))?;
     // rustls' own pairing would leave a copy of the key in memory.
     let pair = certified(chain, &Zeroizing::new(key));
     pair.map(Some).map_err(|error| {
         let path = client.chain.display();
-        TlsError::Client(format!(
-            "client certificate {path} cannot be used with its key: {error}"
-        ))
+        format!("client certificate {path} cannot be used with its key: {error}")
     })
 }
 

@@ -22,19 +22,6 @@ const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
 /// The one type outside Envoy's name space that Istio's Envoy takes.
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
-/// A response of a type with an interceptor, whole and not decoded.
-#[derive(Clone, Debug)]
-pub struct Captured {
-    pub protocol: Protocol,
-    pub type_url: String,
-    pub version: String,
-    pub nonce: String,
-    /// How many resources it holds.
-    pub resources: u32,
-    /// The encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`.
-    pub message: Bytes,
-}
-
 /// What an interceptor made of a response.
 #[derive(Clone, Debug)]
 pub enum Outcome {
@@ -56,11 +43,12 @@ pub trait Interceptor: Send + Sync {
     /// Whether the agent subscribes to the type itself; otherwise Envoy does.
     fn subscribes(&self) -> bool;
 
-    /// Handles a response that holds at least one resource.
+    /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse` that holds at least one
+    /// resource.
     ///
     /// Responses of one type are handled one by one in the order of arrival, beside those of other
     /// types.
-    fn intercept(&self, response: Captured) -> Intercepting;
+    fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
 }
 
 /// The interceptors of all types.
@@ -95,8 +83,13 @@ impl Interceptors {
         self.0[index].subscribes()
     }
 
-    pub(crate) fn intercept(&self, index: usize, response: Captured) -> Intercepting {
-        self.0[index].intercept(response)
+    pub(crate) fn intercept(
+        &self,
+        index: usize,
+        protocol: Protocol,
+        message: Bytes,
+    ) -> Intercepting {
+        self.0[index].intercept(protocol, message)
     }
 
     /// Requests for the types the agent subscribes to itself.
@@ -120,20 +113,9 @@ impl fmt::Debug for Interceptors {
     }
 }
 
-/// The ACK of `response`, or its NACK if there is a `problem`.
-pub(crate) fn answer(response: &Captured, problem: Option<&str>) -> Bytes {
-    let Captured {
-        protocol,
-        type_url,
-        version,
-        nonce,
-        ..
-    } = response;
-    request(*protocol, type_url, version, nonce, problem)
-}
-
-/// A request of the agent's own, framed for gRPC.
-fn request(
+/// A request of the agent's own, framed for gRPC: a subscription, an ACK, or a NACK if there is a
+/// `problem`.
+pub(crate) fn request(
     protocol: Protocol,
     type_url: &str,
     version: &str,
@@ -187,7 +169,7 @@ mod tests {
         fn subscribes(&self) -> bool {
             true
         }
-        fn intercept(&self, _: Captured) -> Intercepting {
+        fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
             Box::pin(async { Outcome::Accepted })
         }
     }
@@ -222,21 +204,14 @@ mod tests {
 
     #[test]
     fn own_requests_carry_the_documented_fields_and_no_others() {
-        let response = |protocol| Captured {
-            protocol,
-            type_url: "type".into(),
-            version: "v1".into(),
-            nonce: "n1".into(),
-            resources: 1,
-            message: Bytes::new(),
-        };
+        let answer = |protocol, problem| request(protocol, "type", "v1", "n1", problem);
         let status = rpc::Status {
             code: 13,
             message: "broken".into(),
             ..Default::default()
         };
         for (problem, error_detail) in [(None, None), (Some("broken"), Some(status))] {
-            let sotw = answer(&response(Protocol::Sotw), problem);
+            let sotw = answer(Protocol::Sotw, problem);
             assert_eq!(
                 DiscoveryRequest::decode(&sotw[5..]).unwrap(),
                 DiscoveryRequest {
@@ -247,7 +222,7 @@ mod tests {
                     ..Default::default()
                 }
             );
-            let delta = answer(&response(Protocol::Delta), problem);
+            let delta = answer(Protocol::Delta, problem);
             assert_eq!(
                 DeltaDiscoveryRequest::decode(&delta[5..]).unwrap(),
                 DeltaDiscoveryRequest {

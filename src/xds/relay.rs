@@ -30,8 +30,9 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end::{self, End};
-use super::intercept::{Captured, Interceptors, Outcome};
+use super::intercept::{Interceptors, Outcome};
 use super::observe::Observer;
+use super::response::Received;
 use super::stream::StreamState;
 use crate::istiod::{Closed, Connection, Istiod};
 
@@ -259,7 +260,8 @@ impl<'a> Session<'a> {
             // The queue is gone only when istiod's stream has ended, which is about to be seen.
             let _ = self.to_istiod.send(request);
         }
-        self.interceptions.start(&mut self.state);
+        self.interceptions
+            .start(&mut self.state, self.relay.protocol);
         while !self.state.to_envoy.is_empty() {
             match self.to_envoy.try_reserve() {
                 Ok(room) => self.send(room),
@@ -273,7 +275,7 @@ impl<'a> Session<'a> {
     }
 }
 
-type Intercepted = (usize, Captured, Outcome);
+type Intercepted = (usize, Received, Outcome);
 
 /// Running interceptors: one response of a type at a time.
 #[derive(Default)]
@@ -284,16 +286,18 @@ struct Interceptions {
 
 impl Interceptions {
     /// Starts the interceptors that are idle and have a response waiting.
-    fn start(&mut self, state: &mut StreamState) {
-        for (index, response) in std::mem::take(&mut state.captured) {
+    fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
+        for response in std::mem::take(&mut state.captured) {
+            let index = response.interceptor;
             if self.busy.contains(&index) {
-                state.captured.push_back((index, response));
+                state.captured.push_back(response);
                 continue;
             }
             self.busy.push(index);
-            let intercepting = state.interceptors.intercept(index, response.clone());
+            let interceptors = &state.interceptors;
+            let intercepting = interceptors.intercept(index, protocol, response.message);
             self.running
-                .spawn(async move { (index, response, intercepting.await) });
+                .spawn(async move { (index, response.received, intercepting.await) });
         }
     }
 }

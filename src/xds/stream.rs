@@ -9,10 +9,10 @@ use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
-use super::intercept::{Captured, Interceptors, Outcome, answer, frame};
+use super::intercept::{Interceptors, Outcome, frame, request};
 use super::observe::Observer;
 use super::request::RequestReader;
-use super::response::{Consumer, Output, ResponseReader};
+use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 
 /// The type whose first request the agent's own subscriptions follow.
 ///
@@ -40,7 +40,7 @@ pub(super) struct StreamState {
     /// Rewritten messages that wait for the end of a passing one.
     between: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
-    pub(super) captured: VecDeque<(usize, Captured)>,
+    pub(super) captured: VecDeque<Captured>,
 }
 
 impl StreamState {
@@ -99,12 +99,12 @@ impl StreamState {
             }
             // Without resources there is nothing to consume, and istiod gets no ACK, as from
             // pilot-agent; and nothing to rewrite.
-            Output::Captured(index, response) if response.resources == 0 => {
-                if !self.interceptors.subscribes(index) {
+            Output::Captured(response) if response.received.resources == 0 => {
+                if !self.interceptors.subscribes(response.interceptor) {
                     self.between.push_back(frame(&response.message));
                 }
             }
-            Output::Captured(index, response) => self.captured.push_back((index, response)),
+            Output::Captured(response) => self.captured.push_back(response),
         });
         read.map_err(|status| End::bad_response(&status))?;
         self.send_rewritten();
@@ -112,7 +112,7 @@ impl StreamState {
     }
 
     /// Takes what an interceptor made of a response.
-    pub(super) fn intercepted(&mut self, response: &Captured, outcome: Outcome) {
+    pub(super) fn intercepted(&mut self, response: &Received, outcome: Outcome) {
         match outcome {
             Outcome::Accepted => self.answer(response, None),
             Outcome::Rejected(problem) => {
@@ -133,10 +133,11 @@ impl StreamState {
     }
 
     /// Sends the ACK or NACK of a response the agent consumed.
-    fn answer(&mut self, response: &Captured, problem: Option<&str>) {
+    fn answer(&mut self, response: &Received, problem: Option<&str>) {
         let (type_url, nonce) = (&response.type_url, &response.nonce);
         self.observer.answered(type_url, nonce, problem);
-        self.to_istiod.push(answer(response, problem));
+        let answer = request(self.protocol, type_url, &response.version, nonce, problem);
+        self.to_istiod.push(answer);
     }
 
     /// Sends rewritten messages, unless one is just passing.
@@ -195,7 +196,7 @@ mod tests {
         fn subscribes(&self) -> bool {
             self.subscribes
         }
-        fn intercept(&self, _: Captured) -> Intercepting {
+        fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
             Box::pin(async { Outcome::Accepted })
         }
     }
@@ -260,12 +261,12 @@ mod tests {
         let mut state = state();
         let (passing, own) = (response(CLUSTER), response(EXTENSION));
         state.read_responses(own.clone()).unwrap();
-        let (_, captured) = state.captured.pop_front().unwrap();
+        let captured = state.captured.pop_front().unwrap();
         assert_eq!(captured.message, own[5..]);
         state.read_responses(passing.slice(..80)).unwrap();
         let rewritten = Bytes::from_static(b"rewritten");
         let outcome = Outcome::Forward(rewritten.clone());
-        state.intercepted(&captured, outcome);
+        state.intercepted(&captured.received, outcome);
         assert_eq!(state.to_envoy, [passing.slice(..80)]);
         state.read_responses(passing.slice(80..)).unwrap();
         let expected = [passing.slice(..80), passing.slice(80..), frame(&rewritten)];
@@ -276,9 +277,9 @@ mod tests {
     fn a_taken_response_is_acknowledged_and_a_refused_one_says_why() {
         let mut state = state();
         state.read_responses(response(NAMES)).unwrap();
-        let (_, captured) = state.captured.pop_front().unwrap();
+        let captured = state.captured.pop_front().unwrap();
         for outcome in [Outcome::Accepted, Outcome::Rejected("no table".into())] {
-            state.intercepted(&captured, outcome);
+            state.intercepted(&captured.received, outcome);
         }
         let answers: Vec<_> = state
             .to_istiod

@@ -14,7 +14,7 @@ use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::KeyType;
 use istio_agent::identity::SpiffeId;
 use istio_agent::xds::Protocol;
-use istio_agent::xds::intercept::{Captured, Intercepting, Interceptor, Interceptors, Outcome};
+use istio_agent::xds::intercept::{Intercepting, Interceptor, Interceptors, Outcome};
 use local_istiod::{LocalIstiod, Variant};
 use prost::Message;
 use tonic::{Code, Status};
@@ -390,8 +390,8 @@ impl Interceptor for Taking {
     fn subscribes(&self) -> bool {
         true
     }
-    fn intercept(&self, response: Captured) -> Intercepting {
-        let refused = response.message.windows(3).any(|bytes| bytes == b"bad");
+    fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
+        let refused = message.windows(3).any(|bytes| bytes == b"bad");
         Box::pin(async move {
             if refused {
                 Outcome::Rejected("a bad table".into())
@@ -409,10 +409,10 @@ impl Interceptor for Rewriting {
     fn subscribes(&self) -> bool {
         false
     }
-    fn intercept(&self, response: Captured) -> Intercepting {
+    fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
         Box::pin(async move {
             tokio::time::sleep(Duration::from_millis(20)).await;
-            Outcome::Forward(rewritten(&response.message))
+            Outcome::Forward(rewritten(&message))
         })
     }
 }

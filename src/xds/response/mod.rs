@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use tonic::Status;
 
 use super::Protocol;
-use super::intercept::{Captured, Disposition, Interceptors};
+use super::intercept::{Disposition, Interceptors};
 use super::request::HEAD;
 use super::wire::{Malformed, Walker};
 
@@ -24,8 +24,7 @@ const LARGEST_HELD: usize = 256 * 1024 * 1024;
 pub enum Output {
     /// Bytes for Envoy: a whole message or part of one, in order.
     Pass(Bytes),
-    /// A message for the interceptor of this index.
-    Captured(usize, Captured),
+    Captured(Captured),
     /// A message is complete. Comes before [`Output::Captured`] of the same.
     Complete(Received),
 }
@@ -41,6 +40,15 @@ pub struct Received {
     /// Its length without the head.
     pub bytes: u64,
     pub consumer: Consumer,
+}
+
+/// A message for an interceptor, whole and not decoded.
+#[derive(Clone, Debug)]
+pub struct Captured {
+    /// The index of the interceptor.
+    pub interceptor: usize,
+    pub received: Received,
+    pub message: Bytes,
 }
 
 /// Where a message goes.
@@ -188,17 +196,13 @@ impl ResponseReader {
             consumer,
         };
         out(Output::Complete(received.clone()));
-        if let Some(Disposition::Intercept(index)) = message.disposition {
+        if let Some(Disposition::Intercept(interceptor)) = message.disposition {
             let message = std::mem::take(&mut self.held).freeze().slice(HEAD..);
-            let captured = Captured {
-                protocol: self.protocol,
-                type_url: received.type_url,
-                version: received.version,
-                nonce: received.nonce,
-                resources: received.resources,
+            out(Output::Captured(Captured {
+                interceptor,
+                received,
                 message,
-            };
-            out(Output::Captured(index, captured));
+            }));
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ impl Interceptor for NameTables {
     fn subscribes(&self) -> bool {
         true
     }
-    fn intercept(&self, _: Captured) -> Intercepting {
+    fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
         Box::pin(async { Outcome::Accepted })
     }
 }
@@ -95,14 +95,16 @@ fn name_tables_of_any_size_between_envoys_types_are_captured_whole() {
                 let captured: Vec<_> = out
                     .iter()
                     .filter_map(|output| match output {
-                        Output::Captured(0, captured) => Some(captured),
+                        Output::Captured(captured) => Some(captured),
                         _ => None,
                     })
                     .collect();
                 assert_eq!(captured.len(), 1);
                 assert_eq!(captured[0].message, names);
-                assert_eq!(captured[0].type_url, NAMES);
-                assert_eq!((&*captured[0].version, &*captured[0].nonce), ("v7", "n7"));
+                assert_eq!(captured[0].interceptor, 0);
+                let received = &captured[0].received;
+                assert_eq!(received.type_url, NAMES);
+                assert_eq!((&*received.version, &*received.nonce), ("v7", "n7"));
             }
         }
     }
