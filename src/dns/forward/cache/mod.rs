@@ -4,10 +4,9 @@
 //! reply takes the place of a failure only. Entries and bytes are bounded; a reply that was asked for
 //! since the last time room was made is spared once. Keys are bytes, and time is an argument.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
 use std::time::Duration;
 
+use indexmap::IndexMap;
 use tokio::time::Instant;
 
 use super::reply::Reply;
@@ -16,7 +15,7 @@ use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Se
 /// TTL of a stale answer: short, so that clients that keep it ask again soon.
 const STALE_TTL: u32 = 5;
 
-/// What a key and its places in two maps cost beside its bytes, about.
+/// What an entry costs beside the bytes of its key and its reply, about.
 const OVERHEAD: usize = 160;
 
 /// What is kept, and for how long.
@@ -44,11 +43,10 @@ impl Config {
 #[derive(Debug)]
 pub(super) struct Cache {
     config: Config,
-    entries: HashMap<Arc<[u8]>, Entry>,
-    /// Keys, oldest first.
-    order: BTreeMap<u64, Arc<[u8]>>,
+    entries: IndexMap<Vec<u8>, Entry>,
+    /// The index of the entry that is looked at next when room is made.
+    hand: usize,
     bytes: usize,
-    next: u64,
 }
 
 #[derive(Debug)]
@@ -57,7 +55,6 @@ struct Entry {
     stored: Instant,
     fresh_until: Instant,
     stale_until: Instant,
-    place: u64,
     was_used: bool,
     weight: usize,
 }
@@ -75,10 +72,9 @@ impl Cache {
     pub(super) fn new(config: Config) -> Self {
         Self {
             config,
-            entries: HashMap::new(),
-            order: BTreeMap::new(),
+            entries: IndexMap::new(),
+            hand: 0,
             bytes: 0,
-            next: 0,
         }
     }
 
@@ -116,15 +112,12 @@ impl Cache {
             return;
         }
         self.make_room(weight);
-        let key = Arc::from(key);
-        let place = self.take_place(&key);
         self.bytes += weight;
         let entry = Entry {
             reply: reply.clone(),
             stored: now,
             fresh_until: now + fresh,
             stale_until: now + whole,
-            place,
             was_used: false,
             weight,
         };
@@ -154,30 +147,25 @@ impl Cache {
         while self.entries.len() >= self.config.max_entries
             || self.bytes + weight > self.config.max_bytes
         {
-            let Some((_, key)) = self.order.pop_first() else {
-                return;
+            let at = if self.hand < self.entries.len() {
+                self.hand
+            } else {
+                0
             };
-            match self.entries.get_mut(&key) {
-                Some(entry) if entry.was_used => {
-                    entry.was_used = false;
-                    entry.place = self.next;
-                    self.take_place(&key);
+            self.hand = at + 1;
+            match self.entries.get_index_mut(at) {
+                Some((_, entry)) if entry.was_used => entry.was_used = false,
+                Some((_, entry)) => {
+                    self.bytes -= entry.weight;
+                    self.entries.swap_remove_index(at);
                 }
-                _ => self.remove(&key),
+                None => return,
             }
         }
     }
 
-    fn take_place(&mut self, key: &Arc<[u8]>) -> u64 {
-        let place = self.next;
-        self.next += 1;
-        self.order.insert(place, key.clone());
-        place
-    }
-
     fn remove(&mut self, key: &[u8]) {
-        if let Some(entry) = self.entries.remove(key) {
-            self.order.remove(&entry.place);
+        if let Some(entry) = self.entries.swap_remove(key) {
             self.bytes -= entry.weight;
         }
     }
