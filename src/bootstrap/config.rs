@@ -58,7 +58,7 @@ pub struct Ports {
 impl Config {
     /// The path of the file. Without a leading `./`, as pilot-agent has it.
     pub fn file(&self) -> PathBuf {
-        self.in_directory(&format!("envoy-rev{}.json", self.revision_text()))
+        self.in_directory("envoy-rev", ".json")
     }
 
     /// The address of Envoy's admin port.
@@ -70,17 +70,14 @@ impl Config {
     }
 
     pub(super) fn token_file(&self) -> PathBuf {
-        let revision = self.revision_text();
-        self.in_directory(&format!("lightstep_access_token{revision}.txt"))
+        self.in_directory("lightstep_access_token", ".txt")
     }
 
-    fn in_directory(&self, name: &str) -> PathBuf {
+    /// A path with the revision between the two parts of its name.
+    fn in_directory(&self, start: &str, end: &str) -> PathBuf {
         let directory = self.directory.strip_prefix("./").unwrap_or(&self.directory);
-        directory.join(name)
-    }
-
-    fn revision_text(&self) -> String {
-        self.revision.map(|n| n.to_string()).unwrap_or_default()
+        let revision = self.revision.map(|n| n.to_string()).unwrap_or_default();
+        directory.join(format!("{start}{revision}{end}"))
     }
 
     /// The families Envoy binds and resolves, by the addresses of the pod.

@@ -51,7 +51,8 @@ pub fn write(config: &Config) -> Result<Written, Error> {
         written.paths.push(path);
         Ok::<_, Error>(())
     };
-    if let Some(Tracer::Lightstep(_, token)) = Tracer::of(&config.node.proxy_config) {
+    let tracer = Tracer::of(&config.node.proxy_config);
+    if let Some(token) = tracer.and_then(|tracer| tracer.token) {
         add(config.token_file(), &token.0, 0o600)?;
     }
     add(config.file(), &format!("{:#}\n", document(config)), 0o644)?;

@@ -6,32 +6,15 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-/// A member that is not of its type.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mismatch {
-    pub name: String,
-    pub found: String,
-    pub expected: &'static str,
-}
+use crate::problem::Problem;
 
-#[derive(Clone, Copy)]
-enum Kind {
-    Text,
-    /// A boolean in a string.
-    Flag,
-    Port,
-    /// An object of strings.
-    Texts,
-    Object,
-    List,
-    /// Ports of the pod, as JSON in a string.
-    PodPorts,
-}
+/// Brings a value into the form istiod reads; None if it is of another type. A value that is false or
+/// empty stays as written.
+type Read = fn(&Value) -> Option<Value>;
 
 /// Every typed member; source: `BootstrapNodeMetadata` of istio.io/istio.
-const MEMBERS: [(Kind, &str); 7] = [
+const MEMBERS: [(&str, &str, Read); 7] = [
     (
-        Kind::Text,
         "APP_CONTAINERS AUTO_REGISTER_GROUP BASE CLOUDRUN_ADDR CLUSTER_ID DNS_PROXY_ADDR \
          GENERATOR HTTP10 HTTP_PROXY_PORT IDLE_TIMEOUT INSTANCE_IPS INTERCEPTION_MODE \
          ISTIO_PROXY_SHA ISTIO_REVISION ISTIO_VERSION MESH_ID NAME NAMESPACE NETWORK \
@@ -39,50 +22,61 @@ const MEMBERS: [(Kind, &str); 7] = [
          TLS_CLIENT_CERT_CHAIN TLS_CLIENT_KEY TLS_CLIENT_ROOT_CERT TLS_SERVER_CERT_CHAIN \
          TLS_SERVER_KEY TLS_SERVER_ROOT_CERT UNPRIVILEGED_POD WORKLOAD_ENTRY \
          WORKLOAD_IDENTITY_SOCKET_FILE WORKLOAD_NAME",
+        "text",
+        |value| same_if(value, value.is_string()),
     ),
     (
-        Kind::Flag,
         "DISABLE_HBONE_SEND DNS_AUTO_ALLOCATE DNS_CAPTURE ENABLE_HBONE \
          ENABLE_SELF_DISCOVERY ENVOY_SKIP_DEPRECATED_LOGS EXIT_ON_ZERO_ACTIVE_CONNECTIONS \
          INBOUND_LISTENER_EXACT_BALANCE METADATA_DISCOVERY \
          OUTBOUND_LISTENER_EXACT_BALANCE",
+        "true or false",
+        flag,
     ),
     (
-        Kind::Port,
         "ENVOY_PROMETHEUS_PORT ENVOY_SECURE_MERGED_METRICS_PORT ENVOY_SECURE_METRICS_PORT \
          ENVOY_STATUS_PORT",
+        "a number in JSON",
+        |value| value.as_i64().map(Value::from),
     ),
     (
-        Kind::Texts,
         "ANNOTATIONS LABELS PLATFORM_METADATA STATIC_LABELS",
+        "an object of strings",
+        |value| same_if(value, value.as_object()?.values().all(Value::is_string)),
     ),
-    (Kind::Object, "PROXY_CONFIG"),
-    (Kind::List, "PILOT_SAN"),
-    (Kind::PodPorts, "POD_PORTS"),
+    ("PROXY_CONFIG", "an object", |value| {
+        same_if(value, value.is_object())
+    }),
+    ("PILOT_SAN", "a list of strings", |value| {
+        same_if(value, value.as_array()?.iter().all(Value::is_string))
+    }),
+    ("POD_PORTS", "a JSON list of ports in a string", pod_ports),
 ];
 
 /// Brings typed members into the form istiod reads. Returns the members of another type.
-pub fn check(members: &mut Map<String, Value>) -> Vec<Mismatch> {
-    let mut mismatches = Vec::new();
+pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
+    let mut problems = Vec::new();
     for (name, value) in members.iter_mut() {
-        let Some(kind) = kind(name) else { continue };
-        match kind.read(value) {
+        let Some((expected, read)) = type_of(name) else {
+            continue;
+        };
+        match read(value) {
             Some(read) => *value = read,
-            None => mismatches.push(Mismatch {
-                name: name.clone(),
-                found: value
+            None => {
+                let found = value
                     .as_str()
-                    .map_or_else(|| value.to_string(), str::to_owned),
-                expected: kind.expected(),
-            }),
+                    .map_or_else(|| value.to_string(), str::to_owned);
+                let subject = format!("{name} of the node metadata");
+                problems.push(Problem::new(subject, found, expected));
+            }
         }
     }
-    mismatches
+    problems
 }
 
 /// Whether a member has a type.
 pub(super) fn is_typed(name: &str) -> bool {
-    kind(name).is_some()
+    type_of(name).is_some()
 }
 
 /// Whether a member that the agent decides is left out.
@@ -96,10 +90,32 @@ pub fn is_empty(value: &Value) -> bool {
     }
 }
 
-fn kind(name: &str) -> Option<Kind> {
+fn type_of(name: &str) -> Option<(&'static str, Read)> {
     let is_among = |names: &str| names.split(' ').any(|known| known == name);
-    let found = MEMBERS.iter().find(|(_, names)| is_among(names));
-    found.map(|(kind, _)| *kind)
+    let (_, expected, read) = MEMBERS.iter().find(|(names, ..)| is_among(names))?;
+    Some((expected, *read))
+}
+
+fn same_if(value: &Value, is_typed: bool) -> Option<Value> {
+    is_typed.then(|| value.clone())
+}
+
+/// A boolean in a string.
+fn flag(value: &Value) -> Option<Value> {
+    match value.as_str()? {
+        "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(json!("true")),
+        "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(value.clone()),
+        _ => None,
+    }
+}
+
+/// Ports of the pod, as JSON in a string.
+fn pod_ports(value: &Value) -> Option<Value> {
+    let ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
+    match ports.is_empty() {
+        true => Some(value.clone()),
+        false => Some(serde_json::to_string(&ports).ok()?.into()),
+    }
 }
 
 #[derive(Deserialize, Serialize)]
@@ -120,46 +136,6 @@ fn is_zero(port: &i32) -> bool {
     *port == 0
 }
 
-impl Kind {
-    /// The value in its canonical form; None if it is of another type. A value that is false or empty
-    /// stays as written.
-    fn read(self, value: &Value) -> Option<Value> {
-        let read = match self {
-            Self::Text => value.as_str()?.into(),
-            Self::Flag => match value.as_str()? {
-                "1" | "t" | "T" | "TRUE" | "true" | "True" => json!("true"),
-                "0" | "f" | "F" | "FALSE" | "false" | "False" => value.clone(),
-                _ => return None,
-            },
-            Self::Port => value.as_i64()?.into(),
-            Self::Texts if value.as_object()?.values().all(Value::is_string) => value.clone(),
-            Self::Object if value.is_object() => value.clone(),
-            Self::List if value.as_array()?.iter().all(Value::is_string) => value.clone(),
-            Self::Texts | Self::Object | Self::List => return None,
-            Self::PodPorts => {
-                let ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
-                if ports.is_empty() {
-                    return Some(value.clone());
-                }
-                serde_json::to_string(&ports).ok()?.into()
-            }
-        };
-        Some(read)
-    }
-
-    fn expected(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::Flag => "true or false",
-            Self::Port => "a number in JSON",
-            Self::Texts => "an object of strings",
-            Self::Object => "an object",
-            Self::List => "a list of strings",
-            Self::PodPorts => "a JSON list of ports in a string",
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,7 +150,7 @@ mod tests {
         }
         Err(mismatches
             .into_iter()
-            .map(|mismatch| mismatch.name)
+            .map(|problem| problem.subject)
             .collect())
     }
 
@@ -204,7 +180,10 @@ mod tests {
             (json!({"CLUSTER_ID": 7}), "CLUSTER_ID"),
             (json!({"LABELS": {"a": 1}}), "LABELS"),
         ] {
-            assert_eq!(checked(given), Err(vec![name.to_owned()]));
+            assert_eq!(
+                checked(given),
+                Err(vec![format!("{name} of the node metadata")])
+            );
         }
     }
 }

@@ -46,12 +46,12 @@ pub(super) fn socket_address(config: &Config, address: &str) -> Option<Value> {
 }
 
 fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
-    let (name, address) = (tracer.cluster(), socket_address(config, tracer.address())?);
-    let is_http2 = matches!(tracer, Tracer::Lightstep(..));
+    let address = socket_address(config, tracer.address)?;
+    let is_http2 = tracer.token.is_some();
     let tracing = config.node.proxy_config.tracing.as_ref();
     let tls = tracing.and_then(|tracing| tracing.tls_settings.as_ref());
-    let mut cluster = service_cluster(config, name, &address, (tls, "tracer"), is_http2);
-    if matches!(tracer, Tracer::Zipkin(_)) {
+    let mut cluster = service_cluster(config, tracer.cluster, &address, (tls, "tracer"), is_http2);
+    if tracer.is_zipkin() {
         cluster["dns_refresh_rate"] = json!("30s");
     }
     Some(cluster)

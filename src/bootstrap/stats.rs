@@ -69,19 +69,16 @@ pub(super) fn section(config: &Config) -> Value {
     let chosen = config.stats.tags.iter();
     tags.extend(chosen.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
     tags.extend(table(LATER_TAGS));
-    let mut section = json!({
+    let buckets = config.stats.buckets.iter();
+    let buckets = buckets
+        .map(|(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }));
+    let buckets: Vec<_> = buckets.collect();
+    json!({
         "use_all_default_tags": false,
         "stats_tags": tags,
         "stats_matcher": { "inclusion_list": { "patterns": patterns(config) } },
-    });
-    if !config.stats.buckets.is_empty() {
-        let buckets =
-            config.stats.buckets.iter().map(
-                |(prefix, buckets)| json!({ "match": { "prefix": prefix }, "buckets": buckets }),
-            );
-        section["histogram_bucket_settings"] = buckets.collect();
-    }
-    section
+        "histogram_bucket_settings": (!buckets.is_empty()).then_some(buckets),
+    })
 }
 
 fn patterns(config: &Config) -> Vec<Value> {
@@ -94,10 +91,11 @@ fn patterns(config: &Config) -> Vec<Value> {
         let required = required.iter().map(|text| (*text).to_owned());
         chosen.chain(required).collect::<Vec<_>>()
     };
+    let discovery = config
+        .metadata_discovery
+        .then(|| prefix("workload_discovery"));
     let mut patterns = vec![prefix("reporter=")];
-    if config.metadata_discovery {
-        patterns.push(prefix("workload_discovery"));
-    }
+    patterns.extend(discovery);
     let prefixes = all(&choice.prefixes, PREFIXES);
     patterns.extend(prefixes.iter().map(|text| prefix(text)));
     let mut suffixes = all(&choice.suffixes, SUFFIXES);

@@ -5,45 +5,44 @@ use serde_json::{Value, json};
 use super::config::Config;
 use crate::proxy_config::{ProxyConfig, Secret};
 
-/// The one tracer that is configured, with its address.
-pub(super) enum Tracer<'a> {
-    Zipkin(&'a str),
-    Lightstep(&'a str, &'a Secret),
-    Datadog(&'a str),
+/// The one tracer that is configured.
+pub(super) struct Tracer<'a> {
+    name: &'static str,
+    pub(super) cluster: &'static str,
+    pub(super) address: &'a str,
+    /// The token of Lightstep, which speaks HTTP/2.
+    pub(super) token: Option<&'a Secret>,
 }
 
 impl<'a> Tracer<'a> {
     pub(super) fn of(config: &'a ProxyConfig) -> Option<Self> {
         let tracing = config.tracing.as_ref()?;
+        let tracer = |name, cluster, address| Self {
+            name,
+            cluster,
+            address,
+            token: None,
+        };
         if let Some(zipkin) = &tracing.zipkin {
-            return Some(Self::Zipkin(&zipkin.address));
+            return Some(tracer("zipkin", "zipkin", &zipkin.address));
         }
         if let Some(lightstep) = &tracing.lightstep {
-            let (address, token) = (&lightstep.address, &lightstep.access_token);
-            return Some(Self::Lightstep(address, token));
+            return Some(Self {
+                token: Some(&lightstep.access_token),
+                ..tracer("lightstep", "lightstep", &lightstep.address)
+            });
         }
         let datadog = tracing.datadog.as_ref()?;
-        Some(Self::Datadog(&datadog.address))
+        Some(tracer("datadog", "datadog_agent", &datadog.address))
     }
 
-    pub(super) fn cluster(&self) -> &'static str {
-        match self {
-            Self::Zipkin(_) => "zipkin",
-            Self::Lightstep(..) => "lightstep",
-            Self::Datadog(_) => "datadog_agent",
-        }
-    }
-
-    pub(super) fn address(&self) -> &'a str {
-        match self {
-            Self::Zipkin(address) | Self::Lightstep(address, _) | Self::Datadog(address) => address,
-        }
+    pub(super) fn is_zipkin(&self) -> bool {
+        self.name == "zipkin"
     }
 
     pub(super) fn section(&self, config: &Config) -> Value {
-        let (name, message, mut members) = match self {
-            Self::Zipkin(_) => (
-                "zipkin",
+        let (message, mut members) = match self.name {
+            "zipkin" => (
                 "ZipkinConfig",
                 json!({
                     "collector_endpoint": "/api/v2/spans",
@@ -52,19 +51,20 @@ impl<'a> Tracer<'a> {
                     "shared_span_context": false,
                 }),
             ),
-            Self::Lightstep(..) => {
+            "lightstep" => {
                 let file = config.token_file();
                 let members = json!({ "access_token_file": file.to_string_lossy() });
-                ("lightstep", "LightstepConfig", members)
+                ("LightstepConfig", members)
             }
-            Self::Datadog(_) => {
+            _ => {
                 let members = json!({ "service_name": config.node.cluster });
-                ("datadog", "DatadogConfig", members)
+                ("DatadogConfig", members)
             }
         };
         let message = format!("type.googleapis.com/envoy.config.trace.v3.{message}");
         members["@type"] = json!(message);
-        members["collector_cluster"] = json!(self.cluster());
-        json!({ "http": { "name": format!("envoy.tracers.{name}"), "typed_config": members } })
+        members["collector_cluster"] = json!(self.cluster);
+        let name = format!("envoy.tracers.{}", self.name);
+        json!({ "http": { "name": name, "typed_config": members } })
     }
 }

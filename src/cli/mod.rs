@@ -122,13 +122,9 @@ pub fn help() -> String {
 
 /// clap's error in one sentence, with pilot-agent's text where it has one.
 fn one_sentence(error: &clap::Error) -> String {
-    let word = match error.get(ContextKind::InvalidArg) {
-        Some(invalid) => invalid.to_string(),
-        None => error
-            .get(ContextKind::InvalidSubcommand)
-            .map(ToString::to_string)
-            .unwrap_or_default(),
-    };
+    let invalid = error.get(ContextKind::InvalidArg);
+    let word = invalid.or_else(|| error.get(ContextKind::InvalidSubcommand));
+    let word = word.map(ToString::to_string).unwrap_or_default();
     match error.kind() {
         ErrorKind::InvalidSubcommand => format!("unknown command {word:?} for \"pilot-agent\""),
         ErrorKind::UnknownArgument => match word.starts_with('-') {

@@ -61,7 +61,11 @@ impl Sources<'_> {
         let discovery = Config {
             address,
             security,
-            token: self.token(),
+            // The agent writes Google's token to the file.
+            token: match self.get(&variables::CREDENTIAL_FETCHER_TYPE).as_str() {
+                "Mock" => token::Source::Mock,
+                _ => token::Source::File(TOKEN.into()),
+            },
             metadata: self.metadata("XDS_HEADER_"),
             keepalive: self.keepalive(),
             limits: Limits::default(),
@@ -107,14 +111,6 @@ impl Sources<'_> {
             security,
             metadata: self.metadata("CA_HEADER_"),
             ..discovery.clone()
-        }
-    }
-
-    fn token(&mut self) -> token::Source {
-        match self.get(&variables::CREDENTIAL_FETCHER_TYPE).as_str() {
-            "Mock" => token::Source::Mock,
-            // The agent writes Google's token to the file.
-            _ => token::Source::File(TOKEN.into()),
         }
     }
 

@@ -7,9 +7,9 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use super::Sources;
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{Sources, interfaces};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, cache};
 use crate::dns::{self, Policy, SearchDomains, listen};
@@ -38,7 +38,7 @@ impl Sources<'_> {
         let resolv_conf = self.resolv_conf(&path);
         let nameservers = resolv_conf.nameservers.iter();
         let nameservers: Vec<IpAddr> = nameservers.map(std::net::SocketAddr::ip).collect();
-        let addresses = listen::listen(address, &nameservers, &own_addresses());
+        let addresses = listen::listen(address, &nameservers, &self.own_addresses);
         let own = addresses.iter().filter_map(|own| own.parse().ok());
         let forwarder = forward::Config {
             resolv_conf: path,
@@ -93,13 +93,4 @@ impl Sources<'_> {
             ResolvConf::default()
         })
     }
-}
-
-/// The addresses of this machine; empty if they cannot be listed.
-fn own_addresses() -> Vec<IpAddr> {
-    let found = interfaces::of_this_machine().unwrap_or_default();
-    let mut addresses: Vec<_> = found.into_iter().map(|own| own.address).collect();
-    addresses.sort();
-    addresses.dedup();
-    addresses
 }

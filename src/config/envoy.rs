@@ -211,25 +211,19 @@ impl Sources<'_> {
 
     /// The file merged over the bootstrap. Envoy starts without one that cannot be used.
     fn bootstrap_override(&mut self) -> Option<String> {
-        let path = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
+        let path = self.text(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
         let host_ip = self.get(&variables::HOST_IP);
-        if path.is_empty() {
-            return None;
-        }
         let read = std::fs::read_to_string(self.root.join(&path)).map_err(|e| e.to_string());
         let parsed = read.and_then(|text| {
             serde_saphyr::from_str::<Value>(&text).map_err(|error| error.to_string())
         });
-        match parsed {
+        let found = match parsed {
             Ok(document) if document.is_object() => {
-                Some(with_host_ip(&document.to_string(), &host_ip))
+                return Some(with_host_ip(&document.to_string(), &host_ip));
             }
-            Ok(_) => self.no_override("a document that is no object".to_owned()),
-            Err(error) => self.no_override(error),
-        }
-    }
-
-    fn no_override(&mut self, found: String) -> Option<String> {
+            Ok(_) => "a document that is no object".to_owned(),
+            Err(error) => error,
+        };
         self.warn("ISTIO_BOOTSTRAP_OVERRIDE", found, READABLE_YAML);
         None
     }

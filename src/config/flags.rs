@@ -39,21 +39,15 @@ pub struct LogFlags {
     /// Accepted for compatibility: no line has the scope klog here.
     #[arg(long = "vklog", global = true, default_value_t = 0)]
     pub vklog: i32,
-    #[command(flatten)]
-    pub rotation: RotationFlags,
-}
-
-/// Flags of older releases for the rotation of log files.
-#[derive(Args, Clone, Debug)]
-pub struct RotationFlags {
+    // Flags of older releases for the rotation of log files.
     #[arg(long = "log_rotate", global = true, hide = true)]
-    pub path: Option<String>,
+    pub rotate: Option<String>,
     #[arg(long = "log_rotate_max_age", global = true, hide = true)]
-    pub max_age: Option<i64>,
+    pub rotate_max_age: Option<i64>,
     #[arg(long = "log_rotate_max_size", global = true, hide = true)]
-    pub max_size: Option<i64>,
+    pub rotate_max_size: Option<i64>,
     #[arg(long = "log_rotate_max_backups", global = true, hide = true)]
-    pub max_backups: Option<i64>,
+    pub rotate_max_backups: Option<i64>,
 }
 
 /// The default path of the mesh file.

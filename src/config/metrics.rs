@@ -50,40 +50,38 @@ impl Sources<'_> {
 /// The families Envoy keeps for the agent alone: those of the wait for last requests that no pattern
 /// of the operator's may include.
 fn hidden(choice: &StatsConfig) -> Vec<Hidden> {
-    let family = |(start, end)| Hidden { start, end };
-    let is_own = |(start, gauge): &(&str, &str)| {
+    let may_be_included = |start: &str, gauge: &str| {
         let scope = start.trim_start_matches("envoy_").trim_end_matches('_');
-        let prefixes = choice.prefixes.iter();
-        let suffixes = choice.suffixes.iter();
-        let expressions = choice.expressions.iter();
-        !prefixes
-            .map(String::as_str)
-            .any(|prefix| prefix.starts_with(scope) || scope.starts_with(prefix))
-            && !suffixes
-                .map(String::as_str)
-                .any(|suffix| suffix.ends_with(gauge) || gauge.ends_with(suffix))
-            && !expressions
-                .map(String::as_str)
-                .any(|expression| may_match(expression, gauge))
+        let prefixes = choice.prefixes.iter().map(String::as_str);
+        let suffixes = choice.suffixes.iter().map(String::as_str);
+        let mut prefixes =
+            prefixes.map(|prefix| prefix.starts_with(scope) || scope.starts_with(prefix));
+        let mut suffixes =
+            suffixes.map(|suffix| suffix.ends_with(gauge) || gauge.ends_with(suffix));
+        let mut expressions = choice.expressions.iter();
+        prefixes.any(|fits| fits)
+            || suffixes.any(|fits| fits)
+            || expressions.any(|expression| may_match(expression, gauge))
     };
-    match choice.of_requests.is_empty() {
-        true => Vec::new(),
-        false => GAUGES.into_iter().filter(is_own).map(family).collect(),
+    if choice.of_requests.is_empty() {
+        return Vec::new();
     }
+    let gauges = GAUGES.into_iter();
+    let hidden = gauges.filter(|(start, gauge)| !may_be_included(start, gauge));
+    hidden.map(|(start, end)| Hidden { start, end }).collect()
 }
 
 /// Whether an expression may include a gauge of a listener's or a connection manager's: not if it has
 /// a word that is not in their names.
 fn may_match(expression: &str, gauge: &str) -> bool {
+    const SCOPES: [&str; 5] = ["http", "listener", "inbound", "outbound", "digit"];
     let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let mut words = words.filter(|word| word.len() > 3).peekable();
-    let fits = |word: &str| {
-        let scopes = ["http", "listener", "inbound", "outbound", "digit"];
-        gauge.contains(word)
-            || scopes
-                .iter()
-                .any(|scope| word.starts_with(scope) || scope.contains(word))
+    let is_scope = |word: &str| {
+        let mut scopes = SCOPES.iter();
+        scopes.any(|scope| word.starts_with(scope) || scope.contains(word))
     };
+    let fits = |word: &str| gauge.contains(word) || is_scope(word);
     match expression.contains('|') && words.peek().is_some() {
         true => words.any(fits),
         false => words.all(fits),

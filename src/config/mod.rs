@@ -27,6 +27,7 @@ mod threads;
 mod validate;
 mod workload;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -129,7 +130,10 @@ struct Sources<'a> {
     policy: Policy,
     labels: Option<Pairs>,
     annotations: Pairs,
+    /// The addresses of the node.
     addresses: Vec<IpAddr>,
+    /// The addresses of every interface.
+    own_addresses: Vec<IpAddr>,
     namespace: String,
     notes: Diagnostics,
     authority_problems: Vec<Problem>,
@@ -295,6 +299,7 @@ impl<'a> Sources<'a> {
         let excluded = excluded.map_or("", String::as_str).split(',');
         let excluded: Vec<_> = excluded.filter(|name| !name.is_empty()).collect();
         let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
+        let own_addresses: BTreeSet<_> = interfaces.iter().map(|own| own.address).collect();
         let namespace = env.get(&environment::POD_NAMESPACE, warnings);
         let policy = env.get(&environment::COMPLIANCE_POLICY, warnings);
         let policy = Policy::parse(&policy).unwrap_or_else(|| {
@@ -310,6 +315,7 @@ impl<'a> Sources<'a> {
             policy,
             labels,
             addresses,
+            own_addresses: own_addresses.into_iter().collect(),
             namespace,
             annotations,
             notes,

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::Sources;
 use super::environment as variables;
-use super::pod::{self, Pairs};
+use super::pod::Pairs;
 use crate::address;
 use crate::bootstrap::Ports;
 use crate::bootstrap::metadata::{self, is_empty};
@@ -38,7 +38,7 @@ impl Sources<'_> {
         let name = self.get(&variables::POD_NAME);
         let (raw, static_labels) = self.raw_metadata();
         let domain = self.domain();
-        let address = self.addresses[0];
+        let (kind, address) = (self.flags.kind, self.addresses[0]);
         let cluster = self.cluster(&static_labels, &raw);
         let mut labels = static_labels.clone();
         if let Some(of_pod) = &self.labels {
@@ -64,7 +64,7 @@ impl Sources<'_> {
         let known = known.into_iter().filter(|(_, value)| !is_empty(value));
         metadata.extend(known.map(|(name, value)| (name.to_owned(), value)));
         Node {
-            id: pod::node_id(self.flags.kind, address, &name, &self.namespace, &domain),
+            id: format!("{kind}~{address}~{name}.{}~{domain}", self.namespace),
             cluster,
             addresses: self.addresses.clone(),
             metadata,
@@ -183,10 +183,7 @@ impl Sources<'_> {
         if !dns.is_empty() {
             raw.insert("DNS_PROXY_ADDR".to_owned(), dns.into());
         }
-        for mismatch in metadata::check(&mut raw) {
-            let subject = format!("{} of the node metadata", mismatch.name);
-            self.problem(&subject, &mismatch.found, mismatch.expected);
-        }
+        self.notes.problems.extend(metadata::check(&mut raw));
         (raw, labels)
     }
 

@@ -39,12 +39,18 @@ pub fn addresses(
     excluded: &[&str],
     warnings: &mut Vec<Problem>,
 ) -> Vec<IpAddr> {
-    warn_of_unknown(excluded, interfaces, warnings);
-    let first = first_address(instance_ip, warnings);
-    let mut found: Vec<IpAddr> = interfaces
-        .iter()
-        .map(|interface| interface.address)
-        .collect();
+    for name in excluded {
+        if !interfaces.iter().any(|interface| interface.name == *name) {
+            let expected = "the name of an interface, leaving it out";
+            warnings.push(Problem::new(EXCLUDED_INTERFACES, *name, expected));
+        }
+    }
+    let first = instance_ip.parse::<IpAddr>().ok();
+    if first.is_none() && !instance_ip.is_empty() {
+        let expected = "an IP address, using those of the interfaces";
+        warnings.push(Problem::new("INSTANCE_IP", instance_ip, expected));
+    }
+    let mut found: Vec<_> = interfaces.iter().map(|own| own.address).collect();
     if found.is_empty() {
         found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
@@ -66,34 +72,6 @@ pub fn addresses(
 
 /// Lists interfaces whose addresses are not the node's.
 pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
-
-fn warn_of_unknown(excluded: &[&str], interfaces: &[Interface], warnings: &mut Vec<Problem>) {
-    let is_known = |name: &str| interfaces.iter().any(|interface| interface.name == name);
-    for name in excluded.iter().filter(|name| !is_known(name)) {
-        let expected = "the name of an interface, leaving it out";
-        warnings.push(Problem::new(EXCLUDED_INTERFACES, *name, expected));
-    }
-}
-
-fn first_address(instance_ip: &str, warnings: &mut Vec<Problem>) -> Option<IpAddr> {
-    let parsed = instance_ip.parse().ok();
-    if parsed.is_none() && !instance_ip.is_empty() {
-        let expected = "an IP address, using those of the interfaces";
-        warnings.push(Problem::new("INSTANCE_IP", instance_ip, expected));
-    }
-    parsed
-}
-
-/// `<type>~<address>~<pod>.<namespace>~<domain>`.
-pub fn node_id(
-    kind: NodeType,
-    address: IpAddr,
-    pod: &str,
-    namespace: &str,
-    domain: &str,
-) -> String {
-    format!("{kind}~{address}~{pod}.{namespace}~{domain}")
-}
 
 /// The pairs of a downward API file; None when the file is missing.
 pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
@@ -132,10 +110,8 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
 /// The text of a Go string literal in double or back quotes.
 fn unquote(literal: &str) -> Option<String> {
     if let Some(raw) = literal.strip_prefix('`') {
-        return raw
-            .strip_suffix('`')
-            .filter(|raw| !raw.contains('`'))
-            .map(str::to_owned);
+        let raw = raw.strip_suffix('`').filter(|raw| !raw.contains('`'));
+        return raw.map(str::to_owned);
     }
     let body = literal.strip_prefix('"')?.strip_suffix('"')?;
     let mut bytes = Vec::with_capacity(body.len());
@@ -221,21 +197,6 @@ mod tests {
         assert_eq!(pairs["version"], "v1=2");
         assert_eq!(warnings.len(), 1);
         assert_eq!(warnings[0].subject, "labels line 2");
-    }
-
-    #[test]
-    fn the_node_id_has_four_parts() {
-        let address = [10, 1, 1, 0].into();
-        assert_eq!(
-            node_id(
-                NodeType::Sidecar,
-                address,
-                "v0",
-                "default",
-                "default.svc.cluster.local"
-            ),
-            "sidecar~10.1.1.0~v0.default~default.svc.cluster.local"
-        );
     }
 
     #[test]

@@ -17,7 +17,15 @@ impl Sources<'_> {
     pub(super) fn stats(&mut self, until_idle: bool) -> StatsConfig {
         let matcher = self.proxy_config.proxy_stats_matcher.clone();
         let matcher = matcher.unwrap_or_default();
-        let flush = self.flush();
+        let expected = "a duration from 1ms to less than 5m, leaving it out";
+        let flush = self.interval("statsFlushInterval", expected, |flush| {
+            flush.is_zero() || (1..300_000).contains(&flush.as_millis())
+        });
+        let expected = "a multiple of the flush interval, leaving it out";
+        let multiple_of = flush.unwrap_or(FLUSH).as_nanos();
+        let eviction = self.interval("statsEvictionInterval", expected, |eviction| {
+            eviction.as_nanos().is_multiple_of(multiple_of)
+        });
         StatsConfig {
             prefixes: self.either("statsInclusionPrefixes", &matcher.inclusion_prefixes),
             suffixes: self.either("statsInclusionSuffixes", &matcher.inclusion_suffixes),
@@ -26,7 +34,7 @@ impl Sources<'_> {
             tags: self.tags(),
             buckets: self.buckets(),
             flush,
-            eviction: self.eviction(flush),
+            eviction,
         }
     }
 
@@ -63,21 +71,6 @@ impl Sources<'_> {
             let expected = "a JSON object of lists of numbers, leaving it out";
             self.warn(&format!("{PREFIX}{NAME}"), text, expected);
             BTreeMap::new()
-        })
-    }
-
-    fn flush(&mut self) -> Option<Duration> {
-        let expected = "a duration from 1ms to less than 5m, leaving it out";
-        self.interval("statsFlushInterval", expected, |flush| {
-            flush.is_zero() || (1..300_000).contains(&flush.as_millis())
-        })
-    }
-
-    fn eviction(&mut self, flush: Option<Duration>) -> Option<Duration> {
-        let flush = flush.unwrap_or(FLUSH).as_nanos();
-        let expected = "a multiple of the flush interval, leaving it out";
-        self.interval("statsEvictionInterval", expected, |eviction| {
-            eviction.as_nanos().is_multiple_of(flush)
         })
     }
 

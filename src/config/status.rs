@@ -1,6 +1,6 @@
 //! The configuration of the status port and of the application's probes.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use super::Sources;
@@ -8,20 +8,16 @@ use super::environment as variables;
 use crate::probe;
 use crate::status::{self, Probers};
 
-/// Source addresses of probes. Traffic capture leaves both alone.
-const PROBE_SOURCE: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
-const PROBE_SOURCE_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0, 0, 0, 0, 0, 0, 0, 6));
-
 impl Sources<'_> {
     /// None while the port is switched off.
     pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
         let is_legacy = self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION);
         let address = self.addresses[0];
-        // The probed address must be of the same family.
+        // Of the probed address' family. Traffic capture leaves both alone.
         let source = match address {
-            IpAddr::V4(_) => PROBE_SOURCE,
-            IpAddr::V6(_) => PROBE_SOURCE_V6,
+            IpAddr::V4(_) => [127_u8, 0, 0, 6].into(),
+            IpAddr::V6(_) => [0_u16, 0, 0, 0, 0, 0, 0, 6].into(),
         };
         let config = status::Config {
             port: self.proxy_config.agent_port().unwrap_or_default(),

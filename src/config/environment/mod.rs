@@ -23,7 +23,6 @@ pub struct Environment(BTreeMap<String, OsString>);
 pub struct Variable<T> {
     pub name: &'static str,
     pub default: &'static str,
-    pub help: &'static str,
     parse: fn(&str) -> Option<T>,
 }
 
@@ -77,7 +76,6 @@ macro_rules! variables {
         $(pub const $name: Variable<$type> = Variable {
             name: stringify!($name),
             default: $default,
-            help: $help,
             parse: <$type as Value>::parse,
         };)*
 
@@ -281,55 +279,33 @@ impl fmt::Debug for Environment {
     }
 }
 
-impl Value for String {
-    const KIND: &'static str = "string";
-    const EXPECTED: &'static str = "text";
-    fn parse(text: &str) -> Option<Self> {
-        Some(text.to_owned())
-    }
-}
-
-impl Value for bool {
-    const KIND: &'static str = "bool";
-    const EXPECTED: &'static str = "true or false";
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
-            "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
-            _ => None,
+/// Declares the types of variables: kind, expected form, and how a text is read.
+macro_rules! values {
+    ($($type:ty: $kind:literal, $expected:literal, |$text:ident| $parse:expr;)*) => {$(
+        impl Value for $type {
+            const KIND: &'static str = $kind;
+            const EXPECTED: &'static str = $expected;
+            fn parse($text: &str) -> Option<Self> {
+                $parse
+            }
         }
-    }
+    )*};
 }
 
-impl Value for u32 {
-    const KIND: &'static str = "int";
-    const EXPECTED: &'static str = "a whole number from 0 to 4294967295";
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
+values! {
+    String: "string", "text", |text| Some(text.to_owned());
+    bool: "bool", "true or false", |text| boolean(text);
+    u32: "int", "a whole number from 0 to 4294967295", |text| text.parse().ok();
+    u16: "port", "a port from 1 to 65535", |text| text.parse().ok().filter(|port| *port != 0);
+    f64: "float", "a number", |text| text.parse().ok().filter(|number: &f64| number.is_finite());
+    Duration: "duration", "a duration such as 100ms or 1h30m", |text| duration::parse(text);
 }
 
-impl Value for u16 {
-    const KIND: &'static str = "port";
-    const EXPECTED: &'static str = "a port from 1 to 65535";
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok().filter(|port| *port != 0)
-    }
-}
-
-impl Value for f64 {
-    const KIND: &'static str = "float";
-    const EXPECTED: &'static str = "a number";
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok().filter(|n: &f64| n.is_finite())
-    }
-}
-
-impl Value for Duration {
-    const KIND: &'static str = "duration";
-    const EXPECTED: &'static str = "a duration such as 100ms or 1h30m";
-    fn parse(text: &str) -> Option<Self> {
-        duration::parse(text)
+fn boolean(text: &str) -> Option<bool> {
+    match text {
+        "1" | "t" | "T" | "TRUE" | "true" | "True" => Some(true),
+        "0" | "f" | "F" | "FALSE" | "false" | "False" => Some(false),
+        _ => None,
     }
 }
 

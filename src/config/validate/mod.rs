@@ -32,7 +32,6 @@ pub(super) fn check(merged: &mut Merged) {
     let config = &config;
     let mut rules = Rules(merged);
     rules.required(config);
-    rules.ports(config);
     rules.addresses(config);
     if let Some(tracing) = &config.tracing {
         rules.tracing(tracing);
@@ -67,23 +66,14 @@ impl Rules<'_> {
             self.filled("serviceCluster", cluster.unwrap_or_default());
         }
         let drain = config.drain_time();
-        self.expect(
-            !drain.is_zero() && drain.subsec_nanos() == 0,
-            "drainDuration",
-            duration::seconds(drain),
-            "a duration of whole seconds, at least 1s",
-        );
+        let is_good = !drain.is_zero() && drain.subsec_nanos() == 0;
+        let expected = "a duration of whole seconds, at least 1s";
+        self.expect(is_good, "drainDuration", duration::seconds(drain), expected);
         let policy = config.control_plane_auth_policy;
-        self.expect(
-            policy != AuthenticationPolicy::INHERIT,
-            "controlPlaneAuthPolicy",
-            policy.name(),
-            "NONE or MUTUAL_TLS",
-        );
+        let is_good = policy != AuthenticationPolicy::INHERIT;
+        let expected = "NONE or MUTUAL_TLS";
+        self.expect(is_good, "controlPlaneAuthPolicy", policy.name(), expected);
         self.at_least("concurrency", config.concurrency.map(i64::from), 0);
-    }
-
-    fn ports(&mut self, config: &ProxyConfig) {
         for (name, port) in [
             ("proxyAdminPort", config.proxy_admin_port),
             ("statusPort", config.status_port),
@@ -95,17 +85,9 @@ impl Rules<'_> {
 
     fn addresses(&mut self, config: &ProxyConfig) {
         self.address("discoveryAddress", &config.discovery_address);
-        for (name, address) in [
-            ("statsdUdpAddress", &config.statsd_udp_address),
-            (
-                "envoyMetricsServiceAddress",
-                &config.envoy_metrics_service_address,
-            ),
-        ] {
-            if !address.is_empty() {
-                self.address(name, address);
-            }
-        }
+        self.address_if_any("statsdUdpAddress", &config.statsd_udp_address);
+        let older = &config.envoy_metrics_service_address;
+        self.address_if_any("envoyMetricsServiceAddress", older);
     }
 
     fn tracing(&mut self, tracing: &Tracing) {
@@ -125,9 +107,7 @@ impl Rules<'_> {
     }
 
     fn service(&mut self, name: &str, service: &RemoteService) {
-        if !service.address.is_empty() {
-            self.address(&format!("{name}.address"), &service.address);
-        }
+        self.address_if_any(&format!("{name}.address"), &service.address);
         let path = format!("{name}.tlsSettings");
         self.tls(&path, service.tls_settings.as_ref());
     }
@@ -201,6 +181,12 @@ impl Rules<'_> {
     fn address(&mut self, path: &str, address: &str) {
         let expected = "host:port with a port from 1 to 65535";
         self.expect(address::is_valid(address), path, address, expected);
+    }
+
+    fn address_if_any(&mut self, path: &str, address: &str) {
+        if !address.is_empty() {
+            self.address(path, address);
+        }
     }
 
     fn expect(&mut self, is_good: bool, path: &str, found: impl Display, expected: &str) {
