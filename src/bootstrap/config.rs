@@ -16,7 +16,6 @@ pub const FILES_SOCKET: &str = "./var/run/secrets/credential-uds/files-socket";
 /// directory.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Directory of the file.
     pub directory: PathBuf,
     /// The epoch of Envoy, where hot restarts give each its own file.
     pub revision: Option<u32>,
@@ -24,7 +23,6 @@ pub struct Config {
     pub ports: Ports,
     pub xds_socket: PathBuf,
     pub sds_socket: PathBuf,
-    /// Whether Envoy speaks delta xDS.
     pub delta: bool,
     /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
     pub metadata_discovery: bool,
@@ -61,7 +59,6 @@ impl Config {
         self.in_directory("envoy-rev", ".json")
     }
 
-    /// The address of Envoy's admin port.
     pub fn admin_host(&self) -> IpAddr {
         match self.families().first {
             V6 => Ipv6Addr::LOCALHOST.into(),
@@ -73,7 +70,6 @@ impl Config {
         self.in_directory("lightstep_access_token", ".txt")
     }
 
-    /// A path with the revision between the two parts of its name.
     fn in_directory(&self, start: &str, end: &str) -> PathBuf {
         let directory = self.directory.strip_prefix("./").unwrap_or(&self.directory);
         let revision = self.revision.map(|n| n.to_string()).unwrap_or_default();
@@ -103,7 +99,6 @@ impl Config {
     }
 }
 
-/// The address families of the pod.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Families {
     pub(super) first: Family,

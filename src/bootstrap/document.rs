@@ -9,7 +9,6 @@ use super::{listeners, node, runtime, services, stats};
 use crate::duration;
 use crate::proxy_config::ProxyConfig;
 
-/// The bootstrap as JSON.
 pub fn document(config: &Config) -> Value {
     let tracer = Tracer::of(&config.node.proxy_config);
     let sinks = services::sinks(config);

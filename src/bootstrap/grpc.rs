@@ -15,7 +15,6 @@ use super::node::Node;
 pub struct Config {
     pub path: PathBuf,
     pub xds_socket: PathBuf,
-    /// Directory of certificates in files.
     pub certificates: Option<PathBuf>,
 }
 

@@ -74,7 +74,6 @@ pub fn check(members: &mut Map<String, Value>) -> Vec<Problem> {
     problems
 }
 
-/// Whether a member has a type.
 pub(super) fn is_typed(name: &str) -> bool {
     type_of(name).is_some()
 }

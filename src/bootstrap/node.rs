@@ -64,7 +64,6 @@ impl Node {
     }
 }
 
-/// The node as Envoy has it.
 pub(super) fn section(node: &Node) -> Value {
     json!({
         "id": node.id,

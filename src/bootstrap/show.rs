@@ -1,7 +1,7 @@
 //! The `bootstrap` command: prints the document or writes it to a file, and has Envoy validate it.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 
 use super::config::Config;
@@ -12,12 +12,6 @@ use super::file::{Error, write};
 pub enum ShowError {
     #[error(transparent)]
     Write(#[from] Error),
-    #[error("cannot run {} to validate the bootstrap", .binary.display())]
-    Run {
-        binary: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
     #[error("Envoy refuses the bootstrap ({0})")]
     Refused(ExitStatus),
 }
@@ -60,10 +54,7 @@ pub fn validate(
     drop(written);
     fs::remove_dir(&config.directory)
         .map_err(|source| Error::new("remove", &config.directory, source))?;
-    let status = status.map_err(|source| ShowError::Run {
-        binary: binary.to_owned(),
-        source,
-    })?;
+    let status = status.map_err(|source| Error::new("run", binary, source))?;
     match status.success() {
         true => Ok(()),
         false => Err(ShowError::Refused(status)),

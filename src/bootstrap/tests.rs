@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::config::environment::Environment;
 use crate::config::flags;
-use crate::config::interfaces::Interface;
+use crate::config::pod::Interface;
 
 /// The configuration of a golden case: its flags, its variables, its interfaces and its files.
 fn config(case: &Path) -> crate::config::Config {

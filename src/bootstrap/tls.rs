@@ -8,14 +8,12 @@ use super::document::extension;
 use super::node::Metadata;
 use crate::proxy_config::{TlsMode, TlsSettings};
 
-/// A connection to a service.
 pub(super) struct Peer<'a> {
     pub(super) settings: &'a TlsSettings,
     /// May name files, which override the files of the settings.
     pub(super) metadata: &'a Metadata,
     /// Name in the handshake when none is configured and the certificate is the workload's.
     pub(super) default_sni: &'a str,
-    /// Whether ALPN offers HTTP/2.
     pub(super) http2: bool,
 }
 

@@ -14,7 +14,6 @@ pub struct CompletionFlags {
     shell: Shell,
 }
 
-/// The script, to be sourced by the shell.
 pub fn script(flags: &CompletionFlags) -> String {
     let mut script = Vec::new();
     clap_complete::generate(flags.shell, &mut Cli::command(), "pilot-agent", &mut script);

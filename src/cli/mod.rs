@@ -115,7 +115,6 @@ pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
     tracing::info!("Version {}", build::full());
 }
 
-/// The help of the program as a whole.
 pub fn help() -> String {
     Cli::command().render_help().to_string()
 }

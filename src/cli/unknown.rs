@@ -11,7 +11,6 @@ use clap::{ArgMatches, Command};
 
 const NODE_TYPES: &[&str] = &["sidecar", "router", "waypoint", "ztunnel", "agentgateway"];
 
-/// An unknown flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flag {
     pub name: String,

@@ -17,7 +17,6 @@ use crate::dns::{self, Policy, SearchDomains, listen};
 /// The copy of a machine's resolv.conf while the original names the agent.
 const ORIGINAL: &str = "/var/lib/istio/resolv.conf";
 
-/// The DNS server and its forwarder.
 #[derive(Clone, Debug)]
 pub struct DnsParameters {
     pub server: dns::Config,

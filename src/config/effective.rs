@@ -29,7 +29,6 @@ pub(super) struct Documents<'a> {
 }
 
 impl Documents<'_> {
-    /// Merges all sources.
     pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
         let mut merged = self.without_flags(&flags.mesh_config);
         let cpus = self.get(&environment::ISTIO_CPU_LIMIT, &mut merged);

@@ -50,7 +50,6 @@ pub struct LogFlags {
     pub rotate_max_backups: Option<i64>,
 }
 
-/// The default path of the mesh file.
 pub(super) const MESH_CONFIG: &str = "./etc/istio/config/mesh";
 
 #[derive(Args, Clone, Debug)]
@@ -104,13 +103,11 @@ impl LogFlags {
     }
 }
 
-/// A flag of a command line.
 #[derive(Clone, Debug)]
 pub struct Flag {
     pub name: String,
     /// The values of a flag that may be repeated stand in brackets.
     pub value: String,
-    /// Whether it is on the command line.
     pub is_given: bool,
     /// Whether it is accepted without being documented.
     pub is_hidden: bool,

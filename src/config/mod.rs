@@ -12,15 +12,12 @@ pub mod environment;
 mod envoy;
 mod envoy_bootstrap;
 pub mod flags;
-pub mod interfaces;
 mod merged;
 mod mesh_file;
-mod metrics;
 mod node;
 pub mod pod;
 pub mod report;
 mod secret_files;
-mod stats;
 mod statsd;
 mod status;
 mod threads;
@@ -28,9 +25,9 @@ mod validate;
 mod workload;
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 use serde_json::Value;
 
@@ -44,9 +41,8 @@ pub use dns::DnsParameters;
 use effective::Documents;
 use environment::Environment;
 use flags::{LogFlags, ProxyFlags};
-use interfaces::Interface;
 use merged::Merged;
-use pod::Pairs;
+use pod::{Interface, Pairs};
 pub use secret_files::{AbsentSocket, SecretSources};
 pub use workload::WorkloadCertificate;
 
@@ -60,32 +56,24 @@ pub struct Config {
     pub secret_sources: SecretSources,
     /// The identity token of Google, where istiod authenticates the agent by one.
     pub google_token: Option<GoogleToken>,
-    /// Whether the agent may dump core.
     pub may_dump_core: bool,
-    /// The socket on which Envoy requests discovery.
     pub xds_socket: PathBuf,
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
-    /// The socket on which Envoy requests secrets.
     pub sds_socket: PathBuf,
     pub bootstrap: bootstrap::Config,
     /// Whether Envoy starts from a custom bootstrap, which the agent neither writes nor removes.
     pub has_custom_bootstrap: bool,
-    /// The bootstrap of gRPC applications.
     pub grpc: Option<bootstrap::grpc::Config>,
-    /// The sources of merged metrics.
     pub scrape: scrape::Config,
-    /// None without DNS.
     pub dns: Option<DnsParameters>,
     /// The files that the bootstrap and Envoy depend on.
     pub inputs: Vec<PathBuf>,
-    /// How to find the cloud platform.
     pub platform: bootstrap::platform::Config,
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
-    /// None when there is no status port.
     pub status: Option<crate::status::Config>,
     /// For the log: there is one kind of token.
     pub jwt_policy: String,
@@ -130,7 +118,6 @@ struct Sources<'a> {
     policy: Policy,
     labels: Option<Pairs>,
     annotations: Pairs,
-    /// The addresses of the node.
     addresses: Vec<IpAddr>,
     /// The addresses of every interface.
     own_addresses: Vec<IpAddr>,
@@ -146,7 +133,7 @@ pub fn load(
     env: &Environment,
     root: &Path,
 ) -> Result<Config, Vec<Problem>> {
-    load_with(flags, log, env, root, interfaces::of_this_machine())
+    load_with(flags, log, env, root, pod::interfaces())
 }
 
 /// The status port of the agent that runs in `root`. That agent reports problems of its
@@ -168,7 +155,7 @@ pub(crate) fn load_with(
     log: &LogFlags,
     env: &Environment,
     root: &Path,
-    interfaces: std::io::Result<Vec<Interface>>,
+    interfaces: io::Result<Vec<Interface>>,
 ) -> Result<Config, Vec<Problem>> {
     let mut sources = Sources::read(flags, env, root, interfaces);
     let sds_socket = sources.sds_socket();
@@ -274,7 +261,7 @@ impl<'a> Sources<'a> {
         flags: &'a ProxyFlags,
         env: &'a Environment,
         root: &'a Path,
-        interfaces: std::io::Result<Vec<Interface>>,
+        interfaces: io::Result<Vec<Interface>>,
     ) -> Self {
         let mut warnings = Vec::new();
         let labels = pod_pairs(root, "labels", &mut warnings);

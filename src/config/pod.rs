@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
-use super::interfaces::Interface;
 use super::{Problem, READABLE};
 
 pub type Pairs = BTreeMap<String, String>;
@@ -29,6 +29,35 @@ impl fmt::Display for NodeType {
             Self::Waypoint => "waypoint",
         })
     }
+}
+
+/// An address of an interface. An interface with several addresses is listed several times.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Interface {
+    pub name: String,
+    pub address: IpAddr,
+}
+
+/// The network interfaces of this machine that are up, by index, with their reachable addresses.
+pub(super) fn interfaces() -> io::Result<Vec<Interface>> {
+    let mut found = if_addrs::get_if_addrs()?;
+    found.sort_by_key(|interface| interface.index);
+    let up = found.into_iter().filter(if_addrs::Interface::is_oper_up);
+    let addresses = up.map(|interface| Interface {
+        address: interface.ip().to_canonical(),
+        name: interface.name,
+    });
+    Ok(addresses
+        .filter(|interface| is_reachable(interface.address))
+        .collect())
+}
+
+fn is_reachable(address: IpAddr) -> bool {
+    let is_local = match address {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    !is_local && !address.is_loopback() && !address.is_unspecified() && !address.is_multicast()
 }
 
 /// The addresses of the node: `INSTANCE_IP`, then the addresses of interfaces that are not
@@ -78,7 +107,7 @@ pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
     match std::fs::read_to_string(path) {
         Ok(text) => Some(parse_pairs(&text, path, warnings)),
         Err(error) => {
-            if error.kind() != std::io::ErrorKind::NotFound {
+            if error.kind() != io::ErrorKind::NotFound {
                 let subject = path.display().to_string();
                 warnings.push(Problem::new(subject, error.to_string(), READABLE));
             }
@@ -197,6 +226,28 @@ mod tests {
         assert_eq!(pairs["version"], "v1=2");
         assert_eq!(warnings.len(), 1);
         assert_eq!(warnings[0].subject, "labels line 2");
+    }
+
+    #[test]
+    fn only_reachable_addresses_count() {
+        for (address, reachable) in [
+            ("10.0.0.1", true),
+            ("fd00::1", true),
+            ("127.0.0.1", false),
+            ("169.254.1.1", false),
+            ("fe80::1", false),
+            ("::1", false),
+            ("0.0.0.0", false),
+        ] {
+            let address = address.parse().expect("an address");
+            assert_eq!(is_reachable(address), reachable, "{address}");
+        }
+    }
+
+    #[test]
+    fn interfaces_of_this_machine_are_listed() {
+        let found = interfaces().expect("interfaces");
+        assert!(found.iter().all(|interface| !interface.name.is_empty()));
     }
 
     #[test]

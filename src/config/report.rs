@@ -15,7 +15,6 @@ use super::{Problem, load, pod_pairs};
 /// Name, value and origin.
 type Setting = (String, Value, String);
 
-/// The effective configuration and its origins.
 #[derive(Debug)]
 pub struct Report {
     sections: [(&'static str, Vec<Setting>); 3],

@@ -15,7 +15,6 @@ use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
 use crate::secrets::files;
 
-/// The sources of secrets and the access to them.
 #[derive(Clone, Debug)]
 pub struct SecretSources {
     pub files: files::Config,
@@ -31,9 +30,7 @@ pub struct SecretSources {
 pub enum AbsentSocket {
     /// Wait for another process to serve it.
     Wait,
-    /// Serve it.
     Serve,
-    /// Refuse to start.
     Fail,
 }
 

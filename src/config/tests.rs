@@ -41,13 +41,13 @@ impl Machine {
     }
 
     pub(super) fn load(&self, flags: &str) -> Result<Config, Vec<Problem>> {
-        self.load_beside(flags, interfaces::of_this_machine())
+        self.load_beside(flags, pod::interfaces())
     }
 
     fn load_beside(
         &self,
         flags: &str,
-        interfaces: std::io::Result<Vec<Interface>>,
+        interfaces: io::Result<Vec<Interface>>,
     ) -> Result<Config, Vec<Problem>> {
         let (flags, log, _) = flags::parse(flags);
         let env = self.variables.iter().copied().collect();

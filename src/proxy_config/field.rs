@@ -44,7 +44,6 @@ pub type Given<'n> = Vec<(&'static str, &'n Node)>;
 /// Reads one document and collects what is wrong with it.
 #[derive(Debug)]
 pub struct Reader<'a> {
-    /// The name of the document.
     origin: &'a str,
     problems: &'a mut Vec<Problem>,
     path: String,
@@ -90,7 +89,6 @@ impl Reader<'_> {
         true
     }
 
-    /// Reads one member if it is given.
     pub fn member<T: Field>(&mut self, given: &Given<'_>, name: &str, member: &mut T) {
         let Some((_, node)) = given.iter().find(|(given, _)| *given == name) else {
             return;
@@ -165,7 +163,6 @@ impl Reader<'_> {
         format!("{}{dot}{name}", self.path)
     }
 
-    /// Reports a value of the wrong type.
     pub fn refuse<T>(&mut self, node: &Node, expected: &str) -> Option<T> {
         self.problem(node, node.value.shown(), expected);
         None
@@ -177,14 +174,12 @@ impl Reader<'_> {
     }
 }
 
-/// Adds a member to the written form if it is set.
 pub fn write<T: Field>(members: &mut Map<String, Value>, name: &str, member: &T, secrets: Secrets) {
     if !member.is_unset() {
         members.insert(camel_case(name), member.json(secrets));
     }
 }
 
-/// The JSON name of a member.
 pub fn camel_case(name: &str) -> String {
     let mut words = name.split('_');
     let mut camel = words.next().unwrap_or_default().to_owned();

@@ -54,12 +54,10 @@ impl ProxyConfig {
         self.termination_drain_duration.unwrap_or_default()
     }
 
-    /// Whether istiod is reached without TLS.
     pub fn is_plaintext(&self) -> bool {
         self.control_plane_auth_policy == AuthenticationPolicy::NONE
     }
 
-    /// A value of `proxyMetadata`.
     pub fn metadata(&self, name: &str) -> Option<&str> {
         self.proxy_metadata.get(name).map(|value| value.0.as_str())
     }

@@ -11,7 +11,6 @@ use serde_saphyr::Spanned;
 
 use crate::problem::Problem;
 
-/// A value with its place in the document.
 pub type Node = Spanned<Tree>;
 
 /// The line of a value, counted from 1.

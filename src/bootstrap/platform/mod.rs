@@ -40,7 +40,6 @@ pub struct Config {
     pub gcp: Option<Metadata>,
     /// Host or `host:port` of Google's metadata service, if it is not the usual one.
     pub gcp_host: Option<String>,
-    /// The root of system files.
     pub root: PathBuf,
     /// Whether AWS is queried over IPv6.
     pub v6: bool,
@@ -53,7 +52,6 @@ pub struct Platform {
     pub locality: Locality,
 }
 
-/// Queries the clouds.
 pub async fn discover(config: &Config) -> Platform {
     let found = tokio::time::timeout(LIMIT, describe(config)).await;
     found.unwrap_or_else(|_| {
@@ -109,7 +107,6 @@ async fn request(
     answer.ok()
 }
 
-/// The text of an answer that is a success.
 fn success(answer: Option<Response<Bytes>>) -> Option<String> {
     let answer = answer.filter(|answer| answer.status().is_success())?;
     Some(String::from_utf8_lossy(answer.body()).into_owned())
@@ -125,7 +122,6 @@ where
     present(members.iter().map(|(name, _)| *name).zip(values))
 }
 
-/// The pairs whose value is not empty.
 fn present<'n>(pairs: impl IntoIterator<Item = (&'n str, String)>) -> Metadata {
     let pairs = pairs.into_iter().filter(|(_, value)| !value.is_empty());
     pairs

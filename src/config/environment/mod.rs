@@ -14,11 +14,9 @@ use std::time::Duration;
 use crate::duration;
 use crate::problem::Problem;
 
-/// The variables of one process.
 #[derive(Clone, Default)]
 pub struct Environment(BTreeMap<String, OsString>);
 
-/// A variable of type `T`.
 #[derive(Debug)]
 pub struct Variable<T> {
     pub name: &'static str,
@@ -61,7 +59,6 @@ pub enum Counterpart {
     Own,
 }
 
-/// A type a variable can have.
 pub trait Value: Sized {
     const KIND: &'static str;
     const EXPECTED: &'static str;
@@ -339,7 +336,6 @@ fn differs<T: Value + PartialEq>(text: &str, default: &str) -> bool {
     T::parse(text).is_some_and(|value| Some(value) != T::parse(default))
 }
 
-/// The table as lines of text.
 pub fn reference() -> String {
     let mut text = String::from("Environment:\n");
     for row in rows() {

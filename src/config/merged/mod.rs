@@ -26,7 +26,6 @@ pub(super) struct Merged {
 pub(super) const DEFAULT: &str = "default";
 
 impl Merged {
-    /// The built-in defaults.
     pub(super) fn builtin() -> Self {
         let config = ProxyConfig {
             config_path: "./etc/istio/proxy".to_owned(),
@@ -134,7 +133,6 @@ impl Merged {
         self.notes.problem(subject, found, expected);
     }
 
-    /// Warns of the value at `path`.
     pub(super) fn warn(&mut self, path: &str, found: impl Into<String>, expected: &str) {
         let subject = format!("{path} of {}", self.origin(path));
         self.notes.warn(subject, found, expected);
