@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent::Absent, completion, request, show, version, wait,
+    self, Cli, Command, Refused, Typed, absent, completion, request, show, version, wait,
 };
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
@@ -62,9 +62,9 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Version(flags)) => print(&version::text(&flags)),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
-        Some(Command::Iptables(_)) => Err(Absent::Iptables.into()),
-        Some(Command::CleanIptables(_)) => Err(Absent::CleanIptables.into()),
-        Some(Command::Collateral(_)) => Err(Absent::Collateral.into()),
+        Some(Command::Iptables(_)) => Err(absent::IPTABLES.into()),
+        Some(Command::CleanIptables(_)) => Err(absent::CLEAN_IPTABLES.into()),
+        Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
     }
 }
 

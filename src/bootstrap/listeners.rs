@@ -50,15 +50,7 @@ pub(super) fn section(config: &Config) -> Value {
         ..everywhere(port, stat_prefix, routes)
     };
     let health = Listener {
-        // Accepts the PROXY protocol of a load balancer, and connections without it.
-        listener_filter: match config.health_proxy_protocol {
-            true => extension(
-                "envoy.listener.proxy_protocol",
-                "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol",
-                json!({ "allow_requests_without_proxy_protocol": true }),
-            ),
-            false => Value::Null,
-        },
+        listener_filter: json!(config.health_proxy_protocol.then(proxy_protocol)),
         ..everywhere(ports.health, "agent", HEALTH)
     };
     let listeners = [
@@ -138,6 +130,15 @@ impl Listener {
             }),
         )
     }
+}
+
+/// Accepts the PROXY protocol of a load balancer, and connections without it.
+fn proxy_protocol() -> Value {
+    extension(
+        "envoy.listener.proxy_protocol",
+        "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol",
+        json!({ "allow_requests_without_proxy_protocol": true }),
+    )
 }
 
 fn compressor((algorithm, message): &(&str, &str)) -> Value {

@@ -110,7 +110,10 @@ fn flag(value: &Value) -> Option<Value> {
 
 /// Ports of the pod, as JSON in a string.
 fn pod_ports(value: &Value) -> Option<Value> {
-    let ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
+    let mut ports: Vec<PodPort> = serde_json::from_str(value.as_str()?).ok()?;
+    for port in &mut ports {
+        port.port = port.port.filter(|port| *port != 0);
+    }
     match ports.is_empty() {
         true => Some(value.clone()),
         false => Some(serde_json::to_string(&ports).ok()?.into()),
@@ -121,18 +124,10 @@ fn pod_ports(value: &Value) -> Option<Value> {
 struct PodPort {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     name: String,
-    #[serde(default, rename = "containerPort", skip_serializing_if = "is_zero")]
-    port: i32,
+    #[serde(rename = "containerPort", skip_serializing_if = "Option::is_none")]
+    port: Option<i32>,
     #[serde(default)]
     protocol: String,
-}
-
-#[expect(
-    clippy::trivially_copy_pass_by_ref,
-    reason = "serde hands out references"
-)]
-fn is_zero(port: &i32) -> bool {
-    *port == 0
 }
 
 #[cfg(test)]

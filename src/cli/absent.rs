@@ -3,29 +3,14 @@
 
 use clap::Args;
 
-pub(super) const IPTABLES: &str = "istio-iptables";
-pub(super) const CLEAN_IPTABLES: &str = "istio-clean-iptables";
-pub(super) const COLLATERAL: &str = "collateral";
-
 #[derive(Args, Clone, Debug)]
 pub struct Words {
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
     ignored: Vec<String>,
 }
 
-/// A command that is not here, and what to use instead.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-pub enum Absent {
-    #[error(
-        "istio-iptables is not part of this agent yet: let Istio's own image (istio/proxyv2) run it \
-         in the init container, or capture traffic with the Istio CNI plugin"
-    )]
-    Iptables,
-    #[error(
-        "istio-clean-iptables is not part of this agent yet: use \
-         `pilot-agent istio-iptables --cleanup-only` of Istio's own image (istio/proxyv2)"
-    )]
-    CleanIptables,
-    #[error("this build is not compiled with collateral support")]
-    Collateral,
-}
+pub const IPTABLES: &str = "istio-iptables is not part of this agent yet: let Istio's own image \
+    (istio/proxyv2) run it in the init container, or capture traffic with the Istio CNI plugin";
+pub const CLEAN_IPTABLES: &str = "istio-clean-iptables is not part of this agent yet: use \
+    `pilot-agent istio-iptables --cleanup-only` of Istio's own image (istio/proxyv2)";
+pub const COLLATERAL: &str = "this build is not compiled with collateral support";

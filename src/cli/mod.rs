@@ -47,12 +47,12 @@ pub enum Command {
     /// Prints a script that completes this program's command lines.
     Completion(completion::CompletionFlags),
     /// Not part of this agent yet: sets up traffic capture.
-    #[command(name = absent::IPTABLES)]
+    #[command(name = "istio-iptables")]
     Iptables(absent::Words),
     /// Not part of this agent yet: takes traffic capture down.
-    #[command(name = absent::CLEAN_IPTABLES)]
+    #[command(name = "istio-clean-iptables")]
     CleanIptables(absent::Words),
-    #[command(name = absent::COLLATERAL, hide = true)]
+    #[command(hide = true)]
     Collateral(absent::Words),
 }
 

@@ -52,15 +52,10 @@ const MEMBERS: [(&str, &str); 5] = [
 ];
 
 fn json() -> String {
-    let client: serde_json::Map<_, _> = MEMBERS
-        .iter()
-        .map(|(name, value)| ((*name).to_owned(), json!(value)))
-        .collect();
+    let client: serde_json::Value = MEMBERS.into_iter().collect();
     let agent = json!({ "version": AGENT_VERSION });
-    format!(
-        "{:#}\n",
-        json!({ "clientVersion": client, "agentVersion": agent })
-    )
+    let both = json!({ "clientVersion": client, "agentVersion": agent });
+    format!("{both:#}\n")
 }
 
 /// Every value in quotes: a revision may look like a number.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 
 use super::Sources;
-use super::environment as variables;
+use super::environment::{self as variables, Variable};
 use crate::address;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
@@ -67,7 +67,10 @@ impl Sources<'_> {
                 _ => token::Source::File(TOKEN.into()),
             },
             metadata: self.metadata("XDS_HEADER_"),
-            keepalive: self.keepalive(),
+            keepalive: Keepalive {
+                interval: self.at_least(&variables::GRPC_KEEPALIVE_INTERVAL, LEAST_INTERVAL),
+                timeout: self.at_least(&variables::GRPC_KEEPALIVE_TIMEOUT, LEAST_TIMEOUT),
+            },
             limits: Limits::default(),
         };
         if !has_authority {
@@ -131,19 +134,11 @@ impl Sources<'_> {
         }
     }
 
-    fn keepalive(&mut self) -> Keepalive {
-        let interval = self.get(&variables::GRPC_KEEPALIVE_INTERVAL);
-        let timeout = self.get(&variables::GRPC_KEEPALIVE_TIMEOUT);
-        Keepalive {
-            interval: self.at_least("GRPC_KEEPALIVE_INTERVAL", interval, LEAST_INTERVAL),
-            timeout: self.at_least("GRPC_KEEPALIVE_TIMEOUT", timeout, LEAST_TIMEOUT),
-        }
-    }
-
-    fn at_least(&mut self, name: &str, found: Duration, least: Duration) -> Duration {
+    fn at_least(&mut self, variable: &Variable<Duration>, least: Duration) -> Duration {
+        let found = self.get(variable);
         if found < least {
             let expected = format!("at least {least:?}, which is used");
-            self.warn(name, format!("{found:?}"), expected);
+            self.warn(variable.name, format!("{found:?}"), expected);
         }
         found.max(least)
     }
@@ -209,7 +204,7 @@ impl Sources<'_> {
     /// root `named` beside mounted certificates, istiod's own.
     fn roots(
         &mut self,
-        variable: &variables::Variable<String>,
+        variable: &Variable<String>,
         mounted: bool,
         named: Option<PathBuf>,
     ) -> tls::Roots {

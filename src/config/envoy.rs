@@ -109,18 +109,14 @@ impl Sources<'_> {
         if !until_idle {
             return Drain::For(self.proxy_config.termination_drain_time());
         }
+        let ceiling = &variables::ISTIO_AGENT_DRAIN_CEILING;
+        let given = self.get(ceiling);
         Drain::UntilIdle {
             at_least: self.get(&variables::MINIMUM_DRAIN_DURATION),
-            at_most: self.drain_ceiling(),
-        }
-    }
-
-    /// The longest drain that ends with the last connection.
-    fn drain_ceiling(&mut self) -> Duration {
-        let ceiling = self.get(&variables::ISTIO_AGENT_DRAIN_CEILING);
-        match self.until_the_reserve() {
-            Some(time) if !self.env.is_set(&variables::ISTIO_AGENT_DRAIN_CEILING) => time,
-            _ => ceiling,
+            at_most: match self.until_the_reserve() {
+                Some(time) if !self.env.is_set(ceiling) => time,
+                _ => given,
+            },
         }
     }
 
@@ -171,6 +167,12 @@ impl Sources<'_> {
             let expected = "a level or component:level, leaving it out";
             self.warn("--proxyLogLevel", part, expected);
         }
+        let threads = self.proxy_config.concurrency;
+        let threads = threads.and_then(|threads| u32::try_from(threads).ok());
+        // An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt
+        // from traffic capture, so that Envoy's own lookups are not captured.
+        let replaces_resolver = listen::is_machine_resolver(&self.get(&variables::DNS_PROXY_ADDR));
+        let is_root = rustix::process::getuid().is_root();
         Command {
             binary: PathBuf::from(&self.proxy_config.binary_path),
             bootstrap: match self.proxy_config.custom_config_file.as_str() {
@@ -188,25 +190,11 @@ impl Sources<'_> {
             skip_deprecated_logs: self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS),
             core_dump: self.get(&variables::ISTIO_ENVOY_ENABLE_CORE_DUMP),
             override_json: self.bootstrap_override(),
-            concurrency: self.envoy_threads(),
-            user: self.envoy_user(),
+            // None is every hardware thread.
+            concurrency: threads.filter(|threads| *threads != 0),
+            user: (replaces_resolver && is_root).then_some(UNCAPTURED),
             fips_ciphers: matches!(self.policy, Policy::Fips140_2 | Policy::Fips140_3),
         }
-    }
-
-    /// None lets Envoy use every hardware thread.
-    fn envoy_threads(&self) -> Option<u32> {
-        let threads = u32::try_from(self.proxy_config.concurrency?).ok();
-        threads.filter(|threads| *threads != 0)
-    }
-
-    /// An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt from
-    /// traffic capture, so that Envoy's own lookups are not captured.
-    fn envoy_user(&mut self) -> Option<u32> {
-        let is_machine_resolver =
-            listen::is_machine_resolver(&self.get(&variables::DNS_PROXY_ADDR));
-        let is_root = rustix::process::getuid().is_root();
-        (is_machine_resolver && is_root).then_some(UNCAPTURED)
     }
 
     /// The file merged over the bootstrap. Envoy starts without one that cannot be used.

@@ -61,7 +61,14 @@ impl Sources<'_> {
         let algorithm = self.get(&variables::ECC_SIGNATURE_ALGORITHM);
         let rsa_asked_for = self.env.is_set(&variables::WORKLOAD_RSA_KEY_SIZE);
         match algorithm.as_str() {
-            "" if rsa_asked_for => self.rsa(),
+            "" if rsa_asked_for => {
+                let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
+                if !matches!(bits, 2048 | 3072 | 4096) {
+                    let expected = "2048, 3072 or 4096 bits";
+                    self.problem("WORKLOAD_RSA_KEY_SIZE", &bits.to_string(), expected);
+                }
+                KeyType::Rsa(bits)
+            }
             "" | "ECDSA" => match self.get(&variables::ECC_CURVE).as_str() {
                 "P384" => KeyType::P384,
                 _ => KeyType::P256,
@@ -71,15 +78,6 @@ impl Sources<'_> {
                 KeyType::P256
             }
         }
-    }
-
-    fn rsa(&mut self) -> KeyType {
-        let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
-        if !matches!(bits, 2048 | 3072 | 4096) {
-            let expected = "2048, 3072 or 4096 bits";
-            self.problem("WORKLOAD_RSA_KEY_SIZE", &bits.to_string(), expected);
-        }
-        KeyType::Rsa(bits)
     }
 
     fn ttl(&mut self) -> Duration {
