@@ -138,6 +138,9 @@ impl Agent {
         stop: &Stop,
     ) -> Result<Self, BoxError> {
         let owner = detected.owner;
+        let registry = Registry::default();
+        version::publish(&registry);
+        metrics::process::publish(&registry);
         let mut agent = Self {
             inputs: config
                 .envoy
@@ -145,7 +148,7 @@ impl Agent {
                 .then(|| Arc::new(Inputs::new(config.clone(), load, detected))),
             config,
             supervisor: None,
-            metrics: registry(),
+            metrics: registry,
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
             last_tasks: Tasks::new(),
@@ -363,14 +366,6 @@ async fn run_envoy(
         Exit::Requested => ExitCode::Success,
         Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
     })
-}
-
-/// The agent's metrics, with its version and the kernel's figures of the process.
-fn registry() -> Registry {
-    let registry = Registry::default();
-    version::publish(&registry);
-    metrics::process::publish(&registry);
-    registry
 }
 
 /// The next task of either set that ends.

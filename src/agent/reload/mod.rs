@@ -41,29 +41,6 @@ enum Error {
     },
 }
 
-/// The name of a setting, and its value.
-type Setting = (&'static str, fn(&Config) -> String);
-
-/// Ports and paths that other parts of the agent or Envoy rely on.
-const FIXED: [Setting; 6] = [
-    ("statusPort", |now| {
-        format!("{:?}", now.bootstrap.node.proxy_config.agent_port())
-    }),
-    ("ENVOY_STATUS_PORT", |now| {
-        now.bootstrap.ports.health.to_string()
-    }),
-    ("ENVOY_PROMETHEUS_PORT", |now| {
-        now.bootstrap.ports.prometheus.to_string()
-    }),
-    ("proxyAdminPort", |now| {
-        now.bootstrap.node.proxy_config.admin_port().to_string()
-    }),
-    ("configPath", |now| format!("{:?}", now.xds_socket)),
-    ("WORKLOAD_IDENTITY_SOCKET_FILE", |now| {
-        format!("{:?}", now.sds_socket)
-    }),
-];
-
 impl Inputs {
     pub(super) fn new(first: Config, load: Load, detected: Detected) -> Self {
         Self {
@@ -129,8 +106,8 @@ impl Inputs {
     /// Refuses changes of what is fixed, and files that were good and are not any more.
     fn check(&self, config: &Config) -> Result<(), Error> {
         let first = &self.first;
-        let changed = |value: &fn(&Config) -> String| value(first) != value(config);
-        if let Some((what, _)) = FIXED.iter().find(|(_, value)| changed(value)) {
+        let mut settings = fixed(first).into_iter().zip(fixed(config));
+        if let Some(((what, _), _)) = settings.find(|(then, now)| then != now) {
             return Err(Error::Fixed { what });
         }
         // A file that cannot be used is tolerated at the start, but not if it was good then.
@@ -144,6 +121,23 @@ impl Inputs {
             None => Ok(()),
         }
     }
+}
+
+/// Ports and paths that other parts of the agent or Envoy rely on, by the names of their settings.
+fn fixed(config: &Config) -> [(&'static str, String); 6] {
+    let ports = &config.bootstrap.ports;
+    let proxy_config = &config.bootstrap.node.proxy_config;
+    [
+        ("statusPort", format!("{:?}", proxy_config.agent_port())),
+        ("ENVOY_STATUS_PORT", ports.health.to_string()),
+        ("ENVOY_PROMETHEUS_PORT", ports.prometheus.to_string()),
+        ("proxyAdminPort", proxy_config.admin_port().to_string()),
+        ("configPath", format!("{:?}", config.xds_socket)),
+        (
+            "WORKLOAD_IDENTITY_SOCKET_FILE",
+            format!("{:?}", config.sds_socket),
+        ),
+    ]
 }
 
 #[cfg(test)]
