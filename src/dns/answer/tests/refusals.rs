@@ -1,0 +1,139 @@
+//! Messages that are no plain question, and any bytes.
+
+use super::*;
+
+#[test]
+fn refuses_what_is_no_plain_question() {
+    let good = query("www.google.com", 1, Some(1232));
+    let changed = |at: usize, to: u8| {
+        let mut query = good.clone();
+        query[at] = to;
+        query
+    };
+    let table = sample();
+    // The second byte of flags, which holds the code; nothing where nothing is sent.
+    for (what, query, expected) in [
+        ("a fragment", good[..11].to_vec(), None),
+        ("an answer", changed(2, 0x81), None),
+        ("opcode STATUS", changed(2, 2 << 3), Some((0x84, 0))),
+        ("opcode UPDATE", changed(2, 5 << 3), Some((0x84, 0))),
+        ("no question", changed(5, 0), Some((0x81, 0))),
+        ("two questions", changed(5, 2), Some((0x81, 0))),
+        ("many questions", changed(4, 255), Some((0x81, 0))),
+        ("many answers", changed(7, 2), Some((0x81, 0))),
+        ("many authorities", changed(9, 2), Some((0x81, 0))),
+        ("many additionals", changed(11, 3), Some((0x81, 0))),
+        ("a header alone", good[..12].to_vec(), Some((0x85, 0))),
+        ("half a name", good[..20].to_vec(), Some((0x81, 0))),
+        (
+            "a name without a type",
+            good[..28].to_vec(),
+            Some((0x81, 0)),
+        ),
+        (
+            "half a record",
+            good[..good.len() - 4].to_vec(),
+            Some((0x81, 1)),
+        ),
+        ("a record too few", changed(11, 2), Some((0x81, 1))),
+        ("a pointer to itself", changed(12, 0xc0), Some((0x81, 0))),
+        ("a reserved label", changed(12, 0x40), Some((0x81, 0))),
+        (
+            "too long",
+            [&good[..], &[0; 4096]].concat(),
+            Some((0x81, 0)),
+        ),
+        ("a later EDNS", changed(good.len() - 5, 1), Some((0x80, 1))),
+    ] {
+        let (action, reply) = ask(Some(&table), &query, POLICY);
+        let got = matches!(action, Action::Refuse).then(|| (reply[3], reply[5]));
+        assert_eq!(got, expected, "{what}");
+        if expected.is_some() {
+            assert_eq!(reply[..2], query[..2], "{what}");
+            decode(&reply);
+        }
+    }
+}
+
+#[test]
+fn a_pointer_loop_behind_the_question_is_an_error() {
+    let mut query = query("www.google.com", 1, Some(1232));
+    let at = query.len() - 11;
+    let [high, low] = (at as u16 | 0xc000).to_be_bytes();
+    query.splice(at..=at, [high, low]);
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(reply[3] & 0xf, 1);
+}
+
+#[test]
+fn a_notification_is_answered_like_a_query() {
+    let mut query = query("www.google.com", 1, None);
+    query[2] = 4 << 3 | 1;
+    query[3] = 0x10;
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(decode(&reply).flags, [0xa4, 0x80]);
+    query[2] = 1;
+    let (_, reply) = ask(Some(&sample()), &query, POLICY);
+    assert_eq!(decode(&reply).flags, [0x85, 0x90]);
+}
+
+proptest! {
+    /// Runs for as long as PROPTEST_CASES says.
+    #[test]
+    fn any_bytes_are_answered_or_not(bytes: Vec<u8>) {
+        check(&bytes)?;
+    }
+
+    #[test]
+    fn any_change_of_a_query_is_answered_or_not(
+        changes in prop::collection::vec((0_usize..80, any::<u8>()), 0..4),
+        cut in 0_usize..80,
+        name in prop::sample::select(vec!["www.google.com", "a.wildcard.ns1.svc.cluster.local"]),
+        edns: Option<u16>,
+        kind in 0_u16..260,
+    ) {
+        let mut query = query(name, kind, edns);
+        for (at, to) in changes {
+            if let Some(byte) = query.get_mut(at) {
+                *byte = to;
+            }
+        }
+        check(&query)?;
+        query.truncate(cut);
+        check(&query)?;
+    }
+
+    #[test]
+    fn a_message_is_cut_to_any_length(bytes: Vec<u8>, limit in 0_usize..2000, count: u8) {
+        let mut message = query("giant.example", 1, None);
+        message[7] = count;
+        for n in 0..count {
+            message.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 10, 0, 0, n]);
+        }
+        let mut out = Vec::new();
+        wire::fit(&message, limit, &mut out);
+        prop_assert!(out.len() <= limit.max(512));
+        decode(&out);
+        message.extend(bytes.iter().cycle().take(3000));
+        if message.len() > limit.max(512) {
+            wire::fit(&message, limit, &mut out);
+            prop_assert!(out.len() <= limit.max(512) && out[2] & wire::TC != 0);
+        }
+    }
+}
+
+fn check(query: &[u8]) -> Result<(), TestCaseError> {
+    let table = sample();
+    let mut out = Vec::new();
+    let action = answer(query, Transport::Udp, Some(&table), POLICY, &mut out);
+    if let Action::Reply(_) | Action::Refuse = action {
+        prop_assert_eq!(&out[..2], &query[..2]);
+        prop_assert!(out[2] & wire::QR != 0);
+        decode(&out);
+    }
+    if let Action::Reply(question) | Action::Forward(question) = action {
+        fail(query, &question, &mut out);
+        decode(&out);
+    }
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! Large tables, names and members that do not count, and the JSON form.
+
+use super::*;
+
+#[test]
+fn a_million_hosts_are_a_table() {
+    let mut encoded = Vec::new();
+    for number in 0..1_000_000_u32 {
+        let host = format!("h{number}.x");
+        let pair = [
+            &[10, host.len() as u8],
+            host.as_bytes(),
+            &[18, 9, 10, 7],
+            b"1.1.1.1",
+        ]
+        .concat();
+        encoded.extend([&[10, pair.len() as u8], pair.as_slice()].concat());
+    }
+    let table = NameTable::build(&encoded, domains()).expect("a table");
+    assert_eq!(table.hosts(), 1_000_000);
+    assert!(found(&table, "h999999.x").is_some() && found(&table, "h1000000.x").is_none());
+}
+
+#[test]
+fn names_that_cannot_be_asked_for_are_left_out() {
+    let long = "a.".repeat(200) + "com";
+    for host in ["", ".", "a.b.svc.cluster.local.", &long] {
+        let table = NameTable::build(
+            &encode([(host, kubernetes("", "", &["1.1.1.1"]))]),
+            domains(),
+        );
+        let table = table.expect("a table");
+        for name in ["", "a.b.svc.cluster.local", &long] {
+            assert_eq!(found(&table, name), None, "{host:?} {name:?}");
+        }
+    }
+}
+
+#[test]
+fn members_of_a_later_istiod_are_left_alone_whatever_they_hold() {
+    let info = [10, 7, b'1', b'.', b'1', b'.', b'1', b'.', b'1', 50, 1, 0xff];
+    let pair = [&[10, 1, b'a', 18, info.len() as u8], &info[..]].concat();
+    let encoded = [&[10, pair.len() as u8], &pair[..]].concat();
+    let table = NameTable::build(&encoded, domains()).expect("a table");
+    let expected = Some((None, vec!["1.1.1.1".parse().unwrap()]));
+    assert_eq!(found(&table, "a"), expected);
+}
+
+#[test]
+fn what_is_no_table_is_refused_with_its_place() {
+    for (encoded, expected) in [
+        (&[0x0f][..], "byte 0 begins no protobuf field"),
+        (
+            &[0x0a, 5, 1],
+            "the field at byte 0 is longer than its message",
+        ),
+        (
+            &[0x0a, 3, 0x0a, 1, 0xff],
+            "the string at byte 4 is not UTF-8",
+        ),
+        (&[0x0a, 0x80], "byte 0 begins no protobuf field"),
+    ] {
+        let error = NameTable::build(encoded, domains())
+            .expect_err("no table")
+            .to_string();
+        assert_eq!(error, expected);
+    }
+}
+
+#[test]
+fn shows_what_came_and_the_forms_made_of_it() {
+    let mut product = kubernetes("Page", "ns1", &["9.9.9.9", "bad", "::1"]);
+    product.alt_hosts = vec!["page.example.com".into()];
+    let table = encode([
+        ("Page.ns1.svc.cluster.local", product),
+        ("www.google.com", external(&["1.1.1.1"])),
+        ("empty.com", NameInfo::default()),
+    ]);
+    let table = NameTable::build(&table, domains()).expect("a table");
+    let both = serde_json::json!({"ips": ["9.9.9.9", "::1"], "registry": "Kubernetes"});
+    let expected = serde_json::json!({"table": {
+        "Page.ns1.svc.cluster.local": {
+            "ips": ["9.9.9.9", "bad", "::1"], "registry": "Kubernetes", "shortname": "Page",
+            "namespace": "ns1", "altHosts": ["page.example.com"],
+        },
+        "www.google.com": {"ips": ["1.1.1.1"], "registry": "External"},
+        "empty.com": {},
+        "page.ns1.svc.cluster.local.": both,
+        "page.ns1.svc.": both,
+        "page.ns1.": both,
+        "page.": both,
+        "page.example.com.": both,
+        "www.google.com.": {"ips": ["1.1.1.1"], "registry": "Kubernetes"},
+    }});
+    assert_eq!(table.to_json(), expected);
+    let empty = NameTable::build(&[], domains()).expect("a table");
+    assert_eq!(empty.to_json(), serde_json::json!({}));
+}
