@@ -38,7 +38,7 @@ fuzz: ## Feeds random bytes to every parser of foreign input, FUZZ_SECONDS=60 ea
 	@tests/fuzz
 
 bench: ## Runs the benchmarks.
-	@cargo bench --locked
+	@cargo bench --locked --package istio-agent
 
 lint: ## Checks format and lints; warnings are errors.
 	@cargo fmt --check
