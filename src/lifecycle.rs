@@ -7,8 +7,10 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::io;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -83,9 +85,35 @@ impl Stop {
     }
 }
 
+/// Signals that end a process by default, but none of Go's. Those from 35 on are real-time signals
+/// that the C library leaves to programs.
+const WITHOUT_EFFECT: [Signal; 9] = [
+    Signal::USR1,
+    Signal::USR2,
+    Signal::ALARM,
+    Signal::VTALARM,
+    Signal::PROF,
+    Signal::IO,
+    Signal::XCPU,
+    Signal::XFSZ,
+    Signal::POWER,
+];
+const REAL_TIME: RangeInclusive<i32> = 35..=64;
+
 /// Turns SIGTERM and SIGINT into urgency: each takes it one step up. The signals are caught from
 /// the call on, and acted upon while the future is polled; it never ends.
+///
+/// Signals that do not end pilot-agent are caught, too. They are not set to be ignored, which Envoy
+/// would inherit.
 pub fn signals(stop: Stop) -> io::Result<impl Future<Output = Infallible> + Send> {
+    for number in WITHOUT_EFFECT
+        .map(Signal::as_raw)
+        .into_iter()
+        .chain(REAL_TIME)
+    {
+        // It stays caught without the stream.
+        drop(signal(SignalKind::from_raw(number))?);
+    }
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     Ok(async move {
@@ -204,7 +232,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_signal_is_one_step_more_urgent() {
-        use rustix::process::{Signal, getpid, kill_process};
+        use rustix::process::{getpid, kill_process};
         let stop = Stop::new();
         let mut asked = stop.requested();
         let watching = signals(stop).expect("the signals are caught");

@@ -5,6 +5,7 @@
 //! a failure's message. `STORIES` is the number of stories.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -14,7 +15,7 @@ use tokio::task::{JoinSet, LocalSet};
 use tokio::time::Instant;
 
 use crate::support::child::Child;
-use crate::support::http::{Server, free_port, try_ask};
+use crate::support::http::{Server, ask, free_port, try_ask};
 use crate::support::place::Place;
 use crate::support::{eventually, local_istiod};
 
@@ -59,6 +60,39 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
             None => break,
         }
     }
+}
+
+#[tokio::test]
+async fn signals_that_do_not_end_pilot_agent_do_not_end_the_agent_and_have_their_defaults_in_envoy()
+{
+    let istiod = local_istiod().await;
+    // As a process before the agent may have left them.
+    let place = Place::with_envoy(&istiod).started_by(&["env", "--ignore-signal=USR1,ALRM"]);
+    let agent = place.start().await;
+    let numbers = [10, 12, 14].into_iter().chain(24..=30).chain(35..=64);
+    for number in numbers.clone() {
+        // One without a name is only for `kill`.
+        let kill = format!("kill -{number} {}", agent.pid().as_raw_nonzero());
+        let sent = Command::new("sh").args(["-c", &kill]).status().unwrap();
+        assert!(sent.success(), "{kill}");
+        let answer = ask(place.status_port(), "GET /metrics").await;
+        assert_eq!(answer.status, 200, "after signal {number}");
+    }
+    let running = running_in(&place.path(""));
+    let envoy = running
+        .iter()
+        .find(|(_, name)| name.starts_with("fake-envoy"));
+    let (envoy, _) = envoy.unwrap();
+    let status = format!("/proc/{}/status", envoy.as_raw_nonzero());
+    let status = std::fs::read_to_string(status).unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = u64::from_str_radix(ignored.unwrap().trim(), 16).unwrap();
+    for number in numbers {
+        assert_eq!((ignored >> (number - 1)) & 1, 0, "{number}: {ignored:x}");
+    }
+    agent.terminate();
+    let (code, log) = agent.ends().await;
+    assert_eq!(code, 0, "{log}");
 }
 
 async fn tell(story: u64) {

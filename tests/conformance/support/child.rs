@@ -121,7 +121,7 @@ impl Child {
         prlimit(Some(self.pid()), Resource::Nofile, limit).unwrap();
     }
 
-    fn pid(&self) -> Pid {
+    pub fn pid(&self) -> Pid {
         let id = self.process.lock().unwrap().id();
         Pid::from_raw(i32::try_from(id).unwrap()).unwrap()
     }
