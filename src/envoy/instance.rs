@@ -9,9 +9,9 @@ use super::crash::Crash;
 use super::handle::{Epoch, Role};
 use super::launch::Launch;
 use super::memory::{OomKills, Resident};
+use super::output::Output;
 use super::process::{Ended, Error, Process};
 use super::reaper::Claim;
-use super::stderr::Stderr;
 use crate::clock::{self, Clock};
 
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
@@ -23,7 +23,7 @@ pub(super) struct Instance {
     pub(super) epoch: u32,
     pub(super) started: SystemTime,
     since: Instant,
-    pub(super) stderr: Stderr,
+    pub(super) output: Output,
     oom_kills: Option<OomKills>,
     _claim: Claim,
 }
@@ -33,10 +33,11 @@ impl Instance {
     pub(super) fn start(launch: Launch, epoch: u32, memory: &Resident) -> Result<Self, Error> {
         let oom_kills = OomKills::start();
         let memory = memory.clone();
-        let (stderr, pipe) = Stderr::copy(move || {
+        let command = &launch.prepared.command;
+        let (output, stdio) = Output::copy(command.user, move || {
             memory.look();
         });
-        let process = Process::start(&launch.prepared.command, &launch.mode, pipe)?;
+        let process = Process::start(command, &launch.mode, stdio)?;
         Ok(Self {
             _claim: Claim::new(process.pid()),
             process,
@@ -44,7 +45,7 @@ impl Instance {
             epoch,
             started: Clock::system().now(),
             since: Instant::now(),
-            stderr,
+            output,
             oom_kills,
         })
     }
@@ -73,7 +74,7 @@ impl Instance {
             uptime_seconds: uptime.as_secs_f64(),
             rss_bytes,
             out_of_memory: oom_kills.map(|grown| grown && signal == Some(KILLED)),
-            stderr: self.stderr.last_lines().await,
+            stderr: self.output.last_lines().await,
         }
     }
 

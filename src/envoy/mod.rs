@@ -15,10 +15,10 @@ mod instance;
 pub mod launch;
 pub mod machine;
 mod memory;
+mod output;
 pub mod process;
 pub mod reaper;
 pub mod shutdown;
-mod stderr;
 mod supervisor;
 
 use std::net::IpAddr;

@@ -1,8 +1,7 @@
 //! Envoy's process: started, signalled and reaped here, the only place that knows its pid.
 //!
-//! Envoy inherits standard output, has no input, and leads a process group of its own, so that a
-//! terminal's signals reach the agent alone. When the agent is killed, the kernel sends Envoy SIGTERM,
-//! its parent-death signal. The kernel watches the *thread* that forked for this: [`Process::start`]
+//! Envoy has no input, and leads a process group of its own, so that a terminal's signals reach the
+//! agent alone. When the agent is killed, the kernel sends Envoy SIGTERM, its parent-death signal. The kernel watches the *thread* that forked for this: [`Process::start`]
 //! must run on the main thread, which lives as long as the program does; the runtime is
 //! single-threaded, so every future polled by it does.
 
@@ -51,13 +50,15 @@ pub enum Error {
 }
 
 impl Process {
-    /// Starts Envoy. Call it on the main thread.
-    pub fn start(command: &Command, mode: &Mode, stderr: Stdio) -> Result<Self, Error> {
+    /// Starts Envoy with this standard output and error. Call it on the main thread.
+    pub fn start(command: &Command, mode: &Mode, output: [Stdio; 2]) -> Result<Self, Error> {
+        let [stdout, stderr] = output;
         let mut start = tokio::process::Command::new(&command.binary);
         start
             .args(command.arguments(mode))
             .envs(command.environment())
             .stdin(Stdio::null())
+            .stdout(stdout)
             .stderr(stderr)
             .process_group(0)
             .kill_on_drop(true);

@@ -12,7 +12,7 @@ use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Backend, connect, get, header};
 use crate::support::pod::{Pod, Settings, ask};
 use crate::support::process::is_alive;
-use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::resources::{cluster, endpoints, listener, logged, routes};
 use crate::support::{envoy_binary, eventually, free_port};
 
 /// A drain of an hour.
@@ -91,6 +91,74 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
     ] {
         assert!(!pod.path(left).exists(), "{left}");
     }
+}
+
+/// As in a unit of systemd, whose outputs are the journal's.
+#[tokio::test]
+async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sockets() {
+    let Some(binary) = envoy_binary() else { return };
+    for output in ["stdout", "stderr"] {
+        let (backend, port) = (Backend::start().await, free_port());
+        let (file, line) = (format!("/dev/{output}"), format!("request in {output}\n"));
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            logged(listener("plain", port, "all"), &file, &line),
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &[("JOURNAL_STREAM", "8:1")],
+        };
+        let mut pod = Pod::start(settings, &control_plane);
+        eventually("a route in force", async || get(port).await.ok()).await;
+        pod.agent.signal(Signal::TERM);
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{status}");
+        // Copied by the test, so it may take a moment.
+        eventually(&line, async || {
+            pod.agent.log().contains(&line).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
+    let Some(binary) = envoy_binary() else { return };
+    let (backend, port) = (Backend::start().await, free_port());
+    let directory = tempfile::tempdir().unwrap();
+    let (log, rotated) = (directory.path().join("log"), directory.path().join("log.1"));
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[backend.port]),
+        logged(
+            listener("plain", port, "all"),
+            log.to_str().unwrap(),
+            "request\n",
+        ),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[],
+    };
+    let mut pod = Pod::serving(settings, &control_plane).await;
+    eventually("a route in force", async || get(port).await.ok()).await;
+    std::fs::rename(&log, &rotated).unwrap();
+    let envoy = pod.envoy_pid().unwrap();
+    for process in [pod.agent.pid(), envoy] {
+        rustix::process::kill_process(process, Signal::USR1).unwrap();
+    }
+    // Opened with the first line that is written to it.
+    eventually("a new file", async || {
+        get(port).await.unwrap();
+        log.exists().then_some(())
+    })
+    .await;
+    assert!(!pod.agent.has_ended() && is_alive(envoy));
 }
 
 #[tokio::test]

@@ -17,7 +17,7 @@ use crate::support::names::{Resolver, addresses, name_table};
 use crate::support::namespace::{self, AGENT, APPLICATION};
 use crate::support::pod::{Pod, Settings};
 use crate::support::process::is_alive;
-use crate::support::resources::{listener, routes};
+use crate::support::resources::{listener, logged, routes};
 use crate::support::{PATIENCE, envoy_binary, eventually, free_port};
 
 const RESOLVER: &str = "192.0.2.53";
@@ -65,7 +65,11 @@ async fn start(user: Option<u32>, environment: &[(&str, &str)]) -> Captured {
     let control_plane = ControlPlane::of(&[
         books,
         named("outside", "outside.example", backend.port),
-        listener("to-books", ports[0], "books"),
+        logged(
+            listener("to-books", ports[0], "books"),
+            "/dev/stdout",
+            "books\n",
+        ),
         listener("to-outside", ports[1], "outside"),
         routes("books", "books", "0"),
         routes("outside", "outside", "0"),

@@ -59,7 +59,7 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     };
     let mut envoy = Instance::start(launch, epoch, &Resident::default())?;
     let ended = envoy.process.ended().await?;
-    let last = envoy.stderr.last_lines().await.pop().unwrap_or_default();
+    let last = envoy.output.last_lines().await.pop().unwrap_or_default();
     match ended {
         Ended::Code(0) => Ok(()),
         ended => {

@@ -331,7 +331,7 @@ async fn last_line(instance: Option<Instance>) -> String {
     let Some(mut instance) = instance else {
         return String::new();
     };
-    instance.stderr.last_lines().await.pop().unwrap_or_default()
+    instance.output.last_lines().await.pop().unwrap_or_default()
 }
 
 fn kill(instance: Option<&Instance>) {

@@ -59,7 +59,7 @@ impl Supervisor {
                 .send_modify(|report| report.last_crash = Some(crash));
             return;
         }
-        envoy.stderr.last_lines().await;
+        envoy.output.last_lines().await;
         if self.machine.expects_the_end() {
             tracing::info!("Envoy exited normally");
             if let Err(error) = Crash::remove(&self.config.directory) {

@@ -1,6 +1,9 @@
 //! A child process: its output kept for failures, its figures read from `/proc`, its end certain.
 
 use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
@@ -18,8 +21,18 @@ pub struct Process {
 }
 
 impl Process {
+    /// Both outputs are the log, or sockets that are copied to it if a variable says so that systemd
+    /// sets where they are the journal's.
     pub fn start(command: &mut Command, log: &Path) -> Self {
-        let output = fs::File::create(log).unwrap();
+        let mut file = fs::File::create(log).unwrap();
+        let mut variables = command.get_envs();
+        let output: OwnedFd = if variables.any(|(name, _)| name == "JOURNAL_STREAM") {
+            let (mut journal, output) = UnixStream::pair().unwrap();
+            std::thread::spawn(move || io::copy(&mut journal, &mut file).unwrap());
+            output.into()
+        } else {
+            file.into()
+        };
         let child = command
             .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())

@@ -51,6 +51,20 @@ pub fn listener(name: &str, port: u16, routes: &str) -> Value {
     inbound(name, port, ("rds", rds))
 }
 
+/// The same with a line in a file for each request.
+pub fn logged(mut listener: Value, file: &str, line: &str) -> Value {
+    let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+    manager["access_log"] = json!([{
+        "name": "envoy.access_loggers.file",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+            "path": file,
+            "log_format": { "text_format_source": { "inline_string": line } },
+        },
+    }]);
+    listener
+}
+
 /// An inbound listener for mutual TLS that answers every request itself.
 pub fn secured_listener(name: &str, port: u16) -> Value {
     let answer = json!({ "status": 200, "body": { "inline_string": "hello" } });

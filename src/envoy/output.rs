@@ -1,0 +1,205 @@
+//! Copies what Envoy writes to the agent's own outputs, and keeps the end of its standard error for
+//! the record of a crash.
+//!
+//! A thread per output reads a pipe and writes what it read, byte for byte. A slow reader of the
+//! agent's output so makes Envoy wait, as without the pipe, and not the agent. An agent that is
+//! stopped makes Envoy wait, too, once the pipe is full; one that dies takes Envoy with it.
+//!
+//! Standard output, with the access logs, is Envoy's own where Envoy can open it as `/dev/stdout`. It
+//! cannot if that is a socket, such as the journal's, or belongs to another user.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, ErrorKind, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::fchown;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::fs::{Mode, OFlags};
+use tokio::sync::oneshot;
+
+/// How much is kept.
+const KEPT: usize = 4 << 10;
+/// All that fits into a pipe, so that lines stay whole. Only what was read is ever touched.
+const CHUNK: usize = 64 << 10;
+/// The wait for what Envoy wrote last. A program it has started may hold a pipe open.
+const REST: Duration = Duration::from_millis(250);
+
+/// The outputs of one Envoy.
+#[derive(Debug, Default)]
+pub(super) struct Output {
+    /// The end of standard error.
+    last: Arc<Mutex<VecDeque<u8>>>,
+    /// Each is closed with its pipe.
+    copied: Vec<oneshot::Receiver<()>>,
+}
+
+impl Output {
+    /// Returns the standard output and error an Envoy of `user`, or else of the agent's user, is to
+    /// be started with. Without a pipe or a thread Envoy has the agent's own, and nothing is kept.
+    /// Calls `when_read` after each read of standard error.
+    pub(super) fn copy(
+        user: Option<u32>,
+        when_read: impl Fn() + Send + 'static,
+    ) -> (Self, [Stdio; 2]) {
+        let mut output = Self::default();
+        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let stdout = match user.is_none() && is_openable(stdout.as_fd()) {
+            true => Stdio::inherit(),
+            false => or_inherit(output.pipe(stdout.as_fd(), "envoy-stdout", user, |_| {})),
+        };
+        let last = Arc::clone(&output.last);
+        let keep = move |read: &[u8]| {
+            keep(&mut last.lock(), read);
+            when_read();
+        };
+        let stderr = or_inherit(output.pipe(stderr.as_fd(), "envoy-stderr", user, keep));
+        (output, [stdout, stderr])
+    }
+
+    /// A pipe that is copied to `to` and belongs to `user`: only its owner opens it by name.
+    fn pipe(
+        &mut self,
+        to: BorrowedFd<'_>,
+        thread: &str,
+        user: Option<u32>,
+        when_read: impl Fn(&[u8]) + Send + 'static,
+    ) -> io::Result<PipeWriter> {
+        let mut to = File::from(to.try_clone_to_owned()?);
+        let (mut from, pipe) = io::pipe()?;
+        fchown(&pipe, user, user)?;
+        let (open, copied) = oneshot::channel();
+        let mut chunk = vec![0; CHUNK];
+        let copy = move || {
+            let _open = open;
+            loop {
+                let read = match from.read(&mut chunk) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    Ok(0) | Err(_) => return,
+                    Ok(length) => &chunk[..length],
+                };
+                when_read(read);
+                // Envoy goes on when the agent's output is closed.
+                let _ = to.write_all(read);
+            }
+        };
+        let thread = std::thread::Builder::new().name(thread.to_owned());
+        thread.spawn(copy)?;
+        self.copied.push(copied);
+        Ok(pipe)
+    }
+
+    /// The last lines of standard error, once Envoy has ended.
+    pub(super) async fn last_lines(&mut self) -> Vec<String> {
+        let all_copied = async {
+            for copied in self.copied.drain(..) {
+                let _ = copied.await; // Closed without a word.
+            }
+        };
+        // What has come until then is all there will be.
+        let _ = tokio::time::timeout(REST, all_copied).await;
+        lines(&self.last.lock())
+    }
+}
+
+/// Whether this process, or one of the same user, can open the file behind a descriptor by name.
+fn is_openable(output: BorrowedFd<'_>) -> bool {
+    let name = format!("/proc/self/fd/{}", output.as_raw_fd());
+    // A named pipe that is not read would block, and a terminal become ours.
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    rustix::fs::open(name, OFlags::WRONLY | flags, Mode::empty()).is_ok()
+}
+
+fn or_inherit(pipe: io::Result<PipeWriter>) -> Stdio {
+    pipe.map_or_else(
+        |error| {
+            tracing::warn!("cannot copy what Envoy writes, it gets the agent's output: {error}");
+            Stdio::inherit()
+        },
+        Stdio::from,
+    )
+}
+
+fn keep(last: &mut VecDeque<u8>, read: &[u8]) {
+    last.extend(&read[read.len().saturating_sub(KEPT)..]);
+    let surplus = last.len().saturating_sub(KEPT);
+    last.drain(..surplus);
+}
+
+/// Whole lines; the first may have lost its beginning and is left out when there are others.
+fn lines(last: &VecDeque<u8>) -> Vec<String> {
+    let bytes: Vec<u8> = last.iter().copied().collect();
+    let text = String::from_utf8_lossy(&bytes);
+    let is_cut = bytes.len() == KEPT && text.trim_end().contains('\n');
+    let lines = text.lines().skip(usize::from(is_cut));
+    lines.map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn copy(to: &PipeWriter) -> (Output, PipeWriter) {
+        let mut output = Output::default();
+        let last = Arc::clone(&output.last);
+        let keep = move |read: &[u8]| keep(&mut last.lock(), read);
+        let envoy = output.pipe(to.as_fd(), "test", None, keep);
+        (output, envoy.expect("a pipe and a thread"))
+    }
+
+    #[tokio::test]
+    async fn copies_every_byte_to_a_slow_reader_and_keeps_the_last_lines() {
+        let text = (0..20_000).fold(String::new(), |text, n| text + &format!("line {n}\n"));
+        let (mut reader, to) = io::pipe().expect("a pipe");
+        let (mut output, mut envoy) = copy(&to);
+        drop(to);
+        // More than both pipes hold, so that the copying has to wait.
+        let read = tokio::task::spawn_blocking(move || {
+            let mut copied = Vec::new();
+            reader.read_to_end(&mut copied).map(|_| copied)
+        });
+        let all = [text.as_bytes(), b"\xff end"].concat();
+        let written = all.clone();
+        let write = tokio::task::spawn_blocking(move || envoy.write_all(&written));
+        write.await.expect("no panic").expect("written");
+        assert_eq!(read.await.expect("no panic").expect("read"), all);
+        let lines = output.last_lines().await;
+        assert_eq!(lines[lines.len() - 2..], ["line 19999", "\u{fffd} end"]);
+        let (count, first) = (lines.len(), &lines[0]);
+        assert!(count > 300 && first.starts_with("line "), "{first}");
+    }
+
+    #[tokio::test]
+    async fn an_open_pipe_and_a_stalled_reader_delay_the_end_by_a_moment_only() {
+        let (stalled, to) = io::pipe().expect("a pipe");
+        let (mut output, mut envoy) = copy(&to);
+        for _ in 0..3 {
+            envoy.write_all(&[b'x'; CHUNK / 2]).expect("written");
+        }
+        envoy.write_all(b"\nlast words\n").expect("written");
+        assert!(!output.last_lines().await.concat().is_empty());
+        drop(stalled);
+    }
+
+    #[test]
+    fn a_socket_cannot_be_opened_by_name_and_a_pipe_and_a_file_can() {
+        let (_peer, socket) = UnixStream::pair().expect("sockets");
+        let (_reader, pipe) = io::pipe().expect("a pipe");
+        let file = tempfile::tempfile().expect("a file");
+        assert!(!is_openable(socket.as_fd()));
+        assert!(is_openable(pipe.as_fd()));
+        assert!(is_openable(file.as_fd()));
+    }
+
+    #[test]
+    fn a_line_longer_than_what_is_kept_is_kept_in_part() {
+        let mut last = VecDeque::new();
+        keep(&mut last, &[b'x'; KEPT * 2]);
+        assert_eq!(lines(&last), ["x".repeat(KEPT)]);
+    }
+}
