@@ -1,6 +1,7 @@
 //! The listener of the status port, and bounds on its connections.
 //!
-//! HTTP/1.1 on both address families. A connection beyond [`MOST_CONNECTIONS`] closes the one that
+//! HTTP/1.1 on both address families. A client that has shut down its sending side gets its answer; one
+//! that is gone cannot be told from it, so its request is carried out too. A connection beyond [`MOST_CONNECTIONS`] closes the one that
 //! has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
 //! first request must arrive within [`FIRST_HEAD`], that of a later one within [`IDLE`]. A connection
 //! whose client reads nothing of an answer for [`UNREAD`] is closed.
@@ -192,6 +193,7 @@ async fn serve_connection(
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
+        .half_close(true)
         .header_read_timeout(IDLE)
         .max_header_size(LARGEST_HEAD)
         .max_buf_size(LARGEST_HEAD);

@@ -124,6 +124,44 @@ async fn an_answer_may_take_longer_than_the_idle_limit() {
     assert_eq!(asked(&mut stream, request).await, "HTTP/1.1 200 OK");
 }
 
+/// `nc -N` and scripts shut down their sending side with the request.
+#[tokio::test]
+async fn a_half_closed_connection_gets_its_answer_and_is_closed() {
+    let scrape: Scrape = Arc::new(move |_| {
+        Box::pin(async move {
+            sleep(FIRST_HEAD / 2).await;
+            reply::bytes(::http::StatusCode::OK, bytes::Bytes::from_static(b"page"))
+        })
+    });
+    let port = port_with(scrape, Registry::default());
+    tokio::time::pause();
+    for request in [
+        "GET /healthz/ready HTTP/1.0\r\n\r\n",
+        "GET /stats/prometheus HTTP/1.1\r\nhost: x\r\n\r\n",
+        "POST /stats/prometheus HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nno",
+    ] {
+        let mut stream = port.connect().await;
+        stream.write_all(request.as_bytes()).await.expect("sent");
+        stream.shutdown().await.expect("half closed");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("an answer");
+        assert!(answer.contains(" 200 OK\r\n"), "{request}: {answer}");
+        assert_eq!(
+            answer.contains("page"),
+            request.contains("stats"),
+            "{answer}"
+        );
+    }
+    for unfinished in ["", "GET /healthz/ready HTTP/1.1\r\nhost:"] {
+        let mut stream = port.connect().await;
+        stream.write_all(unfinished.as_bytes()).await.expect("sent");
+        stream.shutdown().await.expect("half closed");
+        let before = Instant::now();
+        let _ = stream.read_to_end(&mut Vec::new()).await;
+        assert!(before.elapsed() < FIRST_HEAD / 2, "{unfinished:?}");
+    }
+}
+
 /// In place of [`UNREAD`], which is too long to wait for.
 const UNREAD_LIMIT: Duration = Duration::from_secs(2);
 
