@@ -1,13 +1,15 @@
 //! The control plane goes away and comes back.
 
+use std::process::Command;
 use std::time::Duration;
 
 use local_istiod::Event;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Backend, Fresh, Lasting, Load, get, header};
+use crate::support::namespace;
 use crate::support::pod::{Pod, Settings};
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{envoy_binary, eventually, free_port};
@@ -79,6 +81,44 @@ async fn a_hundred_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     .await;
     let grown = pod.agent.memory("VmRSS").saturating_sub(memory);
     assert!(grown <= 2048, "{grown} KiB more than {memory} KiB");
+}
+
+#[tokio::test]
+async fn an_ipv6_address_of_istiod_that_drops_syns_is_left_within_a_second_and_then_tried_last() {
+    const TEST: &str = "outages::\
+        an_ipv6_address_of_istiod_that_drops_syns_is_left_within_a_second_and_then_tried_last";
+    let Some(binary) = envoy_binary() else { return };
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    let lost = [
+        "add table ip6 test; add counter ip6 test syns;",
+        "add chain ip6 test input { type filter hook input priority 0; };",
+        "add rule ip6 test input ip6 daddr 2001:db8::1 tcp flags syn counter name syns drop",
+    ];
+    namespace::run("nft", &[&lost.concat()]);
+    namespace::add_address("2001:db8::1/128");
+    let name = "istiod.istio-system.svc";
+    namespace::put(
+        "/etc/hosts",
+        &format!("2001:db8::1 {name}\n127.0.0.1 {name}\n"),
+    );
+    let mut control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
+    let address = format!("{name}:{}", control_plane.istiod.address.port());
+    let proxy_config = json!({ "discoveryAddress": address }).to_string();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("PROXY_CONFIG", &proxy_config)],
+    };
+    let _pod = Pod::serving(settings, &control_plane).await;
+    for _ in 0..3 {
+        // The kernel repeats a SYN after a second.
+        let mut list = Command::new("nft");
+        list.args(["list", "counter", "ip6", "test", "syns"]);
+        let counter = String::from_utf8(list.output().unwrap().stdout).unwrap();
+        assert!(counter.contains("packets 1 "), "{counter}");
+        control_plane = restarted(control_plane).await;
+    }
 }
 
 /// Kills the control plane and waits until Envoy has its routes from the next one.
