@@ -180,6 +180,38 @@ async fn a_kept_connection_that_the_server_closed_is_replaced() {
 }
 
 #[tokio::test]
+async fn a_connection_that_was_idle_for_90_s_is_not_used_again() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"; 3]).await;
+    let client = keeping();
+    for (idle, connections) in [(0, 1), (89, 1), (90, 2)] {
+        // The pause passes between two requests, none of which it may delay.
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(idle)).await;
+        tokio::time::resume();
+        fetch(&client, &server.url).await.expect("an answer");
+        assert_eq!(server.connections(), connections, "after {idle} s");
+    }
+}
+
+#[tokio::test]
+async fn at_most_32_idle_connections_are_kept() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"; 2]).await;
+    let client = keeping();
+    let mut connections = 0;
+    for kept in [0, 32] {
+        let mut answers = Vec::new();
+        for _ in 0..40 {
+            answers.push(client.send(get(&server.url)).await.expect("an answer"));
+        }
+        connections += 40 - kept;
+        assert_eq!(server.connections(), connections);
+        for mut answer in answers {
+            answer.body_mut().collect(2).await.expect("a body");
+        }
+    }
+}
+
+#[tokio::test]
 async fn redirects_are_followed_as_configured() {
     let target = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
     let other = target.url.replace("127.0.0.1", "localhost");
