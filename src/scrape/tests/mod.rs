@@ -1,5 +1,7 @@
 //! Whole pages, from real sockets.
 
+mod faults;
+
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read, Write};
@@ -247,146 +249,6 @@ async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_close
 }
 
 #[tokio::test]
-async fn what_fails_leaves_the_rest_and_is_seen_in_the_same_page() {
-    let envoy = page("text/plain", "envoy 1\n");
-    let missing = server(|stream, _| {
-        send(
-            stream,
-            b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
-        );
-    });
-    for (port, is_seen) in [(closed_port(), true), (missing, true)] {
-        let (scrape, registry) = scrape(envoy, &[port]);
-        let (_, body) = answered(&scrape, &[]).await;
-        let text = String::from_utf8(body).expect("text");
-        let series = "istio_agent_scrape_failures_total{type=\"application\"} 1\n";
-        assert_eq!(text.contains(series), is_seen);
-        assert!(text.ends_with("envoy 1\n"));
-        assert_eq!(failures(&registry, "application"), 1);
-    }
-    let (scrape, registry) = scrape(closed_port(), &[]);
-    assert_eq!(others(&scrape, &[]).await, "");
-    assert_eq!(failures(&registry, "envoy"), 1);
-}
-
-/// Targets that never end or end early, and what is left of their pages.
-fn endless() -> Vec<(&'static str, u16, &'static str)> {
-    let text = || head("text/plain", "");
-    let endless = |piece: &'static [u8]| {
-        server(move |stream, _| {
-            send(stream, head("text/plain", "").as_bytes());
-            while send(stream, piece) {}
-        })
-    };
-    vec![
-        ("hangs", server(|_, _| thread::park()), ""),
-        (
-            "hangs in its body",
-            server(move |stream, _| {
-                send(stream, (text() + "app 1\napp{x=\"1\"} 2\nhal").as_bytes());
-                thread::park();
-            }),
-            "app 1\napp{x=\"1\"} 2\n",
-        ),
-        (
-            "closes early",
-            server(move |stream, _| {
-                let head = head("text/plain", "content-length: 100\r\n");
-                send(stream, (head + "app 1\nhal 4").as_bytes());
-                let _ = stream.shutdown(std::net::Shutdown::Both);
-            }),
-            "app 1\n",
-        ),
-        (
-            "never ends its head",
-            server(|stream, _| {
-                send(stream, b"HTTP/1.1 200 OK\r\n");
-                while send(stream, b"x: y\r\n") {}
-            }),
-            "",
-        ),
-        ("never ends its line", endless(&[b'x'; 4096]), ""),
-        (
-            "never ends its garbage",
-            endless(b"\x00\xff\n\x80\x81\n"),
-            "",
-        ),
-    ]
-}
-
-/// Targets that answer, with what is no page.
-fn unusable() -> Vec<(&'static str, u16, &'static str)> {
-    vec![
-        (
-            "redirects in a loop",
-            server(|stream, _| {
-                let head = "HTTP/1.1 302 Found\r\nlocation: /again\r\ncontent-length: 0\r\n\r\n";
-                send(stream, head.as_bytes());
-            }),
-            "",
-        ),
-        (
-            "sends a gzip bomb",
-            server(|stream, _| {
-                // Members of 1 MiB each, one after the other.
-                let bomb = gzip(&vec![0; 1 << 20]).repeat(65);
-                let more = format!(
-                    "content-encoding: gzip\r\ncontent-length: {}\r\n",
-                    bomb.len()
-                );
-                send(stream, head("text/plain", &more).as_bytes());
-                send(stream, &bomb);
-            }),
-            "",
-        ),
-        (
-            "is no HTTP",
-            server(|stream, _| {
-                send(stream, b"\x16\x03\x01\x02\x00\x01\x00");
-                let _ = stream.shutdown(std::net::Shutdown::Both);
-            }),
-            "",
-        ),
-    ]
-}
-
-#[tokio::test]
-async fn no_target_takes_the_rest_with_it() {
-    let timeout = [("x-prometheus-scrape-timeout-seconds", "0.6")];
-    let good = page("text/plain", "good 1\n");
-    for (name, bad, left) in endless().into_iter().chain(unusable()) {
-        for (envoy, targets, kind, expected) in [
-            (good, vec![bad], "application", format!("good 1\n{left}")),
-            (bad, vec![good], "envoy", format!("{left}good 1\n")),
-            (
-                good,
-                vec![bad, bad],
-                "application",
-                format!("good 1\n{left}"),
-            ),
-        ] {
-            let (scrape, registry) = scrape(envoy, &targets);
-            let begin = Instant::now();
-            let found = others(&scrape, &timeout).await;
-            let mut found: Vec<_> = found.lines().collect();
-            let mut expected: Vec<_> = expected.lines().collect();
-            found.sort_unstable();
-            expected.sort_unstable();
-            assert_eq!(found, expected, "{name}, {kind}");
-            assert_eq!(
-                failures(&registry, kind),
-                targets.len() as u64,
-                "{name}, {kind}"
-            );
-            assert!(
-                begin.elapsed() < Duration::from_millis(1500),
-                "{name}, {kind}"
-            );
-        }
-    }
-}
-
-#[tokio::test]
 async fn the_page_is_gzip_for_a_scraper_that_accepts_it() {
     let mut large = String::new();
     for number in 0..20_000 {
@@ -416,20 +278,6 @@ async fn the_page_is_gzip_for_a_scraper_that_accepts_it() {
             None => read = body.clone(),
         }
         assert!(read == plain, "{accepted}");
-    }
-}
-
-#[tokio::test]
-async fn a_target_over_the_limit_is_cut_off_at_a_line() {
-    let envoy = page("text/plain", "");
-    let line = format!("a{{x=\"{}\"}} 1\n", "y".repeat(90));
-    for (lines, more, failed) in [(1000, "", 0), (1000, "\n", 1), (1001, "", 1)] {
-        assert_eq!(line.len(), 100);
-        let large = page("text/plain", line.repeat(lines) + more);
-        let (scrape, registry) = scrape(envoy, &[large, page("text/plain", "b 1\n")]);
-        let found = others(&scrape, &[]).await;
-        assert_eq!(found.len(), 100_004, "{lines}");
-        assert_eq!(failures(&registry, "application"), failed);
     }
 }
 
@@ -493,63 +341,5 @@ async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
         assert!(found.starts_with("a 1\nb 1\nslow{n=\"0\"} 1\n"), "{lines}");
         assert_eq!(found.lines().count(), lines + 2);
         assert_eq!(failures(&registry, "envoy"), 0);
-    }
-}
-
-#[tokio::test]
-async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_whole() {
-    let cut = |kind: &'static str| {
-        server(move |stream, _| {
-            let head = head(kind, "content-length: 100\r\n");
-            send(stream, (head + "cut 1\nhal 4").as_bytes());
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        })
-    };
-    let text = page("text/plain", "envoy 1\n");
-    let whole = page(OPENMETRICS, "a 1\n# EOF\n");
-    for (envoy, target, is_whole) in [
-        (text, whole, true),
-        (closed_port(), whole, true),
-        (cut("text/plain"), whole, false),
-        (text, cut(OPENMETRICS), false),
-        (text, page(OPENMETRICS, "a 1\n"), false),
-        (text, cut("text/plain"), true),
-    ] {
-        let (scrape, _) = scrape(envoy, &[target]);
-        let (parts, ()) = Request::get("/metrics")
-            .body(())
-            .expect("a request")
-            .into_parts();
-        let body = scrape.page(parts).await.into_body().collect().await;
-        assert_eq!(body.is_ok(), is_whole, "{envoy} and {target}");
-    }
-}
-
-#[tokio::test]
-async fn gzip_of_an_application_is_decoded_as_far_as_it_is_whole() {
-    let lines: String = (0..5000).map(|n| format!("a{{n=\"{n}\"}} 1\n")).collect();
-    let packed = gzip(lines.as_bytes());
-    let half = packed[..packed.len() / 2].to_vec();
-    for (body, encoding, failed) in [
-        (packed.clone(), "gzip", 0),
-        (packed, "br", 1),
-        (half, "gzip", 1),
-        (b"a 1\n".to_vec(), "gzip", 1),
-        (b"a 1\n".to_vec(), "identity", 0),
-    ] {
-        let port = server(move |stream, _| {
-            let length = body.len();
-            let more = format!("content-encoding: {encoding}\r\ncontent-length: {length}\r\n");
-            let _ = send(stream, head("text/plain", &more).as_bytes()) && send(stream, &body);
-        });
-        let (scrape, registry) = scrape(closed_port(), &[port]);
-        let found = others(&scrape, &[]).await;
-        assert_eq!(failures(&registry, "application"), failed, "{encoding}");
-        let is_prefix = lines.starts_with(&found) || found == "a 1\n";
-        assert!(
-            is_prefix && (found.ends_with('\n') || found.is_empty()),
-            "{encoding}"
-        );
-        assert!(failed > 0 || found == lines || encoding == "identity");
     }
 }

@@ -1,0 +1,153 @@
+//! Watches that the kernel refuses, and files that are read without one.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+
+/// The secrets of `directory`, read by a watcher of the test's own.
+fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
+    Files {
+        config: Arc::new(Config {
+            workload: None,
+            system_roots: directory.path().join("system.pem"),
+            debounce: Duration::ZERO,
+        }),
+        table,
+        mesh: MeshBundle::default(),
+        merged: Arc::default(),
+        existed: [false; 2],
+    }
+}
+
+fn watcher(table: &Arc<Table>, open: fn() -> io::Result<FileWatch>) -> Watcher {
+    Watcher {
+        table: table.clone(),
+        clock: Clock::system(),
+        debounce: Duration::ZERO,
+        metrics: Metrics::new(&Registry::default()),
+        open,
+        watch: Mutex::default(),
+        reads: Reads::new(),
+    }
+}
+
+fn refused() -> io::Result<FileWatch> {
+    Err(io::Error::other("refused by the test"))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_all_the_same() {
+    let fixture = empty();
+    fixture.write("file", "no directory");
+    let name = fixture.root("file/root.pem");
+    let mut subscription = fixture.want(&[&name]);
+    missing(&mut subscription, &name).await;
+    let failures = "istio_agent_num_file_watcher_failures_total 1\n";
+    assert!(fixture.registry.render().contains(failures));
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(fixture.registry.render().contains(failures));
+    fs::remove_file(fixture.path("file")).unwrap();
+    fs::create_dir(fixture.path("file")).unwrap();
+    write(
+        &fixture.directory.path().join("file"),
+        "root.pem",
+        &generated().0,
+    );
+    let before = tokio::time::Instant::now();
+    once(&mut subscription, &name, is_available).await;
+    assert!(before.elapsed() <= Duration::from_secs(6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
+    let directory = tempfile::tempdir().unwrap();
+    let table = Arc::new(Table::default());
+    let watcher = watcher(&table, refused);
+    let files = files_in(&directory, table);
+    let path = directory.path().join("system.pem");
+    watcher.pin(Source::Roots(path), true);
+    let mut tasks = JoinSet::new();
+    let name = Name::SystemRoots;
+    let mut subscription = files.subscribe();
+    subscription.want(BTreeSet::from([name.clone()]));
+    tasks.spawn(watcher.run());
+    missing(&mut subscription, &name).await;
+    write(directory.path(), "system.pem", &generated().0);
+    once(&mut subscription, &name, is_available).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_the_kernel_refuses_is_tried_again() {
+    static REFUSED: AtomicBool = AtomicBool::new(false);
+    let refused_once = || match REFUSED.swap(true, Ordering::Relaxed) {
+        false => refused(),
+        true => FileWatch::new(),
+    };
+    let watcher = Arc::new(watcher(&Arc::default(), refused_once));
+    let mut tasks = JoinSet::new();
+    let running = watcher.clone();
+    tasks.spawn(async move { running.watch_files().await });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(REFUSED.load(Ordering::Relaxed) && !watcher.is_watching());
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(watcher.is_watching());
+}
+
+#[tokio::test]
+async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
+    let directory = tempfile::tempdir().unwrap();
+    let table = Arc::new(Table::default());
+    let files = files_in(&directory, table.clone());
+    let many = (0..table::MOST_SOURCES).map(|n| Name::FileRoot(n.to_string()));
+    let mut greedy = files.subscribe();
+    greedy.want(many.collect());
+    let name = Name::SystemRoots;
+    let (mut late, mut gone) = (files.subscribe(), files.subscribe());
+    for subscription in [&mut late, &mut gone] {
+        subscription.want(BTreeSet::from([name.clone()]));
+    }
+    let reason = missing(&mut late, &name).await;
+    assert!(reason.contains("10000 secrets are read"), "{reason}");
+    let first = Source::Roots("0".into());
+    let mut was_idle = false;
+    for _ in 0..2 {
+        assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
+    }
+    drop((greedy, gone));
+    assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
+    assert!(table.forget_if_idle(&first, &mut was_idle).is_some());
+    let is_admitted = |state: &Option<SecretState>| matches!(state, Some(SecretState::Reading));
+    once(&mut late, &name, is_admitted).await;
+    let system = Source::Roots(directory.path().join("system.pem"));
+    assert!(table.take_fresh().contains(&system));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_inotify_misses_is_read_within_a_minute_and_unwanted_files_are_forgotten() {
+    let table = Arc::new(Table::default());
+    let watcher = watcher(&table, refused);
+    let directory = tempfile::tempdir().unwrap();
+    let files = files_in(&directory, table.clone());
+    let mut tasks = JoinSet::new();
+    tasks.spawn(watcher.run());
+    let mut subscription = files.subscribe();
+    subscription.want(BTreeSet::from([Name::SystemRoots]));
+    let name = Name::SystemRoots;
+    missing(&mut subscription, &name).await;
+    write(directory.path(), "system.pem", &generated().0);
+    once(&mut subscription, &name, is_available).await;
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    drop(subscription);
+    assert_eq!(table.len(), 1);
+    let before = tokio::time::Instant::now();
+    while table.len() > 0 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let minute = Duration::from_secs(60);
+    let took = before.elapsed();
+    assert!(
+        (minute..=2 * minute + Duration::from_secs(2)).contains(&took),
+        "{took:?}"
+    );
+}
