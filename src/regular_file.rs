@@ -12,10 +12,15 @@ use zeroize::Zeroizing;
 pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     // Without the flag, opening a pipe waits for its writer.
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file: File = OpenOptions::new()
+    let file = OpenOptions::new()
         .read(true)
         .custom_flags(flags)
         .open(path)?;
+    read_open(file, largest)
+}
+
+/// Like [`read`], of a file opened without waiting.
+pub(crate) fn read_open(file: File, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));

@@ -1,11 +1,16 @@
-use std::os::fd::AsFd;
+use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 use rustix::fs::{Mode, OFlags, inotify, openat};
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 
+use super::directory::Directory;
+use super::writer::{DATA, STALE};
 use super::*;
 use crate::metrics::Registry;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
@@ -14,7 +19,7 @@ use crate::secrets::files;
 const ROTATIONS: usize = 1000;
 
 /// In memory where there is such a place: every rotation is synced.
-fn directory() -> TempDir {
+pub(super) fn directory() -> TempDir {
     let shared = Path::new("/dev/shm");
     match shared.is_dir() {
         true => tempfile::tempdir_in(shared).unwrap(),
@@ -39,12 +44,17 @@ pub(in crate::secrets) fn no_files() -> Files {
     files::new(config, clock(), &Registry::default()).0
 }
 
-fn all(content: &str) -> [&[u8]; 3] {
+pub(super) fn all(content: &str) -> [&[u8]; 3] {
     [content.as_bytes(); 3]
 }
 
-fn read(directory: &TempDir) -> [String; 3] {
-    NAMES.map(|name| fs::read_to_string(directory.path().join(name)).unwrap())
+pub(super) fn read(directory: impl AsRef<Path>) -> [String; 3] {
+    NAMES.map(|name| fs::read_to_string(directory.as_ref().join(name)).unwrap())
+}
+
+fn take_over(writer: &mut Writer, directory: &TempDir) {
+    let directory = Directory::open(directory.path()).unwrap();
+    writer.take_over(&directory).unwrap();
 }
 
 fn entries(directory: &TempDir) -> usize {
@@ -93,7 +103,7 @@ fn plain_files_are_taken_over_and_stale_leftovers_cleared() {
     let long_ago = SystemTime::now() - 2 * STALE;
     File::open(&stale).unwrap().set_modified(long_ago).unwrap();
     let mut writer = writer(&directory, false);
-    writer.take_over().unwrap();
+    take_over(&mut writer, &directory);
     assert_eq!(read(&directory), ["plain"; 3]);
     assert!(
         fs::symlink_metadata(directory.path().join("key.pem"))
@@ -117,7 +127,7 @@ fn who_opens_the_link_once_never_sees_a_mixture() {
             while !done.load(Ordering::Relaxed) || seen == 0 {
                 let flags = OFlags::DIRECTORY | OFlags::RDONLY;
                 let Ok(data) = File::open(directory.path())
-                    .and_then(|parent| Ok(openat(parent.as_fd(), DATA, flags, Mode::empty())?))
+                    .and_then(|parent| Ok(openat(parent, DATA, flags, Mode::empty())?))
                 else {
                     continue;
                 };
@@ -190,7 +200,7 @@ fn plain_files_that_are_there_in_part_change_with_the_others() {
     let directory = directory();
     fs::write(directory.path().join(NAMES[2]), "plain").unwrap();
     let mut writer = writer(&directory, false);
-    writer.take_over().unwrap();
+    take_over(&mut writer, &directory);
     let found = NAMES.map(|name| fs::read_to_string(directory.path().join(name)).ok());
     assert_eq!(found, [None, None, Some("plain".to_owned())]);
     writer.write(all("new")).unwrap();

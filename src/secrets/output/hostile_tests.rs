@@ -1,0 +1,257 @@
+//! An application that shares the directory and means harm.
+
+use std::fs::{self, DirBuilder, OpenOptions, Permissions};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{
+    AtFlags, CWD, Mode, RenameFlags, Timespec, Timestamps, inotify, mkfifoat, renameat_with,
+    utimensat,
+};
+use rustix::process::{Gid, Uid, geteuid};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use tempfile::TempDir;
+
+use super::directory::Directory;
+use super::tests::{all, directory, read};
+use super::writer::Writer;
+use super::{Config, NAMES};
+
+const ROTATIONS: usize = 10_000;
+
+/// The user of the application.
+const APPLICATION: u32 = 4321;
+
+const SECRET: &str = "a token";
+
+/// A shared directory, and one beside it that is watched for any use.
+struct Place {
+    parent: TempDir,
+    shared: PathBuf,
+    outside: PathBuf,
+    watch: OwnedFd,
+}
+
+impl Place {
+    fn new() -> Self {
+        let parent = directory();
+        let (shared, outside) = (parent.path().join("shared"), parent.path().join("outside"));
+        for (path, mode) in [(&shared, 0o777), (&outside, 0o755)] {
+            fs::create_dir(path).unwrap();
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        }
+        fs::set_permissions(parent.path(), Permissions::from_mode(0o711)).unwrap();
+        for name in NAMES {
+            fs::write(outside.join(name), SECRET).unwrap();
+        }
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let watch = inotify::init(flags).unwrap();
+        inotify::add_watch(&watch, &outside, inotify::WatchFlags::ALL_EVENTS).unwrap();
+        Self {
+            parent,
+            shared,
+            outside,
+            watch,
+        }
+    }
+
+    fn writer(&self) -> Writer {
+        Writer::new(Config {
+            directory: self.shared.clone(),
+            readable_by_all: true,
+        })
+    }
+
+    /// Asserts that no file outside was opened, changed or removed.
+    #[track_caller]
+    fn assert_outside_is_untouched(&self) {
+        let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
+        if let Ok(event) = inotify::Reader::new(&self.watch, &mut buffer).next() {
+            panic!("{:?} of {:?}", event.events(), event.file_name());
+        }
+        for name in NAMES {
+            let content = fs::read_to_string(self.outside.join(name)).unwrap();
+            assert_eq!(content, SECRET);
+        }
+        // The events of this reading.
+        while inotify::Reader::new(&self.watch, &mut buffer)
+            .next()
+            .is_ok()
+        {}
+    }
+}
+
+#[test]
+fn a_link_in_place_of_a_file_is_neither_read_nor_published() {
+    let place = Place::new();
+    for name in NAMES {
+        symlink(place.outside.join(name), place.shared.join(name)).unwrap();
+    }
+    let mut writer = place.writer();
+    writer
+        .take_over(&Directory::open(&place.shared).unwrap())
+        .unwrap();
+    assert_eq!(fs::read_dir(&place.shared).unwrap().count(), 3);
+    writer.write(all("new")).unwrap();
+    place.assert_outside_is_untouched();
+    assert_eq!(read(&place.shared), ["new"; 3]);
+}
+
+#[test]
+fn a_data_link_that_leaves_the_directory_is_not_followed() {
+    let place = Place::new();
+    fs::create_dir(place.shared.join("..istio-certs-0")).unwrap();
+    for target in [
+        "..istio-certs-0/../../outside",
+        "..istio-certs-/../outside",
+        "../outside",
+        ".",
+    ] {
+        let data = place.shared.join("..data");
+        let _ = fs::remove_file(&data);
+        symlink(target, data).unwrap();
+        let mut writer = place.writer();
+        for content in ["a", "b", "c", "d"] {
+            writer.write(all(content)).unwrap();
+            assert_eq!(read(&place.shared), [content; 3]);
+        }
+        place.assert_outside_is_untouched();
+    }
+}
+
+#[test]
+fn what_the_agent_did_not_create_is_not_removed() {
+    let place = Place::new();
+    let long_ago = SystemTime::now() - Duration::from_secs(3600);
+    let foreign = place.shared.join("..istio-certs-1");
+    let extended = place.shared.join("..istio-certs-2");
+    let other_name = place.shared.join("..istio-certs-x");
+    for path in [&foreign, &extended, &other_name] {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join(NAMES[0]), "old").unwrap();
+        fs::write(path.join("other"), "old").unwrap();
+        fs::File::open(path)
+            .unwrap()
+            .set_modified(long_ago)
+            .unwrap();
+    }
+    if geteuid().is_root() {
+        lchown(&foreign, Some(APPLICATION), None).unwrap();
+    }
+    place.writer().write(all("new")).unwrap();
+    for path in [&foreign, &extended, &other_name] {
+        assert!(path.join("other").exists(), "{}", path.display());
+    }
+    assert!(other_name.join(NAMES[0]).exists());
+    assert_eq!(foreign.join(NAMES[0]).exists(), geteuid().is_root());
+}
+
+#[test]
+fn nothing_outside_is_read_or_removed_in_10_000_rotations_beside_a_hostile_application() {
+    let place = Place::new();
+    let done = AtomicBool::new(false);
+    let (written, attacks) = std::thread::scope(|scope| {
+        let application = scope.spawn(|| {
+            if geteuid().is_root() {
+                become_application();
+            }
+            let mut attacks = 0;
+            while !done.load(Ordering::Relaxed) {
+                attacks += usize::from(attack(&place).is_ok());
+            }
+            attacks
+        });
+        let mut written = 0;
+        let mut writer = place.writer();
+        for rotation in 0..ROTATIONS {
+            // Once in a while the agent starts anew, and finds leftovers of earlier ones.
+            if rotation % 20 == 0 {
+                backdate(&place.shared);
+                writer = place.writer();
+            }
+            written += usize::from(writer.write(all(&rotation.to_string())).is_ok());
+        }
+        done.store(true, Ordering::Relaxed);
+        (written, application.join().unwrap())
+    });
+    place.assert_outside_is_untouched();
+    println!("{written} rotations written, {attacks} attacks");
+    assert!(written > ROTATIONS / 100, "{written} rotations written");
+    assert!(attacks > ROTATIONS / 10, "{attacks} attacks");
+    assert!(place.parent.path().exists());
+}
+
+/// Gives up root for this thread alone.
+fn become_application() {
+    let (user, group) = (Uid::from_raw(APPLICATION), Gid::from_raw(APPLICATION));
+    set_thread_groups(&[]).unwrap();
+    set_thread_res_gid(group, group, group).unwrap();
+    set_thread_res_uid(user, user, user).unwrap();
+}
+
+/// Makes what this process has left stale.
+fn backdate(shared: &Path) {
+    let long_ago = Timespec::default();
+    let times = Timestamps {
+        last_access: long_ago,
+        last_modification: long_ago,
+    };
+    for entry in fs::read_dir(shared).unwrap() {
+        // The application may have removed it.
+        let _ = utimensat(
+            CWD,
+            entry.unwrap().path(),
+            &times,
+            AtFlags::SYMLINK_NOFOLLOW,
+        );
+    }
+}
+
+/// Changes something at random, as far as the application may.
+fn attack(place: &Place) -> std::io::Result<()> {
+    let entries = fs::read_dir(&place.shared)?.filter_map(|entry| Some(entry.ok()?.path()));
+    let fixed = [NAMES[0], NAMES[1], NAMES[2], "..data", "..istio-certs-0"];
+    let mut paths: Vec<_> = fixed.map(|name| place.shared.join(name)).to_vec();
+    paths.extend(entries);
+    let any = || paths[fastrand::usize(..paths.len())].clone();
+    let (path, other) = (any(), any());
+    let targets = [
+        "../outside",
+        "../outside/key.pem",
+        "..istio-certs-0",
+        "..istio-certs-0/../../outside",
+        "..",
+        "..data",
+    ];
+    let target = targets[fastrand::usize(..targets.len())];
+    match fastrand::u8(..20) {
+        0..5 => fs::remove_file(path),
+        5..12 => fs::remove_dir_all(path),
+        12 => fs::rename(path, other),
+        13..15 => Ok(renameat_with(CWD, path, CWD, other, RenameFlags::EXCHANGE)?),
+        15..18 => {
+            let _ = fs::remove_file(&path);
+            symlink(target, path)
+        }
+        18 => {
+            DirBuilder::new().mode(0o777).create(&path)?;
+            NAMES
+                .iter()
+                .try_for_each(|name| symlink(place.outside.join(name), path.join(name)))
+        }
+        _ => {
+            let _ = fs::remove_file(&path);
+            match fastrand::bool() {
+                true => Ok(mkfifoat(CWD, path, Mode::from_raw_mode(0o666))?),
+                false => {
+                    let mut options = OpenOptions::new();
+                    let options = options.write(true).create_new(true).mode(0o666);
+                    options.open(path).map(drop)
+                }
+            }
+        }
+    }
+}
