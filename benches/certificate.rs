@@ -150,6 +150,7 @@ async fn whole(target: &Target, round: usize) -> f64 {
     let config = secrets::Config {
         identity: identity(),
         key_type: KeyType::P256,
+        falls_back_to_rsa: false,
         encoding: Encoding::Traditional,
         ttl: DAY,
         grace_ratio: 0.5,

@@ -3,22 +3,25 @@
 //! rcgen writes PKCS #8, which wraps the traditional forms: PKCS #1 as it is, SEC 1 without the name
 //! of its curve, which is put back. Intermediate copies of a key are overwritten when dropped.
 
-use aws_lc_rs::encoding::{AsDer, EcPrivateKeyRfc5915Der};
+use aws_lc_rs::encoding::{AsDer, EcPrivateKeyRfc5915Der, Pkcs8V1Der};
+use aws_lc_rs::rsa::{self, KeySize};
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_ASN1_SIGNING, ECDSA_P384_SHA384_ASN1_SIGNING, EcdsaKeyPair,
 };
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256, RsaKeySize};
+use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256};
+use rustls::pki_types::PrivatePkcs8KeyDer;
 use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
 
-/// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds.
+/// The algorithm of a private key. ECDSA keys are made in microseconds, RSA keys in milliseconds, of
+/// 8192 bits in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyType {
     P256,
     P384,
-    /// The size in bits: 2048, 3072 or 4096.
+    /// The least size in bits, from 2048 to 8192; it is rounded up to one of [`RSA_SIZES`].
     Rsa(u32),
 }
 
@@ -29,8 +32,10 @@ pub enum KeyError {
         "requested key size does not meet the minimum required size of 2048 (requested: {bits})"
     )]
     RsaTooSmall { bits: u32 },
-    #[error("requested RSA key size {bits} is not supported, expected 2048, 3072 or 4096")]
-    RsaSize { bits: u32 },
+    #[error("requested RSA key size {bits} is not supported, expected at most 8192")]
+    RsaTooLarge { bits: u32 },
+    #[error("cannot make an RSA key")]
+    Rsa,
     #[error("the library wrote the new key in a form it does not document")]
     Form,
     #[error("cannot make a key and certificate request: {0}")]
@@ -46,6 +51,9 @@ pub enum Encoding {
     Pkcs8,
 }
 
+/// The sizes of RSA keys the library makes, in bits.
+pub const RSA_SIZES: [u32; 4] = [2048, 3072, 4096, 8192];
+
 /// Columns of PEM (RFC 7468, section 2).
 const COLUMNS: usize = 64;
 
@@ -53,13 +61,26 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError
     let key = match key_type {
         KeyType::P256 => KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256),
         KeyType::P384 => KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384),
-        KeyType::Rsa(2048) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_2048),
-        KeyType::Rsa(3072) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_3072),
-        KeyType::Rsa(4096) => KeyPair::generate_rsa_for(&PKCS_RSA_SHA256, RsaKeySize::_4096),
-        KeyType::Rsa(bits @ ..2048) => return Err(KeyError::RsaTooSmall { bits }),
-        KeyType::Rsa(bits) => return Err(KeyError::RsaSize { bits }),
+        KeyType::Rsa(bits) => {
+            // rcgen does not make the largest size.
+            let key = rsa::KeyPair::generate(rsa_size(bits)?).map_err(|_| KeyError::Rsa)?;
+            let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| KeyError::Form)?;
+            let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8.as_ref());
+            KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_RSA_SHA256)
+        }
     };
     Ok(Zeroizing::new(key?))
+}
+
+fn rsa_size(bits: u32) -> Result<KeySize, KeyError> {
+    match bits {
+        ..2048 => Err(KeyError::RsaTooSmall { bits }),
+        2048 => Ok(KeySize::Rsa2048),
+        2049..=3072 => Ok(KeySize::Rsa3072),
+        3073..=4096 => Ok(KeySize::Rsa4096),
+        4097..=8192 => Ok(KeySize::Rsa8192),
+        8193.. => Err(KeyError::RsaTooLarge { bits }),
+    }
 }
 
 /// The key as PEM.
@@ -115,6 +136,7 @@ fn pem(label: &str, der: &[u8]) -> Zeroizing<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aws_lc_rs::signature::RsaKeyPair;
     use rcgen::PublicKeyData;
 
     #[test]
@@ -137,6 +159,20 @@ mod tests {
                 assert_eq!(read.der_bytes(), key.der_bytes(), "{key_type:?}");
             }
         }
+    }
+
+    #[test]
+    fn rsa_sizes_are_rounded_up_to_one_the_library_makes() {
+        for (bits, made) in [(2048, 2048), (2049, 3072), (3072, 3072), (4096, 4096)] {
+            let key = generate(KeyType::Rsa(bits)).unwrap();
+            let modulus = RsaKeyPair::from_pkcs8(key.serialized_der()).unwrap();
+            assert_eq!(modulus.public_modulus_len() * 8, made, "{bits}");
+        }
+        for (bits, made) in [(4097, KeySize::Rsa8192), (8192, KeySize::Rsa8192)] {
+            assert_eq!(rsa_size(bits).unwrap(), made);
+        }
+        let sizes = RSA_SIZES.map(|bits| rsa_size(bits).unwrap().len() * 8);
+        assert_eq!(sizes, RSA_SIZES.map(|bits| bits as usize));
     }
 
     #[test]

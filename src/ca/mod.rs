@@ -31,6 +31,17 @@ pub struct SignError {
 }
 
 impl SignError {
+    /// Whether the authority will refuse the same request again.
+    pub fn is_lasting(&self) -> bool {
+        matches!(
+            self.code,
+            Code::InvalidArgument
+                | Code::FailedPrecondition
+                | Code::PermissionDenied
+                | Code::Unimplemented
+        )
+    }
+
     /// Whether the cause may pass by itself: a restart, overload, a token about to be refreshed. Other
     /// causes an operator has to remove first.
     pub fn may_pass(&self) -> bool {

@@ -120,7 +120,7 @@ impl Sources<'_> {
         missing.map(|path| path.display().to_string()).collect()
     }
 
-    fn key_provider(&self) -> Option<KeyProvider> {
+    pub(super) fn key_provider(&self) -> Option<KeyProvider> {
         let given = self.proxy_config.private_key_provider.as_ref()?;
         let (kind, method) = match (&given.cryptomb, &given.qat) {
             (Some(method), _) => (Kind::CryptoMb, method),

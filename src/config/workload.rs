@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::Sources;
 use super::environment as variables;
-use crate::ca::key::{Encoding, KeyType};
+use crate::ca::key::{Encoding, KeyType, RSA_SIZES};
 use crate::identity::SpiffeId;
+use crate::sds::key_provider::Kind;
 use crate::secrets::{self, output};
 
 /// What becomes of the workload's certificate.
@@ -23,6 +24,7 @@ pub struct WorkloadCertificate {
 impl Sources<'_> {
     /// `node_id` is what renewals are spread by.
     pub(super) fn workload_certificate(&mut self, node_id: &str) -> WorkloadCertificate {
+        let (key_type, falls_back_to_rsa) = self.key_type();
         WorkloadCertificate {
             renewal: secrets::Config {
                 identity: SpiffeId::new(
@@ -30,7 +32,8 @@ impl Sources<'_> {
                     self.namespace.clone(),
                     self.get(&variables::SERVICE_ACCOUNT),
                 ),
-                key_type: self.key_type(),
+                key_type,
+                falls_back_to_rsa,
                 encoding: match self.get(&variables::PKCS8_KEY) {
                     true => Encoding::Pkcs8,
                     false => Encoding::Traditional,
@@ -57,27 +60,43 @@ impl Sources<'_> {
         })
     }
 
-    fn key_type(&mut self) -> KeyType {
+    /// The type of key, and whether RSA follows should the authority refuse it.
+    fn key_type(&mut self) -> (KeyType, bool) {
         let algorithm = self.get(&variables::ECC_SIGNATURE_ALGORITHM);
-        let rsa_asked_for = self.env.is_set(&variables::WORKLOAD_RSA_KEY_SIZE);
+        let is_rsa_set = self.env.is_set(&variables::WORKLOAD_RSA_KEY_SIZE);
+        // Envoy's QAT provider takes no other keys.
+        let has_qat = self.key_provider().is_some_and(|it| it.kind == Kind::Qat);
         match algorithm.as_str() {
-            "" if rsa_asked_for => {
-                let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
-                if !matches!(bits, 2048 | 3072 | 4096) {
-                    let expected = "2048, 3072 or 4096 bits";
-                    self.problem("WORKLOAD_RSA_KEY_SIZE", &bits.to_string(), expected);
-                }
-                KeyType::Rsa(bits)
-            }
-            "" | "ECDSA" => match self.get(&variables::ECC_CURVE).as_str() {
-                "P384" => KeyType::P384,
-                _ => KeyType::P256,
-            },
+            "" if is_rsa_set || has_qat => (self.rsa(), false),
+            "" => (self.curve(), true),
+            "ECDSA" => (self.curve(), false),
             other => {
                 self.problem("ECC_SIGNATURE_ALGORITHM", other, "ECDSA");
-                KeyType::P256
+                (KeyType::P256, false)
             }
         }
+    }
+
+    fn curve(&mut self) -> KeyType {
+        match self.get(&variables::ECC_CURVE).as_str() {
+            "P384" => KeyType::P384,
+            _ => KeyType::P256,
+        }
+    }
+
+    fn rsa(&mut self) -> KeyType {
+        let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
+        let (name, found) = ("WORKLOAD_RSA_KEY_SIZE", bits.to_string());
+        if !(2048..=8192).contains(&bits) {
+            self.problem(name, &found, "a number of bits from 2048 to 8192");
+        } else if !RSA_SIZES.contains(&bits) {
+            self.warn(
+                name,
+                found,
+                "2048, 3072, 4096 or 8192; the next larger one is used",
+            );
+        }
+        KeyType::Rsa(bits)
     }
 
     fn ttl(&mut self) -> Duration {
@@ -90,9 +109,11 @@ impl Sources<'_> {
 
     fn ratio(&mut self, variable: &variables::Variable<f64>) -> f64 {
         let ratio = self.get(variable);
-        if !(0.0..=1.0).contains(&ratio) {
-            self.problem(variable.name, &ratio.to_string(), "a number from 0 to 1");
+        let used = ratio.clamp(0.0, 1.0);
+        if used != ratio {
+            let expected = format!("a number from 0 to 1; {used} is used");
+            self.warn(variable.name, ratio.to_string(), expected);
         }
-        ratio
+        used
     }
 }

@@ -30,7 +30,7 @@ async fn signed_by(authority: &FakeAuthority) -> State {
         csr::generate(config.key_type, Default::default(), &config.identity).expect("generates");
     let answer = authority.sign(&request.csr_pem, Duration::from_secs(3600));
     let answer = answer.await.expect("signs");
-    let workload = Workload::new(&answer, request.key_pem, clock().now()).expect("is good");
+    let workload = Workload::new(&answer, request.key_pem).expect("is good");
     State {
         roots: Some(workload.roots.clone()),
         workload: Some(Arc::new(workload)),

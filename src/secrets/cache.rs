@@ -112,7 +112,7 @@ impl CertificateCache {
         // A key that is not UTF-8 fails as a key.
         let key_pem = String::from_utf8_lossy(parts.next().unwrap_or_default());
         let key_pem = Zeroizing::new(key_pem.into_owned());
-        let workload = Workload::new(&header.answer, key_pem, now)?;
+        let workload = Workload::new(&header.answer, key_pem)?.unexpired(now)?;
         if !workload.certificate.is_issued_to(&self.identity) {
             return Err(OTHER.into());
         }

@@ -67,7 +67,6 @@ impl Workload {
     pub fn new(
         answer: &[String],
         mut key_pem: Zeroizing<String>,
-        now: SystemTime,
     ) -> Result<Self, CertificateError> {
         let [chain @ .., roots_pem] = answer else {
             return Err(CertificateError::TooShort { found: 0 });
@@ -83,7 +82,6 @@ impl Workload {
         let missing = ChainError::Missing { bytes: 0 };
         let roots = Roots::merged([roots_pem.as_bytes()])
             .ok_or_else(|| not_certificates(chain.len(), roots_pem, missing))?;
-        let not_after = leaf.not_after;
         let chain_pem = joined(chain, roots_pem);
         let key_pem = Zeroizing::new(std::mem::take(&mut *key_pem).into_bytes());
         let certificate = Certificate::new(chain_pem, leaf, key_pem);
@@ -91,13 +89,19 @@ impl Workload {
             KeyError::Mismatch => CertificateError::ForeignKey,
             other => CertificateError::Key(other),
         })?;
-        if not_after <= now {
-            return Err(CertificateError::Expired { not_after, now });
-        }
         Ok(Self {
             certificate: Arc::new(certificate),
             roots,
         })
+    }
+
+    /// Refuses an expired certificate.
+    pub(super) fn unexpired(self, now: SystemTime) -> Result<Self, CertificateError> {
+        let not_after = self.certificate.not_after();
+        match not_after > now {
+            true => Ok(self),
+            false => Err(CertificateError::Expired { not_after, now }),
+        }
     }
 }
 
@@ -169,6 +173,13 @@ impl Certificate {
             oddities.push(format!(
                 "it is issued to {:?}, we asked for {identity}",
                 self.leaf.uris
+            ));
+        }
+        if self.not_after() <= now {
+            oddities.push(format!(
+                "it is valid until {}, it is now {}: the clocks differ",
+                rfc3339(self.not_after()),
+                rfc3339(now)
             ));
         }
         if self.not_before() > now {

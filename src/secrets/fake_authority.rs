@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PKCS_ECDSA_P256_SHA256,
-    PublicKeyData, SanType, SignatureAlgorithm,
+    PKCS_RSA_SHA256, PublicKeyData, SanType, SignatureAlgorithm,
 };
 use rustls::pki_types::CertificateSigningRequestDer;
 use rustls::pki_types::pem::PemObject;
@@ -27,6 +27,8 @@ use crate::secrets::Config;
 pub(crate) enum Answer {
     Signed,
     Fails(Code),
+    /// Signs RSA keys only.
+    RefusesEcdsa(Code),
     /// Nothing until the answer is another one.
     Waits,
     Empty,
@@ -65,6 +67,7 @@ pub(crate) fn config() -> Config {
     Config {
         identity: SpiffeId::new("cluster.local", "shop", "cart"),
         key_type: KeyType::P256,
+        falls_back_to_rsa: false,
         encoding: Default::default(),
         ttl: Duration::from_secs(24 * 3600),
         grace_ratio: 0.5,
@@ -164,7 +167,7 @@ impl Ca for FakeAuthority {
             log.requests += 1;
             log.in_flight += 1;
             log.most_in_flight = log.most_in_flight.max(log.in_flight);
-            log.keys.insert(key.0.clone());
+            log.keys.insert(key.bits.clone());
         }
         let _in_flight = InFlight(&self.log); // Ends with the call, also when that is given up.
         let mut answers = self.answer.subscribe();
@@ -172,7 +175,8 @@ impl Ca for FakeAuthority {
         let mut signed = self.signed(&key, ttl);
         match answer {
             Answer::Signed | Answer::Waits => {}
-            Answer::Fails(code) => {
+            Answer::RefusesEcdsa(_) if key.is_rsa => {}
+            Answer::Fails(code) | Answer::RefusesEcdsa(code) => {
                 return Err(SignError {
                     code,
                     message: "told to fail".to_owned(),
@@ -184,7 +188,14 @@ impl Ca for FakeAuthority {
             Answer::GarbageRoots => signed[1] = "no certificate".to_owned(),
             Answer::ForeignKey => {
                 let other = KeyPair::generate().unwrap();
-                signed = self.signed(&PublicKey(other.public_key_raw().to_vec()), ttl);
+                let bits = other.public_key_raw().to_vec();
+                signed = self.signed(
+                    &PublicKey {
+                        bits,
+                        is_rsa: false,
+                    },
+                    ttl,
+                );
             }
             Answer::ForeignName => {
                 let other = SpiffeId::new("cluster.local", "shop", "till");
@@ -217,23 +228,32 @@ impl Root {
     }
 }
 
-struct PublicKey(Vec<u8>);
+struct PublicKey {
+    bits: Vec<u8>,
+    is_rsa: bool,
+}
 
 impl PublicKey {
     fn of(csr_pem: &str) -> Self {
         let der = CertificateSigningRequestDer::from_pem_slice(csr_pem.as_bytes()).unwrap();
         let (_, csr) = X509CertificationRequest::from_der(&der).unwrap();
-        let info = csr.certification_request_info;
-        Self(info.subject_pki.subject_public_key.data.to_vec())
+        let key = csr.certification_request_info.subject_pki;
+        Self {
+            bits: key.subject_public_key.data.to_vec(),
+            is_rsa: matches!(key.parsed(), Ok(x509_parser::public_key::PublicKey::RSA(_))),
+        }
     }
 }
 
 impl PublicKeyData for PublicKey {
     fn der_bytes(&self) -> &[u8] {
-        &self.0
+        &self.bits
     }
 
     fn algorithm(&self) -> &'static SignatureAlgorithm {
-        &PKCS_ECDSA_P256_SHA256
+        match self.is_rsa {
+            true => &PKCS_RSA_SHA256,
+            false => &PKCS_ECDSA_P256_SHA256,
+        }
     }
 }

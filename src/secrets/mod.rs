@@ -16,6 +16,7 @@ pub mod name;
 pub mod observe;
 pub mod output;
 pub mod renewal;
+mod retries;
 mod schedule;
 mod subscription;
 #[cfg(test)]
@@ -52,6 +53,8 @@ use trust::MeshBundle;
 pub struct Config {
     pub identity: SpiffeId,
     pub key_type: KeyType,
+    /// Whether an authority that refuses `key_type` is asked for RSA instead.
+    pub falls_back_to_rsa: bool,
     pub encoding: Encoding,
     /// The lifetime to ask for.
     pub ttl: Duration,
@@ -121,6 +124,7 @@ pub fn new<C: Ca>(
         CertificateCache::new(parent, &config.identity, kind)
     });
     let renewal = Renewal {
+        key_type: Mutex::new(config.key_type),
         config,
         ca,
         clock,
@@ -141,6 +145,13 @@ impl Problem {
 }
 
 impl State {
+    /// When the certificate is to be withdrawn. Never if it had expired when it came: there was no other.
+    fn expiry(&self) -> Option<SystemTime> {
+        let not_after = self.workload.as_ref()?.certificate.not_after();
+        let dates = self.dates?;
+        (dates.issued < not_after).then_some(not_after)
+    }
+
     /// The workload's own secrets; None for other names, and before there is one.
     pub fn secret(&self, name: &Name) -> Option<Secret> {
         match name {

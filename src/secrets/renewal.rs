@@ -11,14 +11,15 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tonic::Code;
 
 use super::cache::CertificateCache;
 use super::certificate::{CertificateError, Workload};
 use super::metrics::Metrics;
 use super::observe::Dates;
+use super::retries::Retries;
 use super::{Config, Problem, Roots, State, schedule};
-use crate::backoff::Backoff;
-use crate::ca::key::KeyError;
+use crate::ca::key::{KeyError, KeyType};
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::{Clock, rfc3339};
 
@@ -40,12 +41,17 @@ pub enum IssueError {
 /// Limit of one request to the authority, far above the limit of its client.
 const SIGNING_LIMIT: Duration = Duration::from_secs(120);
 
+/// So many failures with the code INTERNAL in a row are taken for a refusal.
+const PERSISTENT: u32 = 3;
+
 /// How long changed roots are published before the certificate they signed, so that the pod's Envoys
 /// have them when the certificate arrives.
 const ROOTS_AHEAD: Duration = Duration::from_secs(1);
 
 pub(super) struct Renewal<C> {
     pub(super) config: Config,
+    /// The configured one, or RSA after a refusal.
+    pub(super) key_type: Mutex<KeyType>,
     pub(super) ca: C,
     pub(super) clock: Clock,
     pub(super) state: watch::Sender<State>,
@@ -85,7 +91,10 @@ impl<C: Ca> Renewal<C> {
                     self.wait_for_renewal(due, &mut mesh, is_first).await;
                 }
                 Err(error) => {
-                    let wait = retries.next_wait(&error, self.remaining());
+                    let mut wait = retries.next_wait(&error, self.remaining());
+                    if self.falls_back_to_rsa(&error, retries.failures) {
+                        wait = schedule::LEAST_WAIT;
+                    }
                     self.report(error, retries.failures, wait);
                     self.clock.sleep_until_due(self.clock.now() + wait).await;
                 }
@@ -173,15 +182,17 @@ impl<C: Ca> Renewal<C> {
     /// that no key outlives its certificate.
     async fn issue(&self, is_retry: bool) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
-        let Config {
-            key_type, encoding, ..
-        } = self.config;
+        let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
         let identity = self.config.identity.clone();
         let generating = move || csr::generate(key_type, encoding, &identity);
         let request = tokio::task::spawn_blocking(generating).await??;
         let answer = self.sign(&request.csr_pem, is_retry).await?;
         let now = self.clock.now();
-        let workload = Workload::new(&answer, request.key_pem, now)?;
+        let mut workload = Workload::new(&answer, request.key_pem)?;
+        // With none in hand an expired one is better: the clock may be ahead.
+        if self.remaining().is_some() {
+            workload = workload.unexpired(now)?;
+        }
         for oddity in workload.certificate.oddities(&self.config.identity, now) {
             tracing::warn!(target: "cache", "resource:default is used although {oddity}");
         }
@@ -207,6 +218,28 @@ impl<C: Ca> Renewal<C> {
         answer
     }
 
+    /// Whether to ask for RSA from now on: the authority refuses requests with a key that no setting
+    /// asks for.
+    fn falls_back_to_rsa(&self, error: &IssueError, failures: u32) -> bool {
+        let IssueError::Sign(error) = error else {
+            return false;
+        };
+        // Some authorities answer with this code whatever their signer says.
+        let is_persistent = error.code == Code::Internal && failures >= PERSISTENT;
+        let mut key_type = self.key_type.lock();
+        let is_rsa = matches!(*key_type, KeyType::Rsa(_));
+        if is_rsa || !self.config.falls_back_to_rsa || !(error.is_lasting() || is_persistent) {
+            return false;
+        }
+        tracing::warn!(
+            target: "cache",
+            "the authority refuses a request with an ECDSA key; asking for RSA 2048 from now on, as \
+             ECC_SIGNATURE_ALGORITHM is not set"
+        );
+        *key_type = KeyType::Rsa(2048);
+        true
+    }
+
     /// For a certificate taken into use at `issued`.
     fn renewal_time(&self, workload: &Workload, issued: SystemTime) -> SystemTime {
         let Config {
@@ -217,7 +250,12 @@ impl<C: Ca> Renewal<C> {
         } = self.config;
         let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
         let ratio = schedule::varied(grace_ratio, grace_jitter, drawn * 2.0 - 1.0);
-        let not_after = workload.certificate.not_after();
+        let mut not_after = workload.certificate.not_after();
+        if not_after <= issued {
+            // By its own clock the certificate is new, or the authority is wrong and may mend soon.
+            let life = left(not_after, workload.certificate.not_before());
+            not_after = issued + life.min(schedule::LONGEST_DOUBTFUL);
+        }
         let due = schedule::renewal_time(issued, not_after, ratio, least_pause);
         let wait = left(due, self.clock.now());
         tracing::debug!(target: "cache", "scheduled certificate for rotation in {wait:?}");
@@ -261,11 +299,12 @@ impl<C: Ca> Renewal<C> {
         }
     }
 
-    /// The remaining lifetime of the published certificate.
+    /// The remaining lifetime of the published certificate; None if it has ended.
     fn remaining(&self) -> Option<Duration> {
         let state = self.state.borrow();
         let certificate = &state.workload.as_ref()?.certificate;
-        Some(left(certificate.not_after(), self.clock.now()))
+        let left = left(certificate.not_after(), self.clock.now());
+        (!left.is_zero()).then_some(left)
     }
 
     fn report(&self, error: IssueError, failures: u32, wait: Duration) {
@@ -299,13 +338,12 @@ impl<C: Ca> Renewal<C> {
     async fn withdraw_expired(&self) {
         let mut published = self.state.subscribe();
         loop {
-            let workload = published.borrow_and_update().workload.clone();
+            let expiry = published.borrow_and_update().expiry();
             let expiry = async {
-                let Some(workload) = &workload else {
-                    return std::future::pending().await;
-                };
-                let not_after = workload.certificate.not_after();
-                self.clock.sleep_until(not_after).await;
+                match expiry {
+                    Some(expiry) => self.clock.sleep_until(expiry).await,
+                    None => std::future::pending().await,
+                }
             };
             tokio::select! {
                 // Not an error: this task itself holds the sender.
@@ -318,15 +356,15 @@ impl<C: Ca> Renewal<C> {
     /// A new certificate may have been published in the same moment, so the state is read again.
     fn withdraw_if_expired(&self) {
         let now = self.clock.now();
-        let expired = |workload: &mut Arc<Workload>| workload.certificate.not_after() <= now;
         self.state.send_if_modified(|state| {
-            let Some(workload) = state.workload.take_if(expired) else {
+            let Some(expiry) = state.expiry().filter(|expiry| *expiry <= now) else {
                 return false;
             };
+            state.workload = None;
             tracing::error!(
                 target: "cache",
                 "resource:default expired at {}; withdrawn until a new one is signed",
-                rfc3339(workload.certificate.not_after())
+                rfc3339(expiry)
             );
             true
         });
@@ -335,41 +373,4 @@ impl<C: Ca> Renewal<C> {
 
 fn left(until: SystemTime, now: SystemTime) -> Duration {
     until.duration_since(now).unwrap_or_default()
-}
-
-/// The failures since the last success.
-struct Retries {
-    failures: u32,
-    backoff: Backoff,
-}
-
-impl Retries {
-    fn new() -> Self {
-        Self {
-            failures: 0,
-            backoff: Backoff::new(schedule::RETRY_BASE, schedule::RETRY_BASE),
-        }
-    }
-
-    fn next_wait(&mut self, error: &IssueError, remaining: Option<Duration>) -> Duration {
-        self.failures = self.failures.saturating_add(1);
-        let cap = schedule::retry_cap(remaining);
-        self.backoff.set_cap(cap);
-        let wait = self.backoff.next_wait();
-        // Other failures are retried at the longest wait.
-        let wait = match may_pass(error) {
-            true => wait,
-            false => Backoff::new(cap, cap).next_wait(),
-        };
-        wait.max(schedule::LEAST_WAIT)
-    }
-}
-
-/// Whether the cause may pass by itself within seconds.
-fn may_pass(error: &IssueError) -> bool {
-    match error {
-        IssueError::Sign(error) => error.may_pass(),
-        IssueError::Silent | IssueError::Interrupted(_) => true,
-        IssueError::Request(_) | IssueError::Certificate(_) => false,
-    }
 }

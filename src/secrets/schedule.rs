@@ -16,6 +16,9 @@ pub(super) const LEAST_WAIT: Duration = Duration::from_millis(100);
 /// The longest a renewal is put off that new roots of the mesh ask for.
 const LONGEST_SPREAD: Duration = Duration::from_secs(600);
 
+/// The life taken for that of a certificate which has expired when it comes, at most.
+pub(super) const LONGEST_DOUBTFUL: Duration = Duration::from_secs(120);
+
 /// Ceiling of the waits while the certificate in hand has long to live.
 const RETRY_CAP: Duration = Duration::from_secs(60);
 

@@ -170,6 +170,7 @@ pub fn serve_secrets(connection: &Connection, socket: &Path) -> JoinSet<()> {
     let config = secrets::Config {
         identity: SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT),
         key_type: KeyType::P256,
+        falls_back_to_rsa: false,
         encoding: Default::default(),
         ttl: Duration::from_secs(3600),
         grace_ratio: 1.0,

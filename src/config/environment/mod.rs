@@ -116,8 +116,8 @@ variables! {
     SECRET_TTL: Duration = "24h", "Lifetime asked for in certificate requests.", Same;
     SECRET_GRACE_PERIOD_RATIO: f64 = "0.5", "Part of the lifetime left at renewal.", Same;
     SECRET_GRACE_PERIOD_RATIO_JITTER: f64 = "0.01", "Spread of that part.", Same;
-    WORKLOAD_RSA_KEY_SIZE: u32 = "2048", "Bits of an RSA key; when set, keys are RSA.", Same;
-    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless WORKLOAD_RSA_KEY_SIZE is set.", Differs("RSA");
+    WORKLOAD_RSA_KEY_SIZE: u32 = "2048", "Bits of an RSA key, 2048 to 8192; when set, keys are RSA.", Same;
+    ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless WORKLOAD_RSA_KEY_SIZE is set or privateKeyProvider is qat. Unset, RSA follows a refusal.", Differs("RSA");
     ECC_CURVE: String = "P256", "Curve of ECDSA keys: P256 or P384.", Same;
     WORKLOAD_IDENTITY_SOCKET_FILE: String = "socket", "File name of the SDS socket.", Same;
     GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before a keepalive ping to istiod.", Same;

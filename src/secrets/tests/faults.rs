@@ -75,7 +75,9 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_un
         assert!(!text.contains("PRIVATE"));
 
         tokio::time::sleep(12 * HOUR).await;
-        assert!(fixture.secrets.latest().workload.is_none(), "{fault:?}");
+        // With nothing else in hand an expired one is served.
+        let is_gone = fixture.secrets.latest().workload.is_none();
+        assert_eq!(is_gone, fault != Answer::Expired, "{fault:?}");
         assert!(fixture.secrets.latest().roots.is_some(), "{fault:?}");
         let before = fixture.authority.requests();
         tokio::time::sleep(10 * MINUTE).await;
@@ -96,15 +98,15 @@ async fn no_fault_of_the_authority_withdraws_a_good_certificate_spins_or_goes_un
 async fn clocks_that_differ_and_short_lives_cost_no_storm() {
     const SHORT: Duration = Duration::from_secs(10);
     const LONG: Duration = Duration::from_secs(24 * 3600);
-    // Seconds the authority's clock is ahead, life asked for, requests in ten minutes, in use.
-    for (skew, ttl, requests, is_used) in [
-        (0, LONG, 1..=1, true),
-        (3600, LONG, 1..=1, true),
-        (-3600, LONG, 1..=1, true),
-        (0, SHORT, 100..=130, true),
-        (3600, SHORT, 1..=1, true),
-        // What has expired on arrival is of no use.
-        (-3600, SHORT, 100..=400, false),
+    // Seconds the authority's clock is ahead, life asked for, requests in ten minutes.
+    for (skew, ttl, requests) in [
+        (0, LONG, 1..=1),
+        (3600, LONG, 1..=1),
+        (-3600, LONG, 1..=1),
+        (0, SHORT, 100..=130),
+        (3600, SHORT, 1..=1),
+        // Expired on arrival.
+        (-3600, SHORT, 5..=20),
     ] {
         let fixture = start(Config { ttl, ..config() }, Answer::Waits);
         fixture.authority.set_skew(skew);
@@ -116,8 +118,68 @@ async fn clocks_that_differ_and_short_lives_cost_no_storm() {
         }
         let found = fixture.authority.requests();
         assert!(requests.contains(&found), "{skew} s, {ttl:?}: {found}");
-        assert_eq!(withdrawn == 0, is_used, "{skew} s, {ttl:?}: {withdrawn}");
+        assert_eq!(withdrawn, 0, "{skew} s, {ttl:?}");
     }
+}
+
+/// Two requests after each other, the first refused or not.
+async fn keys_after(code: Code, falls_back_to_rsa: bool) -> (usize, Vec<u8>) {
+    let config = Config {
+        falls_back_to_rsa,
+        ..config()
+    };
+    let mut fixture = start(config, Answer::RefusesEcdsa(code));
+    let Ok(first) = tokio::time::timeout(5 * MINUTE, fixture.first()).await else {
+        return (0, Vec::new());
+    };
+    let second = fixture.renewed(&first).await;
+    let key = second.certificate.key_pem().to_vec();
+    (fixture.authority.requests(), key)
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_authority_that_lastingly_refuses_the_default_key_is_asked_for_rsa_from_then_on() {
+    for (code, requests) in [
+        (Code::InvalidArgument, 3),
+        (Code::FailedPrecondition, 3),
+        (Code::PermissionDenied, 3),
+        (Code::Unimplemented, 3),
+        // It may pass, so it is tried again.
+        (Code::Internal, 5),
+    ] {
+        let (found, key) = keys_after(code, true).await;
+        assert!(key.starts_with(b"-----BEGIN RSA PRIVATE KEY"), "{code:?}");
+        // All refusals are before the first certificate.
+        assert_eq!(found, requests, "{code:?}");
+        assert_eq!(keys_after(code, false).await.0, 0, "{code:?}");
+    }
+    for code in [Code::Unavailable, Code::Unauthenticated] {
+        assert_eq!(keys_after(code, true).await.0, 0, "{code:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_ahead_of_the_certificates_end_serves_it_and_renews_it_each_minute() {
+    let mut fixture = start(config(), Answer::Waits);
+    fixture.authority.set_skew(-25 * 3600);
+    fixture.authority.set(Answer::Signed);
+    let first = fixture.first().await;
+    assert!(first.certificate.not_after() <= fixture.clock.now());
+    // An authority that fails meanwhile does not take it away, and is not asked more often than
+    // without a certificate.
+    fixture.authority.set(Answer::Fails(Code::Unavailable));
+    tokio::time::sleep(10 * MINUTE).await;
+    assert!(fixture.is_serving(&first));
+    let requests = fixture.authority.requests();
+    assert!((60..600).contains(&requests), "{requests}");
+    // Once the clocks agree a good one is served, until it expires.
+    fixture.authority.set_skew(0);
+    fixture.authority.set(Answer::Signed);
+    let second = fixture.renewed(&first).await;
+    assert!(second.certificate.not_after() > fixture.clock.now());
+    fixture.authority.set(Answer::Fails(Code::Unavailable));
+    tokio::time::sleep(24 * HOUR).await;
+    assert!(fixture.secrets.latest().workload.is_none());
 }
 
 #[tokio::test(start_paused = true)]

@@ -157,7 +157,6 @@ async fn an_unusable_answer_is_never_published_and_never_asked_for_in_haste() {
         Answer::GarbageLeaf,
         Answer::GarbageRoots,
         Answer::ForeignKey,
-        Answer::Expired,
         Answer::Fails(Code::PermissionDenied),
         Answer::Fails(Code::Unavailable),
     ] {
@@ -235,7 +234,9 @@ async fn refusals_name_what_was_found() {
         (Answer::ForeignKey, "a public key that is not ours"),
         (Answer::Expired, "the leaf expired at 2026-02-02T"),
     ] {
-        let mut fixture = start(config(), answer);
+        let mut fixture = start(config(), Answer::Signed);
+        fixture.first().await;
+        fixture.authority.set(answer);
         let state = fixture.state_after(|state| state.problem.is_some()).await;
         let message = state.problem.expect("is there").cause();
         assert!(message.contains(expected), "{message}");
@@ -243,7 +244,7 @@ async fn refusals_name_what_was_found() {
 }
 
 #[tokio::test]
-async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
+async fn a_foreign_identity_and_a_clock_that_differs_are_odd_and_not_refused() {
     let clock = clock();
     let authority = FakeAuthority::new(&clock);
     let ours = config().identity;
@@ -251,10 +252,12 @@ async fn a_foreign_identity_and_a_clock_behind_are_odd_and_not_refused() {
         crate::ca::csr::generate(KeyType::P256, Default::default(), &ours).expect("generates");
     let answer = authority.sign(&request.csr_pem, HOUR).await.expect("signs");
     let behind = clock.now() - HOUR;
-    let workload = Workload::new(&answer, request.key_pem, behind).expect("is accepted");
+    let workload = Workload::new(&answer, request.key_pem).expect("is accepted");
     let certificate: &Certificate = &workload.certificate;
     assert!(certificate.oddities(&ours, clock.now()).is_empty());
     assert_eq!(certificate.oddities(&ours, behind).len(), 1);
+    let ahead = clock.now() + HOUR;
+    assert_eq!(certificate.oddities(&ours, ahead).len(), 1);
     let other = SpiffeId::new("cluster.local", "shop", "till");
     assert_eq!(certificate.oddities(&other, clock.now()).len(), 1);
 }
@@ -270,12 +273,11 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
             .expect("signs")
             .pem();
         let answer = [itself.clone(), itself];
-        let now = clock().now();
-        Workload::new(&answer, request.key_pem, now).expect("matches its key");
+        Workload::new(&answer, request.key_pem).expect("matches its key");
         let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
             .expect("generates");
         assert!(matches!(
-            Workload::new(&answer, other.key_pem, now),
+            Workload::new(&answer, other.key_pem),
             Err(CertificateError::ForeignKey)
         ));
     }
