@@ -97,12 +97,13 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
         let status = config.status.as_ref();
         let port = status.map(|status| status::bind(status.port));
         let port = port.transpose().map_err(status::Error::from)?;
-        let detected = sds_socket::detect(&config).await?;
+        let mut detected = sds_socket::detect(&config).await?;
         if detected.owner == SdsOwner::Agent && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
         }
+        let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap.node);
-        let agent = Agent::build(config, port, detected, load, milestones, &stop)?;
+        let agent = Agent::build(config, port, detected, listener, load, milestones, &stop)?;
         agent.run(stop).await
     };
     tokio::select! {
@@ -133,6 +134,7 @@ impl Agent {
         config: Config,
         port: Option<status::Listener>,
         detected: Detected,
+        listener: Option<unix_socket::Listener>,
         load: Load,
         milestones: Milestones,
         stop: &Stop,
@@ -158,7 +160,7 @@ impl Agent {
         let dns = agent.dns()?;
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let (secrets, pcds) = agent.secrets(&istiod, owner)?;
+        let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
         let discovery = agent.discovery(istiod.clone(), pcds, dns.clone())?;
         milestones.mark(startup::SOCKETS_BOUND);
         if let Some(port) = port {
@@ -269,7 +271,8 @@ impl Agent {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
         };
-        let listener = unix_socket::bind(&config.socket)?;
+        // Applications of gRPC share the directory, and may have taken the name.
+        let listener = unix_socket::replace(&config.socket)?;
         let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
         let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
         let interceptors = Interceptors::new(nds.into_iter().chain(pcds).collect());

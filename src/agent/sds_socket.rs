@@ -9,13 +9,19 @@ use std::time::Duration;
 
 use super::Error;
 use crate::backoff::Backoff;
+use crate::bootstrap::FILES_SOCKET;
 use crate::bootstrap::node::Node;
 use crate::config::{AbsentSocket, Config};
+use crate::lifecycle::with_causes;
 use crate::metrics::{Gauge, Registry};
 use crate::unix_socket::probe::{self, Health};
+use crate::unix_socket::{self, BindError, Listener};
 
 /// Where a gateway finds another process that serves its credentials.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
+
+/// Tells istiod that the agent serves files beside another process.
+const FILES: &str = "file-credential";
 
 /// Between two checks of another process' socket while it is healthy.
 const PAUSE: Duration = Duration::from_secs(30);
@@ -39,6 +45,25 @@ pub(super) struct Detected {
 }
 
 impl Detected {
+    /// Binds the socket on which the agent serves secrets. Beside another process that is the one for
+    /// files; if it cannot be bound, as under a read-only root, the agent goes on without it. None
+    /// without Envoy, as there is no client.
+    pub(super) fn bind(&mut self, config: &Config) -> Result<Option<Listener>, BindError> {
+        if config.envoy.is_none() {
+            return Ok(None);
+        }
+        if self.owner == SdsOwner::Agent {
+            return unix_socket::bind(&config.sds_socket).map(Some);
+        }
+        let bound = unix_socket::bind(Path::new(FILES_SOCKET));
+        Ok(bound
+            .inspect_err(|error| {
+                tracing::warn!("no secrets from files are served: {}", with_causes(error));
+                self.metadata.retain(|name| *name != FILES);
+            })
+            .ok())
+    }
+
     pub(super) fn add_to(&self, node: &mut Node) {
         for name in &self.metadata {
             node.metadata.insert((*name).to_owned(), "true".into());
@@ -54,7 +79,7 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
     }
     let owner = owner(&config.sds_socket, config.secret_sources.absent_socket).await?;
     if owner != SdsOwner::Agent {
-        metadata.push("file-credential");
+        metadata.push(FILES);
     }
     Ok(Detected { owner, metadata })
 }

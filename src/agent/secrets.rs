@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::Agent;
 use super::pcds::Pcds;
 use super::sds_socket::{self, SdsOwner};
-use crate::bootstrap;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
@@ -15,30 +14,28 @@ use crate::sds;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets, output};
+use crate::unix_socket::Listener;
 use crate::unix_socket::access::Access;
-use crate::unix_socket::{self, BindError};
 
 /// For the connection to istiod, and for its first answer to a CSR.
 const SIGNING_LIMIT: Duration = Duration::from_secs(10);
 
 impl Agent {
-    /// Serves all secrets, or only those from files if another process owns the workload socket.
+    /// Serves all secrets on `listener`, or only those from files if another process owns the workload
+    /// socket.
     pub(super) fn secrets(
         &mut self,
         istiod: &Istiod,
         owner: SdsOwner,
-    ) -> Result<(Option<Secrets>, Option<Pcds>), BindError> {
+        listener: Option<Listener>,
+    ) -> (Option<Secrets>, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
-        let mut socket = self.config.sds_socket.clone();
         if let SdsOwner::Other { is_healthy } = owner {
             config.workload = None;
+            let socket = self.config.sds_socket.clone();
             let watching = sds_socket::watch_health(socket, is_healthy, &self.metrics);
             self.spawn_until_shutdown("watch of the SDS socket", watching);
-            socket = bootstrap::FILES_SOCKET.into();
         }
-        // Without Envoy there is no client.
-        let serves = self.config.envoy.is_some();
-        let listener = serves.then(|| unix_socket::bind(&socket)).transpose()?;
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("secrets from files", keeping);
         let serves_workload = owner == SdsOwner::Agent;
@@ -63,7 +60,7 @@ impl Agent {
             let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
-        Ok((secrets, pcds))
+        (secrets, pcds)
     }
 
     /// Has certificates signed and renewed as configured.

@@ -215,7 +215,15 @@ impl Sources<'_> {
             (Some("SYSTEM"), ..) => tls::Roots::System,
             (Some(file), ..) => self.existing(name, file.into()),
             _ if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
-            (_, Some(client), _) => self.existing("PROV_CERT", client.join("root-cert.pem")),
+            (_, Some(client), _) => {
+                let root = client.join("root-cert.pem");
+                // Discovery reads it when it dials. The authority reports it if it is needed.
+                if name == variables::XDS_ROOT_CA.name {
+                    self.expected_later("PROV_CERT", root)
+                } else {
+                    self.existing("PROV_CERT", root)
+                }
+            }
             (.., Some(named)) => self.existing("TLS_CLIENT_ROOT_CERT", named),
             _ if self.get(&variables::PILOT_CERT_PROVIDER) == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
@@ -224,6 +232,19 @@ impl Sources<'_> {
             }
             _ => self.existing(name, ISTIOD_ROOT.into()),
         }
+    }
+
+    fn expected_later(&mut self, name: &str, file: PathBuf) -> tls::Roots {
+        let path = file.display().to_string();
+        if !self.is_file(&path) {
+            let subject = format!("root file for istiod ({name})");
+            self.warn(
+                &subject,
+                path,
+                "a file of root certificates by the first call",
+            );
+        }
+        tls::Roots::File(file)
     }
 
     fn existing(&mut self, name: &str, file: PathBuf) -> tls::Roots {

@@ -79,7 +79,7 @@ mod tests {
     use crate::proxy_config::yaml;
 
     fn subjects(text: &str) -> Vec<String> {
-        let mesh = yaml::object("mesh", text)
+        let mesh = yaml::object("mesh", text, &mut Vec::new())
             .expect("YAML")
             .expect("an object");
         let problems = check("mesh", &mesh).into_iter();

@@ -352,3 +352,5 @@ mod dns_tests;
 mod envoy_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod workload_tests;

@@ -5,7 +5,6 @@ use std::fs;
 use tempfile::TempDir;
 
 use super::*;
-use crate::ca::key::{Encoding, KeyType};
 use crate::istiod::{Security, tls};
 
 pub(super) struct Machine {
@@ -229,7 +228,6 @@ fn every_problem_is_reported_at_once() {
         ("PILOT_CERT_PROVIDER", "none"),
         ("CA_ADDR", "nowhere"),
         ("ECC_SIGNATURE_ALGORITHM", "RSA"),
-        ("SECRET_GRACE_PERIOD_RATIO", "1.5"),
         ("WORKLOAD_IDENTITY_SOCKET_FILE", "a/b"),
         (
             "PROXY_CONFIG",
@@ -249,13 +247,26 @@ fn every_problem_is_reported_at_once() {
         "CA_HEADER_bad name",
         "ISTIO_BOOTSTRAP",
         "ECC_SIGNATURE_ALGORITHM",
-        "SECRET_GRACE_PERIOD_RATIO",
     ] {
         assert!(
             subjects.iter().any(|s| s == subject),
             "{subject} in {subjects:?}"
         );
     }
+}
+
+#[test]
+fn of_equal_keys_in_a_document_the_last_counts_with_a_warning() {
+    let config = machine(&[(
+        "PROXY_CONFIG",
+        "drainDuration: 3s\nproxyMetadata: {A: x1, A: x2}\ndrainDuration: 7s\n",
+    )])
+    .config();
+    let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
+    assert_eq!(subjects, ["PROXY_CONFIG line 3", "PROXY_CONFIG line 2"]);
+    assert_eq!(config.warnings[0].found, "another drainDuration");
+    let envoy = config.envoy.expect("Envoy");
+    assert_eq!(envoy.command.drain_time.as_secs(), 7);
 }
 
 #[test]
@@ -291,27 +302,6 @@ fn the_pods_annotation_wins_over_the_variable_and_that_over_the_mesh() {
 }
 
 #[test]
-fn keys_are_ecdsa_unless_rsa_is_configured() {
-    for (variables, key) in [
-        (&[][..], KeyType::P256),
-        (&[("WORKLOAD_RSA_KEY_SIZE", "4096")], KeyType::Rsa(4096)),
-        (
-            &[("ECC_SIGNATURE_ALGORITHM", "ECDSA"), ("ECC_CURVE", "P384")],
-            KeyType::P384,
-        ),
-        (
-            &[
-                ("ECC_SIGNATURE_ALGORITHM", "ECDSA"),
-                ("WORKLOAD_RSA_KEY_SIZE", "2048"),
-            ],
-            KeyType::P256,
-        ),
-    ] {
-        assert_eq!(machine(variables).config().secrets.renewal.key_type, key);
-    }
-}
-
-#[test]
 fn interfaces_may_be_left_out_of_the_address_list() {
     let machine = machine(&[]);
     let annotation = "traffic.sidecar.istio.io/excludeInterfaces=\"net9,none9\"\n";
@@ -334,38 +324,6 @@ fn the_grpc_bootstrap_may_be_switched_off() {
             .grpc
             .is_none()
     );
-}
-
-#[test]
-fn certificates_are_kept_written_and_encoded_as_configured() {
-    let config = machine(&[]).config();
-    let secrets = &config.secrets;
-    assert_eq!(secrets.renewal.encoding, Encoding::Traditional);
-    assert!(secrets.renewal.cache.is_none() && secrets.output.is_none() && !secrets.mesh_roots);
-    assert!(config.google_token.is_none() && !config.may_dump_core);
-    for (in_kubernetes, readable_by_all) in [("", false), ("10.0.0.1", true)] {
-        let config = machine(&[
-            ("OUTPUT_CERTS", "./certs"),
-            ("KUBERNETES_SERVICE_HOST", in_kubernetes),
-            ("PKCS8_KEY", "true"),
-            ("PROXY_CONFIG_XDS_AGENT", "true"),
-            ("ISTIO_AGENT_KEEP_CERTS", "/run/keep"),
-            ("CREDENTIAL_FETCHER_TYPE", "GoogleComputeEngine"),
-            ("TRUST_DOMAIN", "td"),
-        ])
-        .config();
-        let secrets = config.secrets;
-        let output = secrets.output.expect("is asked for");
-        assert_eq!(output.directory, Path::new("./certs"));
-        assert_eq!(output.readable_by_all, readable_by_all);
-        assert_eq!(secrets.renewal.encoding, Encoding::Pkcs8);
-        assert_eq!(
-            secrets.renewal.cache.as_deref(),
-            Some(Path::new("/run/keep"))
-        );
-        assert!(secrets.mesh_roots);
-        assert_eq!(config.google_token.expect("is asked for").audience, "td");
-    }
 }
 
 #[test]

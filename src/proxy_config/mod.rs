@@ -67,7 +67,7 @@ impl ProxyConfig {
 #[cfg(test)]
 pub(crate) fn from_json<M: Message>(json: &Value) -> M {
     let mut message = M::default();
-    let node = yaml::object("it", &json.to_string()).expect("JSON");
+    let node = yaml::object("it", &json.to_string(), &mut Vec::new()).expect("JSON");
     let node = node.expect("an object");
     let mut diagnostics = crate::problem::Diagnostics::default();
     field::read_into(&mut message, "it", &node, &mut diagnostics);

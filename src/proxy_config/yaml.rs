@@ -1,13 +1,15 @@
 //! YAML and JSON documents as a tree of values with their line numbers.
 //!
-//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. The
-//! depth of a document and the size its aliases may expand to are limited.
+//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. Of
+//! equal keys the last counts, as for pilot-agent. The depth of a document and the size its aliases may expand to are limited.
 
 use std::fmt;
 
+use indexmap::IndexMap;
+use indexmap::map::Entry;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
-use serde_saphyr::Spanned;
+use serde_saphyr::{DuplicateKeyPolicy, Spanned};
 
 use crate::problem::Problem;
 
@@ -35,25 +37,61 @@ const MOST_REPEATED: usize = 10_000;
 /// needs eight levels.
 const DEEPEST: usize = 24;
 
-/// The object of a document; None when it is empty or null.
-pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
+/// The object of a document; None when it is empty or null. Adds repeated keys to `warnings`.
+pub fn object(
+    origin: &str,
+    text: &str,
+    warnings: &mut Vec<Problem>,
+) -> Result<Option<Node>, Problem> {
     if text.trim().is_empty() {
         return Ok(None);
     }
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEEPEST },
+        duplicate_keys: DuplicateKeyPolicy::LastWins,
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
     };
-    let node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
+    let mut node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
         let error = error.without_snippet();
         let line = error.location().map_or(1, |at| at.line());
         let text = error.to_string();
         problem(origin, line, text.lines().next().unwrap_or_default())
     })?;
+    keep_last(origin, &mut node, warnings);
     match node.value {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
         ref other => Err(problem(origin, line(&node), &other.shown())),
+    }
+}
+
+/// Removes all but the last of equal keys.
+fn keep_last(origin: &str, node: &mut Node, warnings: &mut Vec<Problem>) {
+    match &mut node.value {
+        Tree::List(items) => {
+            for item in items {
+                keep_last(origin, item, warnings);
+            }
+        }
+        Tree::Map(entries) => {
+            let mut last: IndexMap<String, (Node, bool)> = IndexMap::new();
+            for (key, value) in entries.drain(..) {
+                match last.entry(key) {
+                    Entry::Occupied(mut earlier) => *earlier.get_mut() = (value, true),
+                    Entry::Vacant(new) => drop(new.insert((value, false))),
+                }
+            }
+            for (key, (mut value, is_repeated)) in last {
+                if is_repeated {
+                    let subject = format!("{origin} line {}", line(&value));
+                    let expected = "each key once; this one counts";
+                    warnings.push(Problem::new(subject, format!("another {key}"), expected));
+                }
+                keep_last(origin, &mut value, warnings);
+                entries.push((key, value));
+            }
+        }
+        _ => {}
     }
 }
 
@@ -172,7 +210,9 @@ mod tests {
     #[test]
     fn every_value_has_its_line() {
         let text = "# comment\na: 1\nb:\n  c: [x,\n    'yes']\n  d: yes\n7: ~\n";
-        let node = object("it", text).expect("good").expect("an object");
+        let node = object("it", text, &mut Vec::new())
+            .expect("good")
+            .expect("an object");
         assert_eq!(
             shape(&node),
             "{a=the number 1@2 b={c=[x@4 yes@5]@4 d=the boolean true@6}@4 7=null@7}@2"
@@ -180,9 +220,25 @@ mod tests {
     }
 
     #[test]
+    fn of_equal_keys_the_last_counts_with_a_warning() {
+        let text = "a: 1\nb: {c: 2, c: 3}\na: [{d: 4,\n  d: 5}]\n<<: {a: 6}\na: 7";
+        let mut warnings = Vec::new();
+        let node = object("it", text, &mut warnings)
+            .expect("good")
+            .expect("an object");
+        assert_eq!(shape(&node), "{a=the number 7@6 b={c=the number 3@2}@2}@1");
+        let subjects: Vec<_> = warnings.iter().map(|it| it.subject.as_str()).collect();
+        let lines = ["it line 6", "it line 2"];
+        assert_eq!(subjects, lines);
+    }
+
+    #[test]
     fn an_empty_document_is_none() {
         for text in ["", " \n", "# only a comment\n", "null", "~", "---\n"] {
-            assert!(object("it", text).expect("good").is_none(), "{text:?}");
+            assert!(
+                object("it", text, &mut Vec::new()).expect("good").is_none(),
+                "{text:?}"
+            );
         }
     }
 
@@ -191,11 +247,10 @@ mod tests {
         for (text, subject) in [
             ("a: 1\nb: [", "it line 2"),
             ("\n- 1", "it line 2"),
-            ("a: 1\na: 2", "it line 2"),
             ("a: .inf", "it line 1"),
             ("a: 1\ntoken: \"hush", "it line 2"),
         ] {
-            let problem = object("it", text).expect_err(text);
+            let problem = object("it", text, &mut Vec::new()).expect_err(text);
             assert_eq!(problem.subject, subject, "{problem}");
             assert!(!problem.to_string().contains("hush"), "{problem}");
         }
@@ -203,15 +258,16 @@ mod tests {
 
     #[test]
     fn a_document_that_is_too_deep_or_expands_too_far_is_refused() {
-        let deep = ["[", "{a: ", "- ", "? ", "a:\n "].map(|nested| nested.repeat(100_000));
+        let deep = ["[", "{a: ", "- ", "? "].map(|nested| nested.repeat(100_000));
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
         for level in 1..12 {
             let alias = format!("*a{}, ", level - 1).repeat(10);
             bomb += &format!("a{level}: &a{level} [{alias}]\n");
         }
-        let endless = [bomb, "a: &a {b: *a}".to_owned()];
+        let indented: String = (0..100).map(|depth| " ".repeat(depth) + "a:\n").collect();
+        let endless = [indented, bomb, "a: &a {b: *a}".to_owned()];
         for text in deep.into_iter().chain(endless) {
-            assert!(object("it", &text).is_err());
+            assert!(object("it", &text, &mut Vec::new()).is_err());
         }
     }
 
@@ -238,7 +294,7 @@ mod tests {
             "!!null hush",
             "\"\\uhush\"",
         ] {
-            if let Err(problem) = object("it", &format!("TOKEN: {value}")) {
+            if let Err(problem) = object("it", &format!("TOKEN: {value}"), &mut Vec::new()) {
                 assert!(!problem.to_string().contains("hush"), "{value}: {problem}");
             }
         }

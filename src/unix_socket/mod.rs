@@ -1,6 +1,7 @@
 //! Binds Unix sockets Envoy connects to, and serves gRPC on them.
 //!
-//! A stale socket file is replaced; one another process listens on is left alone. The file has mode
+//! A stale socket file is replaced; one another process listens on is left alone, unless [`replace`]
+//! is called. The file has mode
 //! 0666, as Envoy may run as another user; an [`access::Access`] decides by peer user which connections
 //! are served.
 
@@ -70,8 +71,8 @@ pub struct Peer(Option<i32>);
 pub enum BindError {
     #[error("socket path {path} has {length} bytes, more than the {LONGEST_PATH} a socket address holds", path = .path.display())]
     PathTooLong { path: PathBuf, length: usize },
-    #[error("another process answers on {path}", path = .path.display())]
-    Live { path: PathBuf },
+    #[error("another process answers on {path}, its id is {pid}", path = .path.display())]
+    Live { path: PathBuf, pid: i32 },
     #[error("{path} is a directory, expected a socket or nothing", path = .path.display())]
     Directory { path: PathBuf },
     #[error("cannot {action} {path}", path = .path.display())]
@@ -109,6 +110,18 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
     })
 }
 
+/// Like [`bind`], but a process that listens on `path` loses it, which is logged as an error.
+pub fn replace(path: &Path) -> Result<Listener, BindError> {
+    match bind(path) {
+        Err(live @ BindError::Live { .. }) => {
+            tracing::error!("{live}; it is replaced and gets no more connections");
+            fs::remove_file(path).map_err(failed(path, "remove the file of another process at"))?;
+            bind(path)
+        }
+        other => other,
+    }
+}
+
 fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> BindError {
     move |source| BindError::Io {
         action,
@@ -127,26 +140,29 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
         let path = path.to_owned();
         return Err(BindError::Directory { path });
     }
-    if kind.is_socket() && is_live(path) {
+    if let Some(pid) = listener(path).filter(|_| kind.is_socket()) {
         let path = path.to_owned();
-        return Err(BindError::Live { path });
+        return Err(BindError::Live { path, pid });
     }
     fs::remove_file(path).map_err(failed(path, "remove the stale file"))
 }
 
-/// Whether a process listens on `path`. Returns at once, even if it accepts nothing.
-pub fn is_live(path: &Path) -> bool {
+/// The process that listens on `path`; 0 where the kernel does not tell, as of one in another
+/// container. Returns at once, even if it accepts nothing.
+fn listener(path: &Path) -> Option<i32> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-    let (Ok(socket), Ok(address)) = (socket, SocketAddrUnix::new(path)) else {
-        return false;
-    };
-    // EAGAIN says that its queue is full.
-    matches!(
-        rustix::net::connect(&socket, &address),
-        Ok(()) | Err(rustix::io::Errno::AGAIN)
-    )
+    let (socket, address) = (socket.ok()?, SocketAddrUnix::new(path).ok()?);
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => {
+            let stream = UnixStream::from_std(socket.into()).ok();
+            Some(stream.and_then(|it| Peer::of(&it).0).unwrap_or_default())
+        }
+        // Its queue is full.
+        Err(rustix::io::Errno::AGAIN) => Some(0),
+        Err(_) => None,
+    }
 }
 
 impl Listener {

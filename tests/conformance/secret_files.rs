@@ -338,6 +338,27 @@ async fn beside_an_external_sds_server_only_files_are_served_and_the_node_says_s
 }
 
 #[tokio::test]
+async fn beside_an_external_sds_server_a_read_only_root_costs_only_secrets_from_files() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    // No directory can be made here, as under a read-only root.
+    place.write("var/run/secrets/credential-uds", "");
+    let socket = place.sds_socket();
+    let testing = async {
+        let agent = place.start().await;
+        agent.logs("no secrets from files are served: ").await;
+        let bootstrap = place.path("etc/istio/proxy/envoy-rev.json");
+        eventually("a bootstrap", || bootstrap.exists()).await;
+        let bootstrap = std::fs::read_to_string(bootstrap).unwrap();
+        assert!(!bootstrap.contains("sds-files-grpc") && !bootstrap.contains("file-credential"));
+    };
+    tokio::select! {
+        () = testing => {}
+        () = greet_clients(&socket) => {}
+    }
+}
+
+#[tokio::test]
 async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "wait");

@@ -68,7 +68,7 @@ impl Merged {
     }
 
     fn object(&mut self, origin: &str, text: &str) -> Option<Node> {
-        let object = yaml::object(origin, text);
+        let object = yaml::object(origin, text, &mut self.notes.warnings);
         object.unwrap_or_else(|problem| {
             self.notes.problems.push(problem);
             None
