@@ -60,7 +60,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             block_on(wait::run(&flags))??;
             Ok(ExitCode::Success)
         }
-        Some(Command::Version(flags)) => print(&version::text(&flags)),
+        Some(Command::Version(flags)) => print(&version::text(&flags, &Environment::of_process())?),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
         Some(Command::Iptables(_)) => Err(absent::IPTABLES.into()),
         Some(Command::CleanIptables(_)) => Err(absent::CLEAN_IPTABLES.into()),
@@ -70,6 +70,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
 
 fn proxy(flags: ProxyFlags, log: LogFlags) -> Result<ExitCode, BoxError> {
     let environment = Environment::of_process();
+    version::announce(&environment)?;
     environment.announce();
     let load = move || config::load(&flags, &log, &environment, ".".as_ref());
     let config = load().map_err(config::Unusable)?;

@@ -1,10 +1,19 @@
-//! The version of this build, and of the Istio release it follows.
+//! The version of this build, and the version of Istio it tells istiod.
+
+use std::io::ErrorKind;
+use std::path::Path;
 
 use crate::metrics::Registry;
+use crate::problem::Problem;
+use crate::regular_file;
 
-/// The Istio release whose behaviour this agent follows. Istiod decides by it what Envoy's agent
-/// understands.
-pub const ISTIO_VERSION: &str = "1.32.0";
+/// The Istio release whose behaviour this agent follows.
+const FOLLOWED: &str = "1.32.0";
+
+/// The file beside the binary with the version of Istio whose Envoy the image has. The build of the
+/// image writes it.
+const OF_IMAGE: &str = "pilot-agent.istio-version";
+const LONGEST: u64 = 64;
 
 pub const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -19,18 +28,47 @@ pub const STATUS: &str = match option_env!("ISTIO_AGENT_STATUS") {
     None => "unknown",
 };
 
-/// Records the build as a metric.
-pub fn publish(registry: &Registry) {
+/// The version of Istio by which istiod decides what Envoy understands: that of the image, or else of
+/// the release this agent follows.
+pub fn istio() -> Result<String, Problem> {
+    match std::env::current_exe() {
+        Ok(program) => beside(&program),
+        Err(_) => Ok(FOLLOWED.to_owned()),
+    }
+}
+
+fn beside(program: &Path) -> Result<String, Problem> {
+    let path = program.with_file_name(OF_IMAGE);
+    let unusable = |found: String| {
+        let expected = format!("a version such as {FOLLOWED}, or no such file");
+        Problem::new(path.display().to_string(), found, expected)
+    };
+    let content = match regular_file::read(&path, LONGEST) {
+        Ok(content) => content,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(FOLLOWED.to_owned()),
+        Err(error) => return Err(unusable(error.to_string())),
+    };
+    let text = String::from_utf8_lossy(&content);
+    let version = text.trim();
+    let is_part = |c: char| c.is_ascii_alphanumeric() || ".-+_".contains(c);
+    match !version.is_empty() && version.chars().all(is_part) {
+        true => Ok(version.to_owned()),
+        false => Err(unusable(version.to_owned())),
+    }
+}
+
+/// Records the build as a metric. `istio` is the version told to istiod.
+pub fn publish(registry: &Registry, istio: &str) {
     const LABELS: &[&str; 4] = &["version", "istio_version", "revision", "status"];
     let help = "What this agent was built from; always 1.";
     let builds = registry.gauges("istio_agent_build_info", help, LABELS);
-    let build = builds.with([AGENT_VERSION, ISTIO_VERSION, REVISION, STATUS]);
+    let build = builds.with([AGENT_VERSION, istio, REVISION, STATUS]);
     build.set(1.0);
 }
 
-/// The version for logs.
-pub fn full() -> String {
-    format!("{ISTIO_VERSION}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
+/// All of it in one line. `istio` is the version told to istiod.
+pub fn full(istio: &str) -> String {
+    format!("{istio}-{REVISION}-{STATUS} (istio-agent {AGENT_VERSION})")
 }
 
 #[cfg(test)]
@@ -40,13 +78,33 @@ mod tests {
     #[test]
     fn the_build_is_a_metric() {
         let registry = Registry::default();
-        publish(&registry);
+        publish(&registry, "1.28.3");
         let page = registry.render();
-        let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"{ISTIO_VERSION}\"");
+        let labels = format!("version=\"{AGENT_VERSION}\",istio_version=\"1.28.3\"");
         assert!(
             page.contains(&format!("istio_agent_build_info{{{labels},")),
             "{page}"
         );
         assert!(page.ends_with("} 1\n"), "{page}");
+    }
+
+    #[test]
+    fn the_version_of_istio_comes_from_the_file_beside_the_binary() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let program = folder.path().join("pilot-agent");
+        assert_eq!(beside(&program), Ok(FOLLOWED.to_owned()));
+        for (content, expected) in [
+            ("1.28.3\n", Ok("1.28.3")),
+            ("1.30-alpha.3f0c+x_y", Ok("1.30-alpha.3f0c+x_y")),
+            ("\n", Err("")),
+            ("1.28 .3", Err("1.28 .3")),
+            ("client version: 1.28.3\n", Err("client version: 1.28.3")),
+            (&"1".repeat(65), Err("more than 64 bytes")),
+        ] {
+            std::fs::write(folder.path().join(OF_IMAGE), content).expect("written");
+            let found = beside(&program).map_err(|problem| problem.found);
+            let expected = expected.map(str::to_owned).map_err(str::to_owned);
+            assert_eq!(found, expected, "{content:?}");
+        }
     }
 }

@@ -22,6 +22,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, platform};
@@ -141,7 +142,10 @@ impl Agent {
     ) -> Result<Self, BoxError> {
         let owner = detected.owner;
         let registry = Registry::default();
-        version::publish(&registry);
+        let metadata = &config.bootstrap.node.metadata;
+        let istio_version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
+        let istio_version = istio_version.unwrap_or_default().to_owned();
+        version::publish(&registry, &istio_version);
         metrics::process::publish(&registry);
         let mut agent = Self {
             inputs: config
@@ -166,6 +170,7 @@ impl Agent {
         if let Some(port) = port {
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),
+                istio_version,
                 milestones,
                 stop: stop.clone(),
                 envoy,

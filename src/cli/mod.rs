@@ -17,7 +17,6 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
-use crate::version as build;
 
 /// Istio agent.
 #[derive(Clone, Debug, Parser)]
@@ -93,7 +92,7 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     }
 }
 
-/// Logs every flag with its value, the flags and words without effect, and the version.
+/// Logs every flag with its value, and the flags and words without effect.
 pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
     let named = |flag: &&Flag| !flag.is_hidden && flag.name != "type";
     for flag in flags.iter().filter(named) {
@@ -112,7 +111,6 @@ pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
     for word in ignored {
         tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
     }
-    tracing::info!("Version {}", build::full());
 }
 
 pub fn help() -> String {

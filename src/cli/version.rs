@@ -1,10 +1,12 @@
-//! The `version` command: the Istio release this agent follows, in the forms pilot-agent prints, and the
+//! The `version` command: the version of Istio told to istiod, in the forms pilot-agent prints, and the
 //! build of this agent.
 
 use clap::Args;
 use serde_json::json;
 
-use crate::version::{AGENT_VERSION, ISTIO_VERSION, REVISION, STATUS};
+use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
+use crate::problem::Problem;
+use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
 
 /// There is no Go in here, and readers of the version expect some word.
 const GOLANG_VERSION: &str = "none";
@@ -21,19 +23,35 @@ pub struct VersionFlags {
     output: String,
 }
 
+/// Logs the version.
+pub fn announce(env: &Environment) -> Result<(), Problem> {
+    tracing::info!("Version {}", build::full(&istio(env)?));
+    Ok(())
+}
+
+/// The version of Istio told to istiod. An error is about the file that names the image's.
+fn istio(env: &Environment) -> Result<String, Problem> {
+    // Any text is a value of the variable.
+    match env.get(&ISTIO_META_ISTIO_VERSION, &mut Vec::new()) {
+        of_metadata if of_metadata.is_empty() => build::istio(),
+        of_metadata => Ok(of_metadata),
+    }
+}
+
 /// What `version` prints, without its last line feed.
-pub fn text(flags: &VersionFlags) -> String {
-    match flags.output.as_str() {
-        "json" => json(),
-        "yaml" => yaml(),
-        _ if flags.short => format!("client version: {ISTIO_VERSION}"),
+pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> {
+    let istio = istio(env)?;
+    Ok(match flags.output.as_str() {
+        "json" => json(&istio),
+        "yaml" => yaml(&istio),
+        _ if flags.short => format!("client version: {istio}"),
         _ => format!(
-            "client version: version.BuildInfo{{Version:{ISTIO_VERSION:?}, \
+            "client version: version.BuildInfo{{Version:{istio:?}, \
              GitRevision:{REVISION:?}, GolangVersion:{GOLANG_VERSION:?}, \
-             BuildStatus:{STATUS:?}, GitTag:{ISTIO_VERSION:?}}}\n\
+             BuildStatus:{STATUS:?}, GitTag:{istio:?}}}\n\
              agent version: istio-agent {AGENT_VERSION}"
         ),
-    }
+    })
 }
 
 fn output(text: &str) -> Result<String, String> {
@@ -43,24 +61,26 @@ fn output(text: &str) -> Result<String, String> {
     }
 }
 
-const MEMBERS: [(&str, &str); 5] = [
-    ("version", ISTIO_VERSION),
-    ("revision", REVISION),
-    ("golang_version", GOLANG_VERSION),
-    ("status", STATUS),
-    ("tag", ISTIO_VERSION),
-];
+fn members(istio: &str) -> [(&str, &str); 5] {
+    [
+        ("version", istio),
+        ("revision", REVISION),
+        ("golang_version", GOLANG_VERSION),
+        ("status", STATUS),
+        ("tag", istio),
+    ]
+}
 
-fn json() -> String {
-    let client: serde_json::Value = MEMBERS.into_iter().collect();
+fn json(istio: &str) -> String {
+    let client: serde_json::Value = members(istio).into_iter().collect();
     let agent = json!({ "version": AGENT_VERSION });
     let both = json!({ "clientVersion": client, "agentVersion": agent });
     format!("{both:#}\n")
 }
 
 /// Every value in quotes: a revision may look like a number.
-fn yaml() -> String {
-    let client: String = MEMBERS
+fn yaml(istio: &str) -> String {
+    let client: String = members(istio)
         .iter()
         .map(|(name, value)| format!("  {name}: {value:?}\n"))
         .collect();
@@ -73,7 +93,8 @@ mod tests {
 
     fn printed(short: bool, output: &str) -> String {
         let output = output.to_owned();
-        text(&VersionFlags { short, output })
+        let env = Environment::from_iter([("ISTIO_META_ISTIO_VERSION", "1.28.3")]);
+        text(&VersionFlags { short, output }, &env).expect("a version")
     }
 
     #[test]
@@ -88,18 +109,15 @@ mod tests {
             names,
             ["version", "revision", "golang_version", "status", "tag"]
         );
-        assert_eq!(client["version"], ISTIO_VERSION);
+        assert_eq!(client["version"], "1.28.3");
         assert_eq!(json["agentVersion"]["version"], AGENT_VERSION);
     }
 
     #[test]
     fn text_begins_as_pilot_agents_and_short_is_one_line() {
         let long = printed(false, "");
-        let start = format!("client version: version.BuildInfo{{Version:\"{ISTIO_VERSION}\", ");
-        assert!(long.starts_with(&start), "{long}");
-        assert_eq!(
-            printed(true, ""),
-            format!("client version: {ISTIO_VERSION}")
-        );
+        let start = "client version: version.BuildInfo{Version:\"1.28.3\", ";
+        assert!(long.starts_with(start), "{long}");
+        assert_eq!(printed(true, ""), "client version: 1.28.3");
     }
 }

@@ -13,7 +13,7 @@ use crate::bootstrap::metadata::{self, is_empty};
 use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::Platform;
 use crate::proxy_config::TracingServiceName;
-use crate::version::ISTIO_VERSION;
+use crate::version;
 
 /// The default of `serviceCluster`, which names no workload.
 const NO_CLUSTER: &str = "istio-proxy";
@@ -58,9 +58,12 @@ impl Sources<'_> {
             ("NAME", json!(name)),
         ]);
         let mut metadata: Metadata = raw.into_iter().collect();
-        metadata
-            .entry("ISTIO_VERSION".to_owned())
-            .or_insert_with(|| json!(ISTIO_VERSION));
+        if metadata.get("ISTIO_VERSION").is_none_or(is_empty) {
+            match version::istio() {
+                Ok(istio) => drop(metadata.insert("ISTIO_VERSION".to_owned(), istio.into())),
+                Err(problem) => self.notes.problems.push(problem),
+            }
+        }
         let known = known.into_iter().filter(|(_, value)| !is_empty(value));
         metadata.extend(known.map(|(name, value)| (name.to_owned(), value)));
         Node {

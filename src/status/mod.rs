@@ -83,6 +83,8 @@ pub struct Sources {
     pub milestones: Milestones,
     pub stop: Stop,
     /// None if the agent runs without Envoy.
+    /// The version of Istio told to istiod.
+    pub istio_version: String,
     pub envoy: Option<Envoy>,
     pub istiod: Istiod,
     /// None if another process serves certificates.

@@ -28,3 +28,4 @@ mod status;
 mod support;
 mod trust;
 mod wall_clock;
+mod version;

@@ -99,6 +99,7 @@ variables! {
     PROXY_CONFIG: String = "", "A ProxyConfig document (YAML or JSON) over the mesh's.", Same;
     TRUST_DOMAIN: String = "cluster.local", "Trust domain of the identity.", Same;
     ISTIO_META_CLUSTER_ID: String = "", "Cluster named in calls to istiod.", Same;
+    ISTIO_META_ISTIO_VERSION: String = "", "Version told to istiod; empty is that of the image, or else of the release the agent follows.", Same;
     ISTIO_META_CERT_SIGNER: String = "", "Signer named in certificate requests.", Same;
     XDS_ROOT_CA: String = "", "Roots for discovery: a PEM file, or SYSTEM.", Same;
     CA_ROOT_CA: String = "", "Roots for the certificate authority: a PEM file, or SYSTEM.", Same;

@@ -65,7 +65,7 @@ impl Overview {
             now: rfc3339(now),
             agent: Agent {
                 node: sources.node.clone(),
-                version: version::full(),
+                version: version::full(&sources.istio_version),
                 uptime_seconds: sources.milestones.elapsed().as_secs_f64(),
             },
             ready: ready.is_ok(),
