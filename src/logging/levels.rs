@@ -57,12 +57,16 @@ impl Levels {
         self.0.get(scope).copied().unwrap_or(LevelFilter::OFF)
     }
 
-    pub(super) fn most_verbose(&self) -> LevelFilter {
-        self.0.values().max().copied().unwrap_or(LevelFilter::OFF)
+    pub(super) fn set(&mut self, scope: &'static str, level: LevelFilter) {
+        self.0.insert(scope, level);
+    }
+
+    pub(super) fn scopes(&self) -> impl Iterator<Item = &'static str> {
+        self.0.keys().copied()
     }
 }
 
-fn level(word: &str) -> Option<LevelFilter> {
+pub(super) fn level(word: &str) -> Option<LevelFilter> {
     Some(match word {
         "debug" => LevelFilter::DEBUG,
         "info" => LevelFilter::INFO,
@@ -72,6 +76,17 @@ fn level(word: &str) -> Option<LevelFilter> {
         "fatal" | "none" => LevelFilter::OFF,
         _ => return None,
     })
+}
+
+/// The word for a level; the inverse of [`level`].
+pub(super) fn name(level: LevelFilter) -> &'static str {
+    match level {
+        LevelFilter::OFF => "none",
+        LevelFilter::ERROR => "error",
+        LevelFilter::WARN => "warn",
+        LevelFilter::INFO => "info",
+        _ => "debug",
+    }
 }
 
 pub(super) fn scope_of(target: &str) -> &'static str {

@@ -3,8 +3,9 @@
 //! A tracing target is a scope; targets inside this crate belong to scope `default`, and targets of
 //! libraries to scope `grpc`, which is off unless raised. Text lines are tab-separated: time, level,
 //! scope (not for `default`), caller (if configured), message, labels, first the labels of spans
-//! around the event. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
+//! around the event. Levels can be set at run time. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
+mod in_force;
 mod levels;
 mod line;
 mod output;
@@ -13,6 +14,7 @@ mod recent;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
 use tracing::level_filters::LevelFilter;
@@ -21,6 +23,8 @@ use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
+use in_force::InForce;
+pub use in_force::{Scope, Temporary};
 use levels::{Levels, scope_of};
 use line::{Content, Line};
 use output::Output;
@@ -44,6 +48,10 @@ pub enum Error {
         "invalid log level {found:?}, expected scope:level with a level of debug, info, warn, error, fatal or none"
     )]
     Level { found: String },
+    #[error("the level is {found:?}, expected debug, info, warn, error, fatal or none")]
+    Word { found: String },
+    #[error("the scope is {found:?}, expected one of the list")]
+    Scope { found: String },
     #[error("cannot open log target {target}")]
     Target {
         target: String,
@@ -81,10 +89,40 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
 static RECENT: Recent = Recent::new();
+static LEVELS: OnceLock<InForce> = OnceLock::new();
 
 /// The warnings and errors logged last, the newest first.
 pub fn recent() -> Vec<Entry> {
     RECENT.entries()
+}
+
+fn in_force() -> &'static InForce {
+    LEVELS.get_or_init(InForce::default)
+}
+
+/// Every scope with its level.
+pub fn scopes() -> Vec<Scope> {
+    in_force().scopes()
+}
+
+/// Sets the level of a scope, or of all; with a `period`, until it is over, which
+/// [`expire_levels`] sees to.
+pub fn set_level(scope: Option<&str>, level: &str, period: Option<Duration>) -> Result<(), Error> {
+    let found = level;
+    let level = levels::level(level).ok_or_else(|| Error::Word {
+        found: found.to_owned(),
+    })?;
+    match in_force().set(scope, level, period) {
+        true => Ok(()),
+        false => Err(Error::Scope {
+            found: scope.unwrap_or_default().to_owned(),
+        }),
+    }
+}
+
+/// Ends levels that were set for a while. Never returns.
+pub async fn expire_levels() {
+    in_force().expire().await;
 }
 
 /// Waits until queued lines are written, if readers of the log do not take too long.
@@ -108,6 +146,7 @@ pub fn init(options: Options) -> Result<(), Error> {
     });
     let lines = Lines {
         outputs: outputs.collect::<Result<_, Error>>()?,
+        levels: LEVELS.get_or_init(|| InForce::new(options.levels.clone())),
         options,
         recent: &RECENT,
     };
@@ -127,6 +166,7 @@ fn open(target: &str) -> io::Result<File> {
 struct Lines {
     options: Options,
     outputs: Vec<Output>,
+    levels: &'static InForce,
     recent: &'static Recent,
 }
 
@@ -147,11 +187,11 @@ impl Lines {
 
 impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        *metadata.level() <= self.options.levels.get(scope_of(metadata.target()))
+        *metadata.level() <= self.levels.get(scope_of(metadata.target()))
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.options.levels.most_verbose())
+        Some(self.levels.most_verbose())
     }
 
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
@@ -215,6 +255,7 @@ mod tests {
         let mut file = tempfile::tempfile().expect("a file");
         let output = Output::new(file.try_clone().expect("cloned"), options.json);
         let lines = Lines {
+            levels: Box::leak(Box::new(InForce::new(options.levels.clone()))),
             options,
             outputs: vec![output],
             recent,
@@ -256,6 +297,39 @@ mod tests {
             assert_eq!(has_caller, named, "{scopes}: {}", lines[0]);
             assert!(lines[0].ends_with("\tsent"));
         }
+    }
+
+    #[test]
+    fn levels_set_at_run_time_apply_at_once() {
+        let mut file = tempfile::tempfile().expect("a file");
+        let output = Output::new(file.try_clone().expect("cloned"), false);
+        let levels: &InForce = Box::leak(Box::default());
+        let lines = Lines {
+            options: Options::default(),
+            outputs: vec![output],
+            levels,
+            recent: Box::leak(Box::new(Recent::new())),
+        };
+        let subscriber = tracing_subscriber::registry().with(lines);
+        tracing::subscriber::with_default(subscriber, || {
+            for level in [LevelFilter::DEBUG, LevelFilter::OFF, LevelFilter::INFO] {
+                assert!(levels.set(Some("sds"), level, None));
+                tracing::debug!(target: "sds", "debug at {level}");
+                tracing::info!(target: "sds", "info at {level}");
+                tracing::debug!(target: "ca", "another scope");
+            }
+        });
+        let mut text = String::new();
+        file.rewind().expect("rewound");
+        file.read_to_string(&mut text).expect("text");
+        let messages: Vec<_> = text
+            .lines()
+            .filter_map(|line| line.split('\t').nth(3))
+            .collect();
+        assert_eq!(
+            messages,
+            ["debug at debug", "info at debug", "info at info"]
+        );
     }
 
     #[test]

@@ -11,6 +11,8 @@
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
 //! | `/debug/` | any | loopback | HTML: the overview |
 //! | `/debug/overview` | any | loopback | JSON: the same |
+//! | `/debug/logging` | GET | loopback | JSON: the levels of the log |
+//! | `/debug/logging?level=…` | POST, PUT | loopback | sets levels, see [`logging`] |
 //! | `/debug/…` | any | loopback | JSON: parts of it, and the name table |
 //!
 //! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until it
@@ -18,6 +20,7 @@
 
 mod app_probe;
 mod control;
+mod logging;
 mod overview;
 mod path;
 mod probers;
@@ -80,11 +83,11 @@ pub struct Config {
 pub struct Sources {
     /// Envoy's node id.
     pub node: String,
+    /// The version of Istio told to istiod.
+    pub istio_version: String,
     pub milestones: Milestones,
     pub stop: Stop,
     /// None if the agent runs without Envoy.
-    /// The version of Istio told to istiod.
-    pub istio_version: String,
     pub envoy: Option<Envoy>,
     pub istiod: Istiod,
     /// None if another process serves certificates.
@@ -115,7 +118,11 @@ pub fn new(
     Ok(async move {
         let watched = router.clone();
         let watches = async {
-            tokio::join!(watched.ready.watch(), startup::watch(&watched.sources));
+            tokio::join!(
+                watched.ready.watch(),
+                startup::watch(&watched.sources),
+                crate::logging::expire_levels(),
+            );
             std::future::pending().await
         };
         tokio::select! {
@@ -175,6 +182,8 @@ impl Router {
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
+            "/debug/logging" if is_local => logging::answer(&head),
+            "/debug/logging" => reply::forbidden(),
             page => match debug_page(page) {
                 Some(_) if !is_local => reply::forbidden(),
                 Some(make) => self.debug(page, make).await,

@@ -200,3 +200,80 @@ async fn quitting_is_requested_once_the_answer_is_sent_and_makes_the_pod_unready
     });
     assert_eq!(progress, expected);
 }
+
+#[tokio::test]
+async fn log_levels_are_listed_and_set_by_callers_on_loopback() {
+    let router = router(&Stop::new(), false);
+    let remote = "192.0.2.1:9";
+    let local = "127.0.0.1:9";
+    for (line, from, status, expected) in [
+        ("GET /debug/logging", remote, 403, "localhost"),
+        ("POST /debug/logging?level=debug", remote, 403, "localhost"),
+        ("DELETE /debug/logging", local, 405, "Not Allowed"),
+        (
+            "GET /debug/logging?level=loud",
+            local,
+            200,
+            r#""scope":"sds""#,
+        ),
+        ("POST /debug/logging", local, 400, "the query has no level"),
+        (
+            "POST /debug/logging?level=loud",
+            local,
+            400,
+            "\"loud\", expected debug",
+        ),
+        (
+            "POST /debug/logging?level=info&scope=x",
+            local,
+            400,
+            "the scope is \"x\"",
+        ),
+        (
+            "POST /debug/logging?level=info&for=0s",
+            local,
+            400,
+            "for is \"0s\"",
+        ),
+        (
+            "POST /debug/logging?level=info&for=25h",
+            local,
+            400,
+            "for is \"25h\"",
+        ),
+        (
+            "POST /debug/logging?level=info&to=x",
+            local,
+            400,
+            "the query has \"to=x\"",
+        ),
+        (
+            "POST /debug/logging?level=info&level=x",
+            local,
+            400,
+            "the query has \"level=x\"",
+        ),
+        (
+            "PUT /debug/logging?level=warn&scope=gcecred",
+            local,
+            200,
+            r#"{"scope":"gcecred","level":"warn"}"#,
+        ),
+        (
+            "POST /debug/logging?level=debug&for=10m",
+            local,
+            200,
+            r#"{"scope":"gcecred","level":"debug","seconds_left":600.0,"lasting_level":"warn"}"#,
+        ),
+        (
+            "POST /debug/logging?level=info&scope=all",
+            local,
+            200,
+            r#"{"scope":"gcecred","level":"info"}"#,
+        ),
+    ] {
+        let (found, text, _) = asked(&router, line, from).await;
+        assert_eq!(found, status, "{line}: {text}");
+        assert!(text.contains(expected), "{line}: {text}");
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use local_istiod::LocalIstiod;
@@ -150,6 +150,20 @@ impl Place {
             )
             .envs(self.environment.iter().cloned());
         Child::start(command, self.path("log"))
+    }
+
+    /// Runs another command of the agent with the same environment: what it prints.
+    pub fn run(&self, words: &[&str]) -> Output {
+        let mut command =
+            Command::new(binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent"))));
+        let proxy_config = Value::from(self.proxy_config.clone()).to_string();
+        command
+            .args(words)
+            .current_dir(self.directory.path())
+            .env_clear()
+            .env("PROXY_CONFIG", proxy_config)
+            .envs(self.environment.iter().cloned());
+        command.output().unwrap()
     }
 
     /// Starts an agent that ends by itself: its exit code and its log.
