@@ -17,15 +17,16 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 
+use super::stream::Stream;
 use crate::executor::ConnectionTasks;
 
 /// How long an idle connection is kept. Probes and scrapes come more often.
 const LONGEST_IDLE: Duration = Duration::from_secs(90);
 const MOST_IDLE: usize = 32;
-/// Hyper's own limit is 100.
-const MOST_HEADERS: usize = 1000;
-/// Hyper takes no less.
-const SMALLEST_BUFFER: usize = 8 << 10;
+/// A MiB of headers, and the status line.
+const LARGEST_HEAD: u32 = (1 << 20) + (8 << 10);
+/// As many as a `HeaderMap` holds; hyper panics beyond.
+const MOST_HEADERS: usize = 24 << 10;
 
 pub(super) struct Connection {
     sender: Sender,
@@ -84,16 +85,14 @@ impl Driver {
 impl Connection {
     pub(super) async fn http1(
         io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-        largest_head: usize,
     ) -> hyper::Result<Self> {
         let handshake = http1::Builder::new()
-            .max_buf_size(largest_head.max(SMALLEST_BUFFER))
-            .max_header_size(largest_head)
+            .max_buf_size(LARGEST_HEAD as usize)
             .max_headers(MOST_HEADERS)
             .allow_spaces_after_header_name_in_responses(true)
             .allow_obsolete_multiline_headers_in_responses(true)
             .ignore_invalid_headers_in_responses(true)
-            .handshake(TokioIo::new(io));
+            .handshake(TokioIo::new(Stream::new(io)));
         let (sender, connection) = handshake.await?;
         Ok(Self {
             sender: Sender::Http1(sender),
@@ -105,7 +104,9 @@ impl Connection {
         io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     ) -> hyper::Result<Self> {
         let tasks = ConnectionTasks::default();
-        let handshake = http2::handshake(tasks.executor(), TokioIo::new(io));
+        let handshake = http2::Builder::new(tasks.executor())
+            .max_header_list_size(LARGEST_HEAD)
+            .handshake(TokioIo::new(io));
         let (sender, connection) = handshake.await?;
         Ok(Self {
             sender: Sender::Http2(sender),

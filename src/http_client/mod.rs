@@ -2,14 +2,15 @@
 //!
 //! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
 //! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
-//! reading, and the deadline, to its caller. Answers are read leniently: long heads, folded headers
-//! and spaces before a colon pass, invalid headers are left out.
+//! reading, and the deadline, to its caller. Answers are read as leniently as by Go: heads of up to
+//! 1 MiB, folded headers, spaces before a colon and any version pass, invalid headers are left out.
 //!
 //! A connection is driven by the call or the body that waits for it, so dropping these ends it. Where
 //! connections are kept, one is kept once its answer has been read to the end.
 
 mod connection;
 mod redirect;
+mod stream;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ pub use redirect::Redirects;
 
 const MOST_REDIRECTS: usize = 10;
 /// What is read of a body that is not wanted, so that the server does not see its answer cut off.
-const LONGEST_DISCARDED: usize = 1 << 20;
+const LONGEST_DISCARDED: usize = 10 << 20;
 
 /// How a client connects and what it accepts.
 #[derive(Clone, Debug)]
@@ -35,8 +36,6 @@ pub struct Config {
     /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
     pub redirects: Redirects,
-    /// Bytes of an answer's head, and of the buffer its body passes through.
-    pub largest_head: usize,
     /// Whether connections are kept for the next request, idle for 90 s at most.
     pub keeps_connections: bool,
 }
@@ -92,7 +91,6 @@ impl Default for Config {
             dialer: Dialer::default(),
             tls: None,
             redirects: Redirects::Return,
-            largest_head: 512 << 10,
             keeps_connections: false,
         }
     }
@@ -176,7 +174,6 @@ impl Client {
     }
 
     async fn connect(&self, uri: &Uri) -> Result<Connection, Error> {
-        let largest_head = self.config.largest_head;
         let (default_port, tls) = match (uri.scheme_str(), &self.config.tls) {
             (Some("http"), _) => (80, None),
             (Some("https"), Some(config)) => (443, Some(config.clone())),
@@ -189,7 +186,7 @@ impl Client {
         let port = uri.port_u16().unwrap_or(default_port);
         let stream = self.config.dialer.connect(host, port).await?;
         let Some(tls) = tls else {
-            let connection = Connection::http1(stream, largest_head).await;
+            let connection = Connection::http1(stream).await;
             return connection.map_err(|source| broken(uri, source));
         };
         let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
@@ -200,7 +197,7 @@ impl Client {
         })?;
         let connection = match stream.get_ref().1.alpn_protocol() {
             Some(b"h2") => Connection::http2(stream).await,
-            _ => Connection::http1(stream, largest_head).await,
+            _ => Connection::http1(stream).await,
         };
         connection.map_err(|source| broken(uri, source))
     }
@@ -256,7 +253,7 @@ impl Body {
         Ok(())
     }
 
-    /// Reads what is left, up to 1 MiB, so that the server does not see its answer cut off and the
+    /// Reads what is left, up to 10 MiB, so that the server does not see its answer cut off and the
     /// connection can be kept.
     pub async fn discard(&mut self) {
         let mut left = LONGEST_DISCARDED;

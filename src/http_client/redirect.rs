@@ -3,13 +3,14 @@
 use http::{HeaderValue, Request, Response, Uri, header};
 
 use super::{Error, host_and_port};
+use crate::request_path::escaped;
 
 /// Which redirects are followed. Only requests without a body may be redirected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Redirects {
     /// The redirect is the answer.
     Return,
-    /// Those to the same host are followed; another one is the answer.
+    /// Those to the same host are followed; another one, also of another scheme, is the answer.
     SameHost,
     Follow,
 }
@@ -21,16 +22,22 @@ impl Redirects {
         request: &mut Request<T>,
         response: &Response<B>,
     ) -> Result<bool, Error> {
-        let Some(location) = response.headers().get(header::LOCATION) else {
-            return Ok(false);
-        };
-        if self == Self::Return || !matches!(response.status().as_u16(), 301..=303 | 307 | 308) {
+        let location = response.headers().get(header::LOCATION);
+        let location = location.map_or(&[][..], HeaderValue::as_bytes);
+        if location.is_empty()
+            || self == Self::Return
+            || !matches!(response.status().as_u16(), 301..=303 | 307 | 308)
+        {
             return Ok(false);
         }
-        let Some((next, is_absolute)) = resolve(request.uri(), location) else {
+        let location = String::from_utf8_lossy(location);
+        if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
+            return Ok(false);
+        }
+        let Some((next, is_absolute)) = resolve(request.uri(), &location) else {
             return Err(Error::Redirect {
                 authority: host_and_port(request.uri()),
-                found: String::from_utf8_lossy(location.as_bytes()).into_owned(),
+                found: location.into_owned(),
             });
         };
         if self == Self::SameHost && next.host() != request.uri().host() {
@@ -44,20 +51,35 @@ impl Redirects {
     }
 }
 
+/// The scheme of a Location header that has one.
+fn scheme(location: &str) -> Option<&str> {
+    let (scheme, _) = location.split_once(':')?;
+    let is_scheme = scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+        && scheme
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+    is_scheme.then_some(scheme)
+}
+
+fn is_http(scheme: &str) -> bool {
+    let known = ["http", "https"];
+    known.iter().any(|name| scheme.eq_ignore_ascii_case(name))
+}
+
 /// Reads a Location header relative to `base`, and whether it names a host.
-fn resolve(base: &Uri, location: &HeaderValue) -> Option<(Uri, bool)> {
-    let location = location.to_str().ok()?.split('#').next()?;
-    let (scheme, authority) = (base.scheme_str()?, base.authority()?);
+fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
+    let location = escaped(location.split('#').next()?);
+    let own_scheme = base.scheme_str()?;
     if let Some(rest) = location.strip_prefix("//") {
-        return Some((format!("{scheme}://{rest}").parse().ok()?, true));
+        return Some((format!("{own_scheme}://{rest}").parse().ok()?, true));
     }
-    if location.contains("://") && !location.starts_with(['/', '?', '.']) {
-        let uri: Uri = location.parse().ok()?;
-        let is_known = matches!(uri.scheme_str(), Some("http" | "https"));
-        return is_known.then_some((uri, true));
+    if let Some(scheme) = scheme(&location) {
+        let rest = &location[scheme.len()..];
+        let uri = format!("{}{rest}", scheme.to_ascii_lowercase()).parse();
+        return Some((uri.ok().filter(|_| is_http(scheme))?, true));
     }
     let path = base.path();
-    let path = match location {
+    let path = match location.as_str() {
         "" => base.path_and_query()?.to_string(),
         absolute if absolute.starts_with('/') => absolute.to_owned(),
         query if query.starts_with('?') => format!("{path}{query}"),
@@ -66,7 +88,9 @@ fn resolve(base: &Uri, location: &HeaderValue) -> Option<(Uri, bool)> {
             format!("{directory}/{relative}")
         }
     };
-    let uri = format!("{scheme}://{authority}{path}").parse().ok()?;
+    let uri = format!("{own_scheme}://{}{path}", base.authority()?)
+        .parse()
+        .ok()?;
     Some((uri, false))
 }
 
@@ -81,17 +105,20 @@ mod tests {
             ("b", Some("http://[::1]:80/a/b")),
             ("?q", Some("http://[::1]:80/a/x?q")),
             ("", Some("http://[::1]:80/a/x?old")),
+            ("#part", Some("http://[::1]:80/a/x?old")),
+            ("/a b/é", Some("http://[::1]:80/a%20b/%C3%A9")),
+            ("HTTPS://h/", Some("https://h/")),
+            ("x?y=a://b", Some("http://[::1]:80/a/x?y=a://b")),
             ("//h/y#part", Some("http://h/y")),
             ("http://127.0.0.1:2", Some("http://127.0.0.1:2/")),
             ("https://h:8/", Some("https://h:8/")),
             ("ftp://h/", None),
             ("http://", None),
             ("http://a b/", None),
-            ("/a b", None),
+            ("mailto:a@b", None),
         ] {
             let base: Uri = "http://[::1]:80/a/x?old".parse().expect("an address");
-            let location = HeaderValue::from_str(location).expect("a value");
-            let found = resolve(&base, &location).map(|(uri, _)| uri.to_string());
+            let found = resolve(&base, location).map(|(uri, _)| uri.to_string());
             assert_eq!(found.as_deref(), expected, "{location:?}");
         }
     }

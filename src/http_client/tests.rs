@@ -99,12 +99,17 @@ async fn a_request_has_path_host_and_body_and_closes_its_connection() {
 
 #[tokio::test]
 async fn unusual_heads_are_read() {
-    let headers: String = (0..500).map(|index| format!("x-{index}: y\r\n")).collect();
+    let headers: String = (0..20_000)
+        .map(|index| format!("x-{index}: y\r\n"))
+        .collect();
+    let large = format!("large: {}\r\n", "y".repeat(1_000_000));
+    let value = "y".repeat(1_000_000);
     for (head, name, expected) in [
         ("folded: a\r\n b\r\n", "folded", "a  b"),
         ("space : a\r\n", "space", "a"),
         ("bad name: a\r\ngood: b\r\n", "good", "b"),
-        (&headers, "x-499", "y"),
+        (&headers, "x-19999", "y"),
+        (&large, "large", &value),
     ] {
         let answer = format!("HTTP/1.1 200 OK\r\n{head}content-length: 0\r\n\r\n");
         let server = Server::start(&[&answer]).await;
@@ -118,8 +123,25 @@ async fn unusual_heads_are_read() {
 }
 
 #[tokio::test]
+async fn any_version_in_the_status_line_is_read() {
+    for version in ["0.9", "1.0", "1.1", "1.2", "2.0", "3.0"] {
+        for client in [Client::default(), keeping()] {
+            let head = format!("HTTP/{version} 404 Not Found\r\ncontent-length: 2\r\n\r\n");
+            let server = Server::start(&[&format!("{head}OK"), &format!("{head}OK")]).await;
+            for _ in 0..2 {
+                let answer = fetch(&client, &server.url).await.expect("an answer");
+                assert_eq!(
+                    (answer.status().as_u16(), &**answer.body()),
+                    (404, &b"OK"[..])
+                );
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn answers_beyond_the_limits_are_errors() {
-    let head = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(600 << 10));
+    let head = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(1100 << 10));
     let body = format!("HTTP/1.1 200 OK\r\n\r\n{}", "y".repeat(2 << 20));
     for (answer, expected) in [
         (head.as_str(), "failed before the end of the answer"),
@@ -214,11 +236,22 @@ async fn at_most_32_idle_connections_are_kept() {
 #[tokio::test]
 async fn redirects_are_followed_as_configured() {
     let target = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
+    let escaped = target.url.clone() + "/café 1";
     let other = target.url.replace("127.0.0.1", "localhost");
     for (redirects, location, expected) in [
         (Redirects::Return, &target.url, "302"),
         (Redirects::SameHost, &target.url, "200"),
+        (Redirects::SameHost, &escaped, "200"),
         (Redirects::SameHost, &other, "302"),
+        (Redirects::SameHost, &"ftp://127.0.0.1/".to_owned(), "302"),
+        (Redirects::SameHost, &"mailto:a@b".to_owned(), "302"),
+        (Redirects::SameHost, &String::new(), "302"),
+        (Redirects::Follow, &String::new(), "302"),
+        (
+            Redirects::Follow,
+            &"mailto:a@b".to_owned(),
+            "expected a path or a URL",
+        ),
         (Redirects::Follow, &other, "200"),
         (
             Redirects::Follow,

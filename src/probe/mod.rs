@@ -87,7 +87,6 @@ impl Client {
             tls: Some(tls::config(config.offers_http2)?),
             redirects: Redirects::SameHost,
             keeps_connections: config.keeps_connections,
-            ..http_client::Config::default()
         });
         Ok(Self { dialer, http })
     }

@@ -48,8 +48,6 @@ const WAY_BACK: f64 = 0.05;
 const LEAST_WAY_BACK: Duration = Duration::from_millis(50);
 /// Longest time a scraper can ask for.
 const LONGEST: Duration = Duration::from_secs(3600);
-/// Of an answer's head, and of the buffer its body passes through.
-const LARGEST_HEAD: usize = 64 << 10;
 
 /// What is scraped, and within which limits.
 #[derive(Clone, Debug)]
@@ -93,7 +91,6 @@ impl Scrape {
     pub fn new(config: Config, registry: Registry) -> Self {
         let client = http_client::Config {
             redirects: Redirects::Follow,
-            largest_head: LARGEST_HEAD,
             keeps_connections: true,
             ..http_client::Config::default()
         };

@@ -262,7 +262,7 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
     let many: String = (0..100_000)
         .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
         .collect();
-    let headers = "x-more: y\r\n".repeat(10_000);
+    let headers = "x-more: y\r\n".repeat(200_000);
     let garbage = [&noise(MIB)[..], b"\napp 1\n"].concat();
     vec![
         ("a page of 100,000 lines", text(many.as_bytes()), 100_000),

@@ -147,6 +147,8 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
         "redirect-loop" => to("/redirect-loop"),
         "redirect-away" => to("http://example.com/"),
         "redirect-badly" => to("http://["),
+        "redirect-nowhere" => to(""),
+        "redirect-elsewhere" => to("ftp://127.0.0.1/"),
         "long" => (200, "x".repeat(20_000), None),
         status => (status.parse().unwrap_or(404), "echo".into(), None),
     };
@@ -186,6 +188,8 @@ async fn the_status_is_the_applications_except_for_redirects() {
         ("204", 204),
         ("/redirect", 201),
         ("redirect-away", 200),
+        ("redirect-nowhere", 200),
+        ("redirect-elsewhere", 200),
     ] {
         let outcome = app.get(path).await.expect("an answer");
         assert_eq!(outcome.status.as_u16(), expected, "{path}");

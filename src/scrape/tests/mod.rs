@@ -68,6 +68,17 @@ fn page(kind: &'static str, body: impl Into<Vec<u8>>) -> u16 {
     })
 }
 
+#[tokio::test]
+async fn a_page_whose_answer_only_go_reads_is_merged() {
+    let application = server(|stream, _| {
+        let large = "y".repeat(1_000_000);
+        let head = format!("HTTP/1.2 200 OK\r\nfolded: a\r\n b\r\nlarge : {large}\r\n");
+        let _ = send(stream, head.as_bytes()) && send(stream, b"\r\napp 1\n");
+    });
+    let (scrape, _) = scrape(closed_port(), &[application]);
+    assert!(others(&scrape, &[]).await.contains("app 1\n"));
+}
+
 /// A port without a listener.
 fn closed_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
