@@ -217,6 +217,13 @@ async fn an_agent_in_the_resolvers_place_runs_envoy_as_the_uncaptured_user() {
         });
         assert_eq!(addresses(&said.await), ips(&["127.0.0.1"]), "{host}");
     }
+    // The agent's output belongs to root.
+    eventually("an access log in /dev/stdout", async || {
+        let _ = get(captured.ports[0]).await; // Any answer is logged.
+        let log = captured.pod.agent.log();
+        log.lines().any(|line| line == "books").then_some(())
+    })
+    .await;
     captured.pod.agent.signal(Signal::KILL);
     captured.pod.agent.end().await;
     eventually("Envoy is gone", async || (!is_alive(envoy)).then_some(())).await;
