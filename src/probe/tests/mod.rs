@@ -149,6 +149,7 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
         "redirect-badly" => to("http://["),
         "redirect-nowhere" => to(""),
         "redirect-elsewhere" => to("ftp://127.0.0.1/"),
+        "large-head" => (200, String::new(), None),
         "long" => (200, "x".repeat(20_000), None),
         status => (status.parse().unwrap_or(404), "echo".into(), None),
     };
@@ -157,6 +158,10 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
     if let Some(location) = location {
         let location = HeaderValue::from_str(&location).expect("a value");
         answer.headers_mut().insert(header::LOCATION, location);
+    }
+    if path == "large-head" {
+        let large = HeaderValue::from_str(&"x".repeat(500_000)).expect("a value");
+        answer.headers_mut().insert("large", large);
     }
     answer
 }
@@ -270,6 +275,15 @@ async fn tls_accepts_any_certificate_and_negotiates_the_protocol() {
             }
             None => assert!(outcome.is_err(), "{alpn:?}"),
         }
+    }
+}
+
+#[tokio::test]
+async fn large_heads_are_read_in_every_protocol() {
+    for alpn in ["h2", "http/1.1"] {
+        let app = App::tls(&[alpn]).await;
+        let outcome = app.get_with("large-head", true, &HeaderMap::new()).await;
+        assert_eq!(outcome.expect("an answer").status, StatusCode::OK, "{alpn}");
     }
 }
 
