@@ -6,6 +6,7 @@
 //!
 //! Modules that must not use each other meet only here.
 
+mod discovery;
 mod envoy_user;
 mod google_token;
 mod nds;
@@ -39,14 +40,9 @@ use crate::lifecycle::{
 use crate::metrics::{self, Registry};
 use crate::scrape::Scrape;
 use crate::status::startup::{self, Milestones};
-use crate::unix_socket::{self, BindError};
+use crate::unix_socket;
 use crate::version;
-use crate::xds::intercept::{Interceptor, Interceptors};
-use crate::xds::observe::Observer;
-use crate::xds::server::Discovery;
-use crate::{dns, status, xds};
-use nds::Nds;
-use pcds::Pcds;
+use crate::{dns, status};
 use reload::{Inputs, Load};
 use sds_socket::{Detected, SdsOwner};
 
@@ -165,7 +161,7 @@ impl Agent {
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
-        let discovery = agent.discovery(istiod.clone(), pcds, dns.clone())?;
+        let discovery = agent.discovery(istiod.clone(), envoy.as_ref(), pcds, dns.clone())?;
         milestones.mark(startup::SOCKETS_BOUND);
         if let Some(port) = port {
             let sources = status::Sources {
@@ -263,30 +259,6 @@ impl Agent {
             ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
         });
         Ok(Some(dns))
-    }
-
-    fn discovery(
-        &mut self,
-        istiod: Istiod,
-        pcds: Option<Pcds>,
-        dns: Option<dns::Dns>,
-    ) -> Result<Observer, BindError> {
-        let config = xds::Config {
-            socket: self.config.xds_socket.clone(),
-            max_request_bytes: self.config.max_request_bytes,
-            cluster_id: self.config.cluster_id.clone(),
-        };
-        // Applications of gRPC share the directory, and may have taken the name.
-        let listener = unix_socket::replace(&config.socket)?;
-        let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
-        let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
-        let interceptors = Interceptors::new(nds.into_iter().chain(pcds).collect());
-        let registry = &self.metrics;
-        let shutdown = self.shutdown.clone();
-        let discovery = Discovery::new(config, istiod, interceptors, registry, shutdown);
-        let observer = discovery.observer();
-        self.spawn("discovery service", discovery.serve(listener));
-        Ok(observer)
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {

@@ -6,6 +6,7 @@
 //! are served.
 
 pub mod access;
+mod authority;
 pub mod probe;
 
 use std::convert::Infallible;
@@ -29,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 use crate::executor::ConnectionTasks;
 use crate::lifecycle::BoxError;
 use access::Access;
+use authority::valid_authority;
 
 /// Longest path `sockaddr_un` can hold, without its terminating zero (unix(7)).
 const LONGEST_PATH: usize = 107;
@@ -63,7 +65,7 @@ pub struct Listener {
 
 /// The process at the other end of a connection, in each of its requests' extensions. None where the
 /// kernel does not tell, as of a process in another pod.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Peer(Option<i32>);
 
 /// Why a socket cannot be bound.
@@ -213,7 +215,8 @@ impl Listener {
                     request.extensions_mut().insert(peer);
                     service.call(request)
                 });
-                let serving = http2.serve_connection(TokioIo::new(stream), service);
+                let serving =
+                    http2.serve_connection(TokioIo::new(valid_authority(stream)), service);
                 if let Err(error) = Box::pin(serving).await {
                     tracing::debug!("connection on a local socket ended: {error}");
                 }
@@ -286,6 +289,10 @@ async fn has_first_byte(stream: &UnixStream) -> bool {
 }
 
 impl Peer {
+    pub fn pid(self) -> Option<i32> {
+        self.0
+    }
+
     fn of(stream: &UnixStream) -> Self {
         Self(stream.peer_cred().ok().and_then(|peer| peer.pid()))
     }

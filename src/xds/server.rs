@@ -1,20 +1,23 @@
 //! The aggregated discovery service (ADS) on a Unix socket: SotW and delta.
 //!
-//! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys, as
-//! during a hot restart, have a stream each. Other methods are UNIMPLEMENTED. Envoy's request headers
-//! are not forwarded to istiod.
+//! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
+//! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
+//! [`MOST_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Other methods are
+//! UNIMPLEMENTED. Request headers are not forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::fmt;
 use std::future::{Ready, ready};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Request, Response};
 use http_body::Frame;
 use hyper::body::Incoming;
 use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
@@ -28,19 +31,36 @@ use crate::istiod::Istiod;
 use crate::metrics::Registry;
 use crate::unix_socket::{Listener, Peer};
 
-/// The discovery service.
+/// How many streams clients other than Envoy may have at once.
+pub const MOST_OTHERS: usize = 64;
+
+/// Whether a process is an Envoy of this agent.
+pub type IsEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
+
+/// The connections to istiod that streams are relayed on.
 #[derive(Clone, Debug)]
+pub struct Upstream {
+    pub of_envoy: Istiod,
+    /// Streams that other clients do not read fill the window of this one.
+    pub of_others: Istiod,
+}
+
+/// The discovery service.
+#[derive(Clone)]
 pub struct Discovery(Arc<Inner>);
 
-#[derive(Debug)]
 struct Inner {
     config: Config,
-    istiod: Istiod,
+    upstream: Upstream,
+    is_envoy: IsEnvoy,
     interceptors: Interceptors,
     observer: Observer,
     next_id: AtomicU32,
-    /// Stops the relays of the newest streams, one of each Envoy. Held for a swap only.
-    newest: Mutex<BTreeMap<Peer, CancellationToken>>,
+    /// Stops the relay of each Envoy's newest stream, by pid. Held for a swap only.
+    newest: Mutex<BTreeMap<i32, CancellationToken>>,
+    others: Arc<Semaphore>,
+    /// Whether the last stream of another client found no permit.
+    is_full: AtomicBool,
     relays: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -48,18 +68,22 @@ struct Inner {
 impl Discovery {
     pub fn new(
         config: Config,
-        istiod: Istiod,
+        upstream: Upstream,
+        is_envoy: IsEnvoy,
         interceptors: Interceptors,
         registry: &Registry,
         shutdown: CancellationToken,
     ) -> Self {
         Self(Arc::new(Inner {
             config,
-            istiod,
+            upstream,
+            is_envoy,
             interceptors,
             observer: Observer::new(registry),
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
+            others: Arc::new(Semaphore::new(MOST_OTHERS)),
+            is_full: AtomicBool::new(false),
             relays: TaskTracker::new(),
             shutdown,
         }))
@@ -70,12 +94,12 @@ impl Discovery {
         self.0.observer.clone()
     }
 
-    /// Serves Envoy until the shutdown, then waits for the relays to end.
+    /// Serves clients until the shutdown, then waits for the relays to end.
     pub async fn serve(self, listener: Listener) {
         tracing::info!(
             target: "xdsproxy",
             "Initializing with upstream address {:?} and cluster {:?}",
-            self.0.istiod.address(),
+            self.0.upstream.of_envoy.address(),
             self.0.config.cluster_id
         );
         let shutdown = self.0.shutdown.clone();
@@ -84,14 +108,24 @@ impl Discovery {
         self.0.relays.wait().await;
     }
 
-    /// Starts a relay for a stream of Envoy.
+    /// Starts a relay for a stream, or ends the stream if its client is not Envoy and there are too
+    /// many of them.
     fn relay(&self, protocol: Protocol, peer: Peer, requests: Incoming) -> ResponseBody {
         let stop = self.0.shutdown.child_token();
-        self.replace_newest(peer, stop.clone());
+        let envoy = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
+        let (istiod, permit) = if let Some(pid) = envoy {
+            self.replace_newest(pid, stop.clone());
+            (&self.0.upstream.of_envoy, None)
+        } else if let Some(permit) = self.permit() {
+            (&self.0.upstream.of_others, Some(permit))
+        } else {
+            let found = format!("{MOST_OTHERS} streams of clients other than Envoy are open");
+            return ended(&Status::resource_exhausted(found));
+        };
         let relay = Relay {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,
-            istiod: self.0.istiod.clone(),
+            istiod: istiod.clone(),
             interceptors: self.0.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
@@ -109,18 +143,45 @@ impl Discovery {
         let ended = relay.stop.clone().drop_guard();
         self.0.relays.spawn(async move {
             relay::run(relay, requests, sender).await;
-            drop(ended);
+            drop((ended, permit));
         });
         body
     }
 
-    fn replace_newest(&self, peer: Peer, stop: CancellationToken) {
+    fn replace_newest(&self, pid: i32, stop: CancellationToken) {
         let mut newest = self.0.newest.lock();
         newest.retain(|_, older| !older.is_cancelled());
-        if let Some(older) = newest.insert(peer, stop) {
+        if let Some(older) = newest.insert(pid, stop) {
             tracing::warn!(target: "xdsproxy", "registered overlapping stream; closing previous");
             older.cancel();
         }
+    }
+
+    /// A permit for a stream of a client other than Envoy.
+    fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        let permit = self.0.others.clone().try_acquire_owned().ok();
+        let was_full = self.0.is_full.swap(permit.is_none(), Ordering::Relaxed);
+        if permit.is_none() && !was_full {
+            tracing::warn!(
+                target: "xdsproxy",
+                "{MOST_OTHERS} streams of clients other than Envoy are open; further ones are refused"
+            );
+        }
+        permit
+    }
+}
+
+/// A stream that ends at once.
+fn ended(status: &Status) -> ResponseBody {
+    let (sender, body) = response_body();
+    let trailers = Frame::trailers(end::trailers(status));
+    let _ = sender.try_send(Ok(trailers)); // There is room for one.
+    body
+}
+
+impl fmt::Debug for Discovery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Discovery").field(&self.0.config).finish()
     }
 }
 
@@ -138,10 +199,7 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
             }
             None => {
                 let status = Status::unimplemented(format!("unknown method {path}"));
-                let (sender, body) = response_body();
-                let trailers = Frame::trailers(end::trailers(&status));
-                let _ = sender.try_send(Ok(trailers)); // There is room for one.
-                Response::new(body)
+                Response::new(ended(&status))
             }
         };
         let kind = HeaderValue::from_static("application/grpc");

@@ -8,6 +8,7 @@
     unreachable_pub
 )]
 
+mod clients;
 mod custom_bootstrap;
 mod metrics;
 mod relay;

@@ -25,7 +25,7 @@ use crate::support::{Bench, CLUSTER, LISTENER, eventually, framed, soon};
 const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
-const BOTH: [(Protocol, Variant); 2] = [
+pub const BOTH: [(Protocol, Variant); 2] = [
     (Protocol::Sotw, Variant::StateOfTheWorld),
     (Protocol::Delta, Variant::Delta),
 ];
@@ -38,7 +38,7 @@ fn node() -> Option<Node> {
 }
 
 /// A request followed by an unknown field.
-fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
+pub fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
     let type_url = type_url.to_owned();
     let mut bytes = match protocol {
         Protocol::Sotw => DiscoveryRequest {
@@ -59,7 +59,7 @@ fn request(protocol: Protocol, type_url: &str) -> Vec<u8> {
 }
 
 /// A response followed by an unknown field.
-fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
+pub fn response(protocol: Protocol, type_url: &str, size: usize) -> Bytes {
     let any = Any {
         type_url: type_url.into(),
         value: vec![3; size],

@@ -15,6 +15,7 @@
 mod certificates;
 mod dns;
 mod floods;
+mod grpc;
 mod istiod;
 mod log_levels;
 mod output;

@@ -12,6 +12,8 @@
 )]
 
 mod memory;
+#[path = "../conformance/support/python.rs"]
+mod python;
 mod server;
 
 use std::fs;
@@ -22,6 +24,7 @@ use http_body_util::BodyExt;
 use istio_agent::metrics::Registry;
 use istio_agent::scrape::targets::Target;
 use istio_agent::scrape::{Config, Scrape};
+use python::package;
 
 /// A scrape of pages on these ports.
 pub fn scrape(envoy: u16, targets: &[u16]) -> Scrape {
@@ -47,7 +50,7 @@ pub fn request() -> http::request::Parts {
 #[test]
 fn prometheus_own_parsers_read_every_page() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let Some(parsers) = parsers(root) else {
+    let Some(parsers) = package("tests/scrape/requirements.txt", "CI") else {
         return;
     };
     let folder = tempfile::TempDir::new().expect("a directory");
@@ -60,24 +63,6 @@ fn prometheus_own_parsers_read_every_page() {
         .args(pages)
         .status();
     assert!(parsed.expect("python runs").success());
-}
-
-/// Where Python finds Prometheus' parsers, fetched on first use.
-fn parsers(root: &Path) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("prometheus-client");
-    let run = |command: &mut Command| command.status().is_ok_and(|status| status.success());
-    let is_there = folder.join("prometheus_client").is_dir()
-        || run(Command::new("python3")
-            .args(["-m", "pip", "install", "--quiet", "--target"])
-            .arg(&folder)
-            .arg("--requirement")
-            .arg(root.join("tests/scrape/requirements.txt")));
-    if !is_there {
-        let sentence = "There is no Python with pip to fetch prometheus-client.";
-        assert!(std::env::var_os("CI").is_none(), "{sentence}");
-        eprintln!("{sentence} This test is not run.");
-    }
-    is_there.then_some(folder)
 }
 
 fn written_down(root: &Path) -> Vec<PathBuf> {

@@ -49,7 +49,8 @@ pub struct Observer {
 struct Table {
     types: BTreeMap<String, Type>,
     streams: u64,
-    stream: Option<StreamSnapshot>,
+    /// By their numbers.
+    open: BTreeMap<u32, StreamSnapshot>,
     last_end: Option<EndSnapshot>,
 }
 
@@ -111,7 +112,7 @@ impl Observer {
         let table = self.table.lock();
         Snapshot {
             streams: table.streams,
-            stream: table.stream.clone(),
+            stream: table.open.values().next_back().cloned(),
             last_end: table.last_end.clone(),
             types: table
                 .types
@@ -124,7 +125,7 @@ impl Observer {
     pub(super) fn stream_began(&self, id: u32, protocol: Protocol) {
         let mut table = self.table.lock();
         table.streams += 1;
-        table.stream = Some(StreamSnapshot {
+        let stream = StreamSnapshot {
             id,
             protocol: match protocol {
                 Protocol::Sotw => "SotW",
@@ -132,12 +133,13 @@ impl Observer {
             },
             since: rfc3339(now()),
             connected: false,
-        });
+        };
+        table.open.insert(id, stream);
     }
 
     pub(super) fn istiod_connected(&self, id: u32) {
         let mut table = self.table.lock();
-        if let Some(stream) = table.stream.as_mut().filter(|stream| stream.id == id) {
+        if let Some(stream) = table.open.get_mut(&id) {
             stream.connected = true;
         }
     }
@@ -150,7 +152,7 @@ impl Observer {
         }
         self.metrics.envoy_ends.with([of_envoy]).inc();
         let mut table = self.table.lock();
-        table.stream.take_if(|stream| stream.id == id);
+        table.open.remove(&id);
         table.last_end = Some(EndSnapshot {
             id,
             at: rfc3339(now()),

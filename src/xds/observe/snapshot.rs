@@ -10,9 +10,9 @@ use crate::xds::response::Consumer;
 /// Everything an [`super::Observer`] has recorded.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
-    /// Streams of Envoy so far.
+    /// Streams so far.
     pub streams: u64,
-    /// The newest stream of Envoy, while there is one.
+    /// The newest open stream.
     pub stream: Option<StreamSnapshot>,
     pub last_end: Option<EndSnapshot>,
     /// By type URL.

@@ -3,6 +3,8 @@
 pub mod envoy;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,7 +15,7 @@ use istio_agent::unix_socket;
 use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::observe::Observer;
-use istio_agent::xds::server::Discovery;
+use istio_agent::xds::server::{Discovery, Upstream};
 use local_istiod::{LocalIstiod, Options, Stream};
 use tempfile::TempDir;
 
@@ -32,6 +34,8 @@ pub struct Bench {
     pub istiod: Istiod,
     pub registry: Registry,
     pub observer: Observer,
+    /// Whether the test's process counts as an Envoy of the agent.
+    pub is_envoy: Arc<AtomicBool>,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -61,9 +65,15 @@ impl Bench {
             cluster_id: "Kubernetes".into(),
         };
         let listener = unix_socket::bind(&config.socket).unwrap();
+        let is_envoy = Arc::new(AtomicBool::new(true));
+        let counts = is_envoy.clone();
         let discovery = Discovery::new(
             config,
-            istiod.clone(),
+            Upstream {
+                of_envoy: istiod.clone(),
+                of_others: istiod.clone(),
+            },
+            Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,
             &registry,
             shutdown.clone(),
@@ -79,6 +89,7 @@ impl Bench {
             istiod,
             registry,
             observer,
+            is_envoy,
             tasks,
             shutdown,
         };

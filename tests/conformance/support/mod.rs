@@ -5,6 +5,7 @@ pub mod child;
 pub mod envoy;
 pub mod http;
 pub mod place;
+pub mod python;
 pub mod scraped;
 
 use std::net::Ipv4Addr;

@@ -1,0 +1,61 @@
+//! Builds the discovery service, with the interceptors of what the agent consumes.
+
+use std::sync::Arc;
+
+use super::Agent;
+use super::nds::Nds;
+use super::pcds::Pcds;
+use crate::dns;
+use crate::envoy::handle::Envoy;
+use crate::istiod::Istiod;
+use crate::unix_socket::{self, BindError};
+use crate::xds;
+use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::observe::Observer;
+use crate::xds::server::{Discovery, Upstream};
+
+impl Agent {
+    /// Relays discovery; without Envoy, all clients share the agent's connection to istiod.
+    pub(super) fn discovery(
+        &mut self,
+        istiod: Istiod,
+        envoy: Option<&Envoy>,
+        pcds: Option<Pcds>,
+        dns: Option<dns::Dns>,
+    ) -> Result<Observer, BindError> {
+        let config = xds::Config {
+            socket: self.config.xds_socket.clone(),
+            max_request_bytes: self.config.max_request_bytes,
+            cluster_id: self.config.cluster_id.clone(),
+        };
+        // Applications of gRPC share the directory, and may have taken the name.
+        let listener = unix_socket::replace(&config.socket)?;
+        let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
+        let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
+        let interceptors = Interceptors::new(nds.into_iter().chain(pcds).collect());
+        let of_others = match envoy {
+            Some(_) => {
+                let name = "connection to istiod for clients other than Envoy";
+                self.istiod(name, self.config.istiod.clone())
+            }
+            None => istiod.clone(),
+        };
+        let upstream = Upstream {
+            of_envoy: istiod,
+            of_others,
+        };
+        let envoys = envoy.map(Envoy::report);
+        let is_envoy = move |pid| {
+            let report = envoys.as_ref().map(|envoys| envoys.borrow());
+            report.is_some_and(|report| report.epochs.iter().any(|epoch| epoch.pid == pid))
+        };
+        let registry = &self.metrics;
+        let shutdown = self.shutdown.clone();
+        let is_envoy = Arc::new(is_envoy);
+        let discovery =
+            Discovery::new(config, upstream, is_envoy, interceptors, registry, shutdown);
+        let observer = discovery.observer();
+        self.spawn("discovery service", discovery.serve(listener));
+        Ok(observer)
+    }
+}

@@ -1,0 +1,291 @@
+//! Replaces the `:authority` of gRPC's C-core clients (C++, Python, Ruby), which `h2` refuses.
+//!
+//! They send the socket's path, as `etc%2Fistio%2Fproxy%2FXDS`, which is no authority of a URI. The
+//! first request of a connection decides: if its authority is valid, all bytes pass untouched.
+//! Otherwise this and all later header blocks of the connection are decoded, and encoded again with
+//! `localhost`. Other frames pass as they come.
+//!
+//! A header block is bounded at 16 KiB, hyper's limit of a list of headers. What cannot be read leaves
+//! the connection untouched, for `h2` to refuse; once header blocks are replaced, it ends the connection.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, BufMut, BytesMut};
+use http::uri::Authority;
+use loona_hpack::Decoder;
+use tokio::io::{AsyncRead, Join, ReadBuf};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio_util::io::poll_read_buf;
+
+/// How much is read at once.
+const READ: usize = 8 << 10;
+
+/// How many bytes a header block has at the most, encoded and decoded, by the rules of
+/// SETTINGS_MAX_HEADER_LIST_SIZE. Encoded again it is smaller, and fits into a frame.
+const LARGEST_BLOCK: usize = 16 << 10;
+
+/// How large the table of headers may be that both sides keep: HTTP/2's default.
+const LARGEST_TABLE: usize = 4096;
+
+/// Length, type, flags and stream of a frame (RFC 9113, section 4.1).
+const HEAD: usize = 9;
+const PREFACE: usize = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".len();
+
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+
+const END_STREAM: u8 = 0x01;
+const END_HEADERS: u8 = 0x04;
+const PADDED: u8 = 0x08;
+const PRIORITY: u8 = 0x20;
+
+const AUTHORITY: &[u8] = b":authority";
+const REPLACEMENT: &[u8] = b"localhost";
+
+/// A client's connection whose requests have a valid authority.
+pub(super) fn valid_authority(stream: UnixStream) -> Join<Reader<OwnedReadHalf>, OwnedWriteHalf> {
+    let (read, write) = stream.into_split();
+    tokio::io::join(Reader::new(read), write)
+}
+
+/// The half of a connection that the client sends.
+pub(super) struct Reader<R> {
+    inner: R,
+    /// None once all bytes pass untouched.
+    headers: Option<Box<Headers>>,
+    /// What has been read and is to be passed on.
+    output: BytesMut,
+}
+
+impl<R> Reader<R> {
+    fn new(inner: R) -> Self {
+        Self {
+            inner,
+            headers: Some(Box::default()),
+            output: BytesMut::new(),
+        }
+    }
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for Reader<R> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        while this.output.is_empty() {
+            let Some(headers) = &mut this.headers else {
+                return Pin::new(&mut this.inner).poll_read(context, buffer);
+            };
+            headers.input.reserve(READ);
+            let inner = Pin::new(&mut this.inner);
+            if ready!(poll_read_buf(inner, context, &mut headers.input))? == 0 {
+                return Poll::Ready(Ok(()));
+            }
+            if headers.advance(&mut this.output)? {
+                this.output.unsplit(std::mem::take(&mut headers.input));
+                this.headers = None;
+            }
+        }
+        let size = this.output.len().min(buffer.remaining());
+        buffer.put_slice(&this.output.split_to(size));
+        if this.output.is_empty() {
+            this.output = BytesMut::new(); // Frees its memory.
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// Finds the header blocks among a client's frames.
+struct Headers {
+    input: BytesMut,
+    /// How many more bytes pass as they are: of the preface, or of a frame without headers.
+    passing: usize,
+    /// The header block at the beginning of `input`.
+    block: Option<Block>,
+    decoder: Decoder<'static>,
+    /// Whether the first request had an authority to replace.
+    replaces: bool,
+}
+
+/// A header block that has begun.
+struct Block {
+    stream: [u8; 4],
+    end_stream: u8,
+    fragments: Vec<u8>,
+    /// How many bytes its frames have so far.
+    size: usize,
+}
+
+type Fields = Vec<(Vec<u8>, Vec<u8>)>;
+
+impl Default for Headers {
+    fn default() -> Self {
+        let mut decoder = Decoder::new();
+        decoder.set_max_allowed_table_size(LARGEST_TABLE);
+        Self {
+            input: BytesMut::new(),
+            passing: PREFACE,
+            block: None,
+            decoder,
+            replaces: false,
+        }
+    }
+}
+
+impl Headers {
+    /// Moves what is ready from the input to the output. Returns whether the rest may pass untouched.
+    fn advance(&mut self, output: &mut BytesMut) -> io::Result<bool> {
+        match self.read_frames(output) {
+            Ok(is_valid) => Ok(is_valid),
+            Err(problem) if self.replaces => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, problem))
+            }
+            Err(_) => Ok(true),
+        }
+    }
+
+    fn read_frames(&mut self, output: &mut BytesMut) -> Result<bool, String> {
+        loop {
+            let size = self.passing.min(self.input.len());
+            output.unsplit(self.input.split_to(size));
+            self.passing -= size;
+            let seen = self.block.as_ref().map_or(0, |block| block.size);
+            let Some(&head) = self.input[seen..].first_chunk::<HEAD>() else {
+                return Ok(false);
+            };
+            let [high, middle, low, kind, flags, stream @ ..] = head;
+            let size = HEAD + u32::from_be_bytes([0, high, middle, low]) as usize;
+            match (kind, &self.block) {
+                (HEADERS, None) => {}
+                (CONTINUATION, Some(block)) if block.stream == stream => {}
+                (_, None) => {
+                    self.passing = size;
+                    continue;
+                }
+                (_, Some(_)) => {
+                    return Err(format!(
+                        "a frame of type {kind} within a header block, expected CONTINUATION"
+                    ));
+                }
+            }
+            if seen + size > LARGEST_BLOCK {
+                return Err(format!("a header block of more than {LARGEST_BLOCK} bytes"));
+            }
+            let Some(payload) = self.input.get(seen + HEAD..seen + size) else {
+                return Ok(false);
+            };
+            let block = self.block.get_or_insert_with(|| Block {
+                stream,
+                end_stream: flags & END_STREAM,
+                fragments: Vec::new(),
+                size: 0,
+            });
+            let fragment = match kind {
+                HEADERS => {
+                    fragment(payload, flags).ok_or("HEADERS that are shorter than their padding")?
+                }
+                _ => payload,
+            };
+            block.fragments.extend_from_slice(fragment);
+            block.size += size;
+            if flags & END_HEADERS != 0 && self.has_valid_authority(output)? {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Whether the authority of a complete block is valid; otherwise the block is put out with another.
+    fn has_valid_authority(&mut self, output: &mut BytesMut) -> Result<bool, String> {
+        let Some(block) = self.block.take() else {
+            return Ok(false);
+        };
+        let mut fields = decode(&mut self.decoder, &block.fragments)?;
+        for (name, value) in &mut fields {
+            if name == AUTHORITY && Authority::try_from(&value[..]).is_err() {
+                self.replaces = true;
+                REPLACEMENT.clone_into(value);
+            }
+        }
+        if self.replaces {
+            self.input.advance(block.size);
+            encode(&block, &fields, output);
+        }
+        Ok(!self.replaces)
+    }
+}
+
+/// The part of a header block that a HEADERS frame holds.
+fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
+    let (padding, payload) = match flags & PADDED {
+        0 => (0, payload),
+        _ => payload
+            .split_first()
+            .map(|(size, rest)| (usize::from(*size), rest))?,
+    };
+    let payload = match flags & PRIORITY {
+        0 => payload,
+        _ => payload.get(5..)?,
+    };
+    payload.get(..payload.len().checked_sub(padding)?)
+}
+
+fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
+    let mut fields = Fields::new();
+    let mut size = 0;
+    let decoded = decoder.decode_with_cb(block, |name, value| {
+        size += name.len() + value.len() + 32;
+        if size <= LARGEST_BLOCK {
+            fields.push((name.into_owned(), value.into_owned()));
+        }
+    });
+    decoded.map_err(|error| format!("a header block that cannot be decoded: {error}"))?;
+    match size <= LARGEST_BLOCK {
+        true => Ok(fields),
+        false => Err(format!(
+            "{size} bytes of headers, expected {LARGEST_BLOCK} at most"
+        )),
+    }
+}
+
+/// Appends a HEADERS frame with literals that leave the table of headers as it is (RFC 7541, section
+/// 6.2.2).
+fn encode(block: &Block, fields: &Fields, output: &mut BytesMut) {
+    let head = output.len();
+    output.put_bytes(0, 3);
+    output.put_u8(HEADERS);
+    output.put_u8(block.end_stream | END_HEADERS);
+    output.put_slice(&block.stream);
+    for (name, value) in fields {
+        output.put_u8(0);
+        for text in [name, value] {
+            put_length(text.len(), output);
+            output.put_slice(text);
+        }
+    }
+    // Below 16 KiB.
+    let length = (output.len() - head - HEAD) as u32;
+    output[head..head + 3].copy_from_slice(&length.to_be_bytes()[1..]);
+}
+
+/// Appends an integer with a prefix of seven bits (RFC 7541, section 5.1).
+fn put_length(length: usize, output: &mut BytesMut) {
+    const PREFIX: usize = 127;
+    if length < PREFIX {
+        return output.put_u8(length as u8);
+    }
+    output.put_u8(PREFIX as u8);
+    let mut rest = length - PREFIX;
+    while rest >= 128 {
+        output.put_u8((rest % 128) as u8 | 128);
+        rest /= 128;
+    }
+    output.put_u8(rest as u8);
+}
+
+#[cfg(test)]
+mod tests;
