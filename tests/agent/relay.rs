@@ -195,6 +195,19 @@ async fn the_newest_stream_replaces_an_older_one_of_either_protocol() {
 }
 
 #[tokio::test]
+async fn each_of_a_thousand_streams_of_envoy_replaces_the_one_before() {
+    let mut bench = Bench::start().await;
+    let mut newest = bench.envoy(Protocol::Delta).await;
+    for _ in 1..1_000 {
+        let older = std::mem::replace(&mut newest, bench.envoy(Protocol::Delta).await);
+        assert_eq!(older.end().await.code(), Code::Ok);
+        while bench.control_plane.streams.try_recv().is_ok() {}
+    }
+    drop(newest);
+    bench.finish().await;
+}
+
+#[tokio::test]
 async fn the_stream_to_istiod_ends_with_envoys() {
     let mut bench = Bench::start().await;
     for half_close in [true, false] {

@@ -9,6 +9,7 @@ use http_body_util::Empty;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use istio_agent::xds::Protocol;
+use istio_agent::xds::server::MOST_OTHERS;
 use local_istiod::{LocalIstiod, Stream};
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -124,15 +125,18 @@ async fn an_agent_out_of_descriptors_logs_it_and_recovers() {
     }
 }
 
-/// A thousand streams, each of which replaces the one before.
+/// A thousand streams, then more at once than there may be.
 async fn streams_in_a_row(place: &Place, istiod: &mut LocalIstiod) {
-    let mut newest = ask_for_clusters(place).await;
-    for _ in 1..1_000 {
-        let older = std::mem::replace(&mut newest, ask_for_clusters(place).await);
-        assert_eq!(older.end().await.code(), Code::Ok);
+    for _ in 0..1_000 {
+        drop(ask_for_clusters(place).await);
         while istiod.streams.try_recv().is_ok() {}
     }
-    drop(newest);
+    let mut streams = Vec::new();
+    for _ in 0..2 * MOST_OTHERS {
+        streams.push(Envoy::open(&place.xds_socket(), Protocol::Sotw).await);
+    }
+    let refused = streams.pop().unwrap().end().await;
+    assert_eq!(refused.code(), Code::ResourceExhausted);
 }
 
 /// Connections of clients that do not speak HTTP/2, or stop doing so, are closed.

@@ -19,6 +19,7 @@ pub fn package(requirements: &str, variable: &str) -> Option<PathBuf> {
     let draft = target.join(format!("{wanted}-{}", std::process::id()));
     let is_there = folder.is_dir()
         || Command::new("python3")
+            .env("PIP_ROOT_USER_ACTION", "ignore")
             .args(["-m", "pip", "install", "--quiet", "--target"])
             .arg(&draft)
             .arg("--requirement")
