@@ -104,7 +104,9 @@ fn a_link_in_place_of_a_file_is_neither_read_nor_published() {
 fn a_data_link_that_leaves_the_directory_is_not_followed() {
     let place = Place::new();
     fs::create_dir(place.shared.join("..istio-certs-0")).unwrap();
+    symlink("../outside", place.shared.join("..istio-certs-1")).unwrap();
     for target in [
+        "..istio-certs-1",
         "..istio-certs-0/../../outside",
         "..istio-certs-/../outside",
         "../outside",
