@@ -183,6 +183,8 @@ impl Lines {
         }
         let may_have_exemplar = self.from == Format::OpenMetrics;
         if !is_plausible(line, self.name.len(), may_have_exemplar) {
+            // What applies to the name is not known yet.
+            self.name.clear();
             return None;
         }
         if !is_same {

@@ -60,6 +60,17 @@ fn lines_of_text_pass_as_they_are() {
 }
 
 #[test]
+fn a_malformed_sample_says_nothing_about_the_next_of_its_name() {
+    let pages = [
+        "a 1\n",
+        "hidden_x_active 1\nb one\nb 1\nc 1\na one\na 2\n",
+        "b 2\n",
+    ];
+    let expected = "a 1\nb 1\nc 1\n".to_owned();
+    assert_eq!(merged(&texts(&pages), Text, true), (expected, (2, 2)));
+}
+
+#[test]
 fn a_family_is_declared_once_and_keeps_its_samples() {
     let pages = [
         "# HELP a First.\n# TYPE a counter\na{x=\"1\"} 1\nbare 1\n",
