@@ -6,11 +6,14 @@ use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryResponse, DiscoveryResponse};
 use istio_agent::envoy::admin::Admin;
+use istio_agent::xds::Protocol;
 use local_istiod::{Stream, Variant};
 use prost::Message;
 use serde_json::{Value, json};
+use tokio::net::UnixStream;
 use tonic::Status;
 
+use crate::memory::open;
 use crate::support::control_plane::ControlPlane;
 use crate::support::pod::{BareEnvoy, Pod, Settings, ask};
 use crate::support::resources::{cluster, endpoints, listener, routes, secured, secured_listener};
@@ -186,6 +189,25 @@ async fn streams_that_end_and_certificate_requests_share_one_connection() {
         .await;
         assert_eq!(control_plane.istiod.connections().len(), 1);
     }
+}
+
+#[tokio::test]
+async fn another_client_does_not_evict_envoy_and_has_another_connection_to_istiod() {
+    let Some(binary) = envoy_binary() else { return };
+    let mut control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        ..Settings::default()
+    };
+    let pod = Pod::start(settings, &control_plane);
+    let streams = &mut control_plane.istiod.streams;
+    let of_envoy = soon("Envoy's stream", streams.recv()).await.unwrap();
+    let socket = UnixStream::connect(pod.path("etc/istio/proxy/XDS")).await;
+    let _client = open(socket.unwrap(), Protocol::Sotw).await;
+    let mut of_client = soon("another stream", streams.recv()).await.unwrap();
+    of_client.next_bytes().await.unwrap().unwrap();
+    answer_and_end(of_envoy).await;
+    assert_eq!(control_plane.istiod.connections().len(), 2);
 }
 
 /// An Envoy that has got an answer comes back soon.

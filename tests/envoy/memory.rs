@@ -88,7 +88,7 @@ async fn read(body: &mut Incoming, mut left: usize, rate: Option<f64>) {
 }
 
 /// Opens a stream as Envoy does, and asks for clusters.
-async fn open(socket: UnixStream, protocol: Protocol) -> (Incoming, JoinSet<()>) {
+pub async fn open(socket: UnixStream, protocol: Protocol) -> (Incoming, JoinSet<()>) {
     let (mut send, connection) =
         hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(socket))
             .await
