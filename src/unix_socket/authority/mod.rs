@@ -15,6 +15,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BufMut, BytesMut};
 use http::uri::Authority;
 use loona_hpack::Decoder;
+use loona_hpack::huffman::HuffmanDecoder;
 use tokio::io::{AsyncRead, Join, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -108,6 +109,7 @@ struct Headers {
     /// The header block at the beginning of `input`.
     block: Option<Block>,
     decoder: Decoder<'static>,
+    huffman: HuffmanDecoder,
     /// Whether the first request had an authority to replace.
     replaces: bool,
 }
@@ -132,6 +134,7 @@ impl Default for Headers {
             passing: PREFACE,
             block: None,
             decoder,
+            huffman: HuffmanDecoder::new(),
             replaces: false,
         }
     }
@@ -204,7 +207,9 @@ impl Headers {
         let Some(block) = self.block.take() else {
             return Ok(false);
         };
-        let mut fields = decode(&mut self.decoder, &block.fragments)?;
+        let uncoded = uncoded(&mut self.huffman, &block.fragments);
+        let uncoded = uncoded.ok_or("a header block that cannot be decoded")?;
+        let mut fields = decode(&mut self.decoder, &uncoded)?;
         for (name, value) in &mut fields {
             if name == AUTHORITY && Authority::try_from(&value[..]).is_err() {
                 self.replaces = true;
@@ -232,6 +237,62 @@ fn fragment(payload: &[u8], flags: u8) -> Option<&[u8]> {
         _ => payload.get(5..)?,
     };
     payload.get(..payload.len().checked_sub(padding)?)
+}
+
+/// The same header block without Huffman coding. [`Decoder`] builds the code's table anew for each coded
+/// string, which takes half a second for a block of empty ones.
+fn uncoded(huffman: &mut HuffmanDecoder, mut block: &[u8]) -> Option<BytesMut> {
+    let mut uncoded = BytesMut::with_capacity(block.len());
+    while let Some(&first) = block.first() {
+        // The representations of a field (RFC 7541, section 6).
+        let (prefix, is_literal) = match first {
+            0x80.. => (7, false),
+            0x40.. => (6, true),
+            0x20.. => (5, false),
+            _ => (4, true),
+        };
+        let (index, size) = integer(block, prefix)?;
+        let (head, mut rest) = block.split_at(size);
+        uncoded.put_slice(head);
+        let strings = match (is_literal, index) {
+            (false, _) => 0,
+            (true, 0) => 2,
+            (true, _) => 1,
+        };
+        for _ in 0..strings {
+            let is_coded = rest.first()? & 0x80 != 0;
+            let (length, size) = integer(rest, 7)?;
+            let (text, after) = rest[size..].split_at_checked(length)?;
+            if is_coded {
+                let text = huffman.decode(text).ok()?;
+                put_length(text.len(), &mut uncoded);
+                uncoded.put_slice(&text);
+            } else {
+                put_length(length, &mut uncoded);
+                uncoded.put_slice(text);
+            }
+            rest = after;
+        }
+        block = rest;
+    }
+    Some(uncoded)
+}
+
+/// An integer with a prefix of so many bits, and its size (RFC 7541, section 5.1).
+fn integer(bytes: &[u8], prefix: u32) -> Option<(usize, usize)> {
+    let most = (1 << prefix) - 1;
+    let mut value = usize::from(*bytes.first()?) & most;
+    if value < most {
+        return Some((value, 1));
+    }
+    // As far as the decoder reads.
+    for (place, byte) in bytes.iter().enumerate().take(5).skip(1) {
+        value += usize::from(byte & 0x7f) << (7 * (place - 1));
+        if byte & 0x80 == 0 {
+            return Some((value, place + 1));
+        }
+    }
+    None
 }
 
 fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {

@@ -289,6 +289,18 @@ fn what_cannot_be_replaced_ends_the_connection() {
     }
 }
 
+#[test]
+fn coded_strings_take_little_time_however_many_there_are() {
+    let fields = [0x01, 0x80].repeat(8000);
+    let bytes = connection(&[frame(HEADERS, END_HEADERS, 1, &fields)]);
+    let start = tokio::time::Instant::now();
+    for _ in 0..4 {
+        let _ = passed(&bytes, bytes.len());
+    }
+    let taken = start.elapsed();
+    assert!(taken < std::time::Duration::from_secs(1), "{taken:?}");
+}
+
 /// Frames of which many are header blocks that can be decoded.
 fn frames() -> impl Strategy<Value = Vec<u8>> {
     let literals = prop::collection::vec(any::<u8>(), 0..40)
