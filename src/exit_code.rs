@@ -5,6 +5,8 @@ pub enum ExitCode {
     Success,
     /// Any error of a command, as in pilot-agent.
     CommandFailed,
+    /// An error of `istio-iptables` after its command line was read, as in pilot-agent.
+    CaptureFailed,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),
 }
@@ -25,6 +27,7 @@ impl From<ExitCode> for std::process::ExitCode {
         Self::from(match code {
             ExitCode::Success => 0,
             ExitCode::CommandFailed => 255,
+            ExitCode::CaptureFailed => 1,
             ExitCode::Envoy(code) => code,
         })
     }

@@ -8,6 +8,8 @@ pub mod agent;
 pub mod cli;
 pub mod config;
 
+pub mod capture;
+
 pub mod xds;
 
 pub mod dns;

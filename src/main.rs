@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent, completion, request, show, version, wait,
+    self, Cli, Command, Refused, Typed, absent, completion, iptables, request, show, version, wait,
 };
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
@@ -62,7 +62,17 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Version(flags)) => print(&version::text(&flags, &Environment::of_process())?),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
-        Some(Command::Iptables(_)) => Err(absent::IPTABLES.into()),
+        Some(Command::Iptables(flags)) => {
+            logging::init(log.options()?)?;
+            match iptables::run(&flags, &Environment::of_process()) {
+                Ok(text) if text.is_empty() => Ok(ExitCode::Success),
+                Ok(text) => print(text.trim_end()),
+                Err(error) => {
+                    fail(&error);
+                    Ok(ExitCode::CaptureFailed)
+                }
+            }
+        }
         Some(Command::CleanIptables(_)) => Err(absent::CLEAN_IPTABLES.into()),
         Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
     }

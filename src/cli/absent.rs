@@ -9,8 +9,6 @@ pub struct Words {
     ignored: Vec<String>,
 }
 
-pub const IPTABLES: &str = "istio-iptables is not part of this agent yet: let Istio's own image \
-    (istio/proxyv2) run it in the init container, or capture traffic with the Istio CNI plugin";
 pub const CLEAN_IPTABLES: &str = "istio-clean-iptables is not part of this agent yet: use \
     `pilot-agent istio-iptables --cleanup-only` of Istio's own image (istio/proxyv2)";
 pub const COLLATERAL: &str = "this build is not compiled with collateral support";

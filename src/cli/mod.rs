@@ -6,6 +6,7 @@
 
 pub mod absent;
 pub mod completion;
+pub mod iptables;
 pub mod request;
 pub mod show;
 pub mod unknown;
@@ -45,9 +46,9 @@ pub enum Command {
     Version(version::VersionFlags),
     /// Prints a script that completes this program's command lines.
     Completion(completion::CompletionFlags),
-    /// Not part of this agent yet: sets up traffic capture.
+    /// Prints the rules of traffic capture; does not set them up yet.
     #[command(name = "istio-iptables")]
-    Iptables(absent::Words),
+    Iptables(Box<iptables::IptablesFlags>),
     /// Not part of this agent yet: takes traffic capture down.
     #[command(name = "istio-clean-iptables")]
     CleanIptables(absent::Words),

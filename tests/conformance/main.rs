@@ -12,6 +12,7 @@
     unreachable_pub
 )]
 
+mod capture;
 mod certificates;
 mod dns;
 mod floods;

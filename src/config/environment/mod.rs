@@ -243,7 +243,7 @@ impl Environment {
     }
 
     /// The variable as text; None when it is unset or not text.
-    pub(super) fn text(&self, name: &str) -> Option<&str> {
+    pub fn text(&self, name: &str) -> Option<&str> {
         self.0.get(name)?.to_str()
     }
 

@@ -1,0 +1,174 @@
+//! Settings that are right, and settings that are not.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::capture::iptables::restore;
+use crate::capture::rules::{Family, Rules};
+
+fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
+    let text = str::to_owned;
+    let mut settings = Settings {
+        envoy_port: text("15001"),
+        inbound_capture_port: text("15006"),
+        inbound_tunnel_port: text("15008"),
+        proxy_uid: text(""),
+        proxy_gid: text(""),
+        interception_mode: text(""),
+        inbound_ports: text(""),
+        local_exclude_ports: text(""),
+        exclude_interfaces: text(""),
+        service_cidr: text(""),
+        service_exclude_cidr: text(""),
+        outbound_ports: text(""),
+        local_outbound_ports_exclude: text(""),
+        kube_virt_interfaces: text(""),
+        tproxy_mark: text("1337"),
+        tproxy_route_table: text("133"),
+        redirect_dns: false,
+        capture_all_dns: false,
+        drop_invalid: false,
+        force_iptables_binary: text(""),
+        loopback_cidr: text("127.0.0.1/32"),
+        owner_groups: text("*"),
+        owner_groups_exclude: text(""),
+    };
+    change(&mut settings);
+    settings
+}
+
+fn checked(change: impl FnOnce(&mut Settings)) -> (Config, Vec<Problem>) {
+    Config::check(&settings(change), &Host::default()).expect("a configuration")
+}
+
+fn problems(change: impl FnOnce(&mut Settings)) -> Vec<String> {
+    let error = Config::check(&settings(change), &Host::default()).expect_err("problems");
+    error.0.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn lists_may_have_blanks_and_trailing_commas() {
+    let (config, warnings) = checked(|s| {
+        s.inbound_ports = " 80, 443,,".to_owned();
+        s.service_cidr = "10.0.0.1/8 ,2001:db8::/32,".to_owned();
+        s.exclude_interfaces = "eth0, net+".to_owned();
+        s.proxy_uid = "1337,envoy".to_owned();
+    });
+    assert_eq!(config.inbound, InboundPorts::Only(vec![80, 443]));
+    let OutboundRanges::Only(ranges) = config.include_ranges else {
+        panic!("ranges");
+    };
+    let ranges: Vec<_> = ranges.iter().map(ToString::to_string).collect();
+    assert_eq!(ranges, ["10.0.0.1/8", "2001:db8::/32"]);
+    assert_eq!(config.exclude_interfaces, ["eth0", "net+"]);
+    let users = [Id::Number(1337), Id::Name("envoy".to_owned())];
+    assert_eq!(
+        (config.uids.as_slice(), config.gids.as_slice()),
+        (&users[..], &users[..])
+    );
+    assert!(warnings.is_empty());
+}
+
+#[test]
+fn a_port_names_the_item_and_what_is_expected() {
+    for item in [
+        "65536", "-1", "+1", "http", "*", "1:2", "1 2", "0x50", "80\n443",
+    ] {
+        let found = problems(|s| s.inbound_ports = format!("80,{item}"));
+        let expected = format!(
+            "an item of --istio-inbound-ports is {item:?}, expected a port from 0 to 65535"
+        );
+        assert_eq!(found, [expected]);
+    }
+    for port in ["0", "", "65536", "x"] {
+        let found = problems(|s| s.envoy_port = port.to_owned());
+        assert_eq!(
+            found,
+            [format!(
+                "--envoy-port is {port:?}, expected a port from 1 to 65535"
+            )]
+        );
+    }
+}
+
+#[test]
+fn all_problems_are_reported_at_once() {
+    let found = problems(|s| {
+        s.service_cidr = "10.0.0.1,*".to_owned();
+        s.service_exclude_cidr = "*".to_owned();
+        s.exclude_interfaces = "eth0 -j ACCEPT,-A,longer-than-15-bytes".to_owned();
+        s.proxy_uid = "4294967296,a b,1-5,root!".to_owned();
+        s.proxy_gid = "1".to_owned();
+        s.owner_groups = (0..65).map(|n| format!("{n},")).collect();
+        s.loopback_cidr = "127.0.0.1/7".to_owned();
+        s.tproxy_mark = "0x539".to_owned();
+        s.force_iptables_binary = "NFT".to_owned();
+    });
+    assert_eq!(found.len(), 14, "{found:#?}");
+    assert!(found.contains(
+        &"ISTIO_OUTBOUND_OWNER_GROUPS is \"a list of 65 groups\", expected at most 64".to_owned()
+    ));
+}
+
+#[test]
+fn what_has_no_effect_is_not_checked() {
+    checked(|s| s.local_exclude_ports = "x".to_owned());
+    checked(|s| {
+        s.owner_groups = "1".to_owned();
+        s.owner_groups_exclude = "!".to_owned();
+    });
+}
+
+#[test]
+fn other_modes_redirect_and_dns_without_servers_is_off_with_a_warning() {
+    let (config, warnings) = checked(|s| {
+        s.interception_mode = "tproxy".to_owned();
+        s.redirect_dns = true;
+    });
+    assert_eq!((config.mode, config.dns), (Mode::Redirect, None));
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+}
+
+#[test]
+fn the_proxys_user_is_the_one_named_then_envoys_then_1337() {
+    for (given, envoy, expected) in [("5", Some(6), 5), ("", Some(6), 6), ("", None, 1337)] {
+        let host = Host {
+            envoy_uid: envoy,
+            ..Host::default()
+        };
+        let settings = settings(|s| s.proxy_uid = given.to_owned());
+        let (config, _) = Config::check(&settings, &host).expect("a configuration");
+        assert_eq!(config.uids, [Id::Number(expected)]);
+        assert_eq!(config.gids, [Id::Number(expected)]);
+    }
+}
+
+proptest! {
+    /// Neither lines nor options enter the rules by a setting.
+    #[test]
+    fn a_setting_of_any_text_is_refused_or_stays_one_word(
+        text in "[ -~\\n\\t]{0,12}|[a-z0-9*,./:!\\-\\x00-\\x20\u{e9}]{0,20}|-j|[0-9]{1,5}",
+        which in 0..12_usize,
+    ) {
+        let settings = settings(|s| {
+            s.service_cidr = "10.0.0.0/8".to_owned();
+            s.inbound_ports = "*".to_owned();
+            let setting = [
+                &mut s.envoy_port, &mut s.proxy_uid, &mut s.proxy_gid, &mut s.interception_mode,
+                &mut s.inbound_ports, &mut s.local_exclude_ports, &mut s.exclude_interfaces,
+                &mut s.service_cidr, &mut s.kube_virt_interfaces, &mut s.tproxy_mark,
+                &mut s.loopback_cidr, &mut s.owner_groups,
+            ];
+            *setting.into_iter().nth(which).expect("a setting") = text.clone();
+        });
+        if let Ok((config, _)) = Config::check(&settings, &Host::default()) {
+            let rules = Rules::new(&config);
+            let lines = restore(&rules, Family::V4);
+            let added = lines.lines().filter(|line| line.starts_with("-A ") || line.starts_with("-I "));
+            prop_assert_eq!(added.clone().count(), rules.of(Family::V4).count(), "{}", &lines);
+            for line in added {
+                prop_assert_eq!(line.split(' ').filter(|word| *word == "-j").count(), 1, "{}", line);
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Renders rules as input of `iptables-restore`.
+
+use std::fmt::{self, Write};
+
+use super::rules::{
+    Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
+};
+
+/// What a dry run prints: each command, or the input of a command that has one.
+pub fn dry_run(rules: &Rules) -> String {
+    let save_v6 = if rules.has_v6() {
+        "ip6tables-save\n"
+    } else {
+        ""
+    };
+    let (v4, v6) = (restore(rules, Family::V4), restore(rules, Family::V6));
+    format!("iptables-save\nip6tables-save\n{v4}{v6}iptables-save\n{save_v6}")
+}
+
+/// The input of a family's `iptables-restore --noflush`.
+pub fn restore(rules: &Rules, family: Family) -> String {
+    let mut text = String::new();
+    for table in [Table::Mangle, Table::Nat, Table::Raw] {
+        let rules = rules.of(family).filter(|rule| rule.table == table);
+        let rules: Vec<_> = rules.collect();
+        if rules.is_empty() {
+            continue;
+        }
+        // A String takes any text.
+        let _ = writeln!(text, "* {}", table_name(table));
+        for chain in chains(&rules) {
+            let _ = writeln!(text, "-N {}", chain_name(chain));
+        }
+        for rule in rules {
+            let _ = writeln!(text, "{}", Line(rule));
+        }
+        text.push_str("COMMIT\n");
+    }
+    text
+}
+
+/// The chains to create: those with rules first, then those that are only jumped to.
+fn chains(rules: &[&Rule]) -> Vec<Chain> {
+    let targets = rules.iter().filter_map(|rule| match rule.verdict {
+        Verdict::Jump(chain) => Some(chain),
+        _ => None,
+    });
+    let mut found = Vec::new();
+    for chain in rules.iter().map(|rule| rule.chain).chain(targets) {
+        if !chain.is_builtin() && !found.contains(&chain) {
+            found.push(chain);
+        }
+    }
+    found
+}
+
+/// A rule as a line.
+struct Line<'a>(&'a Rule);
+
+impl fmt::Display for Line<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(rule) = self;
+        let chain = chain_name(rule.chain);
+        match rule.place {
+            Place::Last => write!(f, "-A {chain}")?,
+            Place::At(number) => write!(f, "-I {chain} {number}")?,
+        }
+        for each in &rule.matches {
+            match each {
+                Match::Is(criterion) => write_match(f, "", criterion)?,
+                Match::Not(criterion) => write_match(f, " !", criterion)?,
+            }
+        }
+        f.write_str(" -j ")?;
+        match rule.verdict {
+            Verdict::Return => f.write_str("RETURN"),
+            Verdict::Accept => f.write_str("ACCEPT"),
+            Verdict::Drop => f.write_str("DROP"),
+            Verdict::Jump(chain) => f.write_str(chain_name(chain)),
+            // Istio abbreviates the option for UDP.
+            Verdict::Redirect(port) if is_udp(rule) => write!(f, "REDIRECT --to-port {port}"),
+            Verdict::Redirect(port) => write!(f, "REDIRECT --to-ports {port}"),
+            Verdict::Tproxy { port, mark } => {
+                write!(f, "TPROXY --tproxy-mark {mark}/0xffffffff --on-port {port}")
+            }
+            Verdict::SetMark(mark) => write!(f, "MARK --set-mark {mark}"),
+            Verdict::SaveMark => f.write_str("CONNMARK --save-mark"),
+            Verdict::RestoreMark => f.write_str("CONNMARK --restore-mark"),
+            Verdict::Zone(zone) => write!(f, "CT --zone {zone}"),
+        }
+    }
+}
+
+/// Writes a criterion; `not` stands before its option.
+fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> fmt::Result {
+    match criterion {
+        Criterion::InInterface(name) => write!(f, "{not} -i {name}"),
+        Criterion::OutInterface(name) => write!(f, "{not} -o {name}"),
+        Criterion::Source(range) => write!(f, "{not} -s {range}"),
+        Criterion::Destination(range) => write!(f, "{not} -d {range}"),
+        Criterion::Protocol(Protocol::Tcp) => write!(f, "{not} -p tcp"),
+        Criterion::Protocol(Protocol::Udp) => write!(f, "{not} -p udp"),
+        Criterion::SourcePort(port) => write!(f, "{not} --sport {port}"),
+        Criterion::DestinationPort(ports) => match ports.as_slice() {
+            [port] => write!(f, "{not} --dport {port}"),
+            ports => {
+                let ports: Vec<_> = ports.iter().map(u16::to_string).collect();
+                write!(f, " -m multiport{not} --dports {}", ports.join(","))
+            }
+        },
+        Criterion::Owner(Owner::User(id)) => write!(f, " -m owner{not} --uid-owner {id}"),
+        Criterion::Owner(Owner::Group(id)) => write!(f, " -m owner{not} --gid-owner {id}"),
+        Criterion::StateInvalid => write!(f, " -m conntrack{not} --ctstate INVALID"),
+        Criterion::StateRelatedOrEstablished => {
+            write!(f, " -m conntrack{not} --ctstate RELATED,ESTABLISHED")
+        }
+        Criterion::Mark(mark) => write!(f, " -m mark{not} --mark {mark}"),
+        Criterion::ConnectionMark(mark) => write!(f, " -m connmark{not} --mark {mark}"),
+    }
+}
+
+fn is_udp(rule: &Rule) -> bool {
+    let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
+    rule.matches.contains(&udp)
+}
+
+impl fmt::Display for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+fn table_name(table: Table) -> &'static str {
+    match table {
+        Table::Mangle => "mangle",
+        Table::Nat => "nat",
+        Table::Raw => "raw",
+    }
+}
+
+fn chain_name(chain: Chain) -> &'static str {
+    match chain {
+        Chain::Prerouting => "PREROUTING",
+        Chain::Output => "OUTPUT",
+        Chain::Inbound => "ISTIO_INBOUND",
+        Chain::InRedirect => "ISTIO_IN_REDIRECT",
+        Chain::IstioOutput => "ISTIO_OUTPUT",
+        Chain::Redirect => "ISTIO_REDIRECT",
+        Chain::OutputDns => "ISTIO_OUTPUT_DNS",
+        Chain::Divert => "ISTIO_DIVERT",
+        Chain::Tproxy => "ISTIO_TPROXY",
+        Chain::Drop => "ISTIO_DROP",
+    }
+}

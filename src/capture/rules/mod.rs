@@ -1,0 +1,163 @@
+//! The rules of traffic capture as types: one ordered list for both address families, independent of
+//! the program that loads them.
+
+mod build;
+mod dns;
+
+use super::cidr::Cidr;
+use super::config::Config;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    V4,
+    V6,
+}
+
+/// In the order in which they are rendered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Table {
+    Mangle,
+    Nat,
+    Raw,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chain {
+    /// The kernel's own chains.
+    Prerouting,
+    Output,
+    /// Traffic to the pod.
+    Inbound,
+    /// To Envoy's port for inbound traffic.
+    InRedirect,
+    /// Traffic from the pod.
+    IstioOutput,
+    /// To Envoy's port for outbound traffic.
+    Redirect,
+    /// DNS from the pod.
+    OutputDns,
+    /// Marks packets of connections that a socket here already has (TPROXY).
+    Divert,
+    /// Hands packets to Envoy with their destination unchanged (TPROXY).
+    Tproxy,
+    /// Drops packets that conntrack calls invalid.
+    Drop,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    Tcp,
+    Udp,
+}
+
+/// A user or group: a number, or a name that the rule's loader resolves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Id {
+    Number(u32),
+    Name(String),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Owner {
+    User(Id),
+    Group(Id),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Criterion {
+    InInterface(String),
+    OutInterface(String),
+    Source(Cidr),
+    Destination(Cidr),
+    Protocol(Protocol),
+    SourcePort(u16),
+    /// Any of these ports.
+    DestinationPort(Vec<u16>),
+    Owner(Owner),
+    StateInvalid,
+    StateRelatedOrEstablished,
+    Mark(u32),
+    ConnectionMark(u32),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Match {
+    Is(Criterion),
+    Not(Criterion),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Return,
+    Accept,
+    Drop,
+    Jump(Chain),
+    /// To this port of the machine itself.
+    Redirect(u16),
+    Tproxy {
+        port: u16,
+        mark: u32,
+    },
+    SetMark(u32),
+    /// Copies the packet's mark to its connection.
+    SaveMark,
+    /// Copies the connection's mark to the packet.
+    RestoreMark,
+    /// Assigns the conntrack zone; the first assignment counts.
+    Zone(u16),
+}
+
+/// Where a rule enters its chain when its turn comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Last,
+    /// Counted from 1.
+    At(usize),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// None is both.
+    pub family: Option<Family>,
+    pub table: Table,
+    pub chain: Chain,
+    pub place: Place,
+    /// All of them hold. The order is that of the text.
+    pub matches: Vec<Match>,
+    pub verdict: Verdict,
+}
+
+/// The rules in the order in which they are added to their chains.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rules {
+    rules: Vec<Rule>,
+    has_v6: bool,
+}
+
+impl Rules {
+    /// The rules that a configuration asks for. There are always rules for IPv4.
+    pub fn new(config: &Config) -> Self {
+        Self {
+            rules: build::rules(config),
+            has_v6: config.has_v6,
+        }
+    }
+
+    pub fn has_v6(&self) -> bool {
+        self.has_v6
+    }
+
+    /// The rules of a family, in the order in which they are added.
+    pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
+        let exists = family == Family::V4 || self.has_v6;
+        let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|of| of == family);
+        self.rules.iter().filter(is_of)
+    }
+}
+
+impl Chain {
+    /// Whether the kernel has this chain by itself.
+    pub fn is_builtin(self) -> bool {
+        matches!(self, Self::Prerouting | Self::Output)
+    }
+}

@@ -1,0 +1,212 @@
+//! Command lines of `istio-iptables` and their rules, as in `tests/golden/capture`.
+//!
+//! A golden file begins with the command line; `variables`, `nameservers` and `v6` may follow. Then comes
+//! what a dry run prints. `UPDATE_GOLDEN=1` writes it anew.
+
+use std::fs;
+use std::path::PathBuf;
+
+use super::*;
+use crate::cli::{Command, Refused, parse};
+
+fn flags(line: &str) -> IptablesFlags {
+    let words = line.split(' ').filter(|word| !word.is_empty());
+    let words = words.map(|word| word.trim_matches('\'').to_owned());
+    let line = ["pilot-agent".to_owned()].into_iter().chain(words);
+    match parse(line).expect("a command line").cli.command {
+        Some(Command::Iptables(flags)) => *flags,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
+    let environment = variables.iter().copied().collect();
+    let resolver = Resolver {
+        flags: &flags(line),
+        environment: &environment,
+    };
+    resolver.settings()
+}
+
+/// What a dry run prints for a golden file's header, and the header.
+fn rendered(file: &str) -> (String, String) {
+    let header: Vec<_> = file.lines().take_while(|l| l.starts_with("# ")).collect();
+    let line = header[0].trim_start_matches("# ");
+    let (mut host, mut variables) = (Host::default(), Vec::new());
+    for each in &header[1..] {
+        match each.trim_start_matches("# ").split_once(": ") {
+            None if *each == "# v6" => host.has_v6 = true,
+            Some(("nameservers", list)) => {
+                let servers = list
+                    .split(' ')
+                    .map(|server| server.parse().expect("an address"));
+                host.nameservers = servers.collect();
+            }
+            Some(("variables", list)) => {
+                let pairs = list.split(' ');
+                variables = pairs
+                    .map(|pair| pair.split_once('=').expect("NAME=value"))
+                    .collect();
+            }
+            other => panic!("{other:?} in {file}"),
+        }
+    }
+    let (config, _) = Config::check(&settings(line, &variables), &host).expect("a configuration");
+    let header = header.join("\n") + "\n";
+    (header, iptables::dry_run(&Rules::new(&config)))
+}
+
+#[test]
+fn rules_are_those_of_the_golden_files() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
+    let mut count = 0;
+    for entry in fs::read_dir(folder).expect("golden files") {
+        let path = entry.expect("an entry").path();
+        let file = fs::read_to_string(&path).expect("a golden file");
+        let (header, text) = rendered(&file);
+        #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            fs::write(&path, header + &text).expect("written");
+        } else {
+            assert_eq!(header + &text, file, "{}", path.display());
+        }
+        count += 1;
+    }
+    assert!(count >= 20, "{count} golden files");
+}
+
+#[test]
+fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first() {
+    let ports = |line: &str, variables: &[(&str, &str)]| {
+        let found = settings(line, variables);
+        (found.inbound_capture_port, found.redirect_dns)
+    };
+    let variables = [("INBOUND_CAPTURE_PORT", "1"), ("REDIRECT_DNS", "true")];
+    let line = "istio-iptables";
+    assert_eq!(ports(line, &[]), ("15006".to_owned(), false));
+    assert_eq!(ports(line, &variables), ("1".to_owned(), true));
+    let line = "istio-iptables -z 2 --redirect-dns=false";
+    assert_eq!(ports(line, &variables), ("2".to_owned(), false));
+    let stronger = [
+        ("REDIRECT_DNS", "true"),
+        ("ISTIO_META_DNS_CAPTURE", "false"),
+    ];
+    assert!(!settings("istio-iptables", &stronger).redirect_dns);
+    let ignored = [("REDIRECT_DNS", "true"), ("ISTIO_META_DNS_CAPTURE", "on")];
+    assert!(settings("istio-iptables", &ignored).redirect_dns);
+    let stronger = [("DROP_INVALID", "0"), ("INVALID_DROP", "1")];
+    assert!(settings("istio-iptables", &stronger).drop_invalid);
+    // It has no variable; an empty one of another counts.
+    let none = [("ENVOY_PORT", "1"), ("ISTIO_OUTBOUND_OWNER_GROUPS", "")];
+    let found = settings("istio-iptables", &none);
+    assert_eq!(
+        (found.envoy_port.as_str(), found.owner_groups.as_str()),
+        ("15001", "")
+    );
+}
+
+#[test]
+fn the_lines_of_istios_templates_and_scripts_are_understood() {
+    for line in [
+        "istio-iptables -p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -x '' -b '*' -d 15090,15021,15020 \
+         --log_output_level=default:info --run-validation --skip-rule-apply",
+        "istio-iptables -p 15001 -z 15006 -e 15008 -u 1 -g 2 -m TPROXY -b 1 -d 2 -c eth0 -i 10.0.0.0/8 \
+         -x 10.1.0.0/16 -q 3 -o 4 -k eth1 -t 1337 -r 133 -n --iptables-probe-port 15002 \
+         --probe-timeout 5s --capture-all-dns --drop-invalid=true --dual-stack \
+         --network-namespace=/x --cni-mode --reconcile --force-apply --native-nftables \
+         --force-iptables-binary nft",
+        "istio-iptables --cleanup-only proxy",
+    ] {
+        flags(line);
+    }
+    for line in [
+        "--old",
+        "--probe-timeout 5",
+        "--iptables-probe-port 65536",
+        "-n=maybe",
+    ] {
+        let line = format!("pilot-agent istio-iptables {line}");
+        let result = parse(line.split(' ').map(str::to_owned));
+        assert!(matches!(result, Err(Refused::Error(_))), "{line}");
+    }
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    for (line, named) in [
+        ("istio-iptables -b *", Some("setting them up")),
+        (
+            "istio-iptables --cleanup-only --dry-run",
+            Some("--cleanup-only"),
+        ),
+        (
+            "istio-iptables --native-nftables --dry-run",
+            Some("--native-nftables"),
+        ),
+        (
+            "istio-iptables --run-validation --skip-rule-apply",
+            Some("--run-validation"),
+        ),
+        ("istio-iptables --skip-rule-apply --cleanup-only", None),
+        ("istio-iptables -n", None),
+    ] {
+        let resolver = Resolver {
+            flags: &flags(line),
+            environment: &Environment::default(),
+        };
+        match (resolver.refuse_missing(), named) {
+            (Err(Error::Missing(missing)), Some(named)) => assert_eq!(missing, named),
+            (Ok(()), None) => {}
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_dry_run_writes_the_file_of_its_variable() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("rules");
+    let file = path.to_str().expect("text").to_owned();
+    let environment = [("DRY_RUN_FILE_PATH", file)].into_iter().collect();
+    match run(&flags("istio-iptables -n -i *"), &environment) {
+        Ok(text) => assert_eq!(fs::read_to_string(&path).expect("a file"), text),
+        // A machine without a network.
+        Err(Error::NoAddress) => {}
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn the_first_address_decides_on_ipv6_and_any_with_dual_stack() {
+    for (addresses, single, dual) in [
+        ("", None, None),
+        (
+            "127.0.0.1 169.254.1.1 ::1 fe80::1 ff02::1 224.0.0.1",
+            None,
+            None,
+        ),
+        ("127.0.0.1 10.0.0.1 2001:db8::1", Some(false), Some(true)),
+        ("fe80::1 2001:db8::1 10.0.0.1", Some(true), Some(true)),
+        ("10.0.0.1 10.0.0.2", Some(false), Some(false)),
+        ("::ffff:10.0.0.1", Some(false), Some(false)),
+    ] {
+        let parsed = || addresses.split_whitespace().map(|a| a.parse().expect(a));
+        assert_eq!(has_v6(parsed(), false), single, "{addresses}");
+        assert_eq!(has_v6(parsed(), true), dual, "{addresses}");
+    }
+}
+
+#[test]
+fn the_user_of_envoy_is_found_by_name() {
+    let passwd =
+        "root:x:0:0::/:/bin/sh\nbroken\nistio-proxy:x:1338:1338::/:/bin/false\nbad:x:y:1::/:";
+    for (user, uid) in [
+        ("istio-proxy", Some(1338)),
+        ("root", Some(0)),
+        ("broken", None),
+        ("bad", None),
+        ("x", None),
+    ] {
+        assert_eq!(uid_of(user, passwd), uid, "{user}");
+    }
+}
