@@ -7,7 +7,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, BufReader, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 const PORTION: usize = 32 << 10;
 
@@ -16,21 +16,16 @@ const MAJOR: usize = "HTTP/".len();
 const MINOR: usize = "HTTP/1.".len();
 
 pub(super) struct Stream<S> {
-    io: BufReader<S>,
+    io: S,
     /// How many bytes have arrived, up to the end of the version.
     count: usize,
 }
 
-impl<S: AsyncRead> Stream<S> {
-    pub(super) fn new(io: S) -> Self {
-        Self {
-            io: BufReader::with_capacity(PORTION, io),
-            count: 0,
-        }
-    }
-}
-
 impl<S> Stream<S> {
+    pub(super) fn new(io: S) -> Self {
+        Self { io, count: 0 }
+    }
+
     /// Replaces the version in what has arrived.
     fn rewrite(&mut self, arrived: &mut [u8]) {
         for byte in arrived {
@@ -51,31 +46,31 @@ impl<S: AsyncRead + Unpin> AsyncRead for Stream<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let available = ready!(Pin::new(&mut self.io).poll_fill_buf(context))?;
-        let count = available.len().min(buffer.remaining());
-        buffer.put_slice(&available[..count]);
-        Pin::new(&mut self.io).consume(count);
-        let start = buffer.filled().len() - count;
-        self.rewrite(&mut buffer.filled_mut()[start..]);
+        let size = buffer.remaining().min(PORTION);
+        let mut portion = ReadBuf::new(buffer.initialize_unfilled_to(size));
+        ready!(Pin::new(&mut self.io).poll_read(context, &mut portion))?;
+        self.rewrite(portion.filled_mut());
+        let count = portion.filled().len();
+        buffer.advance(count);
         Poll::Ready(Ok(()))
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Stream<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Stream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(self.io.get_mut()).poll_write(context, bytes)
+        Pin::new(&mut self.io).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(self.io.get_mut()).poll_flush(context)
+        Pin::new(&mut self.io).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(self.io.get_mut()).poll_shutdown(context)
+        Pin::new(&mut self.io).poll_shutdown(context)
     }
 }
 

@@ -7,7 +7,7 @@ use local_istiod::{Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
-use super::soon;
+use super::{free_port, local, soon};
 
 /// The account every agent of these tests runs as.
 pub const NAMESPACE: &str = "shop";
@@ -52,6 +52,8 @@ impl ControlPlane {
         let (sender, events) = mpsc::unbounded_channel();
         let keys = Keys::generate("cluster.local").unwrap();
         let options = Options {
+            // Below the ports of outgoing connections, so that it is still free at a restart.
+            listen: local(free_port()),
             max_cert_ttl: life,
             keys: Some(keys.clone()),
             snapshots: served,
