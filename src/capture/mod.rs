@@ -8,4 +8,5 @@
 pub mod cidr;
 pub mod config;
 pub mod iptables;
+pub mod layout;
 pub mod rules;

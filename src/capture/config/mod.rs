@@ -247,4 +247,4 @@ fn dns(settings: &Settings, host: &Host, items: &mut Items) -> Option<DnsCapture
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::capture) mod tests;

@@ -37,7 +37,7 @@ fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
     settings
 }
 
-fn checked(change: impl FnOnce(&mut Settings)) -> (Config, Vec<Problem>) {
+pub(in crate::capture) fn checked(change: impl FnOnce(&mut Settings)) -> (Config, Vec<Problem>) {
     Config::check(&settings(change), &Host::default()).expect("a configuration")
 }
 

@@ -21,7 +21,7 @@ pub enum Table {
     Raw,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Chain {
     /// The kernel's own chains.
     Prerouting,
