@@ -76,21 +76,8 @@ async fn recovers_from(security: Security, answer: Option<&'static [u8]>, senten
     let mut envoy = ask_for_clusters(&place).await;
     agent.logs(sentence).await;
     drop(nonsense);
-    let mut istiod = started(options).await;
+    let mut istiod = LocalIstiod::start(options).await.unwrap();
     answered(&mut envoy, &mut istiod).await;
-}
-
-/// The port is free as soon as the listener's task has ended.
-async fn started(options: Options) -> LocalIstiod {
-    soon(async {
-        loop {
-            match LocalIstiod::start(options.clone()).await {
-                Ok(istiod) => return istiod,
-                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-            }
-        }
-    })
-    .await
 }
 
 #[tokio::test]

@@ -241,9 +241,18 @@ impl LocalIstiod {
     }
 }
 
+/// Waits for at most a second: a child that was just forked may hold a former listener until it execs.
 async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Listen { address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let mut attempts = 0..20;
+    let listener = loop {
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && attempts.next().is_some() => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            bound => break bound.map_err(failed)?,
+        }
+    };
     let address = listener.local_addr().map_err(failed)?;
     Ok((listener, address))
 }
