@@ -6,7 +6,9 @@
 use std::fs;
 use std::path::PathBuf;
 
+use super::machine::{has_v6, uid_of};
 use super::*;
+use crate::capture::config::{Host, Settings};
 use crate::cli::{Command, Refused, parse};
 
 fn flags(line: &str) -> IptablesFlags {
@@ -154,7 +156,7 @@ fn what_is_not_built_is_refused_by_name() {
             flags: &flags(line),
             environment: &Environment::default(),
         };
-        match (resolver.refuse_missing(), named) {
+        match (refuse_missing(&resolver.options()), named) {
             (Err(Error::Missing(missing)), Some(named)) => assert_eq!(missing, named),
             (Ok(()), None) => {}
             other => panic!("{line}: {other:?}"),
@@ -171,7 +173,7 @@ fn a_dry_run_writes_the_file_of_its_variable() {
     match run(&flags("istio-iptables -n -i *"), &environment) {
         Ok(text) => assert_eq!(fs::read_to_string(&path).expect("a file"), text),
         // A machine without a network.
-        Err(Error::NoAddress) => {}
+        Err(Error::Machine(machine::Error::NoAddress)) => {}
         Err(other) => panic!("{other}"),
     }
 }

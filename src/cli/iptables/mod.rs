@@ -1,0 +1,80 @@
+//! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
+//!
+//! Only `--dry-run` works so far, for iptables.
+
+mod flags;
+mod machine;
+mod resolver;
+
+use std::io;
+use std::path::Path;
+
+use crate::capture::config::{Config, Invalid};
+use crate::capture::iptables;
+use crate::capture::rules::Rules;
+use crate::config::environment::Environment;
+use crate::replace_file::replace_file;
+pub use flags::IptablesFlags;
+use resolver::{Options, Resolver};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    #[error(transparent)]
+    Machine(#[from] machine::Error),
+    #[error(
+        "istio-iptables can only print rules so far (--dry-run); {0} is not part of this agent yet: \
+         let Istio's own image (istio/proxyv2) run it in the init container, or capture traffic with \
+         the Istio CNI plugin"
+    )]
+    Missing(&'static str),
+    #[error("cannot write {path:?}, which DRY_RUN_FILE_PATH names")]
+    DryRunFile {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Carries the command out. Returns the text for standard output.
+pub fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, Error> {
+    let resolver = Resolver { flags, environment };
+    let (settings, options) = (resolver.settings(), resolver.options());
+    let captures_servers = settings.redirect_dns && !settings.capture_all_dns;
+    let host = machine::host(options.is_dual_stack, captures_servers, &options.envoy_user)?;
+    let (config, warnings) = Config::check(&settings, &host)?;
+    for warning in &warnings {
+        tracing::warn!("{warning}");
+    }
+    refuse_missing(&options)?;
+    if options.skip_rule_apply {
+        return Ok(String::new());
+    }
+    let text = iptables::dry_run(&Rules::new(&config));
+    if let Some(path) = options.dry_run_file {
+        let written = replace_file(Path::new(&path), text.as_bytes(), 0o644);
+        written.map_err(|source| Error::DryRunFile { path, source })?;
+    }
+    Ok(text)
+}
+
+fn refuse_missing(options: &Options) -> Result<(), Error> {
+    let missing = if options.run_validation {
+        "--run-validation"
+    } else if options.skip_rule_apply {
+        return Ok(());
+    } else if options.native_nftables {
+        "--native-nftables"
+    } else if options.cleanup_only {
+        "--cleanup-only"
+    } else if !options.dry_run {
+        "setting them up"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Missing(missing))
+}
+
+#[cfg(test)]
+mod tests;
