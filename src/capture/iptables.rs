@@ -20,7 +20,7 @@ pub fn dry_run(rules: &Rules) -> String {
 /// The input of a family's `iptables-restore --noflush`.
 pub fn restore(rules: &Rules, family: Family) -> String {
     let mut text = String::new();
-    for table in [Table::Mangle, Table::Nat, Table::Raw] {
+    for table in [Table::Filter, Table::Mangle, Table::Nat, Table::Raw] {
         let rules = rules.of(family).filter(|rule| rule.table == table);
         let rules: Vec<_> = rules.collect();
         if rules.is_empty() {
@@ -76,6 +76,7 @@ impl fmt::Display for Line<'_> {
             Verdict::Return => f.write_str("RETURN"),
             Verdict::Accept => f.write_str("ACCEPT"),
             Verdict::Drop => f.write_str("DROP"),
+            Verdict::Reject => f.write_str("REJECT --reject-with tcp-reset"),
             Verdict::Jump(chain) => f.write_str(chain_name(chain)),
             // Istio abbreviates the option for UDP.
             Verdict::Redirect(port) if is_udp(rule) => write!(f, "REDIRECT --to-port {port}"),
@@ -135,6 +136,7 @@ impl fmt::Display for Id {
 
 fn table_name(table: Table) -> &'static str {
     match table {
+        Table::Filter => "filter",
         Table::Mangle => "mangle",
         Table::Nat => "nat",
         Table::Raw => "raw",
@@ -153,5 +155,6 @@ fn chain_name(chain: Chain) -> &'static str {
         Chain::Divert => "ISTIO_DIVERT",
         Chain::Tproxy => "ISTIO_TPROXY",
         Chain::Drop => "ISTIO_DROP",
+        Chain::ProtectAdmin => "ISTIO_PROTECT_ADMIN",
     }
 }

@@ -38,6 +38,7 @@ pub struct Settings {
     pub redirect_dns: bool,
     pub capture_all_dns: bool,
     pub drop_invalid: bool,
+    pub protect_admin: bool,
     pub force_iptables_binary: String,
     pub loopback_cidr: String,
     pub owner_groups: String,
@@ -121,6 +122,8 @@ pub struct Config {
     pub owner_groups: OwnerGroups,
     pub dns: Option<DnsCapture>,
     pub drop_invalid: bool,
+    /// Keeps applications from Envoy's admin port.
+    pub protect_admin: bool,
     /// Loopback range of IPv4.
     pub loopback: Cidr,
     pub tproxy_mark: u32,
@@ -187,6 +190,7 @@ impl Config {
             owner_groups: owner_groups(settings, items),
             dns: dns(settings, host, items),
             drop_invalid: settings.drop_invalid,
+            protect_admin: settings.protect_admin,
             loopback: items.loopback(&settings.loopback_cidr),
             tproxy_mark: items.number("--istio-inbound-tproxy-mark", &settings.tproxy_mark),
             tproxy_route_table: items.number(

@@ -28,6 +28,7 @@ fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
         redirect_dns: false,
         capture_all_dns: false,
         drop_invalid: false,
+        protect_admin: false,
         force_iptables_binary: text(""),
         loopback_cidr: text("127.0.0.1/32"),
         owner_groups: text("*"),

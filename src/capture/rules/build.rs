@@ -1,9 +1,11 @@
 //! Builds the rules from the configuration, in Istio's order.
 
-use super::Chain::{Divert, Drop, InRedirect, Inbound, IstioOutput, Output, Prerouting, Redirect};
+use super::Chain::{
+    Divert, Drop, InRedirect, Inbound, IstioOutput, Output, Prerouting, ProtectAdmin, Redirect,
+};
 use super::Criterion as C;
 use super::Match::{Is, Not};
-use super::Table::{Mangle, Nat};
+use super::Table::{Filter, Mangle, Nat};
 use super::{Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Table, Verdict};
 use crate::capture::cidr::Cidr;
 use crate::capture::config::{Config, InboundPorts, Mode, OutboundRanges, OwnerGroups};
@@ -12,6 +14,8 @@ use crate::capture::config::{Config, InboundPorts, Mode, OutboundRanges, OwnerGr
 const PASSTHROUGH: [Cidr; 2] = [Cidr::v4(127, 0, 0, 6, 32), Cidr::low_v6(6)];
 /// Mark of what Envoy sends to an address of its own pod (TPROXY).
 const SELF_CALL_MARK: u32 = 1338;
+/// Envoy's admin port.
+const ADMIN: u16 = 15000;
 
 pub(super) const TCP: Match = Is(C::Protocol(Protocol::Tcp));
 
@@ -35,6 +39,9 @@ pub(super) fn rules(config: &Config) -> Vec<Rule> {
     builder.destinations();
     if config.mode == Mode::Tproxy {
         builder.tproxy_marks();
+    }
+    if config.protect_admin {
+        builder.protect_admin();
     }
     builder.rules
 }
@@ -326,6 +333,20 @@ impl Builder<'_> {
         }
         let matches = [TCP, came_by_lo(), Not(C::Mark(SELF_CALL_MARK))];
         self.insert((Mangle, Inbound, 3), matches, Verdict::Return);
+    }
+
+    /// Lets root and the proxy's users alone open connections to the admin port. What a connection sends
+    /// later passes: it may have no owner any more.
+    fn protect_admin(&mut self) {
+        let matches = [leaves_by_lo(), TCP, Is(port(ADMIN))];
+        self.insert((Filter, Output, 1), matches, Verdict::Jump(ProtectAdmin));
+        let known = Is(C::StateRelatedOrEstablished);
+        self.append(Filter, ProtectAdmin, [known], Verdict::Return);
+        for user in [Id::Number(0)].iter().chain(&self.config.uids) {
+            let owner = Is(C::Owner(Owner::User(user.clone())));
+            self.append(Filter, ProtectAdmin, [owner], Verdict::Return);
+        }
+        self.append(Filter, ProtectAdmin, [TCP], Verdict::Reject);
     }
 }
 

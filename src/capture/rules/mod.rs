@@ -16,6 +16,7 @@ pub enum Family {
 /// In the order in which they are rendered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Table {
+    Filter,
     Mangle,
     Nat,
     Raw,
@@ -42,6 +43,8 @@ pub enum Chain {
     Tproxy,
     /// Drops packets that conntrack calls invalid.
     Drop,
+    /// Keeps applications from Envoy's admin port.
+    ProtectAdmin,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +94,8 @@ pub enum Verdict {
     Return,
     Accept,
     Drop,
+    /// Answers TCP with a reset.
+    Reject,
     Jump(Chain),
     /// To this port of the machine itself.
     Redirect(u16),

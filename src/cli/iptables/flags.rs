@@ -86,6 +86,9 @@ pub struct IptablesFlags {
     /// Drops packets that conntrack calls invalid.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub drop_invalid: Option<bool>,
+    /// Lets only root and the users of --proxy-uid connect to Envoy's admin port over loopback.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
+    pub protect_admin: Option<bool>,
     /// Looks past the first address of the pod for one of IPv6.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub dual_stack: Option<bool>,

@@ -98,6 +98,7 @@ impl Resolver<'_> {
             redirect_dns: self.is(flags.redirect_dns, &dns),
             capture_all_dns: self.is(flags.capture_all_dns, &["CAPTURE_ALL_DNS"]),
             drop_invalid: self.is(flags.drop_invalid, &["INVALID_DROP", "DROP_INVALID"]),
+            protect_admin: self.is(flags.protect_admin, &["ISTIO_AGENT_PROTECT_ADMIN"]),
             force_iptables_binary: list(&flags.force_iptables_binary, "FORCE_IPTABLES_BINARY"),
             loopback_cidr: text(&None, "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR", "127.0.0.1/32"),
             owner_groups: text(&None, "ISTIO_OUTBOUND_OWNER_GROUPS", "*"),
