@@ -1,6 +1,7 @@
 //! Renders rules as input of `iptables-restore`.
 
 use std::fmt::{self, Write};
+use std::ops::RangeInclusive;
 
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
@@ -103,9 +104,9 @@ fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> 
         Criterion::Protocol(Protocol::Udp) => write!(f, "{not} -p udp"),
         Criterion::SourcePort(port) => write!(f, "{not} --sport {port}"),
         Criterion::DestinationPort(ports) => match ports.as_slice() {
-            [port] => write!(f, "{not} --dport {port}"),
+            [ports] => write!(f, "{not} --dport {}", range(ports, ':')),
             ports => {
-                let ports: Vec<_> = ports.iter().map(u16::to_string).collect();
+                let ports: Vec<_> = ports.iter().map(|each| range(each, ':')).collect();
                 write!(f, " -m multiport{not} --dports {}", ports.join(","))
             }
         },
@@ -125,10 +126,19 @@ fn is_udp(rule: &Rule) -> bool {
     rule.matches.contains(&udp)
 }
 
+/// A single number, or the first and the last of a range.
+fn range<T: fmt::Display + PartialEq>(numbers: &RangeInclusive<T>, separator: char) -> String {
+    let (first, last) = (numbers.start(), numbers.end());
+    match first == last {
+        true => first.to_string(),
+        false => format!("{first}{separator}{last}"),
+    }
+}
+
 impl fmt::Display for Id {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Number(number) => write!(f, "{number}"),
+            Self::Numbers(numbers) => f.write_str(&range(numbers, '-')),
             Self::Name(name) => f.write_str(name),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{Binaries, Mode};
 use crate::capture::cidr::Cidr;
-use crate::capture::rules::Id;
+use crate::capture::rules::{Id, Ports};
 use crate::problem::Diagnostics;
 
 /// The kernel's limit, without the final zero byte.
@@ -47,9 +47,9 @@ impl Items {
         })
     }
 
-    pub(super) fn ports(&mut self, subject: &str, list: &str) -> Vec<u16> {
-        let port = |item: &str| u16::try_from(number(item)?).ok();
-        self.each(subject, list, "a port from 0 to 65535", port)
+    pub(super) fn ports(&mut self, subject: &str, list: &str) -> Vec<Ports> {
+        let expected = "a port from 0 to 65535 or a range such as 8000:9000";
+        self.each(subject, list, expected, ports)
     }
 
     pub(super) fn number(&mut self, subject: &str, text: &str) -> u32 {
@@ -61,7 +61,8 @@ impl Items {
     }
 
     pub(super) fn ids(&mut self, subject: &str, list: &str) -> Vec<Id> {
-        self.each(subject, list, "a number from 0 to 4294967295 or a name", id)
+        let expected = "a number from 0 to 4294967295, a range such as 1000-2000, or a name";
+        self.each(subject, list, expected, id)
     }
 
     pub(super) fn interfaces(&mut self, subject: &str, list: &str) -> Vec<String> {
@@ -125,10 +126,22 @@ fn number(text: &str) -> Option<u32> {
     is_digits.then(|| text.parse().ok())?
 }
 
-/// A number, or a name of a user or group.
+/// A port, or a range with `:` or `-`. Ranges begin at port 1: iptables prints no match for 0:65535.
+fn ports(item: &str) -> Option<Ports> {
+    let port = |text: &str| u16::try_from(number(text)?).ok();
+    let Some((first, last)) = item.split_once([':', '-']) else {
+        return port(item).map(|port| port..=port);
+    };
+    let ports = port(first)?.max(1)..=port(last)?;
+    (!ports.is_empty()).then_some(ports)
+}
+
+/// A number, a range with `-`, or a name of a user or group.
 fn id(item: &str) -> Option<Id> {
     if item.starts_with(|first: char| first.is_ascii_digit()) {
-        return number(item).map(Id::Number);
+        let (first, last) = item.split_once('-').unwrap_or((item, item));
+        let numbers = number(first)?..=number(last)?;
+        return (!numbers.is_empty()).then_some(Id::Numbers(numbers));
     }
     let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte);
     let is_name =

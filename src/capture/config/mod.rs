@@ -8,7 +8,7 @@ mod items;
 use std::net::IpAddr;
 
 use super::cidr::Cidr;
-use super::rules::Id;
+use super::rules::{Id, Ports};
 use crate::problem::{Diagnostics, Problem};
 use items::Items;
 
@@ -67,8 +67,8 @@ pub enum Mode {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InboundPorts {
     None,
-    AllBut(Vec<u16>),
-    Only(Vec<u16>),
+    AllBut(Vec<Ports>),
+    Only(Vec<Ports>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,8 +117,8 @@ pub struct Config {
     pub include_ranges: OutboundRanges,
     pub exclude_ranges: Vec<Cidr>,
     /// TCP ports captured whatever the address.
-    pub include_outbound_ports: Vec<u16>,
-    pub exclude_outbound_ports: Vec<u16>,
+    pub include_outbound_ports: Vec<Ports>,
+    pub exclude_outbound_ports: Vec<Ports>,
     pub owner_groups: OwnerGroups,
     pub dns: Option<DnsCapture>,
     pub drop_invalid: bool,

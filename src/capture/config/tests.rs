@@ -55,14 +55,14 @@ fn lists_may_have_blanks_and_trailing_commas() {
         s.exclude_interfaces = "eth0, net+".to_owned();
         s.proxy_uid = "1337,envoy".to_owned();
     });
-    assert_eq!(config.inbound, InboundPorts::Only(vec![80, 443]));
+    assert_eq!(config.inbound, InboundPorts::Only(vec![80..=80, 443..=443]));
     let OutboundRanges::Only(ranges) = config.include_ranges else {
         panic!("ranges");
     };
     let ranges: Vec<_> = ranges.iter().map(ToString::to_string).collect();
     assert_eq!(ranges, ["10.0.0.1/8", "2001:db8::/32"]);
     assert_eq!(config.exclude_interfaces, ["eth0", "net+"]);
-    let users = [Id::Number(1337), Id::Name("envoy".to_owned())];
+    let users = [Id::from(1337), Id::Name("envoy".to_owned())];
     assert_eq!(
         (config.uids.as_slice(), config.gids.as_slice()),
         (&users[..], &users[..])
@@ -71,13 +71,28 @@ fn lists_may_have_blanks_and_trailing_commas() {
 }
 
 #[test]
+fn ports_and_users_may_be_ranges() {
+    let (config, _) = checked(|s| {
+        s.outbound_ports = "8000:9000, 7000-7001,0:65535,80:80".to_owned();
+        s.proxy_uid = "1000-2000,a-b".to_owned();
+    });
+    assert_eq!(
+        config.include_outbound_ports,
+        [8000..=9000, 7000..=7001, 1..=65535, 80..=80]
+    );
+    let users = [Id::Numbers(1000..=2000), Id::Name("a-b".to_owned())];
+    assert_eq!(config.uids, users);
+}
+
+#[test]
 fn a_port_names_the_item_and_what_is_expected() {
     for item in [
-        "65536", "-1", "+1", "http", "*", "1:2", "1 2", "0x50", "80\n443",
+        "65536", "-1", "+1", "http", "*", "9:8", "0:0", "1:2:3", "8000:", "-9000", "1 2", "0x50",
+        "80\n443",
     ] {
         let found = problems(|s| s.inbound_ports = format!("80,{item}"));
         let expected = format!(
-            "an item of --istio-inbound-ports is {item:?}, expected a port from 0 to 65535"
+            "an item of --istio-inbound-ports is {item:?}, expected a port from 0 to 65535 or a range such as 8000:9000"
         );
         assert_eq!(found, [expected]);
     }
@@ -98,7 +113,7 @@ fn all_problems_are_reported_at_once() {
         s.service_cidr = "10.0.0.1,*".to_owned();
         s.service_exclude_cidr = "*".to_owned();
         s.exclude_interfaces = "eth0 -j ACCEPT,-A,longer-than-15-bytes".to_owned();
-        s.proxy_uid = "4294967296,a b,1-5,root!".to_owned();
+        s.proxy_uid = "4294967296,a b,5-1,root!".to_owned();
         s.proxy_gid = "1".to_owned();
         s.owner_groups = (0..65).map(|n| format!("{n},")).collect();
         s.loopback_cidr = "127.0.0.1/7".to_owned();
@@ -139,8 +154,8 @@ fn the_proxys_user_is_the_one_named_then_envoys_then_1337() {
         };
         let settings = settings(|s| s.proxy_uid = given.to_owned());
         let (config, _) = Config::check(&settings, &host).expect("a configuration");
-        assert_eq!(config.uids, [Id::Number(expected)]);
-        assert_eq!(config.gids, [Id::Number(expected)]);
+        assert_eq!(config.uids, [Id::from(expected)]);
+        assert_eq!(config.gids, [Id::from(expected)]);
     }
 }
 

@@ -6,7 +6,9 @@ use super::Chain::{
 use super::Criterion as C;
 use super::Match::{Is, Not};
 use super::Table::{Filter, Mangle, Nat};
-use super::{Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Table, Verdict};
+use super::{
+    Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Table, Verdict,
+};
 use crate::capture::cidr::Cidr;
 use crate::capture::config::{Config, InboundPorts, Mode, OutboundRanges, OwnerGroups};
 
@@ -155,14 +157,14 @@ impl Builder<'_> {
             InboundPorts::None => {}
             InboundPorts::AllBut(excluded) => {
                 for excluded in excluded {
-                    let matches = [TCP, Is(port(*excluded))];
+                    let matches = [TCP, Is(in_ports(excluded))];
                     self.append(table, Inbound, matches, Verdict::Return);
                 }
                 self.capture_inbound(table, vec![TCP]);
             }
             InboundPorts::Only(ports) => {
                 for included in ports {
-                    self.capture_inbound(table, vec![TCP, Is(port(*included))]);
+                    self.capture_inbound(table, vec![TCP, Is(in_ports(included))]);
                 }
             }
         }
@@ -199,7 +201,7 @@ impl Builder<'_> {
         self.append(Nat, Output, [], Verdict::Jump(IstioOutput));
         for excluded in &config.exclude_outbound_ports {
             for protocol in [Protocol::Tcp, Protocol::Udp] {
-                let matches = [Is(C::Protocol(protocol)), Is(port(*excluded))];
+                let matches = [Is(C::Protocol(protocol)), Is(in_ports(excluded))];
                 self.append(Nat, IstioOutput, matches, Verdict::Return);
             }
         }
@@ -234,7 +236,7 @@ impl Builder<'_> {
         let tunnel = self.config.tunnel_port;
         let has_dns = self.config.dns.is_some();
         let not_inbound = match owner {
-            Owner::User(_) if has_dns => C::DestinationPort(vec![53, tunnel]),
+            Owner::User(_) if has_dns => C::DestinationPort(vec![53..=53, tunnel..=tunnel]),
             _ => port(tunnel),
         };
         for range in self.loopback() {
@@ -277,7 +279,7 @@ impl Builder<'_> {
         }
         let capture = Verdict::Jump(Redirect);
         for included in &config.include_outbound_ports {
-            self.append(Nat, IstioOutput, [TCP, Is(port(*included))], capture);
+            self.append(Nat, IstioOutput, [TCP, Is(in_ports(included))], capture);
         }
         let came = |name: &String| Is(C::InInterface(name.clone()));
         match &config.include_ranges {
@@ -342,7 +344,7 @@ impl Builder<'_> {
         self.insert((Filter, Output, 1), matches, Verdict::Jump(ProtectAdmin));
         let known = Is(C::StateRelatedOrEstablished);
         self.append(Filter, ProtectAdmin, [known], Verdict::Return);
-        for user in [Id::Number(0)].iter().chain(&self.config.uids) {
+        for user in [Id::from(0)].iter().chain(&self.config.uids) {
             let owner = Is(C::Owner(Owner::User(user.clone())));
             self.append(Filter, ProtectAdmin, [owner], Verdict::Return);
         }
@@ -355,5 +357,9 @@ fn leaves_by_lo() -> Match {
 }
 
 pub(super) fn port(port: u16) -> Criterion {
-    C::DestinationPort(vec![port])
+    C::DestinationPort(vec![port..=port])
+}
+
+fn in_ports(ports: &Ports) -> Criterion {
+    C::DestinationPort(vec![ports.clone()])
 }

@@ -4,6 +4,8 @@
 mod build;
 mod dns;
 
+use std::ops::RangeInclusive;
+
 use super::cidr::Cidr;
 use super::config::Config;
 
@@ -53,10 +55,13 @@ pub enum Protocol {
     Udp,
 }
 
-/// A user or group: a number, or a name that the rule's loader resolves.
+/// Consecutive ports, or a single one.
+pub type Ports = RangeInclusive<u16>;
+
+/// Users or groups: consecutive numbers, or a name that the rule's loader resolves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Id {
-    Number(u32),
+    Numbers(RangeInclusive<u32>),
     Name(String),
 }
 
@@ -75,7 +80,7 @@ pub enum Criterion {
     Protocol(Protocol),
     SourcePort(u16),
     /// Any of these ports.
-    DestinationPort(Vec<u16>),
+    DestinationPort(Vec<Ports>),
     Owner(Owner),
     StateInvalid,
     StateRelatedOrEstablished,
@@ -164,5 +169,11 @@ impl Chain {
     /// Whether the kernel has this chain by itself.
     pub fn is_builtin(self) -> bool {
         matches!(self, Self::Prerouting | Self::Output)
+    }
+}
+
+impl From<u32> for Id {
+    fn from(number: u32) -> Self {
+        Self::Numbers(number..=number)
     }
 }
