@@ -35,6 +35,24 @@ impl Cidr {
         }
     }
 
+    /// The range with all bits behind the prefix zero.
+    pub fn masked(&self) -> Self {
+        let address = match self.address {
+            IpAddr::V4(address) => {
+                let mask = u32::MAX.checked_shl(32 - u32::from(self.prefix));
+                Ipv4Addr::from_bits(address.to_bits() & mask.unwrap_or(0)).into()
+            }
+            IpAddr::V6(address) => {
+                let mask = u128::MAX.checked_shl(128 - u32::from(self.prefix));
+                Ipv6Addr::from_bits(address.to_bits() & mask.unwrap_or(0)).into()
+            }
+        };
+        Self {
+            address,
+            prefix: self.prefix,
+        }
+    }
+
     /// Reads `address/prefix`. A bare address is none, nor is a prefix with a sign or leading zeros.
     pub fn parse(text: &str) -> Option<Self> {
         let (address, digits) = text.split_once('/')?;
@@ -62,6 +80,21 @@ impl fmt::Display for Cidr {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mask_clears_the_bits_behind_the_prefix() {
+        for (text, masked) in [
+            ("10.1.2.3/8", "10.0.0.0/8"),
+            ("10.1.2.3/0", "0.0.0.0/0"),
+            ("10.1.2.3/32", "10.1.2.3/32"),
+            ("2001:db8::1/32", "2001:db8::/32"),
+            ("::1/0", "::/0"),
+            ("::1/128", "::1/128"),
+        ] {
+            let range = Cidr::parse(text).expect(text);
+            assert_eq!(range.masked().to_string(), masked);
+        }
+    }
 
     #[test]
     fn host_bits_are_kept_and_malformed_ranges_are_none() {

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::{Chain, Family, Match, Place, Rules, Table, Verdict};
+use super::rules::{Chain, Criterion, Family, Id, Match, Owner, Place, Rules, Table, Verdict};
 
-/// Rules that are wanted, or that a machine has.
+/// Rules that are wanted, or that a machine has. Equal rules are equal entries, however they were written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
     /// Chains without rules are there with an empty list.
@@ -16,6 +16,7 @@ pub struct Layout {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     Rule {
+        /// In an order that depends on nothing else, without those that any packet passes.
         matches: Vec<Match>,
         verdict: Verdict,
     },
@@ -33,17 +34,62 @@ impl Layout {
                 Place::Last => chain.len(),
                 Place::At(number) => chain.len().min(number - 1),
             };
-            let entry = Entry::Rule {
-                matches: rule.matches.clone(),
-                verdict: rule.verdict,
-            };
-            chain.insert(at, entry);
+            chain.insert(at, Entry::rule(rule.matches.clone(), rule.verdict));
             if let Verdict::Jump(target) = rule.verdict {
                 layout.chains.entry((rule.table, target)).or_default();
             }
         }
         layout
     }
+
+    /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.
+    pub fn resolve(&mut self, number: impl Fn(&Owner) -> Option<u32>) {
+        for entry in self.chains.values_mut().flatten() {
+            let Entry::Rule { matches, .. } = entry else {
+                continue;
+            };
+            for each in &mut *matches {
+                let (Match::Is(Criterion::Owner(owner)) | Match::Not(Criterion::Owner(owner))) =
+                    each
+                else {
+                    continue;
+                };
+                let found = number(owner);
+                let (Owner::User(id) | Owner::Group(id)) = owner;
+                if let (Id::Name(_), Some(found)) = (&id, found) {
+                    *id = found.into();
+                }
+            }
+            sort(matches);
+        }
+    }
+}
+
+impl Entry {
+    /// A rule of the model, as the kernel keeps it: ranges lose the bits behind their prefix.
+    pub fn rule(mut matches: Vec<Match>, verdict: Verdict) -> Self {
+        for each in &mut matches {
+            let (Match::Is(criterion) | Match::Not(criterion)) = each;
+            if let Criterion::Source(range) | Criterion::Destination(range) = criterion {
+                *range = range.masked();
+            }
+        }
+        matches.retain(|each| match each {
+            Match::Is(Criterion::Source(range) | Criterion::Destination(range)) => {
+                range.prefix != 0
+            }
+            Match::Is(Criterion::DestinationPort(ports)) => *ports != [0..=u16::MAX],
+            Match::Is(Criterion::InInterface(name) | Criterion::OutInterface(name)) => name != "+",
+            _ => true,
+        });
+        sort(&mut matches);
+        Self::Rule { matches, verdict }
+    }
+}
+
+/// Any order will do, if it does not depend on the one before.
+fn sort(matches: &mut [Match]) {
+    matches.sort_by_cached_key(|each| format!("{each:?}"));
 }
 
 #[cfg(test)]

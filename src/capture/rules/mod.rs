@@ -165,7 +165,25 @@ impl Rules {
     }
 }
 
+impl Table {
+    pub const ALL: [Self; 4] = [Self::Filter, Self::Mangle, Self::Nat, Self::Raw];
+}
+
 impl Chain {
+    pub const ALL: [Self; 11] = [
+        Self::Prerouting,
+        Self::Output,
+        Self::Inbound,
+        Self::InRedirect,
+        Self::IstioOutput,
+        Self::Redirect,
+        Self::OutputDns,
+        Self::Divert,
+        Self::Tproxy,
+        Self::Drop,
+        Self::ProtectAdmin,
+    ];
+
     /// Whether the kernel has this chain by itself.
     pub fn is_builtin(self) -> bool {
         matches!(self, Self::Prerouting | Self::Output)

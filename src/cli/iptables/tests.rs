@@ -4,11 +4,16 @@
 //! what a dry run prints. `UPDATE_GOLDEN=1` writes it anew.
 
 use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::Stdio;
 
 use super::machine::{has_v6, uid_of};
 use super::*;
 use crate::capture::config::{Host, Settings};
+use crate::capture::iptables::saved::Saved;
+use crate::capture::layout::Layout;
+use crate::capture::rules::Family;
 use crate::cli::{Command, Refused, parse};
 
 fn flags(line: &str) -> IptablesFlags {
@@ -30,8 +35,8 @@ fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
     resolver.settings()
 }
 
-/// What a dry run prints for a golden file's header, and the header.
-fn rendered(file: &str) -> (String, String) {
+/// The header of a golden file, and the configuration it asks for.
+fn configured(file: &str) -> (String, Config) {
     let header: Vec<_> = file.lines().take_while(|l| l.starts_with("# ")).collect();
     let line = header[0].trim_start_matches("# ");
     let (mut host, mut variables) = (Host::default(), Vec::new());
@@ -54,8 +59,7 @@ fn rendered(file: &str) -> (String, String) {
         }
     }
     let (config, _) = Config::check(&settings(line, &variables), &host).expect("a configuration");
-    let header = header.join("\n") + "\n";
-    (header, iptables::dry_run(&Rules::new(&config)))
+    (header.join("\n") + "\n", config)
 }
 
 #[test]
@@ -65,7 +69,8 @@ fn rules_are_those_of_the_golden_files() {
     for entry in fs::read_dir(folder).expect("golden files") {
         let path = entry.expect("an entry").path();
         let file = fs::read_to_string(&path).expect("a golden file");
-        let (header, text) = rendered(&file);
+        let (header, config) = configured(&file);
+        let text = iptables::dry_run(&Rules::new(&config));
         #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
             fs::write(&path, header + &text).expect("written");
@@ -75,6 +80,57 @@ fn rules_are_those_of_the_golden_files() {
         count += 1;
     }
     assert!(count >= 20, "{count} golden files");
+}
+
+#[test]
+fn rules_are_read_from_a_kernel_as_they_were_written() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
+    for entry in fs::read_dir(folder).expect("golden files") {
+        let path = entry.expect("an entry").path();
+        let (_, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
+        let rules = Rules::new(&config);
+        for (family, program) in [(Family::V4, "iptables"), (Family::V6, "ip6tables")] {
+            let mut wanted = Layout::new(&rules, family);
+            // Users and groups with names that every machine has.
+            wanted.resolve(|_| Some(0));
+            let text = iptables::restore(&rules, family);
+            let words = text.split(' ').map(|word| match word {
+                "envoy" | "mesh" | "web" | "backup" | "java" | "ftp" => "root",
+                word => word,
+            });
+            let text = words.collect::<Vec<_>>().join(" ");
+            for kind in ["legacy", "nft"] {
+                let program = format!("{program}-{kind}");
+                let Some(saved) = restored_and_saved(&program, &text) else {
+                    return;
+                };
+                let found = Saved::parse(&saved).expect("a text").layout();
+                assert_eq!(found, wanted, "{program}, {}:\n{saved}", path.display());
+            }
+        }
+    }
+}
+
+/// What a kernel without other rules has after these. None is a machine that cannot tell.
+fn restored_and_saved(program: &str, text: &str) -> Option<String> {
+    let script = format!("{program}-restore --noflush && {program}-save --counters");
+    let mut child = std::process::Command::new("unshare");
+    child.args(["--net", "sh", "-c", &script]);
+    child.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = child.spawn().expect("unshare");
+    let mut input = child.stdin.take().expect("a pipe");
+    // Without namespaces none reads it.
+    let _ = input.write_all(text.as_bytes());
+    drop(input);
+    let output = child.wait_with_output().expect("an end");
+    if output.status.success() {
+        return Some(String::from_utf8(output.stdout).expect("text"));
+    }
+    #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
+    let is_required = std::env::var_os("NETNS_TESTS").is_some();
+    assert!(!is_required, "{program}: {}:\n{text}", output.status);
+    eprintln!("skipped: it takes root, network namespaces and {program}");
+    None
 }
 
 #[test]

@@ -1,9 +1,12 @@
-//! Renders rules as input of `iptables-restore`.
+//! Renders rules as input of `iptables-restore`, and reads what `iptables-save` prints.
+
+mod rule;
+pub mod saved;
 
 use std::fmt::{self, Write};
 use std::ops::RangeInclusive;
 
-use super::rules::{
+use crate::capture::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
 
@@ -21,7 +24,7 @@ pub fn dry_run(rules: &Rules) -> String {
 /// The input of a family's `iptables-restore --noflush`.
 pub fn restore(rules: &Rules, family: Family) -> String {
     let mut text = String::new();
-    for table in [Table::Filter, Table::Mangle, Table::Nat, Table::Raw] {
+    for table in Table::ALL {
         let rules = rules.of(family).filter(|rule| rule.table == table);
         let rules: Vec<_> = rules.collect();
         if rules.is_empty() {

@@ -1,0 +1,127 @@
+//! Reads what `iptables-save` and `ip6tables-save` print, of either kind, with or without counters.
+
+use super::{chain_name, rule, table_name};
+use crate::capture::layout::Layout;
+use crate::capture::rules::{Chain, Table};
+
+/// What the names of Istio's chains start with, in every version.
+const ISTIO: &str = "ISTIO_";
+
+/// The tables of one family.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Saved<'a> {
+    pub(super) tables: Vec<SavedTable<'a>>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct SavedTable<'a> {
+    pub(super) name: &'a str,
+    /// All chains, also the kernel's own.
+    pub(super) chains: Vec<&'a str>,
+    pub(super) rules: Vec<SavedRule<'a>>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct SavedRule<'a> {
+    pub(super) chain: &'a str,
+    /// Matches and target.
+    pub(super) text: &'a str,
+}
+
+/// A text that `iptables-save` does not print.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unreadable {
+    #[error("line {number} is {line:?}, expected a table, chain, rule or COMMIT")]
+    Line { number: usize, line: String },
+    #[error("it ends without COMMIT")]
+    Cut,
+}
+
+impl<'a> Saved<'a> {
+    pub fn parse(text: &'a str) -> Result<Self, Unreadable> {
+        let (mut tables, mut open) = (Vec::new(), None);
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim_end();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let unreadable = || Unreadable::Line {
+                number: index + 1,
+                line: line.chars().take(80).collect(),
+            };
+            match (line.strip_prefix('*'), &mut open) {
+                (Some(name), None) => open = Some(SavedTable::new(name)),
+                (None, Some(_)) if line == "COMMIT" => tables.extend(open.take()),
+                (None, Some(table)) => table.add(line).ok_or_else(unreadable)?,
+                _ => return Err(unreadable()),
+            }
+        }
+        match open {
+            None => Ok(Self { tables }),
+            Some(_) => Err(Unreadable::Cut),
+        }
+    }
+
+    /// The rules in chains that traffic capture knows.
+    pub fn layout(&self) -> Layout {
+        let mut layout = Layout::default();
+        for table in &self.tables {
+            let is_named = |of: &Table| table_name(*of) == table.name;
+            let Some(of) = Table::ALL.into_iter().find(is_named) else {
+                continue;
+            };
+            for name in &table.chains {
+                match chain_named(name) {
+                    Some(chain) if !chain.is_builtin() => {
+                        layout.chains.entry((of, chain)).or_default();
+                    }
+                    None if name.starts_with(ISTIO) => {
+                        layout.unknown_chains.push((of, (*name).to_owned()));
+                    }
+                    _ => {}
+                }
+            }
+            for rule in &table.rules {
+                if let Some(chain) = chain_named(rule.chain) {
+                    let entries = layout.chains.entry((of, chain)).or_default();
+                    entries.push(rule::entry(rule.text));
+                }
+            }
+        }
+        layout
+    }
+}
+
+impl<'a> SavedTable<'a> {
+    fn new(name: &'a str) -> Self {
+        Self {
+            name,
+            chains: Vec::new(),
+            rules: Vec::new(),
+        }
+    }
+
+    /// Adds a line that declares a chain, or adds a rule to one.
+    fn add(&mut self, line: &'a str) -> Option<()> {
+        if let Some(declared) = line.strip_prefix(':') {
+            self.chains.push(declared.split(' ').next()?);
+            return Some(());
+        }
+        let line = match line.strip_prefix('[') {
+            Some(counted) => counted.split_once("] ")?.1,
+            None => line,
+        };
+        let rule = line.strip_prefix("-A ")?;
+        let (chain, text) = rule.split_once(' ').unwrap_or((rule, ""));
+        self.rules.push(SavedRule { chain, text });
+        Some(())
+    }
+}
+
+pub(super) fn chain_named(name: &str) -> Option<Chain> {
+    let is_named = |chain: &Chain| chain_name(*chain) == name;
+    Chain::ALL.into_iter().find(is_named)
+}
+
+#[cfg(test)]
+mod tests;
