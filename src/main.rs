@@ -64,7 +64,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
         Some(Command::Iptables(flags)) => {
             logging::init(log.options()?)?;
-            match iptables::run(&flags, &Environment::of_process()) {
+            match block_on(iptables::run(&flags, &Environment::of_process()))? {
                 Ok(text) if text.is_empty() => Ok(ExitCode::Success),
                 Ok(text) => print(text.trim_end()),
                 Err(error) => {

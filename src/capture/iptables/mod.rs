@@ -130,7 +130,10 @@ fn is_udp(rule: &Rule) -> bool {
 }
 
 /// A single number, or the first and the last of a range.
-fn range<T: fmt::Display + PartialEq>(numbers: &RangeInclusive<T>, separator: char) -> String {
+pub(super) fn range<T: fmt::Display + PartialEq>(
+    numbers: &RangeInclusive<T>,
+    separator: char,
+) -> String {
     let (first, last) = (numbers.start(), numbers.end());
     match first == last {
         true => first.to_string(),

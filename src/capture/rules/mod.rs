@@ -163,6 +163,12 @@ impl Rules {
         let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|of| of == family);
         self.rules.iter().filter(is_of)
     }
+
+    /// The rules of all families that there are rules for, in the order in which they are added.
+    pub fn all(&self) -> impl Iterator<Item = &Rule> {
+        let is_absent = |rule: &&Rule| rule.family == Some(Family::V6) && !self.has_v6;
+        self.rules.iter().filter(move |rule| !is_absent(rule))
+    }
 }
 
 impl Table {

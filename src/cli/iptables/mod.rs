@@ -1,6 +1,6 @@
 //! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
 //!
-//! Only `--dry-run` works so far, for iptables.
+//! With iptables, only `--dry-run` works so far.
 
 mod flags;
 mod machine;
@@ -10,8 +10,8 @@ use std::io;
 use std::path::Path;
 
 use crate::capture::config::{Config, Invalid};
-use crate::capture::iptables;
 use crate::capture::rules::Rules;
+use crate::capture::{iptables, nftables};
 use crate::config::environment::Environment;
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
@@ -23,6 +23,8 @@ pub enum Error {
     Invalid(#[from] Invalid),
     #[error(transparent)]
     Machine(#[from] machine::Error),
+    #[error(transparent)]
+    Nftables(#[from] nftables::Error),
     #[error(
         "istio-iptables can only print rules so far (--dry-run); {0} is not part of this agent yet: \
          let Istio's own image (istio/proxyv2) run it in the init container, or capture traffic with \
@@ -38,7 +40,7 @@ pub enum Error {
 }
 
 /// Carries the command out. Returns the text for standard output.
-pub fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, Error> {
+pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, Error> {
     let resolver = Resolver { flags, environment };
     let (settings, options) = (resolver.settings(), resolver.options());
     let captures_servers = settings.redirect_dns && !settings.capture_all_dns;
@@ -51,7 +53,19 @@ pub fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, E
     if options.skip_rule_apply {
         return Ok(String::new());
     }
-    let text = iptables::dry_run(&Rules::new(&config));
+    let rules = Rules::new(&config);
+    if options.native_nftables && !options.dry_run {
+        match options.cleanup_only {
+            true => nftables::clean().await?,
+            false => nftables::apply(&rules).await?,
+        }
+        return Ok(String::new());
+    }
+    let text = match (options.native_nftables, options.cleanup_only) {
+        (true, true) => nftables::removal(),
+        (true, false) => nftables::transaction(&rules),
+        (false, _) => iptables::dry_run(&rules),
+    };
     if let Some(path) = options.dry_run_file {
         let written = replace_file(Path::new(&path), text.as_bytes(), 0o644);
         written.map_err(|source| Error::DryRunFile { path, source })?;
@@ -62,10 +76,8 @@ pub fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, E
 fn refuse_missing(options: &Options) -> Result<(), Error> {
     let missing = if options.run_validation {
         "--run-validation"
-    } else if options.skip_rule_apply {
+    } else if options.skip_rule_apply || options.native_nftables {
         return Ok(());
-    } else if options.native_nftables {
-        "--native-nftables"
     } else if options.cleanup_only {
         "--cleanup-only"
     } else if !options.dry_run {
