@@ -9,6 +9,9 @@ use std::ops::RangeInclusive;
 use super::cidr::Cidr;
 use super::config::Config;
 
+/// The agent's DNS port.
+pub(super) const DNS_PORT: u16 = 15053;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     V4,

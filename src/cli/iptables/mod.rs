@@ -2,6 +2,7 @@
 //!
 //! With iptables, only `--dry-run` works so far.
 
+mod explain;
 mod flags;
 mod machine;
 mod resolver;
@@ -48,6 +49,9 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Str
     let (config, warnings) = Config::check(&settings, &host)?;
     for warning in &warnings {
         tracing::warn!("{warning}");
+    }
+    if let Some(flow) = &flags.explain {
+        return Ok(explain::explain(flow, &config)?);
     }
     refuse_missing(&options)?;
     if options.skip_rule_apply {
