@@ -7,6 +7,9 @@ pub enum ExitCode {
     CommandFailed,
     /// An error of `istio-iptables` after its command line was read, as in pilot-agent.
     CaptureFailed,
+    /// `istio-iptables --run-validation` found that traffic is not captured, as in pilot-agent. The CNI
+    /// plugin repairs pods whose init container exits with it.
+    NotCaptured,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),
 }
@@ -28,6 +31,7 @@ impl From<ExitCode> for std::process::ExitCode {
             ExitCode::Success => 0,
             ExitCode::CommandFailed => 255,
             ExitCode::CaptureFailed => 1,
+            ExitCode::NotCaptured => 126,
             ExitCode::Envoy(code) => code,
         })
     }

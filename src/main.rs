@@ -4,6 +4,7 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use istio_agent::cli::iptables::IptablesFlags;
 use istio_agent::cli::{
     self, Cli, Command, Refused, Typed, absent, completion, iptables, request, show, version, wait,
 };
@@ -62,19 +63,21 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Version(flags)) => print(&version::text(&flags, &Environment::of_process())?),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
-        Some(Command::Iptables(flags)) => {
-            logging::init(log.options()?)?;
-            match block_on(iptables::run(&flags, &Environment::of_process()))? {
-                Ok(text) if text.is_empty() => Ok(ExitCode::Success),
-                Ok(text) => print(text.trim_end()),
-                Err(error) => {
-                    fail(&error);
-                    Ok(ExitCode::CaptureFailed)
-                }
-            }
-        }
-        Some(Command::CleanIptables(_)) => Err(absent::CLEAN_IPTABLES.into()),
+        Some(Command::Iptables(flags)) => capture(&flags, &log),
+        Some(Command::CleanIptables(flags)) => capture(&flags.clean(), &log),
         Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
+    }
+}
+
+fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> {
+    logging::init(log.options()?)?;
+    match block_on(iptables::run(flags, &Environment::of_process()))? {
+        Ok(text) if text.is_empty() => Ok(ExitCode::Success),
+        Ok(text) => print(text.trim_end()),
+        Err(error) => {
+            fail(&error);
+            Ok(error.exit_code())
+        }
     }
 }
 

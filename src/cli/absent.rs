@@ -9,6 +9,4 @@ pub struct Words {
     ignored: Vec<String>,
 }
 
-pub const CLEAN_IPTABLES: &str = "istio-clean-iptables is not part of this agent yet: use \
-    `pilot-agent istio-iptables --cleanup-only` of Istio's own image (istio/proxyv2)";
 pub const COLLATERAL: &str = "this build is not compiled with collateral support";

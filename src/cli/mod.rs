@@ -13,6 +13,8 @@ pub mod unknown;
 pub mod version;
 pub mod wait;
 
+use std::path::Path;
+
 use clap::error::{ContextKind, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -49,9 +51,9 @@ pub enum Command {
     /// Prints the rules of traffic capture; does not set them up yet.
     #[command(name = "istio-iptables")]
     Iptables(Box<iptables::IptablesFlags>),
-    /// Not part of this agent yet: takes traffic capture down.
+    /// Takes traffic capture down: istio-iptables --cleanup-only.
     #[command(name = "istio-clean-iptables")]
-    CleanIptables(absent::Words),
+    CleanIptables(Box<iptables::IptablesFlags>),
     #[command(hide = true)]
     Collateral(absent::Words),
 }
@@ -75,7 +77,11 @@ pub enum Refused {
 /// Reads a command line, whose first word is the program.
 pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     let mut command = Cli::command();
-    let (matches, unknown_flags) = unknown::parse(&mut command, line.into_iter().collect());
+    let mut line: Vec<_> = line.into_iter().collect();
+    if let Some(name) = line.first().and_then(|program| named_by(program)) {
+        line.insert(1, name.to_owned());
+    }
+    let (matches, unknown_flags) = unknown::parse(&mut command, line);
     match matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
         Ok((cli, matches)) => {
             let flags = matches.subcommand().and_then(|(name, matches)| {
@@ -91,6 +97,13 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
         Err(error) if error.use_stderr() => Err(Refused::Error(one_sentence(&error))),
         Err(help) => Err(Refused::Help(help.to_string())),
     }
+}
+
+/// The command that older packages have as a program: a link to this one.
+fn named_by(program: &str) -> Option<&'static str> {
+    let name = Path::new(program).file_name()?;
+    let commands = ["istio-iptables", "istio-clean-iptables"];
+    commands.into_iter().find(|command| name == *command)
 }
 
 /// Logs every flag with its value, and the flags and words without effect.

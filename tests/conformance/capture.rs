@@ -19,7 +19,7 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
     }
     for (words, code, said) in [
         ("--dry-run -b * -i *", 0, "-A OUTPUT -j ISTIO_OUTPUT\n"),
-        ("--skip-rule-apply", 0, ""),
+        ("--skip-rule-apply", 0, "PROXY_PORT=15001 "),
         (
             "--dry-run -b 80,x",
             1,
@@ -29,16 +29,6 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
             "-b * -i *",
             1,
             "setting them up is not part of this agent yet",
-        ),
-        (
-            "-b * -i * --explain out,tcp,1337,10.0.0.5:443",
-            0,
-            "-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n",
-        ),
-        (
-            "--explain out,sctp,1337,10.0.0.5:443",
-            255,
-            "the protocol of --explain is \"sctp\", expected tcp or udp",
         ),
         ("--dry-run --old", 255, "unknown flag: --old"),
     ] {
@@ -51,6 +41,5 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
         }
         assert_eq!(output.status.code(), Some(code), "{words}: {text}");
         assert!(text.contains(said), "{words}: {text}");
-        assert!(code != 0 || !said.is_empty() || text.is_empty(), "{text}");
     }
 }

@@ -10,6 +10,7 @@
     unreachable_pub
 )]
 
+mod capture;
 mod certificates;
 mod discovery;
 mod drain;

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args};
 
-use crate::capture::explain::Flow;
 use crate::config::environment::Value;
 use crate::config::flags::truth;
 use crate::duration;
@@ -66,16 +65,16 @@ pub struct IptablesFlags {
     /// Prints the rules and changes nothing.
     #[arg(short = 'n', long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub dry_run: Option<bool>,
-    /// Port that the validation connects to (15002).
+    /// Port that --run-validation connects to (15002).
     #[arg(long, value_name = "PORT")]
     pub iptables_probe_port: Option<u16>,
-    /// Time limit of the validation (5s).
+    /// Time limit of --run-validation (5s).
     #[arg(long, value_name = "DURATION", value_parser = time)]
     pub probe_timeout: Option<Duration>,
     /// Checks the configuration and sets up nothing.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub skip_rule_apply: Option<bool>,
-    /// Checks with a connection that traffic is captured.
+    /// Checks with a connection that traffic is captured; to be run as --proxy-uid. Exits with 126 if not.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub run_validation: Option<bool>,
     /// Captures DNS to the servers of /etc/resolv.conf.
@@ -93,10 +92,10 @@ pub struct IptablesFlags {
     /// Looks past the first address of the pod for one of IPv6.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub dual_stack: Option<bool>,
-    /// File of the pod's network namespace, with --cni-mode.
+    /// Without effect: only the CNI plugin, another program, enters namespaces.
     #[arg(long, value_name = "PATH")]
     pub network_namespace: Option<String>,
-    /// Runs programs as the CNI plugin does.
+    /// Without effect: only for the CNI plugin, another program.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub cni_mode: Option<bool>,
     /// Replaces rules that differ.
@@ -111,14 +110,17 @@ pub struct IptablesFlags {
     /// Uses nftables instead of iptables.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub native_nftables: Option<bool>,
-    /// Says what happens to a flow and why, and changes nothing. A flow is
-    /// out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or
-    /// in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]: out,tcp,1337,10.0.0.5:443.
-    #[arg(long, value_name = "FLOW")]
-    pub explain: Option<Flow>,
     /// Kind of iptables: legacy or nft; empty is detected.
     #[arg(long, value_name = "KIND")]
     pub force_iptables_binary: Option<String>,
+}
+
+impl IptablesFlags {
+    /// These flags with `--cleanup-only`.
+    pub fn clean(mut self) -> Self {
+        self.cleanup_only = Some(true);
+        self
+    }
 }
 
 fn time(text: &str) -> Result<Duration, String> {

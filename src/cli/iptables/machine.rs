@@ -5,14 +5,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use crate::capture::config::Host;
+use crate::capture::rules::Family;
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
-pub(super) const PASSWD: &str = "/etc/passwd";
-pub(super) const GROUP: &str = "/etc/group";
-/// No list of users or groups is this large.
-const LARGEST_ACCOUNTS: u64 = 16 << 20;
+const PASSWD: &str = "/etc/passwd";
+/// No list of users is this large.
+const LARGEST_PASSWD: u64 = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -24,15 +24,15 @@ pub enum Error {
     ResolvConf(#[source] io::Error),
 }
 
-/// What the machine says that this runs on.
+/// What the machine says that this runs on, and the family of its first address.
 pub(super) fn host(
     is_dual_stack: bool,
     captures_servers: bool,
     envoy_user: &str,
-) -> Result<Host, Error> {
-    let interfaces = interfaces()?;
+) -> Result<(Host, Family), Error> {
+    let interfaces = if_addrs::get_if_addrs().map_err(Error::Addresses)?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let has_v6 = has_v6(addresses, is_dual_stack).ok_or(Error::NoAddress)?;
+    let (first, has_v6) = families(addresses, is_dual_stack).ok_or(Error::NoAddress)?;
     let nameservers = match captures_servers {
         true => {
             ResolvConf::read(Path::new(RESOLV_CONF))
@@ -41,26 +41,22 @@ pub(super) fn host(
         }
         false => Vec::new(),
     };
-    Ok(Host {
+    let passwd = regular_file::read(Path::new(PASSWD), LARGEST_PASSWD);
+    let passwd = passwd.unwrap_or_default();
+    let host = Host {
         has_v6,
-        nameservers: nameservers.iter().map(SocketAddr::ip).collect(),
-        envoy_uid: uid_of(envoy_user, &accounts(Path::new(PASSWD))),
-    })
+        nameservers: captured(&nameservers),
+        envoy_uid: uid_of(envoy_user, &String::from_utf8_lossy(&passwd)),
+    };
+    Ok((host, first))
 }
 
-pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Error> {
-    if_addrs::get_if_addrs().map_err(Error::Addresses)
-}
-
-/// The text of a list of users or groups; empty if it cannot be read.
-pub(super) fn accounts(path: &Path) -> String {
-    let content = regular_file::read(path, LARGEST_ACCOUNTS).unwrap_or_default();
-    String::from_utf8_lossy(&content).into_owned()
-}
-
-/// Whether the pod's address is of IPv6: the first one that reaches other hosts or, with dual stack, any.
-/// None if there is no such address.
-pub(super) fn has_v6(addresses: impl Iterator<Item = IpAddr>, is_dual_stack: bool) -> Option<bool> {
+/// The family of the pod's address, the first one that reaches other hosts, and whether it has one of
+/// IPv6: this one or, with dual stack, any. None if there is no such address.
+pub(super) fn families(
+    addresses: impl Iterator<Item = IpAddr>,
+    is_dual_stack: bool,
+) -> Option<(Family, bool)> {
     let is_local = |address: &IpAddr| match address {
         IpAddr::V4(v4) => v4.is_link_local() || v4.octets()[..3] == [224, 0, 0],
         IpAddr::V6(v6) => v6.is_unicast_link_local() || v6.segments()[0] & 0xff0f == 0xff02,
@@ -68,9 +64,19 @@ pub(super) fn has_v6(addresses: impl Iterator<Item = IpAddr>, is_dual_stack: boo
     let mut families = addresses
         .map(|address| address.to_canonical())
         .filter(|address| !address.is_loopback() && !is_local(address))
-        .map(|address| address.is_ipv6());
+        .map(|address| match address {
+            IpAddr::V4(_) => Family::V4,
+            IpAddr::V6(_) => Family::V6,
+        });
     let first = families.next()?;
-    Some(first || is_dual_stack && families.any(|is_v6| is_v6))
+    let has_other = is_dual_stack && families.any(|family| family == Family::V6);
+    Some((first, first == Family::V6 || has_other))
+}
+
+/// The addresses of servers at port 53, the only one that is captured.
+pub(super) fn captured(servers: &[SocketAddr]) -> Vec<IpAddr> {
+    let captured = servers.iter().filter(|server| server.port() == 53);
+    captured.map(SocketAddr::ip).collect()
 }
 
 /// The number of a user in the text of `/etc/passwd`.

@@ -3,6 +3,8 @@
 //! A flag comes from the command line, else from its variable: the flag's name in capitals, with `_` for
 //! `-`. Three have a second variable, which is stronger. A variable that does not parse is ignored.
 
+use std::time::Duration;
+
 use super::flags::IptablesFlags;
 use crate::capture::config::Settings;
 use crate::config::environment::{Environment, Value};
@@ -25,8 +27,15 @@ pub(super) struct Options {
     pub(super) dry_run_file: Option<String>,
     pub(super) skip_rule_apply: bool,
     pub(super) run_validation: bool,
+    pub(super) probe_port: u16,
+    pub(super) probe_timeout: Duration,
+    pub(super) reconcile: bool,
     pub(super) cleanup_only: bool,
+    pub(super) force_apply: bool,
     pub(super) native_nftables: bool,
+    /// Without effect, as is the next.
+    pub(super) network_namespace: String,
+    pub(super) cni_mode: bool,
 }
 
 impl Resolver<'_> {
@@ -43,6 +52,12 @@ impl Resolver<'_> {
         let parsed = |name: &&str| bool::parse(self.environment.text(name)?);
         flag.or_else(|| variables.iter().find_map(parsed))
             .unwrap_or_default()
+    }
+
+    /// The flag, or else the variable if it parses, or else the default.
+    fn value<T: Value>(&self, flag: Option<T>, variable: &str, default: T) -> T {
+        let variable = || T::parse(self.environment.text(variable)?);
+        flag.or_else(variable).unwrap_or(default)
     }
 
     pub(super) fn settings(&self) -> Settings {
@@ -117,8 +132,14 @@ impl Resolver<'_> {
             dry_run_file: path.map(str::to_owned),
             skip_rule_apply: self.is(flags.skip_rule_apply, &["SKIP_RULE_APPLY"]),
             run_validation: self.is(flags.run_validation, &["RUN_VALIDATION"]),
+            probe_port: self.value(flags.iptables_probe_port, "IPTABLES_PROBE_PORT", 15002),
+            probe_timeout: self.value(flags.probe_timeout, "PROBE_TIMEOUT", Duration::from_secs(5)),
+            reconcile: self.is(flags.reconcile, &["RECONCILE"]),
             cleanup_only: self.is(flags.cleanup_only, &["CLEANUP_ONLY"]),
+            force_apply: self.is(flags.force_apply, &["FORCE_APPLY"]),
             native_nftables: self.is(flags.native_nftables, &["NATIVE_NFTABLES"]),
+            network_namespace: self.text(&flags.network_namespace, "NETWORK_NAMESPACE", ""),
+            cni_mode: self.is(flags.cni_mode, &["CNI_MODE"]),
         }
     }
 }

@@ -1,15 +1,15 @@
 //! Command lines of `istio-iptables` and their rules, as in `tests/golden/capture`.
 //!
 //! A golden file begins with the command line; `variables`, `nameservers` and `v6` may follow. Then comes
-//! what a dry run prints. `capture-nftables` has the same with `--native-nftables`.
-//! `UPDATE_GOLDEN=1` writes the files anew.
+//! what a dry run prints. `UPDATE_GOLDEN=1` writes it anew.
 
 use std::fs;
 use std::io::Write;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-use super::machine::{has_v6, uid_of};
+use super::machine::{captured, families, uid_of};
 use super::*;
 use crate::capture::config::{Host, Settings};
 use crate::capture::iptables::saved::Saved;
@@ -67,26 +67,16 @@ fn configured(file: &str) -> (String, Config) {
 fn rules_are_those_of_the_golden_files() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
     let mut count = 0;
-    for entry in fs::read_dir(&folder).expect("golden files") {
+    for entry in fs::read_dir(folder).expect("golden files") {
         let path = entry.expect("an entry").path();
-        let (header, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
-        let nftables = header.replacen('\n', " --native-nftables\n", 1);
-        let rules = Rules::new(&config);
-        let name = path.file_name().expect("a name");
-        for (path, text) in [
-            (
-                folder.with_file_name("capture-nftables").join(name),
-                nftables + &nftables::transaction(&rules),
-            ),
-            (path, header + &iptables::dry_run(&rules)),
-        ] {
-            #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
-            if std::env::var_os("UPDATE_GOLDEN").is_some() {
-                fs::write(&path, text).expect("written");
-            } else {
-                let file = fs::read_to_string(&path).unwrap_or_default();
-                assert_eq!(text, file, "{}", path.display());
-            }
+        let file = fs::read_to_string(&path).expect("a golden file");
+        let (header, config) = configured(&file);
+        let text = iptables::dry_run(&Rules::new(&config));
+        #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            fs::write(&path, header + &text).expect("written");
+        } else {
+            assert_eq!(header + &text, file, "{}", path.display());
         }
         count += 1;
     }
@@ -208,12 +198,10 @@ fn what_is_not_built_is_refused_by_name() {
             "istio-iptables --cleanup-only --dry-run",
             Some("--cleanup-only"),
         ),
-        ("istio-iptables --native-nftables --cleanup-only", None),
         (
-            "istio-iptables --run-validation --skip-rule-apply",
-            Some("--run-validation"),
+            "istio-iptables --native-nftables --dry-run",
+            Some("--native-nftables"),
         ),
-        ("istio-iptables --skip-rule-apply --cleanup-only", None),
         ("istio-iptables -n", None),
     ] {
         let resolver = Resolver {
@@ -243,6 +231,70 @@ async fn a_dry_run_writes_the_file_of_its_variable() {
 }
 
 #[test]
+fn what_to_do_with_the_rules_is_read_from_flags_and_variables() {
+    let options = |line: &str, variables: &[(&str, &str)]| {
+        let environment = variables.iter().copied().collect();
+        let flags = flags(line);
+        let resolver = Resolver {
+            flags: &flags,
+            environment: &environment,
+        };
+        resolver.options()
+    };
+    let variables = [
+        ("RECONCILE", "true"),
+        ("FORCE_APPLY", "1"),
+        ("CNI_MODE", "t"),
+        ("NETWORK_NAMESPACE", "/proc/1/ns/net"),
+        ("IPTABLES_PROBE_PORT", "15"),
+        ("PROBE_TIMEOUT", "90s"),
+    ];
+    let found = options("istio-iptables", &variables);
+    assert!(found.reconcile && found.force_apply && found.cni_mode);
+    assert_eq!(found.network_namespace, "/proc/1/ns/net");
+    assert_eq!((found.probe_port, found.probe_timeout.as_secs()), (15, 90));
+    let line = "istio-iptables --reconcile=false --iptables-probe-port 16 --probe-timeout 1m";
+    let found = options(line, &variables);
+    assert!(!found.reconcile && found.force_apply);
+    assert_eq!((found.probe_port, found.probe_timeout.as_secs()), (16, 60));
+    for ignored in [
+        &[] as &[_],
+        &[("IPTABLES_PROBE_PORT", "65536"), ("PROBE_TIMEOUT", "5")],
+    ] {
+        let found = options("istio-iptables", ignored);
+        assert_eq!(
+            (found.probe_port, found.probe_timeout.as_secs()),
+            (15002, 5)
+        );
+    }
+}
+
+#[test]
+fn istio_clean_iptables_is_cleanup_only_as_a_command_and_as_a_program() {
+    for line in [
+        "pilot-agent istio-clean-iptables -u 5",
+        "/usr/local/bin/istio-clean-iptables -u 5",
+        "istio-iptables -u 5 --cleanup-only",
+    ] {
+        let flags = match parse(line.split(' ').map(str::to_owned)).map(|typed| typed.cli.command) {
+            Ok(Some(Command::CleanIptables(flags))) => flags.clean(),
+            Ok(Some(Command::Iptables(flags))) => *flags,
+            other => panic!("{line}: {other:?}"),
+        };
+        assert_eq!(flags.cleanup_only, Some(true), "{line}");
+        assert_eq!(flags.proxy_uid.as_deref(), Some("5"), "{line}");
+    }
+}
+
+#[test]
+fn only_servers_at_port_53_are_captured() {
+    let servers = ["10.0.0.1:53", "10.0.0.2:5353", "[2001:db8::1]:53"];
+    let servers = servers.map(|server| server.parse().expect(server));
+    let expected: [IpAddr; 2] = ["10.0.0.1", "2001:db8::1"].map(|text| text.parse().expect(text));
+    assert_eq!(captured(&servers), expected);
+}
+
+#[test]
 fn the_first_address_decides_on_ipv6_and_any_with_dual_stack() {
     for (addresses, single, dual) in [
         ("", None, None),
@@ -257,8 +309,9 @@ fn the_first_address_decides_on_ipv6_and_any_with_dual_stack() {
         ("::ffff:10.0.0.1", Some(false), Some(false)),
     ] {
         let parsed = || addresses.split_whitespace().map(|a| a.parse().expect(a));
-        assert_eq!(has_v6(parsed(), false), single, "{addresses}");
-        assert_eq!(has_v6(parsed(), true), dual, "{addresses}");
+        let has_v6 = |is_dual| families(parsed(), is_dual).map(|(_, has_v6)| has_v6);
+        assert_eq!(has_v6(false), single, "{addresses}");
+        assert_eq!(has_v6(true), dual, "{addresses}");
     }
 }
 
