@@ -53,6 +53,12 @@ impl Cidr {
         }
     }
 
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let prefix = self.prefix;
+        let range = Self { address, prefix };
+        self.address.is_ipv4() == address.is_ipv4() && range.masked() == self.masked()
+    }
+
     /// Reads `address/prefix`. A bare address is none, nor is a prefix with a sign or leading zeros.
     pub fn parse(text: &str) -> Option<Self> {
         let (address, digits) = text.split_once('/')?;

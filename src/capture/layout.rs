@@ -87,9 +87,18 @@ impl Entry {
     }
 }
 
-/// Any order will do, if it does not depend on the one before.
+/// The order is one that iptables takes, and does not depend on the one before.
 fn sort(matches: &mut [Match]) {
-    matches.sort_by_cached_key(|each| format!("{each:?}"));
+    matches.sort_by_cached_key(|each| {
+        let (Match::Is(criterion) | Match::Not(criterion)) = each;
+        let rank = match criterion {
+            Criterion::Source(_) | Criterion::Destination(_) => 0,
+            Criterion::InInterface(_) | Criterion::OutInterface(_) => 1,
+            Criterion::Protocol(_) => 2,
+            _ => 3,
+        };
+        (rank, format!("{each:?}"))
+    });
 }
 
 #[cfg(test)]

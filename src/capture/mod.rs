@@ -2,13 +2,18 @@
 //! Envoy.
 //!
 //! [`config::Config::check`] reads the settings, [`rules::Rules::new`] builds the rules of both address
-//! families as one ordered model, and [`iptables`] renders them. Nothing here reads the machine's state:
-//! callers pass what they found in [`config::Host`]. [`validation`] tries with a connection whether
-//! traffic is captured.
+//! families as one ordered model, and [`iptables`] and [`nftables`] render them. [`packet`] simulates
+//! what they do, and [`explain`] says it in words. [`validation`] tries with a connection whether traffic
+//! is captured. The configuration is made of nothing but the settings and what callers found on the
+//! machine ([`config::Host`]).
 
 pub mod cidr;
 pub mod config;
+pub mod explain;
 pub mod iptables;
 pub mod layout;
+pub mod nftables;
+pub mod packet;
+pub mod program;
 pub mod rules;
 pub mod validation;

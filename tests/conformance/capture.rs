@@ -30,6 +30,16 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
             1,
             "setting them up is not part of this agent yet",
         ),
+        (
+            "-b * -i * --explain out,tcp,1337,10.0.0.5:443",
+            0,
+            "-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n",
+        ),
+        (
+            "--explain out,sctp,1337,10.0.0.5:443",
+            255,
+            "the protocol of --explain is \"sctp\", expected tcp or udp",
+        ),
         ("--dry-run --old", 255, "unknown flag: --old"),
     ] {
         let output = run(words);

@@ -68,11 +68,7 @@ impl Items {
     pub(super) fn interfaces(&mut self, subject: &str, list: &str) -> Vec<String> {
         let expected = "the name of a network interface";
         self.each(subject, list, expected, |item| {
-            let is_name = item.len() <= LONGEST_INTERFACE
-                && !item.starts_with(['-', '!'])
-                && item.bytes().all(|byte| byte.is_ascii_graphic())
-                && !item.contains(['/', '"', '\'', '\\']);
-            is_name.then(|| item.to_owned())
+            is_interface(item).then(|| item.to_owned())
         })
     }
 
@@ -136,8 +132,15 @@ fn ports(item: &str) -> Option<Ports> {
     (!ports.is_empty()).then_some(ports)
 }
 
-/// A number, a range with `-`, or a name of a user or group.
-fn id(item: &str) -> Option<Id> {
+pub(in crate::capture) fn is_interface(item: &str) -> bool {
+    item.len() <= LONGEST_INTERFACE
+        && !item.starts_with(['-', '!'])
+        && item.bytes().all(|byte| byte.is_ascii_graphic())
+        && !item.contains(['/', '"', '\'', '\\'])
+}
+
+/// A number, a range with `-`, or a name of a user or group; not empty.
+pub(in crate::capture) fn id(item: &str) -> Option<Id> {
     if item.starts_with(|first: char| first.is_ascii_digit()) {
         let (first, last) = item.split_once('-').unwrap_or((item, item));
         let numbers = number(first)?..=number(last)?;

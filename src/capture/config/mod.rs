@@ -3,7 +3,7 @@
 //! Every item ends up in the input of a program that runs as root, so each has to be exactly what it
 //! claims to be. Items of lists may have blanks around them; empty items are left out.
 
-mod items;
+pub(super) mod items;
 
 use std::net::IpAddr;
 

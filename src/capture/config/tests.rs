@@ -6,7 +6,7 @@ use super::*;
 use crate::capture::iptables::restore;
 use crate::capture::rules::{Family, Rules};
 
-fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
+pub(in crate::capture) fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
     let text = str::to_owned;
     let mut settings = Settings {
         envoy_port: text("15001"),

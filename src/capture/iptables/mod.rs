@@ -6,6 +6,7 @@ pub mod saved;
 use std::fmt::{self, Write};
 use std::ops::RangeInclusive;
 
+use crate::capture::packet::Matched;
 use crate::capture::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
@@ -69,30 +70,42 @@ impl fmt::Display for Line<'_> {
             Place::Last => write!(f, "-A {chain}")?,
             Place::At(number) => write!(f, "-I {chain} {number}")?,
         }
-        for each in &rule.matches {
-            match each {
-                Match::Is(criterion) => write_match(f, "", criterion)?,
-                Match::Not(criterion) => write_match(f, " !", criterion)?,
-            }
+        write_rule(f, &rule.matches, rule.verdict)
+    }
+}
+
+/// As the line that appends it.
+impl fmt::Display for Matched<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "-A {}", chain_name(self.chain))?;
+        write_rule(f, self.matches, self.verdict)
+    }
+}
+
+fn write_rule(f: &mut fmt::Formatter<'_>, matches: &[Match], verdict: Verdict) -> fmt::Result {
+    for each in matches {
+        match each {
+            Match::Is(criterion) => write_match(f, "", criterion)?,
+            Match::Not(criterion) => write_match(f, " !", criterion)?,
         }
-        f.write_str(" -j ")?;
-        match rule.verdict {
-            Verdict::Return => f.write_str("RETURN"),
-            Verdict::Accept => f.write_str("ACCEPT"),
-            Verdict::Drop => f.write_str("DROP"),
-            Verdict::Reject => f.write_str("REJECT --reject-with tcp-reset"),
-            Verdict::Jump(chain) => f.write_str(chain_name(chain)),
-            // Istio abbreviates the option for UDP.
-            Verdict::Redirect(port) if is_udp(rule) => write!(f, "REDIRECT --to-port {port}"),
-            Verdict::Redirect(port) => write!(f, "REDIRECT --to-ports {port}"),
-            Verdict::Tproxy { port, mark } => {
-                write!(f, "TPROXY --tproxy-mark {mark}/0xffffffff --on-port {port}")
-            }
-            Verdict::SetMark(mark) => write!(f, "MARK --set-mark {mark}"),
-            Verdict::SaveMark => f.write_str("CONNMARK --save-mark"),
-            Verdict::RestoreMark => f.write_str("CONNMARK --restore-mark"),
-            Verdict::Zone(zone) => write!(f, "CT --zone {zone}"),
+    }
+    f.write_str(" -j ")?;
+    match verdict {
+        Verdict::Return => f.write_str("RETURN"),
+        Verdict::Accept => f.write_str("ACCEPT"),
+        Verdict::Drop => f.write_str("DROP"),
+        Verdict::Reject => f.write_str("REJECT --reject-with tcp-reset"),
+        Verdict::Jump(chain) => f.write_str(chain_name(chain)),
+        // Istio abbreviates the option for UDP.
+        Verdict::Redirect(port) if is_udp(matches) => write!(f, "REDIRECT --to-port {port}"),
+        Verdict::Redirect(port) => write!(f, "REDIRECT --to-ports {port}"),
+        Verdict::Tproxy { port, mark } => {
+            write!(f, "TPROXY --tproxy-mark {mark}/0xffffffff --on-port {port}")
         }
+        Verdict::SetMark(mark) => write!(f, "MARK --set-mark {mark}"),
+        Verdict::SaveMark => f.write_str("CONNMARK --save-mark"),
+        Verdict::RestoreMark => f.write_str("CONNMARK --restore-mark"),
+        Verdict::Zone(zone) => write!(f, "CT --zone {zone}"),
     }
 }
 
@@ -124,13 +137,15 @@ fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> 
     }
 }
 
-fn is_udp(rule: &Rule) -> bool {
-    let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
-    rule.matches.contains(&udp)
+fn is_udp(matches: &[Match]) -> bool {
+    matches.contains(&Match::Is(Criterion::Protocol(Protocol::Udp)))
 }
 
 /// A single number, or the first and the last of a range.
-fn range<T: fmt::Display + PartialEq>(numbers: &RangeInclusive<T>, separator: char) -> String {
+pub(super) fn range<T: fmt::Display + PartialEq>(
+    numbers: &RangeInclusive<T>,
+    separator: char,
+) -> String {
     let (first, last) = (numbers.start(), numbers.end());
     match first == last {
         true => first.to_string(),
@@ -147,7 +162,7 @@ impl fmt::Display for Id {
     }
 }
 
-fn table_name(table: Table) -> &'static str {
+pub(in crate::capture) fn table_name(table: Table) -> &'static str {
     match table {
         Table::Filter => "filter",
         Table::Mangle => "mangle",

@@ -10,12 +10,9 @@ use super::Criterion as C;
 use super::Match::Is;
 use super::Table::{Nat, Raw};
 use super::build::{Builder, TCP, port};
-use super::{Family, Match, Owner, Place, Protocol, Verdict};
+use super::{DNS_PORT, Family, Match, Owner, Place, Protocol, Verdict};
 use crate::capture::cidr::Cidr;
 use crate::capture::config::DnsCapture;
-
-/// The agent's DNS port.
-const AGENT: u16 = 15053;
 
 const UDP: Match = Is(C::Protocol(Protocol::Udp));
 
@@ -37,13 +34,13 @@ impl Builder<'_> {
                 (Nat, OutputDns),
                 query,
                 C::Destination,
-                Verdict::Redirect(AGENT),
+                Verdict::Redirect(DNS_PORT),
             );
         }
         let users = self.config.uids.iter().cloned().map(Owner::User);
         let groups = self.config.gids.iter().cloned().map(Owner::Group);
         for owner in users.chain(groups) {
-            for (port, zone) in [(port(53), 1), (C::SourcePort(AGENT), 2)] {
+            for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
                 let matches = [UDP, Is(port), Is(C::Owner(owner.clone()))];
                 self.append(Raw, OutputDns, matches, Verdict::Zone(zone));
             }

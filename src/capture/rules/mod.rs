@@ -9,6 +9,9 @@ use std::ops::RangeInclusive;
 use super::cidr::Cidr;
 use super::config::Config;
 
+/// The agent's DNS port.
+pub(super) const DNS_PORT: u16 = 15053;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     V4,
@@ -162,6 +165,12 @@ impl Rules {
         let exists = family == Family::V4 || self.has_v6;
         let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|of| of == family);
         self.rules.iter().filter(is_of)
+    }
+
+    /// The rules of all families that there are rules for, in the order in which they are added.
+    pub fn all(&self) -> impl Iterator<Item = &Rule> {
+        let is_absent = |rule: &&Rule| rule.family == Some(Family::V6) && !self.has_v6;
+        self.rules.iter().filter(move |rule| !is_absent(rule))
     }
 }
 

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, Args};
 
+use crate::capture::explain::Flow;
 use crate::config::environment::Value;
 use crate::config::flags::truth;
 use crate::duration;
@@ -110,6 +111,11 @@ pub struct IptablesFlags {
     /// Uses nftables instead of iptables.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub native_nftables: Option<bool>,
+    /// Says what happens to a flow and why, and changes nothing. A flow is
+    /// out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or
+    /// in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]: out,tcp,1337,10.0.0.5:443.
+    #[arg(long, value_name = "FLOW")]
+    pub explain: Option<Flow>,
     /// Kind of iptables: legacy or nft; empty is detected.
     #[arg(long, value_name = "KIND")]
     pub force_iptables_binary: Option<String>,

@@ -10,9 +10,10 @@ use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
-const PASSWD: &str = "/etc/passwd";
-/// No list of users is this large.
-const LARGEST_PASSWD: u64 = 16 << 20;
+pub(super) const PASSWD: &str = "/etc/passwd";
+pub(super) const GROUP: &str = "/etc/group";
+/// No list of users or groups is this large.
+const LARGEST_ACCOUNTS: u64 = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -30,7 +31,7 @@ pub(super) fn host(
     captures_servers: bool,
     envoy_user: &str,
 ) -> Result<(Host, Family), Error> {
-    let interfaces = if_addrs::get_if_addrs().map_err(Error::Addresses)?;
+    let interfaces = interfaces()?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
     let (first, has_v6) = families(addresses, is_dual_stack).ok_or(Error::NoAddress)?;
     let nameservers = match captures_servers {
@@ -41,14 +42,22 @@ pub(super) fn host(
         }
         false => Vec::new(),
     };
-    let passwd = regular_file::read(Path::new(PASSWD), LARGEST_PASSWD);
-    let passwd = passwd.unwrap_or_default();
     let host = Host {
         has_v6,
         nameservers: captured(&nameservers),
-        envoy_uid: uid_of(envoy_user, &String::from_utf8_lossy(&passwd)),
+        envoy_uid: uid_of(envoy_user, &accounts(Path::new(PASSWD))),
     };
     Ok((host, first))
+}
+
+pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Error> {
+    if_addrs::get_if_addrs().map_err(Error::Addresses)
+}
+
+/// The text of a list of users or groups; empty if it cannot be read.
+pub(super) fn accounts(path: &Path) -> String {
+    let content = regular_file::read(path, LARGEST_ACCOUNTS).unwrap_or_default();
+    String::from_utf8_lossy(&content).into_owned()
 }
 
 /// The family of the pod's address, the first one that reaches other hosts, and whether it has one of

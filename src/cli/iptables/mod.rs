@@ -1,7 +1,8 @@
 //! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
 //!
-//! Only `--dry-run` works so far, for iptables.
+//! With iptables, only `--dry-run` works so far.
 
+mod explain;
 mod flags;
 mod machine;
 mod report;
@@ -11,9 +12,9 @@ use std::io;
 use std::path::Path;
 
 use crate::capture::config::{Config, Invalid};
-use crate::capture::iptables;
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
+use crate::capture::{iptables, nftables};
 use crate::config::environment::Environment;
 use crate::exit_code::ExitCode;
 use crate::replace_file::replace_file;
@@ -26,6 +27,8 @@ pub enum Error {
     Invalid(#[from] Invalid),
     #[error(transparent)]
     Machine(#[from] machine::Error),
+    #[error(transparent)]
+    Nftables(#[from] nftables::Error),
     #[error(
         "istio-iptables can only print rules so far (--dry-run); {0} is not part of this agent yet: \
          let Istio's own image (istio/proxyv2) run it in the init container, or capture traffic with \
@@ -67,12 +70,15 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Str
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
+    if let Some(flow) = &flags.explain {
+        return Ok(explain::explain(flow, &config)?);
+    }
     if !options.dry_run {
         report::configuration(&settings, &options, &config);
     }
     let text = match options.skip_rule_apply {
         true => String::new(),
-        false => set_up(&config, &options)?,
+        false => set_up(&config, &options).await?,
     };
     if options.run_validation {
         validate(&config, &options, family).await?;
@@ -81,9 +87,21 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Str
 }
 
 /// Does with the rules what is asked for. Returns what a dry run prints.
-fn set_up(config: &Config, options: &Options) -> Result<String, Error> {
+async fn set_up(config: &Config, options: &Options) -> Result<String, Error> {
     refuse_missing(options)?;
-    let text = iptables::dry_run(&Rules::new(config));
+    let rules = Rules::new(config);
+    if options.native_nftables && !options.dry_run {
+        match options.cleanup_only {
+            true => nftables::clean().await?,
+            false => nftables::apply(&rules).await?,
+        }
+        return Ok(String::new());
+    }
+    let text = match (options.native_nftables, options.cleanup_only) {
+        (true, true) => nftables::removal(),
+        (true, false) => nftables::transaction(&rules),
+        (false, _) => iptables::dry_run(&rules),
+    };
     if let Some(path) = options.dry_run_file.clone() {
         let written = replace_file(Path::new(&path), text.as_bytes(), 0o644);
         written.map_err(|source| Error::DryRunFile { path, source })?;
@@ -105,7 +123,7 @@ async fn validate(config: &Config, options: &Options, family: Family) -> Result<
 
 fn refuse_missing(options: &Options) -> Result<(), Error> {
     let missing = if options.native_nftables {
-        "--native-nftables"
+        return Ok(());
     } else if options.cleanup_only {
         "--cleanup-only"
     } else if !options.dry_run {

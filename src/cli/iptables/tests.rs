@@ -1,7 +1,8 @@
 //! Command lines of `istio-iptables` and their rules, as in `tests/golden/capture`.
 //!
 //! A golden file begins with the command line; `variables`, `nameservers` and `v6` may follow. Then comes
-//! what a dry run prints. `UPDATE_GOLDEN=1` writes it anew.
+//! what a dry run prints. `capture-nftables` has the same with `--native-nftables`.
+//! `UPDATE_GOLDEN=1` writes the files anew.
 
 use std::fs;
 use std::io::Write;
@@ -67,16 +68,26 @@ fn configured(file: &str) -> (String, Config) {
 fn rules_are_those_of_the_golden_files() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
     let mut count = 0;
-    for entry in fs::read_dir(folder).expect("golden files") {
+    for entry in fs::read_dir(&folder).expect("golden files") {
         let path = entry.expect("an entry").path();
-        let file = fs::read_to_string(&path).expect("a golden file");
-        let (header, config) = configured(&file);
-        let text = iptables::dry_run(&Rules::new(&config));
-        #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
-        if std::env::var_os("UPDATE_GOLDEN").is_some() {
-            fs::write(&path, header + &text).expect("written");
-        } else {
-            assert_eq!(header + &text, file, "{}", path.display());
+        let (header, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
+        let nftables = header.replacen('\n', " --native-nftables\n", 1);
+        let rules = Rules::new(&config);
+        let name = path.file_name().expect("a name");
+        for (path, text) in [
+            (
+                folder.with_file_name("capture-nftables").join(name),
+                nftables + &nftables::transaction(&rules),
+            ),
+            (path, header + &iptables::dry_run(&rules)),
+        ] {
+            #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
+            if std::env::var_os("UPDATE_GOLDEN").is_some() {
+                fs::write(&path, text).expect("written");
+            } else {
+                let file = fs::read_to_string(&path).unwrap_or_default();
+                assert_eq!(text, file, "{}", path.display());
+            }
         }
         count += 1;
     }
@@ -198,10 +209,7 @@ fn what_is_not_built_is_refused_by_name() {
             "istio-iptables --cleanup-only --dry-run",
             Some("--cleanup-only"),
         ),
-        (
-            "istio-iptables --native-nftables --dry-run",
-            Some("--native-nftables"),
-        ),
+        ("istio-iptables --native-nftables --cleanup-only", None),
         ("istio-iptables -n", None),
     ] {
         let resolver = Resolver {

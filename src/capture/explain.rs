@@ -1,0 +1,216 @@
+//! Reads flows as `--explain` spells them, and says in words what the rules do with them.
+
+use std::fmt::{self, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
+
+use super::config::Config;
+use super::config::items;
+use super::iptables::table_name;
+use super::packet::{Account, Decision, Direction, LOOPBACK, Packet, Trace};
+use super::rules::{DNS_PORT, Id, Protocol};
+use crate::problem::Problem;
+
+/// The fields of a flow.
+pub const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
+                           in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]";
+
+/// The first packet of a connection or exchange, as far as it was described.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// Who sends it; None if it arrives.
+    pub sender: Option<Sender>,
+    pub protocol: Protocol,
+    pub source: Option<IpAddr>,
+    pub destination: Option<IpAddr>,
+    pub port: u16,
+    pub interface: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sender {
+    pub user: Account,
+    pub group: Option<Account>,
+}
+
+impl FromStr for Flow {
+    type Err = Problem;
+
+    fn from_str(text: &str) -> Result<Self, Problem> {
+        let fields: Vec<_> = text.split(',').map(str::trim).collect();
+        let (is_sent, protocol, fields) = match fields.as_slice() {
+            [direction, protocol, fields @ ..] => (is_sent(direction)?, *protocol, fields),
+            _ => return Err(Problem::new("--explain", text, GRAMMAR)),
+        };
+        let protocol = match protocol {
+            "tcp" => Protocol::Tcp,
+            "udp" => Protocol::Udp,
+            other => return Err(problem("protocol", other, "tcp or udp")),
+        };
+        let (sender, fields) = match fields {
+            [user, fields @ ..] if is_sent => (Some(sender(user)?), fields),
+            fields => (None, fields),
+        };
+        let source: Option<IpAddr> = fields.first().and_then(|first| first.parse().ok());
+        let (target, interface) = match &fields[usize::from(source.is_some())..] {
+            [target] => (target, None),
+            [target, interface] => (target, Some(self::interface(interface, is_sent)?)),
+            _ => return Err(Problem::new("--explain", text, GRAMMAR)),
+        };
+        let (destination, port) = target_of(target, is_sent)?;
+        if let (Some(from), Some(to)) = (source, destination)
+            && from.is_ipv4() != to.is_ipv4()
+        {
+            let expected = format!("an address of the same family as {to}");
+            return Err(problem("source", &from.to_string(), &expected));
+        }
+        Ok(Self {
+            sender,
+            protocol,
+            source,
+            destination,
+            port,
+            interface,
+        })
+    }
+}
+
+fn problem(field: &str, found: &str, expected: &str) -> Problem {
+    Problem::new(format!("the {field} of --explain"), found, expected)
+}
+
+fn is_sent(direction: &str) -> Result<bool, Problem> {
+    match direction {
+        "out" => Ok(true),
+        "in" => Ok(false),
+        other => Err(problem("direction", other, "out or in")),
+    }
+}
+
+fn sender(text: &str) -> Result<Sender, Problem> {
+    let (user, group) = match text.split_once('/') {
+        Some((user, group)) => (user, Some(account(group)?)),
+        None => (text, None),
+    };
+    let user = account(user)?;
+    Ok(Sender { user, group })
+}
+
+fn account(text: &str) -> Result<Account, Problem> {
+    let mut account = Account::default();
+    match items::id(text) {
+        Some(Id::Numbers(numbers)) if numbers.start() == numbers.end() => {
+            account.number = Some(*numbers.start());
+        }
+        Some(Id::Name(name)) if !name.is_empty() => account.name = Some(name),
+        _ => {
+            let expected = "a number from 0 to 4294967295 or a name, in USER or USER/GROUP";
+            return Err(problem("user", text, expected));
+        }
+    }
+    Ok(account)
+}
+
+fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
+    let expected = match is_sent {
+        true => "the name of a network interface",
+        false => "the name of a network interface but lo: what arrives there was sent (out)",
+    };
+    let is_name = !text.is_empty() && items::is_interface(text) && (is_sent || text != LOOPBACK);
+    is_name
+        .then(|| text.to_owned())
+        .ok_or_else(|| problem("interface", text, expected))
+}
+
+fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem> {
+    let expected = match is_sent {
+        true => "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443",
+        false => "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080",
+    };
+    let port = text.parse().ok().filter(|_| !is_sent);
+    let target = port.map_or_else(
+        || {
+            let whole: SocketAddr = text.parse().ok()?;
+            Some((Some(whole.ip()), whole.port()))
+        },
+        |port| Some((None, port)),
+    );
+    let target = target.filter(|(_, port)| *port != 0);
+    target.ok_or_else(|| problem("destination", text, expected))
+}
+
+/// Says where a packet ends, and because of which rules.
+pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
+    let mut text = format!("{packet} {}\n", End(packet, trace.decision, config));
+    for rule in &trace.rules {
+        // A String takes any text.
+        let _ = writeln!(text, "  {}: {}", table_name(rule.table), rule);
+    }
+    if trace.rules.is_empty() {
+        text.push_str("  no rule matches\n");
+    }
+    text
+}
+
+impl fmt::Display for Packet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.protocol {
+            Protocol::Tcp => "TCP",
+            Protocol::Udp => "UDP",
+        })?;
+        if let Direction::Out { user, group } = &self.direction {
+            write!(f, " from user {user}, group {group}")?;
+        }
+        let source = self.source.ip();
+        match (&self.direction, source.is_unspecified()) {
+            (_, true) => {}
+            (Direction::Out { .. }, _) => write!(f, " at {source}")?,
+            (Direction::In, _) => write!(f, " from {source}")?,
+        }
+        write!(f, " to {} over {}", self.destination, self.interface)
+    }
+}
+
+impl fmt::Display for Account {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.number, &self.name) {
+            (Some(number), Some(name)) => write!(f, "{number} ({name})"),
+            (Some(number), None) => write!(f, "{number}"),
+            (None, name) => f.write_str(name.as_deref().unwrap_or("unknown")),
+        }
+    }
+}
+
+/// Where a packet ends, in words.
+struct End<'a>(&'a Packet, Decision, &'a Config);
+
+impl fmt::Display for End<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(packet, decision, config) = self;
+        let owner = |port: u16| match port {
+            _ if port == config.outbound_port => "Envoy's for outbound connections",
+            _ if port == config.inbound_port => "Envoy's for inbound connections",
+            DNS_PORT => "the agent's for DNS",
+            _ => "which is none of these arguments",
+        };
+        match *decision {
+            Decision::Redirected(port) => {
+                write!(f, "is redirected to port {port}, {}", owner(port))
+            }
+            Decision::Tproxied(port) => {
+                let owner = owner(port);
+                write!(
+                    f,
+                    "is passed to port {port}, {owner}, with its destination unchanged"
+                )
+            }
+            Decision::Untouched => write!(f, "goes to {}, not to Envoy", packet.destination),
+            Decision::Dropped => f.write_str("is dropped"),
+            Decision::Rejected => f.write_str("is rejected with a TCP reset"),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "explain_tests.rs"]
+mod tests;

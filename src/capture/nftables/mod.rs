@@ -1,0 +1,273 @@
+//! Traffic capture by nftables: renders the rules as one transaction of `nft`, applies it.
+//!
+//! The tables are ours alone. They are of family inet: IPv4 and IPv6 share their chains.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Write};
+use std::time::Duration;
+
+use super::iptables::range;
+use super::program;
+use super::rules::{
+    Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
+};
+
+/// Tables in the order of the transaction.
+const TABLES: [Table; 4] = [Table::Nat, Table::Mangle, Table::Raw, Table::Filter];
+/// Time limit of `nft`.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(
+        "nativeNftables is enabled, but the nft binary is missing in the sidecar container image"
+    )]
+    Missing,
+    #[error(transparent)]
+    Program(program::Error),
+}
+
+/// Replaces all our rules by these, at once.
+pub async fn apply(rules: &Rules) -> Result<(), Error> {
+    nft(&["-f", "-"], &transaction(rules)).await.map(drop)
+}
+
+/// Removes all our rules, at once.
+pub async fn clean() -> Result<(), Error> {
+    nft(&["-f", "-"], &removal()).await.map(drop)
+}
+
+async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
+    let result = program::run("nft", arguments, input, LIMIT).await;
+    result.map_err(|error| match error.is_missing() {
+        true => Error::Missing,
+        false => Error::Program(error),
+    })
+}
+
+/// The input of `nft -f -` that removes our tables, whether they exist or not.
+pub fn removal() -> String {
+    let lines = TABLES.map(|table| {
+        let table = table_name(table);
+        format!("add table inet {table}\ndelete table inet {table}\n")
+    });
+    lines.concat()
+}
+
+/// The input of `nft -f -` that replaces our tables.
+pub fn transaction(rules: &Rules) -> String {
+    let rules = shared(rules);
+    let mut text = removal();
+    for table in TABLES {
+        let rules: Vec<_> = rules.iter().filter(|rule| rule.table == table).collect();
+        let name = table_name(table);
+        // A String takes any text.
+        if !rules.is_empty() {
+            let _ = writeln!(text, "add table inet {name}");
+        }
+        let targets = rules.iter().filter_map(|rule| match rule.verdict {
+            Verdict::Jump(chain) => Some(chain),
+            _ => None,
+        });
+        let chains: BTreeSet<_> = rules.iter().map(|rule| rule.chain).chain(targets).collect();
+        for chain in chains {
+            let hook = hook(table, chain).map_or_else(String::new, |(kind, hook, priority)| {
+                format!(" {{ type {kind} hook {hook} priority {priority} ; }}")
+            });
+            let _ = writeln!(text, "add chain inet {name} {}{hook}", chain_name(chain));
+        }
+        let mut lengths = BTreeMap::<_, usize>::new();
+        for rule in rules {
+            let chain = chain_name(rule.chain);
+            let length = lengths.entry(chain).or_default();
+            let _ = match rule.place {
+                Place::At(number) if number <= *length => writeln!(
+                    text,
+                    "insert rule inet {name} {chain} index {} {}",
+                    number - 1,
+                    Statements(rule)
+                ),
+                _ => writeln!(text, "add rule inet {name} {chain} {}", Statements(rule)),
+            };
+            *length += 1;
+        }
+    }
+    text
+}
+
+/// The rules for chains that both families share. What differs from iptables:
+///
+/// - without rules for IPv6, its packets leave our chains at once, as rules without an address would
+///   capture them;
+/// - a jump for the servers of one family is for both, once: the rules behind it have addresses;
+/// - only TCP packets are dropped as invalid, as in Istio.
+fn shared(rules: &Rules) -> Vec<Rule> {
+    let mut shared = Vec::<Rule>::new();
+    for rule in rules.all() {
+        let mut rule = rule.clone();
+        if rule.matches.is_empty() && rule.family.take().is_some() && shared.contains(&rule) {
+            continue;
+        }
+        if rule.matches.contains(&Match::Is(Criterion::StateInvalid)) {
+            let tcp = Criterion::Protocol(Protocol::Tcp);
+            rule.matches.push(Match::Is(tcp));
+        }
+        shared.push(rule);
+    }
+    if !rules.has_v6() {
+        let chains = shared.iter().map(|rule| (rule.table, rule.chain));
+        let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
+        shared.extend(builtin.into_iter().map(|(table, chain)| Rule {
+            family: Some(Family::V6),
+            table,
+            chain,
+            place: Place::At(1),
+            matches: Vec::new(),
+            verdict: Verdict::Return,
+        }));
+    }
+    shared
+}
+
+/// A rule without its chain.
+struct Statements<'a>(&'a Rule);
+
+impl fmt::Display for Statements<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(rule) = self;
+        match rule.family {
+            Some(Family::V4) if rule.matches.is_empty() => f.write_str("meta nfproto ipv4 ")?,
+            Some(Family::V6) if rule.matches.is_empty() => f.write_str("meta nfproto ipv6 ")?,
+            _ => {}
+        }
+        let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
+        let protocol = if rule.matches.contains(&udp) {
+            "udp"
+        } else {
+            "tcp"
+        };
+        for each in &rule.matches {
+            match each {
+                Match::Is(criterion) => write_match(f, protocol, "", criterion)?,
+                Match::Not(criterion) => write_match(f, protocol, "!= ", criterion)?,
+            }
+        }
+        if let Verdict::Tproxy { port, mark } = rule.verdict {
+            let family = match rule.family {
+                Some(Family::V6) => "ip6",
+                _ => "ip",
+            };
+            return write!(
+                f,
+                "tproxy {family} to :{port} meta mark set {mark} counter accept"
+            );
+        }
+        f.write_str("counter ")?;
+        match rule.verdict {
+            Verdict::Return => f.write_str("return"),
+            Verdict::Accept | Verdict::Tproxy { .. } => f.write_str("accept"),
+            Verdict::Drop => f.write_str("drop"),
+            Verdict::Reject => f.write_str("reject with tcp reset"),
+            Verdict::Jump(chain) => write!(f, "jump {}", chain_name(chain)),
+            Verdict::Redirect(port) => write!(f, "redirect to :{port}"),
+            Verdict::SetMark(mark) => write!(f, "meta mark set {mark}"),
+            Verdict::SaveMark => f.write_str("ct mark set mark"),
+            Verdict::RestoreMark => f.write_str("meta mark set ct mark"),
+            Verdict::Zone(zone) => write!(f, "ct zone set {zone}"),
+        }
+    }
+}
+
+/// Writes a criterion of a rule for this protocol; `not` stands before its value.
+fn write_match(
+    f: &mut fmt::Formatter<'_>,
+    protocol: &str,
+    not: &str,
+    criterion: &Criterion,
+) -> fmt::Result {
+    let address = |range: &super::cidr::Cidr| match range.family() {
+        Family::V4 => "ip",
+        Family::V6 => "ip6",
+    };
+    match criterion {
+        // Any interface, which nftables cannot spell.
+        Criterion::InInterface(name) | Criterion::OutInterface(name) if name == "+" => Ok(()),
+        Criterion::InInterface(name) => write!(f, "iifname {not}{} ", interface(name)),
+        Criterion::OutInterface(name) => write!(f, "oifname {not}{} ", interface(name)),
+        Criterion::Source(range) => write!(f, "{} saddr {not}{range} ", address(range)),
+        Criterion::Destination(range) => write!(f, "{} daddr {not}{range} ", address(range)),
+        Criterion::Protocol(Protocol::Tcp) => write!(f, "meta l4proto {not}tcp "),
+        Criterion::Protocol(Protocol::Udp) => write!(f, "meta l4proto {not}udp "),
+        Criterion::SourcePort(port) => write!(f, "{protocol} sport {not}{port} "),
+        Criterion::DestinationPort(ports) => {
+            let texts: Vec<_> = ports.iter().map(|ports| range(ports, '-')).collect();
+            match texts.as_slice() {
+                [port] => write!(f, "{protocol} dport {not}{port} "),
+                ports => write!(f, "{protocol} dport {not}{{ {} }} ", ports.join(", ")),
+            }
+        }
+        Criterion::Owner(Owner::User(id)) => write!(f, "skuid {not}{} ", owner(id)),
+        Criterion::Owner(Owner::Group(id)) => write!(f, "skgid {not}{} ", owner(id)),
+        Criterion::StateInvalid => write!(f, "ct state {not}invalid "),
+        Criterion::StateRelatedOrEstablished => write!(f, "ct state {not}related,established "),
+        Criterion::Mark(mark) => write!(f, "mark {not}{mark} "),
+        Criterion::ConnectionMark(mark) => write!(f, "ct mark {not}{mark} "),
+    }
+}
+
+/// An interface's name, quoted. In the model, `+` at its end stands for any further characters.
+fn interface(name: &str) -> String {
+    match name.strip_suffix('+') {
+        Some(prefix) => format!("\"{prefix}*\""),
+        None => format!("\"{name}\""),
+    }
+}
+
+/// A name is quoted: `$` and `@` have a meaning in front of a bare one.
+fn owner(id: &Id) -> String {
+    match id {
+        Id::Numbers(numbers) => range(numbers, '-'),
+        Id::Name(name) => format!("\"{name}\""),
+    }
+}
+
+fn table_name(table: Table) -> &'static str {
+    match table {
+        Table::Filter => "istio-proxy-filter",
+        Table::Mangle => "istio-proxy-mangle",
+        Table::Nat => "istio-proxy-nat",
+        Table::Raw => "istio-proxy-raw",
+    }
+}
+
+/// The type, hook and priority of a chain that the kernel calls.
+fn hook(table: Table, chain: Chain) -> Option<(&'static str, &'static str, i64)> {
+    let hook = match chain {
+        Chain::Prerouting => "prerouting",
+        Chain::Output => "output",
+        _ => return None,
+    };
+    Some(match (table, chain) {
+        (Table::Nat, _) => ("nat", hook, -100),
+        (Table::Mangle, Chain::Output) => ("route", hook, -150),
+        (Table::Mangle, _) => ("filter", hook, -150),
+        (Table::Raw, _) => ("filter", hook, -300),
+        (Table::Filter, _) => ("filter", hook, 0),
+    })
+}
+
+fn chain_name(chain: Chain) -> &'static str {
+    match chain {
+        Chain::Prerouting => "prerouting",
+        Chain::Output => "output",
+        Chain::Inbound => "istio-inbound",
+        Chain::InRedirect => "istio-in-redirect",
+        Chain::IstioOutput => "istio-output",
+        Chain::Redirect => "istio-redirect",
+        Chain::OutputDns => "istio-output-dns",
+        Chain::Divert => "istio-divert",
+        Chain::Tproxy => "istio-tproxy",
+        Chain::Drop => "istio-drop",
+        Chain::ProtectAdmin => "istio-protect-admin",
+    }
+}

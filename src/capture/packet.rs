@@ -1,0 +1,275 @@
+//! Simulates the way of a packet through the rules of one address family, as the kernel takes it.
+//!
+//! A packet that is sent passes the tables of OUTPUT and, if it stays on the machine, those of
+//! PREROUTING as one that came over `lo`. Rules that are not of traffic capture match nothing here. What
+//! TPROXY hands over has a socket: Envoy is taken to listen.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::ops::ControlFlow::{self, Break, Continue};
+
+use super::layout::{Entry, Layout};
+use super::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
+
+pub(super) const LOOPBACK: &str = "lo";
+/// The tables in the order in which a packet passes them.
+const TABLES: [Table; 4] = [Table::Raw, Table::Mangle, Table::Nat, Table::Filter];
+/// No chain of ours jumps further; the kernel allows no loops.
+const DEEPEST_JUMP: usize = 16;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packet {
+    pub direction: Direction,
+    pub protocol: Protocol,
+    pub source: SocketAddr,
+    pub destination: SocketAddr,
+    /// The interface by which it leaves or arrives.
+    pub interface: String,
+    pub state: State,
+    pub mark: u32,
+    pub connection_mark: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Sent by a process of this user and group.
+    Out {
+        user: Account,
+        group: Account,
+    },
+    In,
+}
+
+/// A user or group, by its number and its name as far as they are known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Account {
+    pub number: Option<u32>,
+    pub name: Option<String>,
+}
+
+impl Account {
+    fn is_in(&self, id: &Id) -> bool {
+        match id {
+            Id::Numbers(numbers) => self.number.is_some_and(|number| numbers.contains(&number)),
+            Id::Name(name) => self.name.as_ref() == Some(name),
+        }
+    }
+}
+
+/// What conntrack says about the packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    New,
+    Established,
+    Invalid,
+}
+
+/// Where a packet ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// On this port of the machine itself, with a new destination.
+    Redirected(u16),
+    /// On this port of the machine itself, with its destination unchanged.
+    Tproxied(u16),
+    /// At its destination.
+    Untouched,
+    Dropped,
+    Rejected,
+}
+
+/// A rule that matched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Matched<'a> {
+    pub table: Table,
+    pub chain: Chain,
+    pub matches: &'a [Match],
+    pub verdict: Verdict,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trace<'a> {
+    pub decision: Decision,
+    /// Without jumps to chains in which no rule matched.
+    pub rules: Vec<Matched<'a>>,
+    pub mark: u32,
+    pub connection_mark: u32,
+    /// The conntrack zone that was assigned.
+    pub zone: Option<u16>,
+}
+
+/// Sends a packet through the rules.
+pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
+    let is_sent = packet.direction != Direction::In;
+    let mut walk = Walk {
+        layout,
+        packet: packet.clone(),
+        hook: if is_sent {
+            Chain::Output
+        } else {
+            Chain::Prerouting
+        },
+        is_translated: packet.state != State::New,
+        is_refused: false,
+        trace: Trace {
+            decision: Decision::Untouched,
+            rules: Vec::new(),
+            mark: packet.mark,
+            connection_mark: packet.connection_mark,
+            zone: None,
+        },
+    };
+    walk.tables();
+    let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;
+    if is_sent && is_local && !walk.is_refused {
+        walk.hook = Chain::Prerouting;
+        walk.packet.interface = LOOPBACK.to_owned();
+        walk.tables();
+    }
+    walk.trace
+}
+
+struct Walk<'a> {
+    layout: &'a Layout,
+    /// With the destination it has by now.
+    packet: Packet,
+    /// OUTPUT or PREROUTING.
+    hook: Chain,
+    /// Whether conntrack knows the destination: from then on nat rules see no packet of the connection.
+    is_translated: bool,
+    /// Whether it was dropped or rejected.
+    is_refused: bool,
+    trace: Trace<'a>,
+}
+
+impl<'a> Walk<'a> {
+    fn tables(&mut self) {
+        for table in TABLES {
+            if table == Table::Nat && std::mem::replace(&mut self.is_translated, true) {
+                continue;
+            }
+            // What ends the way through one table does not keep the packet from the next.
+            let _ = self.chain(table, self.hook, 0);
+            if self.is_refused {
+                return;
+            }
+        }
+    }
+
+    /// Breaks if the packet leaves the table.
+    fn chain(&mut self, table: Table, chain: Chain, depth: usize) -> ControlFlow<()> {
+        let entries = self.layout.chains.get(&(table, chain));
+        for entry in entries.into_iter().flatten() {
+            let Entry::Rule { matches, verdict } = entry else {
+                continue;
+            };
+            if !matches.iter().all(|each| self.holds(each)) {
+                continue;
+            }
+            let count = self.trace.rules.len();
+            self.trace.rules.push(Matched {
+                table,
+                chain,
+                matches,
+                verdict: *verdict,
+            });
+            match verdict {
+                Verdict::Return => return Continue(()),
+                Verdict::Jump(target) if depth < DEEPEST_JUMP => {
+                    self.chain(table, *target, depth + 1)?;
+                    if self.trace.rules.len() == count + 1 {
+                        self.trace.rules.pop();
+                    }
+                }
+                verdict => self.carry_out(*verdict)?,
+            }
+        }
+        Continue(())
+    }
+
+    fn carry_out(&mut self, verdict: Verdict) -> ControlFlow<()> {
+        match verdict {
+            Verdict::Return | Verdict::Jump(_) => {}
+            Verdict::Accept => return Break(()),
+            Verdict::Drop => return self.refuse(Decision::Dropped),
+            Verdict::Reject => return self.refuse(Decision::Rejected),
+            Verdict::Redirect(port) => {
+                self.redirect(port);
+                return Break(());
+            }
+            Verdict::Tproxy { port, mark } => {
+                self.trace.decision = Decision::Tproxied(port);
+                self.trace.mark = mark;
+                return Break(());
+            }
+            Verdict::SetMark(mark) => self.trace.mark = mark,
+            Verdict::SaveMark => self.trace.connection_mark = self.trace.mark,
+            Verdict::RestoreMark => self.trace.mark = self.trace.connection_mark,
+            Verdict::Zone(zone) => {
+                self.trace.zone.get_or_insert(zone);
+            }
+        }
+        Continue(())
+    }
+
+    fn refuse(&mut self, decision: Decision) -> ControlFlow<()> {
+        (self.trace.decision, self.is_refused) = (decision, true);
+        Break(())
+    }
+
+    /// What was sent goes to a loopback address. What arrived goes to the address of its interface, which
+    /// no rule looks at any more.
+    fn redirect(&mut self, port: u16) {
+        let loopback = match self.packet.destination {
+            SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        };
+        self.packet.destination = SocketAddr::new(loopback, port);
+        // A socket that TPROXY has assigned stays.
+        if self.trace.decision == Decision::Untouched {
+            self.trace.decision = Decision::Redirected(port);
+        }
+    }
+
+    fn holds(&self, each: &Match) -> bool {
+        match each {
+            Match::Is(criterion) => self.fits(criterion),
+            Match::Not(criterion) => !self.fits(criterion),
+        }
+    }
+
+    fn fits(&self, criterion: &Criterion) -> bool {
+        let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
+        match criterion {
+            Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
+            Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
+            Criterion::Source(range) => range.contains(packet.source.ip()),
+            Criterion::Destination(range) => range.contains(packet.destination.ip()),
+            Criterion::Protocol(protocol) => packet.protocol == *protocol,
+            Criterion::SourcePort(port) => packet.source.port() == *port,
+            Criterion::DestinationPort(ports) => {
+                let port = packet.destination.port();
+                ports.iter().any(|ports| ports.contains(&port))
+            }
+            Criterion::Owner(owner) => match (&packet.direction, owner) {
+                (Direction::Out { user, .. }, Owner::User(id)) => is_output && user.is_in(id),
+                (Direction::Out { group, .. }, Owner::Group(id)) => is_output && group.is_in(id),
+                (Direction::In, _) => false,
+            },
+            Criterion::StateInvalid => packet.state == State::Invalid,
+            Criterion::StateRelatedOrEstablished => packet.state == State::Established,
+            Criterion::Mark(mark) => self.trace.mark == *mark,
+            Criterion::ConnectionMark(mark) => self.trace.connection_mark == *mark,
+        }
+    }
+}
+
+/// Whether an interface has this name; one that ends in `+` is the start of any.
+fn is_named(interface: &str, name: &str) -> bool {
+    match name.strip_suffix('+') {
+        Some(start) => interface.starts_with(start),
+        None => interface == name,
+    }
+}
+
+#[cfg(test)]
+#[path = "packet_tests.rs"]
+mod tests;

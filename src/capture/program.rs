@@ -1,0 +1,141 @@
+//! Runs helper programs: bounded in time and output.
+
+use std::io::{self, Seek, Write};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::process::Command;
+use tokio::time::timeout;
+
+/// Largest output of a program, in bytes.
+const LARGEST_OUTPUT: u64 = 64 << 20;
+/// Longest part of a program's message in an error, in characters.
+const LONGEST_MESSAGE: usize = 2000;
+
+#[derive(Debug, thiserror::Error)]
+#[error("`{command}` {cause}")]
+pub struct Error {
+    command: String,
+    #[source]
+    pub cause: Cause,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Cause {
+    #[error("cannot be run")]
+    Start(#[source] io::Error),
+    #[error("cannot be given its input, or its output cannot be read")]
+    Transfer(#[source] io::Error),
+    #[error("did not end within {} s", .0.as_secs())]
+    Late(Duration),
+    #[error("printed more than {LARGEST_OUTPUT} bytes")]
+    Large,
+    #[error("failed ({status}): {message}")]
+    Failed { status: ExitStatus, message: String },
+}
+
+impl Error {
+    pub fn is_missing(&self) -> bool {
+        matches!(&self.cause, Cause::Start(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// Runs a program with this input. Returns what it printed; a status other than 0 is an error. A program
+/// that takes too long is killed.
+pub async fn run(
+    program: &str,
+    arguments: &[&str],
+    input: &str,
+    limit: Duration,
+) -> Result<Vec<u8>, Error> {
+    let execution = timeout(limit, execute(program, arguments, input));
+    let result = execution.await.unwrap_or(Err(Cause::Late(limit)));
+    result.map_err(|cause| Error {
+        command: [&[program], arguments].concat().join(" "),
+        cause,
+    })
+}
+
+async fn execute(program: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Cause> {
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(whole(input).map_err(Cause::Transfer)?)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(Cause::Start)?;
+    let (output, message) = (child.stdout.take(), child.stderr.take());
+    let (output, message) = tokio::try_join!(read(output), read(message))?;
+    let status = child.wait().await.map_err(Cause::Transfer)?;
+    if status.success() {
+        return Ok(output);
+    }
+    let message = String::from_utf8_lossy(&message);
+    Err(Cause::Failed {
+        status,
+        message: message.trim().chars().take(LONGEST_MESSAGE).collect(),
+    })
+}
+
+/// The input as a file in memory. A pipe would end early if the agent is killed, and the program take the
+/// first half for all.
+fn whole(input: &str) -> io::Result<Stdio> {
+    let file = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(file);
+    file.write_all(input.as_bytes())?;
+    file.rewind()?;
+    Ok(file.into())
+}
+
+async fn read(pipe: Option<impl AsyncRead + Unpin>) -> Result<Vec<u8>, Cause> {
+    let mut text = Vec::new();
+    if let Some(pipe) = pipe {
+        let mut pipe = pipe.take(LARGEST_OUTPUT + 1);
+        let size = pipe.read_to_end(&mut text).await;
+        if size.map_err(Cause::Transfer)? as u64 > LARGEST_OUTPUT {
+            return Err(Cause::Large);
+        }
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn sh(script: &str, input: &str, limit: Duration) -> Result<String, String> {
+        match run("sh", &["-c", script], input, limit).await {
+            Ok(text) => Ok(String::from_utf8(text).expect("text")),
+            Err(error) => Err(error.cause.to_string()),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_program_gets_its_whole_input_and_returns_what_it_printed() {
+        let input = "line\n".repeat(100_000);
+        let limit = Duration::from_secs(60);
+        assert_eq!(sh("cat", &input, limit).await, Ok(input.clone()));
+        // It need not read its input.
+        assert_eq!(
+            sh("echo done", &input, limit).await,
+            Ok("done\n".to_owned())
+        );
+    }
+
+    #[tokio::test]
+    async fn failures_name_what_happened() {
+        let limit = Duration::from_secs(60);
+        let error = sh("echo why >&2; exit 3", "", limit).await;
+        assert_eq!(error, Err("failed (exit status: 3): why".to_owned()));
+        let error = sh("yes | head -c 70000000", "", limit).await;
+        assert_eq!(error, Err("printed more than 67108864 bytes".to_owned()));
+        let late = sh("exec sleep 1000", "", Duration::from_millis(50)).await;
+        assert_eq!(late, Err("did not end within 0 s".to_owned()));
+        let missing = run("no-such-program", &["-x"], "", limit).await;
+        let missing = missing.expect_err("an error");
+        assert!(missing.is_missing());
+        assert_eq!(missing.to_string(), "`no-such-program -x` cannot be run");
+    }
+}

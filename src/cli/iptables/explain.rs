@@ -1,0 +1,128 @@
+//! `--explain`: completes a flow by what this machine says, and sends it through the rules.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+
+use if_addrs::Interface;
+
+use super::machine::{self, Error};
+use crate::capture::config::Config;
+use crate::capture::explain::{self, Flow, Sender};
+use crate::capture::layout::Layout;
+use crate::capture::packet::{Account, Direction, Packet, State, simulate};
+use crate::capture::rules::{Family, Rules};
+
+/// The interface of packets whose own is not known.
+const INTERFACE: &str = "eth0";
+
+/// Says what the rules of these arguments do with a flow.
+pub(super) fn explain(flow: &Flow, config: &Config) -> Result<String, Error> {
+    let packet = packet(flow, &machine::interfaces()?);
+    let family = match packet.destination {
+        SocketAddr::V4(_) => Family::V4,
+        SocketAddr::V6(_) => Family::V6,
+    };
+    let layout = Layout::new(&Rules::new(config), family);
+    let trace = simulate(&layout, &packet);
+    Ok(explain::explain(&packet, &trace, config))
+}
+
+fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
+    let destination = flow
+        .destination
+        .unwrap_or_else(|| own_address(flow.source, interfaces));
+    let destination = SocketAddr::new(destination, flow.port);
+    let source = match &flow.sender {
+        Some(_) => flow.source.or_else(|| source_towards(destination)),
+        None => flow.source,
+    };
+    let named = |ip| {
+        let interface = interfaces.iter().find(|interface| interface.ip() == ip)?;
+        Some(interface.name.as_str())
+    };
+    let interface = match &flow.sender {
+        Some(_) if destination.ip().is_loopback() => "lo",
+        Some(_) if named(destination.ip()).is_some() => "lo",
+        Some(_) => source_towards(destination)
+            .and_then(named)
+            .unwrap_or(INTERFACE),
+        None => INTERFACE,
+    };
+    let unspecified = match destination {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    Packet {
+        direction: flow.sender.as_ref().map_or(Direction::In, direction),
+        protocol: flow.protocol,
+        source: SocketAddr::new(source.unwrap_or(unspecified), 0),
+        destination,
+        interface: flow.interface.as_deref().unwrap_or(interface).to_owned(),
+        state: State::New,
+        mark: 0,
+        connection_mark: 0,
+    }
+}
+
+/// An address under which other hosts know this one, of the source's family.
+fn own_address(source: Option<IpAddr>, interfaces: &[Interface]) -> IpAddr {
+    let is_of_family = |ip: &IpAddr| source.is_none_or(|from| from.is_ipv4() == ip.is_ipv4());
+    let mut own = interfaces.iter().map(Interface::ip).filter(is_of_family);
+    let found = own.find(|ip| !ip.is_loopback());
+    found.unwrap_or(match source {
+        Some(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+        _ => Ipv4Addr::UNSPECIFIED.into(),
+    })
+}
+
+/// The address that the kernel's routes choose. Nothing is sent.
+fn source_towards(destination: SocketAddr) -> Option<IpAddr> {
+    let any: SocketAddr = match destination {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
+    };
+    let socket = UdpSocket::bind(any).ok()?;
+    socket.connect(destination).ok()?;
+    Some(socket.local_addr().ok()?.ip())
+}
+
+/// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.
+fn direction(sender: &Sender) -> Direction {
+    let users = machine::accounts(Path::new(machine::PASSWD));
+    let groups = machine::accounts(Path::new(machine::GROUP));
+    let primary = entry(&sender.user, &users).and_then(|fields| fields.get(3)?.parse().ok());
+    let primary = primary.map(|number| Account {
+        number: Some(number),
+        name: None,
+    });
+    let group = sender.group.clone().or(primary);
+    Direction::Out {
+        user: complete(sender.user.clone(), &users),
+        group: complete(group.unwrap_or_else(|| sender.user.clone()), &groups),
+    }
+}
+
+/// Adds the name or number that a file such as `/etc/passwd` has.
+fn complete(account: Account, accounts: &str) -> Account {
+    let Some(fields) = entry(&account, accounts) else {
+        return account;
+    };
+    Account {
+        number: account.number.or_else(|| fields[2].parse().ok()),
+        name: account.name.or_else(|| Some(fields[0].to_owned())),
+    }
+}
+
+/// The fields of a user or group: a name, a password, a number, …
+fn entry<'a>(account: &Account, accounts: &'a str) -> Option<Vec<&'a str>> {
+    let lines = accounts.lines().map(|line| line.split(':').collect());
+    let mut entries = lines.filter(|fields: &Vec<_>| fields.len() > 2);
+    entries.find(|fields| match (account.number, &account.name) {
+        (Some(number), _) => fields[2] == number.to_string(),
+        (None, name) => Some(fields[0]) == name.as_deref(),
+    })
+}
+
+#[cfg(test)]
+#[path = "explain_tests.rs"]
+mod tests;
