@@ -26,6 +26,8 @@ pub mod envoy;
 
 pub mod status;
 
+pub mod health;
+
 pub mod probe;
 
 pub mod bootstrap;

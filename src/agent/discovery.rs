@@ -7,6 +7,7 @@ use super::nds::Nds;
 use super::pcds::Pcds;
 use crate::dns;
 use crate::envoy::handle::Envoy;
+use crate::health::Health;
 use crate::istiod::Istiod;
 use crate::unix_socket::{self, BindError};
 use crate::xds;
@@ -22,6 +23,7 @@ impl Agent {
         envoy: Option<&Envoy>,
         pcds: Option<Pcds>,
         dns: Option<dns::Dns>,
+        health: Option<&Health>,
     ) -> Result<Observer, BindError> {
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
@@ -52,8 +54,15 @@ impl Agent {
         let registry = &self.metrics;
         let shutdown = self.shutdown.clone();
         let is_envoy = Arc::new(is_envoy);
-        let discovery =
-            Discovery::new(config, upstream, is_envoy, interceptors, registry, shutdown);
+        let discovery = Discovery::new(
+            config,
+            upstream,
+            is_envoy,
+            interceptors,
+            health.map(Health::verdict),
+            registry,
+            shutdown,
+        );
         let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));
         Ok(observer)

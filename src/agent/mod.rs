@@ -33,6 +33,7 @@ use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
+use crate::health::{self, Health};
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
     self, BoxError, CancellationToken, Ended, Stop, StopRequest, Tasks, Urgency, with_causes,
@@ -161,7 +162,14 @@ impl Agent {
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
-        let discovery = agent.discovery(istiod.clone(), envoy.as_ref(), pcds, dns.clone())?;
+        let health = agent.health(envoy.as_ref(), stop)?;
+        let discovery = agent.discovery(
+            istiod.clone(),
+            envoy.as_ref(),
+            pcds,
+            dns.clone(),
+            health.as_ref(),
+        )?;
         milestones.mark(startup::SOCKETS_BOUND);
         if let Some(port) = port {
             let sources = status::Sources {
@@ -174,6 +182,7 @@ impl Agent {
                 secrets,
                 discovery,
                 dns,
+                health,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
             };
@@ -196,6 +205,21 @@ impl Agent {
             self.spawn_until_shutdown("watch for changes", changes);
         }
         Ok(Some(envoy))
+    }
+
+    /// Checks the workload of a machine.
+    fn health(
+        &mut self,
+        envoy: Option<&Envoy>,
+        stop: &Stop,
+    ) -> Result<Option<Health>, rustls::Error> {
+        let Some(config) = self.config.health.clone() else {
+            return Ok(None);
+        };
+        let envoy = envoy.map(Envoy::report);
+        let (health, checks) = health::new(config, envoy, stop.requested(), &self.metrics)?;
+        self.spawn_until_shutdown("health checks", checks);
+        Ok(Some(health))
     }
 
     fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), BoxError> {

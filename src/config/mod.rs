@@ -12,6 +12,7 @@ pub mod environment;
 mod envoy;
 mod envoy_bootstrap;
 pub mod flags;
+mod health;
 mod merged;
 mod mesh_file;
 mod node;
@@ -75,6 +76,8 @@ pub struct Config {
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     pub status: Option<crate::status::Config>,
+    /// None if the workload is not checked.
+    pub health: Option<crate::health::Config>,
     /// For the log: there is one kind of token.
     pub jwt_policy: String,
     /// Problems with the certificate authority. They matter unless another process serves the
@@ -182,6 +185,7 @@ pub(crate) fn load_with(
         envoy: sources.envoy(&bootstrap),
         has_custom_bootstrap: !sources.proxy_config.custom_config_file.is_empty(),
         status: sources.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
+        health: sources.health(),
         grpc,
         scrape: sources.scrape(&bootstrap),
         bootstrap,

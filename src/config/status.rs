@@ -28,29 +28,35 @@ impl Sources<'_> {
     /// None while the port is switched off.
     pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
-        let is_legacy = self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION);
-        let address = self.addresses[0];
-        // Of the probed address' family. Traffic capture leaves both alone.
-        let source = match address {
-            IpAddr::V4(_) => [127_u8, 0, 0, 6].into(),
-            IpAddr::V6(_) => [0_u16, 0, 0, 0, 0, 0, 0, 6].into(),
-        };
         let config = status::Config {
             port: self.proxy_config.agent_port().unwrap_or_default(),
             metrics_localhost_only: self.get(&variables::METRICS_LOCALHOST_ACCESS_ONLY),
-            application: match is_legacy {
-                true => "localhost".to_owned(),
-                false => address.to_string(),
-            },
+            application: self.application(),
             probers,
             probes: probe::Config {
-                source,
+                source: self.probe_source(),
                 offers_http2: self.get(&variables::ISTIO_ENABLE_HTTP2_PROBING),
                 keeps_connections: self.get(&variables::ENABLE_PROBE_KEEPALIVE_CONNECTIONS),
             },
             grpc_bootstrap,
         };
         (config.port != 0).then_some(config)
+    }
+
+    /// The host of probes.
+    pub(super) fn application(&mut self) -> String {
+        match self.get(&variables::REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION) {
+            true => "localhost".to_owned(),
+            false => self.addresses[0].to_string(),
+        }
+    }
+
+    /// The source of probes: of the probed address' family. Traffic capture leaves both alone.
+    pub(super) fn probe_source(&self) -> IpAddr {
+        match self.addresses[0] {
+            IpAddr::V4(_) => [127_u8, 0, 0, 6].into(),
+            IpAddr::V6(_) => [0_u16, 0, 0, 0, 0, 0, 0, 6].into(),
+        }
     }
 
     fn probers(&mut self) -> Probers {

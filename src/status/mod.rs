@@ -41,6 +41,7 @@ use serde_json::json;
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
+use crate::health::Health;
 use crate::istiod::Istiod;
 use crate::lifecycle::{BoxError, CancellationToken, Stop};
 use crate::metrics::Registry;
@@ -95,6 +96,8 @@ pub struct Sources {
     pub discovery: Observer,
     /// None if the agent does not answer DNS.
     pub dns: Option<Dns>,
+    /// None if the workload is not checked.
+    pub health: Option<Health>,
     pub metrics: Registry,
     pub scrape: Scrape,
 }
@@ -224,6 +227,10 @@ fn debug_page(path: &str) -> Option<DebugPage> {
         "/debug/certs" => |sources, _| {
             let secrets = sources.secrets.as_ref();
             reply::json(secrets.map(|secrets| json!(secrets.snapshot())))
+        },
+        "/debug/health" => |sources, _| {
+            let health = sources.health.as_ref();
+            reply::json(health.map(|health| json!(health)))
         },
         "/debug/xdsz" => |sources, _| reply::json(Some(json!(sources.discovery.snapshot()))),
         "/debug/ndsz" => |sources, _| reply::json(sources.dns.as_ref().and_then(Dns::ndsz)),

@@ -36,6 +36,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         secrets: None,
         discovery: Observer::new(&metrics),
         dns: None,
+        health: None,
         metrics,
         scrape,
     }

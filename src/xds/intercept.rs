@@ -22,6 +22,10 @@ const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
 /// The one type outside Envoy's name space that Istio's Envoy takes.
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
+/// How the health of a machine's workload is told to istiod: by requests of this type, with an error if
+/// it is unhealthy. There are no responses.
+pub(crate) const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
+
 /// What an interceptor made of a response.
 #[derive(Clone, Debug)]
 pub enum Outcome {

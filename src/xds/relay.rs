@@ -11,7 +11,7 @@
 //! connection.
 
 use std::convert::Infallible;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_stream::StreamExt;
@@ -58,6 +58,9 @@ pub(super) fn response_body() -> (mpsc::Sender<ToEnvoy>, ResponseBody) {
     (sender, StreamBody::new(ReceiverStream::new(receiver)))
 }
 
+/// Whether the workload is healthy, or why not; None while that is not known.
+pub(crate) type Health = watch::Receiver<Option<Result<(), String>>>;
+
 /// What a relay needs beside its two streams.
 #[derive(Debug)]
 pub(crate) struct Relay {
@@ -67,6 +70,7 @@ pub(crate) struct Relay {
     pub interceptors: Interceptors,
     pub observer: Observer,
     pub max_request_bytes: usize,
+    pub health: Option<Health>,
     /// Fired when a newer stream takes this one's place, or the agent stops.
     pub stop: CancellationToken,
 }
@@ -152,6 +156,8 @@ struct Session<'a> {
     /// Bytes in `queue` while it is here.
     held: usize,
     interceptions: Interceptions,
+    /// Marked as changed at the start, so that each stream begins with the present verdict.
+    health: Option<Health>,
 }
 
 impl<'a> Session<'a> {
@@ -176,6 +182,10 @@ impl<'a> Session<'a> {
             queue: Some(queue),
             held: 0,
             interceptions: Interceptions::default(),
+            health: relay.health.clone().map(|mut health| {
+                health.mark_changed();
+                health
+            }),
         }
     }
 
@@ -216,6 +226,9 @@ impl<'a> Session<'a> {
                     })?;
                     self.interceptions.busy.retain(|other| *other != index);
                     self.state.intercepted(&response, outcome);
+                }
+                health = changed(&mut self.health), if self.state.is_subscribed() => {
+                    self.state.report_health(&health);
                 }
                 event = self.istiod.next(), if self.state.wants_responses() => match event {
                     Ok(event) => self.istiod_event(event)?,
@@ -273,6 +286,18 @@ impl<'a> Session<'a> {
             }
         }
     }
+}
+
+/// The next verdict. Cancel safe.
+async fn changed(health: &mut Option<Health>) -> Result<(), String> {
+    if let Some(receiver) = health {
+        while receiver.changed().await.is_ok() {
+            if let Some(verdict) = receiver.borrow_and_update().clone() {
+                return verdict;
+            }
+        }
+    }
+    pending().await
 }
 
 type Intercepted = (usize, Received, Outcome);

@@ -25,7 +25,7 @@ use tonic::Status;
 use super::end;
 use super::intercept::Interceptors;
 use super::observe::Observer;
-use super::relay::{self, Relay, ResponseBody, response_body};
+use super::relay::{self, Health, Relay, ResponseBody, response_body};
 use super::{Config, Protocol};
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
@@ -54,6 +54,7 @@ struct Inner {
     upstream: Upstream,
     is_envoy: IsEnvoy,
     interceptors: Interceptors,
+    health: Option<Health>,
     observer: Observer,
     next_id: AtomicU32,
     /// Stops the relay of each Envoy's newest stream, by pid. Held for a swap only.
@@ -71,6 +72,7 @@ impl Discovery {
         upstream: Upstream,
         is_envoy: IsEnvoy,
         interceptors: Interceptors,
+        health: Option<Health>,
         registry: &Registry,
         shutdown: CancellationToken,
     ) -> Self {
@@ -79,6 +81,7 @@ impl Discovery {
             upstream,
             is_envoy,
             interceptors,
+            health,
             observer: Observer::new(registry),
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
@@ -113,6 +116,10 @@ impl Discovery {
     fn relay(&self, protocol: Protocol, peer: Peer, requests: Incoming) -> ResponseBody {
         let stop = self.0.shutdown.child_token();
         let envoy = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
+        let health = match envoy {
+            Some(_) => self.0.health.clone(),
+            None => None,
+        };
         let (istiod, permit) = if let Some(pid) = envoy {
             self.replace_newest(pid, stop.clone());
             (&self.0.upstream.of_envoy, None)
@@ -129,6 +136,7 @@ impl Discovery {
             interceptors: self.0.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
+            health,
             stop,
         };
         let accepted = match protocol {

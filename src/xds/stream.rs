@@ -9,7 +9,7 @@ use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
-use super::intercept::{Interceptors, Outcome, frame, request};
+use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
 use super::observe::Observer;
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
@@ -81,6 +81,18 @@ impl StreamState {
             }
         });
         read.map_err(|status| End::bad_request(&status))
+    }
+
+    /// Whether istiod knows the node, so that requests of the agent's own may follow.
+    pub(super) fn is_subscribed(&self) -> bool {
+        self.subscribed
+    }
+
+    /// Tells istiod the health of the workload.
+    pub(super) fn report_health(&mut self, health: &Result<(), String>) {
+        let problem = health.as_ref().err().map(String::as_str);
+        let report = request(self.protocol, HEALTH, "", "", problem);
+        self.to_istiod.push(report);
     }
 
     /// Takes bytes of responses from istiod.

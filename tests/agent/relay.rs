@@ -22,6 +22,7 @@ use tonic::{Code, Status};
 use crate::support::envoy::Envoy;
 use crate::support::{Bench, CLUSTER, LISTENER, eventually, framed, soon};
 
+const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 const NAMES: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
@@ -246,6 +247,53 @@ async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
     assert_eq!(envoy.next_bytes().await, message);
     drop((envoy, istiod));
     bench.finish().await;
+}
+
+#[tokio::test]
+async fn the_health_of_the_workload_is_reported_between_envoys_requests_and_again_on_each_stream() {
+    let mut bench = Bench::start().await;
+    for (protocol, _) in BOTH {
+        bench.health.send_replace(None);
+        let ill = Err("status code was not from [200,400), bad code 503".to_owned());
+        let mut envoy = bench.envoy(protocol).await;
+        envoy.send_raw(framed(&request(protocol, CLUSTER)));
+        let mut istiod = bench.accepted().await;
+        assert_eq!(report(protocol, &mut istiod).await.0, CLUSTER);
+        bench.health.send_replace(Some(ill.clone()));
+        envoy.send_raw(framed(&request(protocol, LISTENER)));
+        assert_eq!(report(protocol, &mut istiod).await.0, LISTENER);
+        let (type_url, error) = report(protocol, &mut istiod).await;
+        assert_eq!(type_url, HEALTH);
+        assert_eq!(error, Some((13, ill.clone().unwrap_err())));
+        bench.health.send_replace(Some(Ok(())));
+        assert_eq!(report(protocol, &mut istiod).await, (HEALTH.into(), None));
+        drop((envoy, istiod));
+        envoy = bench.envoy(protocol).await;
+        envoy.send_raw(framed(&request(protocol, LISTENER)));
+        istiod = bench.accepted().await;
+        assert_eq!(report(protocol, &mut istiod).await.0, LISTENER);
+        assert_eq!(report(protocol, &mut istiod).await, (HEALTH.into(), None));
+    }
+    bench.finish().await;
+}
+
+/// Type and error of the next request.
+async fn report(
+    protocol: Protocol,
+    istiod: &mut local_istiod::Stream,
+) -> (String, Option<(i32, String)>) {
+    let bytes = soon(istiod.next_bytes()).await.unwrap().unwrap();
+    let (type_url, error) = match protocol {
+        Protocol::Sotw => {
+            let request = DiscoveryRequest::decode(bytes).unwrap();
+            (request.type_url, request.error_detail)
+        }
+        Protocol::Delta => {
+            let request = DeltaDiscoveryRequest::decode(bytes).unwrap();
+            (request.type_url, request.error_detail)
+        }
+    };
+    (type_url, error.map(|error| (error.code, error.message)))
 }
 
 #[tokio::test]

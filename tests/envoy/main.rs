@@ -14,6 +14,7 @@ mod capture;
 mod certificates;
 mod discovery;
 mod drain;
+mod health;
 mod hot_restart;
 mod lifecycle;
 mod memory;

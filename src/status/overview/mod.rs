@@ -15,6 +15,7 @@ use super::Sources;
 use super::startup::Reached;
 use crate::clock::{Clock, rfc3339};
 use crate::envoy::handle::{Envoy, Report};
+use crate::health::Health;
 use crate::istiod::status::Status;
 use crate::logging;
 use crate::secrets::Secrets;
@@ -38,6 +39,8 @@ pub(super) struct Overview {
     discovery: Discovery,
     /// None if the agent does not answer DNS.
     dns: Option<Dns>,
+    /// None if the workload is not checked.
+    health: Option<Health>,
     start_up: Vec<Reached>,
     /// The newest first.
     warnings: Vec<logging::Entry>,
@@ -78,6 +81,7 @@ impl Overview {
             dns: sources.dns.as_ref().map(|dns| Dns {
                 ready: *dns.ready().borrow(),
             }),
+            health: sources.health.clone(),
             start_up: sources.milestones.reached(),
             warnings: logging::recent(),
         }

@@ -94,6 +94,18 @@ fn sections(overview: &Overview) -> Markup {
                 @else { (fact("Name table", Some(badge(WARN, "not received yet")))) }
             }))
         }
+        @if let Some(health) = &overview.health {
+            (facts("Workload", "health", html! {
+                (fact("Check", Some(health.check)))
+                @match &*health.verdict().borrow() {
+                    None => (fact("State", Some(badge(WARN, "not checked yet")))),
+                    Some(Ok(())) => (fact("State", Some(badge(GOOD, "healthy")))),
+                    Some(Err(problem)) => {
+                        (fact("State", Some(html! { (badge(BAD, "unhealthy")) (note(problem)) })))
+                    }
+                }
+            }))
+        }
         (discovery::section(&overview.discovery))
         (warnings(&overview.warnings))
     }

@@ -49,6 +49,7 @@ fn empty() -> Overview {
             types: BTreeMap::new(),
         },
         dns: None,
+        health: None,
         start_up: Vec::new(),
         warnings: Vec::new(),
     }

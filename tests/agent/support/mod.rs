@@ -18,6 +18,7 @@ use istio_agent::xds::observe::Observer;
 use istio_agent::xds::server::{Discovery, Upstream};
 use local_istiod::{LocalIstiod, Options, Stream};
 use tempfile::TempDir;
+use tokio::sync::watch;
 
 use envoy::Envoy;
 
@@ -36,6 +37,8 @@ pub struct Bench {
     pub observer: Observer,
     /// Whether the test's process counts as an Envoy of the agent.
     pub is_envoy: Arc<AtomicBool>,
+    /// Whether the workload is healthy.
+    pub health: watch::Sender<Option<Result<(), String>>>,
     tasks: Tasks,
     shutdown: CancellationToken,
 }
@@ -67,6 +70,7 @@ impl Bench {
         let listener = unix_socket::bind(&config.socket).unwrap();
         let is_envoy = Arc::new(AtomicBool::new(true));
         let counts = is_envoy.clone();
+        let health = watch::Sender::new(None);
         let discovery = Discovery::new(
             config,
             Upstream {
@@ -75,6 +79,7 @@ impl Bench {
             },
             Arc::new(move |_| counts.load(Ordering::Relaxed)),
             interceptors,
+            Some(health.subscribe()),
             &registry,
             shutdown.clone(),
         );
@@ -90,6 +95,7 @@ impl Bench {
             registry,
             observer,
             is_envoy,
+            health,
             tasks,
             shutdown,
         };

@@ -1,0 +1,268 @@
+//! The configuration of the workload's health checks, from ProxyConfig's `readinessProbe`.
+//!
+//! pilot-agent ends at its first check where the probe is of no kind; here it is a problem of the
+//! configuration. Other values that can never work are warned of, as they only keep the workload
+//! unhealthy.
+
+use std::time::Duration;
+
+use ::http::{HeaderMap, HeaderName, HeaderValue, header};
+
+use super::Sources;
+use crate::health::{Check, Config};
+use crate::probe::{self, Kind, Probe};
+use crate::proxy_config::{Grpc, HttpGet, ReadinessProbe, TcpSocket};
+
+const MEMBER: &str = "readinessProbe";
+const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
+
+impl Sources<'_> {
+    /// None without a `readinessProbe`.
+    pub(super) fn health(&mut self) -> Option<Config> {
+        let given = self.proxy_config.readiness_probe.clone()?;
+        let timeout = self.seconds("timeoutSeconds", given.timeout_seconds, 1);
+        let config = Config {
+            initial_delay: self.seconds("initialDelaySeconds", given.initial_delay_seconds, 0),
+            period: self.seconds("periodSeconds", given.period_seconds, 10),
+            successes: self.number("successThreshold", given.success_threshold, 1),
+            failures: self.number("failureThreshold", given.failure_threshold, 1),
+            check: self.check(given, timeout)?,
+            probes: probe::Config {
+                source: self.probe_source(),
+                offers_http2: false,
+                keeps_connections: false,
+            },
+        };
+        Some(config)
+    }
+
+    fn check(&mut self, given: ReadinessProbe, timeout: Duration) -> Option<Check> {
+        let probe = |host, port, kind| Probe {
+            host,
+            port,
+            kind,
+            timeout,
+        };
+        if let Some(HttpGet {
+            path,
+            port,
+            host,
+            scheme,
+            http_headers,
+        }) = given.http_get
+        {
+            let headers = self.headers(
+                http_headers
+                    .into_iter()
+                    .map(|header| (header.name, header.value.0)),
+            );
+            let kind = Kind::Http {
+                is_https: scheme.eq_ignore_ascii_case("https"),
+                path: if path.is_empty() {
+                    "/".to_owned()
+                } else {
+                    path
+                },
+            };
+            return Some(Check::Probe(
+                probe(self.host(host), self.port("httpGet", port), kind),
+                headers,
+            ));
+        }
+        if let Some(TcpSocket { host, port }) = given.tcp_socket {
+            let probe = probe(self.host(host), self.port("tcpSocket", port), Kind::Tcp);
+            return Some(Check::Probe(probe, HeaderMap::new()));
+        }
+        if let Some(Grpc { port, service }) = given.grpc {
+            let kind = Kind::Grpc { service };
+            let probe = probe(self.application(), self.port("grpc", port), kind);
+            return Some(Check::Probe(probe, self.headers([].into_iter())));
+        }
+        let command = given.exec.unwrap_or_default().command;
+        if command.is_empty() {
+            let expected = "httpGet, tcpSocket, grpc, or exec with a command";
+            self.problem(MEMBER, "no check", expected);
+            return None;
+        }
+        Some(Check::Exec(command, timeout))
+    }
+
+    fn host(&mut self, given: String) -> String {
+        match given.is_empty() {
+            true => self.application(),
+            false => given,
+        }
+    }
+
+    fn port(&mut self, kind: &str, given: u32) -> u16 {
+        let port = u16::try_from(given).unwrap_or_default();
+        if port == 0 {
+            let expected = "from 1 to 65535; the workload stays unhealthy";
+            self.warn(
+                &format!("{MEMBER}.{kind}.port"),
+                given.to_string(),
+                expected,
+            );
+        }
+        port
+    }
+
+    /// Headers that can be sent, with the user agent of probes if they have none.
+    fn headers(&mut self, given: impl Iterator<Item = (String, String)>) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in given {
+            let parsed = (name.parse::<HeaderName>(), value.parse::<HeaderValue>());
+            if let (Ok(name), Ok(value)) = parsed {
+                headers.append(name, value);
+            } else {
+                let expected = "a header that HTTP allows; it is not sent";
+                self.warn(&format!("{MEMBER}.httpGet.httpHeaders"), name, expected);
+            }
+        }
+        headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
+        headers
+    }
+
+    fn seconds(&mut self, member: &str, given: i32, default: u32) -> Duration {
+        Duration::from_secs(self.number(member, given, default).into())
+    }
+
+    /// Zero is the default, as where the member is missing.
+    fn number(&mut self, member: &str, given: i32, default: u32) -> u32 {
+        match u32::try_from(given) {
+            Ok(0) => default,
+            Ok(given) => given,
+            Err(_) => {
+                let expected = format!("a positive number; {default} is used");
+                self.warn(&format!("{MEMBER}.{member}"), given.to_string(), expected);
+                default
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::machine;
+
+    fn config(proxy_config: &'static str) -> Config {
+        let machine = machine(&[("PROXY_CONFIG", proxy_config)]);
+        machine.config().health.expect("health checks")
+    }
+
+    #[test]
+    fn a_readiness_probe_has_the_defaults_of_pilot_agent() {
+        let found = config("readinessProbe: {tcpSocket: {port: 8080}}");
+        let times = (found.initial_delay, found.period);
+        assert_eq!(times, (Duration::ZERO, Duration::from_secs(10)));
+        assert_eq!((found.successes, found.failures), (1, 1));
+        let expected = Probe {
+            host: "10.0.0.9".to_owned(),
+            port: 8080,
+            kind: Kind::Tcp,
+            timeout: Duration::from_secs(1),
+        };
+        assert_eq!(found.check, Check::Probe(expected, HeaderMap::new()));
+    }
+
+    #[test]
+    fn each_kind_of_readiness_probe_becomes_its_check() {
+        let user_agent = [(header::USER_AGENT, USER_AGENT)]
+            .into_iter()
+            .collect::<HeaderMap>();
+        let mut headers = user_agent.clone();
+        headers.insert("x-a", HeaderValue::from_static("1"));
+        let probe = |host: &str, kind| Probe {
+            host: host.to_owned(),
+            port: 80,
+            kind,
+            timeout: Duration::from_secs(3),
+        };
+        let http = |is_https, path: &str| Kind::Http {
+            is_https,
+            path: path.to_owned(),
+        };
+        for (given, expected) in [
+            (
+                "readinessProbe: {timeoutSeconds: 3, httpGet: {port: 80}}",
+                Check::Probe(probe("10.0.0.9", http(false, "/")), user_agent.clone()),
+            ),
+            (
+                "readinessProbe: {timeoutSeconds: 3, httpGet: {port: 80, host: a.test, scheme: HTTPS, path: /x?y, httpHeaders: [{name: x-a, value: '1'}]}}",
+                Check::Probe(probe("a.test", http(true, "/x?y")), headers),
+            ),
+            (
+                "readinessProbe: {timeoutSeconds: 3, grpc: {port: 80, service: s}}",
+                Check::Probe(
+                    probe(
+                        "10.0.0.9",
+                        Kind::Grpc {
+                            service: "s".to_owned(),
+                        },
+                    ),
+                    user_agent,
+                ),
+            ),
+            (
+                "readinessProbe: {timeoutSeconds: 3, exec: {command: [/bin/test, -e, /x]}}",
+                Check::Exec(
+                    ["/bin/test", "-e", "/x"].map(str::to_owned).into(),
+                    Duration::from_secs(3),
+                ),
+            ),
+        ] {
+            let found = config(given);
+            assert_eq!(found.check, expected, "{given}");
+        }
+    }
+
+    #[test]
+    fn a_probe_of_no_kind_is_a_problem_and_what_keeps_a_workload_unhealthy_is_a_warning() {
+        for (probe, subject) in [
+            ("readinessProbe: {}", "readinessProbe"),
+            ("readinessProbe: {exec: {}}", "readinessProbe"),
+            (
+                "readinessProbe: {tcpSocket: {port: http}}",
+                "readinessProbe.tcpSocket.port of PROXY_CONFIG line 1",
+            ),
+        ] {
+            let found = machine(&[("PROXY_CONFIG", probe)]).subjects();
+            assert!(
+                found.iter().any(|found| found == subject),
+                "{probe}: {found:?}"
+            );
+        }
+        for (probe, subject) in [
+            (
+                "readinessProbe: {tcpSocket: {port: 1}, grpc: {port: 1}}",
+                "the part of PROXY_CONFIG that is not known",
+            ),
+            (
+                "readinessProbe: {tcpSocket: {port: 0}}",
+                "readinessProbe.tcpSocket.port",
+            ),
+            (
+                "readinessProbe: {grpc: {port: 65536}}",
+                "readinessProbe.grpc.port",
+            ),
+            (
+                "readinessProbe: {periodSeconds: -1, tcpSocket: {port: 1}}",
+                "readinessProbe.periodSeconds",
+            ),
+            (
+                "readinessProbe: {httpGet: {port: 1, httpHeaders: [{name: 'a b', value: x}]}}",
+                "readinessProbe.httpGet.httpHeaders",
+            ),
+        ] {
+            let config = machine(&[("PROXY_CONFIG", probe)]).config();
+            let mut subjects = config.warnings.iter().map(|one| one.subject.as_str());
+            assert!(
+                subjects.any(|found| found == subject),
+                "{:?}",
+                config.warnings
+            );
+            assert!(config.health.is_some_and(|health| !health.period.is_zero()));
+        }
+    }
+}
