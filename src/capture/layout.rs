@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::{Chain, Criterion, Family, Id, Match, Owner, Place, Rules, Table, Verdict};
+use super::rules::{
+    Chain, Criterion, Family, Id, Match, Owner, Place, Rule, Rules, Table, Verdict,
+};
 
 /// Rules that are wanted, or that a machine has. Equal rules are equal entries, however they were written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,19 +29,34 @@ pub enum Entry {
 impl Layout {
     /// What a machine has after these rules were added to empty tables.
     pub fn new(rules: &Rules, family: Family) -> Self {
-        let mut layout = Self::default();
-        for rule in rules.of(family) {
-            let chain = layout.chains.entry((rule.table, rule.chain)).or_default();
+        Self::shared(rules.of(family), family)
+    }
+
+    /// What a machine has of a family after these rules were added to empty tables of both.
+    pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
+        let mut chains = BTreeMap::<_, Vec<&Rule>>::new();
+        for rule in rules {
+            let chain = chains.entry((rule.table, rule.chain)).or_default();
             let at = match rule.place {
                 Place::Last => chain.len(),
                 Place::At(number) => chain.len().min(number - 1),
             };
-            chain.insert(at, Entry::rule(rule.matches.clone(), rule.verdict));
+            chain.insert(at, rule);
             if let Verdict::Jump(target) = rule.verdict {
-                layout.chains.entry((rule.table, target)).or_default();
+                chains.entry((rule.table, target)).or_default();
             }
         }
-        layout
+        let entries = |rules: Vec<&Rule>| {
+            let rules = rules.into_iter();
+            let rules = rules.filter(|rule| rule.family.is_none_or(|of| of == family));
+            let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
+            entries.collect()
+        };
+        let chains = chains.into_iter();
+        Self {
+            chains: chains.map(|(name, rules)| (name, entries(rules))).collect(),
+            unknown_chains: Vec::new(),
+        }
     }
 
     /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.

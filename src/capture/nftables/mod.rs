@@ -1,16 +1,22 @@
-//! Traffic capture by nftables: renders the rules as one transaction of `nft`, applies it.
+//! Traffic capture by nftables: renders the rules as one transaction of `nft`, applies it, and reads the
+//! live rules.
 //!
 //! The tables are ours alone. They are of family inet: IPv4 and IPv6 share their chains.
+
+mod live;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write};
 use std::time::Duration;
 
 use super::iptables::range;
+use super::layout::Layout;
 use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
+
+pub use live::{Live, Malformed};
 
 /// Tables in the order of the transaction.
 const TABLES: [Table; 4] = [Table::Nat, Table::Mangle, Table::Raw, Table::Filter];
@@ -25,6 +31,8 @@ pub enum Error {
     Missing,
     #[error(transparent)]
     Program(program::Error),
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
 }
 
 /// Replaces all our rules by these, at once.
@@ -35,6 +43,12 @@ pub async fn apply(rules: &Rules) -> Result<(), Error> {
 /// Removes all our rules, at once.
 pub async fn clean() -> Result<(), Error> {
     nft(&["-f", "-"], &removal()).await.map(drop)
+}
+
+/// The rules in the kernel.
+pub async fn live() -> Result<Live, Error> {
+    let text = nft(&["-j", "list", "ruleset"], "").await?;
+    Ok(Live::parse(&text)?)
 }
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
@@ -93,6 +107,13 @@ pub fn transaction(rules: &Rules) -> String {
         }
     }
     text
+}
+
+/// What a machine has after [`apply`].
+pub fn wanted(rules: &Rules) -> Live {
+    let rules = shared(rules);
+    let [v4, v6] = [Family::V4, Family::V6].map(|family| Layout::shared(&rules, family));
+    Live { v4, v6 }
 }
 
 /// The rules for chains that both families share. What differs from iptables:
@@ -271,3 +292,6 @@ fn chain_name(chain: Chain) -> &'static str {
         Chain::ProtectAdmin => "istio-protect-admin",
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -113,7 +113,8 @@ fn rules_are_read_from_a_kernel_as_they_were_written() {
             let text = words.collect::<Vec<_>>().join(" ");
             for kind in ["legacy", "nft"] {
                 let program = format!("{program}-{kind}");
-                let Some(saved) = restored_and_saved(&program, &text) else {
+                let script = format!("{program}-restore --noflush && {program}-save --counters");
+                let Some(saved) = in_namespace(&script, &text) else {
                     return;
                 };
                 let found = Saved::parse(&saved).expect("a text").layout();
@@ -123,11 +124,33 @@ fn rules_are_read_from_a_kernel_as_they_were_written() {
     }
 }
 
-/// What a kernel without other rules has after these. None is a machine that cannot tell.
-fn restored_and_saved(program: &str, text: &str) -> Option<String> {
-    let script = format!("{program}-restore --noflush && {program}-save --counters");
+#[test]
+fn rules_of_nft_are_read_from_a_kernel_as_they_were_written() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/capture");
+    for entry in fs::read_dir(folder).expect("golden files") {
+        let path = entry.expect("an entry").path();
+        let (_, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
+        let rules = Rules::new(&config);
+        let mut wanted = nftables::wanted(&rules);
+        let mut text = nftables::transaction(&rules);
+        for name in ["envoy", "mesh", "web", "backup", "java", "ftp"] {
+            text = text.replace(&format!("\"{name}\""), "\"root\"");
+        }
+        for layout in [&mut wanted.v4, &mut wanted.v6] {
+            layout.resolve(|_| Some(0));
+        }
+        let Some(listed) = in_namespace("nft -f - && nft -j list ruleset", &text) else {
+            return;
+        };
+        let found = nftables::Live::parse(listed.as_bytes()).expect("a rule set");
+        assert_eq!(found, wanted, "{}:\n{listed}", path.display());
+    }
+}
+
+/// What a script prints in a network namespace without rules. None is a machine without them.
+fn in_namespace(script: &str, text: &str) -> Option<String> {
     let mut child = std::process::Command::new("unshare");
-    child.args(["--net", "sh", "-c", &script]);
+    child.args(["--net", "sh", "-c", script]);
     child.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = child.spawn().expect("unshare");
     let mut input = child.stdin.take().expect("a pipe");
@@ -140,8 +163,8 @@ fn restored_and_saved(program: &str, text: &str) -> Option<String> {
     }
     #[expect(clippy::disallowed_methods, reason = "of the tests, not the agent")]
     let is_required = std::env::var_os("NETNS_TESTS").is_some();
-    assert!(!is_required, "{program}: {}:\n{text}", output.status);
-    eprintln!("skipped: it takes root, network namespaces and {program}");
+    assert!(!is_required, "{script}: {}:\n{text}", output.status);
+    eprintln!("skipped: it takes root, network namespaces and `{script}`");
     None
 }
 

@@ -1,0 +1,196 @@
+//! Live rules that are ours, and texts that are not. `cli::iptables::tests` reads real ones.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::capture::layout::Entry;
+
+const NAT: &str = "istio-proxy-nat";
+
+fn live(objects: &[Value]) -> Live {
+    let text = json!({"nftables": objects}).to_string();
+    Live::parse(text.as_bytes()).expect("a rule set")
+}
+
+fn output(change: impl FnOnce(&mut Value)) -> Value {
+    let mut chain = json!({
+        "family": "inet", "table": NAT, "name": "output", "handle": 2,
+        "type": "nat", "hook": "output", "prio": -100, "policy": "accept",
+    });
+    change(&mut chain);
+    json!({ "chain": chain })
+}
+
+fn rule(expr: &Value) -> Value {
+    json!({"rule": {"family": "inet", "table": NAT, "chain": "output", "handle": 3, "expr": expr}})
+}
+
+fn entries(expr: &Value) -> [Vec<Entry>; 2] {
+    let Live { v4, v6 } = live(&[output(|_| ()), rule(expr)]);
+    [v4, v6].map(|layout| layout.chains[&(Table::Nat, Chain::Output)].clone())
+}
+
+#[test]
+fn a_chain_that_the_kernel_does_not_call_as_it_should_is_unknown() {
+    let right = live(&[output(|_| ())]);
+    assert!(right.v4.chains.contains_key(&(Table::Nat, Chain::Output)));
+    assert!(right.v6.unknown_chains.is_empty());
+    for (member, value) in [
+        ("hook", json!("input")),
+        ("hook", Value::Null),
+        ("prio", json!(-99)),
+        ("type", json!("filter")),
+        ("policy", json!("drop")),
+        ("name", json!("istio-new")),
+    ] {
+        let chain = output(|chain| chain[member] = value.clone());
+        let found = live(&[chain, rule(&json!([{"return": null}]))]);
+        assert!(found.v4.chains.is_empty(), "{member}: {value}");
+        assert_eq!(found.v4.unknown_chains.len(), 1);
+        assert_eq!(found.v6, found.v4);
+    }
+    for (member, value) in [("family", "ip"), ("table", "nat")] {
+        let of_others = output(|chain| chain[member] = json!(value));
+        assert_eq!(live(&[of_others]), Live::default());
+    }
+}
+
+#[test]
+fn a_rule_is_of_one_family_or_both() {
+    let both = entries(&json!([{"counter": {"packets": 1, "bytes": 2}}, {"return": null}]));
+    let expected = [Entry::rule(Vec::new(), Verdict::Return)];
+    assert_eq!(both, [&expected[..], &expected[..]]);
+    let nfproto =
+        json!({"match": {"op": "==", "left": {"meta": {"key": "nfproto"}}, "right": "ipv6"}});
+    assert_eq!(
+        entries(&json!([nfproto, {"return": null}])),
+        [&[], &expected[..]]
+    );
+    let source = |protocol: &str, address: &str| {
+        let left = json!({"payload": {"protocol": protocol, "field": "saddr"}});
+        json!({"match": {"op": "==", "left": left, "right": address}})
+    };
+    let [v4, v6] = entries(&json!([source("ip", "127.0.0.6"), {"return": null}]));
+    assert_eq!((v4.len(), v6.len()), (1, 0));
+    let never = entries(&json!([source("ip", "1.1.1.1"), source("ip6", "::1"), {"return": null}]));
+    assert!(matches!(&never[0][..], [Entry::Foreign(_)]), "{never:?}");
+}
+
+#[test]
+fn a_rule_with_anything_else_is_foreign() {
+    let matched = |op: &str, left: Value, right: Value| json!([{"match": {"op": op, "left": left, "right": right}}, {"return": null}]);
+    let port = || json!({"payload": {"protocol": "tcp", "field": "dport"}});
+    let address = || json!({"payload": {"protocol": "ip", "field": "daddr"}});
+    let prefix = |length: u8| json!({"prefix": {"addr": "10.0.0.0", "len": length}});
+    let meta = |key: &str| json!({"meta": {"key": key}});
+    for expr in [
+        Value::Null,
+        json!([]),
+        json!({"return": null}),
+        json!([{"return": null}, {"return": null}]),
+        json!([{"log": null}, {"return": null}]),
+        json!([{"redirect": {"port": 15001, "flags": "random"}}]),
+        json!([{"redirect": {"port": 65536}}]),
+        json!([{"jump": {"target": "others"}}]),
+        json!([{"reject": {"type": "icmpx"}}]),
+        json!([{"mangle": {"key": {"ct": {"key": "zone"}}, "value": 65536}}]),
+        json!([{"tproxy": {"family": "ip", "port": 1}}, {"accept": null}]),
+        matched("<", port(), json!(80)),
+        matched("==", port(), json!({"set": [80, "http"]})),
+        matched("==", port(), json!({"range": [80]})),
+        matched("==", address(), prefix(33)),
+        matched("==", address(), json!("host")),
+        matched("==", meta("skuid"), json!("root")),
+        matched("!=", meta("nfproto"), json!("ipv6")),
+        matched("==", meta("length"), json!(5)),
+        // A condition behind what is done.
+        json!([{"mangle": {"key": meta("mark"), "value": 1}},
+            {"match": {"op": "==", "left": meta("mark"), "right": 1}}]),
+    ] {
+        let [v4, v6] = entries(&expr);
+        assert!(matches!(&v4[..], [Entry::Foreign(_)]), "{expr}: {v4:?}");
+        assert_eq!(v4, v6);
+    }
+}
+
+#[test]
+fn output_that_is_no_rule_set_is_an_error_of_its_own() {
+    for text in [
+        "",
+        "{}",
+        "[]",
+        "nonsense",
+        "{\"nftables\": 1}",
+        "{\"nftables\": [",
+        "\u{0}",
+    ] {
+        let error = Live::parse(text.as_bytes()).expect_err(text);
+        let expected = "`nft -j list ruleset` printed something else than a rule set";
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+/// Any expression that looks like one of nft's.
+fn expression() -> impl Strategy<Value = Value> {
+    let scalar = prop_oneof![
+        Just(Value::Null),
+        any::<u32>().prop_map(|number| json!(number)),
+        any::<i64>().prop_map(|number| json!(number)),
+        "ipv?[46]?|tcp|udp|mark|state|zone|[ds]port|[ds]addr|[io]ifname|skuid|nfproto|10.0.0.1|::1|[!=]=|in"
+            .prop_map(|text| json!(text)),
+    ];
+    let name = "match|op|left|right|meta|ct|payload|key|protocol|field|prefix|addr|len|range|set|value|\
+                mangle|tproxy|family|port|return|accept|jump|target|counter";
+    scalar.prop_recursive(5, 40, 4, move |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::Array),
+            prop::collection::vec((name, inner), 0..4)
+                .prop_map(|members| Value::Object(members.into_iter().collect())),
+        ]
+    })
+}
+
+/// Any match, then any statement.
+fn condition() -> impl Strategy<Value = Value> {
+    let key = "mark|state|zone|[io]ifname|sk[ug]id|nfproto|l4proto";
+    let left = prop_oneof![
+        ("meta|ct", key).prop_map(|(of, key)| json!({ of: {"key": key} })),
+        ("ip6?|tcp|udp", "[sd](port|addr)").prop_map(
+            |(protocol, field)| json!({"payload": {"protocol": protocol, "field": field}})
+        ),
+    ];
+    let numbers = (any::<u32>(), any::<u32>());
+    let right = prop_oneof![
+        expression(),
+        numbers.prop_map(|(first, last)| json!({"range": [first, last]})),
+        numbers.prop_map(|(first, last)| json!({"set": [first, {"range": [first, last]}]})),
+        ("10.0.0.1|::1|", any::<u8>())
+            .prop_map(|(addr, len)| json!({"prefix": {"addr": addr, "len": len}})),
+    ];
+    ("[!=]=|in", left, right, expression()).prop_map(|(op, left, right, verdict)| {
+        json!([{"match": {"op": op, "left": left, "right": right}}, {"return": null}, verdict])
+    })
+}
+
+proptest! {
+    #[test]
+    fn live_rules_of_any_text_are_read_or_refused(text in prop_oneof![
+        any::<Vec<u8>>(),
+        expression().prop_map(|value| json!({"nftables": [value]}).to_string().into_bytes()),
+    ]) {
+        let _ = Live::parse(&text);
+    }
+
+    #[test]
+    fn a_live_rule_of_any_expression_is_one_entry(
+        mut expr in prop_oneof![expression(), condition()],
+        is_whole in any::<bool>(),
+    ) {
+        if let (false, Some(statements)) = (is_whole, expr.as_array_mut()) {
+            statements.truncate(2);
+        }
+        let [v4, v6] = entries(&expr);
+        prop_assert!(v4.len() <= 1 && v6.len() <= 1 && v4.len() + v6.len() >= 1);
+    }
+}
