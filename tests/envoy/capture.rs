@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::support::namespace::{self, AGENT};
 
 /// Runs the command as a user.
-fn istio_iptables(user: u32, words: &str) -> Output {
+pub fn istio_iptables(user: u32, words: &str) -> Output {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
     let mut command = Command::new(program);
     command
@@ -23,7 +23,7 @@ fn istio_iptables(user: u32, words: &str) -> Output {
     command.output().unwrap()
 }
 
-fn text(output: &Output) -> String {
+pub fn text(output: &Output) -> String {
     let both = [&output.stdout[..], &output.stderr].concat();
     String::from_utf8_lossy(&both).into_owned()
 }
