@@ -52,12 +52,12 @@ async fn captured() -> Captured {
     namespace::add_address("2001:db8::1/128");
     namespace::put("/etc/resolv.conf", &resolv_conf(RESOLVER));
     namespace::capture_dns(15053);
-    start(Some(AGENT), &[CAPTURE]).await
+    start(Some((AGENT, AGENT)), &[CAPTURE]).await
 }
 
-async fn start(user: Option<u32>, environment: &[(&str, &str)]) -> Captured {
+async fn start(user: Option<(u32, u32)>, environment: &[(&str, &str)]) -> Captured {
     let binary = namespace::reachable(&envoy_binary().unwrap());
-    let resolver = Resolver::start(SocketAddr::new(RESOLVER.parse().unwrap(), 53)).await;
+    let resolver = Resolver::start(SocketAddr::new(RESOLVER.parse().unwrap(), 53));
     let backend = Backend::start().await;
     let ports = [free_port(), free_port()];
     let mut books = named("books", "books.shop.svc.cluster.local", backend.port);
@@ -336,12 +336,17 @@ fn built(mut build: std::process::Command, program: &Path) -> String {
 }
 
 /// What a program of the application's user prints, or what it complains about.
-async fn application(words: &[&str]) -> Result<String, String> {
+pub async fn application(words: &[&str]) -> Result<String, String> {
+    program_of(APPLICATION, words).await
+}
+
+/// The same of a user.
+pub async fn program_of(user: u32, words: &[&str]) -> Result<String, String> {
     let mut command = Command::new(words[0]);
     command
         .args(&words[1..])
-        .uid(APPLICATION)
-        .gid(APPLICATION)
+        .uid(user)
+        .gid(user)
         .kill_on_drop(true);
     let output = tokio::time::timeout(PATIENCE, command.output()).await;
     let output = output

@@ -33,7 +33,19 @@ impl Backend {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let listener = TcpListener::bind(local(0)).await.unwrap();
+        Self::of(TcpListener::bind(local(0)).await.unwrap(), serve)
+    }
+
+    /// Answers every request to a listener with 200 and the client's address as `x-client`.
+    pub fn naming_clients(listener: std::net::TcpListener) -> Self {
+        listener.set_nonblocking(true).unwrap();
+        Self::of(TcpListener::from_std(listener).unwrap(), answer_with_client)
+    }
+
+    fn of<F>(listener: TcpListener, serve: fn(TcpStream) -> F) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
         let port = listener.local_addr().unwrap().port();
         let mut serving = JoinSet::new();
         serving.spawn(async move {
@@ -49,10 +61,19 @@ impl Backend {
     }
 }
 
-async fn answer_all(mut stream: TcpStream) {
+async fn answer_all(stream: TcpStream) {
+    answer(stream, "").await;
+}
+
+async fn answer_with_client(stream: TcpStream) {
+    let client = stream.peer_addr().unwrap().ip().to_canonical();
+    answer(stream, &format!("x-client: {client}\r\n")).await;
+}
+
+async fn answer(mut stream: TcpStream, headers: &str) {
     while read_head(&mut stream).await.is_ok() {
-        let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
-        if stream.write_all(answer).await.is_err() {
+        let answer = format!("HTTP/1.1 200 OK\r\n{headers}content-length: 2\r\n\r\nok");
+        if stream.write_all(answer.as_bytes()).await.is_err() {
             break;
         }
     }
@@ -62,9 +83,18 @@ async fn answer_all(mut stream: TcpStream) {
 pub async fn exchange(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
 ) -> Result<String, String> {
-    let request = b"GET / HTTP/1.1\r\nhost: cart\r\n\r\n";
+    request(stream, "cart", "/").await
+}
+
+/// The same for a path of a host.
+pub async fn request(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    host: &str,
+    path: &str,
+) -> Result<String, String> {
+    let request = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\n\r\n");
     let failed = |error: std::io::Error| format!("exchange: {error}");
-    stream.write_all(request).await.map_err(failed)?;
+    stream.write_all(request.as_bytes()).await.map_err(failed)?;
     let head = read_head(stream).await.map_err(failed)?;
     if !head.starts_with("HTTP/1.1 200") {
         return Err(head);

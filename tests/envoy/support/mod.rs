@@ -71,7 +71,7 @@ pub fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// A port that is free, given out once. Below those the system gives to clients, so that none
+/// A port that is free and none of Istio's own, given out once. Below those the system gives to clients, so that none
 /// of them takes it before its owner binds it.
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
@@ -81,7 +81,8 @@ pub fn free_port() -> u16 {
     });
     loop {
         let port = next.fetch_add(1, Ordering::Relaxed);
-        if TcpListener::bind(local(port)).is_ok() {
+        let is_of_istio = (15_000..15_100).contains(&port);
+        if !is_of_istio && TcpListener::bind(local(port)).is_ok() {
             return port;
         }
     }

@@ -53,9 +53,13 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    pub async fn start(address: SocketAddr) -> Self {
-        let udp = UdpSocket::bind(address).await.unwrap();
-        let tcp = TcpListener::bind(address).await.unwrap();
+    pub fn start(address: SocketAddr) -> Self {
+        Self::of(bound(address))
+    }
+
+    pub fn of((udp, tcp): (std::net::UdpSocket, std::net::TcpListener)) -> Self {
+        let udp = UdpSocket::from_std(udp).unwrap();
+        let tcp = TcpListener::from_std(tcp).unwrap();
         let asked = Arc::default();
         let mut serving = JoinSet::new();
         serving.spawn(serve_udp(udp, Arc::clone(&asked)));
@@ -76,6 +80,15 @@ impl Resolver {
     pub fn total(&self) -> usize {
         self.asked.lock().unwrap().len()
     }
+}
+
+/// The sockets of a resolver.
+pub fn bound(address: SocketAddr) -> (std::net::UdpSocket, std::net::TcpListener) {
+    let udp = std::net::UdpSocket::bind(address).unwrap();
+    let tcp = std::net::TcpListener::bind(address).unwrap();
+    udp.set_nonblocking(true).unwrap();
+    tcp.set_nonblocking(true).unwrap();
+    (udp, tcp)
 }
 
 async fn serve_udp(socket: UdpSocket, asked: Arc<Mutex<Vec<String>>>) {

@@ -5,8 +5,11 @@
 //! except under `NETNS_TESTS`, where it fails.
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::variable;
 
@@ -42,6 +45,70 @@ pub fn is_inside(test: &str) -> bool {
     eprintln!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{test}: {}", output.status);
     false
+}
+
+/// Another machine: a network of its own, joined to this one.
+pub struct Peer(Child);
+
+impl Peer {
+    /// Joins one by `eth0`, which has the first address of each pair here and the second there. Either
+    /// is the other's default gateway.
+    pub fn join(addresses: &[(&str, &str)]) -> Self {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "--", "sleep", "infinity"]);
+        let peer = Self(command.spawn().unwrap());
+        let own = fs::read_link("/proc/self/ns/net").unwrap();
+        while fs::read_link(peer.network()).is_ok_and(|found| found == own) {
+            std::thread::yield_now();
+        }
+        let pid = peer.0.id().to_string();
+        let pair = [
+            "link", "add", "eth0", "type", "veth", "peer", "name", "eth0",
+        ];
+        run("ip", &[&pair[..], &["netns", &pid]].concat());
+        run("ip", &["link", "set", "eth0", "up"]);
+        peer.ip(&["link", "set", "lo", "up"]);
+        peer.ip(&["link", "set", "eth0", "up"]);
+        for (here, there) in addresses {
+            let add = |address| ["address", "add", address, "dev", "eth0", "nodad"];
+            run("ip", &add(here));
+            peer.ip(&add(there));
+            for (via, add) in [(there, None), (here, Some(&peer))] {
+                let via = via.split('/').next().unwrap();
+                let route = ["route", "add", "default", "via", via, "dev", "eth0"];
+                add.map_or_else(|| run("ip", &route), |peer| peer.ip(&route));
+            }
+        }
+        peer
+    }
+
+    /// Runs `ip` there.
+    pub fn ip(&self, arguments: &[&str]) {
+        let network = format!("--net={}", self.network());
+        run("nsenter", &[&[&network, "--", "ip"], arguments].concat());
+    }
+
+    /// Calls `act` there; a socket it makes stays one of that network.
+    pub fn within<T: Send>(&self, act: impl FnOnce() -> T + Send) -> T {
+        let enter = || {
+            let network = fs::File::open(self.network()).unwrap();
+            let kind = Some(LinkNameSpaceType::Network);
+            move_into_link_name_space(network.as_fd(), kind).unwrap();
+            act()
+        };
+        std::thread::scope(|scope| scope.spawn(enter).join().unwrap())
+    }
+
+    fn network(&self) -> String {
+        format!("/proc/{}/ns/net", self.0.id())
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // It does not end by itself.
+        let _ = self.0.wait();
+    }
 }
 
 /// Puts a file where another is, or where there is none, for this namespace only.

@@ -1,6 +1,7 @@
 //! The agent with its Envoy in a directory of its own, and an Envoy without an agent.
 
 use std::fs;
+use std::net::Ipv6Addr;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -22,12 +23,22 @@ const ROOT: &str = "var/run/secrets/istio/root-cert.pem";
 
 const PROXY_CONFIG: &str = "PROXY_CONFIG";
 
+const ADMIN_LIMIT: Duration = Duration::from_secs(5);
+
 /// What may differ from one agent to the next.
 #[derive(Clone, Copy, Default)]
 pub struct Settings<'a> {
     /// None is an agent that starts none.
     pub envoy: Option<&'a Path>,
     pub environment: &'a [(&'a str, &'a str)],
+}
+
+impl Settings<'_> {
+    /// Whether the pod's address is of IPv6, as Envoy's admin address is then.
+    fn is_v6(&self) -> bool {
+        let is_v6 = |(name, value): &(&str, &str)| *name == "INSTANCE_IP" && value.contains(':');
+        self.environment.iter().any(is_v6)
+    }
 }
 
 pub struct Pod {
@@ -58,9 +69,9 @@ impl Pod {
         Self::start_of(None, role, drain, settings, control_plane)
     }
 
-    /// As another user, if one is given; in a namespace.
+    /// As another user and group, if they are given; in a namespace.
     fn start_of(
-        user: Option<u32>,
+        user: Option<(u32, u32)>,
         role: &str,
         drain: &str,
         settings: Settings<'_>,
@@ -90,10 +101,10 @@ impl Pod {
         let proxy_config = proxy_config.to_string();
         let program = Path::new(env!("CARGO_BIN_EXE_pilot-agent"));
         let mut command = match user {
-            Some(user) => {
+            Some((user, group)) => {
                 give(directory.path(), user);
                 let mut command = Command::new(namespace::reachable(program));
-                command.uid(user).gid(user);
+                command.uid(user).gid(group);
                 command
             }
             None => Command::new(program),
@@ -112,7 +123,10 @@ impl Pod {
             .env(PROXY_CONFIG, &proxy_config);
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
-            envoy: admin(admin_port),
+            envoy: match settings.is_v6() {
+                true => Admin::new(Ipv6Addr::LOCALHOST.into(), admin_port, ADMIN_LIMIT),
+                false => admin(admin_port),
+            },
             status_port,
             directory,
             proxy_config,
@@ -148,7 +162,7 @@ impl Pod {
     }
 
     pub async fn serving_as(
-        user: Option<u32>,
+        user: Option<(u32, u32)>,
         settings: Settings<'_>,
         control_plane: &ControlPlane,
     ) -> Self {
@@ -264,7 +278,7 @@ pub async fn ready(envoy: &Admin) {
 }
 
 fn admin(port: u16) -> Admin {
-    Admin::new(local(port).ip(), port, Duration::from_secs(5))
+    Admin::new(local(port).ip(), port, ADMIN_LIMIT)
 }
 
 fn base_environment() -> [(&'static str, String); 8] {

@@ -7,6 +7,8 @@ const HCM: &str = "type.googleapis.com/envoy.extensions.filters.network.\
                    http_connection_manager.v3.HttpConnectionManager";
 const ROUTER: &str = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router";
 
+const LISTENER_FILTER: &str = "type.googleapis.com/envoy.extensions.filters.listener";
+
 fn ads() -> Value {
     json!({ "ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s" })
 }
@@ -119,6 +121,66 @@ fn inbound(name: &str, port: u16, routes: (&str, Value)) -> Value {
             "typed_config": manager,
         }]}],
     })
+}
+
+/// A listener of captured traffic, which marks what it answers with its name. A request to one of these
+/// hosts goes to the cluster of that name, any other to where its connection was opened to.
+pub fn captured(name: &str, port: u16, hosts: &[&str]) -> Value {
+    let route = |host: &str, cluster: &str| {
+        json!({
+            "name": host,
+            "domains": [host],
+            "routes": [{ "match": { "prefix": "/" }, "route": { "cluster": cluster } }],
+        })
+    };
+    let mut routes: Vec<_> = hosts.iter().map(|host| route(host, host)).collect();
+    routes.push(route("*", &format!("{name}-passthrough")));
+    let routes = json!({
+        "response_headers_to_add": [{ "header": { "key": "x-mark", "value": name } }],
+        "virtual_hosts": routes,
+    });
+    let mut listener = inbound(name, port, ("route_config", routes));
+    let address = |address| json!({ "socket_address": { "address": address, "port_value": port } });
+    listener["address"] = address("0.0.0.0");
+    listener["additional_addresses"] = json!([{ "address": address("::") }]);
+    listener["listener_filters"] = json!([{
+        "name": "envoy.filters.listener.original_dst",
+        "typed_config": { "@type": format!("{LISTENER_FILTER}.original_dst.v3.OriginalDst") },
+    }]);
+    listener
+}
+
+/// The same for mode TPROXY: it connects to the application from the client's address.
+pub fn transparent(mut listener: Value) -> Value {
+    listener["transparent"] = json!(true);
+    let filters = listener["listener_filters"].as_array_mut().unwrap();
+    filters.push(json!({
+        "name": "envoy.filters.listener.original_src",
+        "typed_config": {
+            "@type": format!("{LISTENER_FILTER}.original_src.v3.OriginalSrc"),
+            "mark": 1337,
+        },
+    }));
+    listener
+}
+
+/// The cluster behind [`captured`]: the address a connection was opened to, from these source addresses.
+pub fn passthrough(listener: &str, sources: &[&str]) -> Value {
+    let mut cluster = json!({
+        "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+        "name": format!("{listener}-passthrough"),
+        "type": "ORIGINAL_DST",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "connect_timeout": "1s",
+    });
+    let source = |source: &&str| json!({ "address": source, "port_value": 0 });
+    let mut sources = sources.iter().map(source);
+    if let Some(first) = sources.next() {
+        let others: Vec<_> = sources.map(|source| json!({ "address": source })).collect();
+        cluster["upstream_bind_config"] =
+            json!({ "source_address": first, "extra_source_addresses": others });
+    }
+    cluster
 }
 
 fn workload_certificate() -> Value {
