@@ -259,7 +259,7 @@ impl Captured {
     }
 
     /// The head of what the peer gets from the pod.
-    async fn from_peer(&self, address: &str, port: u16, path: &str) -> String {
+    async fn peer_gets(&self, address: &str, port: u16, path: &str) -> String {
         let address = SocketAddr::new(address.parse().unwrap(), port);
         let stream = self.peer.within(|| std::net::TcpStream::connect(address));
         let stream = stream.unwrap_or_else(|error| panic!("{address}: {error}"));
@@ -273,7 +273,7 @@ impl Captured {
 }
 
 /// The head of what an application of the pod gets.
-async fn from_pod(address: &str, port: u16, host: &str) -> String {
+async fn pod_gets(address: &str, port: u16, host: &str) -> String {
     let address = SocketAddr::new(address.parse::<IpAddr>().unwrap(), port);
     let what = format!("{address} from the pod");
     soon(&what, async {
@@ -311,22 +311,22 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
     }
     let captured = Captured::start(families, words).await;
     for family in families {
-        let inbound = captured.from_peer(family.pod, 8080, "/").await;
+        let inbound = captured.peer_gets(family.pod, 8080, "/").await;
         assert_eq!(marks(&inbound), ["inbound"]);
         let expected = match words.contains("TPROXY") {
             true => family.peer,
             false => family.passthrough,
         };
         assert_eq!(client(&inbound), expected);
-        let excluded = captured.from_peer(family.pod, 7005, "/").await;
+        let excluded = captured.peer_gets(family.pod, 7005, "/").await;
         assert_eq!((marks(&excluded), client(&excluded)), (vec![], family.peer));
 
-        let outbound = from_pod(family.peer, 80, "peer").await;
+        let outbound = pod_gets(family.peer, 80, "peer").await;
         assert_eq!(marks(&outbound), ["outbound"]);
         assert_eq!(client(&outbound), family.pod);
         for (address, port) in [(family.peer, 9005), (family.excluded, 80)] {
             assert_eq!(
-                marks(&from_pod(address, port, "peer").await),
+                marks(&pod_gets(address, port, "peer").await),
                 [""; 0],
                 "{address}:{port}"
             );
@@ -343,17 +343,17 @@ async fn both_directions(test: &str, families: &[Addresses], words: &str) {
             );
         }
         assert_eq!(
-            marks(&from_pod(family.service, 80, "own").await),
+            marks(&pod_gets(family.service, 80, "own").await),
             ["inbound", "outbound"]
         );
-        assert_eq!(marks(&from_pod(family.pod, 8080, "cart").await), [""; 0]);
+        assert_eq!(marks(&pod_gets(family.pod, 8080, "cart").await), [""; 0]);
 
         for (port, path) in [
             (15020, "/healthz/ready"),
             (15021, "/healthz/ready"),
             (15020, "/app-health/cart/readyz"),
         ] {
-            captured.from_peer(family.pod, port, path).await;
+            captured.peer_gets(family.pod, port, path).await;
         }
     }
     captured.names().await;
