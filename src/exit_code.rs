@@ -10,6 +10,8 @@ pub enum ExitCode {
     /// `istio-iptables --run-validation` found that traffic is not captured, as in pilot-agent. The CNI
     /// plugin repairs pods whose init container exits with it.
     NotCaptured,
+    /// `istio-iptables --verify` found that traffic does not go where it should.
+    CaptureDiffers,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),
 }
@@ -32,6 +34,7 @@ impl From<ExitCode> for std::process::ExitCode {
             ExitCode::CommandFailed => 255,
             ExitCode::CaptureFailed => 1,
             ExitCode::NotCaptured => 126,
+            ExitCode::CaptureDiffers => 3,
             ExitCode::Envoy(code) => code,
         })
     }

@@ -4,7 +4,7 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
-use istio_agent::cli::iptables::IptablesFlags;
+use istio_agent::cli::iptables::{IptablesFlags, Report};
 use istio_agent::cli::{
     self, Cli, Command, Refused, Typed, absent, completion, iptables, request, show, version, wait,
 };
@@ -72,8 +72,12 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
 fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> {
     logging::init(log.options()?)?;
     match block_on(iptables::run(flags, &Environment::of_process()))? {
-        Ok(text) if text.is_empty() => Ok(ExitCode::Success),
-        Ok(text) => print(text.trim_end()),
+        Ok(Report { text, code }) => {
+            if !text.is_empty() {
+                print(text.trim_end())?;
+            }
+            Ok(code)
+        }
         Err(error) => {
             fail(&error);
             Ok(error.exit_code())

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use super::config::Config;
 use super::config::items;
 use super::iptables::table_name;
-use super::packet::{Account, Decision, Direction, LOOPBACK, Packet, Trace};
+use super::packet::{Account, Decision, Direction, LOOPBACK, Packet, State, Trace};
 use super::rules::{DNS_PORT, Id, Protocol};
 use crate::problem::Problem;
 
@@ -141,7 +141,17 @@ fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem
 
 /// Says where a packet ends, and because of which rules.
 pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
-    let mut text = format!("{packet} {}\n", End(packet, trace.decision, config));
+    let listener = match trace.decision {
+        Decision::Redirected(port) | Decision::Tproxied(port) => match port {
+            DNS_PORT => ", the agent's for DNS",
+            _ if port == config.outbound_port => ", Envoy's for outbound connections",
+            _ if port == config.inbound_port => ", Envoy's for inbound connections",
+            _ => "",
+        },
+        Decision::Untouched => ", not to Envoy",
+        Decision::Dropped | Decision::Rejected => "",
+    };
+    let mut text = format!("{packet} {}{listener}\n", trace.decision);
     for rule in &trace.rules {
         // A String takes any text.
         let _ = writeln!(text, "  {}: {}", table_name(rule.table), rule);
@@ -167,7 +177,16 @@ impl fmt::Display for Packet {
             (Direction::Out { .. }, _) => write!(f, " at {source}")?,
             (Direction::In, _) => write!(f, " from {source}")?,
         }
-        write!(f, " to {} over {}", self.destination, self.interface)
+        write!(f, " to {} over {}", self.destination, self.interface)?;
+        match self.state {
+            State::New => {}
+            State::Established => f.write_str(" (established)")?,
+            State::Invalid => f.write_str(" (invalid)")?,
+        }
+        match (self.mark, self.connection_mark) {
+            (0, 0) => Ok(()),
+            (mark, connection) => write!(f, " (mark {mark}, of its connection {connection})"),
+        }
     }
 }
 
@@ -181,32 +200,14 @@ impl fmt::Display for Account {
     }
 }
 
-/// Where a packet ends, in words.
-struct End<'a>(&'a Packet, Decision, &'a Config);
-
-impl fmt::Display for End<'_> {
+impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(packet, decision, config) = self;
-        let owner = |port: u16| match port {
-            _ if port == config.outbound_port => "Envoy's for outbound connections",
-            _ if port == config.inbound_port => "Envoy's for inbound connections",
-            DNS_PORT => "the agent's for DNS",
-            _ => "which is none of these arguments",
-        };
-        match *decision {
-            Decision::Redirected(port) => {
-                write!(f, "is redirected to port {port}, {}", owner(port))
-            }
-            Decision::Tproxied(port) => {
-                let owner = owner(port);
-                write!(
-                    f,
-                    "is passed to port {port}, {owner}, with its destination unchanged"
-                )
-            }
-            Decision::Untouched => write!(f, "goes to {}, not to Envoy", packet.destination),
-            Decision::Dropped => f.write_str("is dropped"),
-            Decision::Rejected => f.write_str("is rejected with a TCP reset"),
+        match self {
+            Self::Redirected(port) => write!(f, "is redirected to port {port}"),
+            Self::Tproxied(port) => write!(f, "passes unchanged to port {port}"),
+            Self::Untouched => f.write_str("goes to its destination"),
+            Self::Dropped => f.write_str("is dropped"),
+            Self::Rejected => f.write_str("is rejected with a TCP reset"),
         }
     }
 }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::capture::config::tests::checked;
 use crate::capture::layout::Layout;
-use crate::capture::packet::{State, simulate};
+use crate::capture::packet::simulate;
 use crate::capture::rules::{Family, Rules};
 
 #[test]
@@ -109,7 +109,7 @@ fn a_decision_is_explained_with_its_rules() {
     let text = |packet: &Packet| explain(packet, &simulate(&layout, packet), &config);
     assert_eq!(
         text(&packet),
-        "TCP from user 1337 (envoy), group 1337 at 10.0.0.1 to 10.0.0.5:443 over eth0 goes to 10.0.0.5:443, not to Envoy\n  \
+        "TCP from user 1337 (envoy), group 1337 at 10.0.0.1 to 10.0.0.5:443 over eth0 goes to its destination, not to Envoy\n  \
          nat: -A OUTPUT -j ISTIO_OUTPUT\n  \
          nat: -A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n"
     );
@@ -125,7 +125,7 @@ fn a_decision_is_explained_with_its_rules() {
     packet.protocol = Protocol::Udp;
     assert_eq!(
         text(&packet),
-        "UDP to 10.0.0.5:443 over eth0 goes to 10.0.0.5:443, not to Envoy\n  no rule matches\n"
+        "UDP to 10.0.0.5:443 over eth0 goes to its destination, not to Envoy\n  no rule matches\n"
     );
 }
 

@@ -59,6 +59,17 @@ impl Layout {
         }
     }
 
+    /// What each rule matches.
+    pub fn matches(&self) -> impl Iterator<Item = &[Match]> {
+        self.chains
+            .values()
+            .flatten()
+            .filter_map(|entry| match entry {
+                Entry::Rule { matches, .. } => Some(matches.as_slice()),
+                Entry::Foreign(_) => None,
+            })
+    }
+
     /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.
     pub fn resolve(&mut self, number: impl Fn(&Owner) -> Option<u32>) {
         for entry in self.chains.values_mut().flatten() {
@@ -112,7 +123,8 @@ fn sort(matches: &mut [Match]) {
             Criterion::Source(_) | Criterion::Destination(_) => 0,
             Criterion::InInterface(_) | Criterion::OutInterface(_) => 1,
             Criterion::Protocol(_) => 2,
-            _ => 3,
+            Criterion::SourcePort(_) | Criterion::DestinationPort(_) => 3,
+            _ => 4,
         };
         (rank, format!("{each:?}"))
     });

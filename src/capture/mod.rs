@@ -17,3 +17,4 @@ pub mod packet;
 pub mod program;
 pub mod rules;
 pub mod validation;
+pub mod verify;

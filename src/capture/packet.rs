@@ -64,7 +64,7 @@ pub enum State {
 }
 
 /// Where a packet ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Decision {
     /// On this port of the machine itself, with a new destination.
     Redirected(u16),

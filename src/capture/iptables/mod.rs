@@ -3,6 +3,8 @@
 mod rule;
 pub mod saved;
 
+pub(in crate::capture) use rule::entry;
+
 use std::fmt::{self, Write};
 use std::ops::RangeInclusive;
 
@@ -171,7 +173,7 @@ pub(in crate::capture) fn table_name(table: Table) -> &'static str {
     }
 }
 
-fn chain_name(chain: Chain) -> &'static str {
+pub(in crate::capture) fn chain_name(chain: Chain) -> &'static str {
     match chain {
         Chain::Prerouting => "PREROUTING",
         Chain::Output => "OUTPUT",

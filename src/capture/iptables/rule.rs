@@ -9,7 +9,7 @@ use crate::capture::layout::Entry;
 use crate::capture::rules::{Criterion, Id, Match, Owner, Protocol, Verdict};
 
 /// The rule that stands behind `-A CHAIN`.
-pub(super) fn entry(text: &str) -> Entry {
+pub(in crate::capture) fn entry(text: &str) -> Entry {
     let words: Vec<_> = text.split(' ').collect();
     match read(&words) {
         Some((matches, verdict)) => Entry::rule(matches, verdict),

@@ -9,6 +9,7 @@ use super::machine::{self, Error};
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
+use crate::capture::nftables;
 use crate::capture::packet::{Account, Direction, Packet, State, simulate};
 use crate::capture::rules::{Family, Rules};
 
@@ -16,13 +17,15 @@ use crate::capture::rules::{Family, Rules};
 const INTERFACE: &str = "eth0";
 
 /// Says what the rules of these arguments do with a flow.
-pub(super) fn explain(flow: &Flow, config: &Config) -> Result<String, Error> {
+pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, Error> {
     let packet = packet(flow, &machine::interfaces()?);
-    let family = match packet.destination {
-        SocketAddr::V4(_) => Family::V4,
-        SocketAddr::V6(_) => Family::V6,
+    let rules = Rules::new(config);
+    let layout = match (packet.destination, is_native) {
+        (SocketAddr::V4(_), false) => Layout::new(&rules, Family::V4),
+        (SocketAddr::V6(_), false) => Layout::new(&rules, Family::V6),
+        (SocketAddr::V4(_), true) => nftables::wanted(&rules).v4,
+        (SocketAddr::V6(_), true) => nftables::wanted(&rules).v6,
     };
-    let layout = Layout::new(&Rules::new(config), family);
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))
 }

@@ -116,6 +116,10 @@ pub struct IptablesFlags {
     /// in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]: out,tcp,1337,10.0.0.5:443.
     #[arg(long, value_name = "FLOW")]
     pub explain: Option<Flow>,
+    /// Says how the live rules differ from these arguments' rules, and changes nothing. The exit code is 3
+    /// if traffic would not be captured.
+    #[arg(long)]
+    pub verify: bool,
     /// Kind of iptables: legacy or nft; empty is detected.
     #[arg(long, value_name = "KIND")]
     pub force_iptables_binary: Option<String>,

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use crate::capture::config::Host;
-use crate::capture::rules::Family;
+use crate::capture::rules::{Family, Id, Owner};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::regular_file;
 
@@ -95,4 +95,16 @@ pub(super) fn uid_of(user: &str, passwd: &str) -> Option<u32> {
         let is_named = fields.next() == Some(user);
         fields.nth(1).filter(|_| is_named)?.parse().ok()
     })
+}
+
+/// The number of a user or group that has a name.
+pub(super) fn number(owner: &Owner) -> Option<u32> {
+    let (path, id) = match owner {
+        Owner::User(id) => (PASSWD, id),
+        Owner::Group(id) => (GROUP, id),
+    };
+    match id {
+        Id::Name(name) => uid_of(name, &accounts(Path::new(path))),
+        Id::Numbers(_) => None,
+    }
 }

@@ -7,6 +7,7 @@ mod flags;
 mod machine;
 mod report;
 mod resolver;
+mod verify;
 
 use std::io;
 use std::path::Path;
@@ -59,8 +60,22 @@ impl Error {
     }
 }
 
-/// Carries the command out. Returns the text for standard output.
-pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<String, Error> {
+/// The text for standard output, and the exit code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    pub text: String,
+    pub code: ExitCode,
+}
+
+impl From<String> for Report {
+    fn from(text: String) -> Self {
+        let code = ExitCode::Success;
+        Self { text, code }
+    }
+}
+
+/// Carries the command out.
+pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Report, Error> {
     let resolver = Resolver { flags, environment };
     let (settings, options) = (resolver.settings(), resolver.options());
     let captures_servers = settings.redirect_dns && !settings.capture_all_dns;
@@ -71,7 +86,10 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Str
         tracing::warn!("{warning}");
     }
     if let Some(flow) = &flags.explain {
-        return Ok(explain::explain(flow, &config)?);
+        return Ok(explain::explain(flow, &config, options.native_nftables)?.into());
+    }
+    if flags.verify {
+        return verify::verify(&config, options.native_nftables).await;
     }
     if !options.dry_run {
         report::configuration(&settings, &options, &config);
@@ -83,7 +101,7 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Str
     if options.run_validation {
         validate(&config, &options, family).await?;
     }
-    Ok(text)
+    Ok(text.into())
 }
 
 /// Does with the rules what is asked for. Returns what a dry run prints.

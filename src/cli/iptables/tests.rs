@@ -254,7 +254,7 @@ async fn a_dry_run_writes_the_file_of_its_variable() {
     let file = path.to_str().expect("text").to_owned();
     let environment = [("DRY_RUN_FILE_PATH", file)].into_iter().collect();
     match run(&flags("istio-iptables -n -i *"), &environment).await {
-        Ok(text) => assert_eq!(fs::read_to_string(&path).expect("a file"), text),
+        Ok(report) => assert_eq!(fs::read_to_string(&path).expect("a file"), report.text),
         // A machine without a network.
         Err(Error::Machine(machine::Error::NoAddress)) => {}
         Err(other) => panic!("{other}"),
