@@ -242,6 +242,9 @@ fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
     Some(match left {
         ("meta", "iifname") => Criterion::InInterface(interface(right)?),
         ("meta", "oifname") => Criterion::OutInterface(interface(right)?),
+        // Without /etc/protocols, nft prints numbers.
+        ("meta", "l4proto") if right == 6 => Criterion::Protocol(Protocol::Tcp),
+        ("meta", "l4proto") if right == 17 => Criterion::Protocol(Protocol::Udp),
         ("meta", "l4proto") => Criterion::Protocol(protocol_named(right.as_str()?)?),
         ("meta", "skuid") => Criterion::Owner(Owner::User(id(right)?)),
         ("meta", "skgid") => Criterion::Owner(Owner::Group(id(right)?)),

@@ -78,6 +78,19 @@ fn a_rule_is_of_one_family_or_both() {
 }
 
 #[test]
+fn a_protocol_may_be_a_number() {
+    for (tcp, udp) in [(json!("tcp"), json!("udp")), (json!(6), json!(17))] {
+        for (value, protocol) in [(tcp, Protocol::Tcp), (udp, Protocol::Udp)] {
+            let left = json!({"meta": {"key": "l4proto"}});
+            let condition = json!({"match": {"op": "==", "left": left, "right": value}});
+            let [v4, _] = entries(&json!([condition, {"return": null}]));
+            let expected = vec![Match::Is(Criterion::Protocol(protocol))];
+            assert_eq!(v4, [Entry::rule(expected, Verdict::Return)]);
+        }
+    }
+}
+
+#[test]
 fn a_rule_with_anything_else_is_foreign() {
     let matched = |op: &str, left: Value, right: Value| json!([{"match": {"op": op, "left": left, "right": right}}, {"return": null}]);
     let port = || json!({"payload": {"protocol": "tcp", "field": "dport"}});
