@@ -107,6 +107,72 @@ fn a_port_names_the_item_and_what_is_expected() {
     }
 }
 
+/// Each row: a setting, its text, and the item that is refused, if any.
+#[test]
+fn texts_of_settings_are_taken_or_their_wrong_item_is_named() {
+    type Setting = (&'static str, fn(&mut Settings) -> &mut String);
+    let ports: Setting = ("--istio-inbound-ports", |s| &mut s.inbound_ports);
+    let ranges: Setting = ("--istio-service-cidr", |s| &mut s.service_cidr);
+    let interfaces: Setting = ("--istio-exclude-interfaces", |s| &mut s.exclude_interfaces);
+    let users: Setting = ("--proxy-uid", |s| &mut s.proxy_uid);
+    let groups: Setting = ("ISTIO_OUTBOUND_OWNER_GROUPS", |s| &mut s.owner_groups);
+    for ((subject, setting), text, refused) in [
+        (ports, "", None),
+        (ports, "*", None),
+        (ports, " 80 , 443,", None),
+        (ports, ",,", None),
+        (ports, "80,65536", Some("65536")),
+        (ports, "80,http", Some("http")),
+        (ports, "80,*", Some("*")),
+        (ports, "9000:8000", Some("9000:8000")),
+        (ranges, "", None),
+        (ranges, "10.1.2.3/8", None),
+        (ranges, "10.0.0.0/8, 2001:db8::/32,", None),
+        (ranges, "10.0.0.0/8,10.0.0.1", Some("10.0.0.1")),
+        (ranges, "10.0.0.0/33", Some("10.0.0.0/33")),
+        (ranges, "::ffff:10.0.0.0/129", Some("::ffff:10.0.0.0/129")),
+        (ranges, "10.0.0.0/8,*", Some("*")),
+        (interfaces, "", None),
+        (interfaces, "no-such-one,eth+", None),
+        (interfaces, "a name of two", Some("a name of two")),
+        (users, "istio-proxy,1337,5-7", None),
+        (users, "4294967296", Some("4294967296")),
+        (users, "7-5", Some("7-5")),
+        (users, "1337,-j", Some("-j")),
+        (groups, "", None),
+        (groups, "java, 202", None),
+        (groups, "java,*", Some("*")),
+    ] {
+        let settings = settings(|s| text.clone_into(setting(s)));
+        let result = Config::check(&settings, &Host::default());
+        let said = result.map(|_| ()).map_err(|error| error.to_string());
+        let named = refused.map(|item| format!("an item of {subject} is {item:?}, expected "));
+        match (said, named) {
+            (Ok(()), None) => {}
+            (Err(said), Some(named)) => assert!(said.contains(&named), "{said}"),
+            (said, _) => panic!("{subject}={text:?}: {said:?}"),
+        }
+    }
+}
+
+#[test]
+fn ten_thousand_ranges_become_ten_thousand_rules() {
+    let range = |n: u16| format!("10.{}.{}.0/24,2001:db8:{n:x}::/48,", n / 256, n % 256);
+    let list: String = (0..5000).map(range).collect();
+    let settings = settings(|s| s.service_exclude_cidr = list);
+    let host = Host {
+        has_v6: true,
+        ..Host::default()
+    };
+    let (config, _) = Config::check(&settings, &host).expect("a configuration");
+    let rules = Rules::new(&config);
+    for (family, excluded) in [(Family::V4, "-d 10."), (Family::V6, "-d 2001:db8:")] {
+        let text = restore(&rules, family);
+        let count = text.lines().filter(|line| line.contains(excluded)).count();
+        assert_eq!(count, 5000);
+    }
+}
+
 #[test]
 fn all_problems_are_reported_at_once() {
     let found = problems(|s| {
