@@ -1,7 +1,7 @@
 //! Rules that `istio-iptables --native-nftables` sets up, in a network of each test's own.
 
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -309,6 +309,42 @@ fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
             }
             namespace::run("nft", &["flush ruleset"]);
         }
+    }
+}
+
+#[test]
+fn pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_only() {
+    const TEST: &str = "capture_nftables::\
+        pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_only";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    namespace::add_address("10.9.0.1/24");
+    capture(&format!("{REDIRECT} --protect-admin"));
+    let server = TcpListener::bind("127.0.0.1:15000").unwrap();
+    thread::spawn(move || {
+        for connection in server.incoming() {
+            let mut connection = connection.unwrap();
+            let _ = connection.read(&mut [0; 4096]);
+            let answer = "HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\nLIVE";
+            let _ = connection.write_all(answer.as_bytes());
+        }
+    });
+    for (user, succeeds) in [(0, true), (AGENT, true), (APPLICATION, false)] {
+        let agent = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+        let mut command = Command::new(agent);
+        command
+            .args(["request", "GET", "ready"])
+            .uid(user)
+            .gid(user);
+        let output = command.output().unwrap();
+        assert_eq!(
+            output.status.success(),
+            succeeds,
+            "{user}: {}",
+            text(&output)
+        );
+        assert_eq!(output.stdout == b"LIVE\n", succeeds);
     }
 }
 
