@@ -18,3 +18,6 @@ pub mod program;
 pub mod rules;
 pub mod validation;
 pub mod verify;
+
+#[cfg(test)]
+mod differential_tests;
