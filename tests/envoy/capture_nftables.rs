@@ -141,6 +141,37 @@ fn a_transaction_that_fails_changes_nothing_and_says_why() {
 }
 
 #[test]
+fn an_nft_that_fails_or_prints_garbage_is_named() {
+    const TEST: &str = "capture_nftables::an_nft_that_fails_or_prints_garbage_is_named";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    namespace::add_address("10.9.0.1/24");
+    let failing = "echo 'Could not process rule: No such file or directory' >&2; exit 1";
+    let failed = "failed (exit status: 1): Could not process rule: No such file or directory";
+    for (script, words, said) in [
+        (failing, "", failed),
+        (failing, "--cleanup-only", failed),
+        ("kill -9 $$", "", "failed (signal: 9 (SIGKILL))"),
+        (
+            "echo garbage",
+            "--verify",
+            "printed something else than a rule set",
+        ),
+        ("yes", "", "printed more than 67108864 bytes"),
+    ] {
+        std::fs::write("/mnt/nft", format!("#!/bin/sh\n{script}\n")).unwrap();
+        namespace::run("chmod", &["755", "/mnt/nft"]);
+        let mut command = program(&format!("{REDIRECT} {words}"));
+        command.env("PATH", "/mnt:/usr/bin:/bin");
+        let output = command.stdout(Stdio::piped()).output().unwrap();
+        let found = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{script}: {found}");
+        assert!(found.contains(said), "{script}: {found}");
+    }
+}
+
+#[test]
 fn ten_thousand_ranges_are_one_transaction() {
     const TEST: &str = "capture_nftables::ten_thousand_ranges_are_one_transaction";
     if !namespace::is_inside(TEST) {
