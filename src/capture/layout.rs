@@ -94,12 +94,18 @@ impl Layout {
 }
 
 impl Entry {
-    /// A rule of the model, as the kernel keeps it: ranges lose the bits behind their prefix.
+    /// A rule of the model, as the kernel keeps it: ranges lose the bits behind their prefix,
+    /// and ports have no order and stand there once.
     pub fn rule(mut matches: Vec<Match>, verdict: Verdict) -> Self {
         for each in &mut matches {
             let (Match::Is(criterion) | Match::Not(criterion)) = each;
-            if let Criterion::Source(range) | Criterion::Destination(range) = criterion {
-                *range = range.masked();
+            match criterion {
+                Criterion::Source(range) | Criterion::Destination(range) => *range = range.masked(),
+                Criterion::DestinationPort(ports) => {
+                    ports.sort_by_key(|ports| *ports.start());
+                    ports.dedup();
+                }
+                _ => {}
             }
         }
         matches.retain(|each| match each {

@@ -156,10 +156,8 @@ struct Statements<'a>(&'a Rule);
 impl fmt::Display for Statements<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(rule) = self;
-        match rule.family {
-            Some(Family::V4) if rule.matches.is_empty() => f.write_str("meta nfproto ipv4 ")?,
-            Some(Family::V6) if rule.matches.is_empty() => f.write_str("meta nfproto ipv6 ")?,
-            _ => {}
+        if rule.family == Some(Family::V6) && rule.matches.is_empty() {
+            f.write_str("meta nfproto ipv6 ")?;
         }
         let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
         let protocol = if rule.matches.contains(&udp) {
