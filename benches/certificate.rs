@@ -138,6 +138,7 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
             interval: LIMIT,
             timeout: LIMIT,
         },
+        proxy: None,
         limits: istiod::Limits::default(),
     };
     let (istiod, run) = istiod::new(config, &Registry::default(), CancellationToken::new());

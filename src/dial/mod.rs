@@ -10,6 +10,8 @@
 //!
 //! Source: RFC 8305.
 
+pub mod proxy;
+
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;

@@ -60,6 +60,12 @@ pub enum Cause {
     Connect(dial::Error),
     #[error("timed out after {after:?} {doing}")]
     TimedOut { doing: String, after: Duration },
+    #[error("the proxy {to} gives no connection to {address}: {source}")]
+    Proxy {
+        to: SocketAddr,
+        address: String,
+        source: io::Error,
+    },
     #[error("TLS handshake with {to} as {name:?} failed: {source}")]
     Handshake {
         to: SocketAddr,
@@ -114,11 +120,15 @@ pub(super) async fn dial(
         }
     };
     let (host, port) = host_and_port(&config.address)?;
-    let found = total.of("resolving the name", dial::resolve(host, port));
+    let (next, next_port) = match &config.proxy {
+        Some(proxy) => (proxy.host.as_str(), proxy.port),
+        None => (host, port),
+    };
+    let found = total.of("resolving the name", dial::resolve(next, next_port));
     let mut candidates = dialer.candidates(found.await?.map_err(Cause::Connect)?);
     let mut last = None;
     while let Some((to, stream)) = total
-        .of(format!("connecting to {host}"), candidates.connect())
+        .of(format!("connecting to {next}"), candidates.connect())
         .await?
     {
         let bound = match candidates.is_empty() {
@@ -140,7 +150,7 @@ pub(super) async fn dial(
             }
         }
     }
-    let host = host.to_owned();
+    let host = next.to_owned();
     let failed = candidates.failed.pop();
     Err(last.unwrap_or(Cause::Connect(
         failed.unwrap_or(dial::Error::NoAddress { host }),
@@ -174,6 +184,7 @@ impl Attempt<'_> {
         stream: TcpStream,
         tls: Option<&tls::Prepared>,
     ) -> Result<(Connection, Driver), Cause> {
+        let stream = self.tunnel(stream).await?;
         let Some(tls) = tls else {
             return self.speak(Box::new(self.prepare(stream)?), None).await;
         };
@@ -185,10 +196,28 @@ impl Attempt<'_> {
                 let doing = format!("connecting to {}", self.to);
                 let stream = self.bound.of(doing, TcpStream::connect(self.to)).await?;
                 let stream = stream.map_err(|source| self.failed(source))?;
+                let stream = self.tunnel(stream).await?;
                 self.open_tls(stream, tls, without, false).await
             }
             (outcome, _) => outcome,
         }
+    }
+
+    /// Has the proxy, if there is one, lead the connection to istiod.
+    async fn tunnel(&self, mut stream: TcpStream) -> Result<TcpStream, Cause> {
+        if let Some(proxy) = &self.config.proxy {
+            let (to, address) = (self.to, &self.config.address);
+            let (host, port) = host_and_port(address)?;
+            let doing = format!("waiting for the proxy {to}");
+            let led = proxy.tunnel(&mut stream, host, port);
+            let led = self.bound.of(doing, led).await?;
+            led.map_err(|source| Cause::Proxy {
+                to,
+                address: address.clone(),
+                source,
+            })?;
+        }
+        Ok(stream)
     }
 
     async fn open_tls(

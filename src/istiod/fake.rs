@@ -309,6 +309,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             interval: Duration::from_secs(30),
             timeout: Duration::from_secs(10),
         },
+        proxy: None,
         limits: Limits::default(),
     }
 }

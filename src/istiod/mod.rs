@@ -32,6 +32,7 @@ pub use dial::{Cause, DialError, Limits};
 use status::{Record, Status};
 use worker::{Waiter, Worker};
 
+use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
 
 /// The body of a request to istiod.
@@ -44,6 +45,8 @@ const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 pub struct Config {
     /// `host:port`, resolved again at each dial.
     pub address: String,
+    /// The proxy that leads there.
+    pub proxy: Option<Proxy>,
     pub security: Security,
     pub token: token::Source,
     /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.

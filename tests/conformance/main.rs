@@ -21,6 +21,7 @@ mod istiod;
 mod log_levels;
 mod output;
 mod properties;
+mod proxy;
 mod roots_and_tokens;
 mod scrape;
 mod secret_files;

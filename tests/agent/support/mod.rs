@@ -159,6 +159,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
             interval: Duration::from_secs(30),
             timeout: Duration::from_secs(10),
         },
+        proxy: None,
         limits: istiod::Limits::default(),
     }
 }

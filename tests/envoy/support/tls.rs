@@ -57,6 +57,7 @@ impl Connection {
                 interval: PATIENCE,
                 timeout: PATIENCE,
             },
+            proxy: None,
             limits: istiod::Limits::default(),
         };
         let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());

@@ -1,0 +1,290 @@
+//! HTTP proxies for outgoing connections: which connections use one, and the tunnel through it.
+//!
+//! Source: Go's package httpproxy for the forms of `HTTPS_PROXY` and `NO_PROXY`; RFC 9110, 9.3.6 for
+//! CONNECT.
+
+use std::fmt;
+use std::io;
+use std::net::IpAddr;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use percent_encoding::percent_decode_str;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// The longest head of an answer, in bytes.
+const LONGEST_HEAD: usize = 16 << 10;
+
+/// A proxy that is spoken to in plaintext.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Proxy {
+    pub host: String,
+    pub port: u16,
+    /// The credentials of basic authentication.
+    authorization: Option<String>,
+}
+
+impl Proxy {
+    /// Reads `[http://][user[:password]@]host[:port]`; without a port it is 80. None for other forms.
+    pub fn parse(text: &str) -> Option<Self> {
+        let rest = match text.split_once("://") {
+            Some(("http", rest)) => rest,
+            Some(_) => return None,
+            None => text,
+        };
+        let authority = rest.split(['/', '?', '#']).next()?;
+        let (user, address) = match authority.rsplit_once('@') {
+            Some((user, address)) => (Some(user), address),
+            None => (None, authority),
+        };
+        let with_port = match address.strip_suffix(':').unwrap_or(address) {
+            bare if crate::address::parts(bare).is_none() => format!("{bare}:80"),
+            with_port => with_port.to_owned(),
+        };
+        let (host, port) = crate::address::split(&with_port)?;
+        Some(Self {
+            host: host.to_owned(),
+            port,
+            authorization: user.map(|user| {
+                let (name, password) = user.split_once(':').unwrap_or((user, ""));
+                let mut decoded: Vec<u8> = percent_decode_str(name).collect();
+                decoded.push(b':');
+                decoded.extend(percent_decode_str(password));
+                BASE64_STANDARD.encode(decoded)
+            }),
+        })
+    }
+
+    /// Asks the proxy for a connection to `host`, which `stream` is afterwards. The caller bounds the
+    /// time.
+    pub async fn tunnel(&self, stream: &mut TcpStream, host: &str, port: u16) -> io::Result<()> {
+        let host = match host.contains(':') {
+            true => format!("[{host}]:{port}"),
+            false => format!("{host}:{port}"),
+        };
+        let authorization = self
+            .authorization
+            .as_ref()
+            .map_or_else(String::new, |basic| {
+                format!("Proxy-Authorization: Basic {basic}\r\n")
+            });
+        let request = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n{authorization}\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut head = Vec::new();
+        // By bytes, as those behind the head are the tunnel's.
+        while !head.ends_with(b"\r\n\r\n") {
+            if head.len() == LONGEST_HEAD {
+                return Err(io::Error::other("the head of its answer does not end"));
+            }
+            head.push(stream.read_u8().await?);
+        }
+        let head = String::from_utf8_lossy(&head);
+        let status = head.lines().next().unwrap_or_default();
+        let mut words = status.split(' ');
+        let is_http = words.next().is_some_and(|word| word.starts_with("HTTP/"));
+        match is_http && words.next().is_some_and(|code| code.starts_with('2')) {
+            true => Ok(()),
+            false => {
+                let found = format!("it answered {status:?} to CONNECT {host}, expected 200");
+                Err(io::Error::other(found))
+            }
+        }
+    }
+}
+
+/// The credentials are secret.
+impl fmt::Debug for Proxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// Whether `NO_PROXY` or the host itself excludes a connection from proxies. Loopback addresses and
+/// `localhost` are always excluded.
+pub fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
+    let address: Option<IpAddr> = host.parse().ok();
+    if host == "localhost" || address.is_some_and(|address| address.is_loopback()) {
+        return true;
+    }
+    let host = host.to_ascii_lowercase();
+    let items = no_proxy.split(',').map(str::trim);
+    let mut items = items.filter(|item| !item.is_empty());
+    items.any(|item| excludes(&item.to_ascii_lowercase(), &host, address, port))
+}
+
+/// Whether an item of `NO_PROXY` fits: `*`, a range or an address, a name with its subdomains, or with a
+/// dot in front the subdomains alone. A port after address and name limits the item to it.
+fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool {
+    if item == "*" {
+        return true;
+    }
+    if let Some((network, prefix)) = item.split_once('/')
+        && let (Ok(network), Ok(prefix)) = (network.parse(), prefix.parse())
+    {
+        return address.is_some_and(|address| contains(network, prefix, address));
+    }
+    let (name, only) = match crate::address::parts(item) {
+        Some((name, port)) => (name, Some(port)),
+        None => (item, None),
+    };
+    if only.is_some_and(|only| only != port) {
+        return false;
+    }
+    if let Ok(excluded) = name.parse::<IpAddr>() {
+        return address == Some(excluded);
+    }
+    let name = name
+        .strip_prefix('*')
+        .filter(|rest| rest.starts_with('.'))
+        .unwrap_or(name);
+    match name.strip_prefix('.') {
+        Some(_) => host.ends_with(name),
+        None => {
+            host == name
+                || host
+                    .strip_suffix(name)
+                    .is_some_and(|rest| rest.ends_with('.'))
+        }
+    }
+}
+
+fn contains(network: IpAddr, prefix: u32, address: IpAddr) -> bool {
+    let bits = |address: IpAddr| match address {
+        IpAddr::V4(v4) => (32, u128::from(v4.to_bits())),
+        IpAddr::V6(v6) => (128, v6.to_bits()),
+    };
+    let ((width, network), (other, address)) = (bits(network), bits(address.to_canonical()));
+    let shift = width - prefix.min(width);
+    width == other && prefix <= width && network.checked_shr(shift) == address.checked_shr(shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_proxy_is_read_with_its_port_and_credentials() {
+        for (text, expected) in [
+            ("http://proxy:3128", Some(("proxy", 3128, None))),
+            ("proxy:3128", Some(("proxy", 3128, None))),
+            ("http://proxy/", Some(("proxy", 80, None))),
+            ("http://proxy:/x", Some(("proxy", 80, None))),
+            ("10.0.0.1", Some(("10.0.0.1", 80, None))),
+            ("http://[::1]:8080", Some(("::1", 8080, None))),
+            ("http://[::1]", Some(("::1", 80, None))),
+            ("http://u:p%40s@proxy:1", Some(("proxy", 1, Some("u:p@s")))),
+            ("u@proxy:1", Some(("proxy", 1, Some("u:")))),
+            ("https://proxy:3128", None),
+            ("socks5://proxy:1", None),
+            ("http://", None),
+            ("proxy:x", None),
+            ("pro xy:1", None),
+            ("proxy:0", None),
+            ("proxy:65536", None),
+        ] {
+            let expected = expected.map(|(host, port, user)| Proxy {
+                host: host.to_owned(),
+                port,
+                authorization: user.map(|user: &str| BASE64_STANDARD.encode(user)),
+            });
+            assert_eq!(Proxy::parse(text), expected, "{text}");
+        }
+        let debug = format!("{:?}", Proxy::parse("http://user:hush@proxy:1"));
+        assert_eq!(debug, "Some(proxy:1)");
+    }
+
+    #[test]
+    fn hosts_are_excluded_as_by_go() {
+        for (no_proxy, host, excluded) in [
+            ("", "a.test", false),
+            ("", "localhost", true),
+            ("", "127.3.2.1", true),
+            ("", "::1", true),
+            ("", "0.0.0.0", false),
+            ("*", "a.test", true),
+            ("x, *", "10.0.0.1", true),
+            ("a.test", "a.test", true),
+            ("A.test", "a.TEST", true),
+            ("a.test", "b.a.test", true),
+            ("a.test", "ba.test", false),
+            (".a.test", "a.test", false),
+            (".a.test", "b.a.test", true),
+            ("*.a.test", "b.a.test", true),
+            ("*.a.test", "a.test", false),
+            ("*a.test", "ba.test", false),
+            ("b.test,, a.test ,", "a.test", true),
+            ("a.test:15012", "a.test", true),
+            ("a.test:1", "a.test", false),
+            ("10.0.0.1", "10.0.0.1", true),
+            ("10.0.0.1:15012", "10.0.0.1", true),
+            ("10.0.0.1:1", "10.0.0.1", false),
+            ("10.0.0.0/8", "10.255.0.1", true),
+            ("10.0.0.0/8", "11.0.0.1", false),
+            ("0.0.0.0/0", "11.0.0.1", true),
+            ("::/0", "11.0.0.1", false),
+            ("2001:db8::/32", "2001:db8:1::1", true),
+            ("[2001:db8::1]:15012", "2001:db8::1", true),
+            ("2001:db8::1", "2001:db8::1", true),
+            ("10.0.0.0/33", "10.0.0.1", false),
+            ("10.0.0.0/x", "10.0.0.1", false),
+            ("10.0.0", "10.0.0.1", false),
+            ("/,:1,.,*.", "a.test", false),
+        ] {
+            assert_eq!(
+                is_excluded(no_proxy, host, 15012),
+                excluded,
+                "{no_proxy} {host}"
+            );
+        }
+    }
+
+    /// What a proxy with this answer makes of a tunnel, and the request it got.
+    async fn tunnel(answer: &str) -> (Result<(), String>, String) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let proxy = Proxy::parse(&format!("http://u:p@{address}")).expect("a proxy");
+        let serving = async {
+            let (mut stream, _) = listener.accept().await.expect("a connection");
+            let mut request = vec![0; 1024];
+            let count = stream.read(&mut request).await.expect("a request");
+            // It may have enough before the end.
+            let _ = stream.write_all(answer.as_bytes()).await;
+            String::from_utf8_lossy(&request[..count]).into_owned()
+        };
+        let asking = async {
+            let mut stream = TcpStream::connect(address).await.expect("a connection");
+            let result = proxy.tunnel(&mut stream, "fd00::1", 1).await;
+            result.map_err(|error| error.to_string())
+        };
+        tokio::join!(asking, serving)
+    }
+
+    #[tokio::test]
+    async fn an_answer_other_than_success_is_an_error_that_tells_it() {
+        let (result, request) = tunnel("HTTP/1.0 200 Connection established\r\nA: b\r\n\r\n").await;
+        assert_eq!(result, Ok(()));
+        assert_eq!(
+            request,
+            "CONNECT [fd00::1]:1 HTTP/1.1\r\nHost: [fd00::1]:1\r\nProxy-Authorization: Basic dTpw\r\n\r\n"
+        );
+        let endless = "x".repeat(LONGEST_HEAD + 1);
+        for (answer, expected) in [
+            (
+                "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n",
+                "407 Proxy",
+            ),
+            ("HTTP/1.1 403 Forbidden\r\n\r\n<html>", "403 Forbidden"),
+            ("<html>200 OK</html>\r\n\r\n", "<html>"),
+            ("", "end of file"),
+            ("HTTP/1.1 200", "end of file"),
+            (&endless, "does not end"),
+        ] {
+            let (result, _) = tunnel(answer).await;
+            let error = result.expect_err(answer);
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}
