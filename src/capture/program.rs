@@ -17,16 +17,15 @@ const LONGEST_MESSAGE: usize = 2000;
 #[error("`{command}` {cause}")]
 pub struct Error {
     command: String,
-    #[source]
     pub cause: Cause,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
-    #[error("cannot be run")]
-    Start(#[source] io::Error),
-    #[error("cannot be given its input, or its output cannot be read")]
-    Transfer(#[source] io::Error),
+    #[error("cannot be run: {0}")]
+    Start(io::Error),
+    #[error("cannot be given its input, or its output cannot be read: {0}")]
+    Transfer(io::Error),
     #[error("did not end within {} s", .0.as_secs())]
     Late(Duration),
     #[error("printed more than {LARGEST_OUTPUT} bytes")]
@@ -60,6 +59,7 @@ pub async fn run(
 async fn execute(program: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Cause> {
     let mut child = Command::new(program)
         .args(arguments)
+        .env("LC_ALL", "C")
         .stdin(whole(input).map_err(Cause::Transfer)?)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -136,6 +136,9 @@ mod tests {
         let missing = run("no-such-program", &["-x"], "", limit).await;
         let missing = missing.expect_err("an error");
         assert!(missing.is_missing());
-        assert_eq!(missing.to_string(), "`no-such-program -x` cannot be run");
+        assert_eq!(
+            missing.to_string(),
+            "`no-such-program -x` cannot be run: No such file or directory (os error 2)"
+        );
     }
 }

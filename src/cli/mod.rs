@@ -48,7 +48,7 @@ pub enum Command {
     Version(version::VersionFlags),
     /// Prints a script that completes this program's command lines.
     Completion(completion::CompletionFlags),
-    /// Prints the rules of traffic capture; does not set them up yet.
+    /// Sets up traffic capture: the rules that send a pod's traffic to Envoy.
     #[command(name = "istio-iptables")]
     Iptables(Box<iptables::IptablesFlags>),
     /// Takes traffic capture down: istio-iptables --cleanup-only.

@@ -26,11 +26,6 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
             "an item of --istio-inbound-ports is \"x\"",
         ),
         (
-            "-b * -i *",
-            1,
-            "setting them up is not part of this agent yet",
-        ),
-        (
             "-b * -i * --explain out,tcp,1337,10.0.0.5:443",
             0,
             "-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n",

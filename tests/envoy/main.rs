@@ -18,6 +18,7 @@ mod discovery;
 mod drain;
 mod health;
 mod hot_restart;
+mod iptables;
 mod lifecycle;
 mod memory;
 mod names;

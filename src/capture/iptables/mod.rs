@@ -1,7 +1,10 @@
-//! Renders rules as input of `iptables-restore`, and reads what `iptables-save` prints.
+//! iptables: renders rules as input of `iptables-restore`, reads what `iptables-save` prints, and runs both.
 
+pub mod apply;
+mod programs;
 mod rule;
 pub mod saved;
+mod swap;
 
 pub(in crate::capture) use rule::entry;
 
@@ -24,26 +27,44 @@ pub fn dry_run(rules: &Rules) -> String {
     format!("iptables-save\nip6tables-save\n{v4}{v6}iptables-save\n{save_v6}")
 }
 
-/// The input of a family's `iptables-restore --noflush`.
+/// The input of a family's `iptables-restore --noflush`, for tables without these chains.
 pub fn restore(rules: &Rules, family: Family) -> String {
     let mut text = String::new();
-    for table in Table::ALL {
-        let rules = rules.of(family).filter(|rule| rule.table == table);
-        let rules: Vec<_> = rules.collect();
-        if rules.is_empty() {
-            continue;
-        }
+    for table in wanted(rules, family) {
         // A String takes any text.
-        let _ = writeln!(text, "* {}", table_name(table));
-        for chain in chains(&rules) {
-            let _ = writeln!(text, "-N {}", chain_name(chain));
+        let _ = writeln!(text, "* {}", table.name);
+        for chain in table.chains {
+            let _ = writeln!(text, "-N {chain}");
         }
-        for rule in rules {
-            let _ = writeln!(text, "{}", Line(rule));
+        for line in table.lines {
+            let _ = writeln!(text, "{line}");
         }
         text.push_str("COMMIT\n");
     }
     text
+}
+
+/// What a table is to have in the end, besides rules of others.
+#[derive(Debug)]
+struct TableText<'a> {
+    name: &'a str,
+    chains: Vec<&'a str>,
+    /// What `iptables-restore` adds rules by.
+    lines: Vec<String>,
+}
+
+/// The tables that have rules.
+fn wanted(rules: &Rules, family: Family) -> Vec<TableText<'static>> {
+    let tables = Table::ALL.into_iter().map(|table| {
+        let rules = rules.of(family).filter(|rule| rule.table == table);
+        let rules: Vec<_> = rules.collect();
+        TableText {
+            name: table_name(table),
+            chains: chains(&rules).into_iter().map(chain_name).collect(),
+            lines: rules.iter().map(|rule| Line(rule).to_string()).collect(),
+        }
+    });
+    tables.filter(|table| !table.lines.is_empty()).collect()
 }
 
 /// The chains to create: those with rules first, then those that are only jumped to.

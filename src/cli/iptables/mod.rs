@@ -1,6 +1,4 @@
 //! The `istio-iptables` command: the rules that send a pod's traffic to Envoy.
-//!
-//! With iptables, only `--dry-run` works so far.
 
 mod explain;
 mod flags;
@@ -13,9 +11,10 @@ use std::io;
 use std::path::Path;
 
 use crate::capture::config::{Config, Invalid};
+use crate::capture::iptables::apply::{self, Request};
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
-use crate::capture::{iptables, nftables};
+use crate::capture::{iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
 use crate::exit_code::ExitCode;
 use crate::replace_file::replace_file;
@@ -30,12 +29,12 @@ pub enum Error {
     Machine(#[from] machine::Error),
     #[error(transparent)]
     Nftables(#[from] nftables::Error),
-    #[error(
-        "istio-iptables can only print rules so far (--dry-run); {0} is not part of this agent yet: \
-         let Istio's own image (istio/proxyv2) run it in the init container, or capture traffic with \
-         the Istio CNI plugin"
-    )]
-    Missing(&'static str),
+    #[error(transparent)]
+    Lock(#[from] lock::Error),
+    #[error(transparent)]
+    Routes(#[from] routes::Error),
+    #[error(transparent)]
+    Iptables(#[from] apply::Failed),
     #[error(
         "iptables validation failed, the pod is not ready for Istio: {0}. It has to run as the user of \
          --proxy-uid. With Istio CNI, the pod may have started before its node was ready: with \
@@ -88,15 +87,22 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Rep
     if let Some(flow) = &flags.explain {
         return Ok(explain::explain(flow, &config, options.native_nftables)?.into());
     }
+    let request = Request {
+        config: &config,
+        is_removal: options.cleanup_only,
+        is_forced: options.force_apply,
+        path: &options.path,
+        number: machine::number,
+    };
     if flags.verify {
-        return verify::verify(&config, options.native_nftables).await;
+        return verify::verify(&request, options.native_nftables).await;
     }
     if !options.dry_run {
         report::configuration(&settings, &options, &config);
     }
     let text = match options.skip_rule_apply {
         true => String::new(),
-        false => set_up(&config, &options).await?,
+        false => set_up(&request, &options).await?,
     };
     if options.run_validation {
         validate(&config, &options, family).await?;
@@ -105,20 +111,32 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Rep
 }
 
 /// Does with the rules what is asked for. Returns what a dry run prints.
-async fn set_up(config: &Config, options: &Options) -> Result<String, Error> {
-    refuse_missing(options)?;
-    let rules = Rules::new(config);
-    if options.native_nftables && !options.dry_run {
-        match options.cleanup_only {
-            true => nftables::clean().await?,
-            false => nftables::apply(&rules).await?,
-        }
-        return Ok(String::new());
+async fn set_up(request: &Request<'_>, options: &Options) -> Result<String, Error> {
+    if options.dry_run {
+        return dry_run(request, options).await;
     }
+    let config = request.config;
+    let _lock = lock::acquire().await?;
+    // Marked packets are lost without their routes, but these take none by themselves.
+    if !options.cleanup_only {
+        routes::add(config)?;
+    }
+    match (options.native_nftables, options.cleanup_only) {
+        (true, true) => nftables::clean().await?,
+        (true, false) => nftables::apply(&Rules::new(config)).await?,
+        (false, _) => request.carry_out().await?,
+    }
+    routes::remove(config, options.cleanup_only)?;
+    Ok(String::new())
+}
+
+async fn dry_run(request: &Request<'_>, options: &Options) -> Result<String, Error> {
+    let rules = Rules::new(request.config);
     let text = match (options.native_nftables, options.cleanup_only) {
         (true, true) => nftables::removal(),
         (true, false) => nftables::transaction(&rules),
-        (false, _) => iptables::dry_run(&rules),
+        (false, true) => request.preview().await?,
+        (false, false) => iptables::dry_run(&rules),
     };
     if let Some(path) = options.dry_run_file.clone() {
         let written = replace_file(Path::new(&path), text.as_bytes(), 0o644);
@@ -137,19 +155,6 @@ async fn validate(config: &Config, options: &Options, family: Family) -> Result<
     probe.run().await.map_err(Error::Validation)?;
     tracing::info!("traffic is captured");
     Ok(())
-}
-
-fn refuse_missing(options: &Options) -> Result<(), Error> {
-    let missing = if options.native_nftables {
-        return Ok(());
-    } else if options.cleanup_only {
-        "--cleanup-only"
-    } else if !options.dry_run {
-        "setting them up"
-    } else {
-        return Ok(());
-    };
-    Err(Error::Missing(missing))
 }
 
 #[cfg(test)]

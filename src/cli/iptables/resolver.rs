@@ -9,6 +9,9 @@ use super::flags::IptablesFlags;
 use crate::capture::config::Settings;
 use crate::config::environment::{Environment, Value};
 
+/// Where programs are if PATH does not say.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// The flags, with the variables behind them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resolver<'a> {
@@ -33,6 +36,8 @@ pub(super) struct Options {
     pub(super) cleanup_only: bool,
     pub(super) force_apply: bool,
     pub(super) native_nftables: bool,
+    /// Where programs are.
+    pub(super) path: String,
     /// Without effect, as is the next.
     pub(super) network_namespace: String,
     pub(super) cni_mode: bool,
@@ -137,6 +142,7 @@ impl Resolver<'_> {
             reconcile: self.is(flags.reconcile, &["RECONCILE"]),
             cleanup_only: self.is(flags.cleanup_only, &["CLEANUP_ONLY"]),
             force_apply: self.is(flags.force_apply, &["FORCE_APPLY"]),
+            path: self.text(&None, "PATH", PATH),
             native_nftables: self.is(flags.native_nftables, &["NATIVE_NFTABLES"]),
             network_namespace: self.text(&flags.network_namespace, "NETWORK_NAMESPACE", ""),
             cni_mode: self.is(flags.cni_mode, &["CNI_MODE"]),

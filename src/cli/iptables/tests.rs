@@ -224,29 +224,6 @@ fn the_lines_of_istios_templates_and_scripts_are_understood() {
     }
 }
 
-#[test]
-fn what_is_not_built_is_refused_by_name() {
-    for (line, named) in [
-        ("istio-iptables -b *", Some("setting them up")),
-        (
-            "istio-iptables --cleanup-only --dry-run",
-            Some("--cleanup-only"),
-        ),
-        ("istio-iptables --native-nftables --cleanup-only", None),
-        ("istio-iptables -n", None),
-    ] {
-        let resolver = Resolver {
-            flags: &flags(line),
-            environment: &Environment::default(),
-        };
-        match (refuse_missing(&resolver.options()), named) {
-            (Err(Error::Missing(missing)), Some(named)) => assert_eq!(missing, named),
-            (Ok(()), None) => {}
-            other => panic!("{line}: {other:?}"),
-        }
-    }
-}
-
 #[tokio::test]
 async fn a_dry_run_writes_the_file_of_its_variable() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -2,7 +2,7 @@
 
 use super::machine::number;
 use super::{Error, Report};
-use crate::capture::config::Config;
+use crate::capture::iptables::apply::Request;
 use crate::capture::layout::Layout;
 use crate::capture::nftables::{self, Live};
 use crate::capture::rules::{Family, Rules};
@@ -10,8 +10,8 @@ use crate::capture::verify::{Finding, compare};
 use crate::exit_code::ExitCode;
 
 /// What the findings say, and whether traffic goes where it should.
-pub(super) async fn verify(config: &Config, is_native: bool) -> Result<Report, Error> {
-    let findings = findings(config, is_native).await?;
+pub(super) async fn verify(request: &Request<'_>, is_native: bool) -> Result<Report, Error> {
+    let findings = findings(request, is_native).await?;
     let misleads = findings.iter().any(Finding::misleads);
     let summary = match (findings.is_empty(), misleads) {
         (true, _) => "The rules are those that these arguments ask for: traffic is captured.",
@@ -31,11 +31,25 @@ pub(super) async fn verify(config: &Config, is_native: bool) -> Result<Report, E
 }
 
 /// How the live rules differ from those that a configuration asks for.
-pub(super) async fn findings(config: &Config, is_native: bool) -> Result<Vec<Finding>, Error> {
-    let rules = Rules::new(config);
+pub(super) async fn findings(
+    request: &Request<'_>,
+    is_native: bool,
+) -> Result<Vec<Finding>, Error> {
+    let rules = Rules::new(request.config);
     let (wanted, found) = match is_native {
         true => (nftables::wanted(&rules), nftables::live().await?),
-        false => return Err(Error::Missing("--verify")),
+        false => {
+            let [v4, v6] = [Family::V4, Family::V6];
+            let wanted = Live {
+                v4: Layout::new(&rules, v4),
+                v6: Layout::new(&rules, v6),
+            };
+            let found = Live {
+                v4: request.live(v4).await?,
+                v6: request.live(v6).await?,
+            };
+            (wanted, found)
+        }
     };
     let of = |family, mut wanted: Layout, found| {
         wanted.resolve(number);

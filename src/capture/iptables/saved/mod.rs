@@ -5,15 +5,15 @@ use crate::capture::layout::Layout;
 use crate::capture::rules::{Chain, Table};
 
 /// What the names of Istio's chains start with, in every version.
-const ISTIO: &str = "ISTIO_";
+pub(super) const ISTIO: &str = "ISTIO_";
 
 /// The tables of one family.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Saved<'a> {
     pub(super) tables: Vec<SavedTable<'a>>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SavedTable<'a> {
     pub(super) name: &'a str,
     /// All chains, also the kernel's own.
@@ -21,7 +21,7 @@ pub(super) struct SavedTable<'a> {
     pub(super) rules: Vec<SavedRule<'a>>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SavedRule<'a> {
     pub(super) chain: &'a str,
     /// Matches and target.

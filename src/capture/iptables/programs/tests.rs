@@ -1,0 +1,111 @@
+//! Which programs are chosen, and what becomes of those that misbehave.
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use super::*;
+
+/// A directory with programs, given by their names and the files these are links to; empty is none.
+fn directory(programs: &[(&str, &str)]) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().expect("a directory");
+    for (name, target) in programs {
+        let at = directory.path();
+        let path = at.join(format!("{name}-restore"));
+        match *target {
+            "" => fs::write(&path, "").expect("a file"),
+            target => {
+                fs::write(at.join(target), "").expect("a file");
+                symlink(at.join(target), &path).expect("a link");
+            }
+        }
+    }
+    directory
+}
+
+#[test]
+fn legacy_is_chosen_if_it_has_tables_then_nft_then_what_is_there() {
+    let debian = [
+        ("iptables", "xtables-nft-multi"),
+        ("iptables-nft", "xtables-nft-multi"),
+        ("iptables-legacy", "xtables-legacy-multi"),
+    ];
+    let plain = [("iptables", "")];
+    let only_legacy = [("iptables-legacy", "")];
+    let (none, some) = (Some(false), Some(true));
+    let (detected, legacy, nft) = (Binaries::Detected, Binaries::Legacy, Binaries::Nft);
+    for (programs, of, has_legacy, has_nft, expected) in [
+        (&debian[..], detected, false, none, "-nft -legacy"),
+        (&debian, detected, true, some, "-legacy -nft"),
+        (&debian, detected, false, None, "-legacy -nft"),
+        (&debian, legacy, false, some, "-legacy"),
+        (&debian, nft, true, none, "-nft"),
+        (&debian[..1], detected, false, none, ""),
+        (&debian[..1], legacy, false, none, "none"),
+        (&plain, detected, true, some, ""),
+        (&plain, nft, false, none, "none"),
+        (&only_legacy, detected, false, none, "-legacy"),
+        (&[], detected, false, none, "none"),
+    ] {
+        let directory = directory(programs);
+        let at = directory.path().display();
+        let kernel = Kernel {
+            legacy: has_legacy,
+            nft: has_nft,
+        };
+        let path = format!("/nowhere::{at}");
+        let found = Programs::find(Family::V4, of, &path, kernel);
+        let names = found.iter().map(|found| found.name.clone());
+        let expected = expected.split(' ').filter(|suffix| *suffix != "none");
+        let expected = expected.map(|suffix| format!("{at}/iptables{suffix}"));
+        assert_eq!(
+            names.collect::<Vec<_>>(),
+            expected.collect::<Vec<_>>(),
+            "{of:?} {kernel:?}"
+        );
+        for found in found {
+            let has_tables = match found.kind {
+                Kind::Legacy => has_legacy,
+                Kind::Nft => has_nft == some,
+                Kind::Unknown => true,
+            };
+            assert_eq!(found.has_tables, has_tables);
+        }
+    }
+}
+
+#[tokio::test]
+async fn programs_that_misbehave_are_named_with_what_they_did() {
+    for (script, expected) in [
+        ("exit 0", "cannot be run"),
+        ("#!/bin/sh\necho garbage", "`-save` printed no rules"),
+        ("#!/bin/sh\necho '*nat'", "`-save` printed no rules"),
+        (
+            "#!/bin/sh\necho 'iptables: no memory' >&2; exit 4",
+            "xtables resource problem: `-save` failed (exit status: 4): iptables: no memory",
+        ),
+        (
+            "#!/bin/sh\nkill -9 $$",
+            "`-save` failed (signal: 9 (SIGKILL)): ",
+        ),
+        ("#!/bin/sh\nexec sleep 1000", "did not end within 40 s"),
+    ] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let name = directory.path().join("iptables").display().to_string();
+        let path = format!("{name}-save");
+        fs::write(&path, script).expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
+        let programs = Programs {
+            kind: Kind::Unknown,
+            name: name.clone(),
+            has_tables: true,
+        };
+        // Paused time passes at once while the program sleeps.
+        if script.contains("sleep") {
+            tokio::time::pause();
+        }
+        let text = programs.save().await;
+        let outcome = text.and_then(|text| programs.parse(&text).map(drop));
+        let error = outcome.expect_err(script).to_string();
+        let error = error.replace(&name, "");
+        assert!(error.contains(expected), "{script}: {error}");
+    }
+}

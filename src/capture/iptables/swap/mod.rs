@@ -1,0 +1,129 @@
+//! Tells rules of traffic capture from those of others, and replaces them.
+//!
+//! Ours are all in chains whose names start like Istio's, the jumps to these, and what the configuration
+//! puts into the kernel's own chains. Rules of others stay as they are.
+
+use std::fmt::Write;
+
+use super::saved::{ISTIO, Saved, SavedRule, SavedTable, chain_named};
+use super::{TableText, rule, table_name};
+use crate::capture::layout::Layout;
+use crate::capture::rules::Table;
+
+/// All tables. The last one begins to redirect connections, so it comes last, and goes first.
+const ORDER: [&str; 5] = ["security", "filter", "raw", "mangle", "nat"];
+
+/// Which rules in the kernel's own chains are ours, besides jumps.
+#[derive(Debug)]
+pub(super) struct Own(pub(super) Layout);
+
+impl Own {
+    fn has(&self, table: &SavedTable<'_>, saved: &SavedRule<'_>) -> bool {
+        if saved.chain.starts_with(ISTIO) || jumps_to_istio(saved.text) {
+            return true;
+        }
+        let mut tables = Table::ALL.into_iter();
+        let of = tables.find(|of| table_name(*of) == table.name);
+        let entries = of.zip(chain_named(saved.chain));
+        let entries = entries.and_then(|place| self.0.chains.get(&place));
+        entries.is_some_and(|entries| entries.contains(&rule::entry(saved.text)))
+    }
+
+    /// Our part of the tables.
+    pub(super) fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
+        let mut own = saved.clone();
+        for table in &mut own.tables {
+            let all = table.clone();
+            table.rules.retain(|rule| self.has(&all, rule));
+            table.chains.retain(|chain| chain.starts_with(ISTIO));
+        }
+        own.tables
+            .retain(|table| !table.rules.is_empty() || !table.chains.is_empty());
+        own
+    }
+
+    /// Our part of the tables, as it is to become again.
+    pub(super) fn again<'a>(&self, saved: &Saved<'a>) -> Vec<TableText<'a>> {
+        let own = |table: &SavedTable<'a>| {
+            let mut lines = Vec::new();
+            for chain in &table.chains {
+                let rules = table.rules.iter().filter(|rule| rule.chain == *chain);
+                for (index, rule) in rules.enumerate().filter(|(_, rule)| self.has(table, rule)) {
+                    lines.push(format!("-I {chain} {} {}", index + 1, rule.text));
+                }
+            }
+            let chains = table.chains.iter().filter(|chain| chain.starts_with(ISTIO));
+            TableText {
+                name: table.name,
+                chains: chains.copied().collect(),
+                lines,
+            }
+        };
+        saved.tables.iter().map(own).collect()
+    }
+
+    /// The input of `iptables-restore --noflush` that leaves these tables in place of all that is ours.
+    /// Empty if there is nothing to do. Each table changes at once.
+    pub(super) fn swap(&self, saved: &Saved<'_>, new: &[TableText<'_>]) -> String {
+        let mut order = ORDER;
+        if new.iter().all(|table| table.lines.is_empty()) {
+            order.reverse();
+        }
+        let texts = order.iter().map(|name| {
+            let old = saved.tables.iter().find(|table| table.name == *name);
+            let new = new.iter().find(|table| table.name == *name);
+            self.swap_table(name, old, new)
+        });
+        texts.collect()
+    }
+
+    fn swap_table(
+        &self,
+        name: &str,
+        old: Option<&SavedTable<'_>>,
+        new: Option<&TableText<'_>>,
+    ) -> String {
+        let mut text = String::new();
+        let chains: &[_] = new.map_or(&[], |new| &new.chains);
+        let lines: &[_] = new.map_or(&[], |new| &new.lines);
+        let mut stale = Vec::new();
+        // A String takes any text.
+        if let Some(old) = old {
+            let rules = old
+                .rules
+                .iter()
+                .filter(|rule| !rule.chain.starts_with(ISTIO));
+            for rule in rules.filter(|rule| self.has(old, rule)) {
+                let _ = writeln!(text, "-D {} {}", rule.chain, rule.text);
+            }
+            let own = old.chains.iter().filter(|chain| chain.starts_with(ISTIO));
+            stale.extend(own.filter(|chain| !chains.contains(chain)));
+        }
+        // That empties a chain that exists.
+        for chain in chains.iter().chain(stale.iter().copied()) {
+            let _ = writeln!(text, ":{chain} - [0:0]");
+        }
+        for line in lines {
+            let _ = writeln!(text, "{line}");
+        }
+        for chain in stale {
+            let _ = writeln!(text, "-X {chain}");
+        }
+        match text.is_empty() {
+            true => text,
+            false => format!("*{name}\n{text}COMMIT\n"),
+        }
+    }
+}
+
+/// Whether the target is one of Istio's chains, of any version.
+fn jumps_to_istio(text: &str) -> bool {
+    let words: Vec<_> = text.split(' ').collect();
+    // Before it there may be a comment, with anything in it.
+    let target = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
+    let target = target.and_then(|at| words.get(at + 1));
+    target.is_some_and(|target| target.starts_with(ISTIO))
+}
+
+#[cfg(test)]
+mod tests;

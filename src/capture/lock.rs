@@ -1,0 +1,41 @@
+//! Keeps two processes from changing the rules of one network namespace at the same time.
+
+use std::fs::File;
+use std::io;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use tokio::time::{Instant, sleep};
+
+const NAMESPACE: &str = "/proc/thread-self/ns/net";
+/// Longer than a program may take.
+const LIMIT: Duration = Duration::from_secs(90);
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot lock {NAMESPACE}")]
+    Lock(#[from] io::Error),
+    #[error(
+        "another process has been changing the rules of this network namespace for {} s",
+        LIMIT.as_secs()
+    )]
+    Late,
+}
+
+/// Waits until no other process changes rules here; others wait until this is dropped. Programs inherit
+/// it: one that outlives a killed agent keeps others waiting until it is done.
+pub async fn acquire() -> Result<File, Error> {
+    let file = File::open(NAMESPACE)?;
+    let start = Instant::now();
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            Err(Errno::WOULDBLOCK) if start.elapsed() > LIMIT => return Err(Error::Late),
+            Err(Errno::WOULDBLOCK) => sleep(Duration::from_millis(20)).await,
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
+    }
+    fcntl_setfd(&file, FdFlags::empty()).map_err(io::Error::from)?;
+    Ok(file)
+}

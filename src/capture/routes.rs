@@ -1,0 +1,179 @@
+//! The routes and addresses that captured traffic needs, set up over netlink.
+//!
+//! TPROXY needs marked packets to be delivered here: a rule sends them to a table whose default route is
+//! local. Over IPv6 Envoy binds `::6`, which is an address of `lo` for that.
+
+use std::io;
+use std::net::Ipv6Addr;
+
+use super::config::{Config, InboundPorts, Mode};
+use super::netlink::{Message, Socket};
+
+/// `lo` in every network namespace.
+const LO: u32 = 1;
+const CREATE_NEW: u16 = 0x600;
+const V4: u8 = 2;
+const V6: u8 = 10;
+/// Equal rules of which earlier versions may have left several.
+const MOST_EQUAL_RULES: usize = 256;
+
+#[derive(Debug, thiserror::Error)]
+#[error("failed to configure routes: cannot {verb} {item}")]
+pub struct Error {
+    verb: &'static str,
+    item: String,
+    #[source]
+    source: io::Error,
+}
+
+/// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
+struct Item {
+    name: String,
+    /// What adds it; the next number removes it.
+    kind: u16,
+    header: Vec<u8>,
+    attributes: Vec<(u16, Vec<u8>)>,
+    is_wanted: bool,
+}
+
+/// Adds what the configuration needs, where it is missing.
+pub fn add(config: &Config) -> Result<(), Error> {
+    let mut items = items(config);
+    items.retain(|item| item.is_wanted);
+    change("add", &items, |item, socket| {
+        match socket.ask(item.message(item.kind, CREATE_NEW)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other.map(drop),
+        }
+    })
+}
+
+/// Removes what the configuration does not need; with `all` also what it needs.
+pub fn remove(config: &Config, all: bool) -> Result<(), Error> {
+    let mut items = items(config);
+    items.retain(|item| all || !item.is_wanted);
+    change("remove", &items, |item, socket| {
+        for _ in 0..MOST_EQUAL_RULES {
+            match socket.ask(item.message(item.kind + 1, 0)) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(error);
+                }
+                // There is none, which has a number of its own for each kind and family.
+                Err(_) => break,
+            }
+        }
+        Ok(())
+    })
+}
+
+fn change(
+    verb: &'static str,
+    items: &[Item],
+    carry_out: impl Fn(&Item, &Socket) -> io::Result<()>,
+) -> Result<(), Error> {
+    let error = |item: &str, source| Error {
+        verb,
+        item: item.to_owned(),
+        source,
+    };
+    let Some(first) = items.first() else {
+        return Ok(());
+    };
+    let socket = Socket::open(None).map_err(|source| error(&first.name, source))?;
+    for item in items {
+        carry_out(item, &socket).map_err(|source| error(&item.name, source))?;
+    }
+    Ok(())
+}
+
+/// All that a configuration may need.
+fn items(config: &Config) -> Vec<Item> {
+    let mut all = vec![passthrough_address(config.has_v6)];
+    let is_tproxy = config.mode == Mode::Tproxy && config.inbound != InboundPorts::None;
+    for (family, exists) in [(V4, true), (V6, config.has_v6)] {
+        all.push(rule(family, config, is_tproxy && exists));
+        all.push(local_route(family, config, is_tproxy && exists));
+    }
+    all
+}
+
+fn passthrough_address(is_wanted: bool) -> Item {
+    const NEW_ADDRESS: u16 = 20;
+    const ADDRESS: u16 = 1;
+    const LOCAL: u16 = 2;
+    let six = Ipv6Addr::from_bits(6).octets().to_vec();
+    let mut header = vec![V6, 128, 0, 0];
+    header.extend(LO.to_ne_bytes());
+    Item {
+        name: "address ::6/128 of lo".to_owned(),
+        kind: NEW_ADDRESS,
+        header,
+        attributes: vec![(LOCAL, six.clone()), (ADDRESS, six)],
+        is_wanted,
+    }
+}
+
+/// Looks packets with the mark up in the table.
+fn rule(family: u8, config: &Config, is_wanted: bool) -> Item {
+    const NEW_RULE: u16 = 32;
+    const TO_TABLE: u8 = 1;
+    const MARK: u16 = 10;
+    const TABLE: u16 = 15;
+    let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
+    Item {
+        name: format!("rule that looks up mark {mark} in table {table}"),
+        kind: NEW_RULE,
+        header: vec![family, 0, 0, 0, 0, 0, 0, TO_TABLE, 0, 0, 0, 0],
+        attributes: vec![
+            (MARK, mark.to_ne_bytes().to_vec()),
+            (TABLE, table.to_ne_bytes().to_vec()),
+        ],
+        is_wanted,
+    }
+}
+
+/// Delivers all packets looked up in the table to this machine.
+fn local_route(family: u8, config: &Config, is_wanted: bool) -> Item {
+    const NEW_ROUTE: u16 = 24;
+    const BY_ADMINISTRATOR: u8 = 4;
+    const OF_HOST: u8 = 254;
+    const LOCAL: u8 = 2;
+    const INTERFACE: u16 = 4;
+    const TABLE: u16 = 15;
+    let table = config.tproxy_route_table;
+    let header = [
+        family,
+        0,
+        0,
+        0,
+        0,
+        BY_ADMINISTRATOR,
+        OF_HOST,
+        LOCAL,
+        0,
+        0,
+        0,
+        0,
+    ];
+    Item {
+        name: format!("local default route in table {table}"),
+        kind: NEW_ROUTE,
+        header: header.to_vec(),
+        attributes: vec![
+            (INTERFACE, LO.to_ne_bytes().to_vec()),
+            (TABLE, table.to_ne_bytes().to_vec()),
+        ],
+        is_wanted,
+    }
+}
+
+impl Item {
+    fn message(&self, kind: u16, flags: u16) -> Message {
+        let message = Message::new(kind, flags, &self.header);
+        let attributes = self.attributes.iter();
+        attributes.fold(message, |message, (kind, value)| {
+            message.attribute(*kind, value)
+        })
+    }
+}
