@@ -34,6 +34,8 @@ pub mod bootstrap;
 
 pub mod scrape;
 
+pub mod wasm;
+
 pub mod address;
 
 pub mod duration;

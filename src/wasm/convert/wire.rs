@@ -1,0 +1,79 @@
+//! Cuts protobuf messages into the records of their fields, and replaces some, so that all others,
+//! unknown ones too, stay byte for byte.
+
+use bytes::{Buf, Bytes};
+use prost::DecodeError;
+use prost::encoding::{
+    DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field,
+};
+
+/// A field as it was written.
+pub(crate) struct Field {
+    pub(crate) number: u32,
+    /// Key, length and content.
+    pub(crate) record: Bytes,
+    /// Of a length-delimited field.
+    pub(crate) content: Option<Bytes>,
+}
+
+/// Cuts a message into its fields.
+pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
+    let (mut rest, mut fields) = (message.clone(), Vec::new());
+    while rest.has_remaining() {
+        let begin = rest.clone();
+        let (number, wire_type) = decode_key(&mut rest)?;
+        let mut content = None;
+        if wire_type == WireType::LengthDelimited {
+            let mut after = rest.clone();
+            let length = decode_varint(&mut after)?;
+            skip_field(wire_type, number, &mut rest, DecodeContext::default())?;
+            // Skipping has shown that the content is whole.
+            content = usize::try_from(length).ok().map(|end| after.slice(..end));
+        } else {
+            skip_field(wire_type, number, &mut rest, DecodeContext::default())?;
+        }
+        let record = begin.slice(..begin.len() - rest.len());
+        fields.push(Field {
+            number,
+            record,
+            content,
+        });
+    }
+    Ok(fields)
+}
+
+/// Appends a length-delimited field.
+pub(crate) fn append(message: &mut Vec<u8>, number: u32, content: &[u8]) {
+    encode_key(number, WireType::LengthDelimited, message);
+    encode_varint(content.len() as u64, message);
+    message.extend_from_slice(content);
+}
+
+/// The message with its embedded message `number` edited. What was not set is edited as an empty
+/// message; the field goes where `edit` returns none.
+pub(super) fn edited(
+    message: &Bytes,
+    number: u32,
+    edit: impl FnOnce(Bytes) -> Result<Option<Bytes>, DecodeError>,
+) -> Result<Bytes, DecodeError> {
+    let fields = fields(message)?;
+    let is_other = |field: &&Field| field.number != number;
+    // Where a field is written twice, its messages are to be merged: they are concatenated.
+    let contents = fields.iter().filter(|field| !is_other(field));
+    let contents: Vec<_> = contents.filter_map(|field| field.content.clone()).collect();
+    let edited = edit(contents.concat().into())?;
+    let mut before = Vec::with_capacity(message.len());
+    let mut after = Vec::new();
+    for field in fields.iter().filter(is_other) {
+        let half = match field.number < number {
+            true => &mut before,
+            false => &mut after,
+        };
+        half.extend_from_slice(&field.record);
+    }
+    if let Some(edited) = edited {
+        append(&mut before, number, &edited);
+    }
+    before.append(&mut after);
+    Ok(before.into())
+}
