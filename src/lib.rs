@@ -68,6 +68,10 @@ pub mod http_client;
 
 pub mod compliance;
 
+pub mod trust_anchors;
+
+mod unverified_tls;
+
 pub mod unix_socket;
 
 mod file_watch;

@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 
 use super::Sources;
 use super::environment as variables;
-use crate::istiod::roots::SYSTEM_BUNDLES;
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
 use crate::secrets::files;
+use crate::trust_anchors::SYSTEM_BUNDLES;
 
 #[derive(Clone, Debug)]
 pub struct SecretSources {

@@ -12,6 +12,7 @@
 
 pub mod proxy;
 
+use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -32,7 +33,15 @@ const MOST_REMEMBERED: usize = 64;
 #[derive(Clone, Debug, Default)]
 pub struct Dialer {
     source: Option<IpAddr>,
+    filter: Option<Arc<dyn Filter>>,
     failures: Arc<Mutex<Vec<(SocketAddr, Instant)>>>,
+}
+
+/// Decides which addresses may be connected to. It is asked for each attempt, so no later lookup of a
+/// name leads past it.
+pub trait Filter: fmt::Debug + Send + Sync {
+    /// The error says why not.
+    fn check(&self, address: IpAddr) -> Result<(), String>;
 }
 
 /// The addresses of one name that are left to try.
@@ -63,6 +72,8 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    #[error("connection blocked: resolved IP {address} {problem}")]
+    Blocked { address: IpAddr, problem: String },
     #[error("cannot connect to {address}")]
     Connect {
         address: SocketAddr,
@@ -95,6 +106,14 @@ impl Dialer {
     pub fn from_source(source: IpAddr) -> Self {
         Self {
             source: Some(source),
+            ..Self::default()
+        }
+    }
+
+    /// Connects to no address that `filter` refuses.
+    pub fn with_filter(filter: Arc<dyn Filter>) -> Self {
+        Self {
+            filter: Some(filter),
             ..Self::default()
         }
     }
@@ -176,7 +195,7 @@ impl Candidates {
         let mut under_way = Vec::new();
         loop {
             if let Some(address) = self.left.pop() {
-                let attempt = attempt(self.dialer.source, address);
+                let attempt = attempt(self.dialer.clone(), address);
                 attempts.spawn(async move { (address, attempt.await) });
                 under_way.push(address);
             }
@@ -207,14 +226,19 @@ impl Candidates {
     }
 }
 
-async fn attempt(from: Option<IpAddr>, address: SocketAddr) -> Result<TcpStream, Error> {
+async fn attempt(dialer: Dialer, address: SocketAddr) -> Result<TcpStream, Error> {
+    if let Some(filter) = &dialer.filter {
+        let checked = filter.check(address.ip());
+        let address = address.ip();
+        checked.map_err(|problem| Error::Blocked { address, problem })?;
+    }
     let failed = |source| Error::Connect { address, source };
     let socket = match address {
         SocketAddr::V4(_) => TcpSocket::new_v4(),
         SocketAddr::V6(_) => TcpSocket::new_v6(),
     };
     let socket = socket.map_err(failed)?;
-    if let Some(from) = from {
+    if let Some(from) = dialer.source {
         let bound = socket.bind((from, 0).into());
         bound.map_err(|source| Error::Bind { from, source })?;
     }

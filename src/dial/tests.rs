@@ -175,3 +175,33 @@ async fn a_name_without_address_is_an_error_that_names_it() {
     let error = error.expect_err("an error").to_string();
     assert_eq!(error, "cannot find the address of no such name");
 }
+
+/// Refuses IPv6.
+#[derive(Debug)]
+struct Ipv4Only;
+
+impl Filter for Ipv4Only {
+    fn check(&self, address: IpAddr) -> Result<(), String> {
+        let refused = address.is_ipv6();
+        (!refused).then_some(()).ok_or("is blocked".to_owned())
+    }
+}
+
+#[tokio::test]
+async fn the_filter_is_asked_at_each_attempt_and_other_addresses_are_tried() {
+    let dialer = Dialer::with_filter(Arc::new(Ipv4Only));
+    let (listener, open) = listener().await;
+    let blocked = SocketAddr::from((Ipv6Addr::LOCALHOST, open.port()));
+    let mut candidates = dialer.candidates(vec![blocked, open]);
+    let (address, _) = candidates.connect().await.expect("a connection");
+    assert_eq!(address, open);
+    let error = dialer
+        .connect("::1", open.port())
+        .await
+        .expect_err("blocked");
+    assert_eq!(
+        error.to_string(),
+        "connection blocked: resolved IP ::1 is blocked"
+    );
+    drop(listener);
+}

@@ -5,7 +5,8 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use super::{Error, host_and_port};
 use crate::request_path::escaped;
 
-/// Which redirects are followed. Only requests without a body may be redirected.
+/// Which redirects are followed. Only requests without a body may be redirected. Credentials are not
+/// sent to another host, port or scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Redirects {
     /// The redirect is the answer.
@@ -42,6 +43,10 @@ impl Redirects {
         };
         if self == Self::SameHost && next.host() != request.uri().host() {
             return Ok(false);
+        }
+        let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
+        if endpoint(&next) != endpoint(request.uri()) {
+            request.headers_mut().remove(header::AUTHORIZATION);
         }
         *request.uri_mut() = next;
         if is_absolute {
@@ -97,6 +102,29 @@ fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn credentials_stay_with_the_host_they_are_for() {
+        for (location, is_kept) in [
+            ("/b", true),
+            ("https://h:8/b", true),
+            ("https://h/b", false),
+            ("http://h:8/b", false),
+            ("//other:8/", false),
+        ] {
+            let mut request = Request::get("https://h:8/a").body(()).expect("a request");
+            let secret = HeaderValue::from_static("Basic c2VjcmV0");
+            request.headers_mut().insert(header::AUTHORIZATION, secret);
+            let response = Response::builder().status(307).header("location", location);
+            let response = response.body(()).expect("a response");
+            assert!(matches!(
+                Redirects::Follow.follow(&mut request, &response),
+                Ok(true)
+            ));
+            let found = request.headers().contains_key(header::AUTHORIZATION);
+            assert_eq!(found, is_kept, "{location}");
+        }
+    }
 
     #[test]
     fn a_location_is_relative_to_the_request() {

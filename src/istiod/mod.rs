@@ -8,7 +8,6 @@ mod dial;
 #[cfg(test)]
 pub(crate) mod fake;
 mod frames;
-pub mod roots;
 pub mod status;
 pub mod tls;
 pub mod token;

@@ -14,9 +14,10 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
-use super::roots::{self, LARGEST, not_after, seconds};
 use crate::compliance::Policy;
 use crate::regular_file;
+pub use crate::trust_anchors::Roots;
+use crate::trust_anchors::{self, LARGEST, not_after, seconds};
 
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,15 +27,6 @@ pub struct Config {
     pub roots: Roots,
     pub client: Option<ClientCertificate>,
     pub policy: Policy,
-}
-
-/// Where the trust anchors come from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Roots {
-    /// PEM, one or more certificates.
-    File(PathBuf),
-    /// The first bundle of the operating system that exists.
-    System,
 }
 
 /// PEM files of a client certificate (`PROV_CERT`). Used while the leaf is valid, left out otherwise.
@@ -58,7 +50,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
         let found = &config.server_name;
         format!("{found:?} is no server name, expected a DNS name or an IP address")
     })?;
-    let roots = roots::load(&config.roots).await?;
+    let roots = trust_anchors::load(&config.roots).await?;
     let builder = config.policy.builder();
     let builder = builder.map_err(|error| format!("cannot set up TLS: {error}"))?;
     let builder = builder.with_root_certificates(roots);

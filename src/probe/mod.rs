@@ -6,7 +6,6 @@
 
 mod grpc;
 mod http;
-mod tls;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -17,6 +16,7 @@ use bytes::Bytes;
 
 use crate::dial::{self, Dialer};
 use crate::http_client::{self, Redirects};
+use crate::unverified_tls;
 
 /// What to probe, and how long that may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ impl Client {
         let dialer = Dialer::from_source(config.source);
         let http = http_client::Client::new(http_client::Config {
             dialer: dialer.clone(),
-            tls: Some(tls::config(config.offers_http2)?),
+            tls: Some(unverified_tls::config(config.offers_http2)?),
             redirects: Redirects::SameHost,
             keeps_connections: config.keeps_connections,
         });

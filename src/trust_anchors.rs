@@ -11,11 +11,19 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
-use super::tls::Roots;
 use crate::regular_file;
 
+/// Where trust anchors come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Roots {
+    /// PEM, one or more certificates.
+    File(PathBuf),
+    /// The first bundle of the operating system that exists.
+    System,
+}
+
 /// Many times the size of an operating system's bundle.
-pub(super) const LARGEST: u64 = 16 << 20;
+pub(crate) const LARGEST: u64 = 16 << 20;
 
 /// Where the operating systems keep their bundle; the first that exists is used.
 pub const SYSTEM_BUNDLES: [&str; 8] = [
@@ -30,7 +38,7 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
 ];
 
 /// The trust anchors, or why there are none.
-pub(super) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
+pub(crate) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
     let path = match roots {
         Roots::File(path) => path.clone(),
         Roots::System => system_bundle().await?,
@@ -86,12 +94,12 @@ fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, Stri
 }
 
 /// The end of a certificate's validity in seconds since 1970.
-pub(super) fn not_after(der: &[u8]) -> Option<i64> {
+pub(crate) fn not_after(der: &[u8]) -> Option<i64> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     Some(certificate.validity().not_after.timestamp())
 }
 
-pub(super) fn seconds(time: SystemTime) -> i64 {
+pub(crate) fn seconds(time: SystemTime) -> i64 {
     let since = time
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap_or_default();

@@ -1,6 +1,5 @@
-//! TLS without verification of the application's certificate.
-//!
-//! A probe asks whether the application answers, not who it is, and sends no secret.
+//! TLS that accepts any certificate: for probes, which ask whether an application answers and not who
+//! it is, and for registries that the operator lists as insecure.
 
 use std::sync::Arc;
 
@@ -10,7 +9,7 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
 
 /// Offers HTTP/1.1, and HTTP/2 before it where that is wanted.
-pub(super) fn config(offers_http2: bool) -> Result<Arc<ClientConfig>, Error> {
+pub(crate) fn config(offers_http2: bool) -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()?

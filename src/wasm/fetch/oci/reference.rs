@@ -1,0 +1,134 @@
+//! The name of an image: `registry/repository[:tag][@digest]`.
+
+use percent_encoding::percent_decode_str;
+
+const DOCKER_HUB: &str = "index.docker.io";
+
+/// An image in a registry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    /// Host and port.
+    pub(super) registry: String,
+    pub(super) repository: String,
+    /// A tag, or `sha256:` and a digest, as manifests are requested.
+    pub(super) version: String,
+}
+
+impl Reference {
+    /// Reads authority and path of an `oci` URL.
+    pub(crate) fn parse(authority: &str, path: &str) -> Result<Self, String> {
+        let path = percent_decode_str(path).decode_utf8_lossy();
+        let name = format!("{authority}{path}");
+        let unusable = |expected: &str| format!("could not parse reference {name:?}: {expected}");
+        let (rest, digest) = match name.split_once('@') {
+            Some((rest, digest)) => (rest, Some(digest)),
+            None => (name.as_str(), None),
+        };
+        // A colon before the last slash is that of a port.
+        let (rest, tag) = match rest.rsplit_once(':') {
+            Some((rest, tag)) if !tag.contains('/') && rest.contains('/') => (rest, tag),
+            _ => (rest, "latest"),
+        };
+        let (registry, repository) = match rest.split_once('/') {
+            Some((first, repository)) if first.contains(['.', ':']) || first == "localhost" => {
+                let is_hub = first == "docker.io";
+                (if is_hub { DOCKER_HUB } else { first }, repository)
+            }
+            _ => (DOCKER_HUB, rest),
+        };
+        let repository = match registry == DOCKER_HUB && !repository.contains('/') {
+            true => format!("library/{repository}"),
+            false => repository.to_owned(),
+        };
+        let is_part = |part: &str| {
+            let allowed =
+                |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-._".contains(c);
+            !part.is_empty() && part.chars().all(allowed) && part.trim_matches('.') != ""
+        };
+        if repository.len() > 255 || !repository.split('/').all(is_part) {
+            return Err(unusable(
+                "expected a repository of lower-case letters, digits and -._/",
+            ));
+        }
+        let is_tag_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let is_tag = (1..=128).contains(&tag.len()) && tag.chars().all(is_tag_letter);
+        if !is_tag || tag.trim_matches('.').is_empty() {
+            return Err(unusable(
+                "expected a tag of up to 128 letters, digits and -._",
+            ));
+        }
+        let version = match digest {
+            None => tag.to_owned(),
+            Some(digest) => match sha256(digest) {
+                Some(_) => digest.to_owned(),
+                None => return Err(unusable("expected sha256: and 64 hexadecimal digits")),
+            },
+        };
+        let registry = registry.to_owned();
+        Ok(Self {
+            registry,
+            repository,
+            version,
+        })
+    }
+
+    /// The digest, if the image is named by it.
+    pub(crate) fn digest(&self) -> Option<&str> {
+        sha256(&self.version)
+    }
+
+    /// The same for all versions of an image.
+    pub(crate) fn module_name(&self) -> String {
+        format!("oci://{}/{}", self.registry, self.repository)
+    }
+}
+
+/// The hexadecimal digits of a digest.
+pub(super) fn sha256(digest: &str) -> Option<&str> {
+    let digits = digest.strip_prefix("sha256:")?;
+    let is_digit = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
+    (digits.len() == 64 && digits.chars().all(is_digit)).then_some(digits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_by_docker() {
+        let digest = format!("sha256:{}", "0a".repeat(32));
+        for (name, expected) in [
+            ("ghcr.io/a/b", Some(("ghcr.io", "a/b", "latest"))),
+            ("ghcr.io/a/b:v1", Some(("ghcr.io", "a/b", "v1"))),
+            ("localhost/b:v1", Some(("localhost", "b", "v1"))),
+            ("registry:5000/b", Some(("registry:5000", "b", "latest"))),
+            (
+                "registry:5000/b:V_1.0-x",
+                Some(("registry:5000", "b", "V_1.0-x")),
+            ),
+            ("docker.io/b", Some((DOCKER_HUB, "library/b", "latest"))),
+            ("docker.io/a/b:v1", Some((DOCKER_HUB, "a/b", "v1"))),
+            ("a/b", Some((DOCKER_HUB, "a/b", "latest"))),
+            ("r.io/a%2Fb", Some(("r.io", "a/b", "latest"))),
+            (&format!("r.io/b:v1@{digest}"), Some(("r.io", "b", &digest))),
+            (&format!("r.io/b@{}", &digest[..70]), None),
+            ("r.io/b@md5:00", None),
+            ("r.io/B", None),
+            ("r.io/", None),
+            ("r.io/a//b", None),
+            ("r.io/../b", None),
+            ("r.io/a%2F..%2Fb", None),
+            ("r.io/b:", None),
+            ("r.io/b:v%2F1", None),
+            ("r.io/b:..", None),
+            ("r.io/a%0Ab", None),
+        ] {
+            let (authority, path) = name.split_at(name.find('/').expect("a path"));
+            let found = Reference::parse(authority, path).ok();
+            let found = found
+                .as_ref()
+                .map(|r| (&*r.registry, &*r.repository, &*r.version));
+            assert_eq!(found, expected, "{name}");
+        }
+    }
+}
