@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Agent;
+use super::ecds::Ecds;
 use super::nds::Nds;
 use super::pcds::Pcds;
 use crate::dns;
@@ -10,6 +11,7 @@ use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
 use crate::unix_socket::{self, BindError};
+use crate::wasm::Wasm;
 use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
@@ -23,6 +25,7 @@ impl Agent {
         envoy: Option<&Envoy>,
         pcds: Option<Pcds>,
         dns: Option<dns::Dns>,
+        wasm: Option<Wasm>,
         health: Option<&Health>,
     ) -> Result<Observer, BindError> {
         let config = xds::Config {
@@ -34,7 +37,9 @@ impl Agent {
         let listener = unix_socket::replace(&config.socket)?;
         let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
         let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
-        let interceptors = Interceptors::new(nds.into_iter().chain(pcds).collect());
+        let ecds = wasm.map(|wasm| Box::new(Ecds::new(wasm)) as Box<dyn Interceptor>);
+        let interceptors = nds.into_iter().chain(pcds).chain(ecds);
+        let interceptors = Interceptors::new(interceptors.collect());
         let of_others = match envoy {
             Some(_) => {
                 let name = "connection to istiod for clients other than Envoy";

@@ -7,6 +7,7 @@
 //! Modules that must not use each other meet only here.
 
 mod discovery;
+mod ecds;
 mod envoy_user;
 mod google_token;
 mod nds;
@@ -43,6 +44,7 @@ use crate::scrape::Scrape;
 use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
+use crate::wasm::Wasm;
 use crate::{dns, status};
 use reload::{Inputs, Load};
 use sds_socket::{Detected, SdsOwner};
@@ -163,11 +165,13 @@ impl Agent {
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
         let health = agent.health(envoy.as_ref(), stop)?;
+        let wasm = agent.wasm();
         let discovery = agent.discovery(
             istiod.clone(),
             envoy.as_ref(),
             pcds,
             dns.clone(),
+            wasm.clone(),
             health.as_ref(),
         )?;
         milestones.mark(startup::SOCKETS_BOUND);
@@ -183,6 +187,7 @@ impl Agent {
                 discovery,
                 dns,
                 health,
+                wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
             };
@@ -205,6 +210,21 @@ impl Agent {
             self.spawn_until_shutdown("watch for changes", changes);
         }
         Ok(Some(envoy))
+    }
+
+    /// Fetches Wasm modules, if Envoy is not to do so.
+    fn wasm(&mut self) -> Option<Wasm> {
+        let Some(config) = self.config.wasm.clone() else {
+            tracing::warn!(
+                target: "wasm",
+                "ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION is false: ECDS passes as it is. Envoy \
+                 cannot fetch the modules of WasmPlugins, and its configuration dump shows pull secrets"
+            );
+            return None;
+        };
+        let (wasm, fetches) = Wasm::new(config, &self.metrics);
+        self.spawn_until_shutdown("Wasm modules", fetches);
+        Some(wasm)
     }
 
     /// Checks the workload of a machine.

@@ -23,6 +23,7 @@ mod statsd;
 mod status;
 mod threads;
 mod validate;
+mod wasm;
 mod workload;
 
 use std::collections::BTreeSet;
@@ -70,6 +71,8 @@ pub struct Config {
     pub grpc: Option<bootstrap::grpc::Config>,
     pub scrape: scrape::Config,
     pub dns: Option<DnsParameters>,
+    /// None if Envoy is left to fetch modules itself.
+    pub wasm: Option<crate::wasm::Config>,
     /// The files that the bootstrap and Envoy depend on.
     pub inputs: Vec<PathBuf>,
     pub platform: bootstrap::platform::Config,
@@ -191,6 +194,7 @@ pub(crate) fn load_with(
         bootstrap,
         platform: sources.platform(),
         dns: sources.dns(),
+        wasm: sources.wasm(),
         inputs: sources.inputs(),
         jwt_policy: sources.get(&environment::JWT_POLICY),
         cluster_id: sources.get(&environment::ISTIO_META_CLUSTER_ID),

@@ -47,6 +47,7 @@ use crate::lifecycle::{BoxError, CancellationToken, Stop};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::secrets::Secrets;
+use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use app_probe::AppProbes;
 use overview::Overview;
@@ -98,6 +99,8 @@ pub struct Sources {
     pub dns: Option<Dns>,
     /// None if the workload is not checked.
     pub health: Option<Health>,
+    /// None if Envoy fetches Wasm modules itself.
+    pub wasm: Option<Wasm>,
     pub metrics: Registry,
     pub scrape: Scrape,
 }
@@ -233,6 +236,10 @@ fn debug_page(path: &str) -> Option<DebugPage> {
             reply::json(health.map(|health| json!(health)))
         },
         "/debug/xdsz" => |sources, _| reply::json(Some(json!(sources.discovery.snapshot()))),
+        "/debug/wasm" => |sources, _| {
+            let snapshot = sources.wasm.as_ref().map(Wasm::snapshot);
+            reply::json(snapshot.map(|snapshot| json!(snapshot)))
+        },
         "/debug/ndsz" => |sources, _| reply::json(sources.dns.as_ref().and_then(Dns::ndsz)),
         _ => return None,
     })

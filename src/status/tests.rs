@@ -37,6 +37,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         discovery: Observer::new(&metrics),
         dns: None,
         health: None,
+        wasm: None,
         metrics,
         scrape,
     }

@@ -27,18 +27,30 @@ const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 pub(crate) const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
 /// What an interceptor made of a response.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum Outcome {
     /// Consumed by the agent: istiod gets an ACK, Envoy gets nothing.
     Accepted,
     /// This message goes to Envoy in its place. Envoy sends the ACK, with the nonce it carries.
     Forward(Bytes),
+    /// The same; and what comes of the future is another outcome, unless a newer response of the type
+    /// comes first.
+    ForwardAnd(Bytes, Later),
     /// Not usable, for the reason given: istiod gets a NACK, Envoy gets nothing.
     Rejected(String),
 }
 
 /// The future of an [`Outcome`].
 pub type Intercepting = Pin<Box<dyn Future<Output = Outcome> + Send>>;
+
+/// What follows a message that was forwarded.
+pub struct Later(pub Intercepting);
+
+impl fmt::Debug for Later {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Later")
+    }
+}
 
 /// Consumes or rewrites the responses of one type.
 pub trait Interceptor: Send + Sync {
@@ -53,6 +65,11 @@ pub trait Interceptor: Send + Sync {
     /// Responses of one type are handled one by one in the order of arrival, beside those of other
     /// types.
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
+
+    /// The message that takes the place of one under way and a newer one. None where each is handled.
+    fn merge(&self, _: Protocol, _older: &Bytes, _newer: &Bytes) -> Option<Bytes> {
+        None
+    }
 }
 
 /// The interceptors of all types.
@@ -94,6 +111,16 @@ impl Interceptors {
         message: Bytes,
     ) -> Intercepting {
         self.0[index].intercept(protocol, message)
+    }
+
+    pub(crate) fn merge(
+        &self,
+        index: usize,
+        protocol: Protocol,
+        older: &Bytes,
+        newer: &Bytes,
+    ) -> Option<Bytes> {
+        self.0[index].merge(protocol, older, newer)
     }
 
     /// Requests for the types the agent subscribes to itself.

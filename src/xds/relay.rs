@@ -21,7 +21,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
@@ -30,9 +30,9 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end::{self, End};
-use super::intercept::{Interceptors, Outcome};
+use super::intercept::{Interceptors, Later, Outcome};
 use super::observe::Observer;
-use super::response::Received;
+use super::response::Captured;
 use super::stream::StreamState;
 use crate::istiod::{Closed, Connection, Istiod};
 
@@ -220,12 +220,11 @@ impl<'a> Session<'a> {
                     self.send(room.map_err(|_| End::envoy_gone(None))?);
                     warn_if_slow(self.waiting_since.take(), self.relay);
                 }
-                Some(done) = self.interceptions.running.join_next() => {
-                    let (index, response, outcome) = done.map_err(|panic| {
+                Some(done) = self.interceptions.next() => {
+                    let (response, outcome) = done.map_err(|panic| {
                         End::bad_response(&Status::internal(panic.to_string()))
                     })?;
-                    self.interceptions.busy.retain(|other| *other != index);
-                    self.state.intercepted(&response, outcome);
+                    self.intercepted(response, outcome);
                 }
                 health = changed(&mut self.health), if self.state.is_subscribed() => {
                     self.state.report_health(&health);
@@ -236,6 +235,17 @@ impl<'a> Session<'a> {
                 },
             }
             self.pass_on();
+        }
+    }
+
+    fn intercepted(&mut self, response: Captured, outcome: Outcome) {
+        match outcome {
+            Outcome::ForwardAnd(message, later) => {
+                self.state
+                    .intercepted(&response.received, Outcome::Forward(message));
+                self.interceptions.follow(response, later);
+            }
+            outcome => self.state.intercepted(&response.received, outcome),
         }
     }
 
@@ -300,30 +310,72 @@ async fn changed(health: &mut Option<Health>) -> Result<(), String> {
     pending().await
 }
 
-type Intercepted = (usize, Received, Outcome);
-
 /// Running interceptors: one response of a type at a time.
 #[derive(Default)]
 struct Interceptions {
-    running: JoinSet<Intercepted>,
-    busy: Vec<usize>,
+    tasks: JoinSet<Outcome>,
+    running: Vec<Running>,
+}
+
+/// A response at its interceptor.
+struct Running {
+    task: AbortHandle,
+    response: Captured,
 }
 
 impl Interceptions {
-    /// Starts the interceptors that are idle and have a response waiting.
+    /// Starts the interceptors that have a response waiting and are idle, or drop the one under way.
     fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
-        for response in std::mem::take(&mut state.captured) {
+        for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
-            if self.busy.contains(&index) {
-                state.captured.push_back(response);
-                continue;
+            let is_same = |running: &Running| running.response.interceptor == index;
+            if let Some(older) = self.running.iter().position(is_same) {
+                let (older_message, newer) =
+                    (&self.running[older].response.message, &response.message);
+                let merged = state
+                    .interceptors
+                    .merge(index, protocol, older_message, newer);
+                let Some(merged) = merged else {
+                    state.captured.push_back(response);
+                    continue;
+                };
+                response.message = merged;
+                self.running.swap_remove(older).task.abort();
             }
-            self.busy.push(index);
-            let interceptors = &state.interceptors;
-            let intercepting = interceptors.intercept(index, protocol, response.message);
-            self.running
-                .spawn(async move { (index, response.received, intercepting.await) });
+            let message = response.message.clone();
+            let task = self
+                .tasks
+                .spawn(state.interceptors.intercept(index, protocol, message));
+            self.running.push(Running { task, response });
         }
+    }
+
+    /// Waits for an outcome and passes it on. Cancel safe.
+    async fn next(&mut self) -> Option<Result<(Captured, Outcome), JoinError>> {
+        loop {
+            let (id, outcome) = match self.tasks.join_next_with_id().await? {
+                Ok(ended) => ended,
+                // A newer response has taken its place.
+                Err(error) if error.is_cancelled() => continue,
+                Err(error) => return Some(Err(error)),
+            };
+            // One that ended just before that is not among those running.
+            let index = self
+                .running
+                .iter()
+                .position(|running| running.task.id() == id);
+            let Some(Running { response, .. }) = index.map(|it| self.running.swap_remove(it))
+            else {
+                continue;
+            };
+            return Some(Ok((response, outcome)));
+        }
+    }
+
+    /// Waits for what follows an outcome.
+    fn follow(&mut self, response: Captured, later: Later) {
+        let task = self.tasks.spawn(later.0);
+        self.running.push(Running { task, response });
     }
 }
 

@@ -137,7 +137,7 @@ impl StreamState {
                 );
                 self.answer(response, Some(&problem));
             }
-            Outcome::Forward(message) => {
+            Outcome::Forward(message) | Outcome::ForwardAnd(message, _) => {
                 self.between.push_back(frame(&message));
                 self.send_rewritten();
             }

@@ -186,6 +186,21 @@ variables! {
     REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Probes go to localhost instead of the pod's address.", Same;
     ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Probes keep their connections.", Same;
     METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Metrics for callers on this machine only.", Same;
+    ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION: bool = "true", "Fetches Wasm modules for Envoy. Without, Envoy never gets them.", Same;
+    WASM_INSECURE_REGISTRIES: String = "", "Hosts with ports, separated by commas, whose certificates are not verified; * is all.", Same;
+    WASM_MODULE_EXPIRY: Duration = "24h", "Time after which unused Wasm modules are removed.", Same;
+    WASM_PURGE_INTERVAL: Duration = "1h", "Pause between removals of Wasm modules.", Same;
+    WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one HTTP request for a Wasm module.", Same;
+    WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Attempts to fetch a Wasm module over HTTP.", Same;
+    ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u32 = "268435456", "Largest Wasm module, before and after it is unpacked.", Same;
+    BLOCKED_CIDRS_IN_WASM_FETCH: String = "", "Networks, separated by commas, that Wasm modules are never fetched from.", Same;
+    DOCKER_CONFIG: String = "", "Directory of Docker's config.json with credentials for registries; empty is $HOME/.docker.", Same;
+    HOME: String = "", "Home directory, where Docker's configuration is.", Same;
+    REGISTRY_AUTH_FILE: String = "", "File of credentials for registries if Docker has none.", Same;
+    XDG_RUNTIME_DIR: String = "", "Directory of containers/auth.json, with credentials if neither file above exists.", Same;
+    ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u32 = "1073741824", "Most bytes of cached Wasm modules together; those in use stay beyond it.", Own;
+    ISTIO_AGENT_WASM_REQUIRE_DIGEST: bool = "false", "Refuses Wasm modules that are not pinned by a digest.", Own;
+    ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: String = "", "Prefixes of host and path, separated by commas, that Wasm modules may be fetched from; empty is any.", Own;
     GCE_METADATA_HOST: String = "", "Host of Google's metadata service.", Same;
 }
 

@@ -6,7 +6,6 @@ use super::Row;
 use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 
 const CONNECTION: State = NotYet("connection to istiod");
-const WASM: State = NotYet("Wasm modules");
 const PLATFORM: State = NotYet("platform discovery");
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
 const GO: State = WithoutEffect("there is no Go runtime here");
@@ -41,15 +40,6 @@ pub(super) const OTHERS: &[Row] = &[
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
     row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", Honoured),
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
-    row("ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION", "bool", "true", "Fetches Wasm modules for Envoy.", WASM),
-    row("WASM_INSECURE_REGISTRIES", "list", "", "Registries that need no certificate.", WASM),
-    row("WASM_MODULE_EXPIRY", "duration", "24h", "Unused modules older than this are removed.", WASM),
-    row("WASM_PURGE_INTERVAL", "duration", "1h", "Pause between removals.", WASM),
-    row("WASM_HTTP_REQUEST_TIMEOUT", "duration", "15s", "How long a module's server may take.", WASM),
-    row("WASM_HTTP_REQUEST_MAX_RETRIES", "int", "5", "Attempts to fetch a module.", WASM),
-    row("ISTIO_WASM_MAX_BINARY_SIZE_BYTES", "int", "268435456", "Largest module.", WASM),
-    row("BLOCKED_CIDRS_IN_WASM_FETCH", "list", "", "Networks modules are never fetched from.", WASM),
-    row("DOCKER_CONFIG", "string", "", "Directory of registry credentials.", WASM),
     row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", PLATFORM),
     row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
     row("XDS_AUTH", "bool", "true", "Istiod authenticates clients.", UNUSED),

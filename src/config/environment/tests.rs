@@ -77,12 +77,11 @@ fn variables_of_missing_features_are_named() {
         ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
         ("OUTPUT_CERTS", ""),
         ("GOMEMLIMIT", "1GiB"),
-        ("WASM_INSECURE_REGISTRIES", "registry.example"),
         ("SOMETHING_ELSE", "true"),
     ]
     .into_iter()
     .collect();
-    assert_eq!(env.not_yet(), ["WASM_INSECURE_REGISTRIES", "SSL_CERT_DIR"]);
+    assert_eq!(env.not_yet(), ["SSL_CERT_DIR"]);
 }
 
 #[test]
@@ -91,7 +90,7 @@ fn the_help_of_proxy_has_every_variable_with_its_state() {
     for line in [
         "  POD_NAME (string, default \"\")\n",
         "  ISTIO_BOOTSTRAP (string, default \"\") [refused: this agent writes the bootstrap itself]\n",
-        "  WASM_PURGE_INTERVAL (duration, default \"1h\") [not yet: Wasm modules]\n",
+        "  WASM_PURGE_INTERVAL (duration, default \"1h\")\n",
     ] {
         assert!(text.contains(line), "{line}");
     }

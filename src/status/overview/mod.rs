@@ -6,6 +6,7 @@
 mod discovery;
 mod format;
 mod page;
+mod wasm;
 
 use std::time::SystemTime;
 
@@ -21,6 +22,7 @@ use crate::logging;
 use crate::secrets::Secrets;
 use crate::secrets::observe::Snapshot as Certificates;
 use crate::version;
+use crate::wasm::Snapshot as Wasm;
 use crate::xds::observe::Snapshot as Discovery;
 
 #[derive(Debug, Serialize)]
@@ -41,6 +43,8 @@ pub(super) struct Overview {
     dns: Option<Dns>,
     /// None if the workload is not checked.
     health: Option<Health>,
+    /// None if Envoy fetches Wasm modules itself.
+    wasm: Option<Wasm>,
     start_up: Vec<Reached>,
     /// The newest first.
     warnings: Vec<logging::Entry>,
@@ -82,6 +86,7 @@ impl Overview {
                 ready: *dns.ready().borrow(),
             }),
             health: sources.health.clone(),
+            wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
             start_up: sources.milestones.reached(),
             warnings: logging::recent(),
         }

@@ -4,7 +4,7 @@
 use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 
 use super::format::{duration, size};
-use super::{Overview, discovery};
+use super::{Overview, discovery, wasm};
 use crate::clock::rfc3339;
 use crate::envoy::handle::{Report, State};
 use crate::envoy::shutdown::Step;
@@ -106,6 +106,7 @@ fn sections(overview: &Overview) -> Markup {
                 }
             }))
         }
+        @if let Some(wasm) = overview.wasm.as_ref().and_then(wasm::section) { (wasm) }
         (discovery::section(&overview.discovery))
         (warnings(&overview.warnings))
     }

@@ -50,6 +50,7 @@ fn empty() -> Overview {
         },
         dns: None,
         health: None,
+        wasm: None,
         start_up: Vec::new(),
         warnings: Vec::new(),
     }

@@ -226,7 +226,7 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
 
     let edit = |edit: &dyn Fn(&mut EnvoyRemote)| {
         let Code::Remote(mut changed) = remote() else {
-            unreachable!()
+            panic!("a remote module")
         };
         edit(&mut changed);
         found(&wasm(Some(Code::Remote(changed)), Some(environment(&[])))).module

@@ -2,7 +2,7 @@
 //! unknown ones too, stay byte for byte.
 
 use bytes::{Buf, Bytes};
-use prost::DecodeError;
+pub(crate) use prost::DecodeError;
 use prost::encoding::{
     DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field,
 };
@@ -42,6 +42,14 @@ pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
     Ok(fields)
 }
 
+/// The content of the last field of this number, which is the one that counts.
+pub(crate) fn last(message: &Bytes, number: u32) -> Result<Option<Bytes>, DecodeError> {
+    let mut fields = fields(message)?.into_iter().rev();
+    Ok(fields
+        .find(|field| field.number == number)
+        .and_then(|field| field.content))
+}
+
 /// Appends a length-delimited field.
 pub(crate) fn append(message: &mut Vec<u8>, number: u32, content: &[u8]) {
     encode_key(number, WireType::LengthDelimited, message);
@@ -51,7 +59,7 @@ pub(crate) fn append(message: &mut Vec<u8>, number: u32, content: &[u8]) {
 
 /// The message with its embedded message `number` edited. What was not set is edited as an empty
 /// message; the field goes where `edit` returns none.
-pub(super) fn edited(
+pub(crate) fn edited(
     message: &Bytes,
     number: u32,
     edit: impl FnOnce(Bytes) -> Result<Option<Bytes>, DecodeError>,

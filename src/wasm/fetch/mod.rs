@@ -25,7 +25,8 @@ use crate::unverified_tls;
 use address::Blocked;
 pub use address::Network;
 pub(crate) use download::Download;
-use oci::reference::Reference;
+use oci::reference::{DOCKER_HUB, Reference};
+pub(crate) use unpack::hexadecimal;
 
 /// Settings of fetches.
 #[derive(Clone, Debug)]
@@ -107,6 +108,38 @@ impl Source {
         match self {
             Self::Http(url) | Self::Oci(url, _) => url,
         }
+    }
+
+    /// The digest that pins an image.
+    pub(crate) fn digest(&self) -> Option<&str> {
+        match self {
+            Self::Http(_) => None,
+            Self::Oci(_, reference) => reference.digest(),
+        }
+    }
+
+    /// Whether the URL of an image names the tag `latest`.
+    pub(crate) fn is_latest(&self) -> bool {
+        matches!(self, Self::Oci(url, _) if url.uri.path().ends_with(":latest"))
+    }
+
+    /// Whether host and path begin with those of `prefix`. A path with dots leads to another one.
+    pub(crate) fn is_within(&self, prefix: &str) -> bool {
+        let place = match self {
+            Self::Http(url) => format!("{}{}", url.authority(), url.uri.path()),
+            Self::Oci(_, reference) => reference.module_name().replacen("oci://", "", 1),
+        };
+        let decoded = percent_encoding::percent_decode_str(&place).decode_utf8_lossy();
+        if decoded.split(['/', '\\']).any(|part| part == "..") {
+            return false;
+        }
+        let prefix = prefix.split_once("://").map_or(prefix, |(_, rest)| rest);
+        let prefix = prefix.trim_end_matches('/');
+        let hub = prefix
+            .strip_prefix("docker.io")
+            .map(|rest| format!("{DOCKER_HUB}{rest}"));
+        let rest = place.strip_prefix(hub.as_deref().unwrap_or(prefix));
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 
     /// What distinguishes the module from others in the cache: all tags of a repository are one.

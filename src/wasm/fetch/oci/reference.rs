@@ -2,7 +2,7 @@
 
 use percent_encoding::percent_decode_str;
 
-const DOCKER_HUB: &str = "index.docker.io";
+pub(crate) const DOCKER_HUB: &str = "index.docker.io";
 
 /// An image in a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl Reference {
         let is_part = |part: &str| {
             let allowed =
                 |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-._".contains(c);
-            !part.is_empty() && part.chars().all(allowed) && part.trim_matches('.') != ""
+            !part.is_empty() && part.chars().all(allowed) && !part.trim_matches('.').is_empty()
         };
         if repository.len() > 255 || !repository.split('/').all(is_part) {
             return Err(unusable(

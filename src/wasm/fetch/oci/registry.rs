@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri, header};
 use serde::Deserialize;
 use tokio::time::{Instant, sleep};
 
@@ -87,7 +87,7 @@ impl Registry {
                     }
                     if status == StatusCode::UNAUTHORIZED && !has_authenticated {
                         has_authenticated = true;
-                        self.authenticate(&response).await?;
+                        self.authenticate(&response.into_parts().0.headers).await?;
                         continue;
                     }
                     let is_temporary = TEMPORARY.contains(&status.as_u16());
@@ -146,9 +146,9 @@ impl Registry {
     }
 
     /// Gets what the registry asks for in a 401.
-    async fn authenticate(&mut self, response: &Response<Body>) -> Result<(), String> {
+    async fn authenticate(&mut self, headers: &HeaderMap) -> Result<(), String> {
         let refuses = format!("{} asks for authorization", self.base);
-        let challenge = challenge(response.headers());
+        let challenge = challenge(headers);
         let challenge = challenge.ok_or_else(|| format!("{refuses} in no known way"))?;
         let host = self.base.host().unwrap_or_default();
         let is_plain = self.base.scheme_str() != Some("https");
@@ -302,7 +302,7 @@ mod tests {
             let request = Request::get(format!("http://{}/", server.address));
             let request = request.body(Bytes::new()).expect("a request");
             let response = registry.client.send(request).await.expect("an answer");
-            let found = registry.authenticate(&response).await;
+            let found = registry.authenticate(response.headers()).await;
             assert_eq!(found.is_ok(), expected.is_ok(), "{base}: {found:?}");
             assert_eq!(registry.authorization.is_some(), expected.is_ok());
         }

@@ -1,0 +1,139 @@
+//! The configuration of Wasm modules.
+
+use std::path::{Path, PathBuf};
+
+use super::Sources;
+use super::environment::{self as variables, Value, Variable};
+use crate::wasm::{Config, FetchConfig, Network};
+
+/// Where pilot-agent keeps modules: the volume `istio-data` of the pod.
+const DIRECTORY: &str = "./var/lib/istio/data";
+
+impl Sources<'_> {
+    /// None if Envoy is left to fetch modules itself.
+    pub(super) fn wasm(&mut self) -> Option<Config> {
+        if !self.get(&variables::ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION) {
+            return None;
+        }
+        // Envoy has to find the files whatever its directory is.
+        let directory = self.root.join(DIRECTORY);
+        let directory = std::path::absolute(&directory).unwrap_or(directory);
+        Some(Config {
+            directory: directory.components().collect(),
+            fetch: FetchConfig {
+                insecure: self.list(&variables::WASM_INSECURE_REGISTRIES),
+                blocked: self.blocked_networks(),
+                request_limit: self.positive(&variables::WASM_HTTP_REQUEST_TIMEOUT),
+                attempts: self.positive(&variables::WASM_HTTP_REQUEST_MAX_RETRIES),
+                max_bytes: self
+                    .positive(&variables::ISTIO_WASM_MAX_BINARY_SIZE_BYTES)
+                    .into(),
+                credentials: self.registry_credentials(),
+            },
+            expiry: self.positive(&variables::WASM_MODULE_EXPIRY),
+            purge_interval: self.positive(&variables::WASM_PURGE_INTERVAL),
+            max_cache_bytes: self
+                .get(&variables::ISTIO_AGENT_WASM_CACHE_MAX_BYTES)
+                .into(),
+            requires_digest: self.get(&variables::ISTIO_AGENT_WASM_REQUIRE_DIGEST),
+            allowed: self.list(&variables::ISTIO_AGENT_WASM_ALLOWED_REGISTRIES),
+        })
+    }
+
+    /// The entries of a list with commas.
+    fn list(&mut self, variable: &Variable<String>) -> Vec<String> {
+        let text = self.get(variable);
+        let entries = text.split(',').map(str::trim);
+        entries
+            .filter(|entry| !entry.is_empty())
+            .map(str::to_owned)
+            .collect()
+    }
+
+    /// The variable; its default instead of zero, as in pilot-agent.
+    fn positive<T: Value + Default + PartialEq>(&mut self, variable: &Variable<T>) -> T {
+        let value = self.get(variable);
+        match value == T::default() {
+            true => T::parse(variable.default).unwrap_or(value),
+            false => value,
+        }
+    }
+
+    fn blocked_networks(&mut self) -> Vec<Network> {
+        let variable = variables::BLOCKED_CIDRS_IN_WASM_FETCH;
+        let mut networks = Vec::new();
+        for entry in self.list(&variable) {
+            match Network::parse(&entry) {
+                Some(network) => networks.push(network),
+                None => self.warn(
+                    variable.name,
+                    entry,
+                    "networks such as 10.0.0.0/8, going on without",
+                ),
+            }
+        }
+        networks
+    }
+
+    fn registry_credentials(&mut self) -> Vec<PathBuf> {
+        let home = self
+            .text(&variables::HOME)
+            .map(|home| Path::new(&home).join(".docker"));
+        let docker = self
+            .text(&variables::DOCKER_CONFIG)
+            .map(PathBuf::from)
+            .or(home);
+        let runtime = self.text(&variables::XDG_RUNTIME_DIR);
+        let runtime = runtime.map(|runtime| Path::new(&runtime).join("containers/auth.json"));
+        let docker = docker.map(|docker| docker.join("config.json"));
+        let file = self.text(&variables::REGISTRY_AUTH_FILE).map(PathBuf::from);
+        docker.into_iter().chain(file).chain(runtime).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::tests::machine;
+
+    #[test]
+    fn zeros_are_defaults_and_lists_are_read_leniently() {
+        let config = machine(&[
+            ("WASM_HTTP_REQUEST_TIMEOUT", "0s"),
+            ("WASM_HTTP_REQUEST_MAX_RETRIES", "0"),
+            ("WASM_INSECURE_REGISTRIES", "localhost:5000, registry,"),
+            ("BLOCKED_CIDRS_IN_WASM_FETCH", "10.0.0.0/8, 10.0.0.0/99"),
+            ("HOME", "/home/u"),
+            ("XDG_RUNTIME_DIR", "/run/u"),
+        ])
+        .config();
+        let wasm = config.wasm.expect("enabled");
+        assert_eq!(
+            (wasm.fetch.request_limit, wasm.fetch.attempts),
+            (Duration::from_secs(15), 5)
+        );
+        assert_eq!(wasm.fetch.insecure, ["localhost:5000", "registry"]);
+        assert_eq!(
+            wasm.fetch.blocked,
+            [Network::parse("10.0.0.0/8").expect("a network")]
+        );
+        let files = ["/home/u/.docker/config.json", "/run/u/containers/auth.json"];
+        assert_eq!(wasm.fetch.credentials, files.map(PathBuf::from));
+        assert!(wasm.directory.is_absolute() && wasm.directory.ends_with("var/lib/istio/data"));
+        let warned = |name| {
+            config
+                .warnings
+                .iter()
+                .any(|warning| warning.subject == name)
+        };
+        assert!(warned("BLOCKED_CIDRS_IN_WASM_FETCH"));
+    }
+
+    #[test]
+    fn envoy_may_be_left_to_fetch_modules() {
+        let name = "ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION";
+        assert!(machine(&[(name, "false")]).config().wasm.is_none());
+    }
+}
