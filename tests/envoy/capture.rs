@@ -41,46 +41,8 @@ pub fn text(output: &Output) -> String {
 /// Sets the rules of a usual sidecar up.
 fn capture(words: &str) {
     let usual = "-p 15001 -z 15006 -u 1337,2000-2001 -i * -b *";
-    let dry = if words.contains("nftables") {
-        ""
-    } else {
-        "--dry-run"
-    };
-    let output = istio_iptables(0, &format!("{usual} {words} {dry}"));
-    let printed = text(&output);
-    assert!(output.status.success(), "{printed}");
-    namespace::run("ip", &["address", "replace", "::6/128", "dev", "lo"]);
-    if words.contains("TPROXY") {
-        for family in ["-4", "-6"] {
-            namespace::run(
-                "ip",
-                &[family, "rule", "add", "fwmark", "1337", "lookup", "133"],
-            );
-            namespace::run(
-                "ip",
-                &[
-                    family, "route", "add", "local", "default", "dev", "lo", "table", "133",
-                ],
-            );
-        }
-    }
-    if words.contains("nftables") {
-        return;
-    }
-    // Tables of IPv4 come first, then the same ones of IPv6.
-    let mut seen = Vec::new();
-    for table in printed.split_inclusive("COMMIT\n") {
-        let Some(at) = table.find("* ") else { break };
-        let (table, name) = (&table[at..], table[at..].lines().next().unwrap().to_owned());
-        let program = match seen.contains(&name) {
-            false => "iptables-restore",
-            true => "ip6tables-restore",
-        };
-        seen.push(name);
-        let path = format!("/mnt/rules-{}", seen.len());
-        std::fs::write(&path, table).unwrap();
-        namespace::run(program, &["--noflush", &path]);
-    }
+    let output = istio_iptables(0, &format!("{usual} {words}"));
+    assert!(output.status.success(), "{}", text(&output));
 }
 
 #[test]
@@ -99,8 +61,6 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
         let output = istio_iptables(user, &words);
         (output.status.code(), text(&output), started.elapsed())
     };
-    // Applied rules come with it.
-    namespace::add_address("::6/128");
     for (address, destination) in [
         ("10.9.0.1/24", "127.0.0.6:15002"),
         ("2001:db8::1/64", "[::6]:15002"),
@@ -119,7 +79,8 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
         assert_eq!(code, Some(0), "{said}");
         let (code, said, _) = validate(0, "1500ms");
         assert_eq!(code, Some(126), "{said}");
-        namespace::run("nft", &["flush ruleset"]);
+        let output = istio_iptables(0, "--cleanup-only");
+        assert!(output.status.success(), "{}", text(&output));
         namespace::run("ip", &["address", "del", address, "dev", "lo"]);
     }
 }
@@ -395,6 +356,17 @@ impl Captured {
 async fn redirect_captures_both_families_with_iptables() {
     const TEST: &str = "capture::redirect_captures_both_families_with_iptables";
     both_directions(TEST, &[V4, V6], "-m REDIRECT").await;
+}
+
+#[tokio::test]
+async fn redirect_captures_both_families_with_legacy_iptables() {
+    const TEST: &str = "capture::redirect_captures_both_families_with_legacy_iptables";
+    both_directions(
+        TEST,
+        &[V4, V6],
+        "-m REDIRECT --force-iptables-binary legacy",
+    )
+    .await;
 }
 
 #[tokio::test]
