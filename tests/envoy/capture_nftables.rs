@@ -296,28 +296,9 @@ fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
     namespace::add_address("2001:db8::1/64");
     let servers = [("127.0.0.1", "127.0.0.1:15000"), ("::1", "[::1]:15000")];
     let servers = servers.map(|(address, socket)| (address, TcpListener::bind(socket).unwrap()));
-    let usual = "-u 1337 -m REDIRECT -i * -b *";
-    let iptables = |words: &str| {
-        let printed = text(&istio_iptables(0, &format!("{words} --dry-run")));
-        let tables = printed
-            .split("* ")
-            .skip(1)
-            .map(|table| format!("* {table}"));
-        let tables: Vec<_> = tables
-            .map(|table| table.replace("iptables-save\nip6tables-save\n", ""))
-            .collect();
-        let (v4, v6) = tables.split_at(tables.len() / 2);
-        for (program, tables) in [("iptables-restore", v4), ("ip6tables-restore", v6)] {
-            std::fs::write("/mnt/rules", tables.concat()).unwrap();
-            namespace::run(program, &["--noflush", "/mnt/rules"]);
-        }
-    };
-    for back_end in ["iptables", "nftables"] {
+    for back_end in ["", "--native-nftables"] {
         for (flag, application) in [("", true), ("--protect-admin", false)] {
-            match back_end {
-                "iptables" => iptables(&format!("{usual} {flag}")),
-                _ => capture(&format!("{usual} {flag} --native-nftables")),
-            }
+            capture(&format!("-u 1337 -m REDIRECT -i * -b * {back_end} {flag}"));
             for (address, server) in &servers {
                 for (user, expected) in [(0, true), (AGENT, true), (APPLICATION, application)] {
                     let case = format!("{back_end} {flag}: user {user} to {address}");
