@@ -3,7 +3,6 @@
 //! Every test has a network of its own: see [`crate::support::namespace`].
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
@@ -21,15 +20,21 @@ use crate::support::pod::{Pod, Settings};
 use crate::support::resources::{captured, endpoints, passthrough, transparent};
 use crate::support::{envoy_binary, soon};
 
-/// Runs the command as a user.
+/// Runs the command as an init container does: root has two capabilities, others none.
 pub fn istio_iptables(user: u32, words: &str) -> Output {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
-    let mut command = Command::new(program);
+    let capabilities = match user {
+        0 => "-all,+net_admin,+net_raw",
+        _ => "-all",
+    };
+    let (user, mut command) = (user.to_string(), Command::new("setpriv"));
     command
+        .args(["--reuid", &user, "--regid", &user, "--clear-groups"])
+        .args(["--no-new-privs", "--inh-caps", "-all"])
+        .args(["--bounding-set", capabilities])
+        .arg(program)
         .arg("istio-iptables")
-        .args(words.split_whitespace())
-        .uid(user)
-        .gid(user);
+        .args(words.split_whitespace());
     command.output().unwrap()
 }
 
@@ -376,8 +381,14 @@ async fn redirect_captures_both_families_with_nftables() {
 }
 
 #[tokio::test]
-async fn redirect_captures_a_pod_of_one_family() {
-    const TEST: &str = "capture::redirect_captures_a_pod_of_one_family";
+async fn redirect_captures_a_pod_of_ipv4() {
+    const TEST: &str = "capture::redirect_captures_a_pod_of_ipv4";
+    both_directions(TEST, &[V4], "-m REDIRECT").await;
+}
+
+#[tokio::test]
+async fn redirect_captures_a_pod_of_ipv6() {
+    const TEST: &str = "capture::redirect_captures_a_pod_of_ipv6";
     both_directions(TEST, &[V6], "-m REDIRECT").await;
 }
 
