@@ -16,7 +16,8 @@ const LIMIT: Duration = Duration::from_secs(5);
 const LARGEST_ANSWER: usize = 1 << 20;
 
 const REQUEST_AND_ACK: u16 = 0x5;
-const DUMP: u16 = 0x300;
+/// Flag of a request for all.
+pub(super) const DUMP: u16 = 0x300;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
@@ -64,7 +65,7 @@ pub(super) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
 }
 
 /// Kinds and values of attributes, up to one that is cut.
-fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+pub(super) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
         let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?);
@@ -134,5 +135,48 @@ fn outcome(payload: &[u8]) -> io::Result<()> {
             Err(io::Error::new(kind, text))
         }
         _ => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn messages_and_attributes_are_read_as_they_are_written() {
+        let message = Message::new(32, DUMP, &[2, 0, 0, 0]);
+        let message = message.attribute(1, b"nat\0").attribute(2, b"x");
+        let Message(mut bytes) = message.attribute(3, b"");
+        let length = u32::try_from(bytes.len()).expect("small");
+        bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        bytes.push(7);
+        let (kind, payload, rest) = split(&bytes).expect("a message");
+        assert_eq!((kind, rest), (32, &[7][..]));
+        let parts: Vec<_> = parts(&payload[4..]).collect();
+        assert_eq!(parts, [(1, &b"nat\0"[..]), (2, b"x"), (3, b"")]);
+    }
+
+    #[test]
+    fn the_number_that_ends_a_request_says_why() {
+        let kind = |number: i32| outcome(&number.to_ne_bytes()).map_err(|error| error.kind());
+        assert_eq!(kind(0), Ok(()));
+        assert_eq!(kind(-17), Err(io::ErrorKind::AlreadyExists));
+        assert_eq!(kind(-1), Err(io::ErrorKind::PermissionDenied));
+        assert!(kind(i32::MIN).is_err());
+        assert!(outcome(&[]).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_of_any_kind_are_split_or_cut(bytes: Vec<u8>) {
+            let mut rest = &bytes[..];
+            while let Ok((_, _, after)) = split(rest) {
+                prop_assert!(after.len() < rest.len());
+                rest = after;
+            }
+            prop_assert!(parts(&bytes).count() <= bytes.len());
+        }
     }
 }

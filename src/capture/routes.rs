@@ -7,11 +7,12 @@ use std::io;
 use std::net::Ipv6Addr;
 
 use super::config::{Config, InboundPorts, Mode};
-use super::netlink::{Message, Socket};
+use super::netlink::{DUMP, Message, Socket, parts};
 
 /// `lo` in every network namespace.
 const LO: u32 = 1;
 const CREATE_NEW: u16 = 0x600;
+const NEW_RULE: u16 = 32;
 const V4: u8 = 2;
 const V6: u8 = 10;
 /// Equal rules of which earlier versions may have left several.
@@ -29,7 +30,7 @@ pub struct Error {
 /// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
 struct Item {
     name: String,
-    /// What adds it; the next number removes it.
+    /// What adds it; the next number removes it, the one after that reads.
     kind: u16,
     header: Vec<u8>,
     attributes: Vec<(u16, Vec<u8>)>,
@@ -41,6 +42,10 @@ pub fn add(config: &Config) -> Result<(), Error> {
     let mut items = items(config);
     items.retain(|item| item.is_wanted);
     change("add", &items, |item, socket| {
+        // The kernel takes a rule any number of times.
+        if item.kind == NEW_RULE && item.is_there(socket)? {
+            return Ok(());
+        }
         match socket.ask(item.message(item.kind, CREATE_NEW)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             other => other.map(drop),
@@ -116,7 +121,6 @@ fn passthrough_address(is_wanted: bool) -> Item {
 
 /// Looks packets with the mark up in the table.
 fn rule(family: u8, config: &Config, is_wanted: bool) -> Item {
-    const NEW_RULE: u16 = 32;
     const TO_TABLE: u8 = 1;
     const MARK: u16 = 10;
     const TABLE: u16 = 15;
@@ -169,6 +173,19 @@ fn local_route(family: u8, config: &Config, is_wanted: bool) -> Item {
 }
 
 impl Item {
+    fn is_there(&self, socket: &Socket) -> io::Result<bool> {
+        let all = socket.ask(Message::new(self.kind + 2, DUMP, &self.header))?;
+        let has = |reply: &Vec<u8>, kind, value: &Vec<u8>| {
+            let attributes = reply.get(self.header.len()..).unwrap_or_default();
+            parts(attributes).any(|(of, found)| of == kind && found == value)
+        };
+        let is_equal = |reply| {
+            let mut attributes = self.attributes.iter();
+            attributes.all(|(kind, value)| has(reply, *kind, value))
+        };
+        Ok(all.iter().any(is_equal))
+    }
+
     fn message(&self, kind: u16, flags: u16) -> Message {
         let message = Message::new(kind, flags, &self.header);
         let attributes = self.attributes.iter();

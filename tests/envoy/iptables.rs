@@ -183,11 +183,15 @@ fn with_fake(kind: &str, fake: &str, script: &str) -> String {
             let _ = symlink(target, format!("{directory}/{name}"));
         }
     }
+    with_fake_in(&directory, fake, script);
+    directory
+}
+
+fn with_fake_in(directory: &str, fake: &str, script: &str) {
     let path = format!("{directory}/{fake}");
     let _ = fs::remove_file(&path);
     fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    directory
 }
 
 #[test]
@@ -301,4 +305,93 @@ fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
         }
     }
     assert!(interrupted > 20, "{interrupted} of 200 were interrupted");
+}
+
+/// What `ip` prints.
+fn ip(words: &str) -> String {
+    let mut ip = Command::new("ip");
+    let output = ip.args(words.split(' ')).output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn routes_are_there_once_while_they_are_needed() {
+    if !is_inside("routes_are_there_once_while_they_are_needed") {
+        return;
+    }
+    let rules = || ["-4 rule", "-6 rule"].map(|words| ip(words).matches("fwmark 0x539").count());
+    let routes = || ["-4", "-6"].map(|family| ip(&format!("{family} route show table 133")));
+    let passthrough = || ip("-6 address show dev lo").contains("inet6 ::6/128 ");
+    for _ in 0..3 {
+        istio_iptables("nft", &format!("{OTHER} --force-apply"));
+    }
+    assert_eq!(rules(), [1, 1]);
+    for route in routes() {
+        assert!(route.starts_with("local default dev lo "), "{route}");
+        assert_eq!(route.lines().count(), 1, "{route}");
+    }
+    assert!(passthrough());
+    istio_iptables("nft", SIDECAR);
+    assert_eq!((rules(), passthrough()), ([0, 0], true));
+    assert_eq!(routes(), ["", ""]);
+    istio_iptables("nft", OTHER);
+    // What earlier versions left behind.
+    for _ in 0..3 {
+        namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
+    }
+    istio_iptables("nft", "--cleanup-only");
+    assert_eq!((rules(), passthrough()), ([0, 0], false));
+    assert_eq!(routes(), ["", ""]);
+}
+
+#[test]
+fn one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place() {
+    if !is_inside("one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place") {
+        return;
+    }
+    for kind in KINDS {
+        let path = with_fake(kind, "unused", "");
+        for family in ["iptables", "ip6tables"] {
+            for what in ["save", "restore"] {
+                let name = format!("{family}-{kind}-{what}");
+                let script = format!("echo {name} >>/mnt/run; exec /usr/sbin/{name} \"$@\"");
+                with_fake_in(&path, &name, &script);
+            }
+        }
+        let run = |words: &str| {
+            let _ = fs::remove_file("/mnt/run");
+            let (code, printed) = ended(command(words).env("PATH", &path));
+            assert_eq!(code, Some(0), "{printed}");
+            let run = fs::read_to_string("/mnt/run").unwrap_or_default();
+            run.lines()
+                .map(|name| name.replace(kind, ""))
+                .collect::<Vec<_>>()
+        };
+        let (saves, restores) = (
+            ["iptables--save", "ip6tables--save"],
+            ["iptables--restore", "ip6tables--restore"],
+        );
+        assert_eq!(run("--cleanup-only"), [""; 0], "{kind}");
+        assert_eq!(run(SIDECAR), restores, "{kind}");
+        assert_eq!(run(SIDECAR), saves, "{kind}");
+        assert_eq!(run("--cleanup-only"), [saves, restores].concat(), "{kind}");
+    }
+}
+
+#[test]
+fn only_a_pod_with_ipv6_needs_its_programs() {
+    if !is_inside("only_a_pod_with_ipv6_needs_its_programs") {
+        return;
+    }
+    let path = with_fake("nft", "unused", "");
+    fs::remove_file(format!("{path}/ip6tables-nft-restore")).unwrap();
+    let (code, printed) = ended(command("-b * -i *").env("PATH", &path));
+    assert_eq!(code, Some(0), "{printed}");
+    let before = saved("nft");
+    let (code, printed) = ended(command(SIDECAR).env("PATH", &path));
+    assert_eq!(code, Some(1), "{printed}");
+    let named =
+        format!("no ip6tables-save and ip6tables-restore of the right kind on PATH ({path})");
+    assert!(printed.contains(&named), "{printed}");
+    assert_eq!(saved("nft"), before);
 }
