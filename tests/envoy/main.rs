@@ -27,3 +27,4 @@ mod page;
 mod secret_files;
 mod status;
 mod support;
+mod wasm;

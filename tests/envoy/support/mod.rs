@@ -45,6 +45,18 @@ pub fn chromium_binary() -> Option<PathBuf> {
     found
 }
 
+/// Where Docker's registry is; none means that the test is not to be run.
+pub fn registry_binary() -> Option<PathBuf> {
+    let found = on_path(&["docker-registry"]);
+    let found = found.into_iter().find(|path| path.is_file());
+    if found.is_none() {
+        let sentence = "There is no docker-registry: install the package of that name.";
+        assert!(variable("REGISTRY_TESTS").is_none(), "{sentence}");
+        eprintln!("{sentence} This test is not run.");
+    }
+    found
+}
+
 fn on_path(names: &[&str]) -> Vec<PathBuf> {
     let path = variable("PATH").unwrap_or_default();
     let directories = std::env::split_paths(&path);

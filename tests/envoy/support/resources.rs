@@ -67,15 +67,20 @@ pub fn logged(mut listener: Value, file: &str, line: &str) -> Value {
     listener
 }
 
-/// An inbound listener for mutual TLS that answers every request itself.
-pub fn secured_listener(name: &str, port: u16) -> Value {
+/// An inbound listener that answers every request itself.
+pub fn answering(name: &str, port: u16) -> Value {
     let answer = json!({ "status": 200, "body": { "inline_string": "hello" } });
     let routes = json!({ "virtual_hosts": [{
         "name": "all",
         "domains": ["*"],
         "routes": [{ "match": { "prefix": "/" }, "direct_response": answer }],
     }]});
-    let mut listener = inbound(name, port, ("route_config", routes));
+    inbound(name, port, ("route_config", routes))
+}
+
+/// The same for mutual TLS.
+pub fn secured_listener(name: &str, port: u16) -> Value {
+    let mut listener = answering(name, port);
     listener["filter_chains"][0]["transport_socket"] = json!({
         "name": "envoy.transport_sockets.tls",
         "typed_config": {
@@ -84,6 +89,24 @@ pub fn secured_listener(name: &str, port: u16) -> Value {
             "common_tls_context": workload_certificate(),
         },
     });
+    listener
+}
+
+/// The listener with an HTTP filter, or a network filter, whose configuration comes by ECDS.
+pub fn extended(mut listener: Value, kind: &str, extension: &str) -> Value {
+    let chain = &mut listener["filter_chains"][0]["filters"];
+    let filters = match kind {
+        "http" => &mut chain[0]["typed_config"]["http_filters"],
+        _ => chain,
+    };
+    let types = ["wasm.v3.Wasm", "rbac.v3.RBAC"];
+    let types =
+        types.map(|name| format!("type.googleapis.com/envoy.extensions.filters.{kind}.{name}"));
+    let filter = json!({
+        "name": extension,
+        "config_discovery": { "config_source": ads(), "type_urls": types },
+    });
+    filters.as_array_mut().unwrap().insert(0, filter);
     listener
 }
 
