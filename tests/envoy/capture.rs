@@ -79,13 +79,20 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
             "{said}"
         );
         assert!(time < Duration::from_secs(5), "{time:?}");
-        capture("-m REDIRECT");
-        let (code, said, _) = validate(AGENT, "30s");
-        assert_eq!(code, Some(0), "{said}");
-        let (code, said, _) = validate(0, "1500ms");
-        assert_eq!(code, Some(126), "{said}");
-        let output = istio_iptables(0, "--cleanup-only");
-        assert!(output.status.success(), "{}", text(&output));
+        for (mode, back_end) in [
+            ("REDIRECT", ""),
+            ("TPROXY", ""),
+            ("REDIRECT", "--native-nftables"),
+            ("TPROXY", "--native-nftables"),
+        ] {
+            capture(&format!("-m {mode} {back_end}"));
+            let (code, said, _) = validate(AGENT, "30s");
+            assert_eq!(code, Some(0), "{mode} {back_end}: {said}");
+            let (code, said, _) = validate(0, "200ms");
+            assert_eq!(code, Some(126), "{mode} {back_end}: {said}");
+            let output = istio_iptables(0, &format!("--cleanup-only {back_end}"));
+            assert!(output.status.success(), "{}", text(&output));
+        }
         namespace::run("ip", &["address", "del", address, "dev", "lo"]);
     }
 }

@@ -187,7 +187,9 @@ fn missing() -> Option<String> {
     if !rustix::process::getuid().is_root() {
         return Some("root".to_owned());
     }
-    let tools = ["unshare", "mount", "ip", "nft"];
+    let tools = [
+        "unshare", "nsenter", "setpriv", "mount", "ip", "nft", "iptables",
+    ];
     if let Some(tool) = tools.into_iter().find(|tool| !is_on_path(tool)) {
         return Some(tool.to_owned());
     }
