@@ -12,14 +12,14 @@ struct Group(Option<Pid>);
 impl Drop for Group {
     fn drop(&mut self) {
         if let Some(group) = self.0 {
-            // It may have ended just now.
+            // There may be none left.
             let _ = kill_process_group(group, Signal::KILL);
         }
     }
 }
 
-/// Runs the command without a shell, and without reading its output. After `limit` it is killed with all
-/// it has started.
+/// Runs the command without a shell, and without reading its output. When it ends, and after `limit`,
+/// what it has started is killed.
 pub(super) async fn run(command: &[String], limit: Duration) -> Result<(), String> {
     let Some((program, arguments)) = command.split_first() else {
         return Err("no command".to_owned());
@@ -33,17 +33,11 @@ pub(super) async fn run(command: &[String], limit: Duration) -> Result<(), Strin
         .spawn()
         .map_err(|error| format!("{program:?} does not run: {error}"))?;
     let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-    let mut group = Group(pid);
+    let _group = Group(pid);
     let ended = tokio::time::timeout(limit, child.wait()).await;
     match ended {
-        Ok(Ok(status)) => {
-            // The number may already be another's.
-            group.0 = None;
-            match status.success() {
-                true => Ok(()),
-                false => Err(format!("{program:?} ended with {status}")),
-            }
-        }
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(format!("{program:?} ended with {status}")),
         Ok(Err(error)) => Err(format!("{program:?} cannot be waited for: {error}")),
         // The runtime reaps the child once it has ended.
         Err(_) => Err(format!(

@@ -189,22 +189,29 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
 }
 
 #[tokio::test]
-async fn a_program_that_hangs_is_killed_with_what_it_has_started() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let mark = directory.path().join("pid");
-    let script = format!("sleep 1000 & echo $! > {}; wait", mark.display());
-    let command = ["sh", "-c", &script].map(str::to_owned);
-    let found = exec::run(&command, Duration::from_millis(500)).await;
-    let problem = found.expect_err("too slow");
-    assert_eq!(problem, "command timeout exceeded: \"sh\" ran for 500ms");
-    let pid = std::fs::read_to_string(mark).expect("it ran");
-    let state = format!("/proc/{}/stat", pid.trim());
-    // Gone, or a zombie that its new parent has not reaped yet.
-    let is_alive = || {
-        let stat = std::fs::read_to_string(&state).unwrap_or_default();
-        stat.contains(") S ") || stat.contains(") R ")
-    };
-    while is_alive() {
-        tokio::task::yield_now().await;
+async fn what_a_program_has_started_is_killed_when_it_ends_or_hangs() {
+    for (end, expected) in [
+        ("true", Ok(())),
+        (
+            "wait",
+            Err("command timeout exceeded: \"sh\" ran for 500ms"),
+        ),
+    ] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let mark = directory.path().join("pid");
+        let script = format!("sleep 1000 & echo $! > {}; {end}", mark.display());
+        let command = ["sh", "-c", &script].map(str::to_owned);
+        let found = exec::run(&command, Duration::from_millis(500)).await;
+        assert_eq!(found, expected.map_err(str::to_owned));
+        let pid = std::fs::read_to_string(mark).expect("it ran");
+        let state = format!("/proc/{}/stat", pid.trim());
+        // Gone, or a zombie that its new parent has not reaped yet.
+        let is_alive = || {
+            let stat = std::fs::read_to_string(&state).unwrap_or_default();
+            stat.contains(") S ") || stat.contains(") R ")
+        };
+        while is_alive() {
+            tokio::task::yield_now().await;
+        }
     }
 }
