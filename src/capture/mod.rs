@@ -2,10 +2,11 @@
 //! Envoy.
 //!
 //! [`config::Config::check`] reads the settings, [`rules::Rules::new`] builds the rules of both address
-//! families as one ordered model, and [`iptables`] and [`nftables`] render them. [`packet`] simulates
-//! what they do, and [`explain`] says it in words. [`validation`] tries with a connection whether traffic
-//! is captured. The configuration is made of nothing but the settings and what callers found on the
-//! machine ([`config::Host`]).
+//! families as one ordered model. [`iptables`] and [`nftables`] render, apply and read them, under the
+//! [`lock`] of the network namespace; [`routes`] adds what they need besides. [`packet`] simulates what
+//! they do, and [`explain`] says it in words. [`validation`] tries with a connection whether traffic is
+//! captured. The configuration is made of nothing but the settings and what callers found on the machine
+//! ([`config::Host`]).
 
 pub mod cidr;
 pub mod config;

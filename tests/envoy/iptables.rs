@@ -286,7 +286,7 @@ fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
         for round in 0..100 {
             let (words, after) = &states[round % states.len()];
             let mut child = start(&format!("{words} --force-iptables-binary {kind}"));
-            sleep(Duration::from_micros(fastrand::u64(0..60_000)));
+            sleep(Duration::from_micros(fastrand::u64(0..30_000)));
             rustix::process::kill_process_group(
                 rustix::process::Pid::from_child(&child),
                 rustix::process::Signal::KILL,
@@ -394,4 +394,29 @@ fn only_a_pod_with_ipv6_needs_its_programs() {
         format!("no ip6tables-save and ip6tables-restore of the right kind on PATH ({path})");
     assert!(printed.contains(&named), "{printed}");
     assert_eq!(saved("nft"), before);
+}
+
+#[test]
+fn net_admin_and_net_raw_suffice() {
+    if !is_inside("net_admin_and_net_raw_suffice") {
+        return;
+    }
+    let agent = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+    for kind in KINDS {
+        for words in [OTHER, SIDECAR, SIDECAR, "--cleanup-only"] {
+            let mut setpriv = Command::new("setpriv");
+            let capabilities = "-all,+net_admin,+net_raw";
+            setpriv.args(["--bounding-set", capabilities, "--inh-caps", capabilities]);
+            setpriv
+                .arg("--no-new-privs")
+                .arg(&agent)
+                .arg("istio-iptables");
+            setpriv.args(words.split_whitespace());
+            setpriv.args(["--force-iptables-binary", kind]);
+            let (code, printed) = ended(&mut setpriv);
+            assert_eq!(code, Some(0), "{kind}, {words}: {printed}");
+            let is_there = saved(kind).contains("-A OUTPUT -j ISTIO_OUTPUT\n");
+            assert_eq!(is_there, words != "--cleanup-only", "{kind}, {words}");
+        }
+    }
 }
