@@ -8,6 +8,7 @@ use std::net::Ipv6Addr;
 
 use super::config::{Config, InboundPorts, Mode};
 use super::netlink::{DUMP, Message, Socket, parts};
+use super::rules::Family;
 
 /// `lo` in every network namespace.
 const LO: u32 = 1;
@@ -72,10 +73,28 @@ pub fn remove(config: &Config, all: bool) -> Result<(), Error> {
     })
 }
 
+/// Names what the configuration needs and the machine has not.
+pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
+    let mut items = items(config);
+    items.retain(|item| item.is_wanted);
+    let mut missing = Vec::new();
+    change("list", &items, |item, socket| {
+        if !item.is_there(socket)? {
+            let family = match item.header[0] {
+                V4 => Family::V4,
+                _ => Family::V6,
+            };
+            missing.push((family, item.name.clone()));
+        }
+        Ok(())
+    })?;
+    Ok(missing)
+}
+
 fn change(
     verb: &'static str,
     items: &[Item],
-    carry_out: impl Fn(&Item, &Socket) -> io::Result<()>,
+    mut carry_out: impl FnMut(&Item, &Socket) -> io::Result<()>,
 ) -> Result<(), Error> {
     let error = |item: &str, source| Error {
         verb,
@@ -106,7 +125,6 @@ fn items(config: &Config) -> Vec<Item> {
 fn passthrough_address(is_wanted: bool) -> Item {
     const NEW_ADDRESS: u16 = 20;
     const ADDRESS: u16 = 1;
-    const LOCAL: u16 = 2;
     let six = Ipv6Addr::from_bits(6).octets().to_vec();
     let mut header = vec![V6, 128, 0, 0];
     header.extend(LO.to_ne_bytes());
@@ -114,7 +132,7 @@ fn passthrough_address(is_wanted: bool) -> Item {
         name: "address ::6/128 of lo".to_owned(),
         kind: NEW_ADDRESS,
         header,
-        attributes: vec![(LOCAL, six.clone()), (ADDRESS, six)],
+        attributes: vec![(ADDRESS, six)],
         is_wanted,
     }
 }
@@ -174,16 +192,10 @@ fn local_route(family: u8, config: &Config, is_wanted: bool) -> Item {
 
 impl Item {
     fn is_there(&self, socket: &Socket) -> io::Result<bool> {
-        let all = socket.ask(Message::new(self.kind + 2, DUMP, &self.header))?;
-        let has = |reply: &Vec<u8>, kind, value: &Vec<u8>| {
-            let attributes = reply.get(self.header.len()..).unwrap_or_default();
-            parts(attributes).any(|(of, found)| of == kind && found == value)
-        };
-        let is_equal = |reply| {
-            let mut attributes = self.attributes.iter();
-            attributes.all(|(kind, value)| has(reply, *kind, value))
-        };
-        Ok(all.iter().any(is_equal))
+        let mut header = vec![0; self.header.len()];
+        header[0] = self.header[0];
+        let all = socket.ask(Message::new(self.kind + 2, DUMP, &header))?;
+        Ok(all.iter().any(|reply| self.is(reply)))
     }
 
     fn message(&self, kind: u16, flags: u16) -> Message {
@@ -192,5 +204,17 @@ impl Item {
         attributes.fold(message, |message, (kind, value)| {
             message.attribute(*kind, value)
         })
+    }
+
+    /// Whether this is what the kernel replied: of the same family, length and type, with these attributes.
+    fn is(&self, reply: &[u8]) -> bool {
+        let Some((header, attributes)) = reply.split_at_checked(self.header.len()) else {
+            return false;
+        };
+        let has = |(kind, value): &(u16, Vec<u8>)| {
+            parts(attributes).any(|(of, found)| of == *kind && found == value)
+        };
+        let alike = [0, 1, 7].map(|at| header[at] == self.header[at]);
+        !alike.contains(&false) && self.attributes.iter().all(has)
     }
 }

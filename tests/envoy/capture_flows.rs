@@ -82,7 +82,10 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
         said.contains("IPv4: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"),
         "{said}"
     );
-    assert!(said.contains("IPv6: TCP from user "), "{said}");
+    assert!(
+        said.contains("IPv6: a packet ends elsewhere: TCP from user "),
+        "{said}"
+    );
     let output = istio_iptables(0, words);
     assert!(output.status.success(), "{}", text(&output));
     let right = "The rules are those that these arguments ask for: traffic is captured.\n";
@@ -105,6 +108,47 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     let example = "goes to its destination, expected that it is redirected to port 15001; it matches nat: -A OUTPUT -d 10.0.0.0/8 -j ACCEPT";
     assert!(said.contains(first) && said.contains(example), "{said}");
     assert!(!said.contains("IPv6: a rule"), "{said}");
+}
+
+#[test]
+fn verify_names_missing_routes_and_rules_of_others_with_comments() {
+    const TEST: &str =
+        "capture_flows::verify_names_missing_routes_and_rules_of_others_with_comments";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    namespace::add_address("10.9.0.1/24");
+    namespace::add_address("2001:db8::1/64");
+    let words = "-i * -b * -m TPROXY --dual-stack --force-iptables-binary nft";
+    for (break_it, named) in [
+        (
+            "ip -4 rule del fwmark 1337",
+            "IPv4: captured packets have no route: rule that looks up mark 1337 in table 133",
+        ),
+        (
+            "ip -6 route flush table 133",
+            "IPv6: captured packets have no route: local default route in table 133",
+        ),
+        (
+            "ip address del ::6/128 dev lo",
+            "IPv6: captured packets have no route: address ::6/128 of lo",
+        ),
+        (
+            "iptables-nft -t nat -I OUTPUT -p tcp -m comment --comment not-ours -j ACCEPT",
+            "IPv4: a rule of others comes first and may take traffic: nat: -A OUTPUT -p tcp -m comment",
+        ),
+    ] {
+        let output = istio_iptables(0, words);
+        assert!(output.status.success(), "{}", text(&output));
+        let output = istio_iptables(0, &format!("{words} --verify"));
+        assert!(output.status.success(), "{}", text(&output));
+        let (program, arguments) = break_it.split_once(' ').unwrap();
+        namespace::run(program, &arguments.split(' ').collect::<Vec<_>>());
+        let output = istio_iptables(0, &format!("{words} --verify"));
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(3), "{break_it}: {said}");
+        assert!(said.contains(named), "{break_it}: {said}");
+    }
 }
 
 /// Receivers of one network, which say where something arrived.
@@ -166,7 +210,11 @@ impl Arguments {
             &["--capture-all-dns", ""],
             &["--drop-invalid", ""],
             &["--protect-admin", ""],
-            &["--native-nftables"],
+            &[
+                "--native-nftables",
+                "--force-iptables-binary=nft",
+                "--force-iptables-binary=legacy",
+            ],
         ] {
             let word = options[rng.usize(..options.len())];
             words.extend(Some(word).filter(|word| !word.is_empty()));
@@ -273,18 +321,6 @@ fn real_packets_arrive_where_explain_says() {
     // Answers of another user would be of another zone.
     let _dns = Receivers::start(AGENT, "here", HERE, DNS_PORT);
     let _there = peer.within(|| Receivers::start(0, "there", THERE, PORTS_THERE));
-    for family in ["-4", "-6"] {
-        namespace::run(
-            "ip",
-            &[family, "rule", "add", "fwmark", "1337", "lookup", "133"],
-        );
-        namespace::run(
-            "ip",
-            &[
-                family, "route", "add", "local", "default", "dev", "lo", "table", "133",
-            ],
-        );
-    }
     let mut rng = Rng::with_seed(16);
     let mut ends = vec![
         "is redirected to port 15001",
@@ -297,6 +333,8 @@ fn real_packets_arrive_where_explain_says() {
     for _ in 0..LISTS {
         let arguments = Arguments::any(&mut rng);
         let output = arguments.run(&[]);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+        let output = arguments.run(&["--verify"]);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output));
         for _ in 0..FLOWS {
             let said = probe(&arguments, &peer, &mut rng);

@@ -3,6 +3,7 @@
 //! Differing rules alone do not say what happens, so packets that they may tell apart are sent through
 //! both (see [`packets`]): a difference matters if one of them ends elsewhere.
 
+pub mod live;
 mod others;
 mod packets;
 
@@ -31,233 +32,153 @@ const SEED: u64 = 15001;
 pub struct Finding {
     pub family: Family,
     pub kind: Kind,
+    /// Rules are spelled as iptables does, behind their table.
+    pub detail: String,
 }
 
-/// Rules are spelled as iptables does, behind their table.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    Missing(String),
-    Changed {
-        wanted: String,
-        found: String,
-    },
+    Missing,
+    Changed,
     /// A rule in a chain of ours that is not wanted there, or one too often.
-    Unwanted(String),
-    /// The rules of this chain are in another order.
-    Order(String),
+    Unwanted,
+    /// The rules of a chain are in another order.
+    Order,
     /// A rule of others before ours, which may take traffic.
-    Before(String),
+    Before,
     /// A chain of another Istio version.
-    UnknownChain(String),
+    UnknownChain,
     /// A packet that does not end where it should.
-    Elsewhere(Box<Elsewhere>),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Elsewhere {
-    pub packet: Packet,
-    pub wanted: End,
-    pub found: End,
-    /// The rule that decides.
-    pub because: Option<String>,
-}
-
-/// Where a packet ends, and with which marks: they decide on the route.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct End {
-    pub decision: Decision,
-    pub mark: u32,
-    pub connection_mark: u32,
+    Elsewhere,
+    /// A route, or what it needs, is missing.
+    Route,
 }
 
 impl Finding {
     /// Whether traffic does not go where it should. Other differences are harmless.
     pub fn misleads(&self) -> bool {
-        matches!(self.kind, Kind::Elsewhere(_))
+        matches!(self.kind, Kind::Elsewhere | Kind::Route)
     }
 }
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.family {
-            Family::V4 => "IPv4: ",
-            Family::V6 => "IPv6: ",
-        })?;
-        match &self.kind {
-            Kind::Missing(rule) => write!(f, "a rule is missing: {rule}"),
-            Kind::Changed { wanted, found } => {
-                write!(f, "a rule is changed: found {found}, expected {wanted}")
-            }
-            Kind::Unwanted(rule) => write!(f, "a rule is not asked for: {rule}"),
-            Kind::Order(chain) => write!(f, "rules are in another order: {chain}"),
-            Kind::Before(rule) => {
-                write!(
-                    f,
-                    "a rule of others comes first and may take traffic: {rule}"
-                )
-            }
-            Kind::UnknownChain(chain) => {
-                write!(f, "a chain is not of this version of Istio: {chain}")
-            }
-            Kind::Elsewhere(elsewhere) => write!(f, "{elsewhere}"),
-        }
-    }
-}
-
-impl fmt::Display for Elsewhere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (packet, wanted, found) = (&self.packet, self.wanted, self.found);
-        if wanted.decision == found.decision {
-            let (mark, connection) = (found.mark, found.connection_mark);
-            write!(
-                f,
-                "{packet} gets mark {mark}, its connection {connection}, expected "
-            )?;
-            let (mark, connection) = (wanted.mark, wanted.connection_mark);
-            write!(f, "{mark} and {connection}")?;
-        } else {
-            let (wanted, found) = (wanted.decision, found.decision);
-            write!(f, "{packet} {found}, expected that it {wanted}")?;
-        }
-        let because = self.because.as_ref();
-        because.map_or(Ok(()), |rule| write!(f, "; it matches {rule}"))
-    }
-}
-
-impl From<&Trace<'_>> for End {
-    fn from(trace: &Trace<'_>) -> Self {
-        Self {
-            decision: trace.decision,
-            mark: trace.mark,
-            connection_mark: trace.connection_mark,
-        }
+        let what = match self.kind {
+            Kind::Missing => "a rule is missing",
+            Kind::Changed => "a rule is changed",
+            Kind::Unwanted => "a rule is not asked for",
+            Kind::Order => "rules are in another order",
+            Kind::Before => "a rule of others comes first and may take traffic",
+            Kind::UnknownChain => "a chain is not of this version of Istio",
+            Kind::Elsewhere => "a packet ends elsewhere",
+            Kind::Route => "captured packets have no route",
+        };
+        let family = match self.family {
+            Family::V4 => "IPv4",
+            Family::V6 => "IPv6",
+        };
+        write!(f, "{family}: {what}: {}", self.detail)
     }
 }
 
 /// The differences, those of rules first. Names of users and groups in `wanted` are to be resolved.
 pub fn compare(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
-    let mut kinds = Vec::new();
-    let mut differing = Vec::new();
+    let (mut kinds, mut differing) = (Vec::new(), Vec::new());
     let chains: BTreeSet<_> = wanted.chains.keys().chain(found.chains.keys()).collect();
     for place in chains {
-        let entries = |layout: &'_ Layout| layout.chains.get(place).cloned().unwrap_or_default();
-        if wanted.chains.get(place) == found.chains.get(place) {
-            continue;
+        let entries = |layout: &Layout| layout.chains.get(place).cloned().unwrap_or_default();
+        let (wanted, found) = (entries(wanted), entries(found));
+        if wanted != found {
+            compare_chain(*place, &wanted, &found, &mut kinds);
+            differing.extend(between(&wanted, &found));
         }
-        let chain = Comparison::new(*place, entries(wanted), entries(found));
-        chain.report(&mut kinds);
-        differing.extend(chain.differing());
     }
     for (table, name) in &found.unknown_chains {
-        kinds.push(Kind::UnknownChain(format!(
-            "{}: {name}",
-            table_name(*table)
-        )));
+        let chain = format!("{}: {name}", table_name(*table));
+        kinds.push((Kind::UnknownChain, chain));
     }
-    kinds.extend(elsewhere(wanted, found, &differing, family));
-    let finding = |kind| Finding { family, kind };
+    if !differing.is_empty() {
+        let examples = examples(wanted, &others::readable_layout(found), &differing, family);
+        kinds.extend(examples.map(|example| (Kind::Elsewhere, example)));
+    }
+    let finding = |(kind, detail)| Finding {
+        family,
+        kind,
+        detail,
+    };
     kinds.into_iter().map(finding).collect()
 }
 
-/// A chain, wanted and found.
-struct Comparison {
+fn compare_chain(
     place: (Table, Chain),
-    wanted: Vec<Entry>,
-    found: Vec<Entry>,
-    missing: Vec<Entry>,
-    /// Found and not wanted, each with the number of wanted ones that follow.
-    extra: Vec<(Entry, usize)>,
-    is_ordered: bool,
+    wanted: &[Entry],
+    found: &[Entry],
+    kinds: &mut Vec<(Kind, String)>,
+) {
+    let line = |entry: &Entry| line(place, entry);
+    let (wanted_there, missing) = split(wanted, found);
+    let (found_rightly, mut extra) = split(found, wanted);
+    for absent in missing {
+        let at = extra.iter().position(|entry| is_changed(absent, entry));
+        kinds.push(match at.map(|at| extra.remove(at)) {
+            Some(found) => {
+                let change = format!("found {}, expected {}", line(found), line(absent));
+                (Kind::Changed, change)
+            }
+            None => (Kind::Missing, line(absent)),
+        });
+    }
+    let last_of_ours = found.iter().rposition(|entry| wanted.contains(entry));
+    let before = &found[..last_of_ours.unwrap_or_default()];
+    for entry in extra {
+        if !place.1.is_builtin() || wanted.contains(entry) {
+            kinds.push((Kind::Unwanted, line(entry)));
+        } else if before.contains(entry) && others::may_take(entry) {
+            kinds.push((Kind::Before, line(entry)));
+        }
+    }
+    if wanted_there != found_rightly {
+        let chain = format!("{}: {}", table_name(place.0), chain_name(place.1));
+        kinds.push((Kind::Order, chain));
+    }
 }
 
-impl Comparison {
-    fn new(place: (Table, Chain), wanted: Vec<Entry>, found: Vec<Entry>) -> Self {
-        let mut missing = wanted.clone();
-        let (mut extra, mut common) = (Vec::new(), Vec::new());
-        for entry in &found {
-            match missing.iter().position(|each| each == entry) {
-                Some(at) => common.push(missing.remove(at)),
-                None => extra.push((entry.clone(), common.len())),
-            }
-        }
-        for (_, following) in &mut extra {
-            *following = common.len() - *following;
-        }
-        let mut absent = missing.clone();
-        let kept = wanted.iter().filter(|entry| {
-            let at = absent.iter().position(|each| each == *entry);
-            at.map(|at| absent.remove(at)).is_none()
-        });
-        let is_ordered = kept.eq(&common);
-        Self {
-            place,
-            wanted,
-            found,
-            missing,
-            extra,
-            is_ordered,
-        }
-    }
-
-    fn report(&self, kinds: &mut Vec<Kind>) {
-        let line = |entry: &Entry| line(self.place, entry);
-        let mut extra: Vec<_> = self.extra.iter().collect();
-        for missing in &self.missing {
-            let at = extra
-                .iter()
-                .position(|(entry, _)| is_changed(missing, entry));
-            kinds.push(match at.map(|at| extra.remove(at)) {
-                Some((found, _)) => Kind::Changed {
-                    wanted: line(missing),
-                    found: line(found),
-                },
-                None => Kind::Missing(line(missing)),
-            });
-        }
-        for (entry, following) in extra {
-            if !self.place.1.is_builtin() || self.wanted.contains(entry) {
-                kinds.push(Kind::Unwanted(line(entry)));
-            } else if *following > 0 && others::may_take(entry) {
-                kinds.push(Kind::Before(line(entry)));
-            }
-        }
-        if !self.is_ordered {
-            let (table, chain) = self.place;
-            let (table, chain) = (table_name(table), chain_name(chain));
-            kinds.push(Kind::Order(format!("{table}: {chain}")));
-        }
-    }
-
-    /// The rules between the common begin and the common end, of both.
-    fn differing(&self) -> Vec<Vec<Match>> {
-        let (wanted, found) = (&self.wanted, &self.found);
-        let begin = wanted.iter().zip(found).take_while(|(a, b)| a == b).count();
-        let (wanted, found) = (&wanted[begin..], &found[begin..]);
-        let backwards = wanted.iter().rev().zip(found.iter().rev());
-        let end = backwards.take_while(|(a, b)| a == b).count();
-        let both = wanted[..wanted.len() - end]
-            .iter()
-            .chain(&found[..found.len() - end]);
-        let rules = both.filter_map(|entry| match others::readable(entry) {
-            Entry::Rule { matches, .. } => Some(matches),
-            Entry::Foreign(_) => None,
-        });
-        rules.collect()
-    }
+/// Those that are among the others as well, and those that are not.
+fn split<'a>(entries: &'a [Entry], others: &[Entry]) -> (Vec<&'a Entry>, Vec<&'a Entry>) {
+    let mut others: Vec<_> = others.iter().collect();
+    entries.iter().partition(|entry| {
+        let at = others.iter().position(|other| other == entry);
+        at.map(|at| others.remove(at)).is_some()
+    })
 }
 
 /// Whether one rule looks like the other after a change.
 fn is_changed(wanted: &Entry, found: &Entry) -> bool {
     match (wanted, found) {
         (
-            Entry::Rule { matches, verdict },
             Entry::Rule {
-                matches: found_matches,
-                verdict: found_verdict,
+                matches: m,
+                verdict: v,
             },
-        ) => verdict == found_verdict || matches == found_matches,
+            Entry::Rule { matches, verdict },
+        ) => m == matches || v == verdict,
         _ => false,
     }
+}
+
+/// What is matched by the rules between the common begin and the common end.
+fn between(wanted: &[Entry], found: &[Entry]) -> Vec<Vec<Match>> {
+    let begin = wanted.iter().zip(found).take_while(|(a, b)| a == b).count();
+    let (wanted, found) = (&wanted[begin..], &found[begin..]);
+    let backwards = wanted.iter().rev().zip(found.iter().rev());
+    let end = backwards.take_while(|(a, b)| a == b).count();
+    let (wanted, found) = (&wanted[..wanted.len() - end], &found[..found.len() - end]);
+    let rules = wanted.iter().chain(found).map(others::readable);
+    let matches = rules.filter_map(|entry| match entry {
+        Entry::Rule { matches, .. } => Some(matches),
+        Entry::Foreign(_) => None,
+    });
+    matches.collect()
 }
 
 fn line((table, chain): (Table, Chain), entry: &Entry) -> String {
@@ -277,16 +198,12 @@ fn matched(rule: &Matched<'_>) -> String {
 }
 
 /// An example of each way in which packets end elsewhere.
-fn elsewhere(
+fn examples(
     wanted: &Layout,
     found: &Layout,
     differing: &[Vec<Match>],
     family: Family,
-) -> Vec<Kind> {
-    if differing.is_empty() {
-        return Vec::new();
-    }
-    let found = others::readable_layout(found);
+) -> impl Iterator<Item = String> + use<> {
     let mut rng = Rng::with_seed(SEED);
     let tried = || differing.iter().take(MOST_TRIED).map(Vec::as_slice);
     let values = Values::new(tried().chain(wanted.matches()), family);
@@ -297,37 +214,42 @@ fn elsewhere(
     packets.sort_by_key(oddness);
     let mut examples = BTreeMap::new();
     for packet in packets {
-        let (wanted, found) = (simulate(wanted, &packet), simulate(&found, &packet));
-        if ends_elsewhere(&packet, &wanted, &found) {
-            let because = found.rules.last().map(matched);
-            let (wanted, found) = (End::from(&wanted), End::from(&found));
-            let way = (wanted.decision, found.decision, because.clone());
-            examples.entry(way).or_insert(Elsewhere {
-                packet,
-                wanted,
-                found,
-                because,
-            });
+        let (wanted, found) = (simulate(wanted, &packet), simulate(found, &packet));
+        if let Some(difference) = difference(&packet, &wanted, &found) {
+            let rule = found.rules.last().map(matched);
+            let rule = rule.map_or_else(String::new, |rule| format!("; it matches {rule}"));
+            let way = (wanted.decision, found.decision, rule.clone());
+            let example = || format!("{packet} {difference}{rule}");
+            examples.entry(way).or_insert_with(example);
         }
     }
-    let kind = |example| Kind::Elsewhere(Box::new(example));
-    examples.into_values().map(kind).collect()
+    examples.into_values()
 }
 
-/// What is not to be captured may be taken, and marked, by rules of others.
-fn ends_elsewhere(packet: &Packet, wanted: &Trace<'_>, found: &Trace<'_>) -> bool {
+/// In which way a packet ends elsewhere, if it does. What is not to be captured may be taken, and marked,
+/// by rules of others. Marks decide on the route.
+fn difference(packet: &Packet, wanted: &Trace<'_>, found: &Trace<'_>) -> Option<String> {
     if wanted.decision != found.decision {
-        let mut by = found.rules.iter().rev();
-        return wanted.decision != Decision::Untouched
-            || by.next().is_some_and(|rule| !rule.chain.is_builtin());
+        let last = found.rules.last();
+        let is_ours = wanted.decision != Decision::Untouched
+            || last.is_some_and(|rule| !rule.chain.is_builtin());
+        let (wanted, found) = (wanted.decision, found.decision);
+        return is_ours.then(|| format!("{found}, expected that it {wanted}"));
     }
-    let is_other = |given: u32, wanted: u32, found: u32| wanted != given && wanted != found;
-    is_other(packet.mark, wanted.mark, found.mark)
-        || is_other(
+    let marks = [
+        ("mark", packet.mark, wanted.mark, found.mark),
+        (
+            "mark of its connection",
             packet.connection_mark,
             wanted.connection_mark,
             found.connection_mark,
-        )
+        ),
+    ];
+    let mut differing = marks
+        .into_iter()
+        .filter(|(_, given, wanted, found)| wanted != given && wanted != found);
+    let (kind, _, wanted, found) = differing.next()?;
+    Some(format!("gets {kind} {found}, expected {wanted}"))
 }
 
 /// How unusual a packet is. The least unusual ones are the clearest examples.

@@ -5,32 +5,13 @@ use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::Verdict;
 
 /// Targets after which the next rule sees the packet.
-const PASSING: [&str; 20] = [
-    "AUDIT",
-    "CHECKSUM",
-    "CLASSIFY",
-    "CONNMARK",
-    "CONNSECMARK",
-    "CT",
-    "DSCP",
-    "ECN",
-    "HL",
-    "LED",
-    "LOG",
-    "MARK",
-    "NFLOG",
-    "RATEEST",
-    "SECMARK",
-    "SET",
-    "TCPMSS",
-    "TOS",
-    "TRACE",
-    "TTL",
+const PASSING: [&str; 13] = [
+    "AUDIT", "CHECKSUM", "CLASSIFY", "CONNMARK", "CT", "DSCP", "LOG", "MARK", "NFLOG", "SET",
+    "TCPMSS", "TRACE", "TTL",
 ];
 /// Targets that take a packet from the rules that follow.
-const TAKING: [&str; 10] = [
-    "ACCEPT", "DNAT", "DROP", "NETMAP", "NFQUEUE", "QUEUE", "REDIRECT", "REJECT", "RETURN",
-    "TPROXY",
+const TAKING: [&str; 9] = [
+    "ACCEPT", "DNAT", "DROP", "NETMAP", "NFQUEUE", "REDIRECT", "REJECT", "RETURN", "TPROXY",
 ];
 
 /// Whether a rule can keep a packet from the rules that follow. A jump to a chain of others can.
@@ -87,23 +68,15 @@ fn target(text: &str) -> Option<(&str, &str)> {
     Some((matches, rest.split(' ').next()?))
 }
 
-/// Cuts comments out, which may have blanks within quotes.
+/// Cuts a comment out. One with blanks stands in quotes.
 fn without_comment(text: &str) -> String {
-    const OPTION: &str = "-m comment --comment ";
-    let Some((before, comment)) = text.split_once(OPTION) else {
-        return text.to_owned();
+    let text = text.replace(r#"\""#, "");
+    let Some((before, comment)) = text.split_once("-m comment --comment ") else {
+        return text;
     };
-    let after = match comment.strip_prefix('"') {
-        Some(quoted) => {
-            let mut is_escaped = false;
-            let end = quoted.find(|character| {
-                let is_end = character == '"' && !is_escaped;
-                is_escaped = character == '\\' && !is_escaped;
-                is_end
-            });
-            end.map_or("", |end| &quoted[end + 1..])
-        }
-        None => comment.split_once(' ').map_or("", |(_, after)| after),
+    let end = match comment.strip_prefix('"') {
+        Some(quoted) => quoted.split_once("\" "),
+        None => comment.split_once(' '),
     };
-    format!("{before}{}", after.trim_start())
+    format!("{before}{}", end.map_or("", |(_, after)| after))
 }

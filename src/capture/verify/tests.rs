@@ -55,7 +55,10 @@ fn every_rule_that_is_missing_is_found_and_misleads_traffic_unless_another_cover
                 let entry = found.chains.get_mut(place).expect("a chain").remove(at);
                 let line = line(*place, &entry);
                 let findings = compare(&wanted, &found, Family::V4);
-                assert_eq!(findings[0].kind, Kind::Missing(line.clone()));
+                assert_eq!(
+                    (findings[0].kind, &findings[0].detail),
+                    (Kind::Missing, &line)
+                );
                 let misleads = findings.iter().any(Finding::misleads);
                 // In TPROXY, no packet comes to this chain.
                 let is_unused = is_tproxy && line.starts_with("nat: -A ISTIO_INBOUND");
@@ -86,7 +89,8 @@ fn a_way_that_differs_is_told_by_an_example_and_its_rule() {
     );
     assert_eq!(texts.len(), 2);
     assert!(
-        texts[1].starts_with("IPv4: TCP from user ") && texts[1].ends_with(&end),
+        texts[1].starts_with("IPv4: a packet ends elsewhere: TCP from user ")
+            && texts[1].ends_with(&end),
         "{texts:?}"
     );
 }

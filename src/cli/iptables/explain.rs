@@ -1,6 +1,6 @@
 //! `--explain`: completes a flow by what this machine says, and sends it through the rules.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 use if_addrs::Interface;
@@ -13,7 +13,7 @@ use crate::capture::nftables;
 use crate::capture::packet::{Account, Direction, Packet, State, simulate};
 use crate::capture::rules::{Family, Rules};
 
-/// The interface of packets whose own is not known.
+/// The interface of other machines, unless the flow names one.
 const INTERFACE: &str = "eth0";
 
 /// Says what the rules of these arguments do with a flow.
@@ -31,62 +31,30 @@ pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<S
 }
 
 fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
-    let destination = flow
-        .destination
-        .unwrap_or_else(|| own_address(flow.source, interfaces));
-    let destination = SocketAddr::new(destination, flow.port);
-    let source = match &flow.sender {
-        Some(_) => flow.source.or_else(|| source_towards(destination)),
-        None => flow.source,
+    let own: Vec<_> = interfaces.iter().map(Interface::ip).collect();
+    let unspecified = match flow.destination.or(flow.source) {
+        Some(IpAddr::V6(_)) => IpAddr::from(Ipv6Addr::UNSPECIFIED),
+        _ => IpAddr::from(Ipv4Addr::UNSPECIFIED),
     };
-    let named = |ip| {
-        let interface = interfaces.iter().find(|interface| interface.ip() == ip)?;
-        Some(interface.name.as_str())
-    };
-    let interface = match &flow.sender {
-        Some(_) if destination.ip().is_loopback() => "lo",
-        Some(_) if named(destination.ip()).is_some() => "lo",
-        Some(_) => source_towards(destination)
-            .and_then(named)
-            .unwrap_or(INTERFACE),
-        None => INTERFACE,
-    };
-    let unspecified = match destination {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    let destination = flow.destination.unwrap_or_else(|| {
+        let is_alike = |ip: &&IpAddr| ip.is_ipv4() == unspecified.is_ipv4() && !ip.is_loopback();
+        own.iter().find(is_alike).copied().unwrap_or(unspecified)
+    });
+    let is_here = destination.is_loopback() || own.contains(&destination);
+    let interface = match flow.sender.is_some() && is_here {
+        true => "lo",
+        false => INTERFACE,
     };
     Packet {
         direction: flow.sender.as_ref().map_or(Direction::In, direction),
         protocol: flow.protocol,
-        source: SocketAddr::new(source.unwrap_or(unspecified), 0),
-        destination,
+        source: SocketAddr::new(flow.source.unwrap_or(unspecified), 0),
+        destination: SocketAddr::new(destination, flow.port),
         interface: flow.interface.as_deref().unwrap_or(interface).to_owned(),
         state: State::New,
         mark: 0,
         connection_mark: 0,
     }
-}
-
-/// An address under which other hosts know this one, of the source's family.
-fn own_address(source: Option<IpAddr>, interfaces: &[Interface]) -> IpAddr {
-    let is_of_family = |ip: &IpAddr| source.is_none_or(|from| from.is_ipv4() == ip.is_ipv4());
-    let mut own = interfaces.iter().map(Interface::ip).filter(is_of_family);
-    let found = own.find(|ip| !ip.is_loopback());
-    found.unwrap_or(match source {
-        Some(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
-        _ => Ipv4Addr::UNSPECIFIED.into(),
-    })
-}
-
-/// The address that the kernel's routes choose. Nothing is sent.
-fn source_towards(destination: SocketAddr) -> Option<IpAddr> {
-    let any: SocketAddr = match destination {
-        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
-        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
-    };
-    let socket = UdpSocket::bind(any).ok()?;
-    socket.connect(destination).ok()?;
-    Some(socket.local_addr().ok()?.ip())
 }
 
 /// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.

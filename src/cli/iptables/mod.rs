@@ -14,6 +14,7 @@ use crate::capture::config::{Config, Invalid};
 use crate::capture::iptables::apply::{self, Request};
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
+use crate::capture::verify::live;
 use crate::capture::{iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
 use crate::exit_code::ExitCode;
@@ -29,6 +30,8 @@ pub enum Error {
     Machine(#[from] machine::Error),
     #[error(transparent)]
     Nftables(#[from] nftables::Error),
+    #[error(transparent)]
+    Verify(#[from] live::Error),
     #[error(transparent)]
     Lock(#[from] lock::Error),
     #[error(transparent)]

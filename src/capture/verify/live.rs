@@ -1,0 +1,52 @@
+//! Compares what this machine has with what a configuration asks for.
+
+use super::{Finding, Kind, compare};
+use crate::capture::iptables::apply::{Failed, Request};
+use crate::capture::layout::Layout;
+use crate::capture::nftables::{self, Live};
+use crate::capture::routes;
+use crate::capture::rules::{Family, Rules};
+
+/// Why the rules or routes cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Iptables(#[from] Failed),
+    #[error(transparent)]
+    Nftables(#[from] nftables::Error),
+    #[error(transparent)]
+    Routes(#[from] routes::Error),
+}
+
+/// The differences of rules and routes, by iptables or, if `is_native`, by nft. Changes nothing.
+pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Error> {
+    let rules = Rules::new(request.config);
+    let [v4, v6] = [Family::V4, Family::V6];
+    let (wanted, found) = match is_native {
+        true => (nftables::wanted(&rules), nftables::live().await?),
+        false => {
+            let wanted = Live {
+                v4: Layout::new(&rules, v4),
+                v6: Layout::new(&rules, v6),
+            };
+            let found = Live {
+                v4: request.live(v4).await?,
+                v6: request.live(v6).await?,
+            };
+            (wanted, found)
+        }
+    };
+    let mut findings = Vec::new();
+    for (family, mut wanted, found) in [(v4, wanted.v4, found.v4), (v6, wanted.v6, found.v6)] {
+        wanted.resolve(request.number);
+        findings.extend(compare(&wanted, &found, family));
+    }
+    for (family, detail) in routes::missing(request.config)? {
+        findings.push(Finding {
+            family,
+            kind: Kind::Route,
+            detail,
+        });
+    }
+    Ok(findings)
+}
