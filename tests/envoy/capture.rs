@@ -5,7 +5,6 @@
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::{Command, Output};
-use std::time::Duration;
 
 use serde_json::json;
 use tokio::net::TcpStream;
@@ -18,7 +17,7 @@ use crate::support::names::{Resolver, addresses, bound, name_table};
 use crate::support::namespace::{self, AGENT, APPLICATION, Peer};
 use crate::support::pod::{Pod, Settings};
 use crate::support::resources::{captured, endpoints, passthrough, transparent};
-use crate::support::{envoy_binary, soon};
+use crate::support::{PATIENCE, envoy_binary, soon};
 
 /// Runs the command as an init container does: root has two capabilities, others none.
 pub fn istio_iptables(user: u32, words: &str) -> Output {
@@ -78,7 +77,7 @@ fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
             said.contains(&hint) && said.contains("cni.repair"),
             "{said}"
         );
-        assert!(time < Duration::from_secs(5), "{time:?}");
+        assert!(time < PATIENCE, "{time:?}");
         for (mode, back_end) in [
             ("REDIRECT", ""),
             ("TPROXY", ""),
