@@ -104,7 +104,7 @@ fn account(text: &str) -> Result<Account, Problem> {
         }
         Some(Id::Name(name)) if !name.is_empty() => account.name = Some(name),
         _ => {
-            let expected = "a number from 0 to 4294967295 or a name, in USER or USER/GROUP";
+            let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
             return Err(problem("user", text, expected));
         }
     }

@@ -39,7 +39,7 @@ fn a_flow_is_read_field_by_field() {
 
 #[test]
 fn a_wrong_flow_is_refused_with_what_was_found_and_expected() {
-    let user = "a number from 0 to 4294967295 or a name, in USER or USER/GROUP";
+    let user = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
     let to = "ADDRESS:PORT, such as 10.0.0.5:443 or [2001:db8::5]:443";
     let at = "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080";
     let name = "the name of a network interface";

@@ -61,7 +61,7 @@ impl Items {
     }
 
     pub(super) fn ids(&mut self, subject: &str, list: &str) -> Vec<Id> {
-        let expected = "a number from 0 to 4294967295, a range such as 1000-2000, or a name";
+        let expected = "a number from 0 to 4294967294, a range such as 1000-2000, or a name";
         self.each(subject, list, expected, id)
     }
 
@@ -144,7 +144,9 @@ pub(in crate::capture) fn id(item: &str) -> Option<Id> {
     if item.starts_with(|first: char| first.is_ascii_digit()) {
         let (first, last) = item.split_once('-').unwrap_or((item, item));
         let numbers = number(first)?..=number(last)?;
-        return (!numbers.is_empty()).then_some(Id::Numbers(numbers));
+        // The largest stands for no user.
+        let is_of_users = !numbers.is_empty() && *numbers.end() < u32::MAX;
+        return is_of_users.then_some(Id::Numbers(numbers));
     }
     let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte);
     let is_name =

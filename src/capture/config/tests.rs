@@ -179,7 +179,7 @@ fn all_problems_are_reported_at_once() {
         s.service_cidr = "10.0.0.1,*".to_owned();
         s.service_exclude_cidr = "*".to_owned();
         s.exclude_interfaces = "eth0 -j ACCEPT,-A,longer-than-15-bytes".to_owned();
-        s.proxy_uid = "4294967296,a b,5-1,root!".to_owned();
+        s.proxy_uid = "4294967295,a b,5-1,root!".to_owned();
         s.proxy_gid = "1".to_owned();
         s.owner_groups = (0..65).map(|n| format!("{n},")).collect();
         s.loopback_cidr = "127.0.0.1/7".to_owned();
