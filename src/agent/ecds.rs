@@ -161,3 +161,184 @@ fn merged(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
     older.for_each(|(_, record)| merged.extend_from_slice(&record));
     Ok(merged.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use envoy_types::pb::envoy::config::core::v3 as core;
+    use envoy_types::pb::envoy::extensions::filters::http::wasm::v3 as http_wasm;
+    use envoy_types::pb::envoy::extensions::wasm::v3 as plugin;
+    use envoy_types::pb::envoy::service::discovery::v3::{
+        DeltaDiscoveryResponse, DiscoveryResponse, Resource,
+    };
+    use envoy_types::pb::google::protobuf;
+    use prost::Message;
+
+    use super::*;
+    use crate::metrics::Registry;
+    use crate::wasm::{Config, FetchConfig};
+
+    /// One that can fetch nothing.
+    fn wasm() -> Wasm {
+        let fetch = FetchConfig {
+            insecure: Vec::new(),
+            blocked: Vec::new(),
+            request_limit: Duration::from_secs(1),
+            attempts: 1,
+            max_bytes: 1000,
+            credentials: Vec::new(),
+        };
+        let config = Config {
+            directory: "/nonexistent".into(),
+            fetch,
+            expiry: Duration::from_secs(1),
+            purge_interval: Duration::from_secs(1),
+            max_cache_bytes: 0,
+            requires_digest: true,
+            allowed: Vec::new(),
+        };
+        Wasm::new(config, &Registry::default()).0
+    }
+
+    fn resource(name: &str, type_url: &str, value: Vec<u8>) -> protobuf::Any {
+        let type_url = type_url.to_owned();
+        let extension = core::TypedExtensionConfig {
+            name: name.to_owned(),
+            typed_config: Some(protobuf::Any { type_url, value }),
+        };
+        let (type_url, value) = (TYPE_URL.to_owned(), extension.encode_to_vec());
+        protobuf::Any { type_url, value }
+    }
+
+    fn other(name: &str) -> protobuf::Any {
+        resource(
+            name,
+            "type.googleapis.com/other",
+            b"\xff no message".to_vec(),
+        )
+    }
+
+    fn remote(name: &str) -> protobuf::Any {
+        let remote = core::async_data_source::Specifier::Remote(core::RemoteDataSource {
+            http_uri: Some(core::HttpUri::default()),
+            ..Default::default()
+        });
+        let code = core::AsyncDataSource {
+            specifier: Some(remote),
+        };
+        let vm = plugin::VmConfig {
+            code: Some(code),
+            ..Default::default()
+        };
+        let vm = Some(plugin::plugin_config::Vm::VmConfig(vm));
+        let config = Some(plugin::PluginConfig {
+            vm,
+            ..Default::default()
+        });
+        let url = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
+        resource(name, url, http_wasm::Wasm { config }.encode_to_vec())
+    }
+
+    fn delta(nonce: &str, resources: &[(&str, protobuf::Any)], removed: &[&str]) -> Bytes {
+        let resources = resources.iter().map(|(name, any)| Resource {
+            name: (*name).to_owned(),
+            version: "v".to_owned(),
+            resource: Some(any.clone()),
+            ..Default::default()
+        });
+        let response = DeltaDiscoveryResponse {
+            resources: resources.collect(),
+            removed_resources: removed.iter().map(|name| (*name).to_owned()).collect(),
+            type_url: TYPE_URL.to_owned(),
+            nonce: nonce.to_owned(),
+            ..Default::default()
+        };
+        response.encode_to_vec().into()
+    }
+
+    fn sotw(resources: &[protobuf::Any]) -> Bytes {
+        let response = DiscoveryResponse {
+            version_info: "v".to_owned(),
+            resources: resources.to_vec(),
+            type_url: TYPE_URL.to_owned(),
+            nonce: "n".to_owned(),
+            ..Default::default()
+        };
+        // With a field of a later version.
+        let mut message = response.encode_to_vec();
+        wire::append(&mut message, 3000, b"unknown");
+        message.into()
+    }
+
+    async fn forwarded(protocol: Protocol, message: &Bytes) -> Bytes {
+        let outcome = Ecds::new(wasm()).intercept(protocol, message.clone()).await;
+        match outcome {
+            Outcome::Forward(message) => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_response_without_remote_modules_is_forwarded_byte_for_byte() {
+        let message = sotw(&[other("a"), other("b")]);
+        assert_eq!(forwarded(Protocol::Sotw, &message).await, message);
+        let message = delta("n", &[("a", other("a"))], &["b"]);
+        assert_eq!(forwarded(Protocol::Delta, &message).await, message);
+    }
+
+    #[tokio::test]
+    async fn only_the_resource_with_a_module_differs() {
+        let message = sotw(&[other("a"), remote("b"), other("c")]);
+        let found = forwarded(Protocol::Sotw, &message).await;
+        let denied = DiscoveryResponse::decode(found.clone())
+            .expect("a response")
+            .resources
+            .remove(1);
+        assert!(String::from_utf8_lossy(&denied.value).contains("wasm-default-deny"));
+        assert_eq!(found, sotw(&[other("a"), denied.clone(), other("c")]));
+        let message = delta("n", &[("a", remote("b")), ("c", other("c"))], &["d"]);
+        let found = forwarded(Protocol::Delta, &message).await;
+        assert_eq!(
+            found,
+            delta("n", &[("a", denied), ("c", other("c"))], &["d"])
+        );
+    }
+
+    #[tokio::test]
+    async fn a_resource_that_cannot_be_read_refuses_the_response() {
+        let broken = protobuf::Any {
+            type_url: TYPE_URL.to_owned(),
+            value: b"\xff".to_vec(),
+        };
+        let nothing = protobuf::Any::default();
+        for message in [sotw(&[other("a"), broken]), sotw(&[nothing])] {
+            let outcome = Ecds::new(wasm()).intercept(Protocol::Sotw, message).await;
+            assert!(matches!(outcome, Outcome::Rejected(_)), "{outcome:?}");
+        }
+    }
+
+    #[test]
+    fn a_newer_delta_response_has_what_only_the_older_one_had() {
+        let ecds = Ecds::new(wasm());
+        let (a, b) = (("a", other("a")), ("b", other("b")));
+        let older = delta(
+            "1",
+            &[a.clone(), b.clone(), ("c", other("old"))],
+            &["x", "d"],
+        );
+        let newer = delta("2", &[("c", other("new")), ("d", other("d"))], &["b"]);
+        let merged = ecds.merge(Protocol::Delta, &older, &newer).expect("merged");
+        let merged = DeltaDiscoveryResponse::decode(merged).expect("a response");
+        let expected = delta(
+            "2",
+            &[("c", other("new")), ("d", other("d")), a],
+            &["b", "x"],
+        );
+        assert_eq!(
+            merged,
+            DeltaDiscoveryResponse::decode(expected).expect("a response")
+        );
+        assert_eq!(ecds.merge(Protocol::Sotw, &older, &newer), Some(newer));
+    }
+}

@@ -62,8 +62,8 @@ pub trait Interceptor: Send + Sync {
     /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse` that holds at least one
     /// resource.
     ///
-    /// Responses of one type are handled one by one in the order of arrival, beside those of other
-    /// types.
+    /// Responses of one type are handled one by one in the order of arrival, or merged, beside those
+    /// of other types.
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
 
     /// The message that takes the place of one under way and a newer one. None where each is handled.

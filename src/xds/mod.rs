@@ -9,6 +9,7 @@
 
 mod end;
 pub mod intercept;
+mod interceptions;
 mod metrics;
 pub mod observe;
 pub(crate) mod relay;

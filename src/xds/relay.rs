@@ -21,7 +21,6 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{mpsc, watch};
-use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
@@ -30,7 +29,8 @@ use tonic::Status;
 
 use super::Protocol;
 use super::end::{self, End};
-use super::intercept::{Interceptors, Later, Outcome};
+use super::intercept::{Interceptors, Outcome};
+use super::interceptions::Interceptions;
 use super::observe::Observer;
 use super::response::Captured;
 use super::stream::StreamState;
@@ -308,75 +308,6 @@ async fn changed(health: &mut Option<Health>) -> Result<(), String> {
         }
     }
     pending().await
-}
-
-/// Running interceptors: one response of a type at a time.
-#[derive(Default)]
-struct Interceptions {
-    tasks: JoinSet<Outcome>,
-    running: Vec<Running>,
-}
-
-/// A response at its interceptor.
-struct Running {
-    task: AbortHandle,
-    response: Captured,
-}
-
-impl Interceptions {
-    /// Starts the interceptors that have a response waiting and are idle, or drop the one under way.
-    fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
-        for mut response in std::mem::take(&mut state.captured) {
-            let index = response.interceptor;
-            let is_same = |running: &Running| running.response.interceptor == index;
-            if let Some(older) = self.running.iter().position(is_same) {
-                let (older_message, newer) =
-                    (&self.running[older].response.message, &response.message);
-                let merged = state
-                    .interceptors
-                    .merge(index, protocol, older_message, newer);
-                let Some(merged) = merged else {
-                    state.captured.push_back(response);
-                    continue;
-                };
-                response.message = merged;
-                self.running.swap_remove(older).task.abort();
-            }
-            let message = response.message.clone();
-            let task = self
-                .tasks
-                .spawn(state.interceptors.intercept(index, protocol, message));
-            self.running.push(Running { task, response });
-        }
-    }
-
-    /// Waits for an outcome and passes it on. Cancel safe.
-    async fn next(&mut self) -> Option<Result<(Captured, Outcome), JoinError>> {
-        loop {
-            let (id, outcome) = match self.tasks.join_next_with_id().await? {
-                Ok(ended) => ended,
-                // A newer response has taken its place.
-                Err(error) if error.is_cancelled() => continue,
-                Err(error) => return Some(Err(error)),
-            };
-            // One that ended just before that is not among those running.
-            let index = self
-                .running
-                .iter()
-                .position(|running| running.task.id() == id);
-            let Some(Running { response, .. }) = index.map(|it| self.running.swap_remove(it))
-            else {
-                continue;
-            };
-            return Some(Ok((response, outcome)));
-        }
-    }
-
-    /// Waits for what follows an outcome.
-    fn follow(&mut self, response: Captured, later: Later) {
-        let task = self.tasks.spawn(later.0);
-        self.running.push(Running { task, response });
-    }
 }
 
 /// Opens the stream to istiod. Its head may come only with the first response, so nothing waits for

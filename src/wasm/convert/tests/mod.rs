@@ -1,6 +1,9 @@
 //! Resources built from Envoy's own messages, converted and read again.
 #![allow(deprecated, reason = "fields that EnvoyFilters still set")]
 
+mod arbitrary;
+mod typed_struct;
+
 use std::collections::HashMap;
 
 use envoy_types::pb::envoy::config::core::v3::async_data_source::Specifier as Code;
@@ -17,7 +20,6 @@ use envoy_types::pb::envoy::extensions::wasm::v3::{
     plugin_config::Vm,
 };
 use envoy_types::pb::google::protobuf;
-use proptest::prelude::*;
 use prost_types::Struct;
 
 use super::*;
@@ -379,200 +381,4 @@ fn a_module_that_is_missing_is_replaced_by_the_rbac_filter_of_its_policy() {
     }
     let read = Rbac::decode(deny).expect("RBAC");
     assert!(read.rules.is_some() && read.rules_stat_prefix == "wasm-default-deny");
-}
-
-/// JSON as a `google.protobuf.Value`.
-fn json(value: &serde_json::Value) -> prost_types::Value {
-    use prost_types::value::Kind;
-    use serde_json::Value;
-    let kind = match value {
-        Value::Null => Kind::NullValue(0),
-        Value::Bool(value) => Kind::BoolValue(*value),
-        Value::Number(number) => Kind::NumberValue(number.as_f64().expect("a number")),
-        Value::String(text) => Kind::StringValue(text.clone()),
-        Value::Array(list) => Kind::ListValue(prost_types::ListValue {
-            values: list.iter().map(json).collect(),
-        }),
-        Value::Object(map) => Kind::StructValue(Struct {
-            fields: map
-                .iter()
-                .map(|(key, value)| (key.clone(), json(value)))
-                .collect(),
-        }),
-    };
-    prost_types::Value { kind: Some(kind) }
-}
-
-fn typed_struct(value: &serde_json::Value) -> Result<Option<Filter>, String> {
-    let Some(prost_types::value::Kind::StructValue(value)) = json(value).kind else {
-        panic!("an object is expected");
-    };
-    let value = Some(value);
-    let message = TypedStruct {
-        type_url: NETWORK.to_owned(),
-        value,
-    };
-    filter(&extension(TYPED_STRUCT, message.encode_to_vec()))
-}
-
-#[test]
-fn a_typed_struct_becomes_the_message_it_describes() {
-    let described = serde_json::json!({"config": {
-        "name": "plugin",
-        "rootId": "root",
-        "configuration": {"@type": "type.googleapis.com/google.protobuf.StringValue", "value": "{}"},
-        "fail_open": true,
-        "failure_policy": "FAIL_OPEN",
-        "capability_restriction_config": {"allowed_capabilities": {"fd_write": {}}},
-        "reload_config": {"backoff": {"base_interval": "1.5s"}},
-        "allow_on_headers_stop_iteration": false,
-        "vmConfig": {
-            "vm_id": "vm",
-            "runtime": "envoy.wasm.runtime.v8",
-            "code": {"remote": {
-                "httpUri": {"uri": "https://server/a.wasm", "cluster": "c", "timeout": "10s"},
-                "sha256": "abc",
-                "retry_policy": {"num_retries": 3},
-            }},
-            "configuration": {"@type": "type.googleapis.com/google.protobuf.BytesValue", "value": "_-8"},
-            "allow_precompiled": true,
-            "nack_on_code_cache_miss": null,
-            "environment_variables": {"host_env_keys": ["A"], "key_values": {"K": "V"}},
-        },
-    }});
-    let filter = typed_struct(&described)
-        .expect("a resource")
-        .expect("a filter");
-    let request = filter.module.as_ref().expect("a request");
-    assert_eq!(request.url, "https://server/a.wasm");
-    assert_eq!(
-        (request.checksum.as_str(), request.time_limit),
-        ("abc", Duration::from_secs(10))
-    );
-    let rewritten = config(filter.with_module("/data/a.wasm").expect("a resource"));
-    assert_eq!(rewritten.type_url, NETWORK);
-    let plugin = EnvoyWasm::decode(&*rewritten.value)
-        .expect("Wasm")
-        .config
-        .expect("a plugin");
-    let Some(Vm::VmConfig(vm)) = plugin.vm else {
-        panic!("no VM")
-    };
-    let capabilities = plugin.capability_restriction_config.expect("capabilities");
-    assert!(capabilities.allowed_capabilities.contains_key("fd_write"));
-    let interval = plugin
-        .reload_config
-        .and_then(|it| it.backoff)
-        .and_then(|it| it.base_interval);
-    assert_eq!(
-        interval,
-        Some(protobuf::Duration {
-            seconds: 1,
-            nanos: 500_000_000
-        })
-    );
-    assert_eq!(
-        (plugin.root_id.as_str(), plugin.failure_policy),
-        ("root", 3)
-    );
-    let value = plugin.configuration.expect("a configuration").value;
-    assert_eq!(String::decode(&*value), Ok("{}".to_owned()));
-    let value = vm.configuration.expect("a configuration").value;
-    assert_eq!(Vec::<u8>::decode(&*value), Ok(vec![0xff, 0xef]));
-    assert!(vm.allow_precompiled && plugin.allow_on_headers_stop_iteration.is_some());
-    let environment = vm.environment_variables.expect("an environment");
-    assert_eq!(
-        (environment.host_env_keys, &*environment.key_values["K"]),
-        (vec!["A".to_owned()], "V")
-    );
-}
-
-#[test]
-fn a_typed_struct_with_anything_else_is_refused() {
-    use serde_json::json;
-    for (config, expected) in [
-        (json!({"other": 1}), "unknown field \"other\""),
-        (
-            json!({"name": 1}),
-            "field \"name\": found a number, expected text",
-        ),
-        (json!({"vm_config": []}), "found a list, expected an object"),
-        (
-            json!({"fail_open": "true"}),
-            "found text, expected true or false",
-        ),
-        (
-            json!({"failure_policy": "OPEN"}),
-            "expected one of UNSPECIFIED",
-        ),
-        (
-            json!({"configuration": {"value": 1}}),
-            "\"@type\" is missing",
-        ),
-        (
-            json!({"configuration": {"@type": "a/b.C"}}),
-            "found a \"a/b.C\", expected a StringValue",
-        ),
-        (
-            json!({"reload_config": {"backoff": {"max_interval": "long"}}}),
-            "expected seconds",
-        ),
-        (
-            json!({"vm_config": {"environment_variables": {"key_values": {"K": 1}}}}),
-            "entry \"K\"",
-        ),
-    ] {
-        let error = typed_struct(&json!({"config": config})).expect_err("an error");
-        assert!(error.contains(expected), "{error}");
-    }
-}
-
-/// Messages with the numbers of the fields that are looked at, over and over.
-fn nested() -> impl Strategy<Value = Vec<u8>> {
-    let leaf = prop_oneof![
-        prop::collection::vec(any::<u8>(), 0..12),
-        prop::sample::select(vec![HTTP, NETWORK, OUTER, TYPED_STRUCT]).prop_map(Vec::from),
-    ];
-    leaf.prop_recursive(7, 60, 4, |inner| {
-        prop::collection::vec((1u32..9, inner), 0..4).prop_map(|fields| {
-            let mut message = Vec::new();
-            for (number, content) in fields {
-                wire::append(&mut message, number, &content);
-            }
-            message
-        })
-    })
-}
-
-proptest! {
-    #[test]
-    fn any_bytes_are_a_filter_or_none_and_only_the_module_is_replaced(
-        value in nested(),
-        type_url in prop::sample::select(vec![HTTP, NETWORK, TYPED_STRUCT, "other"]),
-        wraps in 0..3,
-    ) {
-        let resource = match wraps {
-            0 => value.into(),
-            1 => encoded(OUTER, value),
-            _ => extension(type_url, value),
-        };
-        if let Ok(Some(found)) = filter(&resource) {
-            if let Ok(rewritten) = found.with_module("/data/a.wasm") {
-                // What has a local module is no filter to be rewritten.
-                prop_assert!(matches!(filter(&rewritten), Ok(None)));
-            }
-            if let Ok(fallback) = found.fallback() {
-                prop_assert!(matches!(filter(&fallback), Ok(None)));
-            }
-        }
-    }
-
-    #[test]
-    fn a_message_is_the_sum_of_its_fields(bytes in prop::collection::vec(any::<u8>(), 0..60)) {
-        let bytes = Bytes::from(bytes);
-        if let Ok(fields) = wire::fields(&bytes) {
-            let records: Vec<_> = fields.into_iter().map(|field| field.record).collect();
-            prop_assert_eq!(records.concat(), bytes);
-        }
-    }
 }

@@ -1,0 +1,284 @@
+//! Downloads from servers and registries that behave, and ones that do not.
+
+mod registries;
+
+use std::path::Path;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use tokio::time::{Instant, timeout};
+
+use super::fake_server::{Server, answer, ok, path};
+use super::unpack::hexadecimal;
+use super::*;
+
+const MODULE: &[u8] = b"\0asm\x01\0\0\0module";
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn config() -> Config {
+    Config {
+        insecure: vec!["*".to_owned()],
+        blocked: Vec::new(),
+        request_limit: Duration::from_secs(5),
+        attempts: 3,
+        max_bytes: 100_000,
+        credentials: Vec::new(),
+    }
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    hexadecimal(digest(&SHA256, bytes).as_ref())
+}
+
+/// Fetches with both steps of an image.
+async fn fetch(config: &Config, url: &str, secret: Option<&str>) -> Result<Vec<u8>, String> {
+    let directory = tempfile::tempdir().expect("a directory");
+    let fetched = fetch_into(config, url, secret, directory.path()).await;
+    let fetched = fetched.map_err(|error| error.to_string());
+    let module = fetched.map(|download| {
+        let module = std::fs::read(download.file.path()).expect("a file");
+        assert_eq!(
+            (download.size, download.sha256),
+            (module.len() as u64, sha256(&module))
+        );
+        module
+    });
+    // A failure leaves no file behind, nor does a download that is not kept.
+    assert_eq!(
+        std::fs::read_dir(directory.path())
+            .expect("a directory")
+            .count(),
+        0
+    );
+    module
+}
+
+async fn fetch_into(
+    config: &Config,
+    url: &str,
+    secret: Option<&str>,
+    directory: &Path,
+) -> Result<Download, Error> {
+    let fetching = async {
+        match Source::parse(url)? {
+            Source::Http(url) => config.download(&url, directory).await,
+            Source::Oci(url, reference) => {
+                let deadline = Instant::now() + LIMIT;
+                let image = config
+                    .image(&url, &reference, secret, None, deadline)
+                    .await?;
+                config.module(&url, image, directory).await
+            }
+        }
+    };
+    timeout(LIMIT, fetching).await.expect("in time")
+}
+
+#[tokio::test]
+async fn urls_are_http_or_oci() {
+    for (url, expected) in [
+        (
+            "ftp://host/a",
+            "unsupported Wasm module downloading URL scheme: ftp",
+        ),
+        ("host/a", "unsupported Wasm module downloading URL scheme: "),
+        ("", "unsupported Wasm module downloading URL scheme: "),
+        (
+            "file:///a",
+            "unsupported Wasm module downloading URL scheme: file",
+        ),
+        (
+            "https://",
+            "fail to parse Wasm module fetch url: https://…: ",
+        ),
+        ("http://user:hunter2@/a", "fail to parse"),
+        ("http://user:hunter2@a b/", "fail to parse"),
+        ("oci://host/UPPER", "could not parse reference"),
+    ] {
+        let error = fetch(&config(), url, None).await.expect_err(url);
+        assert!(
+            error.contains(expected) && !error.contains("hunter2"),
+            "{error}"
+        );
+    }
+    let source = Source::parse("HTTPS://user:hunter2@host:1/a?token=hunter2").expect("a URL");
+    assert_eq!(source.url().redacted(), "https://host:1/a");
+    assert!(!format!("{source:?}").contains("dXNlc"));
+}
+
+#[tokio::test]
+async fn a_module_is_downloaded_over_http_and_tls() {
+    let plain = Server::start(|_, _| ok(MODULE)).await;
+    let tls = Server::tls(|_, _| ok(MODULE)).await;
+    let url = format!("http://user:p%40ss@{}/a?b=c", plain.address);
+    assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE));
+    let head = plain.heads().remove(0);
+    assert!(head.starts_with("GET /a?b=c HTTP/1.1\r\n"), "{head}");
+    assert!(
+        head.contains("authorization: Basic dXNlcjpwQHNz\r\n"),
+        "{head}"
+    );
+    let url = format!("https://{}/a", tls.address);
+    assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE));
+    let insecure = vec![tls.address.to_string()];
+    let listed = Config {
+        insecure,
+        ..config()
+    };
+    assert_eq!(fetch(&listed, &url, None).await.as_deref(), Ok(MODULE));
+    let verifying = Config {
+        insecure: Vec::new(),
+        attempts: 1,
+        ..config()
+    };
+    let error = fetch(&verifying, &url, None)
+        .await
+        .expect_err("a foreign certificate");
+    assert!(
+        error.contains("certificate") || error.contains("no bundle"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn bad_answers_over_http_are_errors_that_say_what_came() {
+    let body = |text: &str| format!("HTTP/1.1 200 OK\r\n{text}").into_bytes();
+    let chunked = "transfer-encoding: chunked\r\n\r\n";
+    for (what, response, requests, expected) in [
+        (
+            "not found",
+            answer("404 Not Found", "", b""),
+            1,
+            "status code 404",
+        ),
+        (
+            "too many",
+            answer("429 Too Many", "retry-after: 1\r\n", b""),
+            1,
+            "status code 429",
+        ),
+        (
+            "no content",
+            answer("204 No Content", "", b""),
+            1,
+            "status code 204",
+        ),
+        (
+            "not implemented",
+            answer("501 No", "", b""),
+            1,
+            "status code 501",
+        ),
+        (
+            "server error",
+            answer("503 No", "", b""),
+            3,
+            "failed after 3 attempts, last error: wasm module download request failed: status code 503",
+        ),
+        (
+            "page",
+            ok(b"<!DOCTYPE html>"),
+            1,
+            "is invalid: it begins with \"<!DOCTYPE",
+        ),
+        ("empty", ok(b""), 1, "is invalid: it begins with \"\""),
+        (
+            "cut off",
+            body("content-length: 50\r\n\r\n\0asm\x01\0\0\0"),
+            1,
+            "failed before the end",
+        ),
+        (
+            "cut chunk",
+            body(&format!("{chunked}20\r\n\0asm\x01\0\0\0")),
+            1,
+            "failed before the end",
+        ),
+        (
+            "too large",
+            ok(&[MODULE, &[0; 100_000]].concat()),
+            1,
+            "more than 100000 bytes",
+        ),
+        ("no HTTP", b"hello".to_vec(), 3, "failed before the end"),
+        (
+            "redirect to itself",
+            answer("302 Found", "location: /a\r\n", b""),
+            33,
+            "stopped after 10 redirects",
+        ),
+        (
+            "redirect to metadata",
+            answer("302 Found", "location: http://169.254.169.254/\r\n", b""),
+            3,
+            "connection blocked: resolved IP 169.254.169.254 is link-local",
+        ),
+        (
+            "redirect to another scheme",
+            answer("302 Found", "location: file:///etc/passwd\r\n", b""),
+            3,
+            "redirects to",
+        ),
+    ] {
+        let server = Server::start(move |_, _| response.clone()).await;
+        let url = format!("http://{}/a", server.address);
+        let error = fetch(&config(), &url, None).await.expect_err(what);
+        assert!(error.contains(expected), "{what}: {error}");
+        assert_eq!(server.heads().len(), requests, "{what}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_error_is_followed_by_another_attempt() {
+    let server = Server::start(|_, before| match before {
+        0 | 1 => answer("500 No", "", b""),
+        _ => ok(MODULE),
+    });
+    let server = server.await;
+    let url = format!("http://{}/a", server.address);
+    assert_eq!(fetch(&config(), &url, None).await.as_deref(), Ok(MODULE));
+}
+
+#[tokio::test]
+async fn blocked_networks_and_a_silent_server_end_the_download() {
+    let server = Server::start(|_, _| Vec::new()).await;
+    let url = format!("http://{}/a", server.address);
+    let blocked = vec![Network::parse("127.0.0.0/8").expect("a network")];
+    let config = Config {
+        blocked,
+        attempts: 1,
+        ..config()
+    };
+    let error = fetch(&config, &url, None).await.expect_err("blocked");
+    assert!(
+        error.contains("127.0.0.1 is in blocked CIDR range 127.0.0.0/8"),
+        "{error}"
+    );
+    assert!(server.heads().is_empty());
+    let request_limit = Duration::from_millis(50);
+    let config = Config {
+        blocked: Vec::new(),
+        request_limit,
+        ..config
+    };
+    let error = fetch(&config, &url, None).await.expect_err("silent");
+    assert!(error.contains("no answer within 50ms"), "{error}");
+}
+
+#[tokio::test]
+async fn a_directory_that_cannot_be_written_is_named() {
+    let server = Server::start(|_, _| ok(MODULE)).await;
+    let url = format!("http://{}/a", server.address);
+    let missing = Path::new("/nonexistent/modules");
+    let error = fetch_into(&config(), &url, None, missing)
+        .await
+        .expect_err("no directory");
+    assert!(
+        error
+            .to_string()
+            .contains("cannot write to /nonexistent/modules"),
+        "{error}"
+    );
+    // Always full.
+    let full = Path::new("/dev/full");
+    assert!(fetch_into(&config(), &url, None, full).await.is_err());
+}

@@ -1,0 +1,242 @@
+//! What is fetched, kept and removed under pull policies, pins and rules of the operator.
+
+use serde_json::json;
+
+use super::*;
+
+/// A registry whose tags lead to the `served` one of two artifacts.
+async fn registry(served: Arc<AtomicUsize>) -> Server {
+    let manifest = |module: &[u8]| {
+        let module = json!({
+            "mediaType": "application/vnd.module.wasm.content.layer.v1+wasm",
+            "digest": format!("sha256:{}", sha256(module)),
+            "size": module.len(),
+        });
+        let config = json!({"mediaType": "x", "digest": "sha256:x"});
+        json!({"schemaVersion": 2, "layers": [config, module]}).to_string()
+    };
+    Server::tls(move |head, _| {
+        let modules = [MODULE, OTHER];
+        let name = path(head).rsplit('/').next().unwrap_or_default();
+        let blob = modules
+            .iter()
+            .find(|module| name == format!("sha256:{}", sha256(module)));
+        match (blob, modules.get(served.load(Ordering::Relaxed))) {
+            (Some(blob), _) => ok(blob),
+            (None, Some(module)) => {
+                let [first, second] = modules.map(manifest);
+                let by_digest = [first, second].into_iter();
+                let mut by_digest =
+                    by_digest.filter(|it| name == format!("sha256:{}", sha256(it.as_bytes())));
+                ok(by_digest
+                    .next_back()
+                    .unwrap_or_else(|| manifest(module))
+                    .as_bytes())
+            }
+            (None, None) => answer("404 No", "", b""),
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_tag_that_moves_is_followed_as_its_pull_policy_says() {
+    let served = Arc::new(AtomicUsize::new(0));
+    let server = registry(served.clone()).await;
+    // What is found with the same and with a new version after the tag has moved.
+    for (tag, policy, same, newer) in [
+        ("v1", "UNSPECIFIED_POLICY", MODULE, MODULE),
+        ("v1", "IfNotPresent", MODULE, MODULE),
+        ("v1", "Always", MODULE, OTHER),
+        ("v1", "always", MODULE, MODULE),
+        ("latest", "UNSPECIFIED_POLICY", MODULE, OTHER),
+        ("latest", "IfNotPresent", MODULE, MODULE),
+        ("latest", "Always", MODULE, OTHER),
+    ] {
+        served.store(0, Ordering::Relaxed);
+        let directory = tempfile::tempdir().expect("a directory");
+        let agent = start(config(directory.path()));
+        let image = plugin(format!("oci://{}/plugin:{tag}", server.address));
+        let at = |version| image.clone().versioned(policy, version);
+        assert_eq!(agent.module(&at("1")).await, MODULE, "{tag} {policy}");
+        served.store(1, Ordering::Relaxed);
+        assert_eq!(agent.module(&at("1")).await, same, "{tag} {policy}");
+        assert_eq!(agent.module(&at("2")).await, newer, "{tag} {policy}");
+        // No registry is needed for what is known.
+        served.store(2, Ordering::Relaxed);
+        assert_eq!(agent.module(&at("2")).await, newer, "{tag} {policy}");
+    }
+}
+
+#[tokio::test]
+async fn a_pinned_image_needs_its_digest_and_a_blob_is_fetched_once() {
+    let server = registry(Arc::default()).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let image = |version: &str| format!("oci://{}/plugin{version}", server.address);
+    let path = agent.convert(&plugin(image(":a"))).await;
+    let digest = Path::new(&path)
+        .file_stem()
+        .expect("a name")
+        .to_string_lossy()
+        .into_owned();
+    assert_eq!(agent.convert(&plugin(image(":b"))).await, path);
+    let blobs = server
+        .heads()
+        .iter()
+        .filter(|head| head.contains("/blobs/"))
+        .count();
+    assert_eq!(blobs, 1);
+    let requests = server.heads().len();
+    let pinned = Plugin {
+        sha256: &digest,
+        ..plugin(image(":c"))
+    };
+    assert_eq!(agent.convert(&pinned).await, path);
+    assert_eq!(
+        agent
+            .convert(&plugin(image(&format!("@sha256:{digest}"))))
+            .await,
+        path
+    );
+    assert_eq!(server.heads().len(), requests);
+    let wrong = "0".repeat(64);
+    let wrong = Plugin {
+        sha256: &wrong,
+        ..plugin(image(":a"))
+    };
+    assert_eq!(agent.convert(&wrong).await, DENY);
+    let failure = &agent.wasm.snapshot().failures[0];
+    assert!(
+        failure.error.contains("which does not match"),
+        "{failure:?}"
+    );
+    assert!(
+        agent.has_metric("istio_agent_wasm_remote_fetch_count{result=\"checksum_mismatched\"} 1")
+    );
+}
+
+#[tokio::test]
+async fn operators_may_require_digests_and_list_registries() {
+    let server = registry(Arc::default()).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let authority = server.address.to_string();
+    for (allowed, requires_digest, path, is_fetched) in [
+        (vec![], false, "/team/plugin:v1", true),
+        (vec![], true, "/team/plugin:v1", false),
+        (
+            vec![format!("oci://{authority}/team/")],
+            false,
+            "/team/plugin:v1",
+            true,
+        ),
+        (vec![authority.clone()], false, "/team/plugin:v1", true),
+        (
+            vec![format!("{authority}/te")],
+            false,
+            "/team/plugin:v1",
+            false,
+        ),
+        (
+            vec!["docker.io".to_owned()],
+            false,
+            "/team/plugin:v1",
+            false,
+        ),
+    ] {
+        let what = format!("{allowed:?} {requires_digest}");
+        let agent = start(Config {
+            allowed,
+            requires_digest,
+            ..config(directory.path())
+        });
+        let requests = server.heads().len();
+        let found = agent
+            .convert(&plugin(format!("oci://{authority}{path}")))
+            .await;
+        assert_eq!(found != DENY, is_fetched, "{what}: {found}");
+        if !is_fetched {
+            assert_eq!(server.heads().len(), requests);
+        }
+    }
+    let source = |url: &str| fetch::Source::parse(url).expect("a URL");
+    assert!(source("oci://docker.io/a/b").is_within("docker.io/a"));
+    assert!(source("https://h/allowed/x").is_within("h/allowed"));
+    for path in [
+        "allowed/../x",
+        "allowed/%2e%2e/x",
+        "allowed/..%2fx",
+        "allowedx",
+    ] {
+        assert!(
+            !source(&format!("https://h/{path}")).is_within("h/allowed"),
+            "{path}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unused_modules_are_removed_and_a_url_forgets_what_it_led_to() {
+    let served = Arc::new(AtomicUsize::new(0));
+    let server = registry(served.clone()).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let image = |tag: &str| plugin(format!("oci://{}/plugin:{tag}", server.address));
+    let path = agent.convert(&image("a")).await;
+    // A second URL leads to it by way of the cache.
+    assert_eq!(
+        agent
+            .convert(&Plugin {
+                name: "second",
+                ..image("b")
+            })
+            .await,
+        path
+    );
+    agent.wasm.modules.cache.clone().purge(Duration::ZERO).await;
+    assert!(Path::new(&path).exists(), "a module in use stays");
+    served.store(1, Ordering::Relaxed);
+    for name in ["plugin", "second"] {
+        agent.wasm.modules.cache.release(name);
+    }
+    tokio::time::advance(Duration::from_secs(1)).await;
+    agent.wasm.modules.cache.clone().purge(Duration::ZERO).await;
+    assert!(!Path::new(&path).exists());
+    assert!(!Path::new(&path).parent().expect("a directory").exists());
+    for tag in ["a", "b"] {
+        assert_eq!(
+            agent.module(&image(tag)).await,
+            OTHER,
+            "the tag has moved meanwhile"
+        );
+    }
+}
+
+#[tokio::test]
+async fn the_cache_stays_within_its_limit_but_for_what_is_in_use() {
+    let body = |index: usize| [MODULE, &vec![index as u8; 400]].concat();
+    let server = Server::start(move |head, _| ok(&body(path(head).len()))).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let module = |path: &str| plugin(format!("http://{}/{path}", server.address));
+    let mut paths = Vec::new();
+    for (name, path) in [
+        ("used", "a"),
+        ("changing", "bb"),
+        ("changing", "ccc"),
+        ("changing", "dddd"),
+        ("changing", "eeeee"),
+    ] {
+        paths.push(
+            agent
+                .convert(&Plugin {
+                    name,
+                    ..module(path)
+                })
+                .await,
+        );
+    }
+    let left: Vec<_> = paths.iter().map(|path| Path::new(path).exists()).collect();
+    // The last but one was in use when the last was stored.
+    assert_eq!(left, [true, false, false, true, true]);
+}

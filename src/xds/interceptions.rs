@@ -1,0 +1,209 @@
+//! Runs the interceptors of a stream: one response of a type at a time, in the order of arrival, unless a
+//! newer one takes the place of the one under way.
+
+use tokio::task::{AbortHandle, JoinError, JoinSet};
+
+use super::Protocol;
+use super::intercept::{Later, Outcome};
+use super::response::Captured;
+use super::stream::StreamState;
+
+/// Running interceptors.
+#[derive(Default)]
+pub(super) struct Interceptions {
+    tasks: JoinSet<Outcome>,
+    running: Vec<Running>,
+}
+
+/// A response at its interceptor.
+struct Running {
+    task: AbortHandle,
+    response: Captured,
+}
+
+impl Interceptions {
+    /// Starts the interceptors that have a response waiting and are idle, or drop the one under way.
+    pub(super) fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
+        for mut response in std::mem::take(&mut state.captured) {
+            let index = response.interceptor;
+            let is_same = |running: &Running| running.response.interceptor == index;
+            if let Some(older) = self.running.iter().position(is_same) {
+                let (older_message, newer) =
+                    (&self.running[older].response.message, &response.message);
+                let merged = state
+                    .interceptors
+                    .merge(index, protocol, older_message, newer);
+                let Some(merged) = merged else {
+                    state.captured.push_back(response);
+                    continue;
+                };
+                response.message = merged;
+                self.running.swap_remove(older).task.abort();
+            }
+            let message = response.message.clone();
+            let task = self
+                .tasks
+                .spawn(state.interceptors.intercept(index, protocol, message));
+            self.running.push(Running { task, response });
+        }
+    }
+
+    /// Waits for an outcome and passes it on. Cancel safe.
+    pub(super) async fn next(&mut self) -> Option<Result<(Captured, Outcome), JoinError>> {
+        loop {
+            let (id, outcome) = match self.tasks.join_next_with_id().await? {
+                Ok(ended) => ended,
+                // A newer response has taken its place.
+                Err(error) if error.is_cancelled() => continue,
+                Err(error) => return Some(Err(error)),
+            };
+            // One that ended just before that is not among those running.
+            let index = self
+                .running
+                .iter()
+                .position(|running| running.task.id() == id);
+            let Some(Running { response, .. }) = index.map(|it| self.running.swap_remove(it))
+            else {
+                continue;
+            };
+            return Some(Ok((response, outcome)));
+        }
+    }
+
+    /// Waits for what follows an outcome.
+    pub(super) fn follow(&mut self, response: Captured, later: Later) {
+        let task = self.tasks.spawn(later.0);
+        self.running.push(Running { task, response });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::metrics::Registry;
+    use crate::xds::intercept::{Intercepting, Interceptor, Interceptors};
+    use crate::xds::observe::Observer;
+    use crate::xds::response::{Consumer, Received};
+
+    /// Ends at once, but for messages that begin with `slow`; and what is merged is joined.
+    struct Scripted {
+        merges: bool,
+    }
+
+    impl Interceptor for Scripted {
+        fn type_url(&self) -> &str {
+            "type"
+        }
+        fn subscribes(&self) -> bool {
+            false
+        }
+        fn intercept(&self, _: Protocol, message: Bytes) -> Intercepting {
+            match message.starts_with(b"slow") {
+                true => Box::pin(pending()),
+                false => Box::pin(ready(Outcome::Forward(message))),
+            }
+        }
+        fn merge(&self, _: Protocol, older: &Bytes, newer: &Bytes) -> Option<Bytes> {
+            let joined = [newer.clone(), Bytes::from_static(b"+"), older.clone()];
+            self.merges.then(|| joined.concat().into())
+        }
+    }
+
+    fn state(merges: bool) -> StreamState {
+        let interceptors = Interceptors::new(vec![Box::new(Scripted { merges })]);
+        let observer = Observer::new(&Registry::default());
+        StreamState::new(1, Protocol::Delta, interceptors, observer, 1000)
+    }
+
+    fn captured(message: &'static str) -> Captured {
+        Captured {
+            interceptor: 0,
+            received: Received {
+                type_url: "type".to_owned(),
+                version: String::new(),
+                nonce: message.to_owned(),
+                resources: 1,
+                bytes: 1,
+                consumer: Consumer::Agent,
+            },
+            message: Bytes::from_static(message.as_bytes()),
+        }
+    }
+
+    /// The nonce and the message of the next outcome.
+    async fn next(interceptions: &mut Interceptions) -> (String, Bytes) {
+        let (response, outcome) = interceptions
+            .next()
+            .await
+            .expect("a task")
+            .expect("an outcome");
+        match outcome {
+            Outcome::Forward(message) => (response.received.nonce, message),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_newer_response_takes_the_place_of_one_under_way() {
+        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        for message in ["slow", "slower", "newest"] {
+            state.captured.push_back(captured(message));
+            interceptions.start(&mut state, Protocol::Delta);
+        }
+        let (nonce, message) = next(&mut interceptions).await;
+        assert_eq!(
+            (nonce.as_str(), &message[..]),
+            ("newest", &b"newest+slower+slow"[..])
+        );
+        assert!(interceptions.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn one_that_ended_just_before_is_not_passed_on_either() {
+        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        state.captured.push_back(captured("first"));
+        interceptions.start(&mut state, Protocol::Delta);
+        tokio::task::yield_now().await;
+        state.captured.push_back(captured("second"));
+        interceptions.start(&mut state, Protocol::Delta);
+        let (nonce, message) = next(&mut interceptions).await;
+        assert_eq!(
+            (nonce.as_str(), &message[..]),
+            ("second", &b"second+first"[..])
+        );
+        assert!(interceptions.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn what_follows_an_outcome_is_passed_on_unless_a_newer_response_comes() {
+        let (mut state, mut interceptions) = (state(true), Interceptions::default());
+        let later = || {
+            Later(Box::pin(ready(Outcome::Forward(Bytes::from_static(
+                b"later",
+            )))))
+        };
+        interceptions.follow(captured("first"), later());
+        assert_eq!(next(&mut interceptions).await.1, "later");
+        interceptions.follow(captured("first"), Later(Box::pin(pending())));
+        state.captured.push_back(captured("second"));
+        interceptions.start(&mut state, Protocol::Delta);
+        assert_eq!(next(&mut interceptions).await.1, "second+first");
+        assert!(interceptions.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn responses_that_are_not_merged_are_handled_one_after_the_other() {
+        let (mut state, mut interceptions) = (state(false), Interceptions::default());
+        for message in ["first", "second"] {
+            state.captured.push_back(captured(message));
+        }
+        for message in ["first", "second"] {
+            interceptions.start(&mut state, Protocol::Delta);
+            assert_eq!(next(&mut interceptions).await.1, message);
+        }
+    }
+}
