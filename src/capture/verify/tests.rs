@@ -1,5 +1,7 @@
 //! Rules that are as they should be, and rules that are not.
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::capture::config::tests::checked;
 use crate::capture::config::{Config, Settings};
@@ -166,4 +168,20 @@ fn order_doubles_and_chains_of_other_versions_are_named() {
             "IPv4: a chain is not of this version of Istio: nat: ISTIO_OLD",
         ]
     );
+}
+
+proptest! {
+    /// What is readable does not depend on a comment.
+    #[test]
+    fn a_rule_of_others_of_any_text_is_readable_or_stays_text(
+        text in "(-p tcp)?( -[jgm] |comment| --comment|\"|\\\\|[A-Z]{2,6}| |\\PC){0,12}",
+    ) {
+        let foreign = Entry::Foreign(text.clone());
+        others::may_take(&foreign);
+        let read = others::readable(&foreign);
+        let commented = Entry::Foreign(format!("-m comment --comment x {text}"));
+        if !text.contains("--comment") && !text.contains('\\') {
+            prop_assert_eq!(others::readable(&commented), read);
+        }
+    }
 }
