@@ -1,4 +1,4 @@
-//! Builds the discovery service, with the interceptors of what the agent consumes.
+//! Builds the discovery service, with what it needs: interceptors and health checks.
 
 use std::sync::Arc;
 
@@ -8,8 +8,9 @@ use super::nds::Nds;
 use super::pcds::Pcds;
 use crate::dns;
 use crate::envoy::handle::Envoy;
-use crate::health::Health;
+use crate::health::{self, Health};
 use crate::istiod::Istiod;
+use crate::lifecycle::Stop;
 use crate::unix_socket::{self, BindError};
 use crate::wasm::Wasm;
 use crate::xds;
@@ -18,6 +19,21 @@ use crate::xds::observe::Observer;
 use crate::xds::server::{Discovery, Upstream};
 
 impl Agent {
+    /// Checks the workload of a machine.
+    pub(super) fn health(
+        &mut self,
+        envoy: Option<&Envoy>,
+        stop: &Stop,
+    ) -> Result<Option<Health>, rustls::Error> {
+        let Some(config) = self.config.health.clone() else {
+            return Ok(None);
+        };
+        let envoy = envoy.map(Envoy::report);
+        let (health, checks) = health::new(config, envoy, stop.requested(), &self.metrics)?;
+        self.spawn_until_shutdown("health checks", checks);
+        Ok(Some(health))
+    }
+
     /// Relays discovery; without Envoy, all clients share the agent's connection to istiod.
     pub(super) fn discovery(
         &mut self,

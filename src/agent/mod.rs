@@ -34,7 +34,6 @@ use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::watch::changes;
 use crate::envoy::{self, Exit};
 use crate::exit_code::ExitCode;
-use crate::health::{self, Health};
 use crate::istiod::{self, Istiod};
 use crate::lifecycle::{
     self, BoxError, CancellationToken, Ended, Stop, StopRequest, Tasks, Urgency, with_causes,
@@ -225,21 +224,6 @@ impl Agent {
         let (wasm, fetches) = Wasm::new(config, &self.metrics);
         self.spawn_until_shutdown("Wasm modules", fetches);
         Some(wasm)
-    }
-
-    /// Checks the workload of a machine.
-    fn health(
-        &mut self,
-        envoy: Option<&Envoy>,
-        stop: &Stop,
-    ) -> Result<Option<Health>, rustls::Error> {
-        let Some(config) = self.config.health.clone() else {
-            return Ok(None);
-        };
-        let envoy = envoy.map(Envoy::report);
-        let (health, checks) = health::new(config, envoy, stop.requested(), &self.metrics)?;
-        self.spawn_until_shutdown("health checks", checks);
-        Ok(Some(health))
     }
 
     fn status(&mut self, port: status::Listener, sources: status::Sources) -> Result<(), BoxError> {
