@@ -3,22 +3,28 @@
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use envoy_types::pb::envoy::config::core::v3 as core;
 use envoy_types::pb::envoy::extensions::filters::http::wasm::v3::Wasm;
 use envoy_types::pb::envoy::extensions::wasm::v3 as plugin;
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse;
 use envoy_types::pb::google::protobuf;
 use http::Method;
+use http_body_util::BodyExt;
+use istio_agent::xds::Protocol;
 use local_istiod::Resource;
 use prost::Message;
 use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, UnixStream};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
+use crate::memory::open;
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{get, header, read_head};
 use crate::support::pod::{Pod, Settings, ask};
@@ -413,4 +419,43 @@ async fn a_fetch_that_hangs_holds_up_neither_listeners_nor_readiness_nor_the_end
     pod.agent.signal(Signal::TERM);
     pod.agent.end().await;
     drop(connection);
+}
+
+#[tokio::test]
+async fn a_module_of_100_mb_costs_three_mb_of_memory() {
+    let large = [module("large"), vec![0; 100_000_000]].concat();
+    let is_there = Arc::new(AtomicBool::new(true));
+    let (small, _first) = server(module("small"), is_there.clone()).await;
+    let (large, _second) = server(large, is_there).await;
+    let mut control_plane = ControlPlane::scripted(Duration::from_secs(3600)).await;
+    let pod = Pod::start(Settings::default(), &control_plane);
+    let path = pod.path("etc/istio/proxy/XDS");
+    let socket = eventually("the socket of the agent", async || {
+        UnixStream::connect(&path).await.ok()
+    });
+    let (mut body, _connection) = open(socket.await, Protocol::Sotw).await;
+    let istiod = soon("a stream", control_plane.istiod.streams.recv()).await;
+    let istiod = istiod.unwrap();
+    let mut used = Vec::new();
+    for url in [small, large] {
+        pod.agent.reset_peak();
+        let before = pod.agent.memory("VmRSS");
+        let started = Instant::now();
+        let response = DiscoveryResponse {
+            resources: vec![extension("http", "shop.plugin", &url, "", &[]).any],
+            type_url: EXTENSION.to_owned(),
+            ..Default::default()
+        };
+        istiod
+            .send_bytes(response.encode_to_vec().into())
+            .await
+            .unwrap();
+        let frame = soon("the module", body.frame()).await.unwrap().unwrap();
+        let text = String::from_utf8_lossy(&frame.into_data().unwrap()).into_owned();
+        assert!(text.contains("/var/lib/istio/data/"), "{text}");
+        let grown = pod.agent.memory("VmHWM").saturating_sub(before);
+        println!("{url}: {grown} KiB in {:?}", started.elapsed());
+        used.push(grown);
+    }
+    assert!(used[1] < 3 * 1024, "{used:?} KiB");
 }
