@@ -6,7 +6,7 @@ use super::Agent;
 use super::ecds::Ecds;
 use super::nds::Nds;
 use super::pcds::Pcds;
-use crate::dns;
+use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::{self, Health};
 use crate::istiod::Istiod;
@@ -17,6 +17,18 @@ use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
 use crate::xds::observe::Observer;
 use crate::xds::server::{Discovery, Upstream};
+
+/// What takes responses in place of Envoy, or rewrites them.
+pub(super) fn interceptors(
+    dns: Option<Dns>,
+    pcds: Option<Pcds>,
+    wasm: Option<Wasm>,
+) -> Interceptors {
+    let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
+    let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
+    let ecds = wasm.map(|wasm| Box::new(Ecds::new(wasm)) as Box<dyn Interceptor>);
+    Interceptors::new(nds.into_iter().chain(pcds).chain(ecds).collect())
+}
 
 impl Agent {
     /// Checks the workload of a machine.
@@ -37,11 +49,9 @@ impl Agent {
     /// Relays discovery; without Envoy, all clients share the agent's connection to istiod.
     pub(super) fn discovery(
         &mut self,
-        istiod: Istiod,
+        istiod: &Istiod,
         envoy: Option<&Envoy>,
-        pcds: Option<Pcds>,
-        dns: Option<dns::Dns>,
-        wasm: Option<Wasm>,
+        interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, BindError> {
         let config = xds::Config {
@@ -51,11 +61,6 @@ impl Agent {
         };
         // Applications of gRPC share the directory, and may have taken the name.
         let listener = unix_socket::replace(&config.socket)?;
-        let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
-        let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
-        let ecds = wasm.map(|wasm| Box::new(Ecds::new(wasm)) as Box<dyn Interceptor>);
-        let interceptors = nds.into_iter().chain(pcds).chain(ecds);
-        let interceptors = Interceptors::new(interceptors.collect());
         let of_others = match envoy {
             Some(_) => {
                 let name = "connection to istiod for clients other than Envoy";
@@ -64,7 +69,7 @@ impl Agent {
             None => istiod.clone(),
         };
         let upstream = Upstream {
-            of_envoy: istiod,
+            of_envoy: istiod.clone(),
             of_others,
         };
         let envoys = envoy.map(Envoy::report);

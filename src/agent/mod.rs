@@ -165,14 +165,8 @@ impl Agent {
         let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
-        let discovery = agent.discovery(
-            istiod.clone(),
-            envoy.as_ref(),
-            pcds,
-            dns.clone(),
-            wasm.clone(),
-            health.as_ref(),
-        )?;
+        let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
+        let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
         milestones.mark(startup::SOCKETS_BOUND);
         if let Some(port) = port {
             let sources = status::Sources {
