@@ -99,7 +99,7 @@ pub struct IptablesFlags {
     /// Without effect: only for the CNI plugin, another program.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub cni_mode: Option<bool>,
-    /// Replaces rules that differ.
+    /// Without effect: rules that differ are always replaced.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
     pub reconcile: Option<bool>,
     /// Removes the rules and sets up none.
