@@ -10,7 +10,7 @@ demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 # The demo shares its build with the tests; PROFILE=release shows what ships.
 PROFILE ?= dev
 
-.PHONY: help envoy build demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -20,6 +20,10 @@ envoy: ## Finds or fetches an Envoy.
 
 build: ## Builds the agent as it ships, and local-istiod beside it.
 	@cargo build --release --locked
+
+image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
+	@envoy="$$(deploy/envoy/get-envoy)"; \
+	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image
 
 demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked
