@@ -1,0 +1,1 @@
+"""Runs pods on this machine as a kubelet would, without Kubernetes: see README.md."""
