@@ -226,7 +226,10 @@ impl<'a> Session<'a> {
                     })?;
                     self.intercepted(response, outcome);
                 }
-                health = changed(&mut self.health), if self.state.is_subscribed() => {
+                // The present verdict only: one that waited for istiod may be no longer true.
+                health = changed(&mut self.health),
+                    if self.queue.is_none() && self.state.is_subscribed() =>
+                {
                     self.state.report_health(&health);
                 }
                 event = self.istiod.next(), if self.state.wants_responses() => match event {

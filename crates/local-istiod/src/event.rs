@@ -58,6 +58,12 @@ pub enum Event {
         type_url: String,
         nonce: String,
     },
+    /// A machine joined its WorkloadGroup.
+    Registered {
+        node: String,
+        group: String,
+        address: String,
+    },
     /// A report of the workload's health.
     Health {
         node: String,
@@ -146,6 +152,11 @@ impl fmt::Display for Event {
                 "stale nonce {nonce} for {} from {node}, ignored",
                 short(type_url)
             ),
+            Self::Registered {
+                node,
+                group,
+                address,
+            } => write!(f, "machine {address} of {node} registered in {group}"),
             Self::Health { node, healthy } => {
                 let state = if *healthy { "healthy" } else { "unhealthy" };
                 write!(f, "workload of {node} is {state}")

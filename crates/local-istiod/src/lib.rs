@@ -1,7 +1,8 @@
 //! A small control plane for demos, development and tests: certificates and discovery behind TLS.
 //!
 //! It answers as istiod does, with istiod's status codes, on one port. A test scripts discovery streams
-//! itself ([`LocalIstiod::streams`]) or has them served from a snapshot of Envoy resources.
+//! itself ([`LocalIstiod::streams`]) or has them served from a snapshot of Envoy resources, in which
+//! the endpoint `workload-group:<namespace>/<name>` stands for the machines that registered.
 
 mod authority;
 mod caller;

@@ -1,5 +1,6 @@
 //! A control plane whose resources the test sets, which can die and come back.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,9 @@ use super::{free_port, local, soon};
 /// The account every agent of these tests runs as.
 pub const NAMESPACE: &str = "shop";
 pub const ACCOUNT: &str = "cart";
+
+/// The member that names the pod of [`only`].
+const ONLY: &str = "only";
 
 /// As long as nothing in a test may expire.
 const LONG: Duration = Duration::from_secs(3600);
@@ -147,10 +151,26 @@ impl Dead {
     }
 }
 
+/// The resource for the Envoy of one pod.
+pub fn only(pod: &str, mut resource: Value) -> Value {
+    resource[ONLY] = json!(pod);
+    resource
+}
+
 async fn snapshot(resources: &[Value]) -> Arc<Snapshot> {
     let folder = tempfile::tempdir().unwrap();
-    let text = json!({ "resources": resources }).to_string();
-    std::fs::write(folder.path().join("resources.json"), text).unwrap();
+    let mut files = BTreeMap::<_, Vec<_>>::new();
+    for mut resource in resources.iter().cloned() {
+        let pod = resource.as_object_mut().unwrap().remove(ONLY);
+        let pod = pod.map_or_else(|| "common".to_owned(), |it| it.as_str().unwrap().to_owned());
+        files.entry(pod).or_default().push(resource);
+    }
+    for (pod, resources) in files {
+        let folder = folder.path().join(pod);
+        std::fs::create_dir(&folder).unwrap();
+        let text = json!({ "resources": resources }).to_string();
+        std::fs::write(folder.join("resources.json"), text).unwrap();
+    }
     let (snapshots, _) = follow(folder.path().to_owned(), Events::default())
         .await
         .unwrap();

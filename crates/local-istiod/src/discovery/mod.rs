@@ -5,6 +5,7 @@
 //! Envoy wants it.
 
 mod delta;
+mod machines;
 mod node;
 mod state_of_the_world;
 
@@ -22,6 +23,7 @@ use super::snapshot::{Resources, Snapshot};
 use super::stream::{Stream, Variant};
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::google::rpc;
+use machines::{Machines, View};
 
 const CLUSTERS: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
@@ -38,11 +40,16 @@ pub(super) async fn serve(
     events: Events,
 ) {
     let mut sessions = JoinSet::new();
+    let machines = Machines::default();
     loop {
         tokio::select! {
             stream = streams.recv() => match stream {
                 Some(stream) => {
-                    sessions.spawn(serve_one(stream, snapshots.clone(), events.clone()));
+                    let served = Served {
+                        snapshots: snapshots.clone(),
+                        view: machines.view(),
+                    };
+                    sessions.spawn(serve_one(stream, served, machines.clone(), events.clone()));
                 }
                 None => break,
             },
@@ -52,12 +59,38 @@ pub(super) async fn serve(
     while sessions.join_next().await.is_some() {}
 }
 
-async fn serve_one(mut stream: Stream, snapshots: watch::Receiver<Arc<Snapshot>>, events: Events) {
+/// What a session serves from.
+struct Served {
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    view: View,
+}
+
+impl Served {
+    /// Waits until [`Served::resources`] may be others. Cancel safe.
+    async fn changed(&mut self) {
+        tokio::select! {
+            Ok(()) = self.snapshots.changed() => {}
+            () = self.view.changed() => {}
+        }
+    }
+
+    fn resources(&mut self, node: &node::Identified) -> Resources {
+        let folders = node.folders.iter().map(String::as_str);
+        let mut resources = self.snapshots.borrow_and_update().of_node(folders);
+        self.view.fill(&mut resources);
+        resources
+    }
+}
+
+async fn serve_one(mut stream: Stream, served: Served, machines: Machines, events: Events) {
     let status = match stream.variant {
         Variant::StateOfTheWorld => {
-            session::<state_of_the_world::Subscriptions>(&mut stream, snapshots, events).await
+            session::<state_of_the_world::Subscriptions>(&mut stream, served, machines, events)
+                .await
         }
-        Variant::Delta => session::<delta::Subscriptions>(&mut stream, snapshots, events).await,
+        Variant::Delta => {
+            session::<delta::Subscriptions>(&mut stream, served, machines, events).await
+        }
     };
     match status {
         Ok(()) => drop(stream),
@@ -85,7 +118,8 @@ trait Protocol {
 /// Returns once the client is done, or with the status that ends it.
 async fn session<P: Protocol>(
     stream: &mut Stream,
-    mut snapshots: watch::Receiver<Arc<Snapshot>>,
+    mut served: Served,
+    machines: Machines,
     events: Events,
 ) -> Result<(), Status> {
     let Some((node, first)) = introduction::<P>(stream).await? else {
@@ -99,7 +133,22 @@ async fn session<P: Protocol>(
         node: report.node.clone(),
         variant: stream.variant,
     });
-    let result = converse::<P>(stream, &node, first, &mut snapshots, &report).await;
+    let registration = node.machine.as_ref().map(|(machine, is_probed)| {
+        report.events.report(Event::Registered {
+            node: report.node.clone(),
+            group: machine.group.clone(),
+            address: machine.address.clone(),
+        });
+        machines.register(machine, !is_probed)
+    });
+    let health = |error: Option<&rpc::Status>| {
+        report.health(error);
+        if let Some(registration) = &registration {
+            registration.report(error.is_none());
+        }
+    };
+    let subscriptions = P::new(report.clone());
+    let result = converse(stream, &node, first, &mut served, subscriptions, health).await;
     let reason = match &result {
         Ok(()) => "the client is done".to_owned(),
         Err(status) => format!("{:?}: {}", status.code(), status.message()),
@@ -131,16 +180,16 @@ async fn converse<P: Protocol>(
     stream: &mut Stream,
     node: &node::Identified,
     first: P::Request,
-    snapshots: &mut watch::Receiver<Arc<Snapshot>>,
-    report: &Report,
+    served: &mut Served,
+    mut subscriptions: P,
+    health: impl Fn(Option<&rpc::Status>),
 ) -> Result<(), Status> {
-    let mut subscriptions = P::new(report.clone());
-    let mut resources = resources_of(node, snapshots);
+    let mut resources = served.resources(node);
     let mut next = Some(first);
     loop {
         let responses = match next.take() {
             Some(request) if P::type_url(&request) == HEALTH => {
-                report.health(P::error(&request));
+                health(P::error(&request));
                 Vec::new()
             }
             Some(request) => subscriptions
@@ -148,7 +197,7 @@ async fn converse<P: Protocol>(
                 .into_iter()
                 .collect(),
             None => {
-                resources = resources_of(node, snapshots);
+                resources = served.resources(node);
                 subscriptions.update(&resources)
             }
         };
@@ -162,17 +211,9 @@ async fn converse<P: Protocol>(
                 Some(request) => next = Some(request),
                 None => return Ok(()),
             },
-            Ok(()) = snapshots.changed() => {}
+            () = served.changed() => {}
         }
     }
-}
-
-fn resources_of(
-    node: &node::Identified,
-    snapshots: &mut watch::Receiver<Arc<Snapshot>>,
-) -> Resources {
-    let folders = node.folders.iter().map(String::as_str);
-    snapshots.borrow_and_update().of_node(folders)
 }
 
 /// Reports the events of one node.

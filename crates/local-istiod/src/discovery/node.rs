@@ -8,6 +8,7 @@ use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::google::protobuf::value::Kind;
 use tonic::Status;
 
+use super::machines::Machine;
 use crate::identity::SpiffeId;
 
 /// A node that may be served.
@@ -17,6 +18,8 @@ pub(super) struct Identified {
     pub(super) title: String,
     /// The folders that hold its resources.
     pub(super) folders: Vec<String>,
+    /// The machine it registers, and whether that has a readiness probe.
+    pub(super) machine: Option<(Machine, bool)>,
 }
 
 /// Refuses what istiod refuses. An id without `~` is none of Istio's: an Envoy without an agent has
@@ -53,7 +56,25 @@ pub(super) fn identify(
     Ok(Identified {
         title: name.to_owned(),
         folders,
+        machine: machine(node, namespace.unwrap_or_default()),
     })
+}
+
+/// The machine of a node that registers itself. Its address is the first of the metadata, or that of
+/// the node id.
+fn machine(node: &Node, namespace: &str) -> Option<(Machine, bool)> {
+    let group = metadata(node, "AUTO_REGISTER_GROUP")?;
+    let addresses = metadata(node, "INSTANCE_IPS").or(node.id.split('~').nth(1))?;
+    let machine = Machine {
+        group: format!("{namespace}/{group}"),
+        address: addresses.split(',').next()?.to_owned(),
+    };
+    let proxy_config = node.metadata.as_ref()?.fields.get("PROXY_CONFIG");
+    let is_probed = match proxy_config.and_then(|value| value.kind.as_ref()) {
+        Some(Kind::StructValue(config)) => config.fields.contains_key("readinessProbe"),
+        _ => false,
+    };
+    Some((machine, is_probed))
 }
 
 fn permit(
@@ -83,6 +104,8 @@ mod tests {
 
     use super::*;
 
+    use envoy_types::pb::google::protobuf::{Struct, Value};
+
     fn node(id: &str) -> Node {
         Node {
             id: id.to_owned(),
@@ -98,6 +121,50 @@ mod tests {
         assert_eq!(found.title, "cart-1.shop");
         let plain = identify(Some(&node("edge.1")), None).unwrap();
         assert_eq!(plain.folders, ["cart.shop", "edge.1"]);
+    }
+
+    #[test]
+    fn a_node_with_a_group_registers_its_first_address() {
+        let text = |text: &str| Value {
+            kind: Some(Kind::StringValue(text.to_owned())),
+        };
+        let with = |members: &[(&str, Value)]| {
+            let members = members.iter();
+            let fields = members.map(|(name, value)| ((*name).to_owned(), value.clone()));
+            Struct {
+                fields: fields.collect(),
+            }
+        };
+        let value = |config| Value {
+            kind: Some(Kind::StructValue(config)),
+        };
+        let probe = value(with(&[("readinessProbe", value(Struct::default()))]));
+        let group = ("AUTO_REGISTER_GROUP", text("machines"));
+        let addresses = ("INSTANCE_IPS", text("10.0.0.7,10.0.0.8"));
+        let namespace = ("NAMESPACE", text("bank"));
+        let probed = ("PROXY_CONFIG", probe);
+        for (members, expected) in [
+            (vec![], None),
+            (
+                vec![group.clone()],
+                Some(("shop/machines", "10.0.0.1", false)),
+            ),
+            (
+                vec![group, addresses, namespace, probed],
+                Some(("bank/machines", "10.0.0.7", true)),
+            ),
+        ] {
+            let node = Node {
+                metadata: Some(with(&members)),
+                ..node("sidecar~10.0.0.1~cart-1.shop~x")
+            };
+            let found = identify(Some(&node), None).unwrap().machine;
+            let expected = expected.map(|(group, address, is_probed)| {
+                let (group, address) = (group.to_owned(), address.to_owned());
+                (Machine { group, address }, is_probed)
+            });
+            assert_eq!(found, expected);
+        }
     }
 
     #[test]

@@ -5,10 +5,17 @@ mod client;
 use std::time::Duration;
 
 use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::config::core::v3::address::Address;
+use envoy_types::pb::envoy::config::endpoint::v3::lb_endpoint::HostIdentifier;
+use envoy_types::pb::envoy::config::endpoint::v3::{ClusterLoadAssignment, LbEndpoint};
 use envoy_types::pb::envoy::service::discovery::v3::{
-    DeltaDiscoveryRequest, DiscoveryRequest, DiscoveryResponse,
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
 };
-use tonic::Code;
+use envoy_types::pb::google::protobuf::value::Kind;
+use envoy_types::pb::google::protobuf::{Struct, Value};
+use envoy_types::pb::google::rpc;
+use prost::Message;
+use tonic::{Code, Streaming};
 
 use super::*;
 use client::Client;
@@ -238,4 +245,114 @@ async fn refuses_nodes_with_istiods_codes() {
         let (_requests, opening) = client.state_of_the_world(vec![first]);
         assert_eq!(opening.await.unwrap_err().code(), code);
     }
+}
+
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
+
+/// A control plane with endpoints, of which one stands for machines.
+async fn with_machines() -> (LocalIstiod, Client) {
+    let text = r#"{"@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+        "cluster_name": "cart", "endpoints": [{"lb_endpoints": [
+        {"endpoint": {"address": {"socket_address": {"address": "10.0.0.9", "port_value": 1}}}},
+        {"endpoint": {"address": {"socket_address":
+            {"address": "workload-group:shop/machines", "port_value": 2}}}}]}]}"#;
+    let mut snapshot = Snapshot::default();
+    for resource in resource::parse(text).unwrap() {
+        snapshot.insert("common", resource);
+    }
+    let options = Options {
+        snapshots: Some(watch::channel(Arc::new(snapshot)).1),
+        ..Options::default()
+    };
+    let istiod = LocalIstiod::start(options).await.unwrap();
+    let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
+    let client = Client::connect(&istiod, Some(token), None).await;
+    (istiod, client)
+}
+
+/// The first request of a machine that has a readiness probe, if it `is_probed`.
+fn of_machine(address: &str, is_probed: bool) -> DeltaDiscoveryRequest {
+    let value = |kind| Value { kind: Some(kind) };
+    let of = |name: &str, kind| Struct {
+        fields: [(name.to_owned(), value(kind))].into(),
+    };
+    let group = Kind::StringValue("machines".to_owned());
+    let mut metadata = of("AUTO_REGISTER_GROUP", group);
+    if is_probed {
+        let probe = Kind::StructValue(of("readinessProbe", Kind::NullValue(0)));
+        metadata
+            .fields
+            .insert("PROXY_CONFIG".to_owned(), value(probe));
+    }
+    DeltaDiscoveryRequest {
+        node: Some(Node {
+            id: format!("sidecar~{address}~machine.shop~shop.svc.cluster.local"),
+            metadata: Some(metadata),
+            ..Node::default()
+        }),
+        type_url: TYPE.to_owned(),
+        ..DeltaDiscoveryRequest::default()
+    }
+}
+
+/// The addresses in the next response of a client that asked for endpoints.
+async fn pushed(responses: &mut Streaming<DeltaDiscoveryResponse>) -> Vec<String> {
+    let response = responses.message().await.unwrap().unwrap();
+    let any = response.resources[0].resource.clone().unwrap();
+    let assignment = ClusterLoadAssignment::decode(&*any.value).unwrap();
+    let endpoints = assignment.endpoints.iter().flat_map(|it| &it.lb_endpoints);
+    let address = |endpoint: &LbEndpoint| {
+        let HostIdentifier::Endpoint(endpoint) = endpoint.host_identifier.as_ref()? else {
+            return None;
+        };
+        match endpoint.address.as_ref()?.address.as_ref()? {
+            Address::SocketAddress(socket) => Some(socket.address.clone()),
+            _ => None,
+        }
+    };
+    endpoints.filter_map(address).collect()
+}
+
+#[tokio::test]
+async fn a_machine_is_an_endpoint_while_it_is_connected_and_its_probe_succeeds() {
+    let (_istiod, client) = with_machines().await;
+    let first = DeltaDiscoveryRequest {
+        node: Some(node("shop")),
+        type_url: ENDPOINTS.to_owned(),
+        resource_names_subscribe: vec!["cart".to_owned()],
+        ..DeltaDiscoveryRequest::default()
+    };
+    let (_requests, opening) = client.delta(vec![first]);
+    let mut endpoints = opening.await.unwrap();
+    let alone = ["10.0.0.9"];
+    let both = ["10.0.0.9", "10.0.0.1"];
+    assert_eq!(pushed(&mut endpoints).await, alone);
+    let health = |error_detail| DeltaDiscoveryRequest {
+        type_url: HEALTH.to_owned(),
+        error_detail,
+        ..DeltaDiscoveryRequest::default()
+    };
+    let (machine, opening) = client.delta(vec![of_machine("10.0.0.1", true)]);
+    let machine_responses = opening.await.unwrap();
+    machine.send(health(None)).unwrap();
+    // The first that is pushed: it was none while its health was not known.
+    assert_eq!(pushed(&mut endpoints).await, both);
+    machine.send(health(Some(rpc::Status::default()))).unwrap();
+    assert_eq!(pushed(&mut endpoints).await, alone);
+    machine.send(health(None)).unwrap();
+    assert_eq!(pushed(&mut endpoints).await, both);
+    // The newer stream of a machine counts.
+    let (newer, opening) = client.delta(vec![of_machine("10.0.0.1", true)]);
+    let _newer_responses = opening.await.unwrap();
+    assert_eq!(pushed(&mut endpoints).await, alone);
+    newer.send(health(None)).unwrap();
+    assert_eq!(pushed(&mut endpoints).await, both);
+    drop((machine, machine_responses));
+    let (other, opening) = client.delta(vec![of_machine("10.0.0.2", false)]);
+    let other_responses = opening.await.unwrap();
+    let all = ["10.0.0.9", "10.0.0.1", "10.0.0.2"];
+    assert_eq!(pushed(&mut endpoints).await, all);
+    drop((other, other_responses));
+    assert_eq!(pushed(&mut endpoints).await, both);
 }
