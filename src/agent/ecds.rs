@@ -184,6 +184,7 @@ mod tests {
         let fetch = FetchConfig {
             insecure: Vec::new(),
             blocked: Vec::new(),
+            proxies: Default::default(),
             request_limit: Duration::from_secs(1),
             attempts: 1,
             max_bytes: 1000,

@@ -11,7 +11,7 @@ use http::{HeaderName, HeaderValue};
 use super::Sources;
 use super::environment::{self as variables, Variable};
 use crate::address;
-use crate::dial::proxy::{self, Proxy};
+use crate::dial::proxy::Proxy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 
 /// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
@@ -120,31 +120,10 @@ impl Sources<'_> {
         }
     }
 
-    /// The proxy of the environment that leads to an address, if any.
-    fn proxy(&mut self, address: &str) -> Option<Proxy> {
-        let name = variables::HTTPS_PROXY.name;
-        let given = self.of_either_case(name)?;
+    /// The proxy that leads to an address, if any.
+    fn proxy(&self, address: &str) -> Option<Proxy> {
         let (host, port) = address::split(address)?;
-        let excluded = self.of_either_case(variables::NO_PROXY.name);
-        if proxy::is_excluded(&excluded.unwrap_or_default(), host, port) {
-            return None;
-        }
-        let proxy = Proxy::parse(&given);
-        if proxy.is_none() {
-            let expected = "http://host:port; no proxy is used";
-            self.warn(name, "(not shown)", expected);
-        }
-        proxy
-    }
-
-    /// A variable that is also read by its name in lower case, unless it is empty.
-    fn of_either_case(&self, name: &str) -> Option<String> {
-        let lower = name.to_ascii_lowercase();
-        let mut texts = [name, &lower]
-            .into_iter()
-            .filter_map(|name| self.env.text(name));
-        let found = texts.find(|text| !text.is_empty());
-        found.map(str::to_owned)
+        self.proxies.find(true, host, port).cloned()
     }
 
     /// The token the agent has to write itself, if any.

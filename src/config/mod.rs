@@ -17,6 +17,7 @@ mod merged;
 mod mesh_file;
 mod node;
 pub mod pod;
+mod proxies;
 pub mod report;
 mod secret_files;
 mod statsd;
@@ -34,6 +35,7 @@ use std::{fmt, io};
 use serde_json::Value;
 
 use crate::compliance::Policy;
+use crate::dial::proxy::Proxies;
 use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
 use crate::proxy_config::ProxyConfig;
@@ -128,6 +130,7 @@ struct Sources<'a> {
     /// The addresses of every interface.
     own_addresses: Vec<IpAddr>,
     namespace: String,
+    proxies: Proxies,
     notes: Diagnostics,
     authority_problems: Vec<Problem>,
 }
@@ -312,6 +315,7 @@ impl<'a> Sources<'a> {
             addresses,
             own_addresses: own_addresses.into_iter().collect(),
             namespace,
+            proxies: proxies::read(env, warnings),
             annotations,
             notes,
             authority_problems: Vec::new(),

@@ -23,6 +23,7 @@ impl Sources<'_> {
             fetch: FetchConfig {
                 insecure: self.list(&variables::WASM_INSECURE_REGISTRIES),
                 blocked: self.blocked_networks(),
+                proxies: self.proxies.clone(),
                 request_limit: self.positive(&variables::WASM_HTTP_REQUEST_TIMEOUT),
                 attempts: self.positive(&variables::WASM_HTTP_REQUEST_MAX_RETRIES),
                 max_bytes: self

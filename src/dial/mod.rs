@@ -118,6 +118,13 @@ impl Dialer {
         }
     }
 
+    /// Whether `address` may be connected to.
+    pub fn check(&self, address: IpAddr) -> Result<(), Error> {
+        let checked = self.filter.as_ref().map(|filter| filter.check(address));
+        let checked = checked.unwrap_or(Ok(()));
+        checked.map_err(|problem| Error::Blocked { address, problem })
+    }
+
     /// Resolves `host` and connects to one of its addresses. The error is that of the address that
     /// failed first.
     pub async fn connect(&self, host: &str, port: u16) -> Result<TcpStream, Error> {
@@ -227,11 +234,7 @@ impl Candidates {
 }
 
 async fn attempt(dialer: Dialer, address: SocketAddr) -> Result<TcpStream, Error> {
-    if let Some(filter) = &dialer.filter {
-        let checked = filter.check(address.ip());
-        let address = address.ip();
-        checked.map_err(|problem| Error::Blocked { address, problem })?;
-    }
+    dialer.check(address.ip())?;
     let failed = |source| Error::Connect { address, source };
     let socket = match address {
         SocketAddr::V4(_) => TcpSocket::new_v4(),

@@ -9,6 +9,7 @@ use std::net::IpAddr;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use http::HeaderValue;
 use percent_encoding::percent_decode_str;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -21,8 +22,28 @@ const LONGEST_HEAD: usize = 16 << 10;
 pub struct Proxy {
     pub host: String,
     pub port: u16,
-    /// The credentials of basic authentication.
-    authorization: Option<String>,
+    /// The value of a header, with credentials of basic authentication.
+    pub authorization: Option<HeaderValue>,
+}
+
+/// The proxies of the environment.
+#[derive(Clone, Debug, Default)]
+pub struct Proxies {
+    /// For `http` URLs.
+    pub http: Option<Proxy>,
+    /// For `https` URLs, and other connections with TLS.
+    pub https: Option<Proxy>,
+    /// Hosts that need no proxy, in the form of `NO_PROXY`.
+    pub excluded: String,
+}
+
+impl Proxies {
+    /// The proxy that leads to a host, if any.
+    pub fn find(&self, has_tls: bool, host: &str, port: u16) -> Option<&Proxy> {
+        let proxy = if has_tls { &self.https } else { &self.http };
+        let proxy = proxy.as_ref();
+        proxy.filter(|_| !is_excluded(&self.excluded, host, port))
+    }
 }
 
 impl Proxy {
@@ -46,12 +67,12 @@ impl Proxy {
         Some(Self {
             host: host.to_owned(),
             port,
-            authorization: user.map(|user| {
+            authorization: user.and_then(|user| {
                 let (name, password) = user.split_once(':').unwrap_or((user, ""));
                 let mut decoded: Vec<u8> = percent_decode_str(name).collect();
                 decoded.push(b':');
                 decoded.extend(percent_decode_str(password));
-                BASE64_STANDARD.encode(decoded)
+                basic(&decoded)
             }),
         })
     }
@@ -63,12 +84,11 @@ impl Proxy {
             true => format!("[{host}]:{port}"),
             false => format!("{host}:{port}"),
         };
-        let authorization = self
-            .authorization
-            .as_ref()
-            .map_or_else(String::new, |basic| {
-                format!("Proxy-Authorization: Basic {basic}\r\n")
-            });
+        let authorization = self.authorization.as_ref();
+        let authorization = authorization.and_then(|value| value.to_str().ok());
+        let authorization = authorization.map_or_else(String::new, |value| {
+            format!("Proxy-Authorization: {value}\r\n")
+        });
         let request = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n{authorization}\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = Vec::new();
@@ -93,6 +113,13 @@ impl Proxy {
     }
 }
 
+fn basic(credentials: &[u8]) -> Option<HeaderValue> {
+    let text = format!("Basic {}", BASE64_STANDARD.encode(credentials));
+    let mut value = HeaderValue::try_from(text).ok()?;
+    value.set_sensitive(true);
+    Some(value)
+}
+
 /// The credentials are secret.
 impl fmt::Debug for Proxy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -102,7 +129,7 @@ impl fmt::Debug for Proxy {
 
 /// Whether `NO_PROXY` or the host itself excludes a connection from proxies. Loopback addresses and
 /// `localhost` are always excluded.
-pub fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
+fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
     let address: Option<IpAddr> = host.parse().ok();
     if host == "localhost" || address.is_some_and(|address| address.is_loopback()) {
         return true;
@@ -188,12 +215,32 @@ mod tests {
             let expected = expected.map(|(host, port, user)| Proxy {
                 host: host.to_owned(),
                 port,
-                authorization: user.map(|user: &str| BASE64_STANDARD.encode(user)),
+                authorization: user.and_then(|user: &str| basic(user.as_bytes())),
             });
             assert_eq!(Proxy::parse(text), expected, "{text}");
         }
         let debug = format!("{:?}", Proxy::parse("http://user:hush@proxy:1"));
         assert_eq!(debug, "Some(proxy:1)");
+    }
+
+    #[test]
+    fn a_proxy_is_found_by_the_scheme_unless_the_host_is_excluded() {
+        let proxies = Proxies {
+            http: Proxy::parse("plain:1"),
+            https: Proxy::parse("tls:2"),
+            excluded: "direct.test:443".to_owned(),
+        };
+        for (has_tls, host, port, expected) in [
+            (false, "a.test", 80, Some("plain")),
+            (true, "a.test", 443, Some("tls")),
+            (true, "direct.test", 443, None),
+            (false, "direct.test", 80, Some("plain")),
+            (true, "localhost", 443, None),
+        ] {
+            let found = proxies.find(has_tls, host, port);
+            assert_eq!(found.map(|proxy| proxy.host.as_str()), expected, "{host}");
+        }
+        assert_eq!(Proxies::default().find(true, "a.test", 443), None);
     }
 
     #[test]

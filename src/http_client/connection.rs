@@ -18,6 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 
 use super::stream::Stream;
+use crate::dial::proxy::Proxy;
 use crate::executor::ConnectionTasks;
 
 /// How long an idle connection is kept. Probes and scrapes come more often.
@@ -31,6 +32,8 @@ const MOST_HEADERS: usize = 24 << 10;
 pub(super) struct Connection {
     sender: Sender,
     driver: Driver,
+    /// The proxy it leads to, which forwards requests.
+    proxy: Option<Proxy>,
 }
 
 enum Sender {
@@ -85,6 +88,7 @@ impl Driver {
 impl Connection {
     pub(super) async fn http1(
         io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        proxy: Option<Proxy>,
     ) -> hyper::Result<Self> {
         let handshake = http1::Builder::new()
             .max_buf_size(LARGEST_HEAD as usize)
@@ -97,6 +101,7 @@ impl Connection {
         Ok(Self {
             sender: Sender::Http1(sender),
             driver: Driver::new(ConnectionTasks::default(), connection),
+            proxy,
         })
     }
 
@@ -111,6 +116,7 @@ impl Connection {
         Ok(Self {
             sender: Sender::Http2(sender),
             driver: Driver::new(tasks, connection),
+            proxy: None,
         })
     }
 
@@ -124,12 +130,23 @@ impl Connection {
         &mut self,
         mut request: Request<Bytes>,
     ) -> hyper::Result<Response<Incoming>> {
-        let Self { sender, driver } = self;
+        let Self {
+            sender,
+            driver,
+            proxy,
+        } = self;
         let host = request.headers().get(header::HOST);
         match sender {
             Sender::Http1(sender) => {
-                let path = request.uri().path_and_query().cloned();
-                *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
+                if let Some(proxy) = proxy {
+                    // It gets the whole URI: RFC 9112, 3.2.2.
+                    let authorization = proxy.authorization.clone();
+                    let header = authorization.map(|value| (header::PROXY_AUTHORIZATION, value));
+                    request.headers_mut().extend(header);
+                } else {
+                    let path = request.uri().path_and_query().cloned();
+                    *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
+                }
                 let request = request.map(Full::new);
                 driver.run(sender.send_request(request)).await
             }
@@ -151,7 +168,7 @@ impl Connection {
 
     /// Whether the server still holds the connection open for another request.
     async fn is_usable(&mut self) -> bool {
-        let Self { sender, driver } = self;
+        let Self { sender, driver, .. } = self;
         let is_ready = match sender {
             Sender::Http1(sender) => driver.run(sender.ready()).await.is_ok(),
             Sender::Http2(sender) => driver.run(sender.ready()).await.is_ok(),

@@ -1,4 +1,4 @@
-//! Sends HTTP requests over TCP or TLS.
+//! Sends HTTP requests over TCP or TLS, directly or through HTTP proxies.
 //!
 //! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
 //! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
@@ -20,7 +20,9 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
 
+use crate::dial::proxy::{Proxies, Proxy};
 use crate::dial::{self, Dialer};
 use connection::{Connection, Pool};
 pub use redirect::Redirects;
@@ -35,6 +37,9 @@ pub struct Config {
     pub dialer: Dialer,
     /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
     pub tls: Option<Arc<rustls::ClientConfig>>,
+    /// Those that requests go through. A proxy resolves names; the dialer's filter sees the address of
+    /// the proxy then, and of the URL only one that is no name.
+    pub proxies: Proxies,
     pub redirects: Redirects,
     /// Whether connections are kept for the next request, idle for 90 s at most.
     pub keeps_connections: bool,
@@ -63,6 +68,13 @@ pub enum Error {
     Url { found: String },
     #[error(transparent)]
     Connect(#[from] dial::Error),
+    #[error("the proxy {proxy:?} gives no connection to {authority}")]
+    Proxy {
+        proxy: Proxy,
+        authority: String,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("TLS handshake with {authority} failed")]
     Tls {
         authority: String,
@@ -90,6 +102,7 @@ impl Default for Config {
         Self {
             dialer: Dialer::default(),
             tls: None,
+            proxies: Proxies::default(),
             redirects: Redirects::Return,
             keeps_connections: false,
         }
@@ -184,11 +197,20 @@ impl Client {
             return Err(unusable(uri));
         }
         let port = uri.port_u16().unwrap_or(default_port);
-        let stream = self.config.dialer.connect(host, port).await?;
+        let proxy = self.config.proxies.find(tls.is_some(), host, port);
+        let mut stream = self.open(host, port, proxy).await?;
         let Some(tls) = tls else {
-            let connection = Connection::http1(stream).await;
+            let connection = Connection::http1(stream, proxy.cloned()).await;
             return connection.map_err(|source| broken(uri, source));
         };
+        if let Some(proxy) = proxy {
+            let tunnel = proxy.tunnel(&mut stream, host, port).await;
+            tunnel.map_err(|source| Error::Proxy {
+                proxy: proxy.clone(),
+                authority: host_and_port(uri),
+                source,
+            })?;
+        }
         let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
         let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
         let stream = stream.await.map_err(|source| Error::Tls {
@@ -197,9 +219,26 @@ impl Client {
         })?;
         let connection = match stream.get_ref().1.alpn_protocol() {
             Some(b"h2") => Connection::http2(stream).await,
-            _ => Connection::http1(stream).await,
+            _ => Connection::http1(stream, None).await,
         };
         connection.map_err(|source| broken(uri, source))
+    }
+
+    /// Connects to a host, or to the proxy that leads there.
+    async fn open(
+        &self,
+        host: &str,
+        port: u16,
+        proxy: Option<&Proxy>,
+    ) -> Result<TcpStream, dial::Error> {
+        let dialer = &self.config.dialer;
+        let Some(proxy) = proxy else {
+            return dialer.connect(host, port).await;
+        };
+        if let Ok(address) = host.parse() {
+            dialer.check(address)?;
+        }
+        dialer.connect(&proxy.host, proxy.port).await
     }
 }
 

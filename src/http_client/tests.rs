@@ -294,6 +294,99 @@ async fn redirects_are_followed_as_configured() {
     }
 }
 
+#[tokio::test]
+async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
+    let address = server.url.trim_start_matches("http://");
+    let proxy = Proxy::parse(&format!("u:p@{address}"));
+    let through = |dialer: Dialer| {
+        Client::new(Config {
+            dialer,
+            tls: Some(crate::unverified_tls::config(false).expect("TLS")),
+            proxies: Proxies {
+                http: proxy.clone(),
+                https: proxy.clone(),
+                excluded: String::new(),
+            },
+            ..Config::default()
+        })
+    };
+    let client = through(Dialer::default());
+    let answer = fetch(&client, "http://modules.test/a?b").await;
+    let text = String::from_utf8(answer.expect("an answer").body().to_vec()).expect("text");
+    assert!(
+        text.starts_with("GET http://modules.test/a?b HTTP/1.1\r\n"),
+        "{text}"
+    );
+    assert!(
+        text.contains("\r\nproxy-authorization: Basic dTpw\r\n"),
+        "{text}"
+    );
+    assert!(text.contains("\r\nhost: modules.test\r\n"), "{text}");
+    let error = fetch(&client, "http://127.0.0.1:1/")
+        .await
+        .expect_err("direct");
+    assert!(
+        error
+            .to_string()
+            .starts_with("cannot connect to 127.0.0.1:1"),
+        "{error}"
+    );
+    // The answer is a success, and what follows is no TLS.
+    let error = fetch(&client, "https://modules.test/")
+        .await
+        .expect_err("no TLS");
+    assert!(matches!(error, Error::Tls { .. }), "{error}");
+    let refusing = Server::start(&["HTTP/1.1 403 Forbidden\r\n\r\n"]).await;
+    let refusing = refusing.url.trim_start_matches("http://").to_owned();
+    let client = Client::new(Config {
+        proxies: Proxies {
+            https: Proxy::parse(&refusing),
+            ..Proxies::default()
+        },
+        ..client.config
+    });
+    let error = fetch(&client, "https://modules.test/")
+        .await
+        .expect_err("refused");
+    let text = crate::lifecycle::with_causes(&error);
+    assert!(
+        text.contains("gives no connection to modules.test") && text.contains("403"),
+        "{text}"
+    );
+}
+
+#[derive(Debug)]
+struct NoMetadata;
+
+impl dial::Filter for NoMetadata {
+    fn check(&self, address: std::net::IpAddr) -> Result<(), String> {
+        let is_metadata = address.to_string().starts_with("169.254.");
+        (!is_metadata)
+            .then_some(())
+            .ok_or_else(|| "is blocked".to_owned())
+    }
+}
+
+#[tokio::test]
+async fn a_proxy_is_not_asked_for_a_blocked_address() {
+    let server = Server::start(&["HTTP/1.1 200 OK\r\n\r\n"]).await;
+    let proxy = Proxy::parse(&server.url);
+    let client = Client::new(Config {
+        dialer: Dialer::with_filter(Arc::new(NoMetadata)),
+        proxies: Proxies {
+            http: proxy,
+            ..Proxies::default()
+        },
+        ..Config::default()
+    });
+    assert!(fetch(&client, "http://10.0.0.1/").await.is_ok());
+    for url in ["http://169.254.169.254/", "http://169.254.169.254:8080/a"] {
+        let error = fetch(&client, url).await.expect_err("blocked");
+        assert!(error.to_string().contains("connection blocked"), "{error}");
+    }
+}
+
 #[test]
 fn a_url_has_a_host_and_may_leave_out_the_rest() {
     for url in [

@@ -87,6 +87,7 @@ impl Client {
             tls: Some(unverified_tls::config(config.offers_http2)?),
             redirects: Redirects::SameHost,
             keeps_connections: config.keeps_connections,
+            ..http_client::Config::default()
         });
         Ok(Self { dialer, http })
     }

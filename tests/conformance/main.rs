@@ -33,3 +33,4 @@ mod support;
 mod trust;
 mod version;
 mod wall_clock;
+mod wasm;

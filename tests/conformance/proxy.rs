@@ -12,14 +12,14 @@ use crate::support::place::Place;
 use crate::support::{accepted, ask_for_clusters, ask_for_secrets, next_response, restarted};
 
 /// A tinyproxy that wants a password; it ends with the test.
-struct Tinyproxy {
+pub struct Tinyproxy {
     child: Child,
-    port: u16,
+    pub port: u16,
     log: tempfile::NamedTempFile,
 }
 
 impl Tinyproxy {
-    fn start() -> Option<Self> {
+    pub fn start() -> Option<Self> {
         let port = free_port();
         let log = tempfile::NamedTempFile::new().unwrap();
         let settings = format!(
@@ -46,9 +46,14 @@ impl Tinyproxy {
     }
 
     /// How many connections it has led to that port.
-    fn tunnels(&self, port: u16) -> usize {
+    pub fn tunnels(&self, port: u16) -> usize {
+        self.requests(&format!("CONNECT 0.0.0.0:{port} "))
+    }
+
+    /// How many requests it got that begin so.
+    pub fn requests(&self, line: &str) -> usize {
         let log = std::fs::read_to_string(self.log.path()).unwrap();
-        log.matches(&format!("CONNECT 0.0.0.0:{port} ")).count()
+        log.matches(line).count()
     }
 }
 

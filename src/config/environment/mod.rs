@@ -121,7 +121,8 @@ variables! {
     ECC_SIGNATURE_ALGORITHM: String = "", "ECDSA, the default unless WORKLOAD_RSA_KEY_SIZE is set or privateKeyProvider is qat. Unset, RSA follows a refusal.", Differs("RSA");
     ECC_CURVE: String = "P256", "Curve of ECDSA keys: P256 or P384.", Same;
     WORKLOAD_IDENTITY_SOCKET_FILE: String = "socket", "File name of the SDS socket.", Same;
-    HTTPS_PROXY: String = "", "HTTP proxy that leads to istiod and the certificate authority, http://[user:password@]host:port; https_proxy is read as well.", Same;
+    HTTPS_PROXY: String = "", "HTTP proxy that leads to istiod, the certificate authority and Wasm modules of https and oci URLs, http://[user:password@]host:port; https_proxy is read as well.", Same;
+    HTTP_PROXY: String = "", "HTTP proxy that leads to Wasm modules of http URLs, in the form of HTTPS_PROXY; http_proxy is read as well.", Same;
     NO_PROXY: String = "", "Hosts, domains, addresses and ranges that are reached without a proxy, separated by commas; no_proxy is read as well.", Same;
     GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before a keepalive ping to istiod.", Same;
     GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "Time limit for istiod's answer to a keepalive ping.", Same;

@@ -52,7 +52,6 @@ pub(super) const OTHERS: &[Row] = &[
     row("GOMEMLIMIT", "string", "", "Memory limit of Go.", GO),
     row("GODEBUG", "string", "", "Debugging of Go.", GO),
     row("GOMAXPROCS", "int", "", "Threads of Go.", GO),
-    row("HTTP_PROXY", "string", "", "Proxy for outgoing connections without TLS.", NotYet("Wasm modules")),
     row("SSL_CERT_FILE", "string", "/etc/ssl/certs/ca-certificates.crt", "File of the system's roots.", CONNECTION),
     row("SSL_CERT_DIR", "string", "", "Directory of the system's roots.", CONNECTION),
     row("GRPC_GO_LOG_<ANY>", "string", "", "Logging of Go's gRPC library.", GO),

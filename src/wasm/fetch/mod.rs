@@ -19,6 +19,7 @@ use base64::engine::general_purpose::STANDARD;
 
 use crate::compliance::Policy;
 use crate::dial::Dialer;
+use crate::dial::proxy::Proxies;
 use crate::http_client::{self, Client, Redirects};
 use crate::trust_anchors::{self, Roots};
 use crate::unverified_tls;
@@ -35,6 +36,7 @@ pub struct Config {
     pub insecure: Vec<String>,
     /// Networks that are never connected to, beside the link-local ones.
     pub blocked: Vec<Network>,
+    pub proxies: Proxies,
     /// Of one HTTP request.
     pub request_limit: Duration,
     /// Over HTTP.
@@ -222,6 +224,7 @@ impl Config {
         Ok(Client::new(http_client::Config {
             dialer: Dialer::with_filter(Arc::new(Blocked(self.blocked.clone()))),
             tls: Some(tls),
+            proxies: self.proxies.clone(),
             redirects,
             keeps_connections: false,
         }))

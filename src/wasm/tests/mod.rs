@@ -34,6 +34,7 @@ fn config(directory: &Path) -> Config {
         fetch: FetchConfig {
             insecure: vec!["*".to_owned()],
             blocked: Vec::new(),
+            proxies: Default::default(),
             request_limit: Duration::from_secs(5),
             attempts: 1,
             max_bytes: 100_000,

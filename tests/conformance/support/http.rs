@@ -1,13 +1,15 @@
 //! HTTP as the kubelet and Envoy's admin port speak it, small enough to say anything.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener as Bound};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
 
 use super::soon;
 
@@ -67,6 +69,9 @@ pub async fn try_ask(port: u16, line: &str, headers: &str) -> Option<Answer> {
     soon(exchange).await
 }
 
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+
 /// A server that answers each path with a status, header lines and a body; none never answers.
 pub struct Server {
     pub port: u16,
@@ -79,13 +84,44 @@ impl Server {
         port: u16,
         answer: impl Fn(&str) -> Option<(u16, String, String)> + Send + Sync + 'static,
     ) -> Self {
+        Self::serve(port, None, answer).await
+    }
+
+    /// With a self-signed certificate.
+    pub async fn tls(
+        answer: impl Fn(&str) -> Option<(u16, String, String)> + Send + Sync + 'static,
+    ) -> Self {
+        let own = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
+        let key = PrivatePkcs8KeyDer::from(own.signing_key.serialize_der());
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config = rustls::ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![own.cert.der().clone()], key.into())
+            .unwrap();
+        Self::serve(0, Some(Arc::new(config).into()), answer).await
+    }
+
+    async fn serve(
+        port: u16,
+        tls: Option<TlsAcceptor>,
+        answer: impl Fn(&str) -> Option<(u16, String, String)> + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind(local(port)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let (sender, requests) = watch::channel(Vec::new());
         let mut serving = JoinSet::new();
         serving.spawn(async move {
             let mut hung = Vec::new();
-            while let Ok((mut stream, _)) = listener.accept().await {
+            while let Ok((stream, _)) = listener.accept().await {
+                let mut stream: Box<dyn Stream> = match &tls {
+                    None => Box::new(stream),
+                    Some(tls) => match tls.accept(stream).await {
+                        Ok(stream) => Box::new(stream),
+                        Err(_) => continue, // It may have gone.
+                    },
+                };
                 let mut request = Vec::new();
                 while !request.ends_with(b"\r\n\r\n") {
                     let Ok(byte) = stream.read_u8().await else {
@@ -104,6 +140,7 @@ impl Server {
                 let head = format!("HTTP/1.1 {status} X\r\n{headers}content-length: {length}");
                 let text = format!("{head}\r\nconnection: close\r\n\r\n{body}");
                 let _ = stream.write_all(text.as_bytes()).await; // It may have gone.
+                let _ = stream.shutdown().await;
             }
         });
         Self {

@@ -18,6 +18,7 @@ fn config() -> Config {
     Config {
         insecure: vec!["*".to_owned()],
         blocked: Vec::new(),
+        proxies: Default::default(),
         request_limit: Duration::from_secs(5),
         attempts: 3,
         max_bytes: 100_000,
