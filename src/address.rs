@@ -39,6 +39,19 @@ pub fn is_label(label: &str) -> bool {
     (1..=63).contains(&label.len()) && !edges && label.chars().all(inner)
 }
 
+/// Whether a host, with or without brackets, is an address of this machine, its link or a private
+/// network. A name is not.
+pub fn is_private(host: &str) -> bool {
+    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
+    match address.map(|address| address.to_canonical()) {
+        Ok(IpAddr::V4(v4)) => v4.is_private() || v4.is_loopback() || v4.is_link_local(),
+        Ok(IpAddr::V6(v6)) => {
+            v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local()
+        }
+        Err(_) => false,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,6 +77,33 @@ mod tests {
             "http://a:1",
         ] {
             assert_eq!(split(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn private_addresses_are_told_from_public_ones_and_names() {
+        for private in [
+            "10.0.0.1",
+            "172.16.0.1",
+            "192.168.1.1",
+            "127.0.0.1",
+            "169.254.169.254",
+            "[::1]",
+            "::ffff:10.0.0.1",
+            "fd00::1",
+            "[fe80::1]",
+        ] {
+            assert!(is_private(private), "{private}");
+        }
+        for other in [
+            "8.8.8.8",
+            "100.64.0.1",
+            "0.0.0.0",
+            "[2001:db8::1]",
+            "localhost",
+            "",
+        ] {
+            assert!(!is_private(other), "{other}");
         }
     }
 

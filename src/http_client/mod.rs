@@ -87,8 +87,12 @@ pub enum Error {
         #[source]
         source: hyper::Error,
     },
-    #[error("{authority} redirects to {found:?}, expected a path or a URL")]
-    Redirect { authority: String, found: String },
+    #[error("{authority} redirects to {found:?}, expected {expected}")]
+    Redirect {
+        authority: String,
+        found: String,
+        expected: &'static str,
+    },
     #[error("stopped after {MOST_REDIRECTS} redirects, the last by {authority}")]
     Redirects { authority: String },
     #[error("the answer of {authority} has more than {limit} bytes")]

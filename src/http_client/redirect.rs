@@ -3,6 +3,7 @@
 use http::{HeaderValue, Request, Response, Uri, header};
 
 use super::{Error, host_and_port};
+use crate::address;
 use crate::request_path::escaped;
 
 /// Which redirects are followed. Only requests without a body may be redirected. Credentials are not
@@ -14,6 +15,8 @@ pub enum Redirects {
     /// Those to the same host are followed; another one, also of another scheme, is the answer.
     SameHost,
     Follow,
+    /// Those to a private address of another host are errors.
+    FollowPublic,
 }
 
 impl Redirects {
@@ -35,14 +38,19 @@ impl Redirects {
         if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
             return Ok(false);
         }
-        let Some((next, is_absolute)) = resolve(request.uri(), &location) else {
-            return Err(Error::Redirect {
-                authority: host_and_port(request.uri()),
-                found: location.into_owned(),
-            });
+        let unusable = |expected| Error::Redirect {
+            authority: host_and_port(request.uri()),
+            found: location.clone().into_owned(),
+            expected,
         };
-        if self == Self::SameHost && next.host() != request.uri().host() {
-            return Ok(false);
+        let (next, is_absolute) =
+            resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
+        let is_private = next.host().is_some_and(address::is_private);
+        match self {
+            _ if next.host() == request.uri().host() => {}
+            Self::SameHost => return Ok(false),
+            Self::FollowPublic if is_private => return Err(unusable("no private address")),
+            _ => {}
         }
         let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
         if endpoint(&next) != endpoint(request.uri()) {
@@ -123,6 +131,30 @@ mod tests {
             ));
             let found = request.headers().contains_key(header::AUTHORIZATION);
             assert_eq!(found, is_kept, "{location}");
+        }
+    }
+
+    #[test]
+    fn private_addresses_of_other_hosts_are_refused_where_that_is_wanted() {
+        for (location, is_followed) in [
+            ("https://10.0.0.1:8/b", true),
+            ("https://10.0.0.2/b", false),
+            ("http://[::1]:1/", false),
+            ("//169.254.169.254/", false),
+            ("https://8.8.8.8/", true),
+            ("https://localhost/", true),
+        ] {
+            let mut request = Request::get("https://10.0.0.1/a")
+                .body(())
+                .expect("a request");
+            let response = Response::builder().status(302).header("location", location);
+            let response = response.body(()).expect("a response");
+            let found = Redirects::FollowPublic.follow(&mut request, &response);
+            assert_eq!(
+                matches!(found, Ok(true)),
+                is_followed,
+                "{location}: {found:?}"
+            );
         }
     }
 

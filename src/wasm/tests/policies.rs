@@ -1,6 +1,10 @@
 //! What is fetched, kept and removed under pull policies, pins and rules of the operator.
 
+use futures_util::StreamExt;
 use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::sync::Barrier;
 
 use super::*;
 
@@ -239,4 +243,65 @@ async fn the_cache_stays_within_its_limit_but_for_what_is_in_use() {
     let left: Vec<_> = paths.iter().map(|path| Path::new(path).exists()).collect();
     // The last but one was in use when the last was stored.
     assert_eq!(left, [true, false, false, true, true]);
+}
+
+#[tokio::test]
+async fn a_redirect_is_held_to_the_digest_and_not_to_the_list_of_what_is_allowed() {
+    let elsewhere = Server::start(|_, _| ok(MODULE)).await;
+    let direct = format!("http://{}/m", elsewhere.address);
+    let location = format!("location: {direct}\r\n");
+    let server = Server::start(move |_, _| answer("302 Found", &location, b"")).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(Config {
+        allowed: vec![server.address.to_string()],
+        ..config(directory.path())
+    });
+    let redirected = plugin(format!("http://{}/a", server.address));
+    assert_eq!(agent.module(&redirected).await, MODULE);
+    assert_eq!(agent.convert(&plugin(direct)).await, DENY);
+    let other = sha256(OTHER);
+    let pinned = Plugin {
+        sha256: &other,
+        ..redirected
+    };
+    assert_eq!(agent.convert(&pinned).await, DENY);
+    assert_eq!(elsewhere.heads().len(), 2);
+}
+
+#[tokio::test]
+async fn four_modules_are_fetched_at_a_time() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let most = Arc::new(AtomicUsize::new(0));
+    let seen = most.clone();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let (open, four) = (AtomicUsize::new(0), Barrier::new(4));
+        let accepted = futures_util::stream::poll_fn(|context| {
+            listener.poll_accept(context).map(|found| found.ok())
+        });
+        let answers = accepted.for_each_concurrent(None, |(mut stream, _)| {
+            let (open, four, seen) = (&open, &four, &seen);
+            async move {
+                seen.fetch_max(open.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+                // A fifth would come meanwhile.
+                four.wait().await;
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                open.fetch_sub(1, Ordering::Relaxed);
+                stream.read_u8().await.expect("a request");
+                stream.write_all(&ok(MODULE)).await.expect("written");
+            }
+        });
+        answers.await;
+    });
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let names: Vec<_> = (0..8).map(|index| format!("plugin-{index}")).collect();
+    let resources = names.iter().map(|name| {
+        let module = plugin(format!("http://{address}/{name}"));
+        Plugin { name, ..module }.resource()
+    });
+    let resources: Vec<_> = resources.collect();
+    let converted = agent.wasm.convert(&resources).await.expect("a response");
+    assert_eq!((converted.missing, most.load(Ordering::Relaxed)), (0, 4));
 }

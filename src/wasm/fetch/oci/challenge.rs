@@ -1,8 +1,8 @@
 //! Reads `WWW-Authenticate` headers, and decides which token servers are asked.
 
-use std::net::IpAddr;
-
 use http::{HeaderMap, Uri, header};
+
+use crate::address;
 
 /// What a registry asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,14 +97,8 @@ pub(super) fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
     if uri.host() == base.host() {
         return Ok(uri);
     }
-    let is_inside = match host.parse::<IpAddr>().map(|address| address.to_canonical()) {
-        Ok(IpAddr::V4(v4)) => v4.is_private() || v4.is_loopback() || v4.is_link_local(),
-        Ok(IpAddr::V6(v6)) => {
-            v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local()
-        }
-        Err(_) => ["metadata.google.internal", "localhost"].contains(&host),
-    };
-    match is_inside {
+    let names_inside = ["metadata.google.internal", "localhost"];
+    match address::is_private(host) || names_inside.contains(&host) {
         true => Err(refused(&format!("host {host} not allowed"))),
         false => Ok(uri),
     }

@@ -59,7 +59,7 @@ impl Registry {
     ) -> Result<Self, String> {
         let base = format!("https://{}", reference.registry).parse();
         Ok(Self {
-            client: config.client(authority, Redirects::Follow).await?,
+            client: config.client(authority, Redirects::FollowPublic).await?,
             tokens: config.client(authority, Redirects::Return).await?,
             base: base.map_err(|error: http::uri::InvalidUri| error.to_string())?,
             repository: reference.repository.clone(),

@@ -98,6 +98,11 @@ async fn a_registry_without_tls_is_asked_over_http() {
     assert_eq!(fetch(&secure, &url, None).await.as_deref(), Ok(MODULE));
 }
 
+fn host(head: &str) -> &str {
+    let host = head.lines().find_map(|line| line.strip_prefix("host: "));
+    host.unwrap_or_default()
+}
+
 /// A registry that wants `Bearer good`, of a token server under `/token`.
 fn guarded(head: &str, authority: &str) -> Vec<u8> {
     let has = |line: &str| head.lines().any(|found| found == line);
@@ -126,10 +131,7 @@ fn guarded(head: &str, authority: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_for() {
-    let bearer = Server::tls(|head, _| {
-        let host = head.lines().find_map(|line| line.strip_prefix("host: "));
-        guarded(head, host.unwrap_or_default())
-    });
+    let bearer = Server::tls(|head, _| guarded(head, host(head)));
     let basic = Server::tls(
         |head, _| match head.contains("authorization: Basic dTpw\r\n") {
             true => image(head),
@@ -270,7 +272,13 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
             "layer elsewhere",
             "blobs",
             answer("307 No", "location: http://169.254.169.254/\r\n", b""),
-            "is link-local",
+            "redirects to \"http://169.254.169.254/\", expected no private address",
+        ),
+        (
+            "layer at a metadata service",
+            "blobs",
+            answer("307 No", "location: http://100.100.100.200/\r\n", b""),
+            "is a known cloud metadata address",
         ),
         (
             "unknown scheme",
@@ -304,10 +312,9 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
                 return ok(b"{}");
             }
             let found = respond(head, before);
-            let host = head.lines().find_map(|line| line.strip_prefix("host: "));
             match text {
                 true => String::from_utf8_lossy(&found)
-                    .replace("SELF", host.unwrap_or_default())
+                    .replace("SELF", host(head))
                     .into(),
                 false => found,
             }
@@ -335,4 +342,30 @@ async fn a_busy_registry_is_asked_again_unless_it_wants_to_be_left_alone_for_too
     let error = fetch(&config(), &url, None).await.expect_err("too long");
     assert!(error.contains("429"), "{error}");
     assert_eq!(server.heads().len(), 1);
+}
+
+#[tokio::test]
+async fn a_layer_may_be_elsewhere_and_is_held_to_its_digest_there() {
+    let storage = Server::tls(|head, _| image(&head.replace("/stored", "/v2/team/plugin/blobs")));
+    let forged = Server::tls(|_, _| ok(&layer().iter().map(|byte| byte ^ 1).collect::<Vec<_>>()));
+    for (elsewhere, expected) in [(storage.await, Ok(MODULE)), (forged.await, Err(()))] {
+        let port = elsewhere.address.port();
+        let server = Server::tls(move |head, _| match path(head).rsplit_once("/blobs/") {
+            None => guarded(head, host(head)),
+            Some((_, digest)) => {
+                let location = format!("location: https://0.0.0.0:{port}/stored/{digest}\r\n");
+                answer("307 Temporary Redirect", &location, b"")
+            }
+        });
+        let server = server.await;
+        let url = format!("oci://{}/team/plugin:v1", server.address);
+        let secret = json!({"auths": {server.address.to_string(): {"auth": "dTpw"}}}).to_string();
+        let found = fetch(&config(), &url, Some(&secret)).await;
+        assert_eq!(found.as_deref().map_err(|_| ()), expected, "{found:?}");
+        let heads = elsewhere.heads().concat();
+        assert!(
+            !heads.is_empty() && !heads.contains("authorization"),
+            "{heads}"
+        );
+    }
 }
