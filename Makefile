@@ -9,8 +9,13 @@ target := $(abspath $(or $(CARGO_TARGET_DIR),target))
 demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 # The demo shares its build with the tests; PROFILE=release shows what ships.
 PROFILE ?= dev
+tools := $(target)/tools
+# Builds a program from crates.io, not optimised, as it runs for seconds.
+install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-default-features \
+	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
+aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image aarch64 deny demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -24,6 +29,19 @@ build: ## Builds the agent as it ships, and local-istiod beside it.
 image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
 	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image
+
+aarch64: build ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
+	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
+	@CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	cargo build --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64)
+	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/release/local-istiod
+
+deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if GitHub can be reached.
+	@$(call install,cargo-deny,0.20.2)
+	@deny="$(tools)/cargo-deny-0.20.2/bin/cargo-deny --config .cargo/deny.toml check --hide-inclusion-graph"; \
+	$$deny bans licenses sources; \
+	if timeout 20 git ls-remote --quiet https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1; then \
+	$$deny advisories; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
 
 demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked
