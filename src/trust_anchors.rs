@@ -4,6 +4,8 @@
 //! is an error that says what was found. Expiry is checked here, as path validation ignores that of
 //! an anchor. Earlier roots are not kept.
 
+use std::collections::HashSet;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -18,8 +20,15 @@ use crate::regular_file;
 pub enum Roots {
     /// PEM, one or more certificates.
     File(PathBuf),
-    /// The first bundle of the operating system that exists.
-    System,
+    System(SystemRoots),
+}
+
+/// Where the operating system keeps its trust anchors, as Go's package crypto/x509 looks for them: in
+/// the first file that can be read, and in every file of the directories.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SystemRoots {
+    files: Vec<PathBuf>,
+    directories: Vec<PathBuf>,
 }
 
 /// Many times the size of an operating system's bundle.
@@ -36,60 +45,156 @@ pub const SYSTEM_BUNDLES: [&str; 8] = [
     "/usr/local/etc/ssl/cert.pem",
     "/etc/ssl/certs/ca-certificates",
 ];
+const SYSTEM_DIRECTORIES: [&str; 2] = ["/etc/ssl/certs", "/etc/pki/tls/certs"];
+
+impl SystemRoots {
+    /// By the variables `SSL_CERT_FILE` and `SSL_CERT_DIR`, directories with colons between; an empty
+    /// one means the usual places.
+    pub fn new(file: &str, directories: &str) -> Self {
+        let usual = |paths: &[&str]| paths.iter().map(PathBuf::from).collect();
+        Self {
+            files: match file {
+                "" => usual(&SYSTEM_BUNDLES),
+                file => vec![file.into()],
+            },
+            directories: match directories {
+                "" => usual(&SYSTEM_DIRECTORIES),
+                directories => directories.split(':').map(PathBuf::from).collect(),
+            },
+        }
+    }
+
+    fn read(&self, now: SystemTime) -> Result<RootCertStore, String> {
+        let mut anchors = Anchors::default();
+        let mut problems = Vec::new();
+        for path in &self.files {
+            match regular_file::read(path, LARGEST) {
+                Ok(pem) => {
+                    anchors.add(&pem, now);
+                    break;
+                }
+                Err(error) => problems.push(format!("{}: {error}", path.display())),
+            }
+        }
+        for directory in &self.directories {
+            match entries(directory) {
+                Ok(paths) => {
+                    // Other files lie there, too.
+                    let read = |path: PathBuf| regular_file::read(&path, LARGEST).ok();
+                    let pems = paths.into_iter().filter_map(read);
+                    pems.for_each(|pem| anchors.add(&pem, now));
+                }
+                Err(error) => problems.push(format!("{}: {error}", directory.display())),
+            }
+        }
+        match anchors.store.is_empty() {
+            true => Err(format!(
+                "no root certificates found on this system: {} broken, {} expired; {}",
+                anchors.broken,
+                anchors.expired,
+                problems.join("; ")
+            )),
+            false => Ok(anchors.finish("the system")),
+        }
+    }
+}
+
+impl Default for SystemRoots {
+    fn default() -> Self {
+        Self::new("", "")
+    }
+}
+
+/// The files of a directory, except second names of one in the same directory.
+fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let is_second_name = |path: &PathBuf| {
+        let target = std::fs::read_link(path);
+        target.is_ok_and(|target| !target.to_string_lossy().contains('/'))
+    };
+    let found = std::fs::read_dir(directory)?.flatten();
+    let paths = found.map(|entry| entry.path());
+    Ok(paths.filter(|path| !is_second_name(path)).collect())
+}
 
 /// The trust anchors, or why there are none.
 pub(crate) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
-    let path = match roots {
-        Roots::File(path) => path.clone(),
-        Roots::System => system_bundle().await?,
+    let roots = roots.clone();
+    let read = move || match roots {
+        Roots::File(path) => match regular_file::read(&path, LARGEST) {
+            Ok(pem) => parse(&path, &pem, SystemTime::now()),
+            Err(error) => Err(format!(
+                "cannot read root certificates from {}: {error}",
+                path.display()
+            )),
+        },
+        Roots::System(system) => system.read(SystemTime::now()),
     };
-    match regular_file::read_aside(path.clone(), LARGEST).await {
-        Ok(pem) => parse(&path, &pem, SystemTime::now()),
-        Err(error) => Err(format!(
-            "cannot read root certificates from {}: {error}",
-            path.display()
-        )),
+    let read = tokio::task::spawn_blocking(read).await;
+    read.map_err(|error| format!("cannot read root certificates: {error}"))?
+}
+
+/// The usable certificates so far, each once, and how many were not usable.
+struct Anchors {
+    store: RootCertStore,
+    known: HashSet<CertificateDer<'static>>,
+    broken: usize,
+    expired: usize,
+}
+
+impl Default for Anchors {
+    fn default() -> Self {
+        Self {
+            store: RootCertStore::empty(),
+            known: HashSet::new(),
+            broken: 0,
+            expired: 0,
+        }
     }
 }
 
-async fn system_bundle() -> Result<PathBuf, String> {
-    for path in SYSTEM_BUNDLES {
-        if tokio::fs::try_exists(path).await.is_ok_and(|found| found) {
-            return Ok(path.into());
+impl Anchors {
+    fn add(&mut self, pem: &[u8], now: SystemTime) {
+        for certificate in CertificateDer::pem_slice_iter(pem) {
+            let Ok(der) = certificate else {
+                self.broken += 1;
+                continue;
+            };
+            if !self.known.insert(der.clone()) {
+                continue;
+            }
+            match not_after(&der) {
+                Some(end) if end < seconds(now) => self.expired += 1,
+                Some(_) if self.store.add(der).is_ok() => {}
+                _ => self.broken += 1,
+            }
         }
     }
-    let looked_for = SYSTEM_BUNDLES.join(", ");
-    Err(format!(
-        "no bundle of root certificates found on this system, looked for {looked_for}"
-    ))
+
+    /// Warns of what was left out of `source`.
+    fn finish(self, source: &str) -> RootCertStore {
+        let (broken, expired, used) = (self.broken, self.expired, self.store.len());
+        if broken + expired > 0 {
+            tracing::warn!(
+                "left out {broken} broken and {expired} expired root certificates of {source}; using the other {used}"
+            );
+        }
+        self.store
+    }
 }
 
 fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
-    let mut store = RootCertStore::empty();
-    let (mut broken, mut expired) = (0, 0);
-    for certificate in CertificateDer::pem_slice_iter(pem) {
-        match certificate.ok().as_ref().map(|der| (der, not_after(der))) {
-            Some((_, Some(end))) if end < seconds(now) => expired += 1,
-            Some((der, Some(_))) if store.add(der.clone()).is_ok() => {}
-            _ => broken += 1,
-        }
-    }
-    let found = match (store.len(), broken + expired) {
+    let mut anchors = Anchors::default();
+    anchors.add(pem, now);
+    let (broken, expired) = (anchors.broken, anchors.expired);
+    let path = path.display();
+    let found = match (anchors.store.len(), broken + expired) {
         (0, 0) if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
         (0, 0) => format!("holds no certificate in {} bytes, expected PEM", pem.len()),
         (0, _) => {
             format!("holds no certificate that can be used: {broken} broken, {expired} expired")
         }
-        (_, 0) => return Ok(store),
-        (used, _) => {
-            tracing::warn!(
-                "left out {broken} broken and {expired} expired root certificates of {}; using the other {used}",
-                path.display()
-            );
-            return Ok(store);
-        }
+        _ => return Ok(anchors.finish(&path.to_string())),
     };
-    let path = path.display();
     Err(format!("root certificate file {path} {found}"))
 }
 
@@ -142,5 +247,44 @@ mod tests {
             let text = outcome(pem).unwrap_err();
             assert!(text.contains(expected) && text.contains("/r"), "{text}");
         }
+    }
+
+    /// Also the usual places are looked for, where a variable is empty.
+    #[test]
+    fn system_roots_are_where_ssl_cert_file_and_ssl_cert_dir_say() {
+        let place = tempfile::tempdir().expect("a folder");
+        let put = |path: &str, text: &str| {
+            let path = place.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+            std::fs::write(path, text).expect("written");
+        };
+        let [a, b, c, d] = ["a", "b", "c", "d"].map(|name| Authority::new(name).pem());
+        put("file.pem", &a);
+        put("one/b.pem", &b);
+        put("one/again.pem", &format!("{a}{b}"));
+        put("one/README", "not PEM");
+        put("two/c.crt", &c);
+        put("outside.pem", &d);
+        let link = |target: &str, path: &str| {
+            std::os::unix::fs::symlink(target, place.path().join(path)).expect("linked");
+        };
+        link("b.pem", "one/0a1b2c3d.0");
+        link("../outside.pem", "two/linked.pem");
+        link("../gone.pem", "two/dangling.pem");
+        let count = |file: &str, directories: &[&str]| {
+            let at = |path: &&str| place.path().join(path).display().to_string();
+            let directories: Vec<_> = directories.iter().map(at).collect();
+            let found = SystemRoots::new(&at(&file), &directories.join(":"));
+            found.read(SystemTime::now()).map(|store| store.len())
+        };
+        assert_eq!(count("file.pem", &["none"]), Ok(1));
+        assert_eq!(count("file.pem", &["one"]), Ok(2));
+        assert_eq!(count("none", &["one", "none", "two"]), Ok(4));
+        let text = count("none.pem", &["nowhere"]).expect_err("no certificate");
+        assert!(text.contains("none.pem: No such file"), "{text}");
+        assert!(text.contains("nowhere: No such file"), "{text}");
+        assert_eq!(SystemRoots::new("", "/a:/b").files.len(), 8);
+        let directories = SystemRoots::new("/f", "").directories;
+        assert_eq!(directories, SYSTEM_DIRECTORIES.map(PathBuf::from));
     }
 }

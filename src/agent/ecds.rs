@@ -177,6 +177,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::Registry;
+    use crate::trust_anchors::SystemRoots;
     use crate::wasm::{Config, FetchConfig};
 
     /// One that can fetch nothing.
@@ -189,6 +190,7 @@ mod tests {
             attempts: 1,
             max_bytes: 1000,
             credentials: Vec::new(),
+            roots: SystemRoots::default(),
         };
         let config = Config {
             directory: "/nonexistent".into(),

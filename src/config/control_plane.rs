@@ -13,6 +13,7 @@ use super::environment::{self as variables, Variable};
 use crate::address;
 use crate::dial::proxy::Proxy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
+use crate::trust_anchors::SystemRoots;
 
 /// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
 const LEAST_INTERVAL: Duration = Duration::from_secs(10);
@@ -221,7 +222,7 @@ impl Sources<'_> {
         let client = self.text(&variables::PROV_CERT).map(PathBuf::from);
         let named = named.filter(|path| !path.as_os_str().is_empty());
         match (self.text(variable).as_deref(), client, named) {
-            (Some("SYSTEM"), ..) => tls::Roots::System,
+            (Some("SYSTEM"), ..) => tls::Roots::System(self.system_roots()),
             (Some(file), ..) => self.existing(name, file.into()),
             _ if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
             (_, Some(client), _) => {
@@ -237,10 +238,16 @@ impl Sources<'_> {
             _ if self.get(&variables::PILOT_CERT_PROVIDER) == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
-                tls::Roots::System
+                tls::Roots::System(self.system_roots())
             }
             _ => self.existing(name, ISTIOD_ROOT.into()),
         }
+    }
+
+    /// The trust anchors of the operating system.
+    pub(super) fn system_roots(&mut self) -> SystemRoots {
+        let file = self.get(&variables::SSL_CERT_FILE);
+        SystemRoots::new(&file, &self.get(&variables::SSL_CERT_DIR))
     }
 
     fn expected_later(&mut self, name: &str, file: PathBuf) -> tls::Roots {

@@ -252,7 +252,7 @@ impl Config {
                 );
             }
             match &tls.roots {
-                istiod::tls::Roots::System => {
+                istiod::tls::Roots::System(_) => {
                     tracing::info!("Using CA {} cert with system certs", ca.address);
                 }
                 istiod::tls::Roots::File(path) => {

@@ -141,14 +141,24 @@ fn plaintext_is_per_policy_for_discovery() {
 
 #[test]
 fn roots_are_the_first_that_apply() {
+    use crate::trust_anchors::SystemRoots;
     use tls::Roots::{File, System};
     let file = |path: &str| File(path.into());
     let mounted = "./etc/certs/root-cert.pem";
     for (variables, xds, ca) in [
         (
             &[("XDS_ROOT_CA", "SYSTEM"), ("CA_ROOT_CA", "own.pem")][..],
-            System,
+            System(SystemRoots::default()),
             file("own.pem"),
+        ),
+        (
+            &[
+                ("CA_ROOT_CA", "SYSTEM"),
+                ("SSL_CERT_FILE", "f"),
+                ("SSL_CERT_DIR", "d:e"),
+            ],
+            file(mounted),
+            System(SystemRoots::new("f", "d:e")),
         ),
         (
             &[("PILOT_CERT_PROVIDER", "custom")],

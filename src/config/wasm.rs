@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Sources;
 use super::environment::{self as variables, Value, Variable};
-use crate::address::Cidr;
-use crate::wasm::{Config, FetchConfig};
+use crate::wasm::{Config, FetchConfig, Network};
 
 /// Where pilot-agent keeps modules: the volume `istio-data` of the pod.
 const DIRECTORY: &str = "./var/lib/istio/data";
@@ -31,6 +30,7 @@ impl Sources<'_> {
                     .positive(&variables::ISTIO_WASM_MAX_BINARY_SIZE_BYTES)
                     .into(),
                 credentials: self.registry_credentials(),
+                roots: self.system_roots(),
             },
             expiry: self.positive(&variables::WASM_MODULE_EXPIRY),
             purge_interval: self.positive(&variables::WASM_PURGE_INTERVAL),
@@ -61,11 +61,11 @@ impl Sources<'_> {
         }
     }
 
-    fn blocked_networks(&mut self) -> Vec<Cidr> {
+    fn blocked_networks(&mut self) -> Vec<Network> {
         let variable = variables::BLOCKED_CIDRS_IN_WASM_FETCH;
         let mut networks = Vec::new();
         for entry in self.list(&variable) {
-            match Cidr::parse(&entry) {
+            match Network::parse(&entry) {
                 Some(network) => networks.push(network),
                 None => self.warn(
                     variable.name,
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(wasm.fetch.insecure, ["localhost:5000", "registry"]);
         assert_eq!(
             wasm.fetch.blocked,
-            [Cidr::parse("10.0.0.0/8").expect("a network")]
+            [Network::parse("10.0.0.0/8").expect("a network")]
         );
         let files = ["/home/u/.docker/config.json", "/run/u/containers/auth.json"];
         assert_eq!(wasm.fetch.credentials, files.map(PathBuf::from));

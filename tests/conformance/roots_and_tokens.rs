@@ -62,6 +62,25 @@ async fn broken_roots_are_logged_and_repaired_ones_used_without_a_restart() {
 }
 
 #[tokio::test]
+async fn roots_of_the_system_are_those_of_ssl_cert_file_and_ssl_cert_dir() {
+    for (file, directory) in [("own.pem", "none"), ("none", "none:own")] {
+        let mut istiod = local_istiod().await;
+        let place = Place::of(&istiod)
+            .set("XDS_ROOT_CA", "SYSTEM")
+            .set("CA_ROOT_CA", "SYSTEM")
+            .set("SSL_CERT_FILE", file)
+            .set("SSL_CERT_DIR", directory);
+        let agent = place.start().await;
+        let unanswered = ask_for_clusters(&place).await;
+        agent.logs("no root certificates found").await;
+        drop(unanswered);
+        place.write("own.pem", istiod.root_pem());
+        place.write("own/root.pem", istiod.root_pem());
+        relays(&place, &mut istiod).await;
+    }
+}
+
+#[tokio::test]
 async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
     let place = Place::of(&local_istiod().await);
     std::fs::remove_file(place.path(ROOT)).unwrap();

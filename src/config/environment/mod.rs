@@ -124,6 +124,8 @@ variables! {
     HTTPS_PROXY: String = "", "HTTP proxy that leads to istiod, the certificate authority and Wasm modules of https and oci URLs, http://[user:password@]host:port; https_proxy is read as well.", Same;
     HTTP_PROXY: String = "", "HTTP proxy that leads to Wasm modules of http URLs, in the form of HTTPS_PROXY; http_proxy is read as well.", Same;
     NO_PROXY: String = "", "Hosts, domains, addresses and ranges that are reached without a proxy, separated by commas; no_proxy is read as well.", Same;
+    SSL_CERT_FILE: String = "", "File of the system's roots; empty is the first of the usual ones that can be read.", Same;
+    SSL_CERT_DIR: String = "", "Directories of further roots of the system, separated by colons; empty is /etc/ssl/certs and /etc/pki/tls/certs.", Same;
     GRPC_KEEPALIVE_INTERVAL: Duration = "30s", "Idle time before a keepalive ping to istiod.", Same;
     GRPC_KEEPALIVE_TIMEOUT: Duration = "10s", "Time limit for istiod's answer to a keepalive ping.", Same;
     ISTIO_GPRC_MAXRECVMSGSIZE: u32 = "209715200", "Largest message accepted from Envoy, in bytes.",

@@ -5,7 +5,6 @@ use super::Counterpart::Same;
 use super::Row;
 use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
 
-const CONNECTION: State = NotYet("connection to istiod");
 const PLATFORM: State = NotYet("platform discovery");
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
 const GO: State = WithoutEffect("there is no Go runtime here");
@@ -52,7 +51,5 @@ pub(super) const OTHERS: &[Row] = &[
     row("GOMEMLIMIT", "string", "", "Memory limit of Go.", GO),
     row("GODEBUG", "string", "", "Debugging of Go.", GO),
     row("GOMAXPROCS", "int", "", "Threads of Go.", GO),
-    row("SSL_CERT_FILE", "string", "/etc/ssl/certs/ca-certificates.crt", "File of the system's roots.", CONNECTION),
-    row("SSL_CERT_DIR", "string", "", "Directory of the system's roots.", CONNECTION),
     row("GRPC_GO_LOG_<ANY>", "string", "", "Logging of Go's gRPC library.", GO),
 ];

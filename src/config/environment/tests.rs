@@ -71,7 +71,7 @@ fn no_variable_has_two_rows() {
 fn variables_of_missing_features_are_named() {
     let env: Environment = [
         ("POD_NAME", "cart-0"),
-        ("SSL_CERT_DIR", "/certs"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json"),
         ("FILE_DEBOUNCE_DURATION", "100000us"),
         ("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", "F"),
         ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
@@ -81,7 +81,7 @@ fn variables_of_missing_features_are_named() {
     ]
     .into_iter()
     .collect();
-    assert_eq!(env.not_yet(), ["SSL_CERT_DIR"]);
+    assert_eq!(env.not_yet(), ["GOOGLE_APPLICATION_CREDENTIALS"]);
 }
 
 #[test]

@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use super::fetch::fake_server::{Server, answer, ok, path};
 use super::fetch::hexadecimal;
 use super::*;
+use crate::trust_anchors::SystemRoots;
 
 const OUTER: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const HTTP: &str = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
@@ -39,6 +40,7 @@ fn config(directory: &Path) -> Config {
             attempts: 1,
             max_bytes: 100_000,
             credentials: Vec::new(),
+            roots: SystemRoots::default(),
         },
         expiry: Duration::from_secs(3600),
         purge_interval: Duration::from_secs(3600),
