@@ -36,6 +36,8 @@ pub mod scrape;
 
 pub mod wasm;
 
+pub mod systemd;
+
 pub mod address;
 
 pub mod duration;

@@ -168,6 +168,7 @@ impl Agent {
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
         let discovery = agent.discovery(&istiod, envoy.as_ref(), interceptors, health.as_ref())?;
         milestones.mark(startup::SOCKETS_BOUND);
+        agent.report_to_systemd(&milestones, stop);
         if let Some(port) = port {
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),

@@ -1,6 +1,35 @@
-//! Limits of the agent's own process.
+//! Limits of the agent's own process, and its reports to systemd.
 
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, setrlimit};
+
+use super::Agent;
+use crate::lifecycle::{Stop, Urgency};
+use crate::status::startup::{Milestones, READY, SOCKETS_BOUND};
+
+impl Agent {
+    /// Tells systemd when the pod is ready; without a status port, which checks that, as soon as Envoy
+    /// and applications can connect.
+    pub(super) fn report_to_systemd(&mut self, milestones: &Milestones, stop: &Stop) {
+        let Some(systemd) = self.config.systemd.clone() else {
+            return;
+        };
+        let milestone = match self.config.status {
+            Some(_) => READY,
+            None => SOCKETS_BOUND,
+        };
+        let milestones = milestones.clone();
+        let mut requests = stop.requested();
+        let report = async move {
+            let ready = milestones.until(milestone);
+            let stopping = async {
+                // An error means that all senders are gone, which ends the agent as well.
+                let _ = requests.wait_for(|stop| stop.urgency != Urgency::Run).await;
+            };
+            systemd.report(ready, stopping).await;
+        };
+        self.spawn_until_shutdown("reports to systemd", report);
+    }
+}
 
 /// Bars core dumps of the agent, whose memory holds private keys. Envoy, a new program, may dump.
 pub(super) fn bar_core_dumps() {

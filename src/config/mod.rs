@@ -22,6 +22,7 @@ pub mod report;
 mod secret_files;
 mod statsd;
 mod status;
+mod systemd;
 mod threads;
 mod validate;
 mod wasm;
@@ -81,6 +82,7 @@ pub struct Config {
     /// None when the agent runs without Envoy.
     pub envoy: Option<crate::envoy::Config>,
     pub status: Option<crate::status::Config>,
+    pub systemd: Option<crate::systemd::Config>,
     /// None if the workload is not checked.
     pub health: Option<crate::health::Config>,
     /// For the log: there is one kind of token.
@@ -191,6 +193,7 @@ pub(crate) fn load_with(
         envoy: sources.envoy(&bootstrap),
         has_custom_bootstrap: !sources.proxy_config.custom_config_file.is_empty(),
         status: sources.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
+        systemd: sources.systemd(),
         health: sources.health(),
         grpc,
         scrape: sources.scrape(&bootstrap),

@@ -4,11 +4,10 @@
 //! Only the first time counts, so a second Envoy or another connection to istiod does not rewrite
 //! how the start went.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use serde::Serialize;
+use tokio::sync::watch as channel;
 use tokio::time::Instant;
 
 use super::Sources;
@@ -20,7 +19,8 @@ const FIRST_CERTIFICATE: &str = "first certificate";
 /// Envoy has accepted clusters and listeners.
 pub(super) const CONFIG_RECEIVED: &str = "configuration received";
 pub(super) const ENVOY_LIVE: &str = "Envoy live";
-pub(super) const READY: &str = "ready";
+/// The pod is ready. Marked by the status port only.
+pub const READY: &str = "ready";
 
 /// A milestone that has been reached.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -34,7 +34,7 @@ pub struct Reached {
 #[derive(Clone, Debug)]
 pub struct Milestones {
     start: Instant,
-    reached: Arc<Mutex<Vec<Reached>>>,
+    reached: channel::Sender<Vec<Reached>>,
 }
 
 impl Milestones {
@@ -42,7 +42,7 @@ impl Milestones {
     pub fn start() -> Self {
         Self {
             start: Instant::now(),
-            reached: Arc::default(),
+            reached: channel::Sender::default(),
         }
     }
 
@@ -52,22 +52,34 @@ impl Milestones {
 
     /// Returns whether it is the first time.
     pub fn mark(&self, milestone: &'static str) -> bool {
-        let mut reached = self.reached.lock();
-        let is_first = reached.iter().all(|known| known.milestone != milestone);
-        if is_first {
-            let after_ms = self.elapsed().as_micros() as f64 / 1e3;
-            reached.push(Reached {
-                milestone,
-                after_ms,
-            });
-        }
-        is_first
+        self.reached.send_if_modified(|reached| {
+            let is_first = !has(reached, milestone);
+            if is_first {
+                let after_ms = self.elapsed().as_micros() as f64 / 1e3;
+                reached.push(Reached {
+                    milestone,
+                    after_ms,
+                });
+            }
+            is_first
+        })
+    }
+
+    /// Waits for a milestone.
+    pub async fn until(&self, milestone: &'static str) {
+        let mut reached = self.reached.subscribe();
+        // The sender is here.
+        let _ = reached.wait_for(|reached| has(reached, milestone)).await;
     }
 
     /// What has been reached, the earliest first.
     pub fn reached(&self) -> Vec<Reached> {
-        self.reached.lock().clone()
+        self.reached.borrow().clone()
     }
+}
+
+fn has(reached: &[Reached], milestone: &str) -> bool {
+    reached.iter().any(|known| known.milestone == milestone)
 }
 
 /// Marks what Envoy's supervisor, the connection to istiod and the secrets publish. Readiness marks

@@ -204,6 +204,9 @@ variables! {
     ISTIO_AGENT_WASM_CACHE_MAX_BYTES: u32 = "1073741824", "Most bytes of cached Wasm modules together; those in use stay beyond it.", Own;
     ISTIO_AGENT_WASM_REQUIRE_DIGEST: bool = "false", "Refuses Wasm modules that are not pinned by a digest.", Own;
     ISTIO_AGENT_WASM_ALLOWED_REGISTRIES: String = "", "Prefixes of host and path, separated by commas, that Wasm modules may be fetched from; empty is any.", Own;
+    NOTIFY_SOCKET: String = "", "Socket on which systemd hears that the agent is ready or stops.", Own;
+    WATCHDOG_USEC: String = "", "Microseconds within which systemd expects a sign of life.", Own;
+    WATCHDOG_PID: String = "", "Process that the watchdog of systemd is for; empty is any.", Own;
     GCE_METADATA_HOST: String = "", "Host of Google's metadata service.", Same;
 }
 

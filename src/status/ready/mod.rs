@@ -94,7 +94,7 @@ impl Readiness {
         Ok(())
     }
 
-    /// Checks Envoy until it is live, so that the time of readiness is known without a probe.
+    /// Checks Envoy until the pod is ready, so that the time of readiness is known without a probe.
     pub(super) async fn watch(&self) {
         if let Some(envoy) = &self.sources.envoy {
             self.until_live(envoy).await;
@@ -102,8 +102,9 @@ impl Readiness {
         if let Some(dns) = &self.sources.dns {
             let _ = dns.ready().wait_for(|ready| *ready).await; // Checked below.
         }
-        if let Err(missing) = self.check().await {
+        while let Err(missing) = self.check().await {
             tracing::debug!("Envoy is live and the pod is not ready: {missing}");
+            tokio::time::sleep(LONG_PAUSE).await;
         }
     }
 

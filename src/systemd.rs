@@ -1,0 +1,147 @@
+//! Tells systemd that the agent is ready, that it stops, and that its serving thread is alive.
+//!
+//! Source: the manuals sd_notify(3) and sd_watchdog_enabled(3).
+
+use std::future::Future;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+use std::pin::pin;
+use std::time::Duration;
+
+use tokio::net::UnixDatagram;
+use tokio::time::MissedTickBehavior;
+
+/// How long systemd may take to accept a message.
+const LIMIT: Duration = Duration::from_secs(5);
+/// However short the time of the watchdog is, the agent does more than answer it.
+const SHORTEST: Duration = Duration::from_millis(10);
+
+/// Where systemd listens, and how often it expects to hear from the agent.
+#[derive(Clone, Debug)]
+pub struct Config {
+    socket: SocketAddr,
+    /// Between two signs of life.
+    period: Option<Duration>,
+}
+
+impl Config {
+    /// Reads `NOTIFY_SOCKET`, a path or an abstract name after `@`. None for other kinds of sockets.
+    pub fn new(socket: &str, watchdog: Option<Duration>) -> Option<Self> {
+        let socket = match socket.strip_prefix('@') {
+            Some(name) => SocketAddr::from_abstract_name(name),
+            None if socket.starts_with('/') => SocketAddr::from_pathname(socket),
+            None => return None,
+        };
+        // Half the time, as systemd recommends.
+        let period = watchdog.map(|watchdog| (watchdog / 2).max(SHORTEST));
+        Some(Self {
+            socket: socket.ok()?,
+            period,
+        })
+    }
+
+    /// Reports when `ready` and `stopping` end, and all along that the thread that runs this future is
+    /// alive. It never ends.
+    pub async fn report(self, ready: impl Future<Output = ()>, stopping: impl Future<Output = ()>) {
+        let period = self.period.unwrap_or(Duration::MAX);
+        let mut alive = tokio::time::interval(period);
+        alive.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut ready, mut stopping) = (pin!(ready), pin!(stopping));
+        let (mut is_ready, mut is_stopping) = (false, false);
+        loop {
+            let message = tokio::select! {
+                () = &mut stopping, if !is_stopping => {
+                    (is_ready, is_stopping) = (true, true);
+                    "STOPPING=1"
+                }
+                () = &mut ready, if !is_ready => {
+                    is_ready = true;
+                    "READY=1"
+                }
+                _ = alive.tick(), if self.period.is_some() => "WATCHDOG=1",
+            };
+            if let Err(error) = self.send(message).await {
+                tracing::warn!("cannot tell systemd {message}: {error}");
+            }
+        }
+    }
+
+    async fn send(&self, message: &str) -> io::Result<()> {
+        let socket = std::os::unix::net::UnixDatagram::unbound()?;
+        socket.connect_addr(&self.socket)?;
+        socket.set_nonblocking(true)?;
+        let socket = UnixDatagram::from_std(socket)?;
+        tokio::time::timeout(LIMIT, socket.send(message.as_bytes())).await??;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+
+    use super::*;
+
+    /// What arrives until `last`, each message once.
+    async fn received(socket: &UnixDatagram, last: &str) -> Vec<String> {
+        let mut messages: Vec<String> = Vec::new();
+        let mut buffer = [0; 64];
+        while messages.last().is_none_or(|message| message != last) {
+            let length = socket.recv(&mut buffer).await.expect("a message");
+            let message = String::from_utf8_lossy(&buffer[..length]).into_owned();
+            if !messages.contains(&message) {
+                messages.push(message);
+            }
+        }
+        messages
+    }
+
+    #[tokio::test]
+    async fn systemd_hears_of_readiness_life_and_the_stop() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("notify").display().to_string();
+        let name = format!("@istio-agent-test-{}", std::process::id());
+        for name in [path, name] {
+            let config = Config::new(&name, Some(Duration::from_millis(20))).expect("a socket");
+            let socket = std::os::unix::net::UnixDatagram::bind_addr(&config.socket);
+            let socket = socket.expect("bound");
+            socket.set_nonblocking(true).expect("set");
+            let socket = UnixDatagram::from_std(socket).expect("a socket");
+            tokio::select! {
+                () = config.clone().report(pending(), pending()) => {}
+                found = received(&socket, "WATCHDOG=1") => assert_eq!(found, ["WATCHDOG=1"]),
+            }
+            let later = tokio::time::sleep(Duration::from_millis(50));
+            tokio::select! {
+                () = config.report(ready(()), later) => {}
+                found = received(&socket, "STOPPING=1") => {
+                    assert!(found.contains(&"READY=1".to_owned()), "{found:?}");
+                }
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_agent_runs_on_where_systemd_does_not_listen() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("none").display().to_string();
+        let config = Config::new(&path, Some(Duration::from_secs(1))).expect("a socket");
+        let report = config.report(ready(()), ready(()));
+        let ended = tokio::time::timeout(Duration::from_secs(60), report).await;
+        assert!(ended.is_err());
+    }
+
+    #[test]
+    fn only_paths_and_abstract_names_are_sockets() {
+        for (name, is_socket) in [
+            ("/run/systemd/notify", true),
+            ("@/org/freedesktop/systemd1/notify", true),
+            ("vsock:2:1234", false),
+            ("run/notify", false),
+            (&format!("/{}", "n".repeat(200)), false),
+        ] {
+            assert_eq!(Config::new(name, None).is_some(), is_socket, "{name}");
+        }
+    }
+}
