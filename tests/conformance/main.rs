@@ -19,6 +19,7 @@ mod floods;
 mod grpc;
 mod istiod;
 mod log_levels;
+mod machine;
 mod output;
 mod properties;
 mod proxy;

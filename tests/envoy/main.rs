@@ -20,6 +20,7 @@ mod health;
 mod hot_restart;
 mod iptables;
 mod lifecycle;
+mod machine;
 mod memory;
 mod names;
 mod outages;

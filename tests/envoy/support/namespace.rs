@@ -125,6 +125,23 @@ pub fn put(path: &str, content: &str) {
     run("mount", &["--bind", &text(&source), &text(path)]);
 }
 
+/// The files of this machine in a directory of their own: what is changed there is changed for this
+/// namespace only.
+pub fn machine() -> PathBuf {
+    let [changed, work, root] = ["changed", "work", "root"].map(|name| {
+        let path = Path::new(PROGRAMS).join(name);
+        fs::create_dir(&path).unwrap();
+        text(&path)
+    });
+    let layers = format!("lowerdir=/,upperdir={changed},workdir={work}");
+    run("mount", &["-t", "overlay", "overlay", "-o", &layers, &root]);
+    for path in ["/dev", "/proc"] {
+        run("mount", &["--rbind", path, &format!("{root}{path}")]);
+    }
+    run("mount", &["-t", "tmpfs", "tmpfs", &format!("{root}/run")]);
+    root.into()
+}
+
 /// A program where other users find it, wherever it was built.
 pub fn reachable(program: &Path) -> PathBuf {
     let place = Path::new(PROGRAMS).join(program.file_name().unwrap());
