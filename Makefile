@@ -15,7 +15,7 @@ install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-def
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image aarch64 deny demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -42,6 +42,14 @@ deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if
 	$$deny bans licenses sources; \
 	if timeout 20 git ls-remote --quiet https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1; then \
 	$$deny advisories; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
+
+deb: build ## Builds the package of the agent for machines with Debian.
+	@$(call install,cargo-deb,3.8.0)
+	@$(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip
+
+package: deb ## Builds the packages for machines, a .deb and an .rpm.
+	@$(call install,cargo-generate-rpm,0.21.1)
+	@$(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
 
 demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked
