@@ -15,7 +15,7 @@ install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-def
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image pods aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -50,6 +50,11 @@ deb: build ## Builds the package of the agent for machines with Debian.
 package: deb ## Builds the packages for machines, a .deb and an .rpm.
 	@$(call install,cargo-generate-rpm,0.21.1)
 	@$(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
+
+pods: $(if $(IMAGE),,image) ## Runs pods of all kinds with the image, as root; IMAGE= is another one.
+	@python3 -B tests/pods/main.py --image $(or $(IMAGE),$(target)/image/oci) \
+	  --binaries $(target)/release --folder $(target)/pods --grpc $(target)/pods-grpc \
+	  --proxyv2 "$(PROXYV2)" --rendered "$(RENDERED_PODS)"
 
 demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked

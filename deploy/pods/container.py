@@ -160,8 +160,8 @@ class Container:
         self.variables = environment(self.spec, self.pod, self.image)
         await self._make_root()
         command = self.image.command(self.spec, lambda word: expand(word, self.variables))
-        command = [*self._joined(), *self.pod.sandbox.enter(), tool("unshare"), "--pid", "--fork",
-                   "--kill-child", f"--mount-proc={self.root}/proc", *self._confined(command)]
+        command = [*self._joined(), *self.pod.sandbox.enter(),
+                   *as_first_process(self.root, self._confined(command))]
         reading, writing = os.pipe()
         # The container may open /dev/stdout again.
         os.fchown(writing, self.user, self.main_group)
@@ -197,7 +197,6 @@ class Container:
     async def wait(self):
         """Waits for the end; returns the exit code, 128 + n for signal n."""
         code = await self.process.wait()
-        code = 128 - code if code < 0 else code
         await self._reading
         self.was_out_of_memory = bool(self.group and self.group.kills())
         await run("umount", "--recursive", "--lazy", self.root)
@@ -238,6 +237,17 @@ class Container:
         except TimeoutError:
             self.pod.say(f"container {self.name} did not end within {grace} s: SIGKILL")
             self.signal(signal.SIGKILL)
+
+
+def as_first_process(root, command):
+    """The command as the first process of a new process namespace, with its own /proc. Its parent exits
+    as it does, with 128 + n if signal n ended it (`unshare --fork` has another code for SIGKILL), and
+    does not write to its log."""
+    parent = 'exec 3>&2 2>/dev/null; "$@"; exit $?'
+    child = 'exec 2>&3 3>&-; mount=$1; shift; "$mount" -t proc proc "$0" && exec "$@"'
+    shell = tool("sh")
+    return [tool("unshare"), "--pid", "--mount", shell, "-c", parent, shell,
+            shell, "-c", child, root / "proc", tool("mount"), *command]
 
 
 def within(root, path):

@@ -2,6 +2,8 @@
 
 import asyncio
 import ipaddress
+import os
+import signal
 import zlib
 
 from .manifest import Refused
@@ -86,5 +88,5 @@ class Sandbox:
 
     async def stop(self):
         if self.process and self.process.returncode is None:
-            await run("kill", "-KILL", self.pid)
+            os.kill(self.pid, signal.SIGTERM)
             await self.process.wait()

@@ -186,6 +186,7 @@ class Pod:
             if why := await Probe(spec, container).succeeds():
                 self.say(f"container {container.name}: startup probe: {why}")
                 return await self._end(container)
+            self.say(f"container {container.name} has passed its startup probe")
         container.has_started = True
         probes = {"readinessProbe": self._report_readiness, "livenessProbe": self._report_liveness}
         watching = [Probe(container.spec[name], container).watch(report(container))
