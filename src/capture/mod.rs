@@ -8,7 +8,6 @@
 //! captured. The configuration is made of nothing but the settings and what callers found on the machine
 //! ([`config::Host`]).
 
-pub mod cidr;
 pub mod config;
 pub mod explain;
 pub mod iptables;

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::Sources;
 use super::environment::{self as variables, Value, Variable};
-use crate::wasm::{Config, FetchConfig, Network};
+use crate::address::Cidr;
+use crate::wasm::{Config, FetchConfig};
 
 /// Where pilot-agent keeps modules: the volume `istio-data` of the pod.
 const DIRECTORY: &str = "./var/lib/istio/data";
@@ -61,11 +62,11 @@ impl Sources<'_> {
         }
     }
 
-    fn blocked_networks(&mut self) -> Vec<Network> {
+    fn blocked_networks(&mut self) -> Vec<Cidr> {
         let variable = variables::BLOCKED_CIDRS_IN_WASM_FETCH;
         let mut networks = Vec::new();
         for entry in self.list(&variable) {
-            match Network::parse(&entry) {
+            match Cidr::parse(&entry) {
                 Some(network) => networks.push(network),
                 None => self.warn(
                     variable.name,
@@ -119,7 +120,7 @@ mod tests {
         assert_eq!(wasm.fetch.insecure, ["localhost:5000", "registry"]);
         assert_eq!(
             wasm.fetch.blocked,
-            [Network::parse("10.0.0.0/8").expect("a network")]
+            [Cidr::parse("10.0.0.0/8").expect("a network")]
         );
         let files = ["/home/u/.docker/config.json", "/run/u/containers/auth.json"];
         assert_eq!(wasm.fetch.credentials, files.map(PathBuf::from));

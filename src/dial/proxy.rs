@@ -14,6 +14,8 @@ use percent_encoding::percent_decode_str;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use crate::address::Cidr;
+
 /// The longest head of an answer, in bytes.
 const LONGEST_HEAD: usize = 16 << 10;
 
@@ -146,10 +148,8 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
     if item == "*" {
         return true;
     }
-    if let Some((network, prefix)) = item.split_once('/')
-        && let (Ok(network), Ok(prefix)) = (network.parse(), prefix.parse())
-    {
-        return address.is_some_and(|address| contains(network, prefix, address));
+    if let Some(range) = Cidr::parse(item) {
+        return address.is_some_and(|address| range.contains(address.to_canonical()));
     }
     let (name, only) = match crate::address::parts(item) {
         Some((name, port)) => (name, Some(port)),
@@ -174,16 +174,6 @@ fn excludes(item: &str, host: &str, address: Option<IpAddr>, port: u16) -> bool 
                     .is_some_and(|rest| rest.ends_with('.'))
         }
     }
-}
-
-fn contains(network: IpAddr, prefix: u32, address: IpAddr) -> bool {
-    let bits = |address: IpAddr| match address {
-        IpAddr::V4(v4) => (32, u128::from(v4.to_bits())),
-        IpAddr::V6(v6) => (128, v6.to_bits()),
-    };
-    let ((width, network), (other, address)) = (bits(network), bits(address.to_canonical()));
-    let shift = width - prefix.min(width);
-    width == other && prefix <= width && network.checked_shr(shift) == address.checked_shr(shift)
 }
 
 #[cfg(test)]

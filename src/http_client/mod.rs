@@ -137,6 +137,17 @@ impl Client {
             .map_err(|_| Error::Late { authority, limit })?
     }
 
+    /// Like [`Client::send`], within `limit` until the head of the answer.
+    pub async fn send_within(
+        &self,
+        request: Request<Bytes>,
+        limit: Duration,
+    ) -> Result<Response<Body>, Error> {
+        let authority = host_and_port(request.uri());
+        let sent = tokio::time::timeout(limit, self.send(request)).await;
+        sent.map_err(|_| Error::Late { authority, limit })?
+    }
+
     /// Sends a request, whose URI is absolute, and follows redirects as configured. The Host header
     /// is taken from the URI if there is none.
     pub async fn send(&self, mut request: Request<Bytes>) -> Result<Response<Body>, Error> {

@@ -1,12 +1,12 @@
 //! Follows the Location header of an answer.
 
-use http::{HeaderValue, Request, Response, Uri, header};
+use http::{HeaderValue, Method, Request, Response, Uri, header};
 
 use super::{Error, host_and_port};
 use crate::address;
 use crate::request_path::escaped;
 
-/// Which redirects are followed. Only requests without a body may be redirected. Credentials are not
+/// Which redirects of GET requests are followed; those of others are the answer. Credentials are not
 /// sent to another host, port or scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Redirects {
@@ -30,6 +30,7 @@ impl Redirects {
         let location = location.map_or(&[][..], HeaderValue::as_bytes);
         if location.is_empty()
             || self == Self::Return
+            || request.method() != Method::GET
             || !matches!(response.status().as_u16(), 301..=303 | 307 | 308)
         {
             return Ok(false);

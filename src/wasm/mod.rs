@@ -24,7 +24,7 @@ use crate::metrics::Registry;
 use cache::Cache;
 pub(crate) use convert::wire;
 use convert::{Filter, Unusable};
-pub use fetch::{Config as FetchConfig, Network};
+pub use fetch::Config as FetchConfig;
 use metrics::Metrics;
 use modules::Modules;
 pub use snapshot::Snapshot;

@@ -135,7 +135,7 @@ impl Modules {
         }
         let key = self.fetched(&source, request, pinned).await;
         let key = key.map_err(|error| self.failed(resource, request, error))?;
-        let gone = || Error::Disk("the module vanished from the cache".to_owned());
+        let gone = || Error::Refused("the module vanished from the cache".to_owned());
         let path = self.cache.find(&key, resource).await;
         let path = path.ok_or_else(|| self.failed(resource, request, gone()))?;
         self.remember(resource, request, &source, &key).await;
@@ -153,7 +153,7 @@ impl Modules {
         let allowed = &self.config.allowed;
         if !allowed.is_empty() && !allowed.iter().any(|prefix| source.is_within(prefix)) {
             let variable = "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES";
-            let url = source.url().redacted();
+            let url = source.redacted();
             return Err(Error::Refused(format!("{variable} does not list {url}")));
         }
         Ok(source)
@@ -271,21 +271,21 @@ impl Modules {
     }
 
     async fn fetch(&self, fetch: &Fetch, source: &Source, deadline: Instant) -> Fetched {
-        self.cache.prepare().map_err(Error::Disk)?;
+        self.cache.prepare().map_err(Error::Refused)?;
         let (directory, config) = (self.cache.directory(), &self.config.fetch);
         let name = source.module_name(&fetch.url);
-        let (key, download) = match source {
-            Source::Http(url) => {
-                let download = config.download(url, directory).await?;
+        let (key, download) = match &source.image {
+            None => {
+                let download = config.download(source, directory, deadline).await?;
                 let found = download.sha256.clone();
                 fetch.compare(source, &found, |expected| expected == found)?;
                 (Key::new(&name, &found), download)
             }
-            Source::Oci(url, reference) => {
+            Some(reference) => {
                 let expected = fetch.expected.as_deref();
                 let secret = fetch.pull_secret.as_deref().map(String::as_str);
                 let image = config
-                    .image(url, reference, secret, expected, deadline)
+                    .image(source, reference, secret, expected, deadline)
                     .await?;
                 fetch.compare(source, &image.digest, |expected| image.is(expected))?;
                 // Under the digest of an index, if it was asked for by that.
@@ -293,14 +293,11 @@ impl Modules {
                 if expected.is_none() && self.cache.has(&key).await {
                     return Ok(key);
                 }
-                (key, config.module(url, image, directory).await?)
+                (key, config.module(source, image, directory).await?)
             }
         };
-        let stored = self
-            .cache
-            .store(&key, source.url().redacted(), download)
-            .await;
-        stored.map_err(Error::Disk)?;
+        let stored = self.cache.store(&key, source.redacted(), download).await;
+        stored.map_err(Error::Refused)?;
         self.fetches.with(["success"]).inc();
         Ok(key)
     }
@@ -322,7 +319,7 @@ impl Modules {
         let state = self.state.lock();
         let failures = state.failures.iter().map(|failure| {
             let url = Source::parse(&failure.request.url);
-            let url = url.map_or_else(|_| String::new(), |source| source.url().redacted());
+            let url = url.map_or_else(|_| String::new(), |source| source.redacted());
             let error = failure.error.to_string();
             (failure.resource.clone(), url, error, failure.until)
         });
@@ -336,9 +333,7 @@ impl Modules {
             .running
             .iter()
             .map(|(fetch, _)| Source::parse(&fetch.url));
-        urls.flatten()
-            .map(|source| source.url().redacted())
-            .collect()
+        urls.flatten().map(|source| source.redacted()).collect()
     }
 }
 
@@ -359,7 +354,7 @@ impl Fetch {
     ) -> Result<(), Error> {
         match &self.expected {
             Some(expected) if !is(expected) => Err(Error::Checksum {
-                url: source.url().redacted(),
+                url: source.redacted(),
                 found: found.to_owned(),
                 expected: expected.clone(),
             }),

@@ -1,7 +1,7 @@
 //! Reads single settings and items of lists, and collects what is wrong with them.
 
 use super::{Binaries, Mode};
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::rules::{Id, Ports};
 use crate::problem::Diagnostics;
 

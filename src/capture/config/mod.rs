@@ -7,8 +7,8 @@ pub(super) mod items;
 
 use std::net::IpAddr;
 
-use super::cidr::Cidr;
 use super::rules::{Id, Ports};
+use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
 use items::Items;
 

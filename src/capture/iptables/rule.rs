@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use super::saved::chain_named;
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::layout::Entry;
 use crate::capture::rules::{Criterion, Id, Match, Owner, Protocol, Verdict};
 

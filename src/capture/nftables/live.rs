@@ -8,7 +8,7 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Value, json};
 
 use super::{TABLES, chain_name, hook, table_name};
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Ports, Protocol, Table, Verdict,

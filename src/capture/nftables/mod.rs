@@ -204,7 +204,7 @@ fn write_match(
     not: &str,
     criterion: &Criterion,
 ) -> fmt::Result {
-    let address = |range: &super::cidr::Cidr| match range.family() {
+    let address = |range: &crate::address::Cidr| match range.family() {
         Family::V4 => "ip",
         Family::V6 => "ip6",
     };

@@ -9,7 +9,7 @@ use super::Table::{Filter, Mangle, Nat};
 use super::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Table, Verdict,
 };
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::config::{Config, InboundPorts, Mode, OutboundRanges, OwnerGroups};
 
 /// Source of connections that Envoy passes on unchanged to the application.

@@ -11,7 +11,7 @@ use super::Match::Is;
 use super::Table::{Nat, Raw};
 use super::build::{Builder, TCP, port};
 use super::{DNS_PORT, Family, Match, Owner, Place, Protocol, Verdict};
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::config::DnsCapture;
 
 const UDP: Match = Is(C::Protocol(Protocol::Udp));

@@ -6,8 +6,8 @@ mod dns;
 
 use std::ops::RangeInclusive;
 
-use super::cidr::Cidr;
 use super::config::Config;
+use crate::address::Cidr;
 
 /// The agent's DNS port.
 pub(super) const DNS_PORT: u16 = 15053;
@@ -16,6 +16,15 @@ pub(super) const DNS_PORT: u16 = 15053;
 pub enum Family {
     V4,
     V6,
+}
+
+impl Cidr {
+    pub fn family(&self) -> Family {
+        match self.address.is_ipv4() {
+            true => Family::V4,
+            false => Family::V6,
+        }
+    }
 }
 
 /// In the order in which they are rendered.

@@ -12,8 +12,9 @@ use bytes::{Buf, Bytes};
 use tempfile::NamedTempFile;
 use tokio::sync::mpsc;
 
-use super::unpack::{self, Packing, hexadecimal, unpack};
-use crate::http_client::{self, Body};
+use super::Error;
+use super::unpack::{self, Unpacking, hexadecimal};
+use crate::http_client::Body;
 use crate::lifecycle::with_causes;
 
 /// Portions of at most 32 KiB between the network and the disk.
@@ -34,90 +35,74 @@ pub(crate) struct Download {
 
 /// What is downloaded, and where to.
 pub(super) struct Plan {
-    pub(super) packing: Packing,
-    /// The most bytes, before and after unpacking.
-    pub(super) limit: u64,
+    /// For errors.
+    pub(super) url: String,
+    /// The name of the module's file in an archive; the first file without.
+    pub(super) file: Option<&'static str>,
+    /// In bytes.
+    pub(super) most_received: u64,
+    pub(super) most_unpacked: u64,
     pub(super) directory: PathBuf,
-    /// Size and SHA-256 of the body, where they are known.
-    pub(super) expected: Option<(u64, String)>,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    #[error(transparent)]
-    Network(#[from] http_client::Error),
-    #[error("it has more than {0} bytes")]
-    TooLarge(u64),
-    #[error("cannot write to {directory}")]
-    Create {
-        directory: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error(transparent)]
-    Unpack(#[from] unpack::Error),
-    #[error("it has {found}, expected {expected}")]
-    Different { found: String, expected: String },
-    #[error("the thread that unpacks it ended")]
-    Thread,
+    /// The SHA-256 of the body, where it is known.
+    pub(super) digest: Option<String>,
 }
 
 impl Plan {
-    pub(super) async fn carry_out(self, body: &mut Body) -> Result<Download, Error> {
-        let limit = self.expected.as_ref().map_or(self.limit, |(size, _)| *size);
+    /// Downloads a body to its end.
+    pub(super) async fn carry_out(self, body: Body) -> Result<Download, Error> {
+        let (url, limit) = (self.url.clone(), self.most_received);
         let (portions, received) = mpsc::channel(PORTIONS);
         let writing = tokio::task::spawn_blocking(move || self.write(received));
-        let sent = send(body, limit, &portions).await;
-        if sent.is_err() {
-            // Without this the writer would take what came for all.
-            let _ = portions.send(None).await;
+        let sent = send(body, limit, portions).await;
+        let written = writing.await.map_err(|error| error.to_string());
+        match sent.and(written) {
+            Ok(Ok(download)) => Ok(download),
+            Ok(Err(unpack::Error::Invalid(problem))) => Err(Error::Invalid { url, problem }),
+            Ok(Err(broken)) => Err(unusable(&url, &with_causes(&broken))),
+            Err(problem) => Err(unusable(&url, &problem)),
         }
-        drop(portions);
-        let written = writing.await.map_err(|_| Error::Thread)?;
-        sent.and(written)
     }
 
     /// Unpacks what is received until the channel is closed.
-    fn write(self, received: mpsc::Receiver<Option<Bytes>>) -> Result<Download, Error> {
-        let mut file = create(&self.directory).map_err(|source| Error::Create {
-            directory: self.directory.clone(),
-            source,
-        })?;
+    fn write(self, received: mpsc::Receiver<Bytes>) -> Result<Download, unpack::Error> {
+        let mut file = create(&self.directory).map_err(unpack::Error::Write)?;
         let mut input = Input {
             received,
             portion: Bytes::new(),
             digest: Context::new(&SHA256),
-            size: 0,
         };
-        let unpacked = unpack(&mut input, self.packing, self.limit, &mut file);
-        // What follows the module counts for the digest. If the input is broken, that is the error.
-        let read = io::copy(&mut input, &mut io::sink()).map_err(unpack::Error::Read);
-        let (size, sha256) = read.and(unpacked)?;
-        if let Some((size, digest)) = self.expected {
-            let found = hexadecimal(input.digest.finish().as_ref());
-            if (input.size, &found) != (size, &digest) {
-                return Err(Error::Different {
-                    found: format!("{} bytes with digest sha256:{found}", input.size),
-                    expected: format!("{size} with sha256:{digest}"),
-                });
-            }
+        let mut unpacking = Unpacking {
+            file: self.file,
+            limit: self.most_unpacked,
+            output: file.as_file_mut(),
+        };
+        let unpacked = unpacking.unpack(&mut input);
+        // What follows the module counts for the digest.
+        io::copy(&mut input, &mut io::sink())?;
+        let found = hexadecimal(input.digest.finish().as_ref());
+        if let Some(expected) = self.digest.filter(|digest| *digest != found) {
+            let problem = format!("it has digest sha256:{found}, expected sha256:{expected}");
+            return Err(io::Error::other(problem).into());
         }
+        let (size, sha256) = unpacked?;
         Ok(Download { file, sha256, size })
     }
 }
 
-async fn send(
-    body: &mut Body,
-    limit: u64,
-    portions: &mpsc::Sender<Option<Bytes>>,
-) -> Result<(), Error> {
+/// The error of a module that came, but not as one.
+pub(super) fn unusable(url: &str, problem: &str) -> Error {
+    Error::Download(format!("could not fetch Wasm binary from {url}: {problem}"))
+}
+
+async fn send(mut body: Body, limit: u64, portions: mpsc::Sender<Bytes>) -> Result<(), String> {
     let mut size = 0;
-    while let Some(portion) = body.chunk().await.transpose()? {
+    while let Some(portion) = body.chunk().await {
+        let portion = portion.map_err(|error| with_causes(&error))?;
         size += portion.len() as u64;
         if size > limit {
-            return Err(Error::TooLarge(limit));
+            return Err(format!("it has more than {limit} bytes"));
         }
-        if portions.send(Some(portion)).await.is_err() {
+        if portions.send(portion).await.is_err() {
             // The writer has failed and says why.
             break;
         }
@@ -132,42 +117,24 @@ fn create(directory: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(directory)
 }
 
-/// The received portions, with their size and digest. None among them is a failure.
+/// The received portions, with their digest.
 struct Input {
-    received: mpsc::Receiver<Option<Bytes>>,
+    received: mpsc::Receiver<Bytes>,
     portion: Bytes,
     digest: Context,
-    size: u64,
 }
 
 impl Read for Input {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.portion.is_empty() {
-            match self.received.blocking_recv() {
-                None => return Ok(0),
-                Some(None) => return Err(io::Error::other("the transfer failed")),
-                Some(Some(portion)) => {
-                    self.digest.update(&portion);
-                    self.size += portion.len() as u64;
-                    self.portion = portion;
-                }
-            }
+            let Some(portion) = self.received.blocking_recv() else {
+                return Ok(0);
+            };
+            self.digest.update(&portion);
+            self.portion = portion;
         }
         let count = buffer.len().min(self.portion.len());
         self.portion.copy_to_slice(&mut buffer[..count]);
         Ok(count)
-    }
-}
-
-impl Error {
-    /// Whether all of the body came, and holds no Wasm.
-    pub(super) fn is_invalid(&self) -> bool {
-        matches!(self, Self::Unpack(unpack::Error::Invalid(_)))
-    }
-}
-
-impl From<Error> for String {
-    fn from(error: Error) -> Self {
-        with_causes(&error)
     }
 }

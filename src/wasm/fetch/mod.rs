@@ -5,18 +5,21 @@
 
 mod address;
 pub(crate) mod download;
-mod http;
 pub(crate) mod oci;
+mod server;
 mod unpack;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::{HeaderValue, Uri};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use percent_encoding::percent_decode_str;
+use tokio::time::Instant;
 
+use crate::address::Cidr;
 use crate::compliance::Policy;
 use crate::dial::Dialer;
 use crate::dial::proxy::Proxies;
@@ -24,9 +27,10 @@ use crate::http_client::{self, Client, Redirects};
 use crate::trust_anchors::{self, Roots, SystemRoots};
 use crate::unverified_tls;
 use address::Blocked;
-pub use address::Network;
 pub(crate) use download::Download;
+use download::Plan;
 use oci::reference::{DOCKER_HUB, Reference};
+use server::Server;
 pub(crate) use unpack::hexadecimal;
 
 /// Settings of fetches.
@@ -35,11 +39,11 @@ pub struct Config {
     /// Host and port, as URLs have them, of servers whose certificates are not verified; `*` is all.
     pub insecure: Vec<String>,
     /// Networks that are never connected to, beside the link-local ones.
-    pub blocked: Vec<Network>,
+    pub blocked: Vec<Cidr>,
     pub proxies: Proxies,
-    /// Of one HTTP request.
+    /// Of one HTTP request, until the head of its answer.
     pub request_limit: Duration,
-    /// Over HTTP.
+    /// Of one HTTP request.
     pub attempts: u32,
     /// The most bytes of a module.
     pub max_bytes: u64,
@@ -50,29 +54,20 @@ pub struct Config {
     pub roots: SystemRoots,
 }
 
-/// Where a module comes from.
+/// Where a module comes from: a URL, without its user.
 #[derive(Clone, Debug)]
-pub(crate) enum Source {
-    Http(Url),
-    Oci(Url, Reference),
-}
-
-/// A URL without its user.
-#[derive(Clone, Debug)]
-pub(crate) struct Url {
+pub(crate) struct Source {
     uri: Uri,
-    /// The user and password in it, as a header.
+    /// The user and password of the URL, as a header.
     authorization: Option<HeaderValue>,
+    /// Of an `oci` URL.
+    pub(crate) image: Option<Reference>,
 }
 
 /// Why a module could not be fetched, by the result that is counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Error {
-    #[error("fail to parse Wasm module fetch url: {0}")]
-    Url(String),
-    #[error("unsupported Wasm module downloading URL scheme: {0}")]
-    Scheme(String),
-    /// Refused by the configuration of this agent.
+    /// Not fetched: because of its URL, the configuration of this agent, or the disk.
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]
@@ -87,8 +82,6 @@ pub(crate) enum Error {
     },
     #[error("fetched Wasm binary from {url} is invalid: {problem}")]
     Invalid { url: String, problem: String },
-    #[error("{0}")]
-    Disk(String),
 }
 
 impl Source {
@@ -96,106 +89,86 @@ impl Source {
         let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
         let scheme = scheme.to_ascii_lowercase();
         if !["http", "https", "oci"].contains(&scheme.as_str()) {
-            return Err(Error::Scheme(scheme));
+            let problem = "unsupported Wasm module downloading URL scheme";
+            return Err(Error::Refused(format!("{problem}: {scheme}")));
         }
-        let parsed = Url::parse(&scheme, rest);
-        let url = parsed.map_err(|problem| Error::Url(format!("{scheme}://…: {problem}")))?;
-        if scheme != "oci" {
-            return Ok(Self::Http(url));
-        }
-        let reference = Reference::parse(url.authority(), url.uri.path());
-        let reference = reference.map_err(Error::Manifest)?;
-        Ok(Self::Oci(url, reference))
-    }
-
-    pub(crate) fn url(&self) -> &Url {
-        match self {
-            Self::Http(url) | Self::Oci(url, _) => url,
-        }
-    }
-
-    /// The digest that pins an image.
-    pub(crate) fn digest(&self) -> Option<&str> {
-        match self {
-            Self::Http(_) => None,
-            Self::Oci(_, reference) => reference.digest(),
-        }
-    }
-
-    /// Whether the URL of an image names the tag `latest`.
-    pub(crate) fn is_latest(&self) -> bool {
-        matches!(self, Self::Oci(url, _) if url.uri.path().ends_with(":latest"))
-    }
-
-    /// Whether host and path begin with those of `prefix`. A path with dots leads to another one.
-    pub(crate) fn is_within(&self, prefix: &str) -> bool {
-        let place = match self {
-            Self::Http(url) => format!("{}{}", url.authority(), url.uri.path()),
-            Self::Oci(_, reference) => reference.module_name().replacen("oci://", "", 1),
+        let unusable = |problem: String| {
+            let found = format!("{scheme}://…: {problem}");
+            Error::Refused(format!("fail to parse Wasm module fetch url: {found}"))
         };
-        let decoded = percent_encoding::percent_decode_str(&place).decode_utf8_lossy();
-        if decoded.split(['/', '\\']).any(|part| part == "..") {
-            return false;
-        }
-        let prefix = prefix.split_once("://").map_or(prefix, |(_, rest)| rest);
-        let prefix = prefix.trim_end_matches('/');
-        let hub = prefix
-            .strip_prefix("docker.io")
-            .map(|rest| format!("{DOCKER_HUB}{rest}"));
-        let rest = place.strip_prefix(hub.as_deref().unwrap_or(prefix));
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-    }
-
-    /// What distinguishes the module from others in the cache: all tags of a repository are one.
-    pub(crate) fn module_name<'a>(&self, url: &'a str) -> std::borrow::Cow<'a, str> {
-        match self {
-            Self::Http(_) => url.into(),
-            Self::Oci(_, reference) => reference.module_name().into(),
-        }
-    }
-}
-
-impl Url {
-    fn parse(scheme: &str, rest: &str) -> Result<Self, String> {
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
         let (authority, path) = rest.split_at(end);
         let (user, host) = match authority.rsplit_once('@') {
             Some((user, host)) => (Some(user), host),
             None => (None, authority),
         };
-        let uri: Uri = format!("{scheme}://{host}{path}")
-            .parse()
-            .map_err(|error: ::http::uri::InvalidUri| error.to_string())?;
+        let uri = format!("{scheme}://{host}{path}").parse::<Uri>();
+        let uri = uri.map_err(|error| unusable(error.to_string()))?;
         if uri.host().is_none_or(str::is_empty) {
-            return Err("it has no host".to_owned());
+            return Err(unusable("it has no host".to_owned()));
         }
         let authorization = user.map(|user| {
-            let (name, password) = user.split_once(':').unwrap_or((user, ""));
-            let decoded = |text| percent_encoding::percent_decode_str(text).collect::<Vec<u8>>();
-            basic(&decoded(name), &decoded(password))
+            let colon = if user.contains(':') { "" } else { ":" };
+            let decoded: Vec<u8> = percent_decode_str(&format!("{user}{colon}")).collect();
+            basic(&decoded)
         });
-        let authorization = authorization.transpose()?;
-        Ok(Self { uri, authorization })
+        let image = (scheme == "oci").then(|| Reference::parse(host, uri.path()));
+        Ok(Self {
+            authorization: authorization.transpose().map_err(unusable)?,
+            image: image.transpose().map_err(Error::Manifest)?,
+            uri,
+        })
     }
 
     /// Host and port.
-    pub(crate) fn authority(&self) -> &str {
-        self.uri
-            .authority()
-            .map_or("", |authority| authority.as_str())
+    fn authority(&self) -> &str {
+        self.uri.authority().map_or("", |it| it.as_str())
     }
 
-    /// Without user and query, which may be secrets.
+    /// The URL without the query, which may be a secret.
     pub(crate) fn redacted(&self) -> String {
         let scheme = self.uri.scheme_str().unwrap_or_default();
         format!("{scheme}://{}{}", self.authority(), self.uri.path())
     }
+
+    /// The digest that pins an image.
+    pub(crate) fn digest(&self) -> Option<&str> {
+        self.image.as_ref()?.digest()
+    }
+
+    /// Whether the URL of an image names the tag `latest`.
+    pub(crate) fn is_latest(&self) -> bool {
+        self.image.is_some() && self.uri.path().ends_with(":latest")
+    }
+
+    /// Whether host and path begin with those of `prefix`. A path with dots leads to another one.
+    pub(crate) fn is_within(&self, prefix: &str) -> bool {
+        let place = match &self.image {
+            None => format!("{}{}", self.authority(), self.uri.path()),
+            Some(image) => image.module_name().replacen("oci://", "", 1),
+        };
+        let decoded = percent_decode_str(&place).decode_utf8_lossy();
+        if decoded.split(['/', '\\']).any(|part| part == "..") {
+            return false;
+        }
+        let prefix = prefix.split_once("://").map_or(prefix, |(_, rest)| rest);
+        let prefix = prefix.trim_end_matches('/');
+        let hub = prefix.strip_prefix("docker.io");
+        let hub = hub.map(|rest| format!("{DOCKER_HUB}{rest}"));
+        let rest = place.strip_prefix(hub.as_deref().unwrap_or(prefix));
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    }
+
+    /// What distinguishes the module from others in the cache: all tags of a repository are one.
+    pub(crate) fn module_name(&self, url: &str) -> String {
+        let image = self.image.as_ref();
+        image.map_or_else(|| url.to_owned(), Reference::module_name)
+    }
 }
 
-/// The header of the Basic scheme.
-fn basic(user: &[u8], password: &[u8]) -> Result<HeaderValue, String> {
-    let encoded = STANDARD.encode([user, b":", password].concat());
-    secret(format!("Basic {encoded}"))
+/// The header of the Basic scheme, of a user and a password joined by a colon.
+fn basic(credentials: &[u8]) -> Result<HeaderValue, String> {
+    secret(format!("Basic {}", STANDARD.encode(credentials)))
 }
 
 fn secret(text: String) -> Result<HeaderValue, String> {
@@ -211,8 +184,13 @@ impl Config {
         self.insecure.iter().any(listed)
     }
 
-    /// A client for the server of a URL. Trust anchors are read now, as fetches are rare.
-    async fn client(&self, authority: &str, redirects: Redirects) -> Result<Client, String> {
+    /// A client for one fetch. Trust anchors are read now, as fetches are rare.
+    async fn server(
+        &self,
+        authority: &str,
+        redirects: Redirects,
+        deadline: Instant,
+    ) -> Result<Server, String> {
         let unusable = |error: rustls::Error| format!("cannot set up TLS: {error}");
         let tls = if self.is_insecure(authority) {
             unverified_tls::config(false).map_err(unusable)?
@@ -223,13 +201,30 @@ impl Config {
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             Arc::new(tls)
         };
-        Ok(Client::new(http_client::Config {
+        let client = Client::new(http_client::Config {
             dialer: Dialer::with_filter(Arc::new(Blocked(self.blocked.clone()))),
             tls: Some(tls),
             proxies: self.proxies.clone(),
             redirects,
             keeps_connections: false,
-        }))
+        });
+        Ok(Server {
+            client,
+            request_limit: self.request_limit,
+            attempts: self.attempts,
+            deadline,
+        })
+    }
+
+    fn plan(&self, source: &Source, directory: &Path) -> Plan {
+        Plan {
+            url: source.redacted(),
+            file: None,
+            most_received: self.max_bytes,
+            most_unpacked: self.max_bytes,
+            directory: directory.to_owned(),
+            digest: None,
+        }
     }
 }
 

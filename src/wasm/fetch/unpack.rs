@@ -10,29 +10,18 @@ use flate2::read::MultiGzDecoder;
 
 /// What a module begins with. Its version follows.
 const MAGIC: &[u8] = b"\0asm";
+const SHORTEST: usize = 8;
 const GZIP: &[u8] = &[0x1f, 0x8b];
-/// The size of a header in an archive, and the unit of its entries.
-const BLOCK: usize = 512;
-/// Where a header of an archive says what it is.
+/// Where the header of an archive says what it is.
 const USTAR: std::ops::Range<usize> = 257..262;
+const HEADER: u64 = 512;
 /// gzip in tar in gzip, with one to spare.
 const MOST_LAYERS: u32 = 4;
-
-/// How a module is packed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Packing {
-    /// Not at all.
-    Plain,
-    /// Not at all, or in any combination of gzip and tar, of which the first file is taken.
-    Detect,
-    /// In an image's layer: the first file of a tar.gz whose name is `plugin.wasm`.
-    Layer,
-}
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("cannot unpack it")]
-    Read(#[source] io::Error),
+    Broken(#[from] io::Error),
     #[error("cannot write it to disk")]
     Write(#[source] io::Error),
     /// Complete, and no Wasm.
@@ -40,182 +29,96 @@ pub(super) enum Error {
     Invalid(String),
 }
 
-/// Writes the module in `input` to `output`, in at most `limit` bytes, and returns its size and SHA-256.
-pub(super) fn unpack(
-    input: &mut dyn Read,
-    packing: Packing,
-    limit: u64,
-    output: &mut dyn Write,
-) -> Result<(u64, String), Error> {
-    match packing {
-        Packing::Plain => copy(input, output),
-        Packing::Detect => detect(input, limit, output, MOST_LAYERS),
-        Packing::Layer => {
-            let mut archive = Limited::new(MultiGzDecoder::new(input), limit);
-            let is_module = |name: &str| name.rsplit('/').next() == Some("plugin.wasm");
-            match first_entry(&mut archive, limit, is_module)? {
-                Some(size) => whole_entry(archive.take(size), |entry| copy(entry, output)),
-                None => Err(Error::Invalid("it has no plugin.wasm".to_owned())),
+/// Where a module is unpacked to, and how.
+pub(super) struct Unpacking<'a> {
+    /// The name of the module's file in an archive, in any directory; the first file without.
+    pub(super) file: Option<&'a str>,
+    /// The most bytes of a layer once it is unpacked.
+    pub(super) limit: u64,
+    pub(super) output: &'a mut dyn Write,
+}
+
+impl Unpacking<'_> {
+    /// Writes the module in `input`, and returns its size and SHA-256.
+    pub(super) fn unpack(&mut self, input: &mut dyn Read) -> Result<(u64, String), Error> {
+        self.layer(input, MOST_LAYERS)
+    }
+
+    fn layer(&mut self, input: &mut dyn Read, left: u32) -> Result<(u64, String), Error> {
+        let mut begin = Vec::new();
+        input.take(HEADER).read_to_end(&mut begin)?;
+        let mut whole = Cursor::new(&begin).chain(input);
+        let input: &mut dyn Read = &mut whole;
+        if begin.starts_with(MAGIC) && begin.len() >= SHORTEST {
+            self.module(input)
+        } else if begin.starts_with(GZIP) && left > 0 {
+            let (input, limit) = (MultiGzDecoder::new(input), self.limit);
+            self.layer(&mut Limited { input, left: limit }, left - 1)
+        } else if begin.get(USTAR) == Some(b"ustar") && left > 0 {
+            self.archive(input, left - 1)
+        } else {
+            let found = begin[..begin.len().min(16)].escape_ascii();
+            let expected = "expected \"\\x00asm\" and a version";
+            Err(Error::Invalid(format!(
+                "it begins with \"{found}\", {expected}"
+            )))
+        }
+    }
+
+    fn archive(&mut self, input: &mut dyn Read, left: u32) -> Result<(u64, String), Error> {
+        // Raw entries: extensions of the format would be read into memory. A name of more than 100
+        // bytes is known in part.
+        for entry in tar::Archive::new(input).entries()?.raw(true) {
+            let entry = entry?;
+            let name = entry.path_bytes();
+            let base = name.rsplit(|byte| *byte == b'/').next();
+            let is_named = self.file.is_none_or(|file| base == Some(file.as_bytes()));
+            if !is_named || !entry.header().entry_type().is_file() {
+                continue;
             }
+            let size = entry.size();
+            let mut content = entry.take(size);
+            let found = self.layer(&mut content, left)?;
+            return match content.limit() {
+                0 => Ok(found),
+                missing => Err(io::Error::other(format!("{missing} bytes are missing")).into()),
+            };
+        }
+        let file = self.file.unwrap_or("file");
+        Err(Error::Invalid(format!("its archive has no {file}")))
+    }
+
+    fn module(&mut self, input: &mut dyn Read) -> Result<(u64, String), Error> {
+        let (mut digest, mut size) = (Context::new(&SHA256), 0);
+        let mut portion = vec![0; 64 << 10];
+        loop {
+            let count = input.read(&mut portion)?;
+            if count == 0 {
+                return Ok((size, hexadecimal(digest.finish().as_ref())));
+            }
+            digest.update(&portion[..count]);
+            let written = self.output.write_all(&portion[..count]);
+            written.map_err(Error::Write)?;
+            size += count as u64;
         }
     }
-}
-
-fn detect(
-    input: &mut dyn Read,
-    limit: u64,
-    output: &mut dyn Write,
-    layers_left: u32,
-) -> Result<(u64, String), Error> {
-    let mut begin = Vec::with_capacity(BLOCK);
-    let block = BLOCK as u64;
-    let read = (&mut *input).take(block).read_to_end(&mut begin);
-    read.map_err(Error::Read)?;
-    let is_archive = begin.get(USTAR) == Some(b"ustar");
-    let is_gzip = begin.starts_with(GZIP);
-    let mut whole = Cursor::new(begin).chain(input);
-    if layers_left == 0 || !is_archive && !is_gzip {
-        return copy(&mut whole, output);
-    }
-    if is_gzip {
-        let mut unzipped = Limited::new(MultiGzDecoder::new(&mut whole as &mut dyn Read), limit);
-        return detect(&mut unzipped, limit, output, layers_left - 1);
-    }
-    match first_entry(&mut whole, limit, |_| true)? {
-        Some(size) => whole_entry(whole.take(size), |mut entry| {
-            detect(&mut entry, limit, output, layers_left - 1)
-        }),
-        None => Err(Error::Invalid("its archive has no file".to_owned())),
-    }
-}
-
-/// Copies a module and checks how it begins.
-fn copy(input: &mut dyn Read, output: &mut dyn Write) -> Result<(u64, String), Error> {
-    let (mut digest, mut size) = (Context::new(&SHA256), 0);
-    let mut portion = vec![0; 64 << 10];
-    loop {
-        let count = fill(input, &mut portion).map_err(Error::Read)?;
-        let bytes = &portion[..count];
-        if size == 0 && (count < 2 * MAGIC.len() || !bytes.starts_with(MAGIC)) {
-            let begin = &bytes[..count.min(16)];
-            let begin = begin.escape_ascii();
-            return Err(Error::Invalid(format!(
-                "it begins with \"{begin}\", expected \"\\x00asm\""
-            )));
-        }
-        if count == 0 {
-            return Ok((size, hexadecimal(digest.finish().as_ref())));
-        }
-        digest.update(bytes);
-        output.write_all(bytes).map_err(Error::Write)?;
-        size += count as u64;
-    }
-}
-
-/// Reads until the buffer is full or the input ends.
-fn fill(input: &mut dyn Read, buffer: &mut [u8]) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match input.read(&mut buffer[filled..]) {
-            Ok(0) => break,
-            Ok(count) => filled += count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
-}
-
-/// Goes to the content of the first file in a tar whose name is wanted, and returns its size. Names
-/// lead nowhere: nothing but the content is used. A name over 100 characters is known in part.
-///
-/// Source: POSIX, `pax`, "ustar Interchange Format".
-fn first_entry(
-    archive: &mut dyn Read,
-    limit: u64,
-    is_wanted: impl Fn(&str) -> bool,
-) -> Result<Option<u64>, Error> {
-    let mut header = [0; BLOCK];
-    loop {
-        let count = fill(archive, &mut header).map_err(Error::Read)?;
-        // Archives end with empty blocks, or just so.
-        if count == 0 || header.iter().all(|byte| *byte == 0) {
-            return Ok(None);
-        }
-        let size = number(&header[124..136]).filter(|_| count == BLOCK);
-        let size = size.ok_or_else(|| broken("its archive has a broken header"))?;
-        if size > limit {
-            return Err(broken(&format!(
-                "its archive has an entry of {size} bytes, over {limit}"
-            )));
-        }
-        let name = header[..100].split(|byte| *byte == 0).next();
-        let name = String::from_utf8_lossy(name.unwrap_or_default());
-        // Directories, links and extensions of the format are other types.
-        if matches!(header[156], b'0' | 0 | b'7') && is_wanted(&name) && !name.ends_with('/') {
-            return Ok(Some(size));
-        }
-        let skipped = size.next_multiple_of(BLOCK as u64);
-        let read = io::copy(&mut (&mut *archive).take(skipped), &mut io::sink());
-        read.map_err(Error::Read)?;
-    }
-}
-
-/// Reads an entry, which the archive must hold to its end.
-fn whole_entry<R: Read, T>(
-    mut entry: io::Take<R>,
-    read: impl FnOnce(&mut io::Take<R>) -> Result<T, Error>,
-) -> Result<T, Error> {
-    let found = read(&mut entry)?;
-    let is_whole = entry.limit() == 0;
-    is_whole
-        .then_some(found)
-        .ok_or_else(|| broken("its archive is cut off"))
-}
-
-/// An octal number, or a binary one that its first bit marks.
-fn number(field: &[u8]) -> Option<u64> {
-    if let Some((0x80, binary)) = field.split_first() {
-        let (high, low) = binary.split_last_chunk::<8>()?;
-        return high
-            .iter()
-            .all(|byte| *byte == 0)
-            .then(|| u64::from_be_bytes(*low));
-    }
-    let text = field.split(|byte| *byte == 0).next()?;
-    let text = std::str::from_utf8(text).ok()?.trim();
-    u64::from_str_radix(if text.is_empty() { "0" } else { text }, 8).ok()
-}
-
-fn broken(problem: &str) -> Error {
-    Error::Read(io::Error::other(problem.to_owned()))
 }
 
 pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Fails where its input has more than `limit` bytes.
+/// Fails where its input has more bytes than are left.
 struct Limited<R> {
     input: R,
-    limit: u64,
     left: u64,
-}
-
-impl<R> Limited<R> {
-    fn new(input: R, limit: u64) -> Self {
-        let left = limit;
-        Self { input, limit, left }
-    }
 }
 
 impl<R: Read> Read for Limited<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.input.read(buffer)?;
-        self.left = self.left.checked_sub(count as u64).ok_or_else(|| {
-            let limit = self.limit;
-            io::Error::other(format!("more than {limit} bytes once unpacked"))
-        })?;
+        let left = self.left.checked_sub(count as u64);
+        self.left = left.ok_or_else(|| io::Error::other("more bytes than a module may have"))?;
         Ok(count)
     }
 }

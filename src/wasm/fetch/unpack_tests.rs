@@ -3,9 +3,11 @@
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
+use tar::EntryType;
 
 use super::*;
 
+const PLUGIN: Option<&str> = Some("plugin.wasm");
 const MODULE: &[u8] = b"\0asm\x01\0\0\0 and so on";
 
 fn gzip(bytes: &[u8]) -> Vec<u8> {
@@ -15,24 +17,29 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// An entry of an archive whose header states `size`.
-fn entry(name: &str, kind: u8, size: &str, content: &[u8]) -> Vec<u8> {
-    let mut header = vec![0; BLOCK];
-    header[..name.len()].copy_from_slice(name.as_bytes());
-    header[124..124 + size.len()].copy_from_slice(size.as_bytes());
-    header[156] = kind;
-    header[USTAR].copy_from_slice(b"ustar");
-    header.extend_from_slice(content);
-    header.resize(header.len().next_multiple_of(BLOCK), 0);
-    header
+fn entry(name: &str, kind: EntryType, size: u64, content: &[u8]) -> Vec<u8> {
+    let mut header = tar::Header::new_ustar();
+    header.as_old_mut().name[..name.len()].copy_from_slice(name.as_bytes());
+    header.set_entry_type(kind);
+    header.set_size(size);
+    header.set_cksum();
+    let mut archive = [header.as_bytes(), content].concat();
+    archive.resize(archive.len().next_multiple_of(512), 0);
+    archive
 }
 
 fn file(name: &str, content: &[u8]) -> Vec<u8> {
-    entry(name, b'0', &format!("{:011o}", content.len()), content)
+    entry(name, EntryType::Regular, content.len() as u64, content)
 }
 
-fn unpacked(bytes: &[u8], packing: Packing, limit: u64) -> Result<Vec<u8>, String> {
+fn unpacked(bytes: &[u8], file: Option<&str>, limit: u64) -> Result<Vec<u8>, String> {
     let mut output = Vec::new();
-    let found = unpack(&mut &*bytes, packing, limit, &mut output);
+    let mut unpacking = Unpacking {
+        file,
+        limit,
+        output: &mut output,
+    };
+    let found = unpacking.unpack(&mut &*bytes);
     let (size, sha256) = found.map_err(|error| crate::lifecycle::with_causes(&error))?;
     let digest = aws_lc_rs::digest::digest(&SHA256, &output);
     assert_eq!(
@@ -45,8 +52,8 @@ fn unpacked(bytes: &[u8], packing: Packing, limit: u64) -> Result<Vec<u8>, Strin
 #[test]
 fn modules_come_out_of_every_packing_of_an_http_server() {
     let tar = file("any/name", MODULE);
-    let directory = entry("./", b'5', "0", b"");
-    let extension = entry("x", b'x', "00000000013", b"11 path=a\n");
+    let directory = entry("./", EntryType::Directory, 0, b"");
+    let extension = entry("x", EntryType::XHeader, 10, b"10 path=a\n");
     let later = [
         directory,
         extension,
@@ -67,7 +74,7 @@ fn modules_come_out_of_every_packing_of_an_http_server() {
         ),
     ] {
         assert_eq!(
-            unpacked(&bytes, Packing::Detect, 5000).as_deref(),
+            unpacked(&bytes, None, 5000).as_deref(),
             Ok(MODULE),
             "{what}"
         );
@@ -76,12 +83,12 @@ fn modules_come_out_of_every_packing_of_an_http_server() {
 
 #[test]
 fn the_plugin_of_a_layer_is_found_by_its_base_name() {
-    let link = |kind| entry("plugin.wasm", kind, "0", b"");
+    let link = |kind| entry("plugin.wasm", kind, 0, b"");
     let before = [
         file("plugin.wasm.txt", b"x"),
-        link(b'1'),
-        link(b'2'),
-        link(b'5'),
+        link(EntryType::Link),
+        link(EntryType::Symlink),
+        link(EntryType::Directory),
     ]
     .concat();
     for name in [
@@ -92,126 +99,109 @@ fn the_plugin_of_a_layer_is_found_by_its_base_name() {
     ] {
         let layer = gzip(&[&before[..], &file(name, MODULE)].concat());
         assert_eq!(
-            unpacked(&layer, Packing::Layer, 10_000).as_deref(),
+            unpacked(&layer, PLUGIN, 10_000).as_deref(),
             Ok(MODULE),
             "{name}"
         );
     }
-    for archive in [before, Vec::new(), vec![0; 1024]] {
-        let error = unpacked(&gzip(&archive), Packing::Layer, 10_000);
-        assert_eq!(error, Err("it has no plugin.wasm".to_owned()));
-    }
+    let error = unpacked(&gzip(&before), PLUGIN, 10_000);
+    assert_eq!(error, Err("its archive has no plugin.wasm".to_owned()));
 }
 
 #[test]
 fn bombs_and_what_is_no_module_are_refused() {
-    let huge = |size: &str| entry("plugin.wasm", b'0', size, b"");
+    let mut broken = file("a", MODULE);
+    broken[124] = b'x';
     let nested = (0..8).fold(MODULE.to_vec(), |inner, _| gzip(&inner));
     let zeros = [MODULE, &vec![0; 1 << 20]].concat();
-    let bomb = "more than 5000 bytes once unpacked";
-    for (what, bytes, packing, expected) in [
-        ("gzip bomb", gzip(&zeros), Packing::Detect, bomb),
-        (
-            "bomb in tar",
-            gzip(&file("a", &zeros)),
-            Packing::Detect,
-            "bytes, over 5000",
-        ),
+    let bomb = "more bytes than a module may have";
+    for (what, bytes, name, expected) in [
+        ("gzip bomb", gzip(&zeros), None, bomb),
+        ("bomb in tar", gzip(&file("a", &zeros)), None, bomb),
         (
             "bomb before the plugin",
             gzip(&file("a", &[0; 4096]).repeat(3)),
-            Packing::Layer,
+            PLUGIN,
             bomb,
         ),
         (
             "huge entry",
-            gzip(&huge("77777777777")),
-            Packing::Layer,
-            "8589934591 bytes, over 5000",
+            gzip(&entry("plugin.wasm", EntryType::Regular, 1 << 40, MODULE)),
+            PLUGIN,
+            "bytes are missing",
         ),
-        (
-            "binary size",
-            huge("\u{80}"),
-            Packing::Detect,
-            "broken header",
-        ),
-        (
-            "size that is none",
-            huge("x"),
-            Packing::Detect,
-            "broken header",
-        ),
+        ("broken header", broken, None, "cannot unpack it"),
         (
             "cut header",
             file("a", MODULE)[..300].to_vec(),
-            Packing::Detect,
-            "broken header",
+            None,
+            "cannot unpack it",
         ),
         (
             "cut entry",
-            file("a", MODULE)[..BLOCK + 12].to_vec(),
-            Packing::Detect,
-            "is cut off",
+            file("a", MODULE)[..524].to_vec(),
+            None,
+            "6 bytes are missing",
         ),
         (
             "cut gzip",
             gzip(MODULE)[..20].to_vec(),
-            Packing::Detect,
+            None,
             "cannot unpack it",
         ),
+        ("empty gzip", gzip(b""), PLUGIN, "it begins with \"\""),
         (
             "gzip in gzip in gzip",
             nested,
-            Packing::Detect,
+            None,
             "it begins with \"\\x1f\\x8b",
         ),
-        ("empty", Vec::new(), Packing::Detect, "it begins with \"\""),
+        ("empty", Vec::new(), None, "it begins with \"\""),
         (
             "short",
             b"\0asm".to_vec(),
-            Packing::Detect,
+            None,
             "it begins with \"\\x00asm\"",
         ),
         (
             "page",
             b"<!DOCTYPE html>".to_vec(),
-            Packing::Detect,
+            None,
             "\"<!DOCTYPE html>\"",
         ),
         (
             "zip",
             b"PK\x03\x04........".to_vec(),
-            Packing::Detect,
+            None,
             "\"PK\\x03\\x04........\"",
         ),
-        (
-            "magic",
-            b"\0asn\x01\0\0\0".to_vec(),
-            Packing::Plain,
-            "\"\\x00asn",
-        ),
-        (
-            "packed artifact",
-            gzip(MODULE),
-            Packing::Plain,
-            "\"\\x1f\\x8b",
-        ),
-        (
-            "plain layer",
-            MODULE.to_vec(),
-            Packing::Layer,
-            "cannot unpack it",
-        ),
+        ("magic", b"\0asn\x01\0\0\0".to_vec(), None, "\"\\x00asn"),
         (
             "archive of nothing",
-            [entry("a/", b'5', "0", b""), vec![0; 512]].concat(),
-            Packing::Detect,
-            "no file",
+            [entry("a/", EntryType::Directory, 0, b""), vec![0; 512]].concat(),
+            None,
+            "its archive has no file",
         ),
     ] {
-        let error = unpacked(&bytes, packing, 5000).expect_err(what);
+        let error = unpacked(&bytes, name, 5000).expect_err(what);
         assert!(error.contains(expected), "{what}: {error}");
     }
+}
+
+#[test]
+fn a_full_disk_is_an_error_that_says_so() {
+    let disk = std::fs::File::options().write(true).open("/dev/full");
+    let mut unpacking = Unpacking {
+        file: None,
+        limit: 5000,
+        output: &mut disk.expect("a device"),
+    };
+    let error = unpacking.unpack(&mut &*MODULE).expect_err("full");
+    let text = crate::lifecycle::with_causes(&error);
+    assert!(
+        text.starts_with("cannot write it to disk: No space left"),
+        "{text}"
+    );
 }
 
 proptest! {
@@ -225,12 +215,15 @@ proptest! {
         for is_gzip in wraps {
             packed = if is_gzip { gzip(&packed) } else {
                 let mut archive = file("plugin.wasm", &packed);
-                archive[124..136].copy_from_slice(&size);
+                let mut header = tar::Header::from_byte_slice(&archive[..512]).clone();
+                header.as_old_mut().size = size;
+                header.set_cksum();
+                archive[..512].copy_from_slice(header.as_bytes());
                 archive
             };
         }
-        for packing in [Packing::Plain, Packing::Detect, Packing::Layer] {
-            if let Ok(module) = unpacked(&packed, packing, 1000) {
+        for file in [None, PLUGIN] {
+            if let Ok(module) = unpacked(&packed, file, 1000) {
                 prop_assert!(module.starts_with(MAGIC));
             }
         }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::capture::cidr::Cidr;
+use crate::address::Cidr;
 use crate::capture::layout::Entry;
 use crate::capture::rules::{Criterion, Match, Protocol, Verdict};
 

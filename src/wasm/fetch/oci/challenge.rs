@@ -18,89 +18,47 @@ pub(super) enum Challenge {
 
 /// The challenge of an answer; Bearer comes before Basic.
 pub(super) fn challenge(headers: &HeaderMap) -> Option<Challenge> {
-    let values = headers.get_all(header::WWW_AUTHENTICATE).iter();
-    let texts = values.filter_map(|value| value.to_str().ok());
-    let found: Vec<_> = texts.flat_map(parse).collect();
-    let bearer = found.iter().find(|one| **one != Challenge::Basic);
-    bearer.or(found.first()).cloned()
-}
-
-/// Reads `scheme key="value", key=value, scheme …`. Other schemes are left out.
-fn parse(header: &str) -> Vec<Challenge> {
-    let (mut found, mut rest) = (Vec::new(), header);
-    while !rest.is_empty() {
-        let end = rest.find([' ', ',', '=', '"']).unwrap_or(rest.len());
-        let (word, after) = rest.split_at(end);
-        if let Some(value) = after.strip_prefix('=') {
-            let (value, after) = parameter(value);
-            set(found.last_mut(), word, value);
-            rest = after;
-        } else {
-            let scheme = word.to_ascii_lowercase();
-            match scheme.as_str() {
-                "basic" => found.push(Challenge::Basic),
-                "bearer" => found.push(Challenge::Bearer {
-                    realm: String::new(),
-                    service: None,
-                    scope: None,
-                }),
-                _ => {}
-            }
-            rest = after;
+    let mut asks_for_basic = false;
+    for value in headers.get_all(header::WWW_AUTHENTICATE) {
+        let text = value.to_str().unwrap_or_default();
+        let lower_case = text.to_ascii_lowercase();
+        if let Some(begin) = lower_case.find("bearer ") {
+            let named = |name| parameter(&text[begin..], name);
+            return Some(Challenge::Bearer {
+                realm: named("realm").unwrap_or_default(),
+                service: named("service"),
+                scope: named("scope"),
+            });
         }
-        rest = rest.trim_start_matches([' ', ',', '=', '"']);
+        asks_for_basic |= lower_case.contains("basic");
     }
-    found
+    asks_for_basic.then_some(Challenge::Basic)
 }
 
-/// The value of a parameter, quoted or not, and what follows.
-fn parameter(text: &str) -> (&str, &str) {
-    match text.strip_prefix('"') {
-        Some(quoted) => quoted.split_once('"').unwrap_or((quoted, "")),
-        None => text.split_at(text.find([',', ' ']).unwrap_or(text.len())),
-    }
-}
-
-fn set(challenge: Option<&mut Challenge>, name: &str, value: &str) {
-    if let Some(Challenge::Bearer {
-        realm,
-        service,
-        scope,
-    }) = challenge
-    {
-        match name.to_ascii_lowercase().as_str() {
-            "realm" => *realm = value.to_owned(),
-            "service" => *service = Some(value.to_owned()),
-            "scope" => *scope = Some(value.to_owned()),
-            _ => {}
-        }
-    }
+/// The value of a quoted parameter.
+fn parameter(challenge: &str, name: &str) -> Option<String> {
+    let (_, rest) = challenge.split_once(&format!("{name}=\""))?;
+    Some(rest.split_once('"')?.0.to_owned())
 }
 
 /// The token server of a registry at `base`, if it may be asked: it could be any that the registry
 /// names, inside the cluster too. One on the registry's own host may.
 pub(super) fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
-    let refused = |problem: &str| format!("rejected unsafe bearer realm: {problem}");
-    let uri: Uri = realm.parse().map_err(|_| refused("it is no URL"))?;
-    let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-    match uri.scheme_str() {
-        Some("https") => {}
-        Some("http") if base.scheme_str() == Some("http") => {}
-        scheme => {
-            let scheme = scheme.unwrap_or_default();
-            return Err(refused(&format!("realm scheme {scheme:?} not allowed")));
-        }
-    }
-    if host.is_empty() {
-        return Err(refused("it has no host"));
-    }
-    if uri.host() == base.host() {
-        return Ok(uri);
-    }
+    let refused = |problem: &str| Err(format!("rejected unsafe bearer realm: {problem}"));
+    let uri: Uri = realm.parse().unwrap_or_default();
+    let (scheme, host) = (uri.scheme_str(), uri.host().unwrap_or_default());
+    let is_allowed =
+        scheme == Some("https") || scheme == Some("http") && base.scheme() == uri.scheme();
     let names_inside = ["metadata.google.internal", "localhost"];
-    match address::is_private(host) || names_inside.contains(&host) {
-        true => Err(refused(&format!("host {host} not allowed"))),
-        false => Ok(uri),
+    if !is_allowed {
+        let scheme = scheme.unwrap_or_default();
+        refused(&format!("realm scheme {scheme:?} not allowed"))
+    } else if uri.host() != base.host()
+        && (address::is_private(host) || names_inside.contains(&host))
+    {
+        refused(&format!("host {host} not allowed"))
+    } else {
+        Ok(uri)
     }
 }
 
@@ -127,7 +85,7 @@ mod tests {
                 bearer("https://a/b", Some("s"), Some("x:y:pull,push")),
             ),
             (
-                &["bearer Realm=https://a , service=s"],
+                &["bearer  realm=\"https://a\" , service=\"s\""],
                 bearer("https://a", Some("s"), None),
             ),
             (
@@ -139,7 +97,8 @@ mod tests {
                 bearer("https://a", None, None),
             ),
             (&["Digest realm=\"r\""], None),
-            (&["Bearer realm=\"unclosed"], bearer("unclosed", None, None)),
+            (&["Bearer realm=\"unclosed"], bearer("", None, None)),
+            (&["Bearer realm=https://a"], bearer("", None, None)),
             (&[", = \" ,,"], None),
             (&[""], None),
             (&[], None),

@@ -4,28 +4,29 @@
 //! executed.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use http::HeaderValue;
 use serde::Deserialize;
-use zeroize::Zeroizing;
 
+use super::reference::DOCKER_HUB;
 use crate::regular_file;
+use crate::wasm::fetch::{basic, secret};
 
 const LARGEST: u64 = 1 << 20;
 
-/// What a registry is given.
-#[derive(Clone, PartialEq, Eq)]
+/// What a registry is given. Headers are marked as secret, and not shown.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) enum Credentials {
-    Password {
-        user: String,
-        password: Zeroizing<String>,
-    },
+    /// For the registry or its token server.
+    Password(HeaderValue),
     /// An OAuth 2 refresh token for the token server.
-    Identity(Zeroizing<String>),
-    /// A bearer token for the registry itself.
-    Token(Zeroizing<String>),
+    Identity(HeaderValue),
+    /// For the registry itself.
+    Token(HeaderValue),
 }
 
 #[derive(Deserialize)]
@@ -51,16 +52,14 @@ pub(super) fn read(config: &[u8], registry: &str) -> Result<Option<Credentials>,
         format!("not a Docker configuration in JSON, at line {line} column {column}")
     })?;
     let key = match registry {
-        "index.docker.io" => "https://index.docker.io/v1/",
+        DOCKER_HUB => "https://index.docker.io/v1/",
         other => other,
     };
-    let of_host = |(name, _): &(&String, _)| host(name) == host(key);
-    let auths = config.auths.unwrap_or_default();
-    let (found, mut entries) = (auths.get(key), auths.iter());
-    match found.or_else(|| entries.find(of_host).map(|(_, entry)| entry)) {
-        Some(entry) => entry.credentials(),
-        None => Ok(None),
-    }
+    let mut auths = config.auths.unwrap_or_default();
+    let of_host = |name: &&String| host(name) == host(key);
+    let name = auths.keys().find(of_host).cloned().unwrap_or_default();
+    let entry = auths.remove(key).or_else(|| auths.remove(&name));
+    entry.map_or(Ok(None), Entry::credentials)
 }
 
 /// The credentials in the first of these files that exists.
@@ -69,13 +68,11 @@ pub(super) async fn from_files(
     registry: &str,
 ) -> Result<Option<Credentials>, String> {
     for path in paths {
+        let of_path = |problem: String| format!("{}: {problem}", path.display());
         match regular_file::read_aside(path.clone(), LARGEST).await {
-            Ok(config) => {
-                let found = read(&config, registry);
-                return found.map_err(|problem| format!("{}: {problem}", path.display()));
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(format!("cannot read {}: {error}", path.display())),
+            Ok(config) => return read(&config, registry).map_err(of_path),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(of_path(error.to_string())),
         }
     }
     Ok(None)
@@ -83,39 +80,31 @@ pub(super) async fn from_files(
 
 /// The host in a key of the configuration, which may be a URL.
 fn host(key: &str) -> &str {
-    let rest = key
-        .trim_start_matches("https://")
-        .trim_start_matches("http://");
+    let rest = key.split_once("://").map_or(key, |(_, rest)| rest);
     rest.split('/').next().unwrap_or_default()
 }
 
 impl Entry {
-    fn credentials(&self) -> Result<Option<Credentials>, String> {
+    fn credentials(self) -> Result<Option<Credentials>, String> {
         if !self.registrytoken.is_empty() {
-            return Ok(Some(Credentials::Token(self.registrytoken.clone().into())));
+            let token = secret(format!("Bearer {}", self.registrytoken))?;
+            return Ok(Some(Credentials::Token(token)));
         }
         if !self.identitytoken.is_empty() {
-            return Ok(Some(Credentials::Identity(
-                self.identitytoken.clone().into(),
-            )));
+            return Ok(Some(Credentials::Identity(secret(self.identitytoken)?)));
         }
-        let (user, password) = match self.auth.is_empty() {
-            true => (self.username.clone(), self.password.clone().into()),
-            false => self.decoded()?,
-        };
-        let is_set = !user.is_empty() || !password.is_empty();
-        Ok(is_set.then_some(Credentials::Password { user, password }))
-    }
-
-    /// `auth`: base64 of user and password, joined by a colon.
-    fn decoded(&self) -> Result<(String, Zeroizing<String>), String> {
-        let expected = "\"auth\" of the registry is not the base64 of user:password";
-        let decoded = STANDARD.decode(self.auth.trim()).map_err(|_| expected)?;
-        let decoded = Zeroizing::new(decoded);
-        let text = std::str::from_utf8(&decoded).map_err(|_| expected)?;
-        let (user, password) = text.split_once(':').ok_or(expected)?;
-        let password = password.trim_end_matches('\0').to_owned();
-        Ok((user.to_owned(), Zeroizing::new(password)))
+        let mut password = format!("{}:{}", self.username, self.password).into_bytes();
+        if !self.auth.is_empty() {
+            let decoded = STANDARD.decode(self.auth.trim()).ok();
+            let decoded = decoded.filter(|decoded| decoded.contains(&b':'));
+            let expected = "\"auth\" of the registry is not the base64 of user:password";
+            password = decoded.ok_or(expected)?;
+            while password.pop_if(|byte| *byte == 0).is_some() {}
+        }
+        match password.as_slice() {
+            b":" => Ok(None),
+            password => Ok(Some(Credentials::Password(basic(password)?))),
+        }
     }
 }
 
@@ -124,17 +113,14 @@ mod tests {
     use super::*;
 
     fn password(user: &str, password: &str) -> Credentials {
-        let password = Zeroizing::new(password.to_owned());
-        Credentials::Password {
-            user: user.to_owned(),
-            password,
-        }
+        let header = basic(format!("{user}:{password}").as_bytes());
+        Credentials::Password(header.expect("a header"))
     }
 
     #[test]
     fn docker_configurations_of_all_forms_are_read() {
         let found = |config: &str, registry: &str| read(config.as_bytes(), registry);
-        let token = |text: &str| Zeroizing::new(text.to_owned());
+        let header = HeaderValue::from_static;
         for (config, expected) in [
             (
                 r#"{"auths":{"r.io":{"username":"u","password":"p"}}}"#,
@@ -154,11 +140,11 @@ mod tests {
             ),
             (
                 r#"{"auths":{"r.io":{"identitytoken":"i","auth":"dTpw"}}}"#,
-                Some(Credentials::Identity(token("i"))),
+                Some(Credentials::Identity(header("i"))),
             ),
             (
                 r#"{"auths":{"r.io":{"registrytoken":"t"}}}"#,
-                Some(Credentials::Token(token("t"))),
+                Some(Credentials::Token(header("Bearer t"))),
             ),
             (r#"{"auths":{"r.io":{}}}"#, None),
             (r#"{"auths":{"other.io":{"auth":"dTpw"}}}"#, None),

@@ -1,17 +1,18 @@
 //! Reads manifests and indexes of images, and finds the layer with the module.
 //!
-//! Three layouts are known: an image of Docker and an image of OCI, whose last layer is a tar.gz with
-//! a file `plugin.wasm`, and an artifact with a config and a layer that is the module.
+//! It is the last layer of an image of Docker or OCI, a tar.gz with a file `plugin.wasm`, or the layer of
+//! an artifact that is the module.
 
 use aws_lc_rs::digest::{SHA256, digest};
 use serde::Deserialize;
 
 use super::reference::sha256;
-use crate::wasm::fetch::unpack::{Packing, hexadecimal};
+use crate::wasm::fetch::unpack::hexadecimal;
 
-const DOCKER: &str = "application/vnd.docker.distribution.manifest.v2+json";
-const DOCKER_LAYER: &str = "application/vnd.docker.image.rootfs.diff.tar.gzip";
-const OCI_LAYER: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
+const IMAGE_LAYERS: [&str; 2] = [
+    "application/vnd.docker.image.rootfs.diff.tar.gzip",
+    "application/vnd.oci.image.layer.v1.tar+gzip",
+];
 const MODULE_LAYER: &str = "application/vnd.module.wasm.content.layer.v1+wasm";
 
 /// What is asked for: manifests and indexes of Docker and OCI.
@@ -25,8 +26,8 @@ pub(super) const ACCEPT: &str = "application/vnd.docker.distribution.manifest.v2
 pub(super) struct Manifest {
     #[serde(default)]
     schema_version: u32,
-    media_type: Option<String>,
-    layers: Option<Vec<Descriptor>>,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
     /// Of an index only.
     manifests: Option<Vec<Descriptor>>,
     /// Of the bytes it was read from.
@@ -59,16 +60,13 @@ pub(super) struct Layer {
     /// Hexadecimal.
     pub(super) digest: String,
     pub(super) size: u64,
-    pub(super) packing: Packing,
 }
 
 impl Manifest {
-    /// `content_type` is that of the answer, for manifests that do not name their own.
-    pub(super) fn parse(bytes: &[u8], content_type: &str) -> Result<Self, String> {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
         let parsed = serde_json::from_slice(bytes);
         let mut manifest: Self = parsed.map_err(|error| format!("it is no manifest: {error}"))?;
-        let media_type = manifest.media_type.get_or_insert(content_type.to_owned());
-        if manifest.schema_version != 2 || media_type.contains("docker.distribution.manifest.v1") {
+        if manifest.schema_version != 2 {
             let version = manifest.schema_version;
             return Err(format!(
                 "unsupported manifest: schema {version}, expected 2"
@@ -78,90 +76,68 @@ impl Manifest {
         Ok(manifest)
     }
 
-    pub(super) fn is_index(&self) -> bool {
-        self.manifests.is_some()
-    }
-
-    /// The digest of the manifest to use of an index: the expected one if it is there, that of this
-    /// machine's architecture, or that for amd64, which most modules are published for.
-    pub(super) fn choose(&self, expected: Option<&str>) -> Result<String, String> {
-        let manifests = self.manifests.as_deref().unwrap_or_default();
-        let is_of = |descriptor: &&Descriptor, architecture: &str| match &descriptor.platform {
-            Some(platform) => platform.os == "linux" && platform.architecture == architecture,
-            None => architecture == "amd64",
+    /// The digest of the manifest to use, if this is an index: the expected one if it is there, that of
+    /// this machine's architecture, or that for amd64, which most modules are published for.
+    pub(super) fn child(&self, expected: Option<&str>) -> Result<Option<String>, String> {
+        let Some(manifests) = &self.manifests else {
+            return Ok(None);
         };
         let own = match std::env::consts::ARCH {
             "x86_64" => "amd64",
             "aarch64" => "arm64",
             other => other,
         };
-        let of_architecture = |name| manifests.iter().find(|one| is_of(one, name));
-        let pinned = |one: &&Descriptor| expected.is_some() && sha256(&one.digest) == expected;
-        let found = manifests.iter().find(pinned);
-        let found = found.or_else(|| of_architecture(own).or_else(|| of_architecture("amd64")));
-        let found = found.ok_or_else(|| {
-            format!("no child with platform linux/{own} or linux/amd64 in the index")
-        })?;
-        found.hexadecimal().map(str::to_owned)
+        let rank = |one: &&Descriptor| {
+            let (os, architecture) = match &one.platform {
+                Some(platform) => (platform.os.as_str(), platform.architecture.as_str()),
+                None => ("linux", "amd64"),
+            };
+            let is_expected = expected.is_some() && sha256(&one.digest) == expected;
+            let is_of = |name| os == "linux" && architecture == name;
+            [is_expected, is_of(own), is_of("amd64")]
+                .iter()
+                .position(|fits| *fits)
+        };
+        let ranked = manifests.iter().filter(|one| rank(one).is_some());
+        match ranked.min_by_key(rank) {
+            Some(found) => found.hexadecimal().map(Some),
+            None => {
+                let platform = format!("linux/{own} or linux/amd64");
+                Err(format!("no child with platform {platform} in the index"))
+            }
+        }
     }
 
     /// The layer with the module, of at most `limit` bytes.
     pub(super) fn layer(&self, limit: u64) -> Result<Layer, String> {
-        let layers = self.layers.as_deref().unwrap_or_default();
-        let invalid = |compat: &str, oci: &str| {
-            let problem = "the given image is in invalid format as an OCI image";
-            let compat = format!("could not parse as compat variant: {compat}");
-            format!("{problem}: {compat}; could not parse as oci variant: {oci}")
-        };
-        let Some(last) = layers.last() else {
-            return Err("the image has no layers".to_owned());
-        };
-        let found = &last.media_type;
-        if self.media_type.as_deref() == Some(DOCKER) {
-            return match found == DOCKER_LAYER {
-                true => last.layer(Packing::Layer, limit),
-                false => Err(format!(
-                    "invalid media type {found} (expect {DOCKER_LAYER})"
-                )),
-            };
+        let last = self.layers.last();
+        let of_image = last.filter(|last| IMAGE_LAYERS.contains(&last.media_type.as_str()));
+        let mut layers = self.layers.iter();
+        let found = of_image.or_else(|| layers.find(|layer| layer.media_type == MODULE_LAYER));
+        let found = found.ok_or_else(|| {
+            let types = self.layers.iter().map(|layer| layer.media_type.as_str());
+            let types = types.collect::<Vec<_>>().join(", ");
+            let [docker, oci] = IMAGE_LAYERS;
+            format!(
+                "the given image is in invalid format as an OCI image: found layers [{types}], \
+                 expected {docker} or {oci} as the last, or {MODULE_LAYER}"
+            )
+        })?;
+        if found.size > limit {
+            return Err(format!("the layer has {} bytes, over {limit}", found.size));
         }
-        if found == OCI_LAYER {
-            return last.layer(Packing::Layer, limit);
-        }
-        let compat = format!("invalid media type {found} (expect {OCI_LAYER})");
-        if layers.len() != 2 {
-            let count = layers.len();
-            return Err(invalid(
-                &compat,
-                &format!("number of layers must be 2 but got {count}"),
-            ));
-        }
-        match layers.iter().find(|layer| layer.media_type == MODULE_LAYER) {
-            Some(layer) => layer.layer(Packing::Plain, limit),
-            None => Err(invalid(
-                &compat,
-                &format!("no layer has media type {MODULE_LAYER}"),
-            )),
-        }
+        Ok(Layer {
+            digest: found.hexadecimal()?,
+            size: found.size,
+        })
     }
 }
 
 impl Descriptor {
-    fn hexadecimal(&self) -> Result<&str, String> {
+    fn hexadecimal(&self) -> Result<String, String> {
         let found = &self.digest;
-        sha256(found)
-            .ok_or_else(|| format!("found digest {found:?}, expected sha256 in hexadecimal"))
-    }
-
-    fn layer(&self, packing: Packing, limit: u64) -> Result<Layer, String> {
-        if self.size > limit {
-            return Err(format!("the layer has {} bytes, over {limit}", self.size));
-        }
-        Ok(Layer {
-            digest: self.hexadecimal()?.to_owned(),
-            size: self.size,
-            packing,
-        })
+        let digits = sha256(found).map(str::to_owned);
+        digits.ok_or_else(|| format!("found digest {found:?}, expected sha256 in hexadecimal"))
     }
 }
 
@@ -175,80 +151,38 @@ mod tests {
     }
 
     fn parse(document: &Value) -> Result<Manifest, String> {
-        Manifest::parse(document.to_string().as_bytes(), "")
-    }
-
-    fn layers(media_type: &str, layers: &[&str]) -> Result<Layer, String> {
-        let digits = ["a", "b", "c"];
-        let layers = layers.iter().zip(digits).map(|(media_type, digit)| {
-            let digest = format!("sha256:{}", hex(digit));
-            json!({"mediaType": media_type, "digest": digest, "size": 7})
-        });
-        let layers: Vec<_> = layers.collect();
-        let document = json!({"schemaVersion": 2, "mediaType": media_type, "layers": layers});
-        parse(&document)?.layer(7)
+        Manifest::parse(document.to_string().as_bytes())
     }
 
     #[test]
     fn the_three_layouts_are_found_and_others_refused() {
-        let oci = "application/vnd.oci.image.manifest.v1+json";
-        let config = "application/vnd.module.wasm.config.v1+json";
-        let layer = |digit, packing| {
-            Ok(Layer {
-                digest: hex(digit),
-                size: 7,
-                packing,
-            })
-        };
-        for (what, media_type, of, expected) in [
-            (
-                "docker",
-                DOCKER,
-                &["x", DOCKER_LAYER][..],
-                layer("b", Packing::Layer),
-            ),
-            ("compat", oci, &[OCI_LAYER], layer("a", Packing::Layer)),
-            (
-                "no media type",
-                "",
-                &["x", "y", OCI_LAYER],
-                layer("c", Packing::Layer),
-            ),
-            (
-                "artifact",
-                oci,
-                &[config, MODULE_LAYER],
-                layer("b", Packing::Plain),
-            ),
-            (
-                "artifact first",
-                oci,
-                &[MODULE_LAYER, "x"],
-                layer("a", Packing::Plain),
-            ),
-            ("no layer", oci, &[], Err("no layers")),
-            (
-                "docker with another",
-                DOCKER,
-                &[OCI_LAYER],
-                Err("(expect application/vnd.docker"),
-            ),
-            (
-                "artifact of one",
-                oci,
-                &[MODULE_LAYER],
-                Err("must be 2 but got 1"),
-            ),
-            (
-                "zstd",
-                oci,
-                &["x", "application/vnd.oci.image.layer.v1.tar+zstd"],
-                Err("could not parse as oci"),
-            ),
+        let [docker, oci] = IMAGE_LAYERS;
+        let zstd = "application/vnd.oci.image.layer.v1.tar+zstd";
+        for (what, types, expected) in [
+            ("docker", &["x", docker][..], Some("b")),
+            ("oci", &["x", "y", oci], Some("c")),
+            ("artifact", &["config", MODULE_LAYER], Some("b")),
+            ("artifact without a config", &[MODULE_LAYER], Some("a")),
+            ("no layer", &[], None),
+            ("not the last", &[oci, "x"], None),
+            ("zstd", &["x", zstd], None),
         ] {
-            match (layers(media_type, of), expected) {
-                (Ok(found), Ok(expected)) => assert_eq!(found, expected, "{what}"),
-                (Err(error), Err(part)) => assert!(error.contains(part), "{what}: {error}"),
+            let layers = types
+                .iter()
+                .zip(["a", "b", "c"])
+                .map(|(media_type, digit)| {
+                    let digest = format!("sha256:{}", hex(digit));
+                    json!({"mediaType": media_type, "digest": digest, "size": 7})
+                });
+            let layers: Vec<_> = layers.collect();
+            let manifest = parse(&json!({"schemaVersion": 2, "layers": layers}));
+            let found = manifest.expect("a manifest").layer(7);
+            match (found, expected) {
+                (Ok(found), Some(digit)) => assert_eq!(found.digest, hex(digit), "{what}"),
+                (Err(error), None) => {
+                    let named = types.iter().all(|found| error.contains(found));
+                    assert!(named && error.contains("invalid format"), "{what}: {error}");
+                }
                 (found, _) => panic!("{what}: {found:?}"),
             }
         }
@@ -285,8 +219,10 @@ mod tests {
         ] {
             let index =
                 parse(&json!({"schemaVersion": 2, "manifests": children})).expect("an index");
-            assert!(index.is_index());
-            assert_eq!(index.choose(expected).ok(), found.map(hex));
+            assert_eq!(
+                index.child(expected).ok(),
+                found.map(|digit| Some(hex(digit)))
+            );
         }
     }
 
@@ -300,19 +236,15 @@ mod tests {
                 "schema 1, expected 2",
             ),
             (
-                r#"{"schemaVersion":2,"mediaType":"application/vnd.docker.distribution.manifest.v1+json"}"#,
-                "unsupported",
-            ),
-            (
                 r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#,
                 "missing field `digest`",
             ),
         ] {
-            let error = Manifest::parse(document.as_bytes(), "").expect_err(document);
+            let error = Manifest::parse(document.as_bytes()).expect_err(document);
             assert!(error.contains(expected), "{error}");
         }
         let layer = |digest: &str, size: u64| {
-            let layer = json!({"mediaType": OCI_LAYER, "digest": digest, "size": size});
+            let layer = json!({"mediaType": IMAGE_LAYERS[1], "digest": digest, "size": size});
             let manifest = parse(&json!({"schemaVersion": 2, "layers": [layer]}));
             manifest
                 .and_then(|manifest| manifest.layer(7))

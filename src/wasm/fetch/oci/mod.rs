@@ -11,11 +11,11 @@ mod registry;
 
 use std::path::Path;
 
-use http::header;
 use tokio::time::Instant;
 
-use super::download::{Download, Plan};
-use super::{Config, Error, Url, http::unusable};
+use super::download::{Download, Plan, unusable};
+use super::{Config, Error, Source};
+use crate::lifecycle::with_causes;
 use manifest::{Layer, Manifest};
 use reference::{Reference, sha256};
 use registry::Registry;
@@ -39,55 +39,57 @@ impl Config {
     /// end by `deadline`.
     pub(crate) async fn image(
         &self,
-        url: &Url,
+        source: &Source,
         reference: &Reference,
         pull_secret: Option<&str>,
         expected: Option<&str>,
         deadline: Instant,
     ) -> Result<Image, Error> {
-        let credentials = match pull_secret {
-            Some(secret) => credentials::read(secret.as_bytes(), &reference.registry),
-            None => credentials::from_files(&self.credentials, &reference.registry).await,
+        let fetching = async {
+            let credentials = match pull_secret {
+                Some(secret) => credentials::read(secret.as_bytes(), &reference.registry),
+                None => credentials::from_files(&self.credentials, &reference.registry).await,
+            };
+            let authority = source.authority();
+            let registry = Registry::new(self, authority, reference, credentials?, deadline);
+            let mut registry = registry.await?;
+            let mut manifest = registry.manifest(&reference.version).await?;
+            let mut index = None;
+            if let Some(child) = manifest.child(expected)? {
+                index = Some(manifest.digest);
+                manifest = registry.manifest(&format!("sha256:{child}")).await?;
+                if manifest.child(None)?.is_some() {
+                    return Err("its index leads to another index".to_owned());
+                }
+            }
+            Ok(Image {
+                registry,
+                layer: manifest.layer(self.max_bytes)?,
+                digest: manifest.digest,
+                index,
+            })
         };
-        let credentials = credentials.map_err(Error::Manifest)?;
-        let registry = Registry::new(self, url.authority(), reference, credentials, deadline).await;
-        let mut registry = registry.map_err(Error::Manifest)?;
-        let found = registry.image(reference, expected, self.max_bytes).await;
-        let (digest, index, layer) = found.map_err(Error::Manifest)?;
-        Ok(Image {
-            registry,
-            layer,
-            digest,
-            index,
-        })
+        fetching.await.map_err(Error::Manifest)
     }
 
     /// Downloads the module of an image into `directory`.
     pub(crate) async fn module(
         &self,
-        url: &Url,
+        source: &Source,
         mut image: Image,
         directory: &Path,
     ) -> Result<Download, Error> {
-        let Layer {
-            digest,
-            size,
-            packing,
-        } = image.layer;
-        let problem = "could not fetch Wasm binary";
-        let response = image
-            .registry
-            .get(&format!("blobs/sha256:{digest}"), "*/*")
-            .await;
-        let response = response.map_err(|error| Error::Download(format!("{problem}: {error}")))?;
+        let Layer { digest, size } = image.layer;
+        let path = format!("blobs/sha256:{digest}");
+        let response = image.registry.get(&path, "*/*").await;
+        let response = response.map_err(|problem| unusable(&source.redacted(), &problem))?;
         let plan = Plan {
-            packing,
-            limit: self.max_bytes,
-            directory: directory.to_owned(),
-            expected: Some((size, digest)),
+            file: Some("plugin.wasm"),
+            most_received: size,
+            digest: Some(digest),
+            ..self.plan(source, directory)
         };
-        let carried_out = plan.carry_out(&mut response.into_body()).await;
-        carried_out.map_err(|error| unusable(error, url))
+        plan.carry_out(response.into_body()).await
     }
 }
 
@@ -99,36 +101,11 @@ impl Image {
 }
 
 impl Registry {
-    /// Digests of the manifest and its index, and the layer.
-    async fn image(
-        &mut self,
-        reference: &Reference,
-        expected: Option<&str>,
-        limit: u64,
-    ) -> Result<(String, Option<String>, Layer), String> {
-        let mut manifest = self.manifest(&reference.version).await?;
-        let mut index = None;
-        if manifest.is_index() {
-            let child = manifest.choose(expected)?;
-            index = Some(std::mem::take(&mut manifest.digest));
-            manifest = self.manifest(&format!("sha256:{child}")).await?;
-            if manifest.is_index() {
-                return Err("its index leads to another index".to_owned());
-            }
-        }
-        let layer = manifest.layer(limit)?;
-        Ok((manifest.digest, index, layer))
-    }
-
     async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
-        let mut response = self
-            .get(&format!("manifests/{version}"), manifest::ACCEPT)
-            .await?;
-        let content_type = response.headers().get(header::CONTENT_TYPE).cloned();
-        let content_type = content_type.as_ref().and_then(|value| value.to_str().ok());
+        let path = format!("manifests/{version}");
+        let mut response = self.get(&path, manifest::ACCEPT).await?;
         let body = response.body_mut().collect(LARGEST_MANIFEST).await;
-        let body = body.map_err(|error| crate::lifecycle::with_causes(&error))?;
-        let manifest = Manifest::parse(&body, content_type.unwrap_or_default())?;
+        let manifest = Manifest::parse(&body.map_err(|error| with_causes(&error))?)?;
         match sha256(version) {
             Some(digest) if digest != manifest.digest => {
                 let found = &manifest.digest;

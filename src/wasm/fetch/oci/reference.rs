@@ -19,7 +19,6 @@ impl Reference {
     pub(crate) fn parse(authority: &str, path: &str) -> Result<Self, String> {
         let path = percent_decode_str(path).decode_utf8_lossy();
         let name = format!("{authority}{path}");
-        let unusable = |expected: &str| format!("could not parse reference {name:?}: {expected}");
         let (rest, digest) = match name.split_once('@') {
             Some((rest, digest)) => (rest, Some(digest)),
             None => (name.as_str(), None),
@@ -30,45 +29,28 @@ impl Reference {
             _ => (rest, "latest"),
         };
         let (registry, repository) = match rest.split_once('/') {
-            Some((first, repository)) if first.contains(['.', ':']) || first == "localhost" => {
-                let is_hub = first == "docker.io";
-                (if is_hub { DOCKER_HUB } else { first }, repository)
+            Some(("docker.io", repository)) => (DOCKER_HUB, repository),
+            Some((first, _)) if !first.contains(['.', ':']) && first != "localhost" => {
+                (DOCKER_HUB, rest)
             }
-            _ => (DOCKER_HUB, rest),
+            Some(found) => found,
+            None => (DOCKER_HUB, rest),
         };
-        let repository = match registry == DOCKER_HUB && !repository.contains('/') {
-            true => format!("library/{repository}"),
-            false => repository.to_owned(),
-        };
-        let is_part = |part: &str| {
-            let allowed =
-                |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-._".contains(c);
-            !part.is_empty() && part.chars().all(allowed) && !part.trim_matches('.').is_empty()
-        };
-        if repository.len() > 255 || !repository.split('/').all(is_part) {
-            return Err(unusable(
-                "expected a repository of lower-case letters, digits and -._/",
-            ));
+        let is_official = registry == DOCKER_HUB && !repository.contains('/');
+        let owner = if is_official { "library/" } else { "" };
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let is_name = |part: &str| part.chars().all(is_letter) && part.contains(|c| c != '.');
+        let is_part =
+            |part: &str| is_name(part) && !part.contains(|c: char| c.is_ascii_uppercase());
+        let is_valid = repository.split('/').all(is_part) && is_name(tag);
+        if !is_valid || digest.is_some_and(|digest| sha256(digest).is_none()) {
+            let expected = "expected registry/repository[:tag][@sha256:digest]";
+            return Err(format!("could not parse reference {name:?}: {expected}"));
         }
-        let is_tag_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-        let is_tag = (1..=128).contains(&tag.len()) && tag.chars().all(is_tag_letter);
-        if !is_tag || tag.trim_matches('.').is_empty() {
-            return Err(unusable(
-                "expected a tag of up to 128 letters, digits and -._",
-            ));
-        }
-        let version = match digest {
-            None => tag.to_owned(),
-            Some(digest) => match sha256(digest) {
-                Some(_) => digest.to_owned(),
-                None => return Err(unusable("expected sha256: and 64 hexadecimal digits")),
-            },
-        };
-        let registry = registry.to_owned();
         Ok(Self {
-            registry,
-            repository,
-            version,
+            registry: registry.to_owned(),
+            repository: format!("{owner}{repository}"),
+            version: digest.unwrap_or(tag).to_owned(),
         })
     }
 

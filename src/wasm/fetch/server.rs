@@ -1,0 +1,109 @@
+//! Sends requests to a server, again after failures that may pass, and downloads modules over HTTP.
+
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
+use tokio::time::{Instant, sleep};
+
+use super::download::Download;
+use super::{Config, Error, Source};
+use crate::backoff::Backoff;
+use crate::http_client::{self, Body, Client, Redirects};
+use crate::lifecycle::with_causes;
+
+/// Waits between attempts are drawn from zero to 750 ms, 1.5 s, 3 s, …
+const FIRST_WAIT: Duration = Duration::from_millis(750);
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// Server errors that another attempt does not mend: 501, 505 and 511.
+const FINAL: [StatusCode; 3] = [
+    StatusCode::NOT_IMPLEMENTED,
+    StatusCode::HTTP_VERSION_NOT_SUPPORTED,
+    StatusCode::NETWORK_AUTHENTICATION_REQUIRED,
+];
+
+/// A client for the requests of one fetch.
+#[derive(Debug)]
+pub(super) struct Server {
+    pub(super) client: Client,
+    /// Of a request, until the head of its answer.
+    pub(super) request_limit: Duration,
+    pub(super) attempts: u32,
+    /// Of the fetch.
+    pub(super) deadline: Instant,
+}
+
+impl Server {
+    /// The last answer, or the last error, of which one that `is_final` ends the attempts.
+    pub(super) async fn send(
+        &self,
+        request: &Request<Bytes>,
+        is_final: impl Fn(&http_client::Error) -> bool,
+    ) -> Result<Response<Body>, http_client::Error> {
+        let mut backoff = Backoff::new(FIRST_WAIT, LONGEST_WAIT);
+        let mut attempt = 1;
+        loop {
+            let sent = self.client.send_within(request.clone(), self.request_limit);
+            let sent = sent.await;
+            let (problem, least_wait) = match &sent {
+                Ok(response) if !is_temporary(response.status()) => return sent,
+                Err(error) if is_final(error) => return sent,
+                Ok(response) => (response.status().to_string(), retry_after(response)),
+                Err(error) => (with_causes(error), Duration::ZERO),
+            };
+            let wait = backoff.next_wait().max(least_wait);
+            if attempt >= self.attempts || Instant::now() + wait >= self.deadline {
+                return sent;
+            }
+            let host = request.uri().host().unwrap_or_default();
+            tracing::debug!(target: "wasm", "attempt {attempt} to fetch from {host} failed: {problem}");
+            sleep(wait).await;
+            attempt += 1;
+        }
+    }
+}
+
+impl Config {
+    /// Downloads and unpacks the module into `directory`. Attempts end by `deadline`.
+    pub(crate) async fn download(
+        &self,
+        source: &Source,
+        directory: &Path,
+        deadline: Instant,
+    ) -> Result<Download, Error> {
+        let failed = |problem| Error::Download(format!("wasm module download failed: {problem}"));
+        let server = self.server(source.authority(), Redirects::Follow, deadline);
+        let server = server.await.map_err(failed)?;
+        let request = get(source.uri.clone(), source.authorization.as_ref());
+        let response = server.send(&request, |_| false).await;
+        let response = response.map_err(|error| failed(with_causes(&error)))?;
+        match response.status() {
+            StatusCode::OK => {
+                let plan = self.plan(source, directory);
+                plan.carry_out(response.into_body()).await
+            }
+            status => Err(failed(format!("status code {}", status.as_u16()))),
+        }
+    }
+}
+
+pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Bytes> {
+    let mut request = Request::new(Bytes::new());
+    *request.uri_mut() = uri;
+    let header = authorization.map(|value| (header::AUTHORIZATION, value.clone()));
+    request.headers_mut().extend(header);
+    request
+}
+
+fn is_temporary(status: StatusCode) -> bool {
+    let is_busy = matches!(status.as_u16(), 408 | 429);
+    is_busy || status.is_server_error() && !FINAL.contains(&status)
+}
+
+/// How long a server wants to be left alone, in seconds; none for a date.
+fn retry_after(response: &Response<Body>) -> Duration {
+    let header = response.headers().get(header::RETRY_AFTER);
+    let seconds = header.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+    Duration::from_secs(seconds.unwrap_or_default())
+}
