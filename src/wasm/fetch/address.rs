@@ -1,17 +1,14 @@
 //! Keeps fetches away from addresses that are no module servers: link-local ones, the metadata services
 //! of clouds among them, and the networks of `BLOCKED_CIDRS_IN_WASM_FETCH`.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr};
 
 use crate::address::Cidr;
 use crate::dial::Filter;
 
 /// Metadata services outside the link-local networks: of Alibaba Cloud and of AWS.
 const METADATA: [Cidr; 2] = [
-    Cidr {
-        address: IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
-        prefix: 32,
-    },
+    Cidr::v4(100, 100, 100, 200, 32),
     Cidr {
         address: IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0)),
         prefix: 32,
@@ -46,6 +43,8 @@ impl Filter for Blocked {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]

@@ -16,12 +16,6 @@ use crate::lifecycle::with_causes;
 /// Waits between attempts are drawn from zero to 750 ms, 1.5 s, 3 s, …
 const FIRST_WAIT: Duration = Duration::from_millis(750);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
-/// Server errors that another attempt does not mend: 501, 505 and 511.
-const FINAL: [StatusCode; 3] = [
-    StatusCode::NOT_IMPLEMENTED,
-    StatusCode::HTTP_VERSION_NOT_SUPPORTED,
-    StatusCode::NETWORK_AUTHENTICATION_REQUIRED,
-];
 
 /// A client for the requests of one fetch.
 #[derive(Debug)]
@@ -96,9 +90,10 @@ pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Byte
     request
 }
 
+/// Whether another attempt may mend what the server could not do now.
 fn is_temporary(status: StatusCode) -> bool {
-    let is_busy = matches!(status.as_u16(), 408 | 429);
-    is_busy || status.is_server_error() && !FINAL.contains(&status)
+    let status = status.as_u16();
+    matches!(status, 408 | 429 | 500..=599) && !matches!(status, 501 | 505 | 511)
 }
 
 /// How long a server wants to be left alone, in seconds; none for a date.

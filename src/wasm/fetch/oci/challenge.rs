@@ -49,12 +49,13 @@ pub(super) fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
     let (scheme, host) = (uri.scheme_str(), uri.host().unwrap_or_default());
     let is_allowed =
         scheme == Some("https") || scheme == Some("http") && base.scheme() == uri.scheme();
+    let name = host.trim_end_matches('.').to_ascii_lowercase();
     let names_inside = ["metadata.google.internal", "localhost"];
     if !is_allowed {
         let scheme = scheme.unwrap_or_default();
         refused(&format!("realm scheme {scheme:?} not allowed"))
     } else if uri.host() != base.host()
-        && (address::is_private(host) || names_inside.contains(&host))
+        && (address::is_private(host) || names_inside.contains(&name.as_str()))
     {
         refused(&format!("host {host} not allowed"))
     } else {
@@ -64,6 +65,8 @@ pub(super) fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn bearer(realm: &str, service: Option<&str>, scope: Option<&str>) -> Option<Challenge> {
@@ -123,6 +126,7 @@ mod tests {
             ("https://localhost/", "https://localhost:5000/", true),
             ("https://10.0.0.2/", "https://10.0.0.1:5000/", false),
             ("https://localhost/", "https://r.io/", false),
+            ("https://LocalHost./", "https://r.io/", false),
             ("https://127.0.0.1/", "https://r.io/", false),
             ("https://[::1]/", "https://r.io/", false),
             ("https://[::ffff:10.0.0.1]/", "https://r.io/", false),
@@ -137,6 +141,28 @@ mod tests {
         ] {
             let found = token_server(realm, &base.parse().expect("a URL"));
             assert_eq!(found.is_ok(), is_allowed, "{realm}: {found:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_challenge_leads_to_a_server_outside_or_to_none(
+            text in "(Bearer |basic |realm=|\"|https?://|10\\.0\\.0\\.1|localhost|\\[::1\\]|[ -~]){0,12}",
+            host in "https?://(10\\.0\\.0\\.1|localhost|\\[::1\\]|[!-~]{0,8})/[!-~]{0,4}",
+        ) {
+            for text in [text, format!("Bearer realm=\"{host}\"")] {
+                let mut headers = HeaderMap::new();
+                let value = text.parse().expect("a header");
+                headers.insert(header::WWW_AUTHENTICATE, value);
+                let base = Uri::from_static("https://r.io/");
+                if let Some(Challenge::Bearer { realm, .. }) = challenge(&headers)
+                    && let Ok(server) = token_server(&realm, &base)
+                {
+                    let host = server.host().unwrap_or_default();
+                    prop_assert!(!address::is_private(host) && host != "localhost", "{}", text);
+                    prop_assert_eq!(server.scheme_str(), Some("https"));
+                }
+            }
         }
     }
 }

@@ -54,14 +54,6 @@ struct Platform {
     architecture: String,
 }
 
-/// Where the module is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Layer {
-    /// Hexadecimal.
-    pub(super) digest: String,
-    pub(super) size: u64,
-}
-
 impl Manifest {
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
         let parsed = serde_json::from_slice(bytes);
@@ -108,8 +100,8 @@ impl Manifest {
         }
     }
 
-    /// The layer with the module, of at most `limit` bytes.
-    pub(super) fn layer(&self, limit: u64) -> Result<Layer, String> {
+    /// Digest and size of the layer with the module, which has at most `limit` bytes.
+    pub(super) fn layer(&self, limit: u64) -> Result<(String, u64), String> {
         let last = self.layers.last();
         let of_image = last.filter(|last| IMAGE_LAYERS.contains(&last.media_type.as_str()));
         let mut layers = self.layers.iter();
@@ -126,10 +118,7 @@ impl Manifest {
         if found.size > limit {
             return Err(format!("the layer has {} bytes, over {limit}", found.size));
         }
-        Ok(Layer {
-            digest: found.hexadecimal()?,
-            size: found.size,
-        })
+        Ok((found.hexadecimal()?, found.size))
     }
 }
 
@@ -178,7 +167,7 @@ mod tests {
             let manifest = parse(&json!({"schemaVersion": 2, "layers": layers}));
             let found = manifest.expect("a manifest").layer(7);
             match (found, expected) {
-                (Ok(found), Some(digit)) => assert_eq!(found.digest, hex(digit), "{what}"),
+                (Ok(found), Some(digit)) => assert_eq!(found, (hex(digit), 7), "{what}"),
                 (Err(error), None) => {
                     let named = types.iter().all(|found| error.contains(found));
                     assert!(named && error.contains("invalid format"), "{what}: {error}");

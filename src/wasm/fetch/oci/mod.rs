@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::download::{Download, Plan, unusable};
 use super::{Config, Error, Source};
 use crate::lifecycle::with_causes;
-use manifest::{Layer, Manifest};
+use manifest::Manifest;
 use reference::{Reference, sha256};
 use registry::Registry;
 
@@ -27,7 +27,8 @@ const LARGEST_MANIFEST: usize = 4 << 20;
 #[derive(Debug)]
 pub(crate) struct Image {
     registry: Registry,
-    layer: Layer,
+    /// Digest and size.
+    layer: (String, u64),
     /// That of the manifest, hexadecimal.
     pub(crate) digest: String,
     /// That of the index the manifest is in.
@@ -79,7 +80,7 @@ impl Config {
         mut image: Image,
         directory: &Path,
     ) -> Result<Download, Error> {
-        let Layer { digest, size } = image.layer;
+        let (digest, size) = image.layer;
         let path = format!("blobs/sha256:{digest}");
         let response = image.registry.get(&path, "*/*").await;
         let response = response.map_err(|problem| unusable(&source.redacted(), &problem))?;

@@ -74,6 +74,8 @@ pub(super) fn sha256(digest: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -111,6 +113,22 @@ mod tests {
                 .as_ref()
                 .map(|r| (&*r.registry, &*r.repository, &*r.version));
             assert_eq!(found, expected, "{name}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_name_is_refused_or_stays_below_its_registry(
+            authority in "[a-z.:]{0,8}",
+            path in "(/|%2F|%2e|%00|[.:@?#A-Za-z0-9_ \u{e9}]){0,20}|(/[a-z.]{1,3}){1,5}(:[a-z.]{0,3})?",
+        ) {
+            if let Ok(found) = Reference::parse(&authority, &path) {
+                let path = format!("{}/{}", found.repository, found.version);
+                let is_safe = |part: &str| !part.trim_matches('.').is_empty();
+                prop_assert!(path.split('/').all(is_safe), "{}", path);
+                let is_letter = |c: char| c.is_ascii_alphanumeric() || "-._/:".contains(c);
+                prop_assert!(path.chars().all(is_letter), "{}", path);
+            }
         }
     }
 }
