@@ -140,6 +140,7 @@ fn connection(target: &Target) -> (Istiod, JoinSet<()>) {
         },
         proxy: None,
         limits: istiod::Limits::default(),
+        others: Vec::new(),
     };
     let (istiod, run) = istiod::new(config, &Registry::default(), CancellationToken::new());
     (istiod, JoinSet::from_iter([run]))

@@ -33,6 +33,17 @@ pub struct GoogleToken {
     pub path: PathBuf,
 }
 
+/// The addresses of `DISCOVERY_ADDRESS`, each once.
+pub(super) fn addresses(text: &str) -> Vec<String> {
+    let mut addresses = Vec::new();
+    for address in text.split(',').map(str::trim) {
+        if !address.is_empty() && !addresses.iter().any(|known| known == address) {
+            addresses.push(address.to_owned());
+        }
+    }
+    addresses
+}
+
 impl Sources<'_> {
     /// The connection for discovery, and the one for certificates if there is one and it differs.
     ///
@@ -75,7 +86,9 @@ impl Sources<'_> {
                 timeout: self.at_least(&variables::GRPC_KEEPALIVE_TIMEOUT, LEAST_TIMEOUT),
             },
             limits: Limits::default(),
+            others: Vec::new(),
         };
+        let discovery = self.with_others(discovery, true);
         if !has_authority {
             return (discovery, None);
         }
@@ -112,13 +125,34 @@ impl Sources<'_> {
             let roots = self.roots(&variables::CA_ROOT_CA, mounted, None);
             Security::Tls(self.tls(roots, &address, !named))
         };
-        Config {
+        let config = Config {
             proxy: self.proxy(&address),
             address,
             security,
             metadata: self.metadata("CA_HEADER_"),
+            others: Vec::new(),
             ..discovery.clone()
+        };
+        match config.address == discovery.address {
+            true => self.with_others(config, !named),
+            false => config,
         }
+    }
+
+    /// The connection, which goes to another control plane of `DISCOVERY_ADDRESS` while this one fails.
+    fn with_others(&mut self, config: Config, override_name: bool) -> Config {
+        let addresses = addresses(&self.get(&variables::DISCOVERY_ADDRESS));
+        let others = addresses.into_iter().skip(1).map(|address| {
+            let mut other = config.clone();
+            other.proxy = self.proxy(&address);
+            if let Security::Tls(tls) = &mut other.security {
+                tls.server_name = self.server_name(&address, override_name);
+            }
+            other.address = address;
+            other
+        });
+        let others = others.collect();
+        Config { others, ..config }
     }
 
     /// The proxy that leads to an address, if any.
@@ -179,22 +213,25 @@ impl Sources<'_> {
     }
 
     fn tls(&mut self, roots: tls::Roots, address: &str, override_name: bool) -> tls::Config {
-        let expected = self.text(&variables::ISTIOD_SAN);
-        let host = address::split(address).map_or(address, |(host, _)| host);
-        let server_name = match (host, expected) {
-            (_, Some(expected)) if override_name => expected,
-            (host, _) if host.contains("localhost") => ISTIOD_NAME.to_owned(),
-            (host, _) => host.to_owned(),
-        };
         let directory = self.text(&variables::PROV_CERT).map(PathBuf::from);
         tls::Config {
-            server_name,
+            server_name: self.server_name(address, override_name),
             roots,
             client: directory.map(|directory| tls::ClientCertificate {
                 chain: directory.join("cert-chain.pem"),
                 key: directory.join("key.pem"),
             }),
             policy: self.policy,
+        }
+    }
+
+    fn server_name(&mut self, address: &str, override_name: bool) -> String {
+        let expected = self.text(&variables::ISTIOD_SAN);
+        let host = address::split(address).map_or(address, |(host, _)| host);
+        match (host, expected) {
+            (_, Some(expected)) if override_name => expected,
+            (host, _) if host.contains("localhost") => ISTIOD_NAME.to_owned(),
+            (host, _) => host.to_owned(),
         }
     }
 

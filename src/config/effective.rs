@@ -1,7 +1,8 @@
 //! Merges the ProxyConfig from all its sources.
 //!
 //! Weakest first: defaults, the mesh file, `PROXY_CONFIG`, the pod's annotation, then flags and the
-//! machine. The result is checked; then two annotations and the flag of a template are applied.
+//! machine. The result is checked; then two annotations, `DISCOVERY_ADDRESS` and the flag of a template are
+//! applied.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -10,7 +11,7 @@ use super::environment::{self, Environment, Value, Variable};
 use super::flags::{MESH_CONFIG, ProxyFlags};
 use super::merged::Merged;
 use super::pod::Pairs;
-use super::{statsd, threads, validate};
+use super::{control_plane, statsd, threads, validate};
 use crate::address;
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
@@ -40,6 +41,7 @@ impl Documents<'_> {
         statsd::resolve(&mut merged);
         validate::check(&mut merged);
         self.late_annotations(&mut merged);
+        self.discovery_addresses(&mut merged);
         self.templates(&mut merged, flags);
         merged
     }
@@ -94,6 +96,27 @@ impl Documents<'_> {
             // A typing error must not switch the status server off.
             let expected = "a port, or 0 for no status server; leaving it out";
             merged.notes.warn(STATUS_PORT_ANNOTATION, text, expected);
+        }
+    }
+
+    /// Takes the first address of the variable; the others are for the connections.
+    fn discovery_addresses(&self, merged: &mut Merged) {
+        const NAME: &str = environment::DISCOVERY_ADDRESS.name;
+        let given = self.get(&environment::DISCOVERY_ADDRESS, merged);
+        let addresses = control_plane::addresses(&given);
+        for address in &addresses {
+            if address::split(address).is_none() {
+                let expected = "host:port with a port from 1 to 65535, separated by commas";
+                merged.notes.problem(NAME, address, expected);
+            }
+        }
+        if addresses.len() < given.split(',').count() && !given.is_empty() {
+            let expected = "addresses that differ, separated by commas; using each once";
+            merged.notes.warn(NAME, given.as_str(), expected);
+        }
+        if let Some(first) = addresses.into_iter().next() {
+            merged.config.discovery_address = first;
+            merged.set_origin("discoveryAddress", NAME);
         }
     }
 

@@ -105,6 +105,73 @@ fn another_authority_has_its_own_connection() {
 }
 
 #[test]
+fn several_control_planes_have_names_of_their_own_and_share_everything_else() {
+    let list = " a.test:15012,localhost:1,, [fd00::1]:443 ,a.test:15012";
+    let with_ca = |address| {
+        let variables = [
+            ("DISCOVERY_ADDRESS", list),
+            ("CA_HEADER_X", "1"),
+            ("CA_ADDR", address),
+        ];
+        machine(&variables).config()
+    };
+    let config = with_ca("a.test:15012");
+    let ca = config.ca_istiod.expect("a second connection");
+    for istiod in [&config.istiod, &ca] {
+        let all = std::iter::once(istiod).chain(&istiod.others);
+        let found: Vec<_> = all
+            .map(|istiod| (istiod.address.as_str(), tls(istiod).server_name.as_str()))
+            .collect();
+        let expected = [
+            ("a.test:15012", "a.test"),
+            ("localhost:1", "istiod.istio-system.svc"),
+            ("[fd00::1]:443", "fd00::1"),
+        ];
+        assert_eq!(found, expected);
+        for other in &istiod.others {
+            assert_eq!(other.metadata, istiod.metadata);
+            assert_eq!(tls(other).roots, tls(istiod).roots);
+        }
+    }
+    assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
+    assert_eq!(config.warnings[0].subject, "DISCOVERY_ADDRESS");
+    // An authority at the first address is reached as discovery is.
+    for (address, count) in [("a.test:15012", 2), ("", 2), ("c:1", 0)] {
+        let ca = with_ca(address).ca_istiod.expect("a second connection");
+        assert_eq!(ca.others.len(), count, "{address}");
+    }
+    for (address, is_same) in [("a:1", true), ("", true), ("b:1", false)] {
+        let config = machine(&[("DISCOVERY_ADDRESS", "a:1,b:1"), ("CA_ADDR", address)]);
+        assert_eq!(config.config().ca_istiod.is_none(), is_same, "{address}");
+    }
+}
+
+#[test]
+fn an_address_of_a_control_plane_that_is_none_is_reported() {
+    for (list, count) in [
+        ("a", 1),
+        ("a:1,b", 1),
+        ("a:1 b:1", 1),
+        ("a:1;b:1", 1),
+        ("a:0,b:65536", 2),
+        ("https://a:1", 1),
+        (",", 0),
+        ("a:1,a:2", 0),
+    ] {
+        let machine = machine(&[("DISCOVERY_ADDRESS", list)]);
+        let found = match count {
+            0 => machine.config().warnings.len() - usize::from(list == ","),
+            _ => machine
+                .subjects()
+                .iter()
+                .filter(|it| *it == "DISCOVERY_ADDRESS")
+                .count(),
+        };
+        assert_eq!(found, count, "{list}");
+    }
+}
+
+#[test]
 fn headers_of_one_use_split_the_connection_and_are_lower_case() {
     let config = machine(&[("XDS_HEADER_X-Team", "a=b")]).config();
     let (name, value) = &config.istiod.metadata[1];

@@ -13,6 +13,7 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use super::frames::{self, Peer};
 use super::status::Connected;
@@ -36,6 +37,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 pub struct Connection {
     sender: SendRequest<Body>,
     about: Arc<Connected>,
+    left: CancellationToken,
 }
 
 impl Connection {
@@ -51,6 +53,16 @@ impl Connection {
     ) -> Result<http::Response<Incoming>, hyper::Error> {
         self.sender.ready().await?;
         self.sender.send_request(request).await
+    }
+
+    /// Waits until another connection leads to a preferred control plane, to which long streams should
+    /// move. Cancel safe.
+    pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
+        self.left.clone().cancelled_owned()
+    }
+
+    pub(super) fn leave(&self) {
+        self.left.cancel();
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -121,7 +133,15 @@ pub(super) async fn open(
         Peer::Lost(reason) => return Err(reason),
     }
     let about = Arc::new(about);
-    Ok((Connection { sender, about }, Driver { running, peer }))
+    let left = CancellationToken::new();
+    Ok((
+        Connection {
+            sender,
+            about,
+            left,
+        },
+        Driver { running, peer },
+    ))
 }
 
 impl Driver {

@@ -311,6 +311,7 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
         },
         proxy: None,
         limits: Limits::default(),
+        others: Vec::new(),
     }
 }
 

@@ -8,6 +8,7 @@ mod dial;
 #[cfg(test)]
 pub(crate) mod fake;
 mod frames;
+mod hosts;
 pub mod status;
 pub mod tls;
 pub mod token;
@@ -28,6 +29,7 @@ use tonic::Code;
 
 pub use connection::Connection;
 pub use dial::{Cause, DialError, Limits};
+use hosts::Hosts;
 use status::{Record, Status};
 use worker::{Waiter, Worker};
 
@@ -52,6 +54,8 @@ pub struct Config {
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
+    /// Control planes that are used while this one fails, in this order. They have no others.
+    pub others: Vec<Config>,
 }
 
 /// What protects the connection.
@@ -77,7 +81,7 @@ pub struct Istiod {
 
 #[derive(Debug)]
 struct Shared {
-    config: Arc<Config>,
+    hosts: Arc<Hosts>,
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
@@ -94,6 +98,7 @@ impl fmt::Debug for Config {
             .field("metadata", &names)
             .field("keepalive", &self.keepalive)
             .field("limits", &self.limits)
+            .field("others", &self.others)
             .finish()
     }
 }
@@ -110,14 +115,15 @@ pub fn new(
     registry: &Registry,
     stop: CancellationToken,
 ) -> (Istiod, impl Future<Output = ()> + Send + 'static + use<>) {
-    let config = Arc::new(config);
+    let token = token::Reader::new(config.token.clone());
+    let hosts = Arc::new(Hosts::new(config));
     let (queue, waiters) = mpsc::unbounded_channel();
     let connected = watch::Sender::new(None);
     let record = Record::new(registry);
-    let worker = Worker::new(config.clone(), waiters, connected.clone(), record.clone());
+    let worker = Worker::new(hosts.clone(), waiters, connected.clone(), record.clone());
     let shared = Arc::new(Shared {
-        token: token::Reader::new(config.token.clone()),
-        config,
+        token,
+        hosts,
         connected: connected.clone(),
         record,
     });
@@ -147,7 +153,7 @@ impl Istiod {
         match self.wait(true).await {
             Some(answer) => answer,
             None => Err(DialError {
-                address: self.shared.config.address.clone(),
+                address: self.address().to_owned(),
                 source: Arc::new(Cause::Stopping),
             }),
         }
@@ -177,9 +183,9 @@ impl Istiod {
         self.shared.connected.subscribe()
     }
 
-    /// The address as configured.
+    /// The address in use, or dialed next, as configured.
     pub fn address(&self) -> &str {
-        &self.shared.config.address
+        &self.shared.hosts.current().address
     }
 
     /// The connection now, and the dials so far.
@@ -199,7 +205,7 @@ impl Istiod {
         connection: &Connection,
         code: Option<Code>,
     ) -> bool {
-        let is_configured = match &self.shared.config.security {
+        let is_configured = match &self.shared.hosts.current().security {
             Security::Plaintext => false,
             Security::Tls(tls) => tls.client.is_some(),
         };
@@ -220,7 +226,7 @@ impl Istiod {
 
     /// Scheme and authority of every call, with a path.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
-        let config = &self.shared.config;
+        let config = self.shared.hosts.current();
         let (scheme, authority) = match &config.security {
             Security::Plaintext => (Scheme::HTTP, config.address.clone()),
             Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
@@ -234,7 +240,7 @@ impl Istiod {
     /// Headers of every call. Configured ones cannot replace gRPC's own.
     pub(crate) fn headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        for (name, value) in &self.shared.config.metadata {
+        for (name, value) in &self.shared.hosts.current().metadata {
             headers.append(name, value.clone());
         }
         headers.insert(header::TE, HeaderValue::from_static("trailers"));

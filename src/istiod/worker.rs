@@ -2,8 +2,10 @@
 //!
 //! Calls queue here while there is no connection. One dial serves all of them, also those that come
 //! while it runs. Dials that fail are retried with backoff and full jitter; a success resets the
-//! backoff. Without calls the worker neither dials nor wakes up.
+//! backoff. Without calls the worker neither dials nor wakes up, except while it does not use the first
+//! control plane: that is then dialed now and again, and used when it answers.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +15,7 @@ use tokio::time::Instant;
 use super::Config;
 use super::connection::{Connection, Driver};
 use super::dial::{Cause, DialError, dial};
+use super::hosts::{Choice, Hosts};
 use super::status::{Connected, Record};
 use crate::backoff::Backoff;
 use crate::dial::Dialer;
@@ -33,7 +36,7 @@ pub(super) struct Waiter {
 }
 
 pub(super) struct Worker {
-    config: Arc<Config>,
+    choice: Choice,
     queue: mpsc::UnboundedReceiver<Waiter>,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
@@ -43,8 +46,8 @@ pub(super) struct Worker {
     not_before: Option<Instant>,
     dialer: Dialer,
     waiting: Vec<Waiter>,
-    /// The failure that was logged last, while dials fail.
-    complaint: Option<String>,
+    /// The failure of each address that was logged last, while dials fail.
+    complaints: BTreeMap<String, String>,
 }
 
 /// Every handle is gone.
@@ -52,13 +55,13 @@ struct Abandoned;
 
 impl Worker {
     pub(super) fn new(
-        config: Arc<Config>,
+        hosts: Arc<Hosts>,
         queue: mpsc::UnboundedReceiver<Waiter>,
         connected: watch::Sender<Option<Connection>>,
         record: Record,
     ) -> Self {
         Self {
-            config,
+            choice: Choice::new(hosts),
             queue,
             connected,
             record,
@@ -67,17 +70,52 @@ impl Worker {
             not_before: None,
             dialer: Dialer::default(),
             waiting: Vec::new(),
-            complaint: None,
+            complaints: BTreeMap::new(),
         }
     }
 
     pub(super) async fn run(mut self) {
-        while let Some(waiter) = self.queue.recv().await {
-            self.waiting.push(waiter);
-            if let Err(Abandoned) = self.serve().await {
+        loop {
+            let served = tokio::select! {
+                waiter = self.queue.recv() => match waiter {
+                    Some(waiter) => {
+                        self.waiting.push(waiter);
+                        self.serve().await
+                    }
+                    None => return,
+                },
+                () = self.choice.first_is_due() => self.try_first().await,
+            };
+            if let Err(Abandoned) = served {
                 return;
             }
         }
+    }
+
+    /// Returns to the first control plane if it answers.
+    async fn try_first(&mut self) -> Result<(), Abandoned> {
+        if current(&self.connected).is_none() {
+            self.choice.return_to_first();
+            return self.serve().await;
+        }
+        let first = self.choice.hosts.first().clone();
+        match self.dial(&first).await? {
+            Ok((connection, driver)) => {
+                tracing::info!(target: "xdsproxy", "istiod at {} is used again", first.address);
+                self.choice.return_to_first();
+                if let Some(other) = current(&self.connected) {
+                    other.leave();
+                }
+                self.connected(connection, driver);
+            }
+            Err(cause) => {
+                self.record.failed(&cause.to_string());
+                let (first, other) = (&first.address, &self.choice.hosts.current().address);
+                tracing::debug!(target: "xdsproxy", "staying with istiod at {other}, as {first} fails: {cause}");
+                self.choice.postpone();
+            }
+        }
+        self.serve().await
     }
 
     /// Returns when no call waits.
@@ -95,15 +133,22 @@ impl Worker {
                 self.not_before = None;
                 continue;
             }
-            self.record.dials();
-            let (config, dialer) = (self.config.clone(), self.dialer.clone());
-            let executor = self.tasks.executor();
-            let dial = async move { dial(&config, &dialer, executor).await };
-            match self.collect_during(dial).await? {
+            let config = self.choice.hosts.current().clone();
+            match self.dial(&config).await? {
                 Ok((connection, driver)) => self.connected(connection, driver),
                 Err(cause) => self.failed(cause),
             }
         }
+    }
+
+    async fn dial(
+        &mut self,
+        config: &Config,
+    ) -> Result<Result<(Connection, Driver), Cause>, Abandoned> {
+        self.record.dials();
+        let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
+        let dial = async move { dial(config, &dialer, executor).await };
+        self.collect_during(dial).await
     }
 
     /// Runs `work` to its end while more calls join the queue.
@@ -128,8 +173,9 @@ impl Worker {
         // One that breaks at once costs a short wait: callers have a backoff of their own.
         let shortest = FIRST_WAIT.mul_f64(fastrand::f64());
         self.not_before = Some(Instant::now() + shortest);
-        self.complaint = None;
-        let address = self.config.address.clone();
+        self.complaints.clear();
+        self.choice.succeeded();
+        let address = self.choice.hosts.current().address.clone();
         let about = connection.about();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
@@ -146,7 +192,7 @@ impl Worker {
 
     fn failed(&mut self, cause: Cause) {
         let error = DialError {
-            address: self.config.address.clone(),
+            address: self.choice.hosts.current().address.clone(),
             source: Arc::new(cause),
         };
         for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
@@ -155,19 +201,20 @@ impl Worker {
         self.record.failed(&error.source.to_string());
         let wait = self.backoff.next_wait();
         self.not_before = Some(Instant::now() + wait);
-        self.complain(&error.source, wait);
+        self.complain(&error, wait);
+        self.choice.failed();
     }
 
     /// Logs an outage once as an error, further failures of the same cause at debug level.
-    fn complain(&mut self, cause: &Cause, wait: Duration) {
-        let address = &self.config.address;
-        let text = format!("failed to connect to upstream {address}: {cause}");
-        let complaint = cause.without_address();
-        if self.complaint.as_ref() == Some(&complaint) {
+    fn complain(&mut self, error: &DialError, wait: Duration) {
+        let DialError { address, source } = error;
+        let text = format!("failed to connect to upstream {address}: {source}");
+        let complaint = source.without_address();
+        if self.complaints.get(address) == Some(&complaint) {
             tracing::debug!(target: "xdsproxy", "{text}; next dial in {wait:?} at the earliest");
         } else {
             tracing::error!(target: "xdsproxy", "{text}; dialing again while needed");
-            self.complaint = Some(complaint);
+            self.complaints.insert(address.clone(), complaint);
         }
     }
 }

@@ -117,6 +117,14 @@ impl End {
         }
     }
 
+    /// Envoy's next stream goes to another control plane.
+    pub(crate) fn moved() -> Self {
+        Self {
+            reason: "the first control plane answers again".to_owned(),
+            ..Self::stopped()
+        }
+    }
+
     /// What it counts as for istiod's stream and for Envoy's.
     pub(super) fn classes(&self) -> (&'static str, &'static str) {
         match (self.side, self.is_expected) {

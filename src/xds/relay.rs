@@ -146,6 +146,8 @@ struct Session<'a> {
     istiod: IstiodSide,
     /// What istiod's stream is on, once there is one.
     connection: Option<Connection>,
+    /// Whether istiod's stream should move to another connection.
+    left: Pin<Box<dyn Future<Output = ()> + Send>>,
     /// Requests and responses form a loop: istiod may not read requests while it waits for a large
     /// response to be taken, and Envoy may not take it before its requests are through. One of the
     /// hops must not wait, or all do. Requests are small and few, so theirs is the queue without a
@@ -178,6 +180,7 @@ impl<'a> Session<'a> {
             waiting_since: None,
             istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
             connection: None,
+            left: Box::pin(pending()),
             to_istiod,
             queue: Some(queue),
             held: 0,
@@ -206,6 +209,7 @@ impl<'a> Session<'a> {
         loop {
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
+                () = &mut self.left => return Err(End::moved()),
                 () = &mut envoy_gone => return Err(End::envoy_gone(None)),
                 frame = self.envoy.frame(), if self.held < MAX_HELD => match frame {
                     Some(Ok(frame)) => {
@@ -263,6 +267,7 @@ impl<'a> Session<'a> {
                     self.held = 0;
                     self.relay.observer.istiod_connected(self.relay.id);
                     self.istiod = open(self.relay, connection.clone(), queue);
+                    self.left = Box::pin(connection.left());
                     self.connection = Some(connection);
                 }
             }

@@ -277,6 +277,30 @@ async fn the_health_of_the_workload_is_reported_between_envoys_requests_and_agai
     bench.finish().await;
 }
 
+#[tokio::test]
+async fn envoys_stream_moves_to_the_first_control_plane_when_that_answers_again() {
+    let (mut bench, second) = Bench::with_second().await;
+    let first = std::mem::replace(&mut bench.control_plane, second);
+    let options = first.kill().await;
+    let envoy = bench.envoy(Protocol::Delta).await;
+    envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+    let mut stream = bench.accepted().await;
+    assert_eq!(report(Protocol::Delta, &mut stream).await.0, CLUSTER);
+    let first = LocalIstiod::start(options).await.unwrap();
+    assert_eq!(first.connections(), []);
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(661)).await;
+    tokio::time::resume();
+    assert_eq!(envoy.end().await.code(), Code::Ok);
+    let _second = std::mem::replace(&mut bench.control_plane, first);
+    let envoy = bench.envoy(Protocol::Delta).await;
+    envoy.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+    let mut stream = bench.accepted().await;
+    assert_eq!(report(Protocol::Delta, &mut stream).await.0, CLUSTER);
+    drop((envoy, stream));
+    bench.finish().await;
+}
+
 /// Type and error of the next request.
 async fn report(
     protocol: Protocol,

@@ -14,6 +14,7 @@
 
 mod capture;
 mod certificates;
+mod control_planes;
 mod dns;
 mod floods;
 mod grpc;

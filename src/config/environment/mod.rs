@@ -103,6 +103,7 @@ variables! {
     ISTIO_META_CERT_SIGNER: String = "", "Signer named in certificate requests.", Same;
     XDS_ROOT_CA: String = "", "Roots for discovery: a PEM file, or SYSTEM.", Same;
     CA_ROOT_CA: String = "", "Roots for the certificate authority: a PEM file, or SYSTEM.", Same;
+    DISCOVERY_ADDRESS: String = "", "Addresses of control planes instead of discoveryAddress, separated by commas: the next is used while one fails.", Own;
     CA_ADDR: String = "", "Address of the certificate authority; empty means istiod's.", Same;
     ISTIOD_SAN: String = "", "Name expected in istiod's certificate.", Same;
     PILOT_CERT_PROVIDER: String = "istiod", "Provider of istiod's certificate, which decides the roots.", Same;

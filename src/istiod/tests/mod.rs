@@ -1,3 +1,4 @@
+mod hosts;
 mod tls;
 
 use std::time::Duration;

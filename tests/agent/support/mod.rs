@@ -16,7 +16,7 @@ use istio_agent::xds::Protocol;
 use istio_agent::xds::intercept::Interceptors;
 use istio_agent::xds::observe::Observer;
 use istio_agent::xds::server::{Discovery, Upstream};
-use local_istiod::{LocalIstiod, Options, Stream};
+use local_istiod::{Keys, LocalIstiod, Options, Stream};
 use tempfile::TempDir;
 use tokio::sync::watch;
 
@@ -50,13 +50,40 @@ impl Bench {
 
     pub async fn with(interceptors: Interceptors, max_request_bytes: usize) -> Self {
         let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
+        Self::of(control_plane, None, interceptors, max_request_bytes)
+    }
+
+    /// One with a second control plane of the same authority.
+    pub async fn with_second() -> (Self, LocalIstiod) {
+        let options = Options {
+            keys: Some(Keys::generate("cluster.local").unwrap()),
+            ..Options::default()
+        };
+        let first = LocalIstiod::start(options.clone()).await.unwrap();
+        let second = LocalIstiod::start(options).await.unwrap();
+        let address = Some(second.address.to_string());
+        (
+            Self::of(first, address, Interceptors::default(), 200 << 20),
+            second,
+        )
+    }
+
+    fn of(
+        control_plane: LocalIstiod,
+        second: Option<String>,
+        interceptors: Interceptors,
+        max_request_bytes: usize,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         std::fs::write(path.join("root.pem"), control_plane.root_pem()).unwrap();
         let mut tasks = Tasks::new();
         let shutdown = CancellationToken::new();
         let registry = Registry::default();
-        let config = istiod_config(path, &control_plane.address.to_string());
+        let config = istiod::Config {
+            others: Vec::from_iter(second.map(|address| istiod_config(path, &address))),
+            ..istiod_config(path, &control_plane.address.to_string())
+        };
         let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
         tasks.spawn("istiod", async move {
             connection.await;
@@ -161,6 +188,7 @@ pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
         },
         proxy: None,
         limits: istiod::Limits::default(),
+        others: Vec::new(),
     }
 }
 

@@ -59,6 +59,7 @@ impl Connection {
             },
             proxy: None,
             limits: istiod::Limits::default(),
+            others: Vec::new(),
         };
         let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
         let mut tasks = JoinSet::new();

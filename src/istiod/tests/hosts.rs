@@ -1,0 +1,118 @@
+//! Several control planes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use tokio::net::TcpListener;
+
+use super::hold;
+use crate::istiod::fake::{Fake, plaintext, run};
+use crate::istiod::hosts::{Choice, Hosts, RETURN_AFTER};
+use crate::istiod::{Body, Config};
+
+fn several(addresses: &[impl std::fmt::Display]) -> Config {
+    let mut configs = addresses.iter().map(plaintext);
+    let first = configs.next().unwrap();
+    Config {
+        others: configs.collect(),
+        ..first
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_after_ten_minutes() {
+    let hosts = Arc::new(Hosts::new(several(&["a:1", "b:1", "c:1"])));
+    let mut choice = Choice::new(hosts.clone());
+    let mut used = String::new();
+    for failed in [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] {
+        used += &hosts.current().address[..1];
+        match failed {
+            0 => choice.succeeded(),
+            _ => choice.failed(),
+        }
+    }
+    assert_eq!(used, "aaaaaabbbccca");
+    let never = tokio::time::timeout(10 * RETURN_AFTER, choice.first_is_due());
+    assert!(never.await.is_err());
+    for _ in 0..2 {
+        choice.failed();
+    }
+    assert_eq!(hosts.current().address, "b:1");
+    for _ in 0..2 {
+        let before = tokio::time::Instant::now();
+        choice.first_is_due().await;
+        let took = before.elapsed();
+        assert!((600..=661).contains(&took.as_secs()), "{took:?}");
+        choice.postpone();
+    }
+    choice.return_to_first();
+    assert_eq!(hosts.current().address, "a:1");
+}
+
+#[tokio::test]
+async fn one_alone_is_dialed_however_often_it_fails() {
+    let hosts = Arc::new(Hosts::new(several(&["a:1"])));
+    let mut choice = Choice::new(hosts.clone());
+    for _ in 0..10 {
+        choice.failed();
+        assert_eq!(hosts.current().address, "a:1");
+    }
+    let due = tokio::time::timeout(Duration::from_millis(1), choice.first_is_due());
+    assert!(due.await.is_err());
+}
+
+/// Lets the time pass after which the first is due, once the worker waits for it.
+async fn ten_minutes_later() {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    tokio::time::pause();
+    tokio::time::advance(RETURN_AFTER.mul_f64(1.2)).await;
+    tokio::time::resume();
+}
+
+#[tokio::test]
+async fn calls_stay_with_the_second_until_the_first_answers_again() {
+    let address = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap()
+    };
+    let second = Fake::start(None).await;
+    let (istiod, _tasks) = run(several(&[address, second.address]));
+    let mut connection = istiod.connection().await.unwrap();
+    assert_eq!(connection.about().peer, second.address.to_string());
+    assert_eq!(istiod.address(), second.address.to_string());
+    assert_eq!(istiod.status().dials, 4);
+    let mut stream = hold(&istiod, &mut connection).await;
+    let authority = second.seen().requests[0].uri.authority().cloned();
+    assert_eq!(authority.unwrap().as_str(), second.address.to_string());
+
+    ten_minutes_later().await;
+    while istiod.status().dials < 5 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    second.say("still here");
+    let data = stream.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert_eq!(data, "still here");
+
+    let first = Fake::at(address, None).await;
+    ten_minutes_later().await;
+    connection.left().await;
+    // Calls under way are answered.
+    second.say("the last word");
+    let data = stream.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert_eq!(data, "the last word");
+    let mut connection = istiod.connection().await.unwrap();
+    assert_eq!(connection.about().peer, address.to_string());
+    assert_eq!(istiod.address(), address.to_string());
+    let request = istiod.request("/any", Body::empty());
+    connection.send(request).await.unwrap();
+    let authority = first.seen().requests[0].uri.authority().cloned();
+    assert_eq!(authority.unwrap().as_str(), address.to_string());
+    // It has three failures again.
+    first.close();
+    super::until_gone(&istiod).await;
+    assert_eq!(
+        istiod.connection().await.unwrap().about().peer,
+        address.to_string()
+    );
+}
