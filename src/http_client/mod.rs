@@ -213,19 +213,14 @@ impl Client {
         }
         let port = uri.port_u16().unwrap_or(default_port);
         let proxy = self.config.proxies.find(tls.is_some(), host, port);
-        let mut stream = self.open(host, port, proxy).await?;
+        let stream = match proxy {
+            None => self.config.dialer.connect(host, port).await?,
+            Some(proxy) => self.reach(proxy, uri, host, port).await?,
+        };
         let Some(tls) = tls else {
             let connection = Connection::http1(stream, proxy.cloned()).await;
             return connection.map_err(|source| broken(uri, source));
         };
-        if let Some(proxy) = proxy {
-            let tunnel = proxy.tunnel(&mut stream, host, port).await;
-            tunnel.map_err(|source| Error::Proxy {
-                proxy: proxy.clone(),
-                authority: host_and_port(uri),
-                source,
-            })?;
-        }
         let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
         let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
         let stream = stream.await.map_err(|source| Error::Tls {
@@ -239,21 +234,30 @@ impl Client {
         connection.map_err(|source| broken(uri, source))
     }
 
-    /// Connects to a host, or to the proxy that leads there.
-    async fn open(
+    /// Connects to a proxy, and for `https` through it to the host.
+    async fn reach(
         &self,
+        proxy: &Proxy,
+        uri: &Uri,
         host: &str,
         port: u16,
-        proxy: Option<&Proxy>,
-    ) -> Result<TcpStream, dial::Error> {
+    ) -> Result<TcpStream, Error> {
         let dialer = &self.config.dialer;
-        let Some(proxy) = proxy else {
-            return dialer.connect(host, port).await;
-        };
         if let Ok(address) = host.parse() {
             dialer.check(address)?;
         }
-        dialer.connect(&proxy.host, proxy.port).await
+        let failed = |source| Error::Proxy {
+            proxy: proxy.clone(),
+            authority: host_and_port(uri),
+            source,
+        };
+        let stream = dialer.connect(&proxy.host, proxy.port).await;
+        let mut stream = stream.map_err(|error| failed(std::io::Error::other(error)))?;
+        if uri.scheme_str() == Some("https") {
+            let tunnel = proxy.tunnel(&mut stream, host, port).await;
+            tunnel.map_err(failed)?;
+        }
+        Ok(stream)
     }
 }
 

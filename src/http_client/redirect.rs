@@ -41,7 +41,8 @@ impl Redirects {
         }
         let unusable = |expected| Error::Redirect {
             authority: host_and_port(request.uri()),
-            found: location.clone().into_owned(),
+            // A query may be a signature.
+            found: location.split('?').next().unwrap_or_default().to_owned(),
             expected,
         };
         let (next, is_absolute) =

@@ -339,21 +339,23 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
     assert!(matches!(error, Error::Tls { .. }), "{error}");
     let refusing = Server::start(&["HTTP/1.1 403 Forbidden\r\n\r\n"]).await;
     let refusing = refusing.url.trim_start_matches("http://").to_owned();
-    let client = Client::new(Config {
-        proxies: Proxies {
-            https: Proxy::parse(&refusing),
+    for (proxy, expected) in [
+        (refusing.as_str(), "403"),
+        ("127.0.0.1:1", "cannot connect"),
+    ] {
+        let proxies = Proxies {
+            https: Proxy::parse(proxy),
             ..Proxies::default()
-        },
-        ..client.config
-    });
-    let error = fetch(&client, "https://modules.test/")
-        .await
-        .expect_err("refused");
-    let text = crate::lifecycle::with_causes(&error);
-    assert!(
-        text.contains("gives no connection to modules.test") && text.contains("403"),
-        "{text}"
-    );
+        };
+        let client = Client::new(Config {
+            proxies,
+            ..client.config.clone()
+        });
+        let error = fetch(&client, "https://modules.test/").await;
+        let text = crate::lifecycle::with_causes(&error.expect_err("refused"));
+        let began = text.contains("gives no connection to modules.test: ");
+        assert!(began && text.contains(expected), "{text}");
+    }
 }
 
 #[derive(Debug)]

@@ -194,8 +194,8 @@ variables! {
     WASM_INSECURE_REGISTRIES: String = "", "Hosts with ports, separated by commas, whose certificates are not verified; * is all.", Same;
     WASM_MODULE_EXPIRY: Duration = "24h", "Time after which unused Wasm modules are removed.", Same;
     WASM_PURGE_INTERVAL: Duration = "1h", "Pause between removals of Wasm modules.", Same;
-    WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one HTTP request for a Wasm module.", Same;
-    WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Attempts to fetch a Wasm module over HTTP.", Same;
+    WASM_HTTP_REQUEST_TIMEOUT: Duration = "15s", "Time limit of one request for a Wasm module, until the head of its answer.", Same;
+    WASM_HTTP_REQUEST_MAX_RETRIES: u32 = "5", "Attempts of each request for a Wasm module.", Same;
     ISTIO_WASM_MAX_BINARY_SIZE_BYTES: u32 = "268435456", "Largest Wasm module, before and after it is unpacked.", Same;
     BLOCKED_CIDRS_IN_WASM_FETCH: String = "", "Networks, separated by commas, that Wasm modules are never fetched from.", Same;
     DOCKER_CONFIG: String = "", "Directory of Docker's config.json with credentials for registries; empty is $HOME/.docker.", Same;

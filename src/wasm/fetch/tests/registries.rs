@@ -189,7 +189,11 @@ async fn bad_answers_of_registries_are_errors_that_say_what_came() {
         (
             "layer elsewhere",
             "blobs",
-            answer("307 No", "location: http://169.254.169.254/\r\n", b""),
+            answer(
+                "307 No",
+                "location: http://169.254.169.254/?signature\r\n",
+                b"",
+            ),
             "redirects to \"http://169.254.169.254/\", expected no private address",
         ),
         (
