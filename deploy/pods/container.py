@@ -197,6 +197,8 @@ class Container:
     async def wait(self):
         """Waits for the end; returns the exit code, 128 + n for signal n."""
         code = await self.process.wait()
+        # A control group may end the parent as well.
+        code = 128 - code if code < 0 else code
         await self._reading
         self.was_out_of_memory = bool(self.group and self.group.kills())
         await run("umount", "--recursive", "--lazy", self.root)

@@ -25,15 +25,11 @@ class Network:
         self.is_up = False
 
     async def start(self):
-        if "master" in await run("ip", "-o", "link", "show", "type", "veth"):
-            ports = await run("ip", "-o", "link", "show", "master", BRIDGE)
-            if ports:
+        if f"{BRIDGE}:" in await run("ip", "-o", "link", "show", "type", "bridge"):
+            if await run("ip", "-o", "link", "show", "master", BRIDGE):
                 raise Refused(f"another pod-runner has pods on the bridge {BRIDGE}")
-        try:
-            await run("ip", "link", "add", BRIDGE, "type", "bridge")
-        except Refused:  # Left over from one that was killed.
-            await run("ip", "link", "del", BRIDGE)
-            await run("ip", "link", "add", BRIDGE, "type", "bridge")
+            await run("ip", "link", "del", BRIDGE)  # Left over from one that was killed.
+        await run("ip", "link", "add", BRIDGE, "type", "bridge")
         self.is_up = True
         await run("ip", "address", "add", f"{self.host}/{self.subnet.prefixlen}", "dev", BRIDGE)
         await run("ip", "link", "set", BRIDGE, "up")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 
 import yaml
@@ -151,7 +152,7 @@ async def a_rotated_token_reaches_the_agent(world, kinds):
         refused = [line for line in lines if "certificate refused" in line]
         expect("refused certificates", [], refused)
         return world.log(pod).count("generated new workload certificate")
-    # Each certificate lives longer than a token, so this one was asked for with a new token.
+    # The first token has expired before the third certificate is asked for.
     await until("a certificate is issued for the new token", lambda: renewals() >= 3, 90)
 
 
@@ -222,9 +223,10 @@ async def an_envoy_out_of_memory_ends_the_container_with_137_and_it_is_restarted
     expect("exit code of the container", 137, proxy.exit_codes[0])
     expect("out of memory", True, proxy.was_out_of_memory)
     await pod.wait_ready(90)
-    log = world.log(pod)
-    if "out of memory" not in log and "OOM" not in log:
-        raise Refused("the next agent does not report the crash")
+    # Where the kernel ends the agent as well, nothing can be noted.
+    if proxy.group.is_old and not re.search(
+            "previous Envoy ended .* killed by the kernel for want of memory", world.log(pod)):
+        raise Refused("the next agent does not report why the previous Envoy ended")
     await pod.delete()
 
 
@@ -295,6 +297,35 @@ async def pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know(wor
         ["unshare", "--net", runner, path, "--image", "this=/", "--folder", world.folder / "cli"], 30)
     if code != 1 or "one/a | one" not in output or "container a ended with 3" not in output:
         raise Refused(f"pod-runner: exit code {code}: {output}")
+    await pod_runner_follows_its_manifest(runner, world.folder / "cli.yaml")
+
+
+async def pod_runner_follows_its_manifest(runner, path):
+    """Saving it with another label changes that of the running pod; SIGTERM deletes the pod."""
+    script = ("trap 'echo told; exit 0' TERM; until grep -q blue /info/labels; do sleep 0.1; done; "
+              "echo blue; while :; do sleep 0.1; done")
+    text = (f"kind: Pod\nmetadata: {{name: one, labels: {{team: COLOUR}}}}\nspec:\n  containers:\n"
+            f"  - name: a\n    image: this\n    command: [sh, -c, {json.dumps(script)}]\n"
+            "    volumeMounts: [{name: info, mountPath: /info}]\n  volumes:\n  - name: info\n"
+            "    downwardAPI: {items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]}\n")
+    path.write_text(text.replace("COLOUR", "red"))
+    child = await asyncio.create_subprocess_exec(
+        "unshare", "--net", runner, path, "--image", "this=/", "--folder", path.parent / "cli",
+        stdout=asyncio.subprocess.PIPE)
+
+    async def line(wanted):
+        async for one in child.stdout:
+            if wanted in one.decode():
+                return
+        raise Refused(f"pod-runner ended before it printed {wanted!r}")
+    async with asyncio.timeout(30):
+        await line("pod one is ready")
+        path.write_text(text.replace("COLOUR", "blue"))
+        await line("one/a | blue")
+        child.terminate()
+        await line("one/a | told")
+        await line("pod one: deleted")
+        expect("exit code of pod-runner", 0, await child.wait())
 
 
 PROBED = r"""

@@ -10,7 +10,6 @@ mod stats;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
@@ -27,13 +26,16 @@ const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 const START: Duration = Duration::from_secs(30);
 
+/// The same reason for not being ready is logged again after this time.
+const REPEAT: Duration = Duration::from_secs(1);
+
 pub(super) struct Readiness {
     sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
     startup: Gauge,
     /// Locked while Envoy's admin port is asked.
     checks: Mutex<Checks>,
-    was_ready: AtomicBool,
+    logged: parking_lot::Mutex<Logged>,
 }
 
 /// The checks one Envoy process has passed.
@@ -44,6 +46,24 @@ struct Checks {
     is_live: bool,
     /// When it was asked last, and the result.
     last: Option<(Instant, Result<(), String>)>,
+}
+
+/// What was logged last, and when: `pilot-agent wait` asks ten times a second.
+#[derive(Default)]
+struct Logged(Option<(Instant, Result<(), String>)>);
+
+impl Logged {
+    /// Whether this is to be logged; then it counts as logged.
+    fn is_news(&mut self, ready: &Result<(), String>) -> bool {
+        if let Some((when, last)) = &self.0
+            && last == ready
+            && (ready.is_ok() || when.elapsed() < REPEAT)
+        {
+            return false;
+        }
+        self.0 = Some((Instant::now(), ready.clone()));
+        true
+    }
 }
 
 /// Epoch and pid of an Envoy.
@@ -60,17 +80,16 @@ impl Readiness {
             grpc: grpc.map(BootstrapFile::new),
             startup,
             checks: Mutex::default(),
-            was_ready: AtomicBool::new(false),
+            logged: parking_lot::Mutex::default(),
         }
     }
 
     /// Checks for a readiness probe, and logs the result as pilot-agent does.
     pub(super) async fn check_and_log(&self) -> Result<(), String> {
         let ready = self.check().await;
-        let was_ready = self.was_ready.swap(ready.is_ok(), Ordering::Relaxed);
         match &ready {
-            Ok(()) if !was_ready => tracing::info!("Envoy proxy is ready"),
-            Ok(()) => {}
+            _ if !self.logged.lock().is_news(&ready) => {}
+            Ok(()) => tracing::info!("Envoy proxy is ready"),
             Err(missing) => tracing::warn!("Envoy proxy is NOT ready: {missing}"),
         }
         ready
