@@ -56,7 +56,7 @@ pods: $(if $(IMAGE),,image) ## Runs pods of all kinds with the image, as root; I
 	  --binaries $(target)/release --folder $(target)/pods --grpc $(target)/pods-grpc \
 	  --proxyv2 "$(PROXYV2)" --rendered "$(RENDERED_PODS)"
 
-demo: envoy ## Runs the agent, two Envoys and a control plane on this machine; KEEP=1 leaves it running.
+demo: envoy ## Runs the agent, three Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked
 	@envoy="$$(deploy/envoy/get-envoy)"; \
 	$(demo) --binaries $(target)/$(PROFILE:dev=debug) --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows the agent at work: two workloads, two Envoys, a control plane, all on loopback.
+"""Shows the agent at work: three workloads, three Envoys, a control plane, all on loopback.
 
 Tells the story in scenes; each prints what it measured and refuses to go on when a step fails.
 Run it with `make demo`. Needs only Python's standard library, an Envoy, and the
@@ -24,6 +24,7 @@ from envoy import short
 from processes import Refused, wait_until
 
 OUTAGE_AT_LEAST = 8  # Seconds.
+PROBE_PERIOD = 1  # Second.
 
 
 def main():
@@ -84,7 +85,7 @@ class Story:
 
     def __init__(self, the_mesh, keep):
         self.mesh, self.keep = the_mesh, keep
-        self.client = self.server = self.load = None
+        self.client = self.server = self.machine = self.load = None
         self.rotated = {}
 
     def tell(self):
@@ -100,6 +101,7 @@ class Story:
             self.rotate()
             self.push_route()
             self.lose_control_plane()
+            self.join_machine()
             self.show_memory()
         finally:
             self.load.stop()
@@ -108,7 +110,7 @@ class Story:
 
     @property
     def workloads(self):
-        return [self.server, self.client]
+        return [w for w in (self.server, self.client, self.machine) if w]
 
     def open(self):
         screen.say(screen.bold("istio-agent: a request from one workload to another"))
@@ -117,6 +119,7 @@ class Story:
         screen.say("                        │                         │")
         screen.say("                   client agent              server agent")
         screen.say("                        └───── local-istiod ──────┘")
+        screen.say("   and later a machine that joins the server workload")
         if self.mesh.was_kept:
             screen.say(f"\n(ended the demo kept before: {', '.join(self.mesh.was_kept)})")
 
@@ -131,7 +134,7 @@ class Story:
 
     def start_workloads(self):
         screen.scene(2, "Two workloads start, each an agent that runs an Envoy")
-        self.mesh.start_application()
+        self.mesh.start_application("server", self.mesh.ports["workload"])
         rows = []
         for account, port in (("server", "inbound"), ("client", "outbound")):
             workload = self.mesh.start_workload(account)
@@ -252,8 +255,60 @@ class Story:
         screen.done("both certificates passed half their life, could not be renewed, and stayed: "
                     + ", ".join(f"{name} {short(c['serial'])}" for name, c in held.items()))
 
+    def join_machine(self):
+        screen.scene(8, "A machine joins the server, fails its probe, and returns")
+        marked, healthy = self.load.so_far(), self.mesh.machine_is_healthy
+        self.mesh.start_application("machine", self.mesh.ports["machine_workload"])
+        self.machine = self.mesh.start_machine(
+            {"exec": {"command": ["test", "-e", str(healthy)]}, "periodSeconds": PROBE_PERIOD})
+        self.machine.measure_start(self.mesh.ports["machine_inbound"])
+        self.wait_for_istiod("machine 127.0.0.1 of machine-0.demo registered in demo/server")
+        self.wait_for_health("unhealthy", 1)
+        expect("requests to a machine whose probe fails", 0, self.load.requests["machine"])
+        screen.done("it registered as a machine of the group server, and gets no request "
+                    "while its probe fails")
+        for time_of, change, state, count in (
+                ("its probe succeeds: first request", healthy.touch, "healthy", 1),
+                ("its probe fails: last request", healthy.unlink, "unhealthy", 2),
+                ("its probe succeeds: first request", healthy.touch, "healthy", 2)):
+            before, changed = self.load.requests["machine"], time.monotonic()
+            change()
+            self.wait_for_health(state, count)
+            if state == "healthy":
+                self.wait_for_requests(before)
+                took = time.monotonic() - changed
+            else:
+                took = self.last_request() - changed
+            screen.fact(time_of, f"{screen.milliseconds(took)} later "
+                        f"(it is probed each {PROBE_PERIOD} s)")
+        self.report(marked, "meanwhile")
+
+    def wait_for_istiod(self, line, count=1):
+        wait_until(f"local-istiod to log {line!r}", lambda: self.mesh.logged(line) >= count, 10,
+                   [w.agent for w in self.workloads])
+
+    def wait_for_health(self, state, count):
+        self.wait_for_istiod(f"workload of machine-0.demo is {state}", count)
+
+    def wait_for_requests(self, before):
+        wait_until("a request to the machine", lambda: self.load.requests["machine"] > before, 10,
+                   [w.agent for w in self.workloads])
+
+    def last_request(self):
+        """When the machine got its last one: a hundred have gone elsewhere since."""
+        def all_elsewhere():
+            nonlocal mark
+            now = dict(self.load.requests)
+            if now["machine"] > mark["machine"]:
+                mark = now
+            return now["server"] >= mark["server"] + 100
+        mark = dict(self.load.requests)
+        wait_until("requests to stay away from the machine", all_elsewhere, 10,
+                   [w.agent for w in self.workloads])
+        return self.load.latest["machine"]
+
     def show_memory(self):
-        screen.scene(8, "Memory, under this load")
+        screen.scene(9, "Memory, under this load")
         megabytes = lambda size: f"{size / 1e6:.1f} MB"
         rows = [[w.name, *map(megabytes, w.memory())] for w in self.workloads]
         screen.table(["resident", "agent", "Envoy"], rows)
@@ -275,7 +330,7 @@ class Story:
 
     def sum_up(self):
         total = self.load.so_far()
-        screen.scene(9, "In all")
+        screen.scene(10, "In all")
         if total["failed"]:
             raise Refused(f"{total['failed']} requests failed: "
                           + "; ".join(self.load.first_failures()))
@@ -283,7 +338,7 @@ class Story:
                     "handshakes, 0 failed")
 
     def end(self):
-        for workload in (self.client, self.server):
+        for workload in (self.client, self.machine, self.server):
             code, took = workload.agent.terminate(20)
             expect(f"the exit code of the {workload.name}'s agent after SIGTERM", 0, code)
             if processes.is_alive(*workload.envoy_pid):
@@ -305,6 +360,7 @@ class Story:
                 ("what the client's Envoy holds", f"curl -s '{client}/config_dump?include_eds'"),
                 ("what the server's Envoy holds", f"curl -s '{server}/config_dump?include_eds'"),
                 ("change the route", f"$EDITOR {route}"),
+                ("fail the machine's probe", f"rm {self.mesh.machine_is_healthy}"),
                 ("follow the logs", f"tail -f {self.mesh.root / 'logs'}/*.log"),
                 ("end it all", "make demo-stop")]:
             screen.fact(what, command)

@@ -26,6 +26,7 @@ class Answer:
         self.caller = uri_of(told.get("caller", ""))
         self.client_serial = serial(told.get("client_serial", ""))
         self.connection = told.get("connection", "")
+        self.workload = told.get("workload", "")
         self.version = told.get("path", "").strip("/").split("/")[0]
 
 
@@ -59,6 +60,7 @@ class Load:
         self.counts = collections.Counter()
         self.failures = []
         self.serials, self.handshakes, self.versions = set(), set(), collections.Counter()
+        self.requests, self.latest = collections.Counter(), {}  # By workload.
         self.stopping = threading.Event()
         self.threads = [threading.Thread(target=run, daemon=True)
                         for run in (self._keep, self._keep, self._open_anew, self._open_anew)]
@@ -115,8 +117,10 @@ class Load:
         with self.lock:
             self.counts[kind] += 1
             self.versions[answer.version] += 1
+            self.requests[answer.workload] += 1
+            self.latest[answer.workload] = time.monotonic()
             if kind == "new":
-                self.handshakes.add(answer.connection)
+                self.handshakes.add((answer.workload, answer.connection))
                 self.serials.add(answer.client_serial)
         return True
 

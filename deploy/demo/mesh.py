@@ -21,8 +21,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 TRUST_DOMAIN, NAMESPACE = "cluster.local", "demo"
 CERTIFICATE_SECONDS = 30
 DISCOVERED = ["Cluster", "ClusterLoadAssignment", "Listener", "RouteConfiguration"]
-NAMES = ["istiod", "workload", "inbound", "outbound",
-         *(f"{workload}_{use}" for workload in ("client", "server")
+NAMES = ["istiod", "workload", "inbound", "outbound", "machine_workload", "machine_inbound",
+         *(f"{workload}_{use}" for workload in ("client", "server", "machine")
            for use in ("admin", "status", "health", "metrics"))]
 
 
@@ -42,6 +42,7 @@ class Mesh:
         self.family = processes.Family(self.register)
         self.ports = ports.free_ports(NAMES)
         self.istiod = None
+        self.machine_is_healthy = root / "machine-is-healthy"
 
     def log(self, name):
         return self.root / "logs" / f"{name}.log"
@@ -69,10 +70,17 @@ class Mesh:
         """Fills the templates in and puts the files whose content changed in place, each whole."""
         values = {f"{name}_port": port for name, port in self.ports.items()}
         values |= {"version": version, "client_identity": identity("client"),
-                   "server_identity": identity("server")}
-        for template in sorted((HERE / "resources").glob("*/*.yaml")):
+                   "server_identity": identity("server"), "namespace": NAMESPACE}
+        of_machine = values | {use: values[f"machine_{use}"]
+                               for use in ("inbound_port", "workload_port")}
+        self.fill_in("client", "client", values)
+        self.fill_in("server", "server", values)
+        self.fill_in("server", "machine", of_machine)
+
+    def fill_in(self, templates, node, values):
+        for template in sorted((HERE / "resources" / templates).glob("*.yaml")):
             text = string.Template(template.read_text()).substitute(values)
-            target = self.root / "istiod/resources" / template.parent.name / template.name
+            target = self.root / "istiod/resources" / node / template.name
             if not target.exists() or target.read_text() != text:
                 put_in_place(target, text, self.root / "istiod")
 
@@ -92,30 +100,40 @@ class Mesh:
 
     # The workloads.
 
-    def start_application(self):
-        port = self.ports["workload"]
-        command = [sys.executable, str(HERE / "workload.py"), str(port)]
+    def start_application(self, name, port):
+        command = [sys.executable, str(HERE / "workload.py"), str(port), name]
         process = self.family.start(
-            "the server workload", command, self.root, base_environment(), self.log("workload"))
-        wait_until("the server workload to listen", lambda: ports.accepts(port), 15, [process])
+            f"the {name} workload", command, self.root, base_environment(),
+            self.log(f"{name}-workload"))
+        wait_until(f"the {name} workload to listen", lambda: ports.accepts(port), 15, [process])
 
     def start_workload(self, account):
-        return Workload(self, account)
+        return Workload(self, account, account, {}, {})
+
+    def start_machine(self, probe):
+        """A machine of the group `server`, which runs as the server does."""
+        return Workload(self, "machine", "server", {"readinessProbe": probe},
+                        {"ISTIO_META_AUTO_REGISTER_GROUP": "server"})
+
+    def logged(self, line):
+        """How often local-istiod logged this line."""
+        return self.istiod.log.read_text(errors="replace").splitlines().count(line)
 
 
 class Workload:
     """One agent with its Envoy."""
 
-    def __init__(self, mesh, account):
-        self.name, self.mesh = account, mesh
-        self.folder = mesh.root / account
-        self.admin = envoy.Admin(mesh.ports[f"{account}_admin"])
+    def __init__(self, mesh, name, account, settings, environment):
+        self.name, self.mesh, self.account = name, mesh, account
+        self.folder = mesh.root / name
+        self.admin = envoy.Admin(mesh.ports[f"{name}_admin"])
         self.give_credentials()
         self.agent = mesh.family.start(
-            f"the {account}'s agent",
+            f"the {name}'s agent",
             [str(mesh.binaries / "pilot-agent"), "proxy", "sidecar",
              "--log_output_level=default:info"],
-            self.folder, self.environment(), mesh.log(f"{account}-agent-and-envoy"))
+            self.folder, self.environment(settings) | environment,
+            mesh.log(f"{name}-agent-and-envoy"))
         self.envoy_pid = None
 
     def give_credentials(self):
@@ -123,21 +141,21 @@ class Workload:
         out, secrets = self.mesh.root / "istiod/out", self.folder / "var/run/secrets"
         for source, target in [
                 (out / "root-cert.pem", secrets / "istio/root-cert.pem"),
-                (out / f"{NAMESPACE}.{self.name}/istio-token", secrets / "tokens/istio-token")]:
+                (out / f"{NAMESPACE}.{self.account}/istio-token", secrets / "tokens/istio-token")]:
             if not source.exists():
                 raise Refused(f"local-istiod did not write {source}", [self.mesh.istiod.log])
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
 
-    def environment(self):
+    def environment(self, settings):
         own = lambda use: str(self.mesh.ports[f"{self.name}_{use}"])
-        settings = {
+        settings = settings | {
             "discoveryAddress": f"localhost:{self.mesh.ports['istiod']}",
             "binaryPath": str(self.mesh.envoy_binary), "serviceCluster": self.name,
             "proxyAdminPort": int(own("admin")), "statusPort": int(own("status")),
             "concurrency": 1, "terminationDrainDuration": "1s"}
         return base_environment() | {
-            "POD_NAME": f"{self.name}-0", "POD_NAMESPACE": NAMESPACE, "SERVICE_ACCOUNT": self.name,
+            "POD_NAME": f"{self.name}-0", "POD_NAMESPACE": NAMESPACE, "SERVICE_ACCOUNT": self.account,
             "INSTANCE_IP": "127.0.0.1", "CLOUD_PLATFORM": "none", "TRUST_DOMAIN": TRUST_DOMAIN,
             "ISTIO_META_CLUSTER_ID": "Kubernetes", "ENVOY_STATUS_PORT": own("health"),
             "ENVOY_PROMETHEUS_PORT": own("metrics"), "PROXY_CONFIG": json.dumps(settings)}

@@ -1,7 +1,7 @@
 """The server workload: a tiny HTTP application that tells what it was asked and by whom.
 
 Knows nothing of certificates; the caller's identity is what the Envoy beside it says. Usage:
-workload.py PORT
+workload.py PORT NAME
 """
 
 import http.server
@@ -18,7 +18,7 @@ class Workload(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         answer = {name: self.headers.get(header, "") for name, header in TOLD.items()}
-        answer["path"] = self.path
+        answer |= {"path": self.path, "workload": sys.argv[2]}
         body = (json.dumps(answer) + "\n").encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
