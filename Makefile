@@ -15,7 +15,7 @@ install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-def
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image pods aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image pods release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -29,6 +29,15 @@ build: ## Builds the agent as it ships, and local-istiod beside it.
 image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
 	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image
+
+release: export ISTIO_AGENT_REVISION ?= $(shell git rev-parse HEAD)
+release: export ISTIO_AGENT_STATUS ?= $(if $(shell git status --porcelain),Modified,Clean)
+release: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+release: image package ## Leaves archive, packages, image and checksums in target/dist; AARCH64=1 adds an archive.
+	@agents=($(target)/release/pilot-agent); \
+	if [[ -n "$(AARCH64)" ]]; then \
+	$(MAKE) aarch64 PROFILE=release; agents+=($(target)/$(aarch64)/release/pilot-agent); fi; \
+	deploy/release $(target)/dist $(target)/image $(target)/debian/*.deb $(target)/generate-rpm/*.rpm -- "$${agents[@]}"
 
 aarch64: build ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
 	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
@@ -44,6 +53,7 @@ deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if
 	$$deny advisories; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
 
 deb: build ## Builds the package of the agent for machines with Debian.
+	@deploy/inventory $(shell uname -m)-unknown-linux-gnu $(target)/release
 	@$(call install,cargo-deb,3.8.0)
 	@$(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip
 
