@@ -33,3 +33,45 @@ impl Sources<'_> {
         time.map(Duration::from_micros)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::machine;
+
+    #[test]
+    fn systemd_is_notified_at_the_socket_it_names_and_its_watchdog_if_it_is_for_this_process() {
+        let own: &str = std::process::id().to_string().leak();
+        for (socket, time, process, expected, warned) in [
+            ("", "2000000", "", None, None),
+            ("/run/notify", "", "", Some("None"), None),
+            ("@notify", "2000000", "", Some("Some(1s)"), None),
+            ("/run/notify", "2000000", own, Some("Some(1s)"), None),
+            ("/run/notify", "2000000", "0", Some("None"), None),
+            (
+                "/run/notify",
+                "1min",
+                "",
+                Some("None"),
+                Some("WATCHDOG_USEC"),
+            ),
+            ("/run/notify", "0", "", Some("None"), Some("WATCHDOG_USEC")),
+            ("notify", "", "", None, Some("NOTIFY_SOCKET")),
+        ] {
+            let config = machine(&[
+                ("NOTIFY_SOCKET", socket),
+                ("WATCHDOG_USEC", time),
+                ("WATCHDOG_PID", process),
+            ])
+            .config();
+            let found = config.systemd.map(|systemd| format!("{systemd:?}"));
+            let period = found
+                .as_deref()
+                .and_then(|text| text.split_once("period: "));
+            let period = period.map(|(_, period)| period.trim_end_matches(" }"));
+            assert_eq!(period, expected, "{socket} {time} {process}");
+            let subjects: Vec<_> = config.warnings.iter().map(|w| &*w.subject).collect();
+            let warned: Vec<_> = warned.into_iter().collect();
+            assert_eq!(subjects, warned, "{socket} {time} {process}");
+        }
+    }
+}
