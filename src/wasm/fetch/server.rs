@@ -66,7 +66,11 @@ impl Config {
         directory: &Path,
         deadline: Instant,
     ) -> Result<Download, Error> {
-        let failed = |problem| Error::Download(format!("wasm module download failed: {problem}"));
+        let url = source.redacted();
+        let failed = |problem| {
+            let problem = format!("wasm module download from {url} failed: {problem}");
+            Error::Download(problem)
+        };
         let server = self.server(source.authority(), Redirects::Follow, deadline);
         let server = server.await.map_err(failed)?;
         let request = get(source.uri.clone(), source.authorization.as_ref());

@@ -180,7 +180,7 @@ async fn bad_answers_over_http_are_errors_that_say_what_came() {
             "server error",
             answer("503 No", "", b""),
             3,
-            "wasm module download failed: status code 503",
+            "/a failed: status code 503",
         ),
         (
             "page",
