@@ -1,8 +1,11 @@
 """The claims: each function is one, and its name and sentence are printed."""
 
 import asyncio
+import base64
 import json
+import os
 import re
+import ssl
 import sys
 
 import yaml
@@ -17,6 +20,8 @@ from world import HERE, OURS, PAGES, STAND_IN, annotated, expect, until
 GRPC_PORT = 50051
 # What Istio's Envoy has, and waypoints need.
 EXTENSION = "istio.workload.BootstrapExtension"
+# The object identifier of RSA keys, as certificates have it.
+RSA = bytes.fromhex("2a864886f70d010101")
 
 
 class Mesh:
@@ -119,6 +124,34 @@ async def a_waypoint_becomes_ready(world, kinds):
         skipped = f"this Envoy has no {EXTENSION}; all up to its start was as it should be"
     await pod.delete(grace=1)
     return skipped
+
+
+async def other_authorities_get_rsa_keys_or_serve_certificates_themselves(world, kinds):
+    rsa = world.make("rsa", world.page("authorities.md", 0))
+    spire = world.make("spire", world.page("authorities.md", 1))
+    for pod in (rsa, spire):
+        world.resources.put(pod.name, mesh.inbound("REDIRECT", "client", "gateway"))
+    kinds.point(rsa=("server", [(rsa.address, 8080)]), spire=("server", [(spire.address, 8080)]))
+    await asyncio.gather(rsa.start(), spire.start())
+    await rsa.wait_ready()
+    await world.call(kinds.client, "rsa", f"{rsa.address}:8080")
+    code, output = await rsa.container("istio-proxy").execute(
+        ["pilot-agent", "request", "GET", "config_dump"], 20)
+    expect("exit code of config_dump", 0, code, output)
+    chain = re.search(r'"certificate_chain": *\{\s*"inline_bytes": *"([^"]+)"', output)
+    expect("a certificate in config_dump", True, chain is not None, output)
+    chain = base64.b64decode(chain[1])
+    leaf = ssl.PEM_cert_to_DER_cert(chain.decode().partition("-----END")[0] + ssl.PEM_FOOTER)
+    expect("an RSA key", True, RSA in leaf)
+    # The agent of another pod serves in the place of SPIRE, and later than the pod's own agent starts.
+    await until("the agent waits for SPIRE", lambda: "no process serves secrets" in world.log(spire))
+    expect("ready without SPIRE", False, spire.is_ready)
+    socket = kinds.pods["sidecar"].volumes["workload-socket"].path / "socket"
+    os.link(socket, spire.volumes["workload-socket"].path / "socket")
+    await spire.wait_ready()
+    await world.call(kinds.client, "spire", f"{spire.address}:8080")
+    expect("certificates of the pod itself", 0, world.log(spire).count("generated new workload certificate"))
+    await asyncio.gather(rsa.delete(grace=1), spire.delete(grace=1))
 
 
 async def the_agent_answers_names_of_the_mesh(world, kinds):

@@ -81,6 +81,7 @@ async def run(options):
             cases.replaced_pods_lose_no_request_and_the_way_back_is_the_same,
             cases.grpc_applications_talk_by_what_their_agents_relay,
             cases.a_waypoint_becomes_ready,
+            cases.other_authorities_get_rsa_keys_or_serve_certificates_themselves,
             cases.values_for_the_whole_mesh_swap_every_pod,
             cases.pod_runner_gives_a_container_what_its_manifest_says,
             cases.pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know))))
