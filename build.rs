@@ -1,12 +1,14 @@
-//! Compiles `proto/` without `protoc`, and leaves unwind tables out of releases.
+//! Compiles `proto/` without `protoc`, into messages, and into descriptors by which JSON is read; and
+//! leaves unwind tables out of releases.
 
 #![expect(
     clippy::disallowed_methods,
     reason = "cargo speaks to build scripts by the environment"
 )]
 
-use std::env;
 use std::error::Error;
+use std::path::Path;
+use std::{env, fs};
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
@@ -22,5 +24,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .build_transport(false)
         .compile_fds(own)?;
+    let mut compiler = protox::Compiler::new(["proto"])?;
+    compiler.include_imports(true).include_source_info(false);
+    compiler.open_file("envoy/extensions/wasm/v3/wasm.proto")?;
+    let descriptors = compiler.encode_file_descriptor_set();
+    fs::write(
+        Path::new(&env::var("OUT_DIR")?).join("wasm.fds"),
+        descriptors,
+    )?;
     Ok(())
 }

@@ -10,16 +10,17 @@ use zeroize::Zeroizing;
 
 /// The whole of a regular file with at most `largest` bytes.
 pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
-    // Without the flag, opening a pipe waits for its writer.
-    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags)
-        .open(path)?;
-    read_open(file, largest)
+    read_open(open(path)?, largest)
 }
 
-/// Like [`read`], of a file opened without waiting.
+/// Opens a file without waiting.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    // Without the flag, opening a pipe waits for its writer.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
+}
+
+/// Like [`read`], of what [`open`] opened.
 pub(crate) fn read_open(file: File, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     let metadata = file.metadata()?;
     if !metadata.is_file() {

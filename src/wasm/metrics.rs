@@ -1,6 +1,7 @@
-//! The metrics of conversions, as pilot-agent has them.
+//! The metrics of modules, as pilot-agent has them.
 
-use crate::metrics::{Counters, Histogram, Registry};
+use super::fetch::Error;
+use crate::metrics::{Counters, Gauge, Histogram, Registry};
 
 /// Powers of two, in milliseconds.
 const MILLISECONDS: &[f64] = &[
@@ -13,6 +14,9 @@ pub(super) struct Metrics {
     /// By result.
     pub(super) conversions: Counters<1>,
     pub(super) duration: Histogram,
+    fetches: Counters<1>,
+    lookups: Counters<1>,
+    pub(super) entries: Gauge,
 }
 
 impl Metrics {
@@ -30,6 +34,41 @@ impl Metrics {
                  config.",
                 MILLISECONDS,
             ),
+            fetches: registry.counters(
+                "istio_agent_wasm_remote_fetch_count",
+                "number of Wasm remote fetches and results, including success, download failure, and \
+                 checksum mismatch.",
+                &["result"],
+            ),
+            lookups: registry.counters(
+                "istio_agent_wasm_cache_lookup_count",
+                "number of Wasm remote fetch cache lookups.",
+                &["hit"],
+            ),
+            entries: registry.gauge(
+                "istio_agent_wasm_cache_entries",
+                "number of Wasm remote fetch cache entries.",
+            ),
         }
+    }
+
+    pub(super) fn count_lookup(&self, is_hit: bool) {
+        let hit = if is_hit { "true" } else { "false" };
+        self.lookups.with([hit]).inc();
+    }
+
+    pub(super) fn count_success(&self) {
+        self.fetches.with(["success"]).inc();
+    }
+
+    pub(super) fn count_failure(&self, fetched: &Result<(), Error>) {
+        let result = match fetched {
+            Err(Error::Manifest(_)) => "manifest_failure",
+            Err(Error::Download(_)) => "download_failure",
+            Err(Error::Checksum { .. }) => "checksum_mismatched",
+            Err(Error::Invalid { .. }) => "fetch_failure",
+            Ok(()) | Err(_) => return,
+        };
+        self.fetches.with([result]).inc();
     }
 }

@@ -9,7 +9,8 @@ mod convert;
 mod fetch;
 mod metrics;
 mod modules;
-mod snapshot;
+mod request;
+mod state;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,13 +22,13 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use crate::executor::ConnectionTasks;
 use crate::metrics::Registry;
-use cache::Cache;
+use convert::Filter;
 pub(crate) use convert::wire;
-use convert::{Filter, Unusable};
 pub use fetch::Config as FetchConfig;
 use metrics::Metrics;
 use modules::Modules;
-pub use snapshot::Snapshot;
+use request::{Request, Unusable};
+pub use state::Snapshot;
 
 /// Settings of modules.
 #[derive(Clone, Debug)]
@@ -49,6 +50,7 @@ pub struct Config {
 /// Converts resources. Clones share the modules.
 #[derive(Clone, Debug)]
 pub struct Wasm {
+    config: Arc<Config>,
     modules: Arc<Modules>,
     metrics: Metrics,
 }
@@ -63,11 +65,8 @@ pub(crate) struct Converted {
     pub(crate) retry_at: Option<Instant>,
 }
 
-/// A module that a resource does not get, and when to ask for it again.
-struct Replaced {
-    resource: Bytes,
-    retry_at: Option<Instant>,
-}
+/// A resource, and when to ask again for a module it does not get.
+type Replaced = (Bytes, Option<Instant>);
 
 impl Wasm {
     /// The future fetches modules and removes old ones. It never ends; dropping it ends all fetches.
@@ -75,44 +74,62 @@ impl Wasm {
         config: Config,
         registry: &Registry,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
-        let cache = Cache::new(config.directory.clone(), config.max_cache_bytes, registry);
-        let (cache, fetches) = (Arc::new(cache), ConnectionTasks::default());
-        let (expiry, purge_interval) = (config.expiry, config.purge_interval);
-        let modules = Modules::new(config, cache.clone(), fetches.executor(), registry);
-        let metrics = Metrics::new(registry);
-        let modules = Arc::new(modules);
-        let wasm = Self { modules, metrics };
+        let (fetches, metrics) = (ConnectionTasks::default(), Metrics::new(registry));
+        let (config, interval) = (Arc::new(config.clone()), config.purge_interval);
+        let modules = Modules::new(config.clone(), fetches.executor(), metrics.clone());
+        let wasm = Self {
+            config,
+            modules: Arc::new(modules),
+            metrics,
+        };
+        let modules = wasm.modules.clone();
         let purging = async move {
             let _fetches = fetches;
-            let mut ticks = interval_at(Instant::now() + purge_interval, purge_interval);
+            let mut ticks = interval_at(Instant::now() + interval, interval);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
                 ticks.tick().await;
-                cache.clone().purge(expiry).await;
+                modules.tidy().await;
             }
         };
         (wasm, purging)
     }
 
-    /// Converts resources, each an encoded `Any`, and waits for their modules. An error means that
-    /// the response cannot be used.
-    pub(crate) async fn convert(&self, resources: &[Bytes]) -> Result<Converted, String> {
+    /// Converts resources, each an encoded `Any`, and waits for their modules. `is_whole` is whether
+    /// they are all there are. An error means that the response cannot be used.
+    pub(crate) async fn convert(
+        &self,
+        resources: &[Bytes],
+        is_whole: bool,
+    ) -> Result<Converted, String> {
         let began = Instant::now();
-        let filters = self.filters(resources);
-        let converted = match filters {
-            Ok(filters) => {
-                let replacing = filters.iter().map(|filter| self.replace(filter.as_ref()));
-                let replaced: Result<Vec<_>, _> = join_all(replacing).await.into_iter().collect();
-                replaced.map(Converted::new)
-            }
-            Err(problem) => Err(problem),
-        };
-        self.metrics
-            .duration
-            .observe(began.elapsed().as_secs_f64() * 1000.0);
+        let converted = self.converted(resources, is_whole).await;
+        let milliseconds = began.elapsed().as_secs_f64() * 1000.0;
+        self.metrics.duration.observe(milliseconds);
         converted.inspect_err(|problem| {
             tracing::error!(target: "wasm", "error in applying failopen rbac config: {problem}");
         })
+    }
+
+    async fn converted(&self, resources: &[Bytes], is_whole: bool) -> Result<Converted, String> {
+        let filters = self.filters(resources)?;
+        if is_whole {
+            let names = filters.iter().flatten().map(|filter| filter.name.as_str());
+            self.modules.retain(&names.collect());
+        }
+        let replacing = filters.iter().map(async |filter| match filter {
+            Some(filter) => self.replace(filter).await.map(Some),
+            None => Ok(None),
+        });
+        let mut converted = Converted::default();
+        for replaced in join_all(replacing).await {
+            let (resource, retry_at) = replaced?.unzip();
+            let retry_at = retry_at.flatten();
+            converted.missing += usize::from(retry_at.is_some());
+            converted.retry_at = converted.retry_at.into_iter().chain(retry_at).min();
+            converted.resources.push(resource);
+        }
+        Ok(converted)
     }
 
     /// The filters among the resources. The error is that of all that cannot be read.
@@ -137,64 +154,68 @@ impl Wasm {
             [one] => Err(one.clone()),
             many => {
                 let count = many.len();
-                Err(format!(
-                    "{count} errors occurred:\n\t* {}",
-                    many.join("\n\t* ")
-                ))
+                let all = many.join("\n\t* ");
+                Err(format!("{count} errors occurred:\n\t* {all}"))
             }
         }
     }
 
-    async fn replace(&self, filter: Option<&Filter>) -> Result<Option<Replaced>, String> {
-        let Some(filter) = filter else {
-            return Ok(None);
-        };
-        let (result, problem, is_known, retry_at) = match &filter.module {
-            Err(unusable @ Unusable::NoUri(_)) => {
-                ("miss_remote_fetch_hint", unusable.to_string(), false, None)
+    async fn replace(&self, filter: &Filter) -> Result<Replaced, String> {
+        let Unusable {
+            result,
+            problem,
+            retry_at,
+        } = match self.module(filter).await {
+            Ok(resource) => {
+                self.metrics.conversions.with(["success"]).inc();
+                return Ok((resource, None));
             }
-            Err(unusable) => ("fetch_failure", unusable.to_string(), false, None),
-            Ok(request) => match self.modules.get(&filter.name, request).await {
-                Ok(path) => match filter.with_module(&path.to_string_lossy()) {
-                    Ok(resource) => {
-                        self.metrics.conversions.with(["success"]).inc();
-                        let retry_at = None;
-                        return Ok(Some(Replaced { resource, retry_at }));
-                    }
-                    Err(error) => ("marshal_failure", error.to_string(), false, None),
-                },
-                Err(missing) => {
-                    let problem = format!("cannot fetch Wasm module {}", missing.error);
-                    ("fetch_failure", problem, missing.is_known, missing.retry_at)
-                }
-            },
+            Err(unusable) => unusable,
         };
         self.metrics.conversions.with([result]).inc();
-        if !is_known {
-            tracing::error!(
-                target: "wasm",
-                "error in converting the wasm config to local: {}: {problem}. applying {} RBAC filter",
-                filter.name,
-                filter.policy()
-            );
-        }
+        let (name, policy) = (&filter.name, filter.policy());
+        tracing::error!(
+            target: "wasm",
+            "error in converting the wasm config to local: {name}: {problem}. applying {policy} RBAC filter"
+        );
         let resource = filter.fallback().map_err(|error| error.to_string())?;
-        Ok(Some(Replaced { resource, retry_at }))
+        Ok((resource, retry_at))
+    }
+
+    /// The resource with its module.
+    async fn module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
+        let request = filter.module.as_ref().map_err(Clone::clone)?;
+        self.config.permits(request)?;
+        let path = self.modules.get(&filter.name, request).await;
+        let path = path.map_err(|failure| Unusable {
+            retry_at: Some(failure.retry_at),
+            ..Unusable::fetch(failure.error)
+        })?;
+        let rewritten = filter.with_module(&path.to_string_lossy());
+        rewritten.map_err(|error| Unusable::new("marshal_failure", error.to_string()))
+    }
+
+    /// What is known now.
+    pub fn snapshot(&self) -> Snapshot {
+        self.modules.snapshot()
     }
 }
 
-impl Converted {
-    fn new(replaced: Vec<Option<Replaced>>) -> Self {
-        let mut converted = Self::default();
-        for replaced in replaced {
-            let retry_at = replaced.as_ref().and_then(|replaced| replaced.retry_at);
-            converted.missing += usize::from(retry_at.is_some());
-            converted.retry_at = converted.retry_at.into_iter().chain(retry_at).min();
-            converted
-                .resources
-                .push(replaced.map(|replaced| replaced.resource));
+impl Config {
+    /// An error if the operator's rules refuse a module.
+    fn permits(&self, request: &Request) -> Result<(), Unusable> {
+        if self.requires_digest && request.pinned.is_none() {
+            let variable = "ISTIO_AGENT_WASM_REQUIRE_DIGEST";
+            let problem = format!("{variable} is set, and the module is not pinned by a digest");
+            return Err(Unusable::fetch(problem));
         }
-        converted
+        let mut allowed = self.allowed.iter();
+        if !self.allowed.is_empty() && !allowed.any(|prefix| request.source.is_within(prefix)) {
+            let variable = "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES";
+            let url = request.source.redacted();
+            return Err(Unusable::fetch(format!("{variable} does not list {url}")));
+        }
+        Ok(())
     }
 }
 

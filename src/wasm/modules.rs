@@ -1,380 +1,264 @@
-//! Decides whether a module is fetched or taken from the cache.
+//! Takes modules from the cache, or has them fetched.
 //!
 //! A module is fetched once however many resources ask for it, and [`MOST_FETCHES`] are fetched at a
 //! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
 //! wait that grows; until then, those who ask get its error.
 
+use std::collections::{HashMap, HashSet};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{self, Semaphore, watch};
 use tokio::time::{Instant, timeout};
-use zeroize::Zeroizing;
 
 use super::Config;
-use super::cache::{Cache, Key};
-use super::convert::{PullPolicy, Request};
-use super::fetch::{Error, Source};
+use super::cache::{Cache, Module};
+use super::fetch::Error;
+use super::metrics::Metrics;
+use super::request::Request;
+use super::state::{Failure, Resources, Snapshot};
 use crate::backoff::Backoff;
 use crate::executor::Executor;
-use crate::metrics::{Counters, Registry};
 
 const MOST_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.
 const FIRST_WAIT: Duration = Duration::from_secs(2);
 const LONGEST_WAIT: Duration = Duration::from_secs(300);
 const SHORTEST_WAIT: Duration = Duration::from_secs(1);
+/// The time the disk has to find a module, or take one in.
+const DISK_LIMIT: Duration = Duration::from_secs(30);
 
 /// The modules of all resources.
 #[derive(Debug)]
 pub(super) struct Modules {
-    config: Config,
-    pub(super) cache: Arc<Cache>,
+    config: Arc<Config>,
+    /// Locked during work on disk, so that a disk that hangs holds up one thread.
+    pub(super) cache: Arc<sync::Mutex<Cache>>,
     executor: Executor,
     slots: Semaphore,
-    state: Mutex<State>,
-    fetches: Counters<1>,
+    resources: Mutex<Resources>,
+    /// By [`Request::fetch_id`], with its URL. A fetch has ended when its channel is closed.
+    fetches: Mutex<HashMap<u64, (String, Fetching)>>,
+    metrics: Metrics,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    running: Vec<(Fetch, watch::Receiver<Option<Fetched>>)>,
-    failures: Vec<Failure>,
-}
-
-/// What distinguishes fetches.
-#[derive(Clone, PartialEq, Eq)]
-struct Fetch {
-    url: String,
-    expected: Option<String>,
-    pull_secret: Option<Zeroizing<String>>,
-}
-
-type Fetched = Result<Key, Error>;
-
-/// The last fetch of a resource's module, which failed.
-#[derive(Debug)]
-struct Failure {
-    resource: String,
-    request: Request,
-    error: Error,
-    backoff: Backoff,
-    until: Instant,
-}
-
-/// A module that a resource does not get.
-#[derive(Clone, Debug)]
-pub(super) struct Missing {
-    pub(super) error: Error,
-    /// Whether this is the error of an earlier attempt.
-    pub(super) is_known: bool,
-    /// When to ask again. None if that leads to nothing else.
-    pub(super) retry_at: Option<Instant>,
-}
+type Fetched = Result<(), Error>;
+type Fetching = watch::Receiver<Option<Fetched>>;
 
 impl Modules {
-    pub(super) fn new(
-        config: Config,
-        cache: Arc<Cache>,
-        executor: Executor,
-        registry: &Registry,
-    ) -> Self {
+    pub(super) fn new(config: Arc<Config>, executor: Executor, metrics: Metrics) -> Self {
+        let cache = Cache::new(config.directory.clone());
         Self {
             config,
-            cache,
+            cache: Arc::new(sync::Mutex::new(cache)),
             executor,
             slots: Semaphore::new(MOST_FETCHES),
-            state: Mutex::default(),
-            fetches: registry.counters(
-                "istio_agent_wasm_remote_fetch_count",
-                "number of Wasm remote fetches and results, including success, download failure, and \
-                 checksum mismatch.",
-                &["result"],
-            ),
+            resources: Mutex::default(),
+            fetches: Mutex::default(),
+            metrics,
         }
     }
 
-    /// The file of the module that `resource` asks for.
+    /// Forgets all resources but these. Modules that were used by others alone may be removed then.
+    pub(super) fn retain(&self, names: &HashSet<&str>) {
+        self.resources.lock().retain(names);
+    }
+
+    /// The file of the module that the resource `name` asks for.
     pub(super) async fn get(
         self: &Arc<Self>,
-        resource: &str,
-        request: &Request,
-    ) -> Result<PathBuf, Missing> {
-        let found = self.find_or_fetch(resource, request).await;
-        if found.is_ok() {
-            let failures = &mut self.state.lock().failures;
-            failures.retain(|failure| failure.resource != resource);
-        } else {
-            self.cache.release(resource);
-        }
-        found
-    }
-
-    async fn find_or_fetch(
-        self: &Arc<Self>,
-        resource: &str,
-        request: &Request,
-    ) -> Result<PathBuf, Missing> {
-        let source = self.permitted(request).map_err(Missing::finally)?;
-        let name = source.module_name(&request.url);
-        let pinned = pinned(request, &source);
-        let known = match pinned {
-            Some(checksum) => Some(Key::new(&name, checksum)),
-            None => self.remembered(resource, request, &source),
+        name: &str,
+        request: &Arc<Request>,
+    ) -> Result<PathBuf, Failure> {
+        let last = self.resources.lock().last(name, request.id());
+        let known = match request.ignores_version() || matches!(last, Some(Ok(_))) {
+            true => self.find(name, request, request.key()).await,
+            false => Ok(None),
         };
-        if let Some(key) = known
-            && let Some(path) = self.cache.find(&key, resource).await
-        {
-            self.remember(resource, request, &source, &key).await;
-            return Ok(path);
+        self.metrics.count_lookup(matches!(known, Ok(Some(_))));
+        if let Ok(Some(module)) = known {
+            return Ok(module.path);
         }
-        if let Some(failure) = self.recent_failure(resource, request) {
-            return Err(failure);
+        let mut backoff = Backoff::new(FIRST_WAIT, LONGEST_WAIT);
+        if let Some(Err(failure)) = last {
+            if Instant::now() < failure.retry_at {
+                return Err(failure);
+            }
+            backoff = failure.backoff;
         }
-        let key = self.fetched(&source, request, pinned).await;
-        let key = key.map_err(|error| self.failed(resource, request, error))?;
+        let found = match self.fetched(name, request).await {
+            Ok(()) => self.find(name, request, request.key()).await,
+            Err(error) => Err(error),
+        };
         let gone = || Error::Refused("the module vanished from the cache".to_owned());
-        let path = self.cache.find(&key, resource).await;
-        let path = path.ok_or_else(|| self.failed(resource, request, gone()))?;
-        self.remember(resource, request, &source, &key).await;
-        Ok(path)
-    }
-
-    /// The source of a module, unless the operator's rules refuse it.
-    fn permitted(&self, request: &Request) -> Result<Source, Error> {
-        let source = Source::parse(&request.url)?;
-        if self.config.requires_digest && pinned(request, &source).is_none() {
-            let variable = "ISTIO_AGENT_WASM_REQUIRE_DIGEST";
-            let problem = format!("{variable} is set, and the module is not pinned by a digest");
-            return Err(Error::Refused(problem));
-        }
-        let allowed = &self.config.allowed;
-        if !allowed.is_empty() && !allowed.iter().any(|prefix| source.is_within(prefix)) {
-            let variable = "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES";
-            let url = source.redacted();
-            return Err(Error::Refused(format!("{variable} does not list {url}")));
-        }
-        Ok(source)
-    }
-
-    fn remembered(&self, resource: &str, request: &Request, source: &Source) -> Option<Key> {
-        let ignores_version = match request.pull_policy {
-            PullPolicy::Always => false,
-            PullPolicy::IfNotPresent => true,
-            PullPolicy::Unspecified => !source.is_latest(),
-        };
-        let (url, version) = (&request.url, &request.resource_version);
-        self.cache
-            .remembered(url, resource, version, ignores_version)
-    }
-
-    async fn remember(&self, resource: &str, request: &Request, source: &Source, key: &Key) {
-        if source.digest().is_none() {
-            let (url, version) = (&request.url, &request.resource_version);
-            self.cache.remember(url, key, resource, version).await;
-        }
-    }
-
-    /// The error of the last fetch, if it is too early for another one.
-    fn recent_failure(&self, resource: &str, request: &Request) -> Option<Missing> {
-        let state = self.state.lock();
-        let mut failures = state.failures.iter();
-        let failure = failures.find(|failure| failure.resource == resource)?;
-        let is_recent = failure.request == *request && Instant::now() < failure.until;
-        is_recent.then(|| Missing {
-            error: failure.error.clone(),
-            is_known: true,
-            retry_at: Some(failure.until),
+        let found = found.and_then(|found| found.ok_or_else(gone));
+        found.map(|module| module.path).map_err(|error| {
+            let failure = Failure {
+                error: error.to_string(),
+                retry_at: Instant::now() + backoff.next_wait().max(SHORTEST_WAIT),
+                backoff,
+            };
+            self.set(name, request, Err(failure.clone()));
+            failure
         })
     }
 
-    fn failed(&self, resource: &str, request: &Request, error: Error) -> Missing {
-        let mut state = self.state.lock();
-        let mut failures = state.failures.iter();
-        let before = failures.position(|failure| failure.resource == resource);
-        let before = before.map(|index| state.failures.swap_remove(index));
-        let mut backoff = match before {
-            Some(before) if before.request == *request => before.backoff,
-            _ => Backoff::new(FIRST_WAIT, LONGEST_WAIT),
-        };
-        let until = Instant::now() + backoff.next_wait().max(SHORTEST_WAIT);
-        state.failures.push(Failure {
-            resource: resource.to_owned(),
-            request: request.clone(),
-            error: error.clone(),
-            backoff,
-            until,
-        });
-        Missing {
-            error,
-            is_known: false,
-            retry_at: Some(until),
-        }
+    fn set(&self, name: &str, request: &Request, result: Result<Module, Failure>) {
+        let url = request.source.redacted();
+        self.resources.lock().set(name, request.id(), url, result);
+    }
+
+    /// Looks a module up. The resource uses it from then on.
+    async fn find(
+        self: &Arc<Self>,
+        name: &str,
+        request: &Arc<Request>,
+        key: String,
+    ) -> Result<Option<Module>, Error> {
+        let (name, request) = (name.to_owned(), request.clone());
+        self.on_disk(move |modules, cache| {
+            let Some(module) = cache.find(&key) else {
+                return Ok(None);
+            };
+            if key != request.key() {
+                cache.link(&request.key(), &module)?;
+            }
+            modules.set(&name, &request, Ok(module.clone()));
+            Ok(Some(module))
+        })
+        .await
     }
 
     /// Joins the fetch of a module, or starts it.
-    async fn fetched(
-        self: &Arc<Self>,
-        source: &Source,
-        request: &Request,
-        pinned: Option<&str>,
-    ) -> Fetched {
-        let fetch = Fetch {
-            url: request.url.clone(),
-            expected: pinned.map(str::to_owned),
-            pull_secret: request.pull_secret.clone(),
-        };
-        let mut result = self.join(fetch, source, request.time_limit);
+    async fn fetched(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetched {
+        let mut result = self.join(name, request);
         let result = result.wait_for(Option::is_some).await;
         let fetched = result.ok().and_then(|fetched| fetched.clone());
         fetched.unwrap_or_else(|| Err(Error::Download("the agent stops".to_owned())))
     }
 
-    fn join(
-        self: &Arc<Self>,
-        fetch: Fetch,
-        source: &Source,
-        limit: Duration,
-    ) -> watch::Receiver<Option<Fetched>> {
-        let mut state = self.state.lock();
-        // A panic would have left its entry behind.
-        state
-            .running
-            .retain(|(_, result)| result.has_changed().is_ok());
-        if let Some((_, result)) = state.running.iter().find(|(running, _)| *running == fetch) {
+    fn join(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetching {
+        let mut fetches = self.fetches.lock();
+        fetches.retain(|_, (_, result)| result.has_changed().is_ok());
+        if let Some((_, result)) = fetches.get(&request.fetch_id()) {
             return result.clone();
         }
         let (done, result) = watch::channel(None);
-        state.running.push((fetch.clone(), result.clone()));
-        let (modules, source) = (self.clone(), source.clone());
+        let url = request.source.redacted();
+        fetches.insert(request.fetch_id(), (url, result.clone()));
+        let (modules, name, request) = (self.clone(), name.to_owned(), request.clone());
         self.executor.spawn(async move {
             // The semaphore is never closed.
             let _slot = modules.slots.acquire().await;
-            let fetched = modules.fetch_within(limit, &fetch, &source).await;
-            modules.count(&fetched);
-            let running = &mut modules.state.lock().running;
-            running.retain(|(running, _)| *running != fetch);
+            let limit = request.time_limit;
+            let late = || Err(Error::Download(format!("not complete within {limit:?}")));
+            let fetched = match limit.is_zero() {
+                true => late(),
+                false => {
+                    let fetching = modules.fetch(&name, &request);
+                    timeout(limit, fetching).await.unwrap_or_else(|_| late())
+                }
+            };
+            modules.metrics.count_failure(&fetched);
             let _ = done.send(Some(fetched));
         });
         result
     }
 
-    async fn fetch_within(&self, limit: Duration, fetch: &Fetch, source: &Source) -> Fetched {
-        let late = || Error::Download(format!("not complete within {limit:?}"));
-        if limit.is_zero() {
-            return Err(late());
-        }
-        let fetched = timeout(limit, self.fetch(fetch, source, Instant::now() + limit)).await;
-        fetched.unwrap_or_else(|_| Err(late()))
-    }
-
-    async fn fetch(&self, fetch: &Fetch, source: &Source, deadline: Instant) -> Fetched {
-        self.cache.prepare().map_err(Error::Refused)?;
-        let (directory, config) = (self.cache.directory(), &self.config.fetch);
-        let name = source.module_name(&fetch.url);
-        let (key, download) = match &source.image {
+    /// Brings a module into the cache.
+    async fn fetch(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetched {
+        let deadline = Instant::now() + request.time_limit;
+        self.on_disk(|_, cache| cache.prepare()).await?;
+        let (directory, config) = (&self.config.directory, &self.config.fetch);
+        let pinned = request.pinned.as_deref();
+        let source = &request.source;
+        let (found, download) = match &source.image {
             None => {
                 let download = config.download(source, directory, deadline).await?;
                 let found = download.sha256.clone();
-                fetch.compare(source, &found, |expected| expected == found)?;
-                (Key::new(&name, &found), download)
+                request.compare(&found, |expected| expected == found)?;
+                (found, download)
             }
             Some(reference) => {
-                let expected = fetch.expected.as_deref();
-                let secret = fetch.pull_secret.as_deref().map(String::as_str);
-                let image = config
-                    .image(source, reference, secret, expected, deadline)
-                    .await?;
-                fetch.compare(source, &image.digest, |expected| image.is(expected))?;
-                // Under the digest of an index, if it was asked for by that.
-                let key = Key::new(&name, expected.unwrap_or(&image.digest));
-                if expected.is_none() && self.cache.has(&key).await {
-                    return Ok(key);
+                let secret = request.pull_secret.as_deref().map(String::as_str);
+                let image = config.image(source, reference, secret, pinned, deadline);
+                let image = image.await?;
+                request.compare(&image.digest, |expected| image.is(expected))?;
+                let found = image.digest.clone();
+                if pinned.is_none() {
+                    let known = self.find(name, request, request.key_of(&found)).await?;
+                    self.metrics.count_lookup(known.is_some());
+                    if known.is_some() {
+                        return Ok(());
+                    }
                 }
-                (key, config.module(source, image, directory).await?)
+                (found, config.module(source, image, directory).await?)
             }
         };
-        let stored = self.cache.store(&key, source.redacted(), download).await;
-        stored.map_err(Error::Refused)?;
-        self.fetches.with(["success"]).inc();
-        Ok(key)
+        self.metrics.count_success();
+        // That of an index, if the module was asked for by it.
+        let by_digest = request.key_of(pinned.unwrap_or(&found));
+        let key = request.key();
+        self.on_disk(move |modules, cache| {
+            let module = cache.add(download, &[by_digest, key])?;
+            modules.tidy_now(cache, Some(module.path));
+            Ok(())
+        })
+        .await
     }
 
-    /// Counts a failure.
-    fn count(&self, fetched: &Fetched) {
-        let result = match fetched {
-            Err(Error::Manifest(_)) => "manifest_failure",
-            Err(Error::Download(_)) => "download_failure",
-            Err(Error::Checksum { .. }) => "checksum_mismatched",
-            Err(Error::Invalid { .. }) => "fetch_failure",
-            Ok(_) | Err(_) => return,
+    /// Works on the cache on a thread of its own.
+    async fn on_disk<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self, &mut Cache) -> io::Result<T> + Send + 'static,
+    ) -> Result<T, Error> {
+        let modules = self.clone();
+        let working = async move {
+            let mut cache = modules.cache.clone().lock_owned().await;
+            let working = tokio::task::spawn_blocking(move || work(&modules, &mut cache));
+            working.await.unwrap_or_else(|ended| Err(ended.into()))
         };
-        self.fetches.with([result]).inc();
+        let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut));
+        let done = timeout(DISK_LIMIT, working).await.unwrap_or_else(late);
+        done.map_err(|error| {
+            let directory = self.config.directory.display();
+            Error::Refused(format!("cannot keep modules in {directory}: {error}"))
+        })
     }
 
-    /// Resources without their module: name, URL, error, and when it is fetched again.
-    pub(super) fn failures(&self) -> Vec<(String, String, String, Instant)> {
-        let state = self.state.lock();
-        let failures = state.failures.iter().map(|failure| {
-            let url = Source::parse(&failure.request.url);
-            let url = url.map_or_else(|_| String::new(), |source| source.redacted());
-            let error = failure.error.to_string();
-            (failure.resource.clone(), url, error, failure.until)
+    /// Removes modules that are not used any more.
+    pub(super) async fn tidy(self: &Arc<Self>) {
+        let tidying = self.on_disk(|modules, cache| {
+            modules.tidy_now(cache, None);
+            Ok(())
         });
-        failures.collect()
+        // The next time removes what this one did not.
+        let _ = tidying.await;
     }
 
-    /// URLs of fetches under way.
-    pub(super) fn running(&self) -> Vec<String> {
-        let state = self.state.lock();
-        let urls = state
-            .running
-            .iter()
-            .map(|(fetch, _)| Source::parse(&fetch.url));
-        urls.flatten().map(|source| source.redacted()).collect()
-    }
-}
-
-/// The checksum that a configuration or a URL pins the module to.
-fn pinned<'a>(request: &'a Request, source: &'a Source) -> Option<&'a str> {
-    match request.checksum.as_str() {
-        "" => source.digest(),
-        checksum => Some(checksum),
-    }
-}
-
-impl Fetch {
-    fn compare(
-        &self,
-        source: &Source,
-        found: &str,
-        is: impl Fn(&str) -> bool,
-    ) -> Result<(), Error> {
-        match &self.expected {
-            Some(expected) if !is(expected) => Err(Error::Checksum {
-                url: source.redacted(),
-                found: found.to_owned(),
-                expected: expected.clone(),
-            }),
-            _ => Ok(()),
+    fn tidy_now(&self, cache: &mut Cache, newest: Option<PathBuf>) {
+        let mut used = self.resources.lock().files();
+        used.extend(newest);
+        match cache.tidy(&used, self.config.expiry, self.config.max_cache_bytes) {
+            Ok(left) => self.metrics.entries.set(left as f64),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => {
+                tracing::warn!(target: "wasm", "cannot remove old Wasm modules: {error}");
+            }
         }
     }
-}
 
-impl std::fmt::Debug for Fetch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Fetch").finish_non_exhaustive()
-    }
-}
-
-impl Missing {
-    fn finally(error: Error) -> Self {
-        Self {
-            error,
-            is_known: false,
-            retry_at: None,
+    pub(super) fn snapshot(&self) -> Snapshot {
+        let fetches = self.fetches.lock();
+        let running = fetches
+            .values()
+            .filter(|(_, result)| result.has_changed().is_ok());
+        Snapshot {
+            resources: self.resources.lock().snapshot(),
+            fetching: running.map(|(url, _)| url.clone()).collect(),
         }
     }
 }

@@ -29,3 +29,4 @@ mod secret_files;
 mod status;
 mod support;
 mod wasm;
+mod wasm_files;

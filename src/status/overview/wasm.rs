@@ -8,39 +8,33 @@ use crate::wasm::Snapshot;
 
 pub(super) fn section(snapshot: &Snapshot) -> Option<Markup> {
     let Snapshot {
-        modules,
+        resources,
         fetching,
-        failures,
     } = snapshot;
-    if modules.is_empty() && fetching.is_empty() && failures.is_empty() {
+    if resources.is_empty() && fetching.is_empty() {
         return None;
     }
     let content = html! {
         (list(&["Module", "State", "Size"], html! {
-            @for failure in failures {
-                tr {
-                    td { (failure.url) (note(&failure.resource)) }
-                    td {
-                        (badge(BAD, "missing")) (note(&failure.error))
-                        (note(format!("next attempt in {}", duration(failure.retry_seconds))))
-                    }
-                    td {}
-                }
-            }
             @for url in fetching {
                 tr { td { (url) } td { (badge(WARN, "under way")) } td {} }
             }
-            @for module in modules {
+            @for resource in resources {
                 tr {
-                    td { (module.url) (note(&module.checksum)) }
+                    td { (resource.name) (note(&resource.url)) }
                     td {
-                        @if module.resources.is_empty() {
-                            "unused for " (duration(module.unused_seconds))
+                        @if let Some(error) = &resource.error {
+                            (badge(BAD, "missing")) (note(error))
                         } @else {
-                            (badge(GOOD, "in use")) (note(module.resources.join(", ")))
+                            (badge(GOOD, "in use"))
                         }
+                        " for " (duration(resource.age_seconds))
+                        @if let Some(left) = resource.retry_seconds {
+                            (note(format!("next attempt in {}", duration(left))))
+                        }
+                        @if let Some(sha256) = &resource.sha256 { (note(sha256)) }
                     }
-                    td { (size(module.size_bytes)) }
+                    td { @if let Some(bytes) = resource.size_bytes { (size(bytes)) } }
                 }
             }
         }))

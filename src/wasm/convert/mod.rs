@@ -4,34 +4,28 @@
 //! reference to the module and the environment variables for the agent are replaced; all other fields,
 //! unknown ones too, stay as they were written.
 
-mod messages;
 mod typed_struct;
 pub(crate) mod wire;
 
 use std::fmt;
-use std::time::Duration;
+use std::sync::Arc;
 
 use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3 as core;
+use envoy_types::pb::envoy::config::core::v3::async_data_source::Specifier;
+use envoy_types::pb::envoy::extensions::filters::http::wasm::v3::Wasm;
+use envoy_types::pb::envoy::extensions::wasm::v3::plugin_config::Vm;
+use envoy_types::pb::envoy::extensions::wasm::v3::{FailurePolicy, PluginConfig, VmConfig};
+use envoy_types::pb::google::protobuf::Any;
 use prost::{DecodeError, Message};
-use zeroize::Zeroizing;
 
-pub(crate) use messages::Any;
-use messages::{
-    AsyncDataSource, DataSource, Entry, EnvironmentVariables, PluginConfig, RemoteDataSource,
-    Specifier, TypedExtensionConfig, TypedStruct, Wasm,
-};
+use super::request::{Request, Unusable};
 
 const EXTENSION: &str = "envoy.config.core.v3.TypedExtensionConfig";
 const TYPED_STRUCT: &str = "type.googleapis.com/udpa.type.v1.TypedStruct";
 
 /// Environment variables of a module that are for the agent begin with this.
 const FOR_AGENT: &str = "ISTIO_META_";
-const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
-const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
-const RESOURCE_VERSION: &str = "ISTIO_META_WASM_PLUGIN_RESOURCE_VERSION";
-
-/// The time limit of a fetch without one of its own.
-const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// The chain of filters a module belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,45 +39,12 @@ enum Kind {
 pub(crate) struct Filter {
     /// The name of the resource.
     pub(crate) name: String,
-    pub(crate) module: Result<Request, Unusable>,
+    pub(crate) module: Result<Arc<Request>, Unusable>,
     kind: Kind,
     fails_open: bool,
     /// The `Any`, and the filter's own configuration in it.
     resource: Bytes,
     wasm: Bytes,
-}
-
-/// A module as a filter's configuration asks for it.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Request {
-    pub(crate) url: String,
-    /// Lower-case hexadecimal SHA-256. Empty if the configuration has none.
-    pub(crate) checksum: String,
-    pub(crate) time_limit: Duration,
-    pub(crate) pull_policy: PullPolicy,
-    /// That of the Kubernetes object; empty if unknown.
-    pub(crate) resource_version: String,
-    /// Docker's configuration file as JSON.
-    pub(crate) pull_secret: Option<Zeroizing<String>>,
-}
-
-/// When a module without a digest is fetched anew.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum PullPolicy {
-    #[default]
-    Unspecified,
-    IfNotPresent,
-    /// With each new version of the Kubernetes object.
-    Always,
-}
-
-/// Why a filter does not say what to fetch.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unusable {
-    #[error("wasm remote fetch does not have httpUri specified for config {0}")]
-    NoUri(String),
-    #[error("cannot fetch Wasm module {0}: missing image pulling secret")]
-    NoSecret(String),
 }
 
 /// The filter in a resource, if it is Wasm with a remote module. An error is a resource that cannot be
@@ -97,42 +58,52 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         let problem = format!("found a {:?}, expected {EXTENSION}", any.type_url);
         return Err(failed(&problem));
     }
-    let extension = TypedExtensionConfig::decode(any.value).map_err(|error| failed(&error))?;
+    let extension = core::TypedExtensionConfig::decode(any.value.as_slice());
+    let extension = extension.map_err(|error| failed(&error))?;
     let name = extension.name;
-    let config = extension.typed_config.ok_or_else(|| {
+    let mut config = extension.typed_config.ok_or_else(|| {
         format!("typed extension config {name:?} does not contain any typed config")
     })?;
     let failed = |error: &dyn fmt::Display| {
         format!("failed to unmarshal the typed config of extension {name:?}: {error}")
     };
-    let (kind, wasm) = if config.type_url == TYPED_STRUCT {
-        let typed = TypedStruct::decode(config.value).map_err(|error| failed(&error))?;
-        let Some(kind) = Kind::of(&typed.type_url) else {
-            return Ok(None);
-        };
-        let value = typed.value.ok_or_else(|| failed(&"it has no value"))?;
-        let wasm = typed_struct::wasm(&value).map_err(|error| failed(&error))?;
-        (kind, wasm)
-    } else {
-        match Kind::of(&config.type_url) {
-            Some(kind) => (kind, config.value),
-            None => return Ok(None),
-        }
+    let is_struct = config.type_url == TYPED_STRUCT;
+    if is_struct {
+        // It has the same fields, and the value is a `Struct`.
+        config = Any::decode(config.value.as_slice()).map_err(|error| failed(&error))?;
+    }
+    let Some(kind) = Kind::of(&config.type_url) else {
+        return Ok(None);
+    };
+    let wasm = match is_struct {
+        true => typed_struct::wasm(&config.value).map_err(|error| failed(&error))?,
+        false => config.value.into(),
     };
     let decoded = Wasm::decode(wasm.clone()).map_err(|error| failed(&error))?;
-    let plugin = decoded.config.unwrap_or_default();
-    let vm = plugin.vm_config.clone().unwrap_or_default();
-    let remote = match vm.code.and_then(|code| code.specifier) {
+    let mut plugin = decoded.config.unwrap_or_default();
+    let vm = plugin.vm.take().map(|Vm::VmConfig(vm)| vm);
+    let VmConfig {
+        code,
+        environment_variables,
+        ..
+    } = vm.unwrap_or_default();
+    let remote = match code.and_then(|code| code.specifier) {
         Some(Specifier::Remote(remote)) => remote,
         Some(Specifier::Local(_)) => return Ok(None),
         None => {
-            let kind = kind.name();
+            let kind = if kind == Kind::Http {
+                "HTTP"
+            } else {
+                "Network"
+            };
             let problem = "no remote and local load found in Wasm";
             return Err(format!("{problem} {kind} filter {name:?}"));
         }
     };
+    let variables = environment_variables.unwrap_or_default().key_values;
+    let request = Request::new(&name, &plugin.name, remote, &variables);
     Ok(Some(Filter {
-        module: request(&name, &plugin.name, remote, vm.environment_variables),
+        module: request.map(Arc::new),
         fails_open: fails_open(&plugin),
         resource: resource.clone(),
         kind,
@@ -141,65 +112,30 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     }))
 }
 
+#[expect(deprecated, reason = "EnvoyFilters still set it")]
 fn fails_open(plugin: &PluginConfig) -> bool {
     match plugin.failure_policy {
-        // UNSPECIFIED
         0 => plugin.fail_open,
-        policy => policy == 3,
+        policy => policy == FailurePolicy::FailOpen as i32,
     }
-}
-
-fn request(
-    name: &str,
-    plugin: &str,
-    remote: RemoteDataSource,
-    variables: Option<EnvironmentVariables>,
-) -> Result<Request, Unusable> {
-    let variables = variables.unwrap_or_default().key_values;
-    let uri = remote.http_uri;
-    let uri = uri.ok_or_else(|| Unusable::NoUri(name.to_owned()))?;
-    let pull_secret = variables.get(PULL_SECRET).cloned().map(Zeroizing::new);
-    if pull_secret.as_ref().is_some_and(|secret| secret.is_empty()) {
-        return Err(Unusable::NoSecret(plugin.to_owned()));
-    }
-    let time_limit = match uri.timeout {
-        // A negative one has passed.
-        Some(limit) => Duration::try_from(limit).unwrap_or_default(),
-        None => TIME_LIMIT,
-    };
-    Ok(Request {
-        url: uri.uri,
-        checksum: Some(remote.sha256)
-            .filter(|checksum| checksum != "nil")
-            .unwrap_or_default(),
-        time_limit,
-        pull_policy: match variables.get(PULL_POLICY).map(String::as_str) {
-            Some("IfNotPresent") => PullPolicy::IfNotPresent,
-            Some("Always") => PullPolicy::Always,
-            _ => PullPolicy::Unspecified,
-        },
-        resource_version: variables.get(RESOURCE_VERSION).cloned().unwrap_or_default(),
-        pull_secret,
-    })
 }
 
 impl Filter {
     /// The resource with the module at `path`.
     pub(crate) fn with_module(&self, path: &str) -> Result<Bytes, DecodeError> {
-        let local = AsyncDataSource {
-            specifier: Some(Specifier::Local(DataSource {
-                filename: path.to_owned(),
-            })),
-        };
+        // An `AsyncDataSource` with `local`, a `DataSource` with `filename`.
+        let mut local = Vec::new();
+        wire::append(&mut local, 1, path.as_bytes());
+        let mut code = Vec::new();
+        wire::append(&mut code, 1, &local);
         let wasm = wire::edited(&self.wasm, 1, |plugin| {
             let plugin = wire::edited(&plugin, 3, |vm| {
                 let vm = wire::edited(&vm, 7, without_variables_for_agent)?;
-                let local = Bytes::from(local.encode_to_vec());
-                wire::edited(&vm, 3, |_| Ok(Some(local))).map(Some)
+                wire::edited(&vm, 3, |_| Ok(Some(code.into()))).map(Some)
             });
             plugin.map(Some)
         })?;
-        self.with_config(self.kind.type_url(), wasm)
+        self.with_config(self.kind.type_url(), &wasm)
     }
 
     /// The resource with a filter in place of the module that could not be fetched: one that lets all
@@ -223,7 +159,7 @@ impl Filter {
         };
         let mut rbac = rules.to_vec();
         wire::append(&mut rbac, field, prefix);
-        self.with_config(type_url, rbac.into())
+        self.with_config(type_url, &rbac)
     }
 
     /// What [`Filter::fallback`] does with requests.
@@ -234,11 +170,12 @@ impl Filter {
         }
     }
 
-    fn with_config(&self, type_url: &str, value: Bytes) -> Result<Bytes, DecodeError> {
-        let type_url = type_url.to_owned();
-        let config = Bytes::from(Any { type_url, value }.encode_to_vec());
+    fn with_config(&self, type_url: &str, value: &[u8]) -> Result<Bytes, DecodeError> {
+        let mut config = Vec::new();
+        wire::append(&mut config, 1, type_url.as_bytes());
+        wire::append(&mut config, 2, value);
         wire::edited(&self.resource, 2, |extension| {
-            wire::edited(&extension, 2, |_| Ok(Some(config))).map(Some)
+            wire::edited(&extension, 2, |_| Ok(Some(config.into()))).map(Some)
         })
     }
 }
@@ -247,10 +184,11 @@ impl Filter {
 fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, DecodeError> {
     let (mut left, mut is_empty) = (Vec::new(), true);
     for field in wire::fields(&environment)? {
-        if let (2, Some(entry)) = (field.number, field.content)
-            && Entry::decode(entry)?.key.starts_with(FOR_AGENT)
-        {
-            continue;
+        if let (2, Some(entry)) = (field.number, field.content) {
+            let key = wire::last(&entry, 1)?.unwrap_or_default();
+            if key.starts_with(FOR_AGENT.as_bytes()) {
+                continue;
+            }
         }
         is_empty &= !matches!(field.number, 1 | 2);
         left.extend_from_slice(&field.record);
@@ -269,20 +207,6 @@ impl Kind {
             Self::Http => "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm",
             Self::Network => "type.googleapis.com/envoy.extensions.filters.network.wasm.v3.Wasm",
         }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Http => "HTTP",
-            Self::Network => "Network",
-        }
-    }
-}
-
-impl fmt::Debug for Request {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL may hold a password, and the secret is one.
-        f.debug_struct("Request").finish_non_exhaustive()
     }
 }
 

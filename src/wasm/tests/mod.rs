@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 
 use super::fetch::fake_server::{Server, answer, ok, path};
 use super::fetch::hexadecimal;
+use super::state::ResourceSnapshot;
 use super::*;
 use crate::trust_anchors::SystemRoots;
 
@@ -152,7 +153,7 @@ impl Agent {
     async fn convert(&self, plugin: &Plugin<'_>) -> String {
         let converted = self
             .wasm
-            .convert(&[plugin.resource()])
+            .convert(&[plugin.resource()], false)
             .await
             .expect("a response");
         shown(converted.resources[0].clone().expect("rewritten"))
@@ -200,6 +201,14 @@ fn sha256(bytes: &[u8]) -> String {
     hexadecimal(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes).as_ref())
 }
 
+impl ResourceSnapshot {
+    fn has(&self, problem: &str) -> bool {
+        self.error
+            .as_ref()
+            .is_some_and(|error| error.contains(problem))
+    }
+}
+
 const DENY: &str = "wasm-default-deny";
 
 #[tokio::test]
@@ -218,14 +227,18 @@ async fn one_fetch_serves_all_resources_and_the_file_is_readable_by_envoy() {
     });
     let rbac = resource("rbac", "type.googleapis.com/other", b"\xff".to_vec());
     let resources: Vec<_> = plugins.chain([rbac]).collect();
-    let converted = agent.wasm.convert(&resources).await.expect("a response");
+    let converted = agent
+        .wasm
+        .convert(&resources, true)
+        .await
+        .expect("a response");
     let (rbac, wasm) = converted.resources.split_last().expect("resources");
     assert!(rbac.is_none() && converted.retry_at.is_none());
     let paths: Vec<_> = wasm
         .iter()
         .map(|resource| shown(resource.clone().expect("rewritten")))
         .collect();
-    let expected = directory.path().join("data").join(sha256(url.as_bytes()));
+    let expected = directory.path().join("data");
     let expected = expected.join(format!("{}.wasm", sha256(MODULE)));
     assert!(
         paths.iter().all(|path| Path::new(path) == expected),
@@ -250,7 +263,7 @@ async fn one_fetch_serves_all_resources_and_the_file_is_readable_by_envoy() {
             agent.registry.render()
         );
     }
-    assert_eq!(agent.wasm.snapshot().modules[0].resources.len(), 20);
+    assert_eq!(agent.wasm.snapshot().resources.len(), 20);
 }
 
 #[tokio::test]
@@ -267,11 +280,9 @@ async fn a_module_outlives_a_restart_unless_its_file_was_changed() {
     let agent = start(config(directory.path()));
     let path = agent.convert(&plugin).await;
     agent.stop().await;
-    std::fs::write(directory.path().join("data/fetch-cut.tmp"), "part").expect("written");
     is_there.store(false, Ordering::Relaxed);
     let agent = start(config(directory.path()));
     assert_eq!(agent.module(&plugin).await, MODULE);
-    assert!(!directory.path().join("data/fetch-cut.tmp").exists());
     // Changed while the agent runs, and while it does not.
     std::fs::write(&path, OTHER).expect("written");
     assert_eq!(agent.convert(&plugin).await, DENY);
@@ -301,7 +312,7 @@ async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_obj
     let module = plugin(format!("http://{}/a", server.address)).versioned("", "1");
     let converted = agent
         .wasm
-        .convert(&[module.resource()])
+        .convert(&[module.resource()], true)
         .await
         .expect("a response");
     let retry_at = converted.retry_at.expect("a wait");
@@ -319,7 +330,7 @@ async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_obj
             .await,
         MODULE
     );
-    assert!(agent.wasm.snapshot().failures.is_empty());
+    assert_eq!(agent.wasm.snapshot().resources[0].error, None);
     assert!(retry_at > Instant::now());
 }
 
@@ -338,14 +349,14 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
             ..plugin(format!("{url}?{seconds}"))
         };
         assert_eq!(agent.convert(&plugin).await, DENY);
-        let failures = agent.wasm.snapshot().failures;
-        assert!(failures[0].error.contains(expected), "{failures:?}");
-        assert_eq!(failures[0].url, url);
+        let failure = &agent.wasm.snapshot().resources[0];
+        assert!(failure.has(expected), "{failure:?}");
+        assert_eq!(failure.url, url);
     }
     let wasm = agent.wasm.clone();
     let mut waiting = JoinSet::new();
     waiting.spawn(async move {
-        wasm.convert(&[plugin(url).resource()])
+        wasm.convert(&[plugin(url).resource()], true)
             .await
             .map(|it| it.missing)
     });
@@ -364,13 +375,13 @@ async fn a_response_with_resources_that_cannot_be_read_is_refused_with_all_reaso
     let broken = resource("broken", HTTP, b"\xff".to_vec());
     let one = agent
         .wasm
-        .convert(std::slice::from_ref(&broken))
+        .convert(std::slice::from_ref(&broken), true)
         .await
         .expect_err("refused");
     assert!(!one.contains("errors occurred"), "{one}");
     let two = agent
         .wasm
-        .convert(&[broken.clone(), broken])
+        .convert(&[broken.clone(), broken], true)
         .await
         .expect_err("refused");
     assert_eq!(two, format!("2 errors occurred:\n\t* {one}\n\t* {one}"));

@@ -1,5 +1,7 @@
 //! What is fetched, kept and removed under pull policies, pins and rules of the operator.
 
+use std::time::SystemTime;
+
 use futures_util::StreamExt;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,17 +10,18 @@ use tokio::sync::Barrier;
 
 use super::*;
 
+fn manifest(module: &[u8]) -> String {
+    let module = json!({
+        "mediaType": "application/vnd.module.wasm.content.layer.v1+wasm",
+        "digest": format!("sha256:{}", sha256(module)),
+        "size": module.len(),
+    });
+    let config = json!({"mediaType": "x", "digest": "sha256:x"});
+    json!({"schemaVersion": 2, "layers": [config, module]}).to_string()
+}
+
 /// A registry whose tags lead to the `served` one of two artifacts.
 async fn registry(served: Arc<AtomicUsize>) -> Server {
-    let manifest = |module: &[u8]| {
-        let module = json!({
-            "mediaType": "application/vnd.module.wasm.content.layer.v1+wasm",
-            "digest": format!("sha256:{}", sha256(module)),
-            "size": module.len(),
-        });
-        let config = json!({"mediaType": "x", "digest": "sha256:x"});
-        json!({"schemaVersion": 2, "layers": [config, module]}).to_string()
-    };
     Server::tls(move |head, _| {
         let modules = [MODULE, OTHER];
         let name = path(head).rsplit('/').next().unwrap_or_default();
@@ -79,11 +82,7 @@ async fn a_pinned_image_needs_its_digest_and_a_blob_is_fetched_once() {
     let agent = start(config(directory.path()));
     let image = |version: &str| format!("oci://{}/plugin{version}", server.address);
     let path = agent.convert(&plugin(image(":a"))).await;
-    let digest = Path::new(&path)
-        .file_stem()
-        .expect("a name")
-        .to_string_lossy()
-        .into_owned();
+    let digest = sha256(manifest(MODULE).as_bytes());
     assert_eq!(agent.convert(&plugin(image(":b"))).await, path);
     let blobs = server
         .heads()
@@ -110,11 +109,8 @@ async fn a_pinned_image_needs_its_digest_and_a_blob_is_fetched_once() {
         ..plugin(image(":a"))
     };
     assert_eq!(agent.convert(&wrong).await, DENY);
-    let failure = &agent.wasm.snapshot().failures[0];
-    assert!(
-        failure.error.contains("which does not match"),
-        "{failure:?}"
-    );
+    let failure = &agent.wasm.snapshot().resources[0];
+    assert!(failure.has("which does not match"), "{failure:?}");
     assert!(
         agent.has_metric("istio_agent_wasm_remote_fetch_count{result=\"checksum_mismatched\"} 1")
     );
@@ -179,8 +175,15 @@ async fn operators_may_require_digests_and_list_registries() {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn unused_modules_are_removed_and_a_url_forgets_what_it_led_to() {
+/// As if a file had not been used for that long.
+fn age(path: &str, age: Duration) {
+    let file = std::fs::File::open(path).expect("a file");
+    let time = SystemTime::now() - age;
+    file.set_modified(time).expect("its time");
+}
+
+#[tokio::test]
+async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_them() {
     let served = Arc::new(AtomicUsize::new(0));
     let server = registry(served.clone()).await;
     let directory = tempfile::tempdir().expect("a directory");
@@ -188,31 +191,31 @@ async fn unused_modules_are_removed_and_a_url_forgets_what_it_led_to() {
     let image = |tag: &str| plugin(format!("oci://{}/plugin:{tag}", server.address));
     let path = agent.convert(&image("a")).await;
     // A second URL leads to it by way of the cache.
-    assert_eq!(
-        agent
-            .convert(&Plugin {
-                name: "second",
-                ..image("b")
-            })
-            .await,
-        path
-    );
-    agent.wasm.modules.cache.clone().purge(Duration::ZERO).await;
-    assert!(Path::new(&path).exists(), "a module in use stays");
+    let second = Plugin {
+        name: "second",
+        ..image("b")
+    };
+    assert_eq!(agent.convert(&second).await, path);
+    let day = Duration::from_secs(24 * 3600);
+    let left = directory.path().join("data/fetch-cut.tmp");
+    std::fs::write(&left, "part").expect("written");
+    age(&path, day);
+    age(left.to_str().expect("a path"), day);
+    agent.wasm.modules.tidy().await;
+    assert!(Path::new(&path).exists() && !left.exists());
+    // What the newest response names is all there is.
+    let rbac = resource("rbac", "type.googleapis.com/other", Vec::new());
+    agent.wasm.convert(&[rbac], true).await.expect("a response");
+    assert!(agent.wasm.snapshot().resources.is_empty());
     served.store(1, Ordering::Relaxed);
-    for name in ["plugin", "second"] {
-        agent.wasm.modules.cache.release(name);
-    }
-    tokio::time::advance(Duration::from_secs(1)).await;
-    agent.wasm.modules.cache.clone().purge(Duration::ZERO).await;
+    agent.wasm.modules.tidy().await;
     assert!(!Path::new(&path).exists());
-    assert!(!Path::new(&path).parent().expect("a directory").exists());
+    agent.wasm.modules.tidy().await;
+    let left = std::fs::read_dir(directory.path().join("data")).expect("a directory");
+    assert_eq!(left.count(), 0, "links lead nowhere");
     for tag in ["a", "b"] {
-        assert_eq!(
-            agent.module(&image(tag)).await,
-            OTHER,
-            "the tag has moved meanwhile"
-        );
+        let found = agent.module(&image(tag)).await;
+        assert_eq!(found, OTHER, "the tag has moved meanwhile");
     }
 }
 
@@ -231,18 +234,69 @@ async fn the_cache_stays_within_its_limit_but_for_what_is_in_use() {
         ("changing", "dddd"),
         ("changing", "eeeee"),
     ] {
-        paths.push(
-            agent
-                .convert(&Plugin {
-                    name,
-                    ..module(path)
-                })
-                .await,
-        );
+        let plugin = Plugin {
+            name,
+            ..module(path)
+        };
+        paths.push(agent.convert(&plugin).await);
     }
     let left: Vec<_> = paths.iter().map(|path| Path::new(path).exists()).collect();
     // The last but one was in use when the last was stored.
     assert_eq!(left, [true, false, false, true, true]);
+}
+
+#[tokio::test]
+async fn a_bounded_number_of_resources_is_remembered() {
+    let server = Server::start(|_, _| ok(MODULE)).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let url = format!("http://{}/a", server.address);
+    for index in 0..=state::MOST_RESOURCES {
+        let name = &format!("plugin-{index}");
+        let named = Plugin {
+            name,
+            ..plugin(url.as_str())
+        };
+        agent.convert(&named).await;
+    }
+    let resources = agent.wasm.snapshot().resources;
+    assert_eq!(resources.len(), state::MOST_RESOURCES);
+    assert_eq!(resources[0].name, "plugin-1", "the oldest is forgotten");
+    assert_eq!(server.heads().len(), 1);
+}
+
+#[tokio::test]
+async fn a_url_that_looks_like_a_pinned_one_stands_for_itself_alone() {
+    let server = Server::start(|_, _| ok(MODULE)).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let (url, digest) = (format!("http://{}/a", server.address), sha256(OTHER));
+    for url in [format!("{url}@{digest}"), format!("{digest} {url}")] {
+        agent.convert(&plugin(url)).await;
+        let pinned = Plugin {
+            sha256: &digest,
+            ..plugin(format!("http://{}/a", server.address))
+        };
+        assert_eq!(agent.convert(&pinned).await, DENY);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_done_on_disk_at_the_start_and_a_disk_that_hangs_is_given_up() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let data = directory.path().join("data");
+    std::fs::create_dir(&data).expect("a directory");
+    let left = data.join("fetch-cut.tmp");
+    std::fs::File::create(&left)
+        .and_then(|file| file.set_modified(std::time::UNIX_EPOCH))
+        .expect("a file");
+    let agent = start(config(directory.path()));
+    assert!(left.exists(), "nothing was looked at");
+    agent.wasm.modules.tidy().await;
+    assert!(!left.exists());
+    // As if another thread waited for the disk.
+    let _hangs = agent.wasm.modules.cache.clone().lock_owned().await;
+    assert_eq!(agent.convert(&plugin("http://127.0.0.1:9/a")).await, DENY);
 }
 
 #[tokio::test]
@@ -302,6 +356,10 @@ async fn four_modules_are_fetched_at_a_time() {
         Plugin { name, ..module }.resource()
     });
     let resources: Vec<_> = resources.collect();
-    let converted = agent.wasm.convert(&resources).await.expect("a response");
+    let converted = agent
+        .wasm
+        .convert(&resources, true)
+        .await
+        .expect("a response");
     assert_eq!((converted.missing, most.load(Ordering::Relaxed)), (0, 4));
 }

@@ -6,6 +6,7 @@ pub mod names;
 pub mod namespace;
 pub mod pod;
 pub mod process;
+pub mod registry;
 pub mod resources;
 pub mod tls;
 

@@ -5,6 +5,7 @@ mod arbitrary;
 mod typed_struct;
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use envoy_types::pb::envoy::config::core::v3::async_data_source::Specifier as Code;
 use envoy_types::pb::envoy::config::core::v3::data_source::Specifier as Source;
@@ -23,19 +24,28 @@ use envoy_types::pb::google::protobuf;
 use prost_types::Struct;
 
 use super::*;
+use crate::wasm::request::{
+    LONGEST_FETCH, PULL_POLICY, PULL_SECRET, PullPolicy, RESOURCE_VERSION, TIME_LIMIT,
+};
 
 const HTTP: &str = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
 const NETWORK: &str = "type.googleapis.com/envoy.extensions.filters.network.wasm.v3.Wasm";
 const OUTER: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 
 fn encoded(type_url: &str, value: Vec<u8>) -> Bytes {
-    let (type_url, value) = (type_url.to_owned(), value.into());
+    let type_url = type_url.to_owned();
     Any { type_url, value }.encode_to_vec().into()
+}
+
+/// A `TypedStruct`, which has the fields of an `Any`.
+fn typed(type_url: &str, value: Option<Struct>) -> Vec<u8> {
+    let value = value.map_or_else(Vec::new, |value| value.encode_to_vec());
+    encoded(type_url, value).into()
 }
 
 /// A resource with this typed config.
 fn extension(type_url: &str, value: Vec<u8>) -> Bytes {
-    let config = protobuf::Any {
+    let config = Any {
         type_url: type_url.to_owned(),
         value,
     };
@@ -83,7 +93,7 @@ fn wasm(code: Option<Code>, environment: Option<EnvoyEnvironment>) -> EnvoyWasm 
     EnvoyWasm {
         config: Some(EnvoyPlugin {
             name: "plugin".to_owned(),
-            configuration: Some(protobuf::Any {
+            configuration: Some(Any {
                 type_url: "type.googleapis.com/google.protobuf.StringValue".to_owned(),
                 value: "config".to_owned().encode_to_vec(),
             }),
@@ -99,10 +109,10 @@ fn found(wasm: &EnvoyWasm) -> Filter {
 }
 
 /// The typed config of a resource.
-fn config(resource: Bytes) -> protobuf::Any {
+fn config(resource: Bytes) -> Any {
     let any = Any::decode(resource).expect("an Any");
     assert_eq!(any.type_url, OUTER);
-    let extension = EnvoyExtension::decode(any.value).expect("an extension");
+    let extension = EnvoyExtension::decode(&*any.value).expect("an extension");
     assert_eq!(extension.name, "ns.plugin");
     extension.typed_config.expect("a typed config")
 }
@@ -119,17 +129,8 @@ fn what_has_no_remote_module_is_left_alone_and_what_cannot_be_read_is_refused() 
     };
     let file = local(Source::Filename("/module".to_owned()));
     let inline = local(Source::InlineBytes(b"\0asm".to_vec()));
-    let foreign = TypedStruct {
-        type_url: "type.googleapis.com/other".to_owned(),
-        value: None,
-    };
-    let empty_struct = |value| {
-        TypedStruct {
-            type_url: HTTP.to_owned(),
-            value,
-        }
-        .encode_to_vec()
-    };
+    let foreign = typed("type.googleapis.com/other", None);
+    let empty = typed(HTTP, Some(Struct::default()));
     let none = EnvoyExtension::default().encode_to_vec();
     for (what, resource, expected) in [
         (
@@ -139,11 +140,7 @@ fn what_has_no_remote_module_is_left_alone_and_what_cannot_be_read_is_refused() 
         ),
         ("local file", extension(HTTP, file), Ok(())),
         ("inline code", extension(NETWORK, inline), Ok(())),
-        (
-            "foreign struct",
-            extension(TYPED_STRUCT, foreign.encode_to_vec()),
-            Ok(()),
-        ),
+        ("foreign struct", extension(TYPED_STRUCT, foreign), Ok(())),
         (
             "no Any",
             Bytes::from_static(b"\xff"),
@@ -186,12 +183,12 @@ fn what_has_no_remote_module_is_left_alone_and_what_cannot_be_read_is_refused() 
         ),
         (
             "struct without a value",
-            extension(TYPED_STRUCT, empty_struct(None)),
-            Err("it has no value"),
+            extension(TYPED_STRUCT, typed(HTTP, None)),
+            Err("no remote and local"),
         ),
         (
             "empty struct",
-            extension(TYPED_STRUCT, empty_struct(Some(Struct::default()))),
+            extension(TYPED_STRUCT, empty),
             Err("no remote and local"),
         ),
     ] {
@@ -213,10 +210,10 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
     let request = found(&wasm(Some(remote()), Some(environment(&pairs))))
         .module
         .expect("a request");
-    assert_eq!(request.url, "oci://registry/plugin:v1");
+    assert_eq!(request.source.redacted(), "oci://registry/plugin:v1");
     assert_eq!(
-        (request.checksum.as_str(), request.resource_version.as_str()),
-        ("", "7")
+        (request.pinned.as_deref(), request.resource_version.as_str()),
+        (None, "7")
     );
     assert_eq!(request.time_limit, Duration::from_secs(30));
     assert_eq!(request.pull_policy, PullPolicy::Always);
@@ -239,29 +236,34 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
     });
     let plain = plain.expect("a request");
     assert_eq!(
-        (plain.checksum.as_str(), plain.time_limit),
-        ("abc", TIME_LIMIT)
+        (plain.pinned.as_deref(), plain.time_limit),
+        (Some("abc"), TIME_LIMIT)
     );
     assert_eq!(
-        (plain.pull_policy, plain.pull_secret),
+        (plain.pull_policy, plain.pull_secret.as_ref()),
         (PullPolicy::Unspecified, None)
     );
-    let negative = edit(&|remote| {
-        let timeout = protobuf::Duration {
-            seconds: -1,
-            nanos: 0,
-        };
-        remote.http_uri.as_mut().expect("a URI").timeout = Some(timeout);
-    });
-    assert_eq!(negative.expect("a request").time_limit, Duration::ZERO);
+    for (seconds, nanos, expected) in [
+        (-1, 0, Duration::ZERO),
+        (1, -1, Duration::ZERO),
+        (1, 5, Duration::new(1, 5)),
+        (i64::MAX, i32::MAX, LONGEST_FETCH),
+    ] {
+        let limited = edit(&|remote| {
+            let timeout = protobuf::Duration { seconds, nanos };
+            remote.http_uri.as_mut().expect("a URI").timeout = Some(timeout);
+        });
+        assert_eq!(limited.expect("a request").time_limit, expected);
+    }
     let none = edit(&|remote| remote.http_uri = None).expect_err("no URI");
-    assert_eq!(none, Unusable::NoUri("ns.plugin".to_owned()));
+    assert_eq!(none.result, "miss_remote_fetch_hint");
+    assert!(none.problem.contains("config ns.plugin"), "{none:?}");
     let secret = environment(&[(PULL_SECRET, "")]);
     let none = found(&wasm(Some(remote()), Some(secret)))
         .module
         .expect_err("no secret");
     assert_eq!(
-        none.to_string(),
+        none.problem,
         "cannot fetch Wasm module plugin: missing image pulling secret"
     );
 }

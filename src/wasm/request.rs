@@ -1,0 +1,181 @@
+//! What a filter's configuration says about its module: where it is, and when to fetch it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::Duration;
+
+use envoy_types::pb::envoy::config::core::v3::RemoteDataSource;
+use envoy_types::pb::google::protobuf;
+use tokio::time::Instant;
+use zeroize::Zeroizing;
+
+use super::fetch::{Error, Source};
+
+pub(super) const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
+pub(super) const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
+pub(super) const RESOURCE_VERSION: &str = "ISTIO_META_WASM_PLUGIN_RESOURCE_VERSION";
+
+/// The time limit of a fetch without one of its own.
+pub(super) const TIME_LIMIT: Duration = Duration::from_secs(5);
+/// That of any fetch.
+pub(super) const LONGEST_FETCH: Duration = Duration::from_secs(3600);
+
+/// A module as a filter's configuration asks for it.
+#[derive(Clone)]
+pub(crate) struct Request {
+    /// As configured. It may hold secrets.
+    url: String,
+    pub(crate) source: Source,
+    /// The digest that the configuration or the URL pins the module to.
+    pub(crate) pinned: Option<String>,
+    pub(crate) time_limit: Duration,
+    pub(crate) pull_policy: PullPolicy,
+    /// That of the Kubernetes object; empty if unknown.
+    pub(crate) resource_version: String,
+    /// Docker's configuration file as JSON.
+    pub(crate) pull_secret: Option<Zeroizing<String>>,
+}
+
+/// When a module without a digest is fetched anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum PullPolicy {
+    Unspecified,
+    IfNotPresent,
+    /// With each new version of the Kubernetes object.
+    Always,
+}
+
+/// Why a filter does not get its module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Unusable {
+    /// The result that is counted.
+    pub(crate) result: &'static str,
+    pub(crate) problem: String,
+    /// When to ask again. None if that leads to nothing else.
+    pub(crate) retry_at: Option<Instant>,
+}
+
+impl Request {
+    /// `name` is that of the resource, `plugin` that in the configuration.
+    pub(super) fn new(
+        name: &str,
+        plugin: &str,
+        remote: RemoteDataSource,
+        variables: &HashMap<String, String>,
+    ) -> Result<Self, Unusable> {
+        let uri = remote.http_uri.ok_or_else(|| {
+            let problem = "wasm remote fetch does not have httpUri specified for config";
+            Unusable::new("miss_remote_fetch_hint", format!("{problem} {name}"))
+        })?;
+        let pull_secret = variables.get(PULL_SECRET).cloned().map(Zeroizing::new);
+        if pull_secret.as_ref().is_some_and(|secret| secret.is_empty()) {
+            return Err(Unusable::fetch(format!(
+                "{plugin}: missing image pulling secret"
+            )));
+        }
+        let source = Source::parse(&uri.uri);
+        let source = source.map_err(Unusable::fetch)?;
+        let pinned = match remote.sha256.as_str() {
+            "" | "nil" => source.digest().map(str::to_owned),
+            checksum => Some(checksum.to_owned()),
+        };
+        Ok(Self {
+            url: uri.uri,
+            source,
+            pinned,
+            time_limit: uri.timeout.map_or(TIME_LIMIT, time_limit),
+            pull_policy: match variables.get(PULL_POLICY).map(String::as_str) {
+                Some("IfNotPresent") => PullPolicy::IfNotPresent,
+                Some("Always") => PullPolicy::Always,
+                _ => PullPolicy::Unspecified,
+            },
+            resource_version: variables.get(RESOURCE_VERSION).cloned().unwrap_or_default(),
+            pull_secret,
+        })
+    }
+
+    /// Distinguishes fetches. It shows no secret.
+    pub(super) fn fetch_id(&self) -> u64 {
+        let secret = self.pull_secret.as_deref();
+        hash((&self.url, &self.pinned, secret))
+    }
+
+    /// Distinguishes requests of one resource.
+    pub(super) fn id(&self) -> u64 {
+        let version = &self.resource_version;
+        hash((self.fetch_id(), self.time_limit, self.pull_policy, version))
+    }
+
+    /// What leads to the module in the cache.
+    pub(super) fn key(&self) -> String {
+        let pinned = self.pinned.as_ref().map(|digest| self.key_of(digest));
+        pinned.unwrap_or_else(|| self.url.clone())
+    }
+
+    /// The key of a digest. All tags of a repository share it.
+    pub(super) fn key_of(&self, digest: &str) -> String {
+        format!("{digest} {}", self.source.module_name(&self.url))
+    }
+
+    /// Whether the module that the key led to before is right for any version of the resource.
+    pub(super) fn ignores_version(&self) -> bool {
+        match self.pull_policy {
+            _ if self.pinned.is_some() => true,
+            PullPolicy::Always => false,
+            PullPolicy::IfNotPresent => true,
+            PullPolicy::Unspecified => !self.source.is_latest(),
+        }
+    }
+
+    /// An error unless the module is the one it is pinned to.
+    pub(super) fn compare(&self, found: &str, is: impl Fn(&str) -> bool) -> Result<(), Error> {
+        match &self.pinned {
+            Some(expected) if !is(expected) => Err(Error::Checksum {
+                url: self.source.redacted(),
+                found: found.to_owned(),
+                expected: expected.clone(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Unusable {
+    pub(super) fn new(result: &'static str, problem: String) -> Self {
+        let retry_at = None;
+        Self {
+            result,
+            problem,
+            retry_at,
+        }
+    }
+
+    pub(super) fn fetch(problem: impl fmt::Display) -> Self {
+        let problem = format!("cannot fetch Wasm module {problem}");
+        Self::new("fetch_failure", problem)
+    }
+}
+
+/// Zero if it is negative.
+fn time_limit(limit: protobuf::Duration) -> Duration {
+    let (seconds, nanos) = (u64::try_from(limit.seconds), u64::try_from(limit.nanos));
+    let limit = match (seconds, nanos) {
+        (Ok(seconds), Ok(nanos)) => Duration::from_secs(seconds) + Duration::from_nanos(nanos),
+        _ => Duration::ZERO,
+    };
+    limit.min(LONGEST_FETCH)
+}
+
+fn hash(value: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The URL may hold a password, and the secret is one.
+        f.debug_struct("Request").finish_non_exhaustive()
+    }
+}
