@@ -173,7 +173,8 @@ impl Wasm {
             Err(unusable) => unusable,
         };
         self.metrics.conversions.with([result]).inc();
-        let (name, policy) = (&filter.name, filter.policy());
+        let name = &filter.name;
+        let policy = if filter.fails_open { "allow" } else { "deny" };
         tracing::error!(
             target: "wasm",
             "error in converting the wasm config to local: {name}: {problem}. applying {policy} RBAC filter"

@@ -73,9 +73,9 @@ impl Modules {
         name: &str,
         request: &Arc<Request>,
     ) -> Result<PathBuf, Failure> {
-        let last = self.resources.lock().last(name, request.id());
-        let known = match request.ignores_version() || matches!(last, Some(Ok(_))) {
-            true => self.find(name, request, request.key()).await,
+        let last = self.resources.lock().last(name, request.id);
+        let known = match request.ignores_version || matches!(last, Some(Ok(_))) {
+            true => self.find(name, request, request.key.clone()).await,
             false => Ok(None),
         };
         self.metrics.count_lookup(matches!(known, Ok(Some(_))));
@@ -90,7 +90,7 @@ impl Modules {
             backoff = failure.backoff;
         }
         let found = match self.fetched(name, request).await {
-            Ok(()) => self.find(name, request, request.key()).await,
+            Ok(()) => self.find(name, request, request.key.clone()).await,
             Err(error) => Err(error),
         };
         let gone = || Error::Refused("the module vanished from the cache".to_owned());
@@ -108,7 +108,7 @@ impl Modules {
 
     fn set(&self, name: &str, request: &Request, result: Result<Module, Failure>) {
         let url = request.source.redacted();
-        self.resources.lock().set(name, request.id(), url, result);
+        self.resources.lock().set(name, request.id, url, result);
     }
 
     /// Looks a module up. The resource uses it from then on.
@@ -123,8 +123,8 @@ impl Modules {
             let Some(module) = cache.find(&key) else {
                 return Ok(None);
             };
-            if key != request.key() {
-                cache.link(&request.key(), &module)?;
+            if key != request.key {
+                cache.link(&request.key, &module)?;
             }
             modules.set(&name, &request, Ok(module.clone()));
             Ok(Some(module))
@@ -143,12 +143,12 @@ impl Modules {
     fn join(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetching {
         let mut fetches = self.fetches.lock();
         fetches.retain(|_, (_, result)| result.has_changed().is_ok());
-        if let Some((_, result)) = fetches.get(&request.fetch_id()) {
+        if let Some((_, result)) = fetches.get(&request.fetch_id) {
             return result.clone();
         }
         let (done, result) = watch::channel(None);
         let url = request.source.redacted();
-        fetches.insert(request.fetch_id(), (url, result.clone()));
+        fetches.insert(request.fetch_id, (url, result.clone()));
         let (modules, name, request) = (self.clone(), name.to_owned(), request.clone());
         self.executor.spawn(async move {
             // The semaphore is never closed.
@@ -201,7 +201,7 @@ impl Modules {
         self.metrics.count_success();
         // That of an index, if the module was asked for by it.
         let by_digest = request.key_of(pinned.unwrap_or(&found));
-        let key = request.key();
+        let key = request.key.clone();
         self.on_disk(move |modules, cache| {
             let module = cache.add(download, &[by_digest, key])?;
             modules.tidy_now(cache, Some(module.path));

@@ -22,28 +22,22 @@ pub(super) const TIME_LIMIT: Duration = Duration::from_secs(5);
 pub(super) const LONGEST_FETCH: Duration = Duration::from_secs(3600);
 
 /// A module as a filter's configuration asks for it.
-#[derive(Clone)]
 pub(crate) struct Request {
-    /// As configured. It may hold secrets.
-    url: String,
     pub(crate) source: Source,
     /// The digest that the configuration or the URL pins the module to.
     pub(crate) pinned: Option<String>,
     pub(crate) time_limit: Duration,
-    pub(crate) pull_policy: PullPolicy,
-    /// That of the Kubernetes object; empty if unknown.
-    pub(crate) resource_version: String,
     /// Docker's configuration file as JSON.
     pub(crate) pull_secret: Option<Zeroizing<String>>,
-}
-
-/// When a module without a digest is fetched anew.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum PullPolicy {
-    Unspecified,
-    IfNotPresent,
-    /// With each new version of the Kubernetes object.
-    Always,
+    /// Whether the module that was found before is right for any version of the resource.
+    pub(crate) ignores_version: bool,
+    /// What the module is called in the cache. It may hold secrets, as the URL may.
+    module_name: String,
+    /// What leads to the module in the cache.
+    pub(super) key: String,
+    /// Distinguishes requests of one resource, and fetches. They show no secret.
+    pub(super) id: u64,
+    pub(super) fetch_id: u64,
 }
 
 /// Why a filter does not get its module.
@@ -80,52 +74,36 @@ impl Request {
             "" | "nil" => source.digest().map(str::to_owned),
             checksum => Some(checksum.to_owned()),
         };
+        let module_name = source.module_name(&uri.uri);
+        let time_limit = uri.timeout.map_or(TIME_LIMIT, time_limit);
+        let secret = pull_secret.as_deref();
+        let fetch_id = hash((&uri.uri, &pinned, secret));
+        let (policy, version) = (variables.get(PULL_POLICY), variables.get(RESOURCE_VERSION));
         Ok(Self {
-            url: uri.uri,
+            id: hash((fetch_id, time_limit, policy, version)),
+            fetch_id,
+            ignores_version: match policy.map(String::as_str) {
+                _ if pinned.is_some() => true,
+                Some("IfNotPresent") => true,
+                // With each new version of the Kubernetes object it is fetched anew.
+                Some("Always") => false,
+                _ => !source.is_latest(),
+            },
+            key: match &pinned {
+                Some(digest) => key(digest, &module_name),
+                None => uri.uri,
+            },
             source,
             pinned,
-            time_limit: uri.timeout.map_or(TIME_LIMIT, time_limit),
-            pull_policy: match variables.get(PULL_POLICY).map(String::as_str) {
-                Some("IfNotPresent") => PullPolicy::IfNotPresent,
-                Some("Always") => PullPolicy::Always,
-                _ => PullPolicy::Unspecified,
-            },
-            resource_version: variables.get(RESOURCE_VERSION).cloned().unwrap_or_default(),
+            time_limit,
             pull_secret,
+            module_name,
         })
-    }
-
-    /// Distinguishes fetches. It shows no secret.
-    pub(super) fn fetch_id(&self) -> u64 {
-        let secret = self.pull_secret.as_deref();
-        hash((&self.url, &self.pinned, secret))
-    }
-
-    /// Distinguishes requests of one resource.
-    pub(super) fn id(&self) -> u64 {
-        let version = &self.resource_version;
-        hash((self.fetch_id(), self.time_limit, self.pull_policy, version))
-    }
-
-    /// What leads to the module in the cache.
-    pub(super) fn key(&self) -> String {
-        let pinned = self.pinned.as_ref().map(|digest| self.key_of(digest));
-        pinned.unwrap_or_else(|| self.url.clone())
     }
 
     /// The key of a digest. All tags of a repository share it.
     pub(super) fn key_of(&self, digest: &str) -> String {
-        format!("{digest} {}", self.source.module_name(&self.url))
-    }
-
-    /// Whether the module that the key led to before is right for any version of the resource.
-    pub(super) fn ignores_version(&self) -> bool {
-        match self.pull_policy {
-            _ if self.pinned.is_some() => true,
-            PullPolicy::Always => false,
-            PullPolicy::IfNotPresent => true,
-            PullPolicy::Unspecified => !self.source.is_latest(),
-        }
+        key(digest, &self.module_name)
     }
 
     /// An error unless the module is the one it is pinned to.
@@ -155,6 +133,11 @@ impl Unusable {
         let problem = format!("cannot fetch Wasm module {problem}");
         Self::new("fetch_failure", problem)
     }
+}
+
+/// It begins as no URL does.
+fn key(digest: &str, module_name: &str) -> String {
+    format!("{digest} {module_name}")
 }
 
 /// Zero if it is negative.

@@ -24,15 +24,13 @@ use super::request::{Request, Unusable};
 const EXTENSION: &str = "envoy.config.core.v3.TypedExtensionConfig";
 const TYPED_STRUCT: &str = "type.googleapis.com/udpa.type.v1.TypedStruct";
 
+/// Between the two is the chain that a filter belongs to: `http` or `network`.
+const FILTERS: &str = "type.googleapis.com/envoy.extensions.filters.";
+const WASM: &str = ".wasm.v3.Wasm";
+const RBAC: &str = ".rbac.v3.RBAC";
+
 /// Environment variables of a module that are for the agent begin with this.
 const FOR_AGENT: &str = "ISTIO_META_";
-
-/// The chain of filters a module belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Http,
-    Network,
-}
 
 /// A Wasm filter whose module has to be fetched.
 #[derive(Clone, Debug)]
@@ -40,8 +38,9 @@ pub(crate) struct Filter {
     /// The name of the resource.
     pub(crate) name: String,
     pub(crate) module: Result<Arc<Request>, Unusable>,
-    kind: Kind,
-    fails_open: bool,
+    /// Whether requests pass without the module.
+    pub(crate) fails_open: bool,
+    is_http: bool,
     /// The `Any`, and the filter's own configuration in it.
     resource: Bytes,
     wasm: Bytes,
@@ -72,8 +71,12 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         // It has the same fields, and the value is a `Struct`.
         config = Any::decode(config.value.as_slice()).map_err(|error| failed(&error))?;
     }
-    let Some(kind) = Kind::of(&config.type_url) else {
-        return Ok(None);
+    let chain = config.type_url.strip_prefix(FILTERS);
+    let chain = chain.and_then(|chain| chain.strip_suffix(WASM));
+    let (is_http, kind) = match chain {
+        Some("http") => (true, "HTTP"),
+        Some("network") => (false, "Network"),
+        _ => return Ok(None),
     };
     let wasm = match is_struct {
         true => typed_struct::wasm(&config.value).map_err(|error| failed(&error))?,
@@ -91,11 +94,6 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         Some(Specifier::Remote(remote)) => remote,
         Some(Specifier::Local(_)) => return Ok(None),
         None => {
-            let kind = if kind == Kind::Http {
-                "HTTP"
-            } else {
-                "Network"
-            };
             let problem = "no remote and local load found in Wasm";
             return Err(format!("{problem} {kind} filter {name:?}"));
         }
@@ -106,7 +104,7 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         module: request.map(Arc::new),
         fails_open: fails_open(&plugin),
         resource: resource.clone(),
-        kind,
+        is_http,
         wasm,
         name,
     }))
@@ -135,7 +133,7 @@ impl Filter {
             });
             plugin.map(Some)
         })?;
-        self.with_config(self.kind.type_url(), &wasm)
+        self.with_config(WASM, &wasm)
     }
 
     /// The resource with a filter in place of the module that could not be fetched: one that lets all
@@ -147,30 +145,14 @@ impl Filter {
             true => (&[], b"wasm-default-allow"),
             false => (&[0x0a, 0], b"wasm-default-deny"),
         };
-        let (type_url, field) = match self.kind {
-            Kind::Http => (
-                "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC",
-                6,
-            ),
-            Kind::Network => (
-                "type.googleapis.com/envoy.extensions.filters.network.rbac.v3.RBAC",
-                3,
-            ),
-        };
         let mut rbac = rules.to_vec();
-        wire::append(&mut rbac, field, prefix);
-        self.with_config(type_url, &rbac)
+        wire::append(&mut rbac, if self.is_http { 6 } else { 3 }, prefix);
+        self.with_config(RBAC, &rbac)
     }
 
-    /// What [`Filter::fallback`] does with requests.
-    pub(crate) fn policy(&self) -> &'static str {
-        match self.fails_open {
-            true => "allow",
-            false => "deny",
-        }
-    }
-
-    fn with_config(&self, type_url: &str, value: &[u8]) -> Result<Bytes, DecodeError> {
+    fn with_config(&self, filter: &str, value: &[u8]) -> Result<Bytes, DecodeError> {
+        let chain = if self.is_http { "http" } else { "network" };
+        let type_url = format!("{FILTERS}{chain}{filter}");
         let mut config = Vec::new();
         wire::append(&mut config, 1, type_url.as_bytes());
         wire::append(&mut config, 2, value);
@@ -194,20 +176,6 @@ fn without_variables_for_agent(environment: Bytes) -> Result<Option<Bytes>, Deco
         left.extend_from_slice(&field.record);
     }
     Ok((!is_empty).then(|| left.into()))
-}
-
-impl Kind {
-    fn of(type_url: &str) -> Option<Self> {
-        let kinds = [Self::Http, Self::Network].into_iter();
-        kinds.into_iter().find(|kind| kind.type_url() == type_url)
-    }
-
-    fn type_url(self) -> &'static str {
-        match self {
-            Self::Http => "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm",
-            Self::Network => "type.googleapis.com/envoy.extensions.filters.network.wasm.v3.Wasm",
-        }
-    }
 }
 
 #[cfg(test)]

@@ -24,9 +24,7 @@ use envoy_types::pb::google::protobuf;
 use prost_types::Struct;
 
 use super::*;
-use crate::wasm::request::{
-    LONGEST_FETCH, PULL_POLICY, PULL_SECRET, PullPolicy, RESOURCE_VERSION, TIME_LIMIT,
-};
+use crate::wasm::request::{LONGEST_FETCH, PULL_POLICY, PULL_SECRET, RESOURCE_VERSION, TIME_LIMIT};
 
 const HTTP: &str = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
 const NETWORK: &str = "type.googleapis.com/envoy.extensions.filters.network.wasm.v3.Wasm";
@@ -212,11 +210,10 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
         .expect("a request");
     assert_eq!(request.source.redacted(), "oci://registry/plugin:v1");
     assert_eq!(
-        (request.pinned.as_deref(), request.resource_version.as_str()),
-        (None, "7")
+        (request.pinned.as_deref(), request.ignores_version),
+        (None, false)
     );
     assert_eq!(request.time_limit, Duration::from_secs(30));
-    assert_eq!(request.pull_policy, PullPolicy::Always);
     assert_eq!(
         request.pull_secret.as_deref().map(String::as_str),
         Some("{}")
@@ -240,8 +237,8 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
         (Some("abc"), TIME_LIMIT)
     );
     assert_eq!(
-        (plain.pull_policy, plain.pull_secret.as_ref()),
-        (PullPolicy::Unspecified, None)
+        (plain.ignores_version, plain.pull_secret.as_ref()),
+        (true, None)
     );
     for (seconds, nanos, expected) in [
         (-1, 0, Duration::ZERO),
@@ -375,10 +372,7 @@ fn a_module_that_is_missing_is_replaced_by_the_rbac_filter_of_its_policy() {
                 (fallback.type_url.as_str(), &*fallback.value),
                 (rbac, bytes)
             );
-            assert_eq!(
-                filter.policy() == "allow",
-                bytes == allow || bytes == network_allow
-            );
+            assert_eq!(filter.fails_open, bytes == allow || bytes == network_allow);
         }
     }
     let read = Rbac::decode(deny).expect("RBAC");
