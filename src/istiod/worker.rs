@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use super::Config;
 use super::connection::{Connection, Driver};
 use super::dial::{Cause, DialError, dial};
-use super::hosts::{Choice, Hosts};
+use super::hosts::Hosts;
 use super::status::{Connected, Record};
 use crate::backoff::Backoff;
 use crate::dial::Dialer;
@@ -36,7 +36,7 @@ pub(super) struct Waiter {
 }
 
 pub(super) struct Worker {
-    choice: Choice,
+    hosts: Arc<Hosts>,
     queue: mpsc::UnboundedReceiver<Waiter>,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
@@ -61,7 +61,7 @@ impl Worker {
         record: Record,
     ) -> Self {
         Self {
-            choice: Choice::new(hosts),
+            hosts,
             queue,
             connected,
             record,
@@ -76,6 +76,8 @@ impl Worker {
 
     pub(super) async fn run(mut self) {
         loop {
+            let due = self.hosts.due();
+            let due_at = sleep_until(due.unwrap_or_else(Instant::now));
             let served = tokio::select! {
                 waiter = self.queue.recv() => match waiter {
                     Some(waiter) => {
@@ -84,7 +86,7 @@ impl Worker {
                     }
                     None => return,
                 },
-                () = self.choice.first_is_due() => self.try_first().await,
+                () = due_at, if due.is_some() => self.try_first().await,
             };
             if let Err(Abandoned) = served {
                 return;
@@ -95,14 +97,14 @@ impl Worker {
     /// Returns to the first control plane if it answers.
     async fn try_first(&mut self) -> Result<(), Abandoned> {
         if current(&self.connected).is_none() {
-            self.choice.return_to_first();
-            return self.serve().await;
+            self.hosts.return_to_first();
+            return Ok(());
         }
-        let first = self.choice.hosts.first().clone();
+        let first = self.hosts.first().clone();
         match self.dial(&first).await? {
             Ok((connection, driver)) => {
                 tracing::info!(target: "xdsproxy", "istiod at {} is used again", first.address);
-                self.choice.return_to_first();
+                self.hosts.return_to_first();
                 if let Some(other) = current(&self.connected) {
                     other.leave();
                 }
@@ -110,9 +112,9 @@ impl Worker {
             }
             Err(cause) => {
                 self.record.failed(&cause.to_string());
-                let (first, other) = (&first.address, &self.choice.hosts.current().address);
+                let (first, other) = (&first.address, &self.hosts.current().address);
                 tracing::debug!(target: "xdsproxy", "staying with istiod at {other}, as {first} fails: {cause}");
-                self.choice.postpone();
+                self.hosts.postpone();
             }
         }
         self.serve().await
@@ -129,11 +131,11 @@ impl Worker {
                 return Ok(());
             }
             if let Some(until) = self.not_before {
-                self.collect_during(tokio::time::sleep_until(until)).await?;
+                self.collect_during(sleep_until(until)).await?;
                 self.not_before = None;
                 continue;
             }
-            let config = self.choice.hosts.current().clone();
+            let config = self.hosts.current().clone();
             match self.dial(&config).await? {
                 Ok((connection, driver)) => self.connected(connection, driver),
                 Err(cause) => self.failed(cause),
@@ -174,8 +176,8 @@ impl Worker {
         let shortest = FIRST_WAIT.mul_f64(fastrand::f64());
         self.not_before = Some(Instant::now() + shortest);
         self.complaints.clear();
-        self.choice.succeeded();
-        let address = self.choice.hosts.current().address.clone();
+        self.hosts.succeeded();
+        let address = self.hosts.current().address.clone();
         let about = connection.about();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
@@ -192,7 +194,7 @@ impl Worker {
 
     fn failed(&mut self, cause: Cause) {
         let error = DialError {
-            address: self.choice.hosts.current().address.clone(),
+            address: self.hosts.current().address.clone(),
             source: Arc::new(cause),
         };
         for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
@@ -202,7 +204,7 @@ impl Worker {
         let wait = self.backoff.next_wait();
         self.not_before = Some(Instant::now() + wait);
         self.complain(&error, wait);
-        self.choice.failed();
+        self.hosts.failed();
     }
 
     /// Logs an outage once as an error, further failures of the same cause at debug level.

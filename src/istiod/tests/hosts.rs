@@ -1,6 +1,5 @@
 //! Several control planes.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use http_body_util::BodyExt;
@@ -8,7 +7,7 @@ use tokio::net::TcpListener;
 
 use super::hold;
 use crate::istiod::fake::{Fake, plaintext, run};
-use crate::istiod::hosts::{Choice, Hosts, RETURN_AFTER};
+use crate::istiod::hosts::{Hosts, RETURN_AFTER};
 use crate::istiod::{Body, Config};
 
 fn several(addresses: &[impl std::fmt::Display]) -> Config {
@@ -22,44 +21,37 @@ fn several(addresses: &[impl std::fmt::Display]) -> Config {
 
 #[tokio::test(start_paused = true)]
 async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_after_ten_minutes() {
-    let hosts = Arc::new(Hosts::new(several(&["a:1", "b:1", "c:1"])));
-    let mut choice = Choice::new(hosts.clone());
+    let hosts = Hosts::new(several(&["a:1", "b:1", "c:1"]));
     let mut used = String::new();
     for failed in [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] {
         used += &hosts.current().address[..1];
+        assert_eq!(hosts.due().is_some(), !used.ends_with('a'));
         match failed {
-            0 => choice.succeeded(),
-            _ => choice.failed(),
+            0 => hosts.succeeded(),
+            _ => hosts.failed(),
         }
     }
     assert_eq!(used, "aaaaaabbbccca");
-    let never = tokio::time::timeout(10 * RETURN_AFTER, choice.first_is_due());
-    assert!(never.await.is_err());
-    for _ in 0..2 {
-        choice.failed();
-    }
+    hosts.failed();
+    hosts.failed();
     assert_eq!(hosts.current().address, "b:1");
     for _ in 0..2 {
-        let before = tokio::time::Instant::now();
-        choice.first_is_due().await;
-        let took = before.elapsed();
-        assert!((600..=661).contains(&took.as_secs()), "{took:?}");
-        choice.postpone();
+        let wait = hosts.due().unwrap() - tokio::time::Instant::now();
+        assert!((600..=660).contains(&wait.as_secs()), "{wait:?}");
+        tokio::time::advance(wait).await;
+        hosts.postpone();
     }
-    choice.return_to_first();
-    assert_eq!(hosts.current().address, "a:1");
+    hosts.return_to_first();
+    assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
 }
 
-#[tokio::test]
-async fn one_alone_is_dialed_however_often_it_fails() {
-    let hosts = Arc::new(Hosts::new(several(&["a:1"])));
-    let mut choice = Choice::new(hosts.clone());
+#[test]
+fn one_alone_is_dialed_however_often_it_fails() {
+    let hosts = Hosts::new(several(&["a:1"]));
     for _ in 0..10 {
-        choice.failed();
-        assert_eq!(hosts.current().address, "a:1");
+        hosts.failed();
+        assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
     }
-    let due = tokio::time::timeout(Duration::from_millis(1), choice.first_is_due());
-    assert!(due.await.is_err());
 }
 
 /// Lets the time pass after which the first is due, once the worker waits for it.
