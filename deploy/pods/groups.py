@@ -43,6 +43,13 @@ class Group:
             # As kubelet: all processes of a container end together.
             (self.path / "memory.oom.group").write_text("1")
 
+    def used(self):
+        """Bytes charged to the container, without files that could be dropped, as kubelet counts them."""
+        used = self.path / ("memory.usage_in_bytes" if self.is_old else "memory.current")
+        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        name = "total_inactive_file" if self.is_old else "inactive_file"
+        return int(used.read_text()) - int(stat.get(name, 0))
+
     def kills(self):
         """How many processes were ended for lack of memory."""
         file = self.path / ("memory.oom_control" if self.is_old else "memory.events")

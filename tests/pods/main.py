@@ -61,6 +61,7 @@ def fetch(folder):
 
 async def run(options):
     import cases
+    import runner_cases
     from world import World
     if options.grpc and not options.grpc.is_dir():
         options.grpc = None
@@ -70,10 +71,11 @@ async def run(options):
         kinds = cases.Mesh(world)
         await world.check(cases.each_kind_becomes_ready_by_its_own_probes, kinds)
         # What needs the machine for itself comes first, the rest runs side by side.
-        for claim in filter(options.wants, (cases.native_sidecars_start_before_the_application_and_others_where_asked,
-                      cases.captured_requests_reach_each_kind_by_mutual_tls,
-                      cases.a_gateway_serves_a_captured_caller,
-                      cases.the_agent_answers_names_of_the_mesh)):
+        for claim in filter(options.wants, (
+                cases.native_sidecars_start_before_the_application_and_others_where_asked,
+                cases.captured_requests_reach_each_kind_by_mutual_tls,
+                cases.a_gateway_serves_a_captured_caller,
+                cases.the_agent_answers_names_of_the_mesh)):
             await world.check(claim, kinds)
         await asyncio.gather(*(world.check(claim, kinds) for claim in filter(options.wants, (
             cases.a_rotated_token_reaches_the_agent,
@@ -81,10 +83,10 @@ async def run(options):
             cases.replaced_pods_lose_no_request_and_the_way_back_is_the_same,
             cases.grpc_applications_talk_by_what_their_agents_relay,
             cases.a_waypoint_becomes_ready,
+            cases.values_for_the_whole_mesh_swap_every_pod_and_the_memory_request_suffices,
             cases.other_authorities_get_rsa_keys_or_serve_certificates_themselves,
-            cases.values_for_the_whole_mesh_swap_every_pod,
-            cases.pod_runner_gives_a_container_what_its_manifest_says,
-            cases.pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know))))
+            runner_cases.pod_runner_gives_a_container_what_its_manifest_says,
+            runner_cases.pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know))))
         await asyncio.gather(*(world.check(claim, kinds) for claim in filter(options.wants, (
             cases.an_envoy_out_of_memory_ends_the_container_with_137_and_it_is_restarted,
             cases.rendered_pods_run_unchanged_but_for_image_names))))

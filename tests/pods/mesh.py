@@ -40,7 +40,8 @@ def manager(routes, **more):
     """A network filter that answers HTTP."""
     return {"name": "envoy.filters.network.http_connection_manager", "typed_config": {
         "@type": f"{TYPES}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "http", "rds": {"route_config_name": routes, "config_source": ADS},
+        # The agent counts requests under way by the names that istiod gives.
+        "stat_prefix": f"{routes}_0.0.0.0_8080;", "rds": {"route_config_name": routes, "config_source": ADS},
         "http_filters": [{"name": "envoy.filters.http.router", "typed_config": {
             "@type": f"{TYPES}.extensions.filters.http.router.v3.Router"}}]} | more}
 

@@ -106,9 +106,10 @@ class World:
         for block in self.not_shown() if not self.options.only else ():
             self.failed.append(block)
             self.say(f"FAILED {block}: no test runs this manifest")
-        self.say("resident, in MB:          agent   Envoy")
-        for pod, when, agent, envoy in self.figures:
-            self.say(f"   {pod:10} {when:10} {agent / 1e6:8.1f}{envoy / 1e6:8.1f}")
+        self.say("memory, in MB: resident          agent   Envoy   charged to both")
+        for pod, when, *sizes in self.figures:
+            sizes = "".join(f"{size / 1e6:8.1f}" for size in sizes)
+            self.say(f"   {pod:13} {when:10} {sizes}")
         self.say(f"pods: {len(self.failed)} of {len(self.checked)} claims failed; logs are in {self.folder}"
                  if self.failed else f"pods: all {len(self.checked)} claims hold")
         return int(bool(self.failed))
@@ -118,7 +119,8 @@ class World:
         proxy = pod.container("istio-proxy")
         children = pathlib.Path(f"/proc/{proxy.pid}/task/{proxy.pid}/children").read_text().split()
         sizes = [resident(pid) for pid in (proxy.pid, *children)]
-        self.figures.append((pod.name, when, sizes[0], sum(sizes[1:])))
+        charged = proxy.group.used() if proxy.group else 0
+        self.figures.append((pod.name, when, sizes[0], sum(sizes[1:]), charged))
 
     async def stop(self):
         await self.runner.stop()
@@ -135,13 +137,13 @@ class World:
         return [f"{name}, block {number + 1}" for name, blocks in self.blocks.items()
                 for number in range(len(blocks)) if (name, number) not in self.shown]
 
-    def make(self, name, *patches, account="server", cni=False, bare=False, image=inject.IMAGE):
+    def make(self, name, *patches, account="server", bare=False, **more):
         """A pod of the application, with patches to its Deployment, injected unless it is bare."""
         deployment = application(name, account)
         for patch in patches:
             merge(deployment, patch)
         if not bare:
-            deployment = inject.Injection(deployment, image, cni).made()
+            deployment = inject.Injection(deployment, **more).made()
         pods, _ = manifest.read(yaml.safe_dump(deployment))
         return self.runner.make(pods[0])
 
