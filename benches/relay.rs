@@ -39,6 +39,7 @@ fn main() {
         return match role.as_str() {
             "pump" => block_on(support::baseline::pump(socket, address, root_pem)),
             "typed" => block_on(support::baseline::typed(socket, address, root_pem)),
+            "kept" => block_on(support::kept::relay(socket, address, root_pem)),
             other => panic!("{other}: no such baseline"),
         };
     }
@@ -46,7 +47,9 @@ fn main() {
     block_on(async {
         throughput(&control_plane).await;
         let relays = Relays::start(&control_plane);
-        memory(&relays).await;
+        for relay in [0, 3] {
+            memory(&relays.all[relay]).await;
+        }
         latency(&control_plane, &relays).await;
     });
 }
@@ -63,7 +66,7 @@ impl Relays {
         let (address, root) = (&control_plane.address, &control_plane.root_pem);
         let agent = Process::relay(directory.path(), address, root);
         let mut all = vec![("agent", agent, directory.path().join("etc/istio/proxy/XDS"))];
-        for role in ["pump", "typed"] {
+        for role in ["pump", "typed", "kept"] {
             let socket = directory.path().join(role);
             let program = std::env::current_exe().expect("this program");
             let mut command = Command::new(program);
@@ -74,11 +77,6 @@ impl Relays {
             _directory: directory,
             all,
         }
-    }
-
-    fn agent(&self) -> (&Process, &Path) {
-        let (_, process, socket) = &self.all[0];
-        (process, socket)
     }
 }
 
@@ -92,12 +90,13 @@ async fn throughput(control_plane: &ControlPlane) {
         "CPU s/GB",
         "of pump",
         "of typed",
+        "of agent",
     ]);
     for protocol in [Protocol::Sotw, Protocol::Delta] {
         for shape in SIZES.map(|size| Shape::new(size, RESOURCE)) {
             let mut names = Vec::new();
-            let mut rates = vec![Vec::new(); 4];
-            let mut costs = vec![Vec::new(); 3];
+            let mut rates = vec![Vec::new(); 5];
+            let mut costs = vec![Vec::new(); 4];
             for _ in 0..ROUNDS {
                 let relays = Relays::start(control_plane);
                 names = relays.all.iter().map(|(name, ..)| *name).collect();
@@ -109,9 +108,9 @@ async fn throughput(control_plane: &ControlPlane) {
                 }
                 let io = ControlPlane::dial(&control_plane.address, &control_plane.root_pem);
                 let io = io.await.expect("a connection");
-                rates[3].push(Pull::begin(io, protocol, shape).await.all().await);
+                rates[4].push(Pull::begin(io, protocol, shape).await.all().await);
             }
-            let direct = median(rates[3].clone());
+            let direct = median(rates[4].clone());
             for (index, name) in names.into_iter().enumerate() {
                 let rate = median(rates[index].clone());
                 let of = |other: usize| {
@@ -127,6 +126,7 @@ async fn throughput(control_plane: &ControlPlane) {
                     format!("{:.2}", median(costs[index].clone())),
                     format!("{:.2}", of(1)),
                     format!("{:.2}", of(2)),
+                    format!("{:.2}", of(0)),
                 ]);
             }
         }
@@ -170,15 +170,14 @@ impl Pull {
     }
 }
 
-async fn memory(relays: &Relays) {
+async fn memory((name, process, socket): &(&str, Process, PathBuf)) {
     let mut table = Table::new(&[
-        "agent's memory",
+        &format!("memory of {name}"),
         "protocol",
         "before MB",
         "peak MB",
         "after MB",
     ]);
-    let (agent, socket) = relays.agent();
     for protocol in [Protocol::Sotw, Protocol::Delta] {
         for (what, rate) in [
             ("100 MB read at once", None),
@@ -191,12 +190,12 @@ async fn memory(relays: &Relays) {
             };
             let shape = Shape::new(size, RESOURCE);
             let length = response(protocol, shape).len();
-            let before = agent.memory("VmRSS");
-            agent.reset_peak();
+            let before = process.memory("VmRSS");
+            process.reset_peak();
             let mut client =
                 Client::open(connect(socket).await, protocol, request(protocol, shape)).await;
             client.read(length, rate).await;
-            let cells = [before, agent.memory("VmHWM"), agent.memory("VmRSS")];
+            let cells = [before, process.memory("VmHWM"), process.memory("VmRSS")];
             let cells = cells.map(|kib| format!("{:.1}", kib as f64 / 1024.0));
             table.row(
                 [what.to_owned(), format!("{protocol:?}")]

@@ -4,6 +4,7 @@
 
 pub mod baseline;
 pub mod dnsperf;
+pub mod kept;
 pub mod peer;
 pub mod table;
 

@@ -11,6 +11,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::{
     DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse, Resource,
 };
@@ -148,7 +149,11 @@ async fn send_answers(protocol: Protocol, mut requests: Incoming, answers: mpsc:
             continue;
         };
         let mut asked = Vec::new();
-        let read = reader.feed(bytes, |request| asked.push(request.type_url));
+        let read = reader.feed(bytes, |request| {
+            if request.nonce.is_empty() {
+                asked.push(request.type_url);
+            }
+        });
         read.expect("a request");
         for shape in asked {
             if cached.as_ref().is_none_or(|(cached, _)| *cached != shape) {
@@ -216,14 +221,28 @@ pub fn response(protocol: Protocol, shape: Shape) -> Bytes {
 /// A framed request for a response.
 pub fn request(protocol: Protocol, shape: Shape) -> Bytes {
     let type_url = format!("{}/{}", shape.bytes, shape.resource);
+    framed_request(protocol, type_url, "")
+}
+
+/// The ACK of a response.
+fn ack(protocol: Protocol) -> Bytes {
+    framed_request(protocol, CLUSTER.to_owned(), "nonce")
+}
+
+fn framed_request(protocol: Protocol, type_url: String, nonce: &str) -> Bytes {
+    let (response_nonce, node) = (nonce.to_owned(), Some(Node::default()));
     framed(&match protocol {
         Protocol::Sotw => DiscoveryRequest {
+            node,
             type_url,
+            response_nonce,
             ..Default::default()
         }
         .encode_to_vec(),
         Protocol::Delta => DeltaDiscoveryRequest {
+            node,
             type_url,
+            response_nonce,
             ..Default::default()
         }
         .encode_to_vec(),
@@ -291,8 +310,9 @@ impl Client {
         }
     }
 
-    /// Asks for a message.
+    /// Accepts the last message and asks for another.
     pub async fn ask(&mut self, shape: Shape) {
+        self.send(ack(self.protocol)).await;
         self.send(request(self.protocol, shape)).await;
     }
 

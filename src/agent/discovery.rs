@@ -15,6 +15,7 @@ use crate::unix_socket::{self, BindError};
 use crate::wasm::Wasm;
 use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
+use crate::xds::kept::Kept;
 use crate::xds::observe::Observer;
 use crate::xds::server::{Discovery, Upstream};
 
@@ -54,10 +55,17 @@ impl Agent {
         interceptors: Interceptors,
         health: Option<&Health>,
     ) -> Result<Observer, BindError> {
+        let kept = self.config.kept.clone().map(|config| {
+            let (kept, writing) = Kept::new(config, &self.metrics);
+            // A disk that hangs delays nothing but this thread.
+            tokio::task::spawn_blocking(writing);
+            kept
+        });
         let config = xds::Config {
             socket: self.config.xds_socket.clone(),
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
+            kept,
         };
         // Applications of gRPC share the directory, and may have taken the name.
         let listener = unix_socket::replace(&config.socket)?;

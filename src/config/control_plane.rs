@@ -14,6 +14,7 @@ use crate::address;
 use crate::dial::proxy::Proxy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 use crate::trust_anchors::SystemRoots;
+use crate::xds::kept;
 
 /// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
 const LEAST_INTERVAL: Duration = Duration::from_secs(10);
@@ -101,6 +102,14 @@ impl Sources<'_> {
             && discovery.security == certificates.security
             && discovery.metadata == certificates.metadata;
         (discovery, (!is_same).then_some(certificates))
+    }
+
+    pub(super) fn kept(&mut self) -> Option<kept::Config> {
+        Some(kept::Config {
+            directory: self.text(&variables::ISTIO_AGENT_KEEP_CONFIG)?.into(),
+            max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
+            after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),
+        })
     }
 
     fn certificates(&mut self, discovery: &Config) -> Config {

@@ -40,6 +40,7 @@ use crate::dial::proxy::Proxies;
 use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
 use crate::proxy_config::ProxyConfig;
+use crate::xds::kept;
 use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
@@ -65,6 +66,8 @@ pub struct Config {
     pub xds_socket: PathBuf,
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
+    /// Where Envoy's configuration is kept over a restart, if anywhere.
+    pub kept: Option<kept::Config>,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
     pub sds_socket: PathBuf,
@@ -201,6 +204,7 @@ pub(crate) fn load_with(
         platform: sources.platform(),
         dns: sources.dns(),
         wasm: sources.wasm(),
+        kept: sources.kept(),
         inputs: sources.inputs(),
         jwt_policy: sources.get(&environment::JWT_POLICY),
         cluster_id: sources.get(&environment::ISTIO_META_CLUSTER_ID),

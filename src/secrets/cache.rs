@@ -5,20 +5,18 @@
 //! certificate is used only if no other user can have written it, identity and kind of key are as
 //! configured, and it has not expired.
 
-use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use super::certificate::Workload;
 use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
+use crate::regular_file::{check_private_directory, create_private_directory, open_private};
 use crate::replace_file::replace_file;
 
 const DIRECTORY: &str = "istio-agent";
@@ -31,9 +29,6 @@ const LARGEST: u64 = 1 << 20;
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
 const OTHER: &str = "it is for another identity or another kind of key";
-
-/// The permissions of group and others.
-const OTHERS: u32 = 0o077;
 
 /// Where the workload's certificate is cached, and what it must be like.
 #[derive(Clone, Debug)]
@@ -121,13 +116,8 @@ impl CertificateCache {
     }
 
     fn read(&self) -> io::Result<Zeroizing<Vec<u8>>> {
-        check_private(&self.directory, &self.directory.symlink_metadata()?)?;
-        let path = self.directory.join(FILE);
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
-            .open(&path)?;
-        check_private(&path, &file.metadata()?)?;
+        check_private_directory(&self.directory)?;
+        let file = open_private(&self.directory.join(FILE))?;
         // The capacity is enough: a buffer that grows leaves copies of the key behind.
         let mut text = Zeroizing::new(Vec::with_capacity(64 * 1024));
         file.take(LARGEST).read_to_end(&mut text)?;
@@ -153,11 +143,7 @@ impl CertificateCache {
     }
 
     fn prepare_directory(&self) -> io::Result<()> {
-        match DirBuilder::new().mode(0o700).create(&self.directory) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
-        }
-        check_private(&self.directory, &self.directory.symlink_metadata()?)?;
+        create_private_directory(&self.directory)?;
         let file_system = rustix::fs::statfs(&self.directory)?;
         // The type is a small number in a word whose width depends on the machine.
         if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
@@ -168,18 +154,4 @@ impl CertificateCache {
             ))
         }
     }
-}
-
-/// Another user with write access could plant a key.
-fn check_private(path: &Path, found: &fs::Metadata) -> io::Result<()> {
-    let us = rustix::process::geteuid().as_raw();
-    if found.uid() == us && found.mode() & OTHERS == 0 {
-        return Ok(());
-    }
-    Err(io::Error::other(format!(
-        "{} belongs to user {} with mode {:o}, expected user {us} and no access for others",
-        path.display(),
-        found.uid(),
-        found.mode() & 0o7777
-    )))
 }

@@ -34,7 +34,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         envoy: None,
         istiod,
         secrets: None,
-        discovery: Observer::new(&metrics),
+        discovery: Observer::new(&metrics, None),
         dns: None,
         health: None,
         wasm: None,

@@ -125,6 +125,26 @@ impl End {
         }
     }
 
+    /// Envoy is served what is kept, and istiod is there again. Envoy connects anew.
+    pub(crate) fn handed_over() -> Self {
+        let why = "istiod is there again: Envoy's next stream is relayed to it";
+        tracing::info!(target: "xdsproxy", "{why}");
+        Self::new(Side::Agent, true, &Status::unavailable(why))
+    }
+
+    /// Istiod's stream is open and without a response.
+    pub(crate) fn silent() -> Self {
+        let why = "istiod does not answer: Envoy's next stream is served what is kept";
+        Self::new(Side::Agent, true, &Status::unavailable(why))
+    }
+
+    /// What is kept cannot be served.
+    pub(crate) fn unusable(error: &std::io::Error) -> Self {
+        let why = format!("the kept configuration is not used: {error}; waiting for istiod");
+        tracing::warn!(target: "xdsproxy", "{why}");
+        Self::new(Side::Agent, true, &Status::unavailable(why))
+    }
+
     /// What it counts as for istiod's stream and for Envoy's.
     pub(super) fn classes(&self) -> (&'static str, &'static str) {
         match (self.side, self.is_expected) {

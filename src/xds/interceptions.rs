@@ -115,8 +115,8 @@ mod tests {
 
     fn state(merges: bool) -> StreamState {
         let interceptors = Interceptors::new(vec![Box::new(Scripted { merges })]);
-        let observer = Observer::new(&Registry::default());
-        StreamState::new(1, Protocol::Delta, interceptors, observer, 1000)
+        let observer = Observer::new(&Registry::default(), None);
+        StreamState::new(1, Protocol::Delta, interceptors, observer, 1000, None)
     }
 
     fn captured(message: &'static str) -> Captured {

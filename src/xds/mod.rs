@@ -4,12 +4,13 @@
 //! istiod and ties the two ([`relay`], [`stream`]). Messages are not decoded ([`wire`], [`request`],
 //! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
 //! are cut through while their bytes arrive, unless their type is intercepted or withheld
-//! ([`intercept`]). [`observe`] records what has passed. Subscriptions and responses are not kept:
-//! when a stream ends, Envoy sends its subscriptions anew.
+//! ([`intercept`]). [`observe`] records what has passed. When a stream ends, Envoy sends its
+//! subscriptions anew; what it has accepted is kept on disk only if configured ([`kept`]).
 
 mod end;
 pub mod intercept;
 mod interceptions;
+pub mod kept;
 mod metrics;
 pub mod observe;
 pub(crate) mod relay;
@@ -33,6 +34,8 @@ pub struct Config {
     pub max_request_bytes: usize,
     /// `clusterid`, for the log line that announces the relay.
     pub cluster_id: String,
+    /// Keeps what Envoy accepts, if configured.
+    pub kept: Option<kept::Kept>,
 }
 
 /// The two forms of the aggregated discovery service.

@@ -16,12 +16,13 @@ use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::OptionFuture;
 use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{mpsc, watch};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
 use tokio_util::sync::CancellationToken;
@@ -31,6 +32,8 @@ use super::Protocol;
 use super::end::{self, End};
 use super::intercept::{Interceptors, Outcome};
 use super::interceptions::Interceptions;
+use super::kept::OfEnvoy;
+use super::kept::replay::Replay;
 use super::observe::Observer;
 use super::response::Captured;
 use super::stream::StreamState;
@@ -71,6 +74,8 @@ pub(crate) struct Relay {
     pub observer: Observer,
     pub max_request_bytes: usize,
     pub health: Option<Health>,
+    /// The Envoy, if configuration is kept for it.
+    pub kept: Option<OfEnvoy>,
     /// Fired when a newer stream takes this one's place, or the agent stops.
     pub stop: CancellationToken,
 }
@@ -80,6 +85,8 @@ enum IstiodSide {
     Connecting(Pin<Box<dyn Future<Output = Result<Connection, Closed>> + Send>>),
     Opening(Pin<Box<dyn Future<Output = Result<http::Response<Incoming>, hyper::Error>> + Send>>),
     Open(Incoming),
+    /// What is kept answers in istiod's place.
+    Kept(Replay),
 }
 
 /// What came from istiod.
@@ -91,7 +98,7 @@ enum IstiodEvent {
 
 impl IstiodSide {
     /// Waits for the next event or the end. Cancel safe.
-    async fn next(&mut self) -> Result<IstiodEvent, End> {
+    async fn next(&mut self, settling_since: Option<Instant>) -> Result<IstiodEvent, End> {
         match self {
             Self::Connecting(connection) => match connection.await {
                 Ok(connection) => Ok(IstiodEvent::Connected(connection)),
@@ -110,6 +117,7 @@ impl IstiodSide {
                     None => Err(End::istiod(HeaderMap::new())),
                 }
             }
+            Self::Kept(replay) => replay.next(settling_since).await.map(IstiodEvent::Data),
         }
     }
 }
@@ -174,6 +182,7 @@ impl<'a> Session<'a> {
                 relay.interceptors.clone(),
                 relay.observer.clone(),
                 relay.max_request_bytes,
+                relay.kept.clone(),
             ),
             envoy,
             to_envoy,
@@ -206,7 +215,11 @@ impl<'a> Session<'a> {
     async fn relay(&mut self) -> Result<Infallible, End> {
         let mut stopped = pin!(self.relay.stop.cancelled());
         let mut envoy_gone = pin!(self.to_envoy.closed());
+        if self.due().is_some_and(|due| due <= Instant::now()) {
+            self.serve_kept()?;
+        }
         loop {
+            let (due, settling_since) = (self.due(), self.state.recorder.settling_since());
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut self.left => return Err(End::moved()),
@@ -236,11 +249,13 @@ impl<'a> Session<'a> {
                 {
                     self.state.report_health(&health);
                 }
-                event = self.istiod.next(), if self.state.wants_responses() => match event {
+                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept()?,
+                event = self.istiod.next(settling_since), if self.state.wants_responses() => match event {
                     Ok(event) => self.istiod_event(event)?,
                     Err(end) => return Err(self.state.istiod_done(end)),
                 },
             }
+            self.state.recorder.flush().await;
             self.pass_on();
         }
     }
@@ -248,11 +263,10 @@ impl<'a> Session<'a> {
     fn intercepted(&mut self, response: Captured, outcome: Outcome) {
         match outcome {
             Outcome::ForwardAnd(message, later) => {
-                self.state
-                    .intercepted(&response.received, Outcome::Forward(message));
+                self.state.intercepted(&response, Outcome::Forward(message));
                 self.interceptions.follow(response, later);
             }
-            outcome => self.state.intercepted(&response.received, outcome),
+            outcome => self.state.intercepted(&response, outcome),
         }
     }
 
@@ -272,6 +286,31 @@ impl<'a> Session<'a> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// When Envoy is to be served what is kept, if istiod does not answer before.
+    fn due(&self) -> Option<Instant> {
+        match (&self.istiod, &self.relay.kept) {
+            (IstiodSide::Kept(_), _) | (_, None) => None,
+            (_, Some(envoy)) => envoy.due(),
+        }
+    }
+
+    /// Answers Envoy from what is kept. A stream of istiod's that has not answered ends, and the next
+    /// one is served.
+    fn serve_kept(&mut self) -> Result<(), End> {
+        let (Some(envoy), Some(queue)) = (&self.relay.kept, self.queue.take()) else {
+            return Err(End::silent());
+        };
+        self.held = 0;
+        let Relay {
+            protocol, istiod, ..
+        } = self.relay;
+        let replay = Replay::start(envoy.clone(), *protocol, queue, istiod.clone());
+        self.istiod = IstiodSide::Kept(replay);
+        self.state.recorder.stop();
+        self.relay.observer.serves_kept(self.relay.id);
         Ok(())
     }
 

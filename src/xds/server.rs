@@ -76,13 +76,14 @@ impl Discovery {
         registry: &Registry,
         shutdown: CancellationToken,
     ) -> Self {
+        let observer = Observer::new(registry, config.kept.clone());
         Self(Arc::new(Inner {
             config,
             upstream,
             is_envoy,
             interceptors,
             health,
-            observer: Observer::new(registry),
+            observer,
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
             others: Arc::new(Semaphore::new(MOST_OTHERS)),
@@ -137,6 +138,7 @@ impl Discovery {
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
             health,
+            kept: envoy.and_then(|pid| Some(self.0.config.kept.as_ref()?.of_envoy(pid))),
             stop,
         };
         let accepted = match protocol {

@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 use super::Protocol;
 use super::end::End;
 use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
+use super::kept::{OfEnvoy, Recorder};
 use super::observe::Observer;
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
@@ -17,7 +18,7 @@ use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 /// The type whose first request the agent's own subscriptions follow.
 ///
 /// Envoy asks for listeners once its clusters are warm, so they never delay its start.
-const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+pub(super) const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
 /// How many responses may wait for interceptors before no more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
@@ -41,6 +42,7 @@ pub(super) struct StreamState {
     between: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
     pub(super) captured: VecDeque<Captured>,
+    pub(super) recorder: Recorder,
 }
 
 impl StreamState {
@@ -50,6 +52,7 @@ impl StreamState {
         interceptors: Interceptors,
         observer: Observer,
         max_request_bytes: usize,
+        kept: Option<OfEnvoy>,
     ) -> Self {
         Self {
             id,
@@ -63,6 +66,7 @@ impl StreamState {
             to_envoy: VecDeque::new(),
             between: VecDeque::new(),
             captured: VecDeque::new(),
+            recorder: Recorder::new(kept, id, protocol),
         }
     }
 
@@ -72,6 +76,7 @@ impl StreamState {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
             self.observer.requested(&request);
+            self.recorder.requested(&request);
             let first_listener = type_url == LISTENER && !self.subscribed;
             self.to_istiod.push(request.frame);
             if first_listener {
@@ -98,7 +103,11 @@ impl StreamState {
     /// Takes bytes of responses from istiod.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.responses.feed(bytes, |output| match output {
-            Output::Pass(bytes) => self.to_envoy.push_back(bytes),
+            Output::Begins(type_url) => self.recorder.begins(&type_url),
+            Output::Pass(bytes) => {
+                self.recorder.passes(&bytes);
+                self.to_envoy.push_back(bytes);
+            }
             Output::Complete(received) => {
                 if received.consumer == Consumer::None {
                     tracing::error!(
@@ -107,12 +116,15 @@ impl StreamState {
                         received.type_url
                     );
                 }
-                self.observer.received(received);
+                self.recorder.passed(&received);
+                self.observer.received(received, self.recorder.source());
             }
             // Without resources there is nothing to consume, and istiod gets no ACK, as from
             // pilot-agent; and nothing to rewrite.
             Output::Captured(response) if response.received.resources == 0 => {
                 if !self.interceptors.subscribes(response.interceptor) {
+                    self.recorder
+                        .rewritten(&response.received, &response.message);
                     self.between.push_back(frame(&response.message));
                 }
             }
@@ -124,9 +136,13 @@ impl StreamState {
     }
 
     /// Takes what an interceptor made of a response.
-    pub(super) fn intercepted(&mut self, response: &Received, outcome: Outcome) {
+    pub(super) fn intercepted(&mut self, captured: &Captured, outcome: Outcome) {
+        let response = &captured.received;
         match outcome {
-            Outcome::Accepted => self.answer(response, None),
+            Outcome::Accepted => {
+                self.recorder.consumed(captured);
+                self.answer(response, None);
+            }
             Outcome::Rejected(problem) => {
                 tracing::warn!(
                     target: "xdsproxy",
@@ -138,6 +154,7 @@ impl StreamState {
                 self.answer(response, Some(&problem));
             }
             Outcome::Forward(message) | Outcome::ForwardAnd(message, _) => {
+                self.recorder.rewritten(response, &message);
                 self.between.push_back(frame(&message));
                 self.send_rewritten();
             }
@@ -225,8 +242,8 @@ mod tests {
                 subscribes: false,
             }),
         ]);
-        let observer = Observer::new(&Registry::default());
-        StreamState::new(1, protocol, interceptors, observer, 1000)
+        let observer = Observer::new(&Registry::default(), None);
+        StreamState::new(1, protocol, interceptors, observer, 1000, None)
     }
 
     fn request(type_url: &str) -> Bytes {
@@ -278,7 +295,7 @@ mod tests {
         state.read_responses(passing.slice(..80)).unwrap();
         let rewritten = Bytes::from_static(b"rewritten");
         let outcome = Outcome::Forward(rewritten.clone());
-        state.intercepted(&captured.received, outcome);
+        state.intercepted(&captured, outcome);
         assert_eq!(state.to_envoy, [passing.slice(..80)]);
         state.read_responses(passing.slice(80..)).unwrap();
         let expected = [passing.slice(..80), passing.slice(80..), frame(&rewritten)];
@@ -291,7 +308,7 @@ mod tests {
         state.read_responses(response(NAMES)).unwrap();
         let captured = state.captured.pop_front().unwrap();
         for outcome in [Outcome::Accepted, Outcome::Rejected("no table".into())] {
-            state.intercepted(&captured.received, outcome);
+            state.intercepted(&captured, outcome);
         }
         let answers: Vec<_> = state
             .to_istiod

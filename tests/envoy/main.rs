@@ -19,6 +19,7 @@ mod drain;
 mod health;
 mod hot_restart;
 mod iptables;
+mod kept;
 mod lifecycle;
 mod machine;
 mod memory;

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::format::{counted, duration, resource_type, size};
 use super::page::{BAD, GOOD, WARN, Width, badge, card, list, note};
-use crate::xds::observe::{Snapshot, TypeSnapshot};
+use crate::xds::observe::{Snapshot, Source, TypeSnapshot};
 
 /// Whether Envoy has accepted the last response of every type.
 pub(super) fn state(snapshot: &Snapshot) -> Markup {
@@ -25,7 +25,8 @@ pub(super) fn section(snapshot: &Snapshot) -> Markup {
     let content = html! {
         p {
             @if let Some(stream) = &snapshot.stream {
-                @if stream.connected { (badge(GOOD, "stream tied to istiod")) }
+                @if stream.source == Source::Kept { (badge(WARN, "kept configuration, istiod is away")) }
+                @else if stream.connected { (badge(GOOD, "stream tied to istiod")) }
                 @else { (badge(WARN, "stream waits for istiod")) }
                 (note(format!("{}, number {}, since {}", stream.protocol, stream.id, stream.since)))
             } @else {
@@ -56,6 +57,7 @@ fn row(url: &str, of_type: &TypeSnapshot) -> Markup {
             td {
                 @if let Some(response) = response {
                     (duration(response.age_seconds)) " ago"
+                    @if response.source == Source::Kept { " " (badge(WARN, "kept")) }
                     (note(format!("{}, {}", counted(response.resources as usize, "resource"), size(response.bytes))))
                 }
             }

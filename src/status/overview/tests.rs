@@ -12,7 +12,7 @@ use crate::istiod::status::{Connected, Failure, Tls};
 use crate::logging::Entry;
 use crate::secrets::observe::{Certificate, Problem, Secret};
 use crate::xds::observe::{
-    AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, StreamSnapshot, TypeSnapshot,
+    AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Source, StreamSnapshot, TypeSnapshot,
 };
 
 const HOSTILE: &str = "\"'><script>alert(1)</script>&<img src=x onerror=alert(2)>";
@@ -47,6 +47,7 @@ fn empty() -> Overview {
             stream: None,
             last_end: None,
             types: BTreeMap::new(),
+            kept: None,
         },
         dns: None,
         health: None,
@@ -73,6 +74,7 @@ fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>
             at: "1".to_owned(),
             age_seconds: 1.0,
             answered: ack.or(nack).is_some(),
+            source: Source::Istiod,
         }),
         last_ack: ack.map(|(version, at)| AckSnapshot {
             version: version.to_owned(),
@@ -300,6 +302,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         protocol: "delta",
         since: "2026-01-31T12:00:00Z".to_owned(),
         connected: false,
+        source: Source::Istiod,
     });
     let html = page(&overview);
     for words in [

@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use super::Protocol;
 use super::end::End;
+use super::kept::Kept;
 use super::metrics::Metrics;
 use super::request::Request;
 use super::response::Received;
@@ -43,6 +44,16 @@ const OTHER: &str = "other";
 pub struct Observer {
     table: Arc<Mutex<Table>>,
     pub(super) metrics: Metrics,
+    kept: Option<Kept>,
+}
+
+/// Where responses come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    Istiod,
+    /// What this Envoy or one before it has accepted.
+    Kept,
 }
 
 #[derive(Debug, Default)]
@@ -91,7 +102,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
 ];
 
 impl Observer {
-    pub(crate) fn new(registry: &Registry) -> Self {
+    pub(crate) fn new(registry: &Registry, kept: Option<Kept>) -> Self {
         let table = Arc::<Mutex<Table>>::default();
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
@@ -104,13 +115,19 @@ impl Observer {
             });
         }
         let metrics = Metrics::new(registry);
-        Self { table, metrics }
+        Self {
+            table,
+            metrics,
+            kept,
+        }
     }
 
     /// What has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
+        let kept = self.kept.as_ref().map(Kept::snapshot);
         let table = self.table.lock();
         Snapshot {
+            kept,
             streams: table.streams,
             stream: table.open.values().next_back().cloned(),
             last_end: table.last_end.clone(),
@@ -133,6 +150,7 @@ impl Observer {
             },
             since: rfc3339(now()),
             connected: false,
+            source: Source::Istiod,
         };
         table.open.insert(id, stream);
     }
@@ -141,6 +159,14 @@ impl Observer {
         let mut table = self.table.lock();
         if let Some(stream) = table.open.get_mut(&id) {
             stream.connected = true;
+        }
+    }
+
+    /// From now on what is kept answers.
+    pub(super) fn serves_kept(&self, id: u32) {
+        let mut table = self.table.lock();
+        if let Some(stream) = table.open.get_mut(&id) {
+            stream.source = Source::Kept;
         }
     }
 
@@ -160,10 +186,10 @@ impl Observer {
         });
     }
 
-    pub(super) fn received(&self, received: Received) {
+    pub(super) fn received(&self, received: Received, source: Source) {
         self.metrics.responses.inc();
         let mut table = self.table.lock();
-        table.of(&received.type_url).received(received);
+        table.of(&received.type_url).received(received, source);
     }
 
     pub(super) fn requested(&self, request: &Request) {

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::Instant;
 
 use super::snapshot::{AckSnapshot, NackSnapshot, PushSnapshot, TypeSnapshot};
-use super::{beginning, cut, now};
+use super::{Source, beginning, cut, now};
 use crate::clock::rfc3339;
 use crate::xds::response::Received;
 
@@ -36,7 +36,7 @@ pub(super) struct Push {
 }
 
 impl Type {
-    pub(super) fn received(&mut self, received: Received) {
+    pub(super) fn received(&mut self, received: Received, source: Source) {
         self.seen.consumer = Some(received.consumer);
         self.seen.responses += 1;
         self.seen.bytes += received.bytes;
@@ -50,6 +50,7 @@ impl Type {
                 at: rfc3339(at),
                 age_seconds: 0.0,
                 answered: false,
+                source,
             },
             at,
             received: Instant::now(),

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::Source;
+use crate::xds::kept::KeptSnapshot;
 use crate::xds::response::Consumer;
 
 /// Everything an [`super::Observer`] has recorded.
@@ -17,6 +19,9 @@ pub struct Snapshot {
     pub last_end: Option<EndSnapshot>,
     /// By type URL.
     pub types: BTreeMap<String, TypeSnapshot>,
+    /// What is kept on disk, by type URL.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept: Option<BTreeMap<String, KeptSnapshot>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -26,6 +31,7 @@ pub struct StreamSnapshot {
     pub since: String,
     /// Whether it is tied to a stream of istiod, or held until there is one.
     pub connected: bool,
+    pub source: Source,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -59,6 +65,7 @@ pub struct PushSnapshot {
     pub at: String,
     pub age_seconds: f64,
     pub answered: bool,
+    pub source: Source,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]

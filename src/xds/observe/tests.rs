@@ -11,7 +11,7 @@ const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 
 fn observer() -> (Observer, Registry) {
     let registry = Registry::default();
-    (Observer::new(&registry), registry)
+    (Observer::new(&registry, None), registry)
 }
 
 fn response(type_url: &str, nonce: &str) -> Received {
@@ -47,8 +47,8 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
         (vec![("old", Some("no"))], 0, 1, None),
     ] {
         let (observer, _) = observer();
-        observer.received(response(CLUSTER, "1"));
-        observer.received(response(CLUSTER, "2"));
+        observer.received(response(CLUSTER, "1"), Source::Istiod);
+        observer.received(response(CLUSTER, "2"), Source::Istiod);
         for &(nonce, refusal) in &answers {
             observer.answered(CLUSTER, nonce, refusal);
         }
@@ -62,7 +62,7 @@ async fn an_ack_or_nack_is_matched_by_its_nonce() {
 #[tokio::test(start_paused = true)]
 async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
     let (observer, registry) = observer();
-    observer.received(response(CLUSTER, "1"));
+    observer.received(response(CLUSTER, "1"), Source::Istiod);
     tokio::time::advance(Duration::from_millis(20)).await;
     observer.answered(CLUSTER, "1", None);
     tokio::time::advance(Duration::from_secs(2)).await;
@@ -90,7 +90,7 @@ async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
 #[test]
 fn a_nack_is_recorded_with_its_version_and_reason() {
     let (observer, _) = observer();
-    observer.received(response(CLUSTER, "1"));
+    observer.received(response(CLUSTER, "1"), Source::Istiod);
     observer.requested(&Request {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
@@ -110,11 +110,11 @@ fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
     let (observer, _) = observer();
     let long = "é".repeat(1000);
     for number in 0..1000 {
-        observer.received(response(&format!("type {number}"), &long));
+        observer.received(response(&format!("type {number}"), &long), Source::Istiod);
     }
     for number in 0..1000 {
-        observer.received(response(&long, &number.to_string()));
-        observer.received(response("type 0", &number.to_string()));
+        observer.received(response(&long, &number.to_string()), Source::Istiod);
+        observer.received(response("type 0", &number.to_string()), Source::Istiod);
     }
     observer.answered("type 1", &long, None);
     let snapshot = observer.snapshot();

@@ -22,6 +22,8 @@ const LARGEST_HELD: usize = 256 * 1024 * 1024;
 /// What comes out of istiod's stream.
 #[derive(Clone, Debug)]
 pub enum Output {
+    /// A message of this type begins to pass.
+    Begins(String),
     /// Bytes for Envoy: a whole message or part of one, in order.
     Pass(Bytes),
     Captured(Captured),
@@ -119,9 +121,12 @@ impl ResponseReader {
             let part = bytes.split_to(message.left.min(bytes.len()));
             message.left -= part.len();
             message.read(&part)?;
-            message.decide(&self.interceptors);
+            let type_url = message.decide(&self.interceptors);
             match message.disposition {
                 Some(Disposition::Pass) => {
+                    if let Some(type_url) = type_url {
+                        out(Output::Begins(type_url));
+                    }
                     let held = std::mem::take(&mut self.held).freeze();
                     let parts = [held, part].into_iter().filter(|part| !part.is_empty());
                     parts.for_each(|part| out(Output::Pass(part)));
@@ -224,18 +229,20 @@ impl Message {
         Ok(())
     }
 
-    /// Decides the disposition if the type is known by now, which it must be at the end.
-    fn decide(&mut self, interceptors: &Interceptors) {
+    /// Decides the disposition if the type is known by now, which it must be at the end. Returns the
+    /// type it has been decided by.
+    fn decide(&mut self, interceptors: &Interceptors) -> Option<String> {
         if self.disposition.is_some() {
-            return;
+            return None;
         }
         let fields = self.walker.fields();
         let type_url = match &fields.resource_type {
             Some(resource_type) => resource_type,
             None if !fields.type_url.is_empty() || self.left == 0 => &fields.type_url,
-            None => return,
+            None => return None,
         };
         self.disposition = Some(interceptors.disposition(type_url));
+        Some(type_url.clone())
     }
 }
 

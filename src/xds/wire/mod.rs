@@ -197,7 +197,7 @@ impl Walker {
 
 /// Takes the header off `bytes`, if they hold it whole and it is one: the field's number, its wire
 /// type, and the length of what follows.
-fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
+pub(super) fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
     let (number, wire_type) = decode_key(bytes).ok()?;
     let length = match wire_type {
         WireType::Varint => decode_varint(bytes).map(|_| 0).ok()?,

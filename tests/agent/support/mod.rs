@@ -93,6 +93,7 @@ impl Bench {
             socket: path.join("XDS"),
             max_request_bytes,
             cluster_id: "Kubernetes".into(),
+            kept: None,
         };
         let listener = unix_socket::bind(&config.socket).unwrap();
         let is_envoy = Arc::new(AtomicBool::new(true));

@@ -143,6 +143,12 @@ impl Dead {
         }
     }
 
+    /// One at the same address that takes streams and answers nothing.
+    pub async fn revive_silent(mut self) -> ControlPlane {
+        self.options.snapshots = None;
+        self.revive().await
+    }
+
     /// Another one at the same address, which has only `keys` of its own.
     pub async fn replace(mut self, keys: Keys) -> ControlPlane {
         self.options.keys = Some(keys.clone());

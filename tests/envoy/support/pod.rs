@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::control_plane::{ACCOUNT, ControlPlane, NAMESPACE};
-use super::process::{Process, child_of, children_of};
+use super::process::{Process, child_of, children_of, is_alive};
 use super::{eventually, free_port, local, namespace};
 
 const TOKEN: &str = "var/run/secrets/tokens/istio-token";
@@ -47,6 +47,8 @@ pub struct Pod {
     pub status_port: u16,
     directory: TempDir,
     proxy_config: String,
+    /// What started the agent.
+    started: Command,
 }
 
 impl Pod {
@@ -130,7 +132,22 @@ impl Pod {
             status_port,
             directory,
             proxy_config,
+            started: command,
         }
+    }
+
+    /// Kills agent and Envoy, as the kernel does where memory is short, and starts the agent again.
+    pub async fn kill_and_restart(&mut self, while_down: impl FnOnce()) {
+        let envoy = self.envoy_pid();
+        self.agent.signal(Signal::KILL);
+        self.agent.end().await;
+        eventually("the end of Envoy", async || {
+            envoy.is_none_or(|envoy| !is_alive(envoy)).then_some(())
+        })
+        .await;
+        while_down();
+        let log = self.path("agent.log");
+        self.agent = Process::start(&mut self.started, &log);
     }
 
     /// A command in the container of the agent, whose arguments are to come.

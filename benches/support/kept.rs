@@ -1,0 +1,76 @@
+//! The agent's relay, in a process of its own, which takes its client for an Envoy whose configuration
+//! it keeps: in memory, as a pod does.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use istio_agent::compliance::Policy;
+use istio_agent::istiod::{self, Keepalive, Limits, Security, tls, token};
+use istio_agent::lifecycle::CancellationToken;
+use istio_agent::metrics::Registry;
+use istio_agent::unix_socket;
+use istio_agent::xds::Config;
+use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::kept::{self, Kept};
+use istio_agent::xds::server::{Discovery, Upstream};
+
+use super::peer::NAME;
+
+pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
+    let root = directory.path().join("root.pem");
+    std::fs::write(&root, root_pem).expect("a file");
+    let (registry, shutdown) = (Registry::default(), CancellationToken::new());
+    let config = istiod::Config {
+        address: address.to_owned(),
+        others: Vec::new(),
+        proxy: None,
+        security: Security::Tls(tls::Config {
+            server_name: NAME.to_owned(),
+            roots: tls::Roots::File(root),
+            client: None,
+            policy: Policy::None,
+        }),
+        token: token::Source::Mock,
+        metadata: Vec::new(),
+        keepalive: Keepalive {
+            interval: Duration::from_secs(30),
+            timeout: Duration::from_secs(10),
+        },
+        limits: Limits::default(),
+    };
+    let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
+    let (kept, writing) = Kept::new(
+        kept::Config {
+            directory: directory.path().to_owned(),
+            max_age: Duration::from_secs(3600),
+            after: Duration::from_secs(3600),
+        },
+        &registry,
+    );
+    tokio::task::spawn_blocking(writing);
+    let config = Config {
+        socket: socket.to_owned(),
+        max_request_bytes: 1 << 20,
+        cluster_id: String::new(),
+        kept: Some(kept),
+    };
+    let upstream = Upstream {
+        of_envoy: istiod.clone(),
+        of_others: istiod,
+    };
+    let interceptors = Interceptors::default();
+    let is_envoy = Arc::new(|_| true);
+    let discovery = Discovery::new(
+        config,
+        upstream,
+        is_envoy,
+        interceptors,
+        None,
+        &registry,
+        shutdown,
+    );
+    let listener = unix_socket::replace(socket).expect("a free path");
+    tokio::join!(connection, discovery.serve(listener));
+}

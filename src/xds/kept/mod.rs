@@ -1,0 +1,224 @@
+//! Keeps on disk the configuration that Envoy has accepted, and answers a new Envoy from it while
+//! istiod is away.
+//!
+//! A [`Recorder`] beside each stream hands what passes to the [`writer`]'s thread. It becomes part of
+//! what is kept once Envoy (or, of what the agent consumes, the agent) has accepted it: [`store`].
+//! [`replay`] answers requests in istiod's place. Secrets are never kept.
+
+mod record;
+pub(super) mod replay;
+mod request;
+mod segment;
+mod store;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use crate::clock::rfc3339;
+use crate::metrics::{Counter, Kind, Registry};
+pub(super) use record::Recorder;
+use store::Manifest;
+use writer::{Note, Writer};
+
+/// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes.
+const NOTES: usize = 8;
+
+/// Envoys whose state is remembered. More do not run at once.
+const MOST_ENVOYS: usize = 16;
+
+/// Where configuration is kept, and when it is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub directory: PathBuf,
+    /// Older configuration is not served.
+    pub max_age: Duration,
+    /// How long a new Envoy waits for istiod before it is served what is kept.
+    pub after: Duration,
+}
+
+/// A handle to what is kept.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    config: Arc<Config>,
+    notes: mpsc::Sender<(u32, Note)>,
+    has_lost: Arc<AtomicBool>,
+    status: Status,
+    envoys: Arc<Mutex<BTreeMap<i32, Waiting>>>,
+}
+
+/// What is kept of a type.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct KeptSnapshot {
+    pub version: String,
+    pub bytes: u64,
+    /// When the last response was accepted.
+    pub at: String,
+    #[serde(skip)]
+    accepted: u64,
+}
+
+/// What `/debug/xdsz` and the metrics say.
+#[derive(Clone, Debug)]
+struct Status {
+    types: Arc<Mutex<BTreeMap<String, KeptSnapshot>>>,
+    failures: Counter,
+    served: Counter,
+    is_failing: Arc<AtomicBool>,
+}
+
+/// How long an Envoy has waited for its configuration.
+#[derive(Clone, Copy, Debug, Default)]
+struct Waiting {
+    /// Its first request, or istiod's last response.
+    since: Option<Instant>,
+    /// Whether it has listeners, or cannot be served.
+    is_over: bool,
+}
+
+/// An Envoy that may be served what is kept.
+#[derive(Clone, Debug)]
+pub(crate) struct OfEnvoy {
+    pub(super) kept: Kept,
+    pid: i32,
+}
+
+impl Kept {
+    /// A handle, and the work of the writer's thread, which ends when all handles are gone.
+    pub fn new(config: Config, registry: &Registry) -> (Self, impl FnOnce() + Send + use<>) {
+        let status = Status::new(registry);
+        let (notes, received) = mpsc::channel(NOTES);
+        let has_lost = Arc::<AtomicBool>::default();
+        let writer = Writer::new(config.directory.clone(), status.clone());
+        let kept = Self {
+            config: Arc::new(config),
+            notes,
+            has_lost: has_lost.clone(),
+            status,
+            envoys: Arc::default(),
+        };
+        (kept, move || writer.run(received, &has_lost))
+    }
+
+    pub(super) fn of_envoy(&self, pid: i32) -> OfEnvoy {
+        let mut envoys = self.envoys.lock();
+        envoys.entry(pid).or_default();
+        if envoys.len() > MOST_ENVOYS {
+            let other = envoys.keys().copied().find(|other| *other != pid);
+            other.map(|other| envoys.remove(&other));
+        }
+        OfEnvoy {
+            kept: self.clone(),
+            pid,
+        }
+    }
+
+    /// What is kept, by type URL.
+    pub(super) fn snapshot(&self) -> BTreeMap<String, KeptSnapshot> {
+        self.status.types.lock().clone()
+    }
+}
+
+impl OfEnvoy {
+    fn waiting<T>(&self, act: impl FnOnce(&mut Waiting) -> T) -> T {
+        act(self.kept.envoys.lock().entry(self.pid).or_default())
+    }
+
+    /// When it is to be served what is kept, unless istiod answers before.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let waiting = self.waiting(|waiting| *waiting);
+        let since = waiting.since.filter(|_| !waiting.is_over)?;
+        since.checked_add(self.kept.config.after)
+    }
+
+    pub(super) fn requested(&self) {
+        self.waiting(|waiting| *waiting.since.get_or_insert_with(Instant::now));
+    }
+
+    pub(super) fn answered_by_istiod(&self) {
+        self.waiting(|waiting| waiting.since = Some(Instant::now()));
+    }
+
+    /// From now on only istiod's configuration is for it.
+    pub(super) fn end_waiting(&self) {
+        self.waiting(|waiting| waiting.is_over = true);
+    }
+}
+
+impl Status {
+    fn new(registry: &Registry) -> Self {
+        let types = Arc::<Mutex<BTreeMap<String, KeptSnapshot>>>::default();
+        type Value = fn(&KeptSnapshot) -> f64;
+        let families: [(_, _, Value); 2] = [
+            (
+                "istio_agent_xds_kept_bytes",
+                "Bytes of discovery responses kept for an Envoy that istiod does not answer",
+                |of| of.bytes as f64,
+            ),
+            (
+                "istio_agent_xds_kept_timestamp_seconds",
+                "When the last discovery response that is kept was accepted, as seconds of Unix time",
+                |of| of.accepted as f64,
+            ),
+        ];
+        for (name, help, value) in families {
+            let types = types.clone();
+            registry.computed(name, help, Kind::Gauge, &["type"], move |series| {
+                for (type_url, of) in types.lock().iter() {
+                    series(&[type_url], value(of));
+                }
+            });
+        }
+        Self {
+            types,
+            failures: registry.counter(
+                "istio_agent_xds_kept_failures_total",
+                "Discovery responses that could not be kept, and kept configuration that could not be served",
+            ),
+            served: registry.counter(
+                "istio_agent_xds_kept_served_total",
+                "Streams of Envoy that were served from the kept configuration",
+            ),
+            is_failing: Arc::default(),
+        }
+    }
+
+    fn publish(&self, manifest: Option<&Manifest>) {
+        let types = manifest.into_iter().flat_map(|manifest| &manifest.types);
+        let snapshot = types.map(|(type_url, of)| {
+            let accepted = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(of.accepted));
+            let snapshot = KeptSnapshot {
+                version: of.version.clone(),
+                bytes: of.bytes(),
+                at: rfc3339(accepted.unwrap_or(SystemTime::UNIX_EPOCH)),
+                accepted: of.accepted,
+            };
+            (type_url.clone(), snapshot)
+        });
+        *self.types.lock() = snapshot.collect();
+    }
+
+    /// Records what can no longer be kept: a type, or all. Logs the first failure in a row.
+    fn give_up(&self, directory: &Path, what: &str, error: &io::Error) {
+        self.failures.inc();
+        if !self.is_failing.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                target: "xdsproxy",
+                "{what} cannot be kept in {}: {error}; an Envoy that starts while istiod is away waits for it",
+                directory.display()
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

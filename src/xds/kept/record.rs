@@ -1,0 +1,283 @@
+//! Hands what passes on a stream of Envoy to the writer.
+//!
+//! The bytes are those Envoy gets, not copied, up to [`BATCH`] at once. A writer that takes none for
+//! [`PATIENCE`] costs all that is kept, so that a disk that hangs stops no configuration.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::request::Subscription;
+use super::writer::{Complete, Note};
+use super::{OfEnvoy, segment};
+use crate::xds::Protocol;
+use crate::xds::observe::Source;
+use crate::xds::request::Request;
+use crate::xds::response::{Captured, Received};
+use crate::xds::stream::LISTENER;
+
+/// Responses are written in parts of this size.
+pub(super) const BATCH: usize = 64 * 1024;
+
+/// How long a response waits for the disk, once until the disk follows again.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
+
+/// As it came it may hold pull secrets of Wasm modules.
+const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+
+/// Resources of this type do not begin with their name, which SotW needs.
+const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
+
+/// What passes on one stream. Without an Envoy for which configuration is kept, it does nothing.
+#[derive(Debug)]
+pub(in crate::xds) struct Recorder {
+    envoy: Option<OfEnvoy>,
+    /// Whether istiod answers, not what is kept.
+    is_recording: bool,
+    /// Envoy's last request, once it has answered listeners.
+    settling_since: Option<Instant>,
+    stream: u32,
+    protocol: Protocol,
+    has_node: bool,
+    types: HashMap<String, TypeState>,
+    /// Whether the response that passes is kept.
+    is_passing: bool,
+    batch: Vec<Bytes>,
+    batch_bytes: usize,
+    /// Of the response that passes, so far.
+    length: u64,
+    outbox: VecDeque<Note>,
+    is_late: bool,
+}
+
+/// The subscription to a type.
+#[derive(Debug, Default)]
+struct TypeState {
+    /// SotW: the names in the newest request. Delta: the resources Envoy had when the stream began.
+    names: usize,
+    responses: u64,
+}
+
+impl Recorder {
+    pub(in crate::xds) fn new(envoy: Option<OfEnvoy>, stream: u32, protocol: Protocol) -> Self {
+        Self {
+            is_recording: envoy.is_some(),
+            envoy,
+            settling_since: None,
+            stream,
+            protocol,
+            has_node: false,
+            types: HashMap::new(),
+            is_passing: false,
+            batch: Vec::new(),
+            batch_bytes: 0,
+            length: 0,
+            outbox: VecDeque::new(),
+            is_late: false,
+        }
+    }
+
+    /// From now on the responses are those that are kept.
+    pub(in crate::xds) fn stop(&mut self) {
+        self.is_recording = false;
+        self.outbox.clear();
+    }
+
+    pub(in crate::xds) fn source(&self) -> Source {
+        match self.envoy.is_none() || self.is_recording {
+            true => Source::Istiod,
+            false => Source::Kept,
+        }
+    }
+
+    pub(in crate::xds) fn settling_since(&self) -> Option<Instant> {
+        self.settling_since
+    }
+
+    /// Takes a request of Envoy: its subscription, and the ACK or NACK in it.
+    pub(in crate::xds) fn requested(&mut self, request: &Request) {
+        let Some(envoy) = &self.envoy else {
+            return;
+        };
+        envoy.requested();
+        let answers_listeners = request.type_url == LISTENER && !request.nonce.is_empty();
+        if answers_listeners || self.settling_since.is_some() {
+            envoy.end_waiting();
+            self.settling_since = Some(Instant::now());
+        }
+        if self.is_recording {
+            self.record(request);
+        }
+    }
+
+    fn record(&mut self, request: &Request) {
+        let Ok(subscription) = Subscription::read(self.protocol, &request.frame) else {
+            return; // It has been decoded before.
+        };
+        if !self.has_node {
+            self.has_node = true;
+            if let Some(identity) = subscription.identity(self.protocol) {
+                let protocol = self.protocol;
+                self.outbox.push_back(Note::Node { protocol, identity });
+            }
+        }
+        if !self.keeps(&request.type_url) {
+            return;
+        }
+        let type_url = request.type_url.clone();
+        let is_first = !self.types.contains_key(&type_url);
+        let state = self.types.entry(type_url.clone()).or_default();
+        match self.protocol {
+            Protocol::Sotw => state.names = subscription.names.len(),
+            Protocol::Delta if is_first => state.names = subscription.held,
+            Protocol::Delta => {}
+        }
+        let names = subscription.unsubscribed;
+        if !names.is_empty() {
+            let type_url = type_url.clone();
+            self.outbox
+                .push_back(Note::Unsubscribed { type_url, names });
+        }
+        if !request.nonce.is_empty() {
+            self.answered(type_url, request.nonce.clone(), request.nack.is_none());
+        }
+    }
+
+    /// Whether the bytes that follow are of a type that is kept.
+    pub(in crate::xds) fn begins(&mut self, type_url: &str) {
+        self.is_passing = self.is_recording && type_url != EXTENSION && self.keeps(type_url);
+    }
+
+    /// Takes bytes of a response that passes.
+    pub(in crate::xds) fn passes(&mut self, bytes: &Bytes) {
+        if !self.is_passing {
+            return;
+        }
+        self.batch.push(bytes.clone());
+        self.batch_bytes += bytes.len();
+        self.length += bytes.len() as u64;
+        if self.batch_bytes >= BATCH {
+            self.send_batch();
+        }
+    }
+
+    /// The response that passes is complete. It counts from its ACK.
+    pub(in crate::xds) fn passed(&mut self, received: &Received) {
+        if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
+            envoy.answered_by_istiod();
+        }
+        if !std::mem::take(&mut self.is_passing) {
+            return;
+        }
+        self.send_batch();
+        let whole = self.extent(received);
+        let response = complete(received, std::mem::take(&mut self.length), whole);
+        self.outbox.push_back(Note::Complete(response));
+    }
+
+    /// Takes a message without its head that Envoy gets in place of istiod's.
+    pub(in crate::xds) fn rewritten(&mut self, received: &Received, message: &Bytes) {
+        if self.is_recording {
+            let whole = self.extent(received);
+            self.message(received, message, whole);
+        }
+    }
+
+    /// Takes a message that the agent has consumed. It is all there is of its type.
+    pub(in crate::xds) fn consumed(&mut self, captured: &Captured) {
+        if self.is_recording {
+            let received = &captured.received;
+            self.message(received, &captured.message, (true, true));
+            self.answered(received.type_url.clone(), received.nonce.clone(), true);
+        }
+    }
+
+    /// Another response may just pass in part.
+    fn message(&mut self, received: &Received, message: &Bytes, whole: (bool, bool)) {
+        if let Ok(head) = segment::head(message.len() as u64) {
+            let bytes = vec![Bytes::copy_from_slice(&head), message.clone()];
+            let length = (head.len() + message.len()) as u64;
+            let response = complete(received, length, whole);
+            self.outbox.push_back(Note::Message(bytes, response));
+        }
+    }
+
+    /// Whether a response takes the place of what is kept of its type, and whether it may stand alone.
+    fn extent(&mut self, received: &Received) -> (bool, bool) {
+        let state = self.types.entry(received.type_url.clone()).or_default();
+        let is_first = state.responses == 0;
+        state.responses += 1;
+        let has_all = received.resources as usize >= state.names;
+        match self.protocol {
+            Protocol::Sotw => (has_all, true),
+            Protocol::Delta => (is_first && state.names == 0, is_first && has_all),
+        }
+    }
+
+    fn keeps(&self, type_url: &str) -> bool {
+        type_url != SECRET && (type_url != WORKLOAD || self.protocol == Protocol::Delta)
+    }
+
+    fn answered(&mut self, type_url: String, nonce: String, is_accepted: bool) {
+        self.outbox.push_back(Note::Answered {
+            type_url,
+            nonce,
+            is_accepted,
+        });
+    }
+
+    fn send_batch(&mut self) {
+        self.batch_bytes = 0;
+        let batch = std::mem::take(&mut self.batch);
+        if !batch.is_empty() {
+            self.outbox.push_back(Note::Bytes(batch));
+        }
+    }
+
+    /// Gives the writer what it is to write.
+    pub(in crate::xds) async fn flush(&mut self) {
+        let Some(OfEnvoy { kept, .. }) = &self.envoy else {
+            return;
+        };
+        while let Some(note) = self.outbox.pop_front() {
+            let room = match kept.notes.try_reserve() {
+                Ok(room) => Some(room),
+                Err(_) if self.is_late => None,
+                Err(_) => {
+                    let room = tokio::time::timeout(PATIENCE, kept.notes.reserve()).await;
+                    room.ok().and_then(Result::ok)
+                }
+            };
+            self.is_late = room.is_none();
+            match room {
+                Some(room) => room.send((self.stream, note)),
+                None => kept.has_lost.store(true, Ordering::Release),
+            }
+        }
+    }
+}
+
+fn complete(received: &Received, length: u64, (replaces, is_whole): (bool, bool)) -> Complete {
+    Complete {
+        type_url: received.type_url.clone(),
+        version: received.version.clone(),
+        nonce: received.nonce.clone(),
+        length,
+        replaces,
+        is_whole,
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        if let Some(OfEnvoy { kept, .. }) = self.envoy.as_ref().filter(|_| self.is_recording) {
+            // Drafts that stay are removed with what is kept, or by the next start.
+            let _ = kept.notes.try_send((self.stream, Note::Ended));
+        }
+    }
+}
