@@ -54,7 +54,11 @@ async def image(source, entrypoint, folder):
     """The image at a path; a layout is unpacked into the folder."""
     source = pathlib.Path(source)
     if (source / "oci-layout").exists():
-        root, config = await unpack(source, folder)
+        try:
+            root, config = await unpack(source, folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise Refused(f"image {source} is not an OCI layout that can be read: "
+                          f"{type(error).__name__}: {error}") from error
     elif source.is_dir():
         root, config = source.resolve(), {}
     else:

@@ -149,7 +149,10 @@ def files_of(document):
     files = {name: text.encode() for name, text in document.get("stringData", {}).items()}
     for name, text in document.get("data", {}).items():
         is_secret = document["kind"] == "Secret"
-        files[name] = base64.b64decode(text) if is_secret else text.encode()
+        try:
+            files[name] = base64.b64decode(text, validate=True) if is_secret else text.encode()
+        except ValueError as error:
+            raise Refused(f"Secret.data.{name} is not base64: {error}") from error
     return files
 
 

@@ -43,6 +43,9 @@ async def pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know(wor
          "Pod.spec.containers[0].tty: pod-runner does not know this field"),
         ("kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: a, image: b, volumeMounts: "
          "[{name: c, mountPath: /c}]}]}", "container a mounts the volume c"),
+        ("kind: Secret\nmetadata: {name: x}\ndata: {a: '?'}", "Secret.data.a is not base64"),
+        ("kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: a, image: b, env: "
+         "[{name: c, value: true}]}]}", "env[0].value: found True, expected str"),
         ("a: [", "this is not YAML")]
     for text, expected in refused:
         try:
@@ -57,6 +60,16 @@ async def pod_runner_runs_what_it_is_given_and_refuses_what_it_does_not_know(wor
             "env: [{name: WHO, valueFrom: {fieldRef: {fieldPath: metadata.name}}}]}")
     path = world.folder / "one.yaml"
     path.write_text(text)
+    layout = world.folder / "broken"
+    layout.mkdir()
+    (layout / "oci-layout").write_text("{}")
+    for image, expected in (("this=/nowhere", "/nowhere is neither a directory nor an OCI layout"),
+                            (f"this={layout}", "is not an OCI layout that can be read"),
+                            ("other=/", "image this: pass --image this=")):
+        command = ["unshare", "--net", runner, path, "--image", image]
+        code, output = await output_of([*command, "--folder", world.folder / "cli"], 30)
+        if code != 1 or expected not in output or "Traceback" in output:
+            raise Refused(f"expected {expected!r}, exit code {code}: {output}")
     # Its own network: a machine has one bridge of pod-runner.
     code, output = await output_of(
         ["unshare", "--net", runner, path, "--image", "this=/", "--folder", world.folder / "cli"], 30)
