@@ -8,7 +8,6 @@
 
 mod support;
 
-use std::io::Write;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
@@ -205,16 +204,13 @@ fn shell(line: &str) -> f64 {
 fn content() -> Content {
     let random = (8..SIZE).map(|_| fastrand::u8(..) & 0x55);
     let module: Vec<u8> = b"\0asm\x01\0\0\0".iter().copied().chain(random).collect();
-    let mut header = [0; 512];
-    header[..11].copy_from_slice(b"plugin.wasm");
-    header[124..135].copy_from_slice(format!("{SIZE:011o}").as_bytes());
-    header[156] = b'0';
-    header[257..262].copy_from_slice(b"ustar");
-    let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
-    for part in [&header[..], &module, &[0; 2048]] {
-        packed.write_all(part).expect("memory");
-    }
-    let layer = packed.finish().expect("memory");
+    let mut archive = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+    let mut header = tar::Header::new_ustar();
+    header.set_size(SIZE as u64);
+    let appended = archive.append_data(&mut header, "plugin.wasm", &*module);
+    appended.expect("memory");
+    let layer = archive.into_inner().and_then(GzEncoder::finish);
+    let layer = layer.expect("memory");
     let digest = digest(&SHA256, &layer);
     let digest: String = digest
         .as_ref()
