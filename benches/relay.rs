@@ -62,7 +62,8 @@ struct Relays {
 
 impl Relays {
     fn start(control_plane: &ControlPlane) -> Self {
-        let directory = tempfile::tempdir().expect("a directory");
+        // In memory, as a pod keeps configuration.
+        let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let (address, root) = (&control_plane.address, &control_plane.root_pem);
         let agent = Process::relay(directory.path(), address, root);
         let mut all = vec![("agent", agent, directory.path().join("etc/istio/proxy/XDS"))];

@@ -18,8 +18,9 @@ use istio_agent::xds::server::{Discovery, Upstream};
 use super::peer::NAME;
 
 pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
-    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
-    let root = directory.path().join("root.pem");
+    // The caller removes it.
+    let directory = socket.parent().expect("a directory");
+    let root = directory.join("kept-root.pem");
     std::fs::write(&root, root_pem).expect("a file");
     let (registry, shutdown) = (Registry::default(), CancellationToken::new());
     let config = istiod::Config {
@@ -43,7 +44,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
     let (kept, writing) = Kept::new(
         kept::Config {
-            directory: directory.path().to_owned(),
+            directory: directory.to_owned(),
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),
         },
