@@ -1,4 +1,4 @@
-//! Fetches of Wasm modules through a proxy, and by names whose addresses change.
+//! Fetches of Wasm modules: through a proxy, by names whose addresses change, cut off by a kill.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,15 +11,18 @@ use envoy_types::pb::envoy::extensions::wasm::v3 as plugin;
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use envoy_types::pb::google::protobuf;
 use istio_agent::xds::Protocol;
-use local_istiod::LocalIstiod;
+use local_istiod::{LocalIstiod, Stream};
 use prost::Message;
+use rustix::process::Signal;
 use serde_json::json;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpListener;
 
 use crate::proxy::Tinyproxy;
 use crate::support::envoy::Envoy;
 use crate::support::http::Server;
 use crate::support::place::Place;
-use crate::support::{accepted, local_istiod, next_response, request, soon};
+use crate::support::{accepted, eventually, local_istiod, next_response, request, soon};
 
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const MODULE: &str = "\0asm\x01\0\0\0module";
@@ -65,9 +68,9 @@ fn extension(url: &str) -> protobuf::Any {
     }
 }
 
-/// What Envoy gets where istiod sends filters with modules at `urls`, as text.
-async fn converted(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> Vec<String> {
-    let mut envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
+/// An Envoy, and the stream on which istiod has sent it filters with modules at `urls`.
+async fn sent(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> (Envoy, Stream) {
+    let envoy = Envoy::open(&place.xds_socket(), Protocol::Sotw).await;
     envoy.send(&request(EXTENSION, urls));
     let mut stream = accepted(istiod).await;
     let asked: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
@@ -79,6 +82,12 @@ async fn converted(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> Ve
         ..Default::default()
     };
     stream.send(&response).await.unwrap();
+    (envoy, stream)
+}
+
+/// What Envoy gets where istiod sends filters with modules at `urls`, as text.
+async fn converted(place: &Place, istiod: &mut LocalIstiod, urls: &[&str]) -> Vec<String> {
+    let (mut envoy, _stream) = sent(place, istiod, urls).await;
     let resources = next_response(&mut envoy).await.resources.into_iter();
     let texts = resources.map(|any| String::from_utf8_lossy(&any.value).into_owned());
     texts.collect()
@@ -193,4 +202,41 @@ async fn a_name_that_leads_to_a_blocked_address_at_the_second_lookup_is_not_foll
     let blocked = "connection blocked: resolved IP 169.254.169.254 is link-local";
     assert!(agent.log().contains(blocked), "{}", agent.log());
     assert_eq!(server.requests.borrow().len(), 1);
+}
+
+#[tokio::test]
+async fn a_download_that_a_kill_cuts_off_is_not_taken_for_a_module() {
+    let mut istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/module", listener.local_addr().unwrap());
+    let urls = [url.as_str()];
+    let module = [MODULE.as_bytes(), &[0; 1 << 20]].concat();
+    let serve = async |length: usize| {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let whole = module.len();
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {whole}\r\n\r\n");
+        let answer = [head.as_bytes(), &module[..length]].concat();
+        stream.write_all(&answer).await.unwrap();
+        stream
+    };
+    let modules = place.path("var/lib/istio/data");
+    let files = || -> Vec<Vec<u8>> {
+        let entries = std::fs::read_dir(&modules).into_iter().flatten();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        paths.map(|path| std::fs::read(path).unwrap()).collect()
+    };
+    let agent = place.start().await;
+    let (_envoy, _stream) = sent(&place, &mut istiod, &urls).await;
+    let _held = soon(serve(1 << 19)).await;
+    eventually("a part of the module on disk", || {
+        files().iter().any(|content| !content.is_empty())
+    })
+    .await;
+    agent.signal(Signal::KILL);
+    agent.ends().await;
+    let _agent = place.start().await;
+    let (filters, _) = tokio::join!(converted(&place, &mut istiod, &urls), serve(module.len()));
+    assert!(filters[0].contains(".wasm"), "{filters:?}");
+    assert!(files().iter().any(|content| *content == module));
 }

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
+use crate::dial::proxy::Proxy;
 use crate::metrics::Registry;
 
 use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, token};
@@ -187,6 +188,12 @@ async fn a_silent_peer_times_out() {
     short(&mut config);
     let text = failure(config).await;
     let expected = format!("timed out after 200ms waiting for {address} to speak HTTP/2");
+    assert_eq!(text, expected);
+    let mut config = plaintext("istiod.test:15012");
+    config.proxy = Proxy::parse(&address.to_string());
+    short(&mut config);
+    let text = failure(config).await;
+    let expected = format!("timed out after 200ms waiting for the proxy {address}");
     assert_eq!(text, expected);
 }
 
