@@ -1,6 +1,7 @@
 //! The fields of a discovery request that decide what is kept of its type, and what answers it.
 
 use aws_lc_rs::digest::{SHA256, digest};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
 use prost::{DecodeError, Message};
 
@@ -98,13 +99,8 @@ impl Subscription {
     /// one is not served to another.
     pub(super) fn identity(&self, protocol: Protocol) -> Option<String> {
         let node = Node::decode(self.node.clone()?).ok()?.encode_to_vec();
-        let digest = digest(&SHA256, &node);
-        let hex: String = digest
-            .as_ref()
-            .iter()
-            .map(|it| format!("{it:02x}"))
-            .collect();
-        Some(format!("{protocol:?} {hex}"))
+        let digest = BASE64_STANDARD.encode(digest(&SHA256, &node));
+        Some(format!("{protocol:?} {digest}"))
     }
 }
 
