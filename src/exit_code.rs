@@ -12,6 +12,10 @@ pub enum ExitCode {
     NotCaptured,
     /// `istio-iptables --verify` found that traffic does not go where it should.
     CaptureDiffers,
+    /// `doctor` found settings or states that may not work for long.
+    DoctorWarnings,
+    /// `doctor` found what keeps the pod from being ready or from serving.
+    DoctorErrors,
     /// Envoy ended by itself, with this code or, for signal n, 128 + n.
     Envoy(u8),
 }
@@ -32,7 +36,8 @@ impl From<ExitCode> for std::process::ExitCode {
         Self::from(match code {
             ExitCode::Success => 0,
             ExitCode::CommandFailed => 255,
-            ExitCode::CaptureFailed => 1,
+            ExitCode::CaptureFailed | ExitCode::DoctorWarnings => 1,
+            ExitCode::DoctorErrors => 2,
             ExitCode::NotCaptured => 126,
             ExitCode::CaptureDiffers => 3,
             ExitCode::Envoy(code) => code,

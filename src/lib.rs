@@ -8,6 +8,8 @@ pub mod agent;
 pub mod cli;
 pub mod config;
 
+pub mod doctor;
+
 pub mod capture;
 
 pub mod xds;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use istio_agent::cli::iptables::{IptablesFlags, Report};
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent, completion, iptables, request, show, version, wait,
+    self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, show,
+    version, wait,
 };
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
@@ -50,6 +51,14 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
             let environment = Environment::of_process();
             let text = block_on(show::bootstrap(&flags, &log, &environment))??;
             text.map_or(Ok(ExitCode::Success), |text| print(text.trim_end()))
+        }
+        Some(Command::Doctor(flags)) => {
+            let report = block_on(doctor::report(&flags, &log, &Environment::of_process()))?;
+            match flags.json {
+                true => print(&serde_json::to_string_pretty(&report)?)?,
+                false => print(&report.to_string())?,
+            };
+            Ok(doctor::exit_code(&report))
         }
         Some(Command::Request(flags)) => {
             let status_port = || config::status_port(&Environment::of_process(), ".".as_ref());

@@ -24,7 +24,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::{oneshot, watch};
 
 use crate::bootstrap::{self, platform};
@@ -44,7 +44,7 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::{dns, status};
+use crate::{dns, doctor, status};
 use reload::{Inputs, Load};
 use sds_socket::{Detected, SdsOwner};
 
@@ -170,6 +170,15 @@ impl Agent {
         milestones.mark(startup::SOCKETS_BOUND);
         agent.report_to_systemd(&milestones, stop);
         if let Some(port) = port {
+            let running = doctor::Running {
+                envoy: envoy.clone(),
+                istiod: istiod.clone(),
+                secrets: secrets.clone(),
+                discovery: discovery.clone(),
+                dns: dns.clone(),
+                health: health.clone(),
+                wasm: wasm.clone(),
+            };
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),
                 istio_version,
@@ -184,6 +193,7 @@ impl Agent {
                 wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
+                pages: vec![("/debug/doctor", agent.doctor(running))],
             };
             agent.status(port, sources)?;
         }
@@ -239,6 +249,20 @@ impl Agent {
         Arc::new(move |request| {
             let scrape = scrape.clone();
             Box::pin(async move { scrape.page(request).await })
+        })
+    }
+
+    /// Finds out what is wrong, one report at a time.
+    fn doctor(&self, running: doctor::Running) -> status::Page {
+        let subject = Arc::new((Ok(self.config.clone()), running));
+        let one = Arc::new(tokio::sync::Mutex::new(()));
+        Arc::new(move || {
+            let (subject, one) = (subject.clone(), one.clone());
+            Box::pin(async move {
+                let _one = one.lock().await;
+                let (config, running) = &*subject;
+                json!(doctor::report(config, Some(running), Vec::new()).await)
+            })
         })
     }
 

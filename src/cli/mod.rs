@@ -6,6 +6,7 @@
 
 pub mod absent;
 pub mod completion;
+pub mod doctor;
 pub mod iptables;
 pub mod request;
 pub mod show;
@@ -40,6 +41,8 @@ pub enum Command {
     Config(show::ConfigFlags),
     /// Prints the bootstrap Envoy would be started with, and starts nothing.
     Bootstrap(show::BootstrapFlags),
+    /// Says what is wrong with this sidecar; exits with 1 for warnings, 2 for errors.
+    Doctor(doctor::DoctorFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.
     Request(request::RequestFlags),
     /// Waits until Envoy is ready.

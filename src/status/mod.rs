@@ -13,6 +13,7 @@
 //! | `/debug/overview` | any | loopback | JSON: the same |
 //! | `/debug/logging` | GET | loopback | JSON: the levels of the log |
 //! | `/debug/logging?level=…` | POST, PUT | loopback | sets levels, see [`logging`] |
+//! | `/debug/doctor` | any | loopback | JSON: what is wrong, see [`crate::doctor`] |
 //! | `/debug/…` | any | loopback | JSON: parts of it, and the name table |
 //!
 //! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until it
@@ -37,7 +38,7 @@ use std::sync::Arc;
 use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
@@ -59,6 +60,9 @@ use startup::Milestones;
 
 /// The body of every answer.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
+
+/// Makes a debug page that the wiring adds.
+pub type Page = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Value> + Send>> + Send + Sync>;
 
 /// Answers a request for merged metrics.
 pub type Scrape = Arc<
@@ -103,6 +107,8 @@ pub struct Sources {
     pub wasm: Option<Wasm>,
     pub metrics: Registry,
     pub scrape: Scrape,
+    /// Further debug pages, by path.
+    pub pages: Vec<(&'static str, Page)>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -136,6 +142,13 @@ pub fn new(
             () = watches => {}
         }
     })
+}
+
+impl Sources {
+    fn page(&self, path: &str) -> Option<&Page> {
+        let (_, page) = self.pages.iter().find(|(of, _)| *of == path)?;
+        Some(page)
+    }
 }
 
 struct Router {
@@ -190,6 +203,10 @@ impl Router {
             }
             "/debug/logging" if is_local => logging::answer(&head),
             "/debug/logging" => reply::forbidden(),
+            page if let Some(make) = self.sources.page(page) => match is_local {
+                true => reply::json(Some(make().await)),
+                false => reply::forbidden(),
+            },
             page => match debug_page(page) {
                 Some(_) if !is_local => reply::forbidden(),
                 Some(make) => self.debug(page, make).await,

@@ -1,0 +1,115 @@
+//! Finds out what is wrong with a sidecar: checks configuration, token, istiod, certificates, sockets,
+//! Envoy, capture, DNS, probes, limits and disk, and says what to do.
+//!
+//! The checks run side by side, in the agent with what its modules know, or in a process of their own
+//! with what can be seen from outside. A report takes at most [`LIMIT`], whatever hangs. Nothing is
+//! changed, and neither keys nor tokens are reported.
+
+mod capture;
+mod certificate;
+mod configuration;
+mod disk;
+mod dns;
+mod envoy;
+mod istiod;
+mod limits;
+mod probes;
+pub mod report;
+mod sockets;
+mod token;
+
+use std::time::Duration;
+
+use crate::config::{Config, Problem};
+use crate::dns::Dns;
+use crate::envoy::handle::Envoy;
+use crate::health::Health;
+use crate::istiod::Istiod;
+use crate::secrets::Secrets;
+use crate::wasm::Wasm;
+use crate::xds::observe::Observer;
+use report::{Check, Group, Report};
+
+/// How long a report takes at most.
+pub const LIMIT: Duration = Duration::from_millis(2200);
+/// What one request, dial, lookup or read may take, so that the others of its group are reported.
+const PROBE_LIMIT: Duration = Duration::from_millis(1800);
+
+/// The modules of a running agent. `None` where the agent does without.
+#[derive(Clone, Debug)]
+pub struct Running {
+    pub envoy: Option<Envoy>,
+    pub istiod: Istiod,
+    /// None if another process serves certificates.
+    pub secrets: Option<Secrets>,
+    pub discovery: Observer,
+    pub dns: Option<Dns>,
+    pub health: Option<Health>,
+    pub wasm: Option<Wasm>,
+}
+
+/// What the groups check: the configuration and, in the agent itself, its modules.
+#[derive(Clone, Copy, Debug)]
+struct Subject<'a> {
+    config: &'a Config,
+    running: Option<&'a Running>,
+}
+
+/// Checks the agent with this configuration, or that would have it. `before` are checks made already.
+pub async fn report(
+    config: &Result<Config, Vec<Problem>>,
+    running: Option<&Running>,
+    before: Vec<Check>,
+) -> Report {
+    let (node, about) = match config {
+        Ok(config) => (
+            config.bootstrap.node.id.clone(),
+            configuration::checks(config),
+        ),
+        Err(problems) => (String::new(), configuration::unusable(problems)),
+    };
+    let named = |name: &str, checks| Group {
+        name: name.to_owned(),
+        checks,
+    };
+    let mut groups = vec![named("configuration", about), named("agent", before)];
+    if let Ok(config) = config {
+        let subject = Subject { config, running };
+        let checked = tokio::join!(
+            group("token and roots", token::checks(subject)),
+            group("istiod", istiod::checks(subject)),
+            group("certificate", certificate::checks(subject)),
+            group("sockets", sockets::checks(subject)),
+            group("Envoy", envoy::checks(subject)),
+            group("capture", capture::checks(subject)),
+            group("DNS", dns::checks(subject)),
+            group("probes", probes::checks(subject)),
+            group("limits", limits::checks(subject)),
+            group("disk", disk::checks(subject)),
+        );
+        groups.extend(<[Group; 10]>::from(checked));
+    }
+    Report::new(node, groups)
+}
+
+/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`].
+async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    let done = tokio::time::timeout(PROBE_LIMIT, tokio::task::spawn_blocking(work)).await;
+    let done = done.map_err(|_| format!("not finished within {PROBE_LIMIT:?}"))?;
+    done.map_err(|panic| panic.to_string())
+}
+
+/// Makes the checks of a group, within the limit.
+async fn group(name: &'static str, checks: impl Future<Output = Vec<Check>>) -> Group {
+    let checks = tokio::time::timeout(LIMIT, checks).await;
+    let late = |_| {
+        vec![Check::error(
+            "checks",
+            format!("not finished within {LIMIT:?}"),
+        )]
+    };
+    Group {
+        name: name.to_owned(),
+        checks: checks.unwrap_or_else(late),
+    }
+}
