@@ -16,6 +16,7 @@ mod capture;
 mod certificates;
 mod control_planes;
 mod dns;
+mod doctor;
 mod floods;
 mod grpc;
 mod istiod;

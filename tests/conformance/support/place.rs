@@ -152,7 +152,7 @@ impl Place {
         Child::start(command, self.path("log"))
     }
 
-    /// Runs another command of the agent with the same environment: what it prints.
+    /// Runs another command of the agent with the same environment: what it prints. Blocks.
     pub fn run(&self, words: &[&str]) -> Output {
         let mut command =
             Command::new(binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent"))));
