@@ -119,18 +119,22 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
 /// The trust anchors, or why there are none.
 pub(crate) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
     let roots = roots.clone();
-    let read = move || match roots {
-        Roots::File(path) => match regular_file::read(&path, LARGEST) {
-            Ok(pem) => parse(&path, &pem, SystemTime::now()),
+    let read = tokio::task::spawn_blocking(move || read(&roots)).await;
+    read.map_err(|error| format!("cannot read root certificates: {error}"))?
+}
+
+/// Like [`load`]. Blocks.
+pub(crate) fn read(roots: &Roots) -> Result<RootCertStore, String> {
+    match roots {
+        Roots::File(path) => match regular_file::read(path, LARGEST) {
+            Ok(pem) => parse(path, &pem, SystemTime::now()),
             Err(error) => Err(format!(
                 "cannot read root certificates from {}: {error}",
                 path.display()
             )),
         },
         Roots::System(system) => system.read(SystemTime::now()),
-    };
-    let read = tokio::task::spawn_blocking(read).await;
-    read.map_err(|error| format!("cannot read root certificates: {error}"))?
+    }
 }
 
 /// The usable certificates so far, each once, and how many were not usable.

@@ -7,10 +7,13 @@
 
 mod capture;
 mod certificate;
+mod certificates;
 mod configuration;
+mod discovery;
 mod disk;
 mod dns;
 mod envoy;
+mod explain;
 mod istiod;
 mod limits;
 mod probes;
@@ -19,6 +22,9 @@ mod sockets;
 mod token;
 
 use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
@@ -34,6 +40,9 @@ use report::{Check, Group, Report};
 pub const LIMIT: Duration = Duration::from_millis(2200);
 /// What one request, dial, lookup or read may take, so that the others of its group are reported.
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
+
+/// The threads that file work may hold at once.
+static THREADS: Semaphore = Semaphore::const_new(32);
 
 /// The modules of a running agent. `None` where the agent does without.
 #[derive(Clone, Debug)]
@@ -75,28 +84,60 @@ pub async fn report(
     let mut groups = vec![named("configuration", about), named("agent", before)];
     if let Ok(config) = config {
         let subject = Subject { config, running };
-        let checked = tokio::join!(
-            group("token and roots", token::checks(subject)),
-            group("istiod", istiod::checks(subject)),
-            group("certificate", certificate::checks(subject)),
-            group("sockets", sockets::checks(subject)),
-            group("Envoy", envoy::checks(subject)),
-            group("capture", capture::checks(subject)),
-            group("DNS", dns::checks(subject)),
-            group("probes", probes::checks(subject)),
-            group("limits", limits::checks(subject)),
-            group("disk", disk::checks(subject)),
-        );
-        groups.extend(<[Group; 10]>::from(checked));
+        let others = async {
+            <[Group; 8]>::from(tokio::join!(
+                group("certificate", certificate::checks(subject)),
+                group("sockets", sockets::checks(subject)),
+                group("Envoy", envoy::checks(subject)),
+                group("capture", capture::checks(subject)),
+                group("DNS", dns::checks(subject)),
+                group("probes", probes::checks(subject)),
+                group("limits", limits::checks(subject)),
+                group("disk", disk::checks(subject)),
+            ))
+        };
+        let (control_plane, others) = tokio::join!(control_plane(subject), others);
+        groups.extend(control_plane.into_iter().chain(others));
     }
     Report::new(node, groups)
 }
 
-/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`].
+/// Token and roots, then istiod with them: what istiod answers decides whether a token is right.
+async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
+    let until = Instant::now() + PROBE_LIMIT;
+    let found = token::read(subject).await;
+    let (istiod, accepted) = istiod::checks(subject, &found, until).await;
+    [
+        Group {
+            name: "token and roots".to_owned(),
+            checks: found.into_checks(accepted),
+        },
+        Group {
+            name: "istiod".to_owned(),
+            checks: istiod,
+        },
+    ]
+}
+
+/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`]. Work that never
+/// ends holds its thread, so there is a limit for all reports together.
 async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    let done = tokio::time::timeout(PROBE_LIMIT, tokio::task::spawn_blocking(work)).await;
-    let done = done.map_err(|_| format!("not finished within {PROBE_LIMIT:?}"))?;
-    done.map_err(|panic| panic.to_string())
+    let done = async {
+        let thread = THREADS.acquire().await.map_err(|error| error.to_string())?;
+        let work = move || {
+            let _thread = thread;
+            work()
+        };
+        let done = tokio::task::spawn_blocking(work).await;
+        done.map_err(|panic| panic.to_string())
+    };
+    let late = match THREADS.available_permits() {
+        0 => "not begun, as earlier reads of files still hang".to_owned(),
+        _ => format!("not finished within {PROBE_LIMIT:?}"),
+    };
+    tokio::time::timeout(PROBE_LIMIT, done)
+        .await
+        .unwrap_or(Err(late))
 }
 
 /// Makes the checks of a group, within the limit.

@@ -119,6 +119,17 @@ pub(super) async fn dial(
             Some(prepared.await?.map_err(Cause::Tls)?)
         }
     };
+    dial_with(config, tls, dialer, executor, total).await
+}
+
+/// Like [`dial`], with TLS as prepared.
+pub(super) async fn dial_with(
+    config: &Config,
+    tls: Option<tls::Prepared>,
+    dialer: &Dialer,
+    executor: Executor,
+    total: Bound,
+) -> Result<(Connection, Driver), Cause> {
     let (host, port) = host_and_port(&config.address)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
@@ -282,13 +293,13 @@ impl Attempt<'_> {
 
 /// A moment by which something must be done, and how long that was from the start.
 #[derive(Clone, Copy)]
-struct Bound {
+pub(super) struct Bound {
     until: Instant,
     after: Duration,
 }
 
 impl Bound {
-    fn new(after: Duration) -> Self {
+    pub(super) fn new(after: Duration) -> Self {
         let until = Instant::now() + after;
         Self { until, after }
     }

@@ -9,6 +9,7 @@ mod dial;
 pub(crate) mod fake;
 mod frames;
 mod hosts;
+pub mod probe;
 pub mod status;
 pub mod tls;
 pub mod token;
@@ -226,9 +227,23 @@ impl Istiod {
 
     /// Scheme and authority of every call, with a path.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
-        let config = self.shared.hosts.current();
-        let (scheme, authority) = match &config.security {
-            Security::Plaintext => (Scheme::HTTP, config.address.clone()),
+        self.shared.hosts.current().uri(path)
+    }
+
+    /// Headers of every call. Configured ones cannot replace gRPC's own.
+    pub(crate) fn headers(&self) -> HeaderMap {
+        let connection = worker::current(&self.shared.connected);
+        let has_certificate = connection.is_some_and(|it| it.has_client_certificate());
+        let authorization = self.shared.token.authorization(has_certificate);
+        self.shared.hosts.current().headers(authorization)
+    }
+}
+
+impl Config {
+    /// Scheme and authority of every call, with a path.
+    pub(crate) fn uri(&self, path: &'static str) -> Uri {
+        let (scheme, authority) = match &self.security {
+            Security::Plaintext => (Scheme::HTTP, self.address.clone()),
             Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
         };
         let builder = Uri::builder().scheme(scheme).authority(authority);
@@ -238,18 +253,16 @@ impl Istiod {
     }
 
     /// Headers of every call. Configured ones cannot replace gRPC's own.
-    pub(crate) fn headers(&self) -> HeaderMap {
+    pub(crate) fn headers(&self, authorization: Option<HeaderValue>) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        for (name, value) in &self.shared.hosts.current().metadata {
+        for (name, value) in &self.metadata {
             headers.append(name, value.clone());
         }
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
         let grpc = HeaderValue::from_static("application/grpc");
         headers.insert(header::CONTENT_TYPE, grpc);
         headers.insert(header::USER_AGENT, HeaderValue::from_static(USER_AGENT));
-        let connection = worker::current(&self.shared.connected);
-        let has_certificate = connection.is_some_and(|it| it.has_client_certificate());
-        if let Some(value) = self.shared.token.authorization(has_certificate) {
+        if let Some(value) = authorization {
             headers.insert(header::AUTHORIZATION, value);
         }
         headers

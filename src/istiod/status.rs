@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
+use rustls::pki_types::CertificateDer;
 use serde::Serialize;
 
 use crate::clock::{Clock, rfc3339};
@@ -45,6 +46,9 @@ pub struct Tls {
     pub cipher: Option<String>,
     /// Whether we showed a client certificate.
     pub client_certificate: bool,
+    /// The peer's own.
+    #[serde(skip)]
+    pub peer_certificate: Option<CertificateDer<'static>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -109,11 +113,13 @@ impl Tls {
     pub(super) fn new(session: &rustls::ClientConnection, client_certificate: bool) -> Self {
         let group = session.negotiated_key_exchange_group();
         let suite = session.negotiated_cipher_suite();
+        let leaf = session.peer_certificates().and_then(|chain| chain.first());
         Self {
             version: session.protocol_version().map(named),
             key_exchange: group.map(|group| named(group.name())),
             cipher: suite.map(|suite| named(suite.suite())),
             client_certificate,
+            peer_certificate: leaf.map(|leaf| leaf.clone().into_owned()),
         }
     }
 }

@@ -12,7 +12,7 @@ use base64::Engine;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use http::HeaderValue;
 use parking_lot::Mutex;
-use serde::Deserialize;
+use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
 use crate::clock::rfc3339;
@@ -30,7 +30,7 @@ pub enum Source {
     Mock,
 }
 
-const MOCK: &str = "Bearer test_token";
+pub(crate) const MOCK: &str = "Bearer test_token";
 
 /// Reads the token, and logs each new problem with it once.
 #[derive(Debug)]
@@ -41,10 +41,10 @@ pub(super) struct Reader {
     expiry: Mutex<Option<SystemTime>>,
 }
 
-/// A header, and when the token in it expires if it has that claim.
-struct Token {
-    header: HeaderValue,
-    expiry: Option<SystemTime>,
+/// A header, and what the token in it says of itself.
+pub(crate) struct Token {
+    pub(crate) header: HeaderValue,
+    pub(crate) claims: Option<Claims>,
 }
 
 impl Reader {
@@ -70,8 +70,9 @@ impl Reader {
         };
         let (header, problem) = match read(path) {
             Ok(token) => {
-                *self.expiry.lock() = token.expiry;
-                let expired = token.expiry.filter(|end| *end <= SystemTime::now());
+                let expiry = token.claims.as_ref().and_then(Claims::expiry);
+                *self.expiry.lock() = expiry;
+                let expired = expiry.filter(|end| *end <= SystemTime::now());
                 let problem = expired.map(|end| {
                     let next = match has_certificate {
                         true => "using the client certificate instead",
@@ -102,8 +103,8 @@ impl Reader {
     }
 }
 
-/// The token, or why there is none.
-fn read(path: &Path) -> Result<Token, String> {
+/// The token, or why there is none. Blocks.
+pub(crate) fn read(path: &Path) -> Result<Token, String> {
     let content = regular_file::read(path, LARGEST);
     let content = content.map_err(|error| format!("{}: {error}", path.display()))?;
     let path = path.display();
@@ -123,23 +124,53 @@ fn read(path: &Path) -> Result<Token, String> {
     header.set_sensitive(true);
     Ok(Token {
         header,
-        expiry: expiry(token),
+        claims: claims(token),
     })
 }
 
 /// When a JSON web token expires. None without that claim, or for another kind of token.
 pub(crate) fn expiry(token: &[u8]) -> Option<SystemTime> {
-    #[derive(Deserialize)]
-    struct Claims {
-        exp: f64,
+    claims(token)?.expiry()
+}
+
+/// What a JSON web token says of itself. Nothing is verified.
+pub(crate) struct Claims(Map<String, Value>);
+
+impl Claims {
+    pub(crate) fn expiry(&self) -> Option<SystemTime> {
+        self.moment("exp")
     }
+
+    pub(crate) fn issued(&self) -> Option<SystemTime> {
+        self.moment("iat")
+    }
+
+    pub(crate) fn subject(&self) -> Option<&str> {
+        self.0.get("sub")?.as_str()
+    }
+
+    /// One or several; none if the token does not say.
+    pub(crate) fn audiences(&self) -> Vec<&str> {
+        match self.0.get("aud") {
+            Some(Value::Array(several)) => several.iter().filter_map(Value::as_str).collect(),
+            one => one.and_then(Value::as_str).into_iter().collect(),
+        }
+    }
+
+    fn moment(&self, name: &str) -> Option<SystemTime> {
+        let seconds = self.0.get(name)?.as_f64()?;
+        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
+        SystemTime::UNIX_EPOCH.checked_add(since_epoch)
+    }
+}
+
+/// The claims of a JSON web token; None for another kind of token.
+pub(crate) fn claims(token: &[u8]) -> Option<Claims> {
     let mut parts = token.split(|byte| *byte == b'.');
     let (_, claims, _) = (parts.next()?, parts.next()?, parts.next()?);
     let claims = claims.split(|byte| *byte == b'=').next()?;
     let claims = Zeroizing::new(BASE64_URL_SAFE_NO_PAD.decode(claims).ok()?);
-    let Claims { exp } = serde_json::from_slice(&claims).ok()?;
-    let since_epoch = Duration::try_from_secs_f64(exp).ok()?;
-    SystemTime::UNIX_EPOCH.checked_add(since_epoch)
+    serde_json::from_slice(&claims).ok().map(Claims)
 }
 
 #[cfg(test)]

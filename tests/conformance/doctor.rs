@@ -4,14 +4,26 @@
 //! A row is a [`SetUp`]; all of a test are made and examined side by side.
 
 use std::any::Any;
-use std::time::Duration;
+use std::future::pending;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
+use local_istiod::{Claims, LocalIstiod, Options, Snapshot};
+use rcgen::{CertificateParams, KeyPair};
+use rustls::ServerConfig;
+use rustls::pki_types::PrivateKeyDer;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::Instant;
+use tokio_rustls::TlsAcceptor;
+use tonic::Status;
 
-use crate::support::local_istiod;
-use crate::support::place::{Place, ROOT};
+use crate::support::place::{Place, ROOT, TOKEN, token};
+use crate::support::{accepted, local_istiod, options};
 
 /// A set-up with one fault.
 struct SetUp {
@@ -46,8 +58,12 @@ impl Rows {
         });
     }
 
-    async fn all_name_their_cause(self) {
-        self.0.join_all().await;
+    async fn all_name_their_cause(mut self) {
+        let mut failed = 0;
+        while let Some(row) = self.0.join_next().await {
+            failed += usize::from(row.is_err());
+        }
+        assert_eq!(failed, 0, "rows failed, see above");
     }
 }
 
@@ -69,30 +85,299 @@ fn checks(report: &Value) -> Vec<&Value> {
     checks.collect()
 }
 
-fn says(words: &[&str]) -> Vec<String> {
-    words.iter().map(|&word| word.to_owned()).collect()
+impl SetUp {
+    fn new(place: Place, keeps: impl Any + Send, says: &[&str]) -> Self {
+        Self {
+            place,
+            says: says.iter().map(|&words| words.to_owned()).collect(),
+            keeps: Box::new(keeps),
+        }
+    }
+}
+
+/// A control plane that answers discovery requests.
+async fn answering_istiod() -> LocalIstiod {
+    let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
+    let options = Options {
+        snapshots: Some(snapshots),
+        ..options()
+    };
+    LocalIstiod::start(options).await.unwrap()
+}
+
+/// A set-up of files: what `spoil` does to it, and what the report says.
+async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: &[&str]) -> SetUp {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    spoil(&istiod, &place);
+    SetUp::new(place, istiod, says)
+}
+
+/// A set-up in which something else than istiod listens on its address.
+async fn instead<F: Future<Output = ()> + Send + 'static>(
+    talk: impl Fn(TcpStream) -> F + Send + 'static,
+    says: &[&str],
+) -> SetUp {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let address = istiod.kill().await.listen;
+    SetUp::new(place, listen(address, talk).await, says)
+}
+
+/// Serves connections until dropped.
+async fn listen<F: Future<Output = ()> + Send + 'static>(
+    address: SocketAddr,
+    talk: impl Fn(TcpStream) -> F + Send + 'static,
+) -> JoinSet<()> {
+    // A child that was just forked may hold a former listener until it execs.
+    let listener = loop {
+        match TcpListener::bind(address).await {
+            Ok(listener) => break listener,
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    };
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut open = JoinSet::new();
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            open.spawn(talk(stream));
+        }
+    });
+    serving
+}
+
+/// Answers the first bytes, whatever they are.
+async fn answer(mut stream: TcpStream, answer: &'static str) {
+    let mut heard = [0; 1024];
+    if stream.read(&mut heard).await.is_ok() {
+        stream.write_all(answer.as_bytes()).await.unwrap();
+    }
+    pending().await
+}
+
+/// A set-up whose istiod shows this certificate, trusted as it is its own root.
+async fn certificate(change: impl FnOnce(&mut CertificateParams), says: &[&str]) -> SetUp {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let address = istiod.kill().await.listen;
+    let mut params = CertificateParams::new([address.ip().to_string()]).unwrap();
+    change(&mut params);
+    let key = KeyPair::generate().unwrap();
+    let leaf = params.self_signed(&key).unwrap();
+    place.write(ROOT, leaf.pem());
+    let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![leaf.der().clone()], key)
+        .unwrap();
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let talk = move |stream| {
+        let accept = acceptor.accept(stream);
+        async move {
+            let _stream = accept.await; // The client may refuse.
+            pending().await
+        }
+    };
+    SetUp::new(place, listen(address, talk).await, says)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_the_configuration_is_the_first_error() {
+async fn each_fault_of_configuration_and_files_is_the_first_error() {
     let mut rows = Rows::default();
     rows.add("unusable PROXY_CONFIG", async {
         let istiod = local_istiod().await;
-        SetUp {
-            place: Place::of(&istiod).proxy("drainDuration", json!("soon")),
-            says: says(&["drainDuration", "soon", "a duration"]),
-            keeps: Box::new(istiod),
-        }
+        let place = Place::of(&istiod).proxy("drainDuration", json!("soon"));
+        SetUp::new(place, istiod, &["drainDuration", "soon", "a duration"])
     });
-    rows.add("no roots at the start", async {
+    let remove = |path: &'static str| {
+        move |_: &LocalIstiod, place: &Place| std::fs::remove_file(place.path(path)).unwrap()
+    };
+    let says = &[ROOT, "an existing file of root certificates"];
+    rows.add("no roots at the start", files(remove(ROOT), says));
+    let says = &[TOKEN, "No such file", "projected volume"];
+    rows.add("no token", files(remove(TOKEN), says));
+    let expired = |istiod: &LocalIstiod, place: &Place| {
+        let token = istiod.mint_token("default", "bench", Duration::ZERO);
+        place.write(TOKEN, token.unwrap());
+    };
+    let says = &[TOKEN, " expired ", "kubelet renews"];
+    rows.add("an expired token", files(expired, says));
+    let foreign = |istiod: &LocalIstiod, place: &Place| {
+        let claims = Claims {
+            audiences: vec!["vault".to_owned()],
+            ..Claims::of(
+                "default",
+                "bench",
+                SystemTime::now(),
+                Duration::from_secs(600),
+            )
+        };
+        place.write(TOKEN, istiod.mint(&claims).unwrap());
+    };
+    let says = &[
+        "audience of the token",
+        "vault",
+        "refused by istiod",
+        "istio-ca",
+    ];
+    rows.add("a token for another audience", files(foreign, says));
+    let garbage = |_: &LocalIstiod, place: &Place| place.write(ROOT, "no roots");
+    let says = &[ROOT, "holds no certificate", "istio-ca-root-cert"];
+    rows.add("roots that are none", files(garbage, says));
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("roots of another mesh", async {
+        let (istiod, other) = (answering_istiod().await, local_istiod().await);
+        let place = Place::of(&istiod);
+        place.write(ROOT, other.root_pem());
+        let says = &[
+            "was issued by",
+            "none of the roots in",
+            ROOT,
+            "another mesh",
+        ];
+        SetUp::new(place, istiod, says)
+    });
+    rows.add("a name that does not resolve", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).proxy("discoveryAddress", json!("istiod.invalid:15012"));
+        SetUp::new(
+            place,
+            istiod,
+            &["address of istiod.invalid:15012", "resolv.conf"],
+        )
+    });
+    rows.add("no listener", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod);
-        std::fs::remove_file(place.path(ROOT)).unwrap();
-        SetUp {
-            place,
-            says: says(&[ROOT, "an existing file of root certificates"]),
-            keeps: Box::new(istiod),
-        }
+        let listen = istiod.kill().await.listen.to_string();
+        SetUp::new(place, (), &[&listen, "Connection refused", "a listener"])
+    });
+    rows.add("packets are dropped", async {
+        // The queue of a listener that accepts nothing is full after one connection.
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(options().listen).unwrap();
+        let listener = socket.listen(0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let first = TcpStream::connect(address).await.unwrap();
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).proxy("discoveryAddress", json!(address.to_string()));
+        let says = &["timed out after", "connecting to", "NetworkPolicy"];
+        SetUp::new(place, (listener, first, istiod), says)
+    });
+    rows.add("a certificate for another name", async {
+        let istiod = LocalIstiod::start(Options {
+            extra_names: Vec::new(),
+            ..options()
+        });
+        let istiod = istiod.await.unwrap();
+        let name = istiod.address.ip().to_string();
+        let says = &[
+            "its certificate is for istiod.istio-system.svc",
+            &name,
+            "ISTIOD_SAN",
+        ];
+        SetUp::new(Place::of(&istiod), istiod, says)
+    });
+    let early =
+        |params: &mut CertificateParams| params.not_before = rcgen::date_time_ymd(2090, 1, 1);
+    let says = &["is valid from 2090-01-01", "clock"];
+    rows.add("a clock that is late", certificate(early, says));
+    let late = |params: &mut CertificateParams| params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    rows.add("an expired certificate", certificate(late, &["expired"]));
+    let says = &["does not offer HTTP/2", "15012"];
+    rows.add("TLS without HTTP/2", certificate(|_| {}, says));
+    let http = |stream| answer(stream, "HTTP/1.1 400 Bad Request\r\n\r\n");
+    rows.add(
+        "a plain HTTP server",
+        instead(http, &["does not speak TLS", "15010"]),
+    );
+    let silent = |stream: TcpStream| async move {
+        let _stream = stream;
+        pending().await
+    };
+    rows.add(
+        "a silent server",
+        instead(silent, &["in the TLS handshake", "kubectl get pods"]),
+    );
+    rows.add("a proxy that refuses", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let address = istiod.kill().await.listen;
+        let no = |stream| answer(stream, "HTTP/1.1 403 Forbidden\r\n\r\n");
+        let proxy = listen(address, no).await;
+        let place = place
+            .proxy("discoveryAddress", json!("istiod.invalid:15012"))
+            .set("HTTPS_PROXY", &format!("http://{address}"));
+        SetUp::new(place, proxy, &["by the proxy", "403", "NO_PROXY"])
     });
     rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_by_istiod_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("a token istiod does not know", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        place.write(TOKEN, token(&local_istiod().await));
+        let says = &["discovery request", "Unauthenticated", "istiod logs why"];
+        SetUp::new(place, istiod, says)
+    });
+    rows.add("an identity istiod does not admit", async {
+        let mut istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let mut refusing = JoinSet::new();
+        refusing.spawn(async move {
+            let stream = accepted(&mut istiod).await;
+            let status = Status::permission_denied("no identities matched");
+            stream.end(status).await;
+            pending::<()>().await;
+        });
+        let says = &[
+            "discovery request",
+            "no identities matched",
+            "SERVICE_ACCOUNT",
+        ];
+        SetUp::new(place, refusing, says)
+    });
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    let agent = place.start().await;
+    agent.logs("generated new workload certificate").await;
+    let (report, _) = diagnosed(&place);
+    let groups = [
+        "agent",
+        "configuration",
+        "token and roots",
+        "istiod",
+        "certificate",
+    ];
+    for group in report["groups"].as_array().unwrap() {
+        let name = group["name"].as_str().unwrap();
+        for check in group["checks"].as_array().unwrap() {
+            let is_well = check["level"] == "ok" || check["level"] == "skipped";
+            assert!(is_well || !groups.contains(&name), "{name}: {check}");
+        }
+    }
+    let text = place.run(&["doctor"]);
+    let text = String::from_utf8_lossy(&text.stdout);
+    assert!(
+        !text.contains(token(&istiod).split('.').nth(1).unwrap()),
+        "{text}"
+    );
+    assert!(text.contains("ok       discovery request to"), "{text}");
 }

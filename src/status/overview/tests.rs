@@ -111,6 +111,7 @@ fn hostile_overview() -> Overview {
             key_exchange: None,
             cipher: Some(hostile()),
             client_certificate: true,
+            peer_certificate: None,
         }),
     });
     overview.istiod.token_expires = Some(hostile());

@@ -1,0 +1,132 @@
+//! What an operator wants to know of a certificate.
+
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use x509_parser::prelude::{GeneralName, X509Certificate};
+
+use super::report::Check;
+use crate::clock::rfc3339;
+
+/// The part of its life a certificate that is renewed in time never gets to.
+const LAST_TENTH: u32 = 10;
+
+const CLOCK: &str = "compare the clock of this machine (date -u) with that of others";
+
+pub(super) struct Facts {
+    pub(super) subject: String,
+    pub(super) issuer: String,
+    /// Subject alternative names: DNS, IP and URI.
+    pub(super) names: Vec<String>,
+    pub(super) not_before: SystemTime,
+    pub(super) not_after: SystemTime,
+}
+
+impl Facts {
+    pub(super) fn read(der: &[u8]) -> Option<Self> {
+        let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+        let validity = certificate.validity();
+        Some(Self {
+            subject: certificate.subject().to_string(),
+            issuer: certificate.issuer().to_string(),
+            names: names(&certificate),
+            not_before: moment(validity.not_before.timestamp()),
+            not_after: moment(validity.not_after.timestamp()),
+        })
+    }
+
+    /// The certificates of a PEM file; broken ones are left out.
+    pub(super) fn of_pem(pem: &[u8]) -> Vec<Self> {
+        let certificates = CertificateDer::pem_slice_iter(pem).flatten();
+        certificates.filter_map(|der| Self::read(&der)).collect()
+    }
+
+    /// Whether it is valid now; `what` it is, and `remedy` if it has expired.
+    pub(super) fn life(&self, what: &str, remedy: &str, now: SystemTime) -> Check {
+        let ends = format!("{self}, valid until {}", rfc3339(self.not_after));
+        if now < self.not_before {
+            let begins = rfc3339(self.not_before);
+            let found = format!("{self} is valid from {begins}, it is {} here", rfc3339(now));
+            return Check::error(what, found)
+                .expected("a clock that agrees with the authority's")
+                .remedy(CLOCK);
+        }
+        let Ok(left) = self.not_after.duration_since(now) else {
+            let found = format!(
+                "{self} expired at {}, it is {} here",
+                rfc3339(self.not_after),
+                rfc3339(now)
+            );
+            return Check::error(what, found).remedy(format!("{remedy}; {CLOCK}"));
+        };
+        let whole = self.not_after.duration_since(self.not_before);
+        match left < whole.unwrap_or_default() / LAST_TENTH {
+            true => {
+                let left = span(left);
+                Check::warning(what, format!("{ends}, which is in {left}")).remedy(remedy)
+            }
+            false => Check::ok(what, ends),
+        }
+    }
+}
+
+impl fmt::Display for Facts {
+    /// By its names, or its subject where it has none.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.names.is_empty() {
+            true => f.write_str(&self.subject),
+            false => f.write_str(&self.names.join(", ")),
+        }
+    }
+}
+
+fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
+    let names = certificate.subject_alternative_name().ok().flatten();
+    let names = names.map(|names| names.value.general_names.as_slice());
+    let text = |name: &GeneralName<'_>| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
+        GeneralName::IPAddress(bytes) => match bytes.len() {
+            4 => Some(std::net::Ipv4Addr::from(<[u8; 4]>::try_from(*bytes).ok()?).to_string()),
+            _ => Some(std::net::Ipv6Addr::from(<[u8; 16]>::try_from(*bytes).ok()?).to_string()),
+        },
+        _ => None,
+    };
+    names.unwrap_or_default().iter().filter_map(text).collect()
+}
+
+fn moment(unix: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
+}
+
+/// A duration in its two largest units.
+pub(super) fn span(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    let units = [
+        (86_400, 'd', 3_600, 'h'),
+        (3_600, 'h', 60, 'm'),
+        (60, 'm', 1, 's'),
+    ];
+    let unit = units.into_iter().find(|unit| seconds >= unit.0);
+    unit.map_or(format!("{seconds}s"), |(large, name, small, next)| {
+        format!("{}{name}{}{next}", seconds / large, seconds % large / small)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_have_two_units() {
+        for (seconds, text) in [
+            (0, "0s"),
+            (61, "1m1s"),
+            (86_399, "23h59m"),
+            (90_000, "1d1h"),
+        ] {
+            assert_eq!(span(Duration::from_secs(seconds)), text);
+        }
+    }
+}
