@@ -35,7 +35,12 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            proxy(flags, log)
+            let unknown: Vec<_> = typed
+                .unknown_flags
+                .iter()
+                .map(ToString::to_string)
+                .collect();
+            proxy(flags, log, unknown)
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) =
@@ -94,13 +99,17 @@ fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> 
     }
 }
 
-fn proxy(flags: ProxyFlags, log: LogFlags) -> Result<ExitCode, BoxError> {
+fn proxy(flags: ProxyFlags, log: LogFlags, unknown: Vec<String>) -> Result<ExitCode, BoxError> {
     let environment = Environment::of_process();
     version::announce(&environment)?;
     environment.announce();
     let load = move || config::load(&flags, &log, &environment, ".".as_ref());
-    let config = load().map_err(config::Unusable)?;
+    let mut config = load().map_err(config::Unusable)?;
     config.announce();
+    let unknown = unknown.into_iter();
+    config
+        .ignored
+        .extend(unknown.map(|flag| format!("{flag} (this agent does not have it)")));
     block_on(agent::run(config, Arc::new(load)))?
 }
 

@@ -162,7 +162,7 @@ impl Agent {
         let dns = agent.dns()?;
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let (secrets, pcds) = agent.secrets(&istiod, owner, listener);
+        let (secrets, pcds, consumers) = agent.secrets(&istiod, owner, listener);
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
@@ -174,6 +174,7 @@ impl Agent {
                 envoy: envoy.clone(),
                 istiod: istiod.clone(),
                 secrets: secrets.clone(),
+                consumers,
                 discovery: discovery.clone(),
                 dns: dns.clone(),
                 health: health.clone(),

@@ -95,6 +95,8 @@ pub struct Config {
     pub authority_problems: Vec<Problem>,
     /// Settings that were left out or replaced by a default.
     pub warnings: Vec<Problem>,
+    /// Settings without effect, as pilot-agent ignores them too or has no use for them here.
+    pub ignored: Vec<String>,
 }
 
 /// Expectations of a file that the agent can run without.
@@ -210,6 +212,7 @@ pub(crate) fn load_with(
         cluster_id: sources.get(&environment::ISTIO_META_CLUSTER_ID),
         authority_problems: Vec::new(),
         warnings: Vec::new(),
+        ignored: ignored(env),
     };
     let (notes, authority_problems) = (sources.notes, sources.authority_problems);
     if !notes.problems.is_empty() {
@@ -357,6 +360,13 @@ impl<'a> Sources<'a> {
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.notes.warn(subject, found, expected);
     }
+}
+
+fn ignored(env: &Environment) -> Vec<String> {
+    let variables = env.without_effect().into_iter();
+    variables
+        .map(|(name, state)| format!("{name} ({state})"))
+        .collect()
 }
 
 /// Labels or annotations from the downward API.

@@ -31,6 +31,7 @@ use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
+use crate::sds::Consumers;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
@@ -51,6 +52,7 @@ pub struct Running {
     pub istiod: Istiod,
     /// None if another process serves certificates.
     pub secrets: Option<Secrets>,
+    pub consumers: Consumers,
     pub discovery: Observer,
     pub dns: Option<Dns>,
     pub health: Option<Health>,

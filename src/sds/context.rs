@@ -7,6 +7,7 @@ use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::google::rpc;
 use tonic::{Code, Status};
 
+use super::consumers::Entry;
 use super::metrics::Metrics;
 use crate::secrets::name::{Name, UnknownName, escaped};
 
@@ -27,14 +28,16 @@ pub(super) struct StreamContext {
     serves_workload: bool,
     /// Whether a request has named the node.
     has_node: bool,
+    pub(super) entry: Entry,
     /// Hashes of the unknown names that were logged.
     unknown: HashSet<u64>,
 }
 
 impl StreamContext {
-    pub(super) fn new(id: u64, metrics: Metrics, serves_workload: bool) -> Self {
+    pub(super) fn new(entry: Entry, metrics: Metrics, serves_workload: bool) -> Self {
         Self {
-            id,
+            id: entry.id,
+            entry,
             metrics,
             serves_workload,
             has_node: false,
@@ -67,6 +70,7 @@ impl StreamContext {
         let (id, code) = (self.id, error.code);
         let reason = escaped(&error.message, LONGEST_REASON);
         self.metrics.rejects.inc();
+        self.entry.change(|it| it.refused = Some(reason.clone()));
         tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
     }
 

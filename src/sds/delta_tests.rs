@@ -12,6 +12,7 @@ use prost::Message;
 use tonic::Status;
 
 use super::SecretOptions;
+use super::consumers::Consumers;
 use super::context::StreamContext;
 use super::delta::Delta;
 use super::metrics::Metrics;
@@ -42,7 +43,11 @@ struct Tested<P> {
 impl<P: Protocol> Tested<P> {
     fn new() -> Self {
         Self {
-            context: StreamContext::new(1, Metrics::new(&Registry::default()), true),
+            context: StreamContext::new(
+                Consumers::default().add(1),
+                Metrics::new(&Registry::default()),
+                true,
+            ),
             protocol: P::default(),
         }
     }

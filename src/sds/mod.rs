@@ -5,6 +5,7 @@
 //! [`delta::Delta`] are the two variants of the protocol, as state machines without I/O. The listener
 //! has checked which user dials.
 
+mod consumers;
 mod context;
 mod delta;
 #[cfg(test)]
@@ -38,6 +39,7 @@ use crate::metrics::Registry;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::unix_socket::Listener;
+pub use consumers::{Consumer, Consumers};
 use delta::Delta;
 use metrics::Metrics;
 pub use resource::SecretOptions;
@@ -70,6 +72,7 @@ pub struct Service {
     streams: Arc<AtomicU64>,
     /// Counts responses; part of each version.
     responses: Arc<AtomicU64>,
+    consumers: Consumers,
 }
 
 /// The responses of one stream.
@@ -82,6 +85,7 @@ pub fn new(sources: Sources, registry: &Registry) -> Service {
         metrics: Metrics::new(registry),
         streams: Arc::default(),
         responses: Arc::default(),
+        consumers: Consumers::default(),
     }
 }
 
@@ -92,26 +96,31 @@ pub fn serve(
     registry: &Registry,
     shutdown: CancellationToken,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let service = new(sources, registry);
-    run(listener, service, shutdown)
+    new(sources, registry).serve(listener, shutdown)
 }
 
-async fn run(listener: Listener, service: Service, shutdown: CancellationToken) {
-    let what = match service.sources.serves_workload {
-        true => "workload certificates",
-        false => "file certificates only",
-    };
-    tracing::info!(target: "sds", "Starting SDS grpc server");
-    tracing::info!(
-        target: "sds",
-        "Starting SDS server for {what}, will listen on {:?}",
-        listener.path()
-    );
-    let server =
-        SecretDiscoveryServiceServer::new(service).max_decoding_message_size(LARGEST_REQUEST);
-    listener
-        .serve(TowerToHyperService::new(server), shutdown)
-        .await;
+impl Service {
+    pub fn consumers(&self) -> Consumers {
+        self.consumers.clone()
+    }
+
+    /// Serves secrets on `listener` until `shutdown`.
+    pub async fn serve(self, listener: Listener, shutdown: CancellationToken) {
+        let what = match self.sources.serves_workload {
+            true => "workload certificates",
+            false => "file certificates only",
+        };
+        tracing::info!(target: "sds", "Starting SDS grpc server");
+        tracing::info!(
+            target: "sds",
+            "Starting SDS server for {what}, will listen on {:?}",
+            listener.path()
+        );
+        let server =
+            SecretDiscoveryServiceServer::new(self).max_decoding_message_size(LARGEST_REQUEST);
+        let server = TowerToHyperService::new(server);
+        listener.serve(server, shutdown).await;
+    }
 }
 
 #[tonic::async_trait]

@@ -11,6 +11,7 @@ use prost::Message;
 use tonic::{Code, Status};
 
 use super::SecretOptions;
+use super::consumers::Consumers;
 use super::context::StreamContext;
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
@@ -76,7 +77,7 @@ struct Stream {
 impl Stream {
     fn new(registry: &Registry) -> Self {
         Self {
-            context: StreamContext::new(1, Metrics::new(registry), true),
+            context: StreamContext::new(Consumers::default().add(1), Metrics::new(registry), true),
             protocol: StateOfTheWorld::default(),
         }
     }

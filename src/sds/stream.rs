@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
 use super::Service;
+use super::consumers::MOST_NAMES;
 use super::context::StreamContext;
 use super::resource::{Lookup, Resource, SecretOptions};
 use crate::clock::{Clock, rfc3339};
@@ -81,7 +82,11 @@ impl<P: Protocol> Stream<P> {
         tracing::info!(target: "ads", "ADS: new connection for node:{id}");
         let sources = &service.sources;
         Self {
-            context: StreamContext::new(id, service.metrics.clone(), sources.serves_workload),
+            context: StreamContext::new(
+                service.consumers.add(id),
+                service.metrics.clone(),
+                sources.serves_workload,
+            ),
             protocol: P::default(),
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
@@ -135,8 +140,33 @@ impl<P: Protocol> Stream<P> {
             ),
             nonce: random_uuid(),
         };
-        self.protocol
-            .answer(&lookup, self.batch_until.is_some(), id)
+        let is_batching = self.batch_until.is_some();
+        let answer = self.protocol.answer(&lookup, is_batching, id);
+        self.record(answer.is_some());
+        answer
+    }
+
+    /// Records what the client has and waits for.
+    fn record(&self, is_answered: bool) {
+        let (mut served, mut waits) = (Vec::new(), Vec::new());
+        for name in self.protocol.names().into_iter().take(MOST_NAMES) {
+            let waits_for = match self.secrets.get(&name) {
+                SecretState::Available(_) => {
+                    served.push(name.to_string());
+                    continue;
+                }
+                SecretState::Unsigned => "the workload certificate".to_owned(),
+                SecretState::Reading => "its files, which are being read".to_owned(),
+                SecretState::Unusable(error) => error.to_string(),
+            };
+            waits.push((name.to_string(), waits_for));
+        }
+        self.context.entry.change(|consumer| {
+            (consumer.served, consumer.waits) = (served, waits);
+            if is_answered {
+                consumer.refused = None;
+            }
+        });
     }
 
     /// Waits until another response may be due.

@@ -349,6 +349,18 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         ];
         SetUp::new(place, refusing, says)
     });
+    rows.add("a CSR that is refused", async {
+        let istiod = answering_istiod().await;
+        istiod.refuse_certificates(Some(Status::permission_denied("not this one")));
+        let place = Place::of(&istiod);
+        let agent = place.start().await;
+        agent.logs("not this one").await;
+        SetUp::new(
+            place,
+            (agent, istiod),
+            &["workload certificate", "not this one"],
+        )
+    });
     rows.all_name_their_cause().await;
 }
 

@@ -244,6 +244,14 @@ impl Environment {
         rows().filter(asks).map(|row| row.name).collect()
     }
 
+    /// The variables that are set and have no effect, each with the reason.
+    pub fn without_effect(&self) -> Vec<(&'static str, State)> {
+        let set = rows().filter(|row| self.0.contains_key(row.name));
+        let states = set.map(|row| (row.name, row.state));
+        let has_none = |state| matches!(state, State::WithoutEffect(_) | State::NotYet(_));
+        states.filter(|(_, state)| has_none(*state)).collect()
+    }
+
     /// The variable's value, or its default; with a warning if the value is not of the variable's type.
     #[expect(
         clippy::expect_used,
