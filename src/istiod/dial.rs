@@ -23,12 +23,14 @@ use crate::dial::{self, Dialer};
 use crate::executor::Executor;
 use crate::lifecycle::with_causes;
 
-/// Bounds of one dial.
+/// Bounds of dials.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub total: Duration,
     /// For one address of several.
     pub per_address: Duration,
+    /// Between the starts of two dials.
+    pub least_between: Duration,
 }
 
 impl Default for Limits {
@@ -36,6 +38,7 @@ impl Default for Limits {
         Self {
             total: Duration::from_secs(10),
             per_address: Duration::from_secs(5),
+            least_between: Duration::from_secs(1),
         }
     }
 }

@@ -310,7 +310,10 @@ pub(crate) fn plaintext(address: impl ToString) -> Config {
             timeout: Duration::from_secs(10),
         },
         proxy: None,
-        limits: Limits::default(),
+        limits: Limits {
+            least_between: Duration::ZERO,
+            ..Limits::default()
+        },
         others: Vec::new(),
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Calls queue here while there is no connection. One dial serves all of them, also those that come
 //! while it runs. Dials that fail are retried with backoff and full jitter; a success resets the
-//! backoff. Without calls the worker neither dials nor wakes up, except while it does not use the first
+//! backoff. Dials start at least [`Limits::least_between`](super::Limits) apart, whatever becomes of
+//! them, so that a fleet's dials per second stay below its agents. Without calls the worker neither dials nor wakes up, except while it does not use the first
 //! control plane: that is then dialed now and again, and used when it answers.
 
 use std::collections::BTreeMap;
@@ -21,11 +22,12 @@ use crate::backoff::Backoff;
 use crate::dial::Dialer;
 use crate::executor::ConnectionTasks;
 
-/// Upper bound of the first wait between two dials.
+/// Upper bound of what the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 
-/// A returning istiod is found within this and the time of one dial.
-const LONGEST_WAIT: Duration = Duration::from_secs(4);
+/// Upper bound of what any wait adds. A returning istiod is found within this, the least time between
+/// two dials, and the time of one dial.
+const LONGEST_WAIT: Duration = Duration::from_secs(3);
 
 /// A call that waits for a connection.
 #[derive(Debug)]
@@ -43,7 +45,7 @@ pub(super) struct Worker {
     tasks: ConnectionTasks,
     backoff: Backoff,
     /// When the next dial may start.
-    not_before: Option<Instant>,
+    not_before: Instant,
     dialer: Dialer,
     waiting: Vec<Waiter>,
     /// The failure of each address that was logged last, while dials fail.
@@ -67,7 +69,7 @@ impl Worker {
             record,
             tasks: ConnectionTasks::default(),
             backoff: Backoff::new(FIRST_WAIT, LONGEST_WAIT),
-            not_before: None,
+            not_before: Instant::now(),
             dialer: Dialer::default(),
             waiting: Vec::new(),
             complaints: BTreeMap::new(),
@@ -76,7 +78,7 @@ impl Worker {
 
     pub(super) async fn run(mut self) {
         loop {
-            let due = self.hosts.due();
+            let due = self.hosts.due().map(|due| due.max(self.not_before));
             let due_at = sleep_until(due.unwrap_or_else(Instant::now));
             let served = tokio::select! {
                 waiter = self.queue.recv() => match waiter {
@@ -130,9 +132,8 @@ impl Worker {
             if self.waiting.is_empty() {
                 return Ok(());
             }
-            if let Some(until) = self.not_before {
-                self.collect_during(sleep_until(until)).await?;
-                self.not_before = None;
+            if Instant::now() < self.not_before {
+                self.collect_during(sleep_until(self.not_before)).await?;
                 continue;
             }
             let config = self.hosts.current().clone();
@@ -148,6 +149,7 @@ impl Worker {
         config: &Config,
     ) -> Result<Result<(Connection, Driver), Cause>, Abandoned> {
         self.record.dials();
+        self.not_before = Instant::now() + config.limits.least_between;
         let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
         let dial = async move { dial(config, &dialer, executor).await };
         self.collect_during(dial).await
@@ -172,9 +174,8 @@ impl Worker {
 
     fn connected(&mut self, connection: Connection, driver: Driver) {
         self.backoff.reset();
-        // One that breaks at once costs a short wait: callers have a backoff of their own.
-        let shortest = FIRST_WAIT.mul_f64(fastrand::f64());
-        self.not_before = Some(Instant::now() + shortest);
+        // One that breaks at once is dialed again as after a first failure.
+        self.not_before += FIRST_WAIT.mul_f64(fastrand::f64());
         self.complaints.clear();
         self.hosts.succeeded();
         let address = self.hosts.current().address.clone();
@@ -201,9 +202,9 @@ impl Worker {
             let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
         }
         self.record.failed(&error.source.to_string());
-        let wait = self.backoff.next_wait();
-        self.not_before = Some(Instant::now() + wait);
-        self.complain(&error, wait);
+        let now = Instant::now();
+        self.not_before = self.not_before.max(now) + self.backoff.next_wait();
+        self.complain(&error, self.not_before - now);
         self.hosts.failed();
     }
 

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use http_body_util::BodyExt;
-use tokio::net::TcpListener;
 
 use super::hold;
 use crate::istiod::fake::{Fake, plaintext, run};
@@ -64,10 +63,7 @@ async fn ten_minutes_later() {
 
 #[tokio::test]
 async fn calls_stay_with_the_second_until_the_first_answers_again() {
-    let address = {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        listener.local_addr().unwrap()
-    };
+    let address = super::unused_address().await;
     let second = Fake::start(None).await;
     let (istiod, _tasks) = run(several(&[address, second.address]));
     let mut connection = istiod.connection().await.unwrap();

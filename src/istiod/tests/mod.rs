@@ -1,12 +1,14 @@
 mod hosts;
 mod tls;
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use http_body_util::BodyExt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
@@ -16,10 +18,8 @@ use crate::metrics::Registry;
 use super::{Body, Closed, Config, Connection, Istiod, Limits, Security, token};
 
 fn short(config: &mut Config) {
-    config.limits = Limits {
-        total: Duration::from_millis(200),
-        per_address: Duration::from_millis(100),
-    };
+    config.limits.total = Duration::from_millis(200);
+    config.limits.per_address = Duration::from_millis(100);
 }
 
 async fn failure(config: Config) -> String {
@@ -28,6 +28,11 @@ async fn failure(config: Config) -> String {
     let text = istiod.try_connection().await.unwrap_err().to_string();
     let expected = format!("istiod at {address}: ");
     text.strip_prefix(&expected).expect(&text).to_owned()
+}
+
+async fn unused_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    listener.local_addr().unwrap()
 }
 
 async fn until_gone(istiod: &Istiod) {
@@ -123,15 +128,63 @@ async fn dials_anew_after_istiod_closed() {
 #[tokio::test]
 async fn connections_that_break_at_once_are_not_dialed_without_a_pause() {
     let fake = Fake::start(None).await;
-    let (istiod, _tasks) = run(plaintext(fake.address));
-    let started = tokio::time::Instant::now();
-    for _ in 0..20 {
+    let mut config = plaintext(fake.address);
+    config.limits.least_between = Duration::from_millis(100);
+    let (istiod, _tasks) = run(config);
+    let started = Instant::now();
+    for _ in 0..5 {
         drop(istiod.connection().await.unwrap());
         fake.close();
         until_gone(&istiod).await;
     }
-    // Each pause is a random part of 100 ms.
-    assert!(started.elapsed() > Duration::from_millis(200));
+    assert!(started.elapsed() >= Duration::from_millis(400));
+}
+
+/// Paused time passes only between dials, as each is refused in the call that connects.
+#[tokio::test(start_paused = true)]
+async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials() {
+    const AGENTS: usize = 200;
+    const STEP: Duration = Duration::from_millis(50);
+    const SECONDS: usize = 60;
+    let mut config = plaintext(unused_address().await);
+    config.limits = Limits::default();
+    let (mut agents, mut tasks) = (Vec::new(), JoinSet::new());
+    for _ in 0..AGENTS {
+        let (istiod, own) = run(config.clone());
+        agents.push((istiod.clone(), 0, None));
+        tasks.spawn(async move {
+            let _ = (istiod.connection().await, own); // It lasts as long as the test.
+        });
+    }
+    let (started, mut per_second) = (Instant::now(), [0; SECONDS]);
+    while started.elapsed() < Duration::from_secs(SECONDS as u64) {
+        let now = Instant::now();
+        for (istiod, before, last) in &mut agents {
+            let dials = istiod.status().dials;
+            assert!(dials - *before <= 1);
+            if dials > std::mem::replace(before, dials) {
+                let gap = last.replace(now).map(|last| now - last);
+                assert!(
+                    gap.is_none_or(|gap| gap + STEP > Duration::from_secs(1)),
+                    "{gap:?}"
+                );
+                assert!(
+                    gap.is_none_or(|gap| gap <= Duration::from_secs(4) + STEP),
+                    "{gap:?}"
+                );
+                per_second[started.elapsed().as_secs() as usize] += 1;
+            }
+        }
+        tokio::time::sleep(STEP).await;
+    }
+    // At the longest wait the mean gap is 2.5 s.
+    let late = &per_second[20..];
+    let even = AGENTS * 2 / 5;
+    assert!(
+        late.iter()
+            .all(|dials| (even / 2..even * 3 / 2).contains(dials)),
+        "{late:?}"
+    );
 }
 
 #[tokio::test]
@@ -153,10 +206,7 @@ async fn leaves_a_connection_at_goaway_while_its_streams_finish() {
 
 #[tokio::test]
 async fn one_call_gets_the_error_of_a_refused_dial_and_another_waits() {
-    let address = {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        listener.local_addr().unwrap()
-    };
+    let address = unused_address().await;
     let (istiod, _tasks) = run(plaintext(address));
     let error = istiod.try_connection().await.unwrap_err().to_string();
     let refused = format!("istiod at {address}: cannot connect to {address}: Connection refused");
