@@ -95,7 +95,7 @@ async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
     drop(status);
     let is_live = Arc::new(AtomicBool::new(false));
     let mut envoy = JoinSet::new();
-    envoy.spawn(act_as_envoy(admin, is_live.clone()));
+    envoy.spawn(support::act_as_admin(admin, is_live.clone()));
     let directory = workdir(token);
     let ports = format!("proxyAdminPort: {admin_port}, statusPort: {status_port}");
     let _agent = Process::sidecar_with(directory.path(), address, root, &ports);
@@ -108,28 +108,6 @@ async fn until_ready(address: &str, root: &str, token: &str) -> Duration {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     live.elapsed()
-}
-
-/// An admin port with the statistics of an Envoy that becomes live once `is_live` is set.
-async fn act_as_envoy(listener: TcpListener, is_live: Arc<AtomicBool>) {
-    const LIVE: &str = "cluster_manager.cds.update_success: 1\n\
-                        listener_manager.lds.update_success: 1\n\
-                        server.state: 0\nlistener_manager.workers_started: 1\n";
-    loop {
-        let (mut stream, _) = listener.accept().await.expect("a connection");
-        let mut request = [0; 4096];
-        let _ = stream.read(&mut request).await; // Whatever is asked.
-        let body = if is_live.load(Ordering::Relaxed) {
-            LIVE
-        } else {
-            ""
-        };
-        let length = body.len();
-        let answer = format!(
-            "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
-        );
-        let _ = stream.write_all(answer.as_bytes()).await; // Who went away does not want it.
-    }
 }
 
 /// Whether the answer to a readiness probe has `text` in it.
@@ -186,7 +164,10 @@ async fn at_rest(address: &str, root: &str, token: &str) {
     let admin = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let admin_port = admin.local_addr().expect("an address").port();
     let mut envoy = JoinSet::new();
-    envoy.spawn(act_as_envoy(admin, Arc::new(AtomicBool::new(true))));
+    envoy.spawn(support::act_as_admin(
+        admin,
+        Arc::new(AtomicBool::new(true)),
+    ));
     let ports = format!("proxyAdminPort: {admin_port}");
     let agent = Process::sidecar_with(directory.path(), address, root, &ports);
     let secrets = directory

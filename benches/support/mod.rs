@@ -1,6 +1,11 @@
 //! What the benches share: child processes and their figures, a control plane that sends as fast as
 //! it is read, and an Envoy that only counts.
-#![allow(dead_code, unreachable_pub, reason = "each bench uses its part")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    unused_imports,
+    reason = "each bench uses its part"
+)]
 
 pub mod baseline;
 pub mod dnsperf;
@@ -13,13 +18,16 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 pub use peer::block_on;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_setaffinity};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 use tonic::transport::{Channel, Endpoint};
 
 /// A process under measurement, killed when dropped.
@@ -130,15 +138,12 @@ impl Process {
 
     /// The number on a line of `/proc/<pid>/status`.
     pub fn status(&self, name: &str) -> u64 {
-        let status = fs::read_to_string(self.proc("status")).expect("the process runs");
-        let line = status
-            .lines()
-            .find(|line| line.starts_with(name))
-            .expect("a known line");
-        line.split_whitespace()
-            .nth(1)
-            .and_then(|number| number.parse().ok())
-            .expect("a number")
+        number(&self.proc("status"), name)
+    }
+
+    /// A line of `/proc/<pid>/smaps_rollup`, in KiB: `Rss`, `Pss`, `Anonymous`.
+    pub fn memory_map(&self, name: &str) -> u64 {
+        number(&self.proc("smaps_rollup"), name)
     }
 
     /// Starts the high-water mark again at what is in use now.
@@ -158,10 +163,20 @@ impl Drop for Process {
     }
 }
 
-/// The agent's command line in `directory`, with the root it trusts.
-fn agent(directory: &Path, root_pem: &str) -> Command {
+/// The number on the first line of a file that begins so.
+pub fn number(file: &Path, name: &str) -> u64 {
+    let text = fs::read_to_string(file).expect("the process runs");
+    let line = text.lines().find(|line| line.starts_with(name));
+    let number = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
+    number.unwrap_or_else(|| panic!("no number {name} in {}", file.display()))
+}
+
+/// The agent's command line in `directory`, with the root it trusts. `PILOT_AGENT` names another binary.
+pub fn agent(directory: &Path, root_pem: &str) -> Command {
     write(directory, "var/run/secrets/istio/root-cert.pem", root_pem);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pilot-agent"));
+    let binary = std::env::var_os("PILOT_AGENT");
+    let binary = binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_pilot-agent").into());
+    let mut command = Command::new(binary);
     command
         .args(["proxy", "sidecar", "--log_output_level=default:error"])
         .current_dir(directory)
@@ -216,6 +231,28 @@ pub async fn channel(socket: &Path) -> Channel {
         .connect_with_connector(connector)
         .await
         .expect("a connection")
+}
+
+/// An admin port with the statistics of an Envoy that becomes live once `is_live` is set.
+pub async fn act_as_admin(listener: TcpListener, is_live: Arc<AtomicBool>) {
+    const LIVE: &str = "cluster_manager.cds.update_success: 1\n\
+                        listener_manager.lds.update_success: 1\n\
+                        server.state: 0\nlistener_manager.workers_started: 1\n";
+    loop {
+        let (mut stream, _) = listener.accept().await.expect("a connection");
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request).await; // Whatever is asked.
+        let body = if is_live.load(Ordering::Relaxed) {
+            LIVE
+        } else {
+            ""
+        };
+        let length = body.len();
+        let answer = format!(
+            "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
+        );
+        let _ = stream.write_all(answer.as_bytes()).await; // Who went away does not want it.
+    }
 }
 
 /// The middle value.

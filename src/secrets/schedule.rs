@@ -152,6 +152,27 @@ mod tests {
     }
 
     #[test]
+    fn requests_of_a_thousand_agents_are_spread_over_the_window_promised() {
+        let (day, jitter) = (24 * HOUR, 0.01);
+        // Clones of one machine share their random numbers.
+        let clones: fn() -> f64 = || 0.7;
+        for random in [clones, fastrand::f64] {
+            let mut tenths = [0; 10];
+            for pod in 0..1000 {
+                let drawn = drawn(&format!("pod-{pod}"), random());
+                let due = delay(varied(0.5, jitter, drawn * 2.0 - 1.0), day);
+                let earliest = day.mul_f64(0.5 - jitter);
+                let part = (due - earliest).div_duration_f64(day.mul_f64(2.0 * jitter));
+                tenths[(part * 10.0) as usize] += 1;
+            }
+            assert!(
+                tenths.iter().all(|due| (50..150).contains(due)),
+                "{tenths:?}"
+            );
+        }
+    }
+
+    #[test]
     fn retries_grow_more_urgent_towards_the_end_of_life() {
         for (remaining, expected) in [
             (None, Duration::from_secs(5)),

@@ -1,0 +1,118 @@
+//! The agents, each a process with a directory of its own.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use local_istiod::LocalIstiod;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::front::Front;
+use super::support::table::Table;
+use super::support::{self, Process, median, write};
+use super::{ENVOY, JITTER};
+
+/// Of the first agent; the others' follow. Below the ports the kernel gives away.
+const STATUS_PORT: usize = 20_000;
+const ADMIN_PORT: usize = 25_000;
+
+/// Stopped when dropped.
+#[derive(Default)]
+pub(super) struct Agents {
+    processes: Vec<Process>,
+    _directory: Option<tempfile::TempDir>,
+}
+
+impl Agents {
+    /// Starts them as fast as the machine does.
+    pub(super) async fn start(size: usize, front: &Front, istiod: &LocalIstiod) -> Self {
+        let place = tempfile::tempdir().expect("a directory");
+        let mut processes = Vec::new();
+        for number in 0..size {
+            let directory = place.path().join(number.to_string());
+            let token = istiod.mint_token("default", &name(number), Duration::from_secs(3600));
+            let token = token.expect("a token");
+            write(&directory, "var/run/secrets/tokens/istio-token", &token);
+            processes.push(start(&directory, number, front, &istiod.root_pem()));
+            tokio::task::yield_now().await;
+        }
+        Self {
+            processes,
+            _directory: Some(place),
+        }
+    }
+
+    /// All dials the agents have counted; none of an agent without that page.
+    pub(super) async fn dials(&self) -> u64 {
+        let mut sum = 0;
+        for number in 0..self.processes.len() {
+            sum += dials(number).await.unwrap_or(0);
+        }
+        sum
+    }
+
+    pub(super) fn print_memory(&self) {
+        let mut table = Table::new(&["memory of an agent", "median MB", "most"]);
+        for (what, key) in [
+            ("resident", "Rss:"),
+            ("with its part of shared pages", "Pss:"),
+            ("anonymous", "Anonymous:"),
+        ] {
+            let of = |agent: &Process| agent.memory_map(key) as f64 / 1024.0;
+            let all: Vec<_> = self.processes.iter().map(of).collect();
+            let most = all.iter().copied().fold(0.0, f64::max);
+            let figures = [median(all), most].map(|figure| format!("{figure:.1}"));
+            table.row([what.to_owned()].into_iter().chain(figures));
+        }
+        table.print();
+    }
+}
+
+/// Of the pod and of its account.
+fn name(number: usize) -> String {
+    format!("a{number}")
+}
+
+fn start(directory: &Path, number: usize, front: &Front, root_pem: &str) -> Process {
+    let mut command = support::agent(directory, root_pem);
+    let (address, status, admin) = (
+        front.address(number),
+        STATUS_PORT + number,
+        ADMIN_PORT + number,
+    );
+    let envoy = std::env::current_exe().expect("this program");
+    let envoy = envoy.display();
+    command
+        .envs(["POD_NAME", "SERVICE_ACCOUNT", ENVOY].map(|variable| (variable, name(number))))
+        .env("ISTIOD_SAN", "localhost")
+        .env("SECRET_GRACE_PERIOD_RATIO_JITTER", JITTER.to_string())
+        .env(
+            "PROXY_CONFIG",
+            format!(
+                "{{discoveryAddress: '{address}', statusPort: {status}, proxyAdminPort: {admin}, \
+                 binaryPath: '{envoy}'}}"
+            ),
+        )
+        .stderr(Stdio::null());
+    Process::start(&mut command)
+}
+
+/// The port of the Envoy whose agent was given this name.
+pub(super) fn admin_port(name: &str) -> u16 {
+    let number = name[1..].parse::<usize>().expect("a number");
+    u16::try_from(ADMIN_PORT + number).expect("a port")
+}
+
+/// What the agent has counted, if it says so.
+async fn dials(number: usize) -> Option<u64> {
+    let port = u16::try_from(STATUS_PORT + number).ok()?;
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
+    let request = b"GET /debug/istiod HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+    stream.write_all(request).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    let (_, body) = answer.split_once("\r\n\r\n")?;
+    let status: serde_json::Value = serde_json::from_str(body).ok()?;
+    status["dials"].as_u64()
+}
