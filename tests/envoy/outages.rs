@@ -58,7 +58,7 @@ async fn a_killed_control_plane_costs_no_request_and_is_used_within_5_s_of_its_r
 }
 
 #[tokio::test]
-async fn a_hundred_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
+async fn fifty_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     let Some(binary) = envoy_binary() else { return };
     let settings = Settings {
         envoy: Some(&binary),
@@ -66,12 +66,13 @@ async fn a_hundred_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     };
     let mut control_plane = ControlPlane::of(&resources(free_port(), 7001, "0")).await;
     let pod = Pod::serving(settings, &control_plane).await;
-    for _ in 0..10 {
+    // Each takes a second, as the agent dials no more often.
+    for _ in 0..5 {
         control_plane = restarted(control_plane).await;
     }
     let (files, threads) = (pod.agent.open_files(), pod.agent.threads());
     let memory = pod.agent.memory("VmRSS");
-    for _ in 0..100 {
+    for _ in 0..50 {
         control_plane = restarted(control_plane).await;
     }
     eventually("as many open files and threads as before", async || {
@@ -80,7 +81,7 @@ async fn a_hundred_restarts_of_the_control_plane_leak_nothing_in_the_agent() {
     })
     .await;
     let grown = pod.agent.memory("VmRSS").saturating_sub(memory);
-    assert!(grown <= 2048, "{grown} KiB more than {memory} KiB");
+    assert!(grown <= 1024, "{grown} KiB more than {memory} KiB");
 }
 
 #[tokio::test]
