@@ -24,6 +24,7 @@ pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Cause> {
     let limits = Limits {
         total: limit,
         per_address: limit,
+        ..config.limits
     };
     let config = Config {
         limits,
