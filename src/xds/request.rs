@@ -15,6 +15,10 @@ pub(crate) const HEAD: usize = 5;
 /// How much is kept of the reason of a NACK, which may list every resource of a response.
 const LONGEST_REASON: usize = 1024;
 
+/// How a dump of a resource begins and ends in a reason of Envoy's.
+const DUMP: &str = "goo.gle/debug";
+const DUMP_END: &str = "\n: ";
+
 /// A discovery request from Envoy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
@@ -149,10 +153,17 @@ impl From<DeltaFields> for SotwFields {
 }
 
 impl ErrorDetail {
-    /// Its beginning.
+    /// Its beginning, without dumps of resources: they are long, and may hold credentials.
     fn reason(self) -> String {
-        let kept = self.message.len().min(LONGEST_REASON);
-        String::from_utf8_lossy(&self.message[..kept]).into_owned()
+        let message = String::from_utf8_lossy(&self.message);
+        let (mut reason, mut rest) = (String::new(), &*message);
+        while let Some((before, dump)) = rest.split_once(DUMP) {
+            reason.push_str(before);
+            rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);
+        }
+        reason.push_str(rest);
+        let kept = reason.len().min(LONGEST_REASON);
+        String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
     }
 }
 
@@ -258,9 +269,18 @@ mod tests {
     }
 
     #[test]
-    fn keeps_the_beginning_of_the_reason_of_a_nack() {
+    fn keeps_the_beginning_of_the_reason_of_a_nack_without_dumps() {
         let long = "é".repeat(20_000);
-        for (reason, kept) in [("", ""), ("no port", "no port"), (&*long, &long[..1024])] {
+        for (reason, kept) in [
+            ("", ""),
+            ("no port", "no port"),
+            (&*long, &long[..1024]),
+            (
+                "a: goo.gle/debugstr   \nname: \"a\"\nkey: \"\\n: \"\n: no port, b: too short",
+                "a: no port, b: too short",
+            ),
+            ("a: goo.gle/debugstr   \nkey: \"secret", "a: "),
+        ] {
             let error_detail = Some(envoy_types::pb::google::rpc::Status {
                 code: 13,
                 message: reason.to_owned(),
