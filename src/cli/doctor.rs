@@ -3,24 +3,22 @@
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use clap::Args;
-use http::{Request, StatusCode};
+use http::StatusCode;
 
 use crate::config;
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
-use crate::doctor;
 use crate::doctor::report::{Check, Level, Report};
+use crate::doctor::{self, get};
 use crate::exit_code::ExitCode;
-use crate::http_client::{self, Client, http_url};
+use crate::http_client;
 use crate::lifecycle::with_causes;
 
 /// How long an agent that serves may take for a page it has at hand.
 const ALIVE_LIMIT: Duration = Duration::from_millis(400);
 /// Beyond what the agent's own report takes.
 const MARGIN: Duration = Duration::from_millis(200);
-const LARGEST_REPORT: usize = 1 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub struct DoctorFlags {
@@ -71,22 +69,14 @@ async fn of_agent(port: u16) -> Result<Report, Check> {
         }
     }
     let found = match get(&of("doctor"), doctor::LIMIT + MARGIN).await {
-        Ok((StatusCode::OK, body)) => match serde_json::from_slice(&body) {
-            Ok(report) => return Ok(report),
-            Err(error) => error.to_string(),
-        },
-        Ok((status, _)) => format!("port {port} answers {status} to /debug/doctor"),
+        Ok(answer) if answer.status() == StatusCode::OK => {
+            match serde_json::from_slice(answer.body()) {
+                Ok(report) => return Ok(report),
+                Err(error) => error.to_string(),
+            }
+        }
+        Ok(answer) => format!("port {port} answers {} to /debug/doctor", answer.status()),
         Err(error) => with_causes(&error),
     };
     Err(Check::warning(name, found).expected("its report, as of this version"))
-}
-
-async fn get(url: &str, limit: Duration) -> Result<(StatusCode, Bytes), http_client::Error> {
-    let mut request = Request::new(Bytes::new());
-    *request.uri_mut() = http_url(url)?;
-    let answer = Client::default()
-        .fetch(request, limit, LARGEST_REPORT)
-        .await?;
-    let (head, body) = answer.into_parts();
-    Ok((head.status, body))
 }

@@ -23,6 +23,8 @@ mod token;
 
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::{Request, Response};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -30,6 +32,7 @@ use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
+use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::sds::Consumers;
 use crate::secrets::Secrets;
@@ -41,6 +44,8 @@ use report::{Check, Group, Report};
 pub const LIMIT: Duration = Duration::from_millis(2200);
 /// What one request, dial, lookup or read may take, so that the others of its group are reported.
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
+/// The largest answer that is read: a report, or a list of what Envoy waits for.
+const LARGEST_ANSWER: usize = 1 << 20;
 
 /// The threads that file work may hold at once.
 static THREADS: Semaphore = Semaphore::const_new(32);
@@ -140,6 +145,14 @@ async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> 
     tokio::time::timeout(PROBE_LIMIT, done)
         .await
         .unwrap_or(Err(late))
+}
+
+/// Requests a page over HTTP, of 1 MiB at most.
+pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_client::Error> {
+    let mut request = Request::new(Bytes::new());
+    *request.uri_mut() = http_url(url)?;
+    let client = Client::default();
+    client.fetch(request, limit, LARGEST_ANSWER).await
 }
 
 /// Makes the checks of a group, within the limit.

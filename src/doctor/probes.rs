@@ -1,8 +1,184 @@
-//! Readiness, application probes and scrape targets.
+//! Readiness, application probes, scrape targets, and the health check of a machine's workload.
 
-use super::Subject;
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{HeaderMap, HeaderValue, Request, header};
+
 use super::report::Check;
+use super::{PROBE_LIMIT, Subject, get};
+use crate::config::Config;
+use crate::health::Health;
+use crate::http_client::{self, Client, Redirects, http_url};
+use crate::lifecycle::with_causes;
+use crate::probe::{self, Kind, Probe};
 
-pub(super) async fn checks(_: Subject<'_>) -> Vec<Check> {
-    Vec::new()
+const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
+
+pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
+    let (readiness, application, targets) = tokio::join!(
+        readiness(subject),
+        application(subject.config),
+        targets(subject.config),
+    );
+    let workload = subject.running.and_then(|running| running.health.as_ref());
+    let mut checks = readiness;
+    checks.extend(application);
+    checks.extend(targets);
+    checks.extend(workload.map(health));
+    checks
+}
+
+/// Readiness as the kubelet sees it: at the status port, and through Envoy.
+async fn readiness(subject: Subject<'_>) -> Vec<Check> {
+    const NAME: &str = "readiness";
+    let config = subject.config;
+    let Some(status) = &config.status else {
+        return vec![Check::skipped(
+            NAME,
+            "there is no status port (statusPort: 0)",
+        )];
+    };
+    let at = |port| format!("http://127.0.0.1:{port}/healthz/ready");
+    let found = match get(&at(status.port), PROBE_LIMIT).await {
+        Ok(answer) if answer.status().is_success() => format!("port {}: ready", status.port),
+        Ok(answer) => {
+            let reason = String::from_utf8_lossy(answer.body());
+            let found = format!("port {}: {}", status.port, reason.trim());
+            return vec![
+                Check::error(NAME, found)
+                    .expected("a ready Envoy")
+                    .remedy("see the errors above"),
+            ];
+        }
+        Err(error) => {
+            let found = with_causes(&error);
+            return vec![match subject.running {
+                Some(_) => Check::error(NAME, found).expected("an answer"),
+                None => Check::skipped(NAME, found),
+            }];
+        }
+    };
+    let mut checks = vec![Check::ok(NAME, found)];
+    let port = config.bootstrap.ports.health;
+    // Envoy may expect another protocol there, or have no such listener.
+    let is_known = !config.bootstrap.health_proxy_protocol && !config.has_custom_bootstrap;
+    if config.envoy.is_some() && port != 0 && is_known {
+        const NAME: &str = "readiness through Envoy";
+        let expected = "200: the kubelet probes this port";
+        let remedy = "restart the container if Envoy stays so";
+        checks.push(match get(&at(port), PROBE_LIMIT).await {
+            Ok(answer) if answer.status().is_success() => {
+                Check::ok(NAME, format!("port {port}: ready"))
+            }
+            Ok(answer) => {
+                let found = format!("port {port}: status {}", answer.status().as_u16());
+                Check::error(NAME, found).expected(expected).remedy(remedy)
+            }
+            Err(error) => Check::error(NAME, with_causes(&error))
+                .expected(expected)
+                .remedy(remedy),
+        });
+    }
+    checks
+}
+
+/// Each probe of the application once; hooks are not called.
+async fn application(config: &Config) -> Vec<Check> {
+    let Some(status) = &config.status else {
+        return Vec::new();
+    };
+    let client = match probe::Client::new(probe::Config {
+        keeps_connections: false,
+        ..status.probes
+    }) {
+        Ok(client) => client,
+        Err(error) => return vec![Check::error("application probes", with_causes(&error))],
+    };
+    let probes = status.probers.probes().map(|(path, prober)| {
+        let (client, mut headers) = (&client, prober.headers.clone());
+        headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
+        let probe = prober.probe(path, &status.application);
+        async move { probed(client, path, &probe, &headers).await }
+    });
+    join_all(probes).await
+}
+
+async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &HeaderMap) -> Check {
+    let limit = probe.timeout.min(PROBE_LIMIT);
+    let limited = Probe {
+        timeout: limit,
+        ..probe.clone()
+    };
+    let what = match &probe.kind {
+        Kind::Http { path, .. } => format!("HTTP {path} at port {}", probe.port),
+        Kind::Tcp => format!("TCP at port {}", probe.port),
+        Kind::Grpc { service } => format!("gRPC {service} at port {}", probe.port),
+    };
+    let problem = match client.probe(&limited, headers).await {
+        Ok(outcome) if (200..400).contains(&outcome.status.as_u16()) => {
+            return Check::ok(path, what);
+        }
+        Ok(outcome) => format!("{what}: status {}", outcome.status.as_u16()),
+        Err(probe::Error::Late(_)) if limit < probe.timeout => {
+            let found = format!(
+                "{what}: no answer within {limit:?}, the kubelet waits for {:?}",
+                probe.timeout
+            );
+            return Check::warning(path, found);
+        }
+        Err(error) => format!("{what}: {}", with_causes(&error)),
+    };
+    let remedy = "see the application's log; the probe is that of its container in the pod";
+    let (level, meaning): (fn(String, String) -> Check, _) = match path.rsplit('/').next() {
+        Some("livez") => (
+            Check::error,
+            "success; the kubelet restarts the container otherwise",
+        ),
+        Some("readyz") => (Check::error, "success; the pod is not ready otherwise"),
+        // It does not matter any more after one success.
+        _ => (
+            Check::warning,
+            "success, unless the container has started already",
+        ),
+    };
+    level(path.to_owned(), problem)
+        .expected(meaning)
+        .remedy(remedy)
+}
+
+/// The pages of the application that the merged metrics contain. Bodies are not read.
+async fn targets(config: &Config) -> Vec<Check> {
+    let client = &Client::new(http_client::Config {
+        redirects: Redirects::Follow,
+        ..http_client::Config::default()
+    });
+    let targets = config.scrape.targets.iter().map(|target| async move {
+        let url = format!("http://localhost:{}{}", target.port, target.path);
+        let asked = async {
+            let mut request = Request::new(Bytes::new());
+            *request.uri_mut() = http_url(&url)?;
+            client.send_within(request, PROBE_LIMIT).await
+        };
+        let found = match asked.await {
+            Ok(answer) if answer.status().is_success() => return Check::ok("scrape target", url),
+            Ok(answer) => format!("{url}: status {}", answer.status().as_u16()),
+            Err(error) => format!("{url}: {}", with_causes(&error)),
+        };
+        Check::warning("scrape target", found)
+            .expected("a page of metrics; the merged page is without it")
+            .remedy("correct the pod's prometheus.io/port and prometheus.io/path, or start the application")
+    });
+    join_all(targets).await
+}
+
+/// What istiod is told of a machine's workload.
+fn health(health: &Health) -> Check {
+    let name = format!("health of the workload ({})", health.check);
+    match &*health.verdict().borrow() {
+        None => Check::skipped(name, "no verdict yet"),
+        Some(Ok(())) => Check::ok(name, "healthy"),
+        Some(Err(problem)) => Check::error(name, problem)
+            .expected("success; istiod sends no client to it otherwise")
+            .remedy("see the workload's log, and readinessProbe in its WorkloadGroup"),
+    }
 }

@@ -37,7 +37,7 @@ pub struct Crash {
 
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} the record of Envoy's crash, {}", .path.display())]
-pub(super) struct Error {
+pub struct Error {
     action: &'static str,
     path: PathBuf,
     #[source]
@@ -46,7 +46,7 @@ pub(super) struct Error {
 
 impl Crash {
     /// The record an earlier agent has left in `directory`.
-    pub(super) fn read(directory: &Path) -> Result<Option<Self>, Error> {
+    pub fn read(directory: &Path) -> Result<Option<Self>, Error> {
         on_file("read", directory, |path| {
             if fs::metadata(path)?.len() > LARGEST {
                 return Err(io::ErrorKind::FileTooLarge.into());

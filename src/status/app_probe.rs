@@ -2,21 +2,13 @@
 //!
 //! The path names the prober; the application's status and body are passed back.
 
-use std::time::Duration;
-
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
 use bytes::Bytes;
 
-use super::probers::{Prober, Probers};
+use super::probers::Probers;
 use super::{Body, Config, reply};
 use crate::lifecycle::with_causes;
-use crate::probe::{Client, Probe};
-
-/// The kubelet's default.
-const PROBE_LIMIT: Duration = Duration::from_secs(1);
-/// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
-/// and seldom more than minutes.
-const HOOK_LIMIT: Duration = Duration::from_secs(3600);
+use crate::probe::Client;
 
 pub(super) struct AppProbes {
     client: Client,
@@ -42,7 +34,7 @@ impl AppProbes {
             let text = format!("app prober config does not exists for {path}\n");
             return reply::refusal(StatusCode::BAD_REQUEST, text);
         };
-        let probe = self.probe(path, prober);
+        let probe = prober.probe(path, &self.host);
         let headers = self.headers(headers, prober.port);
         match self.client.probe(&probe, &headers).await {
             Ok(outcome) => reply::bytes(outcome.status, outcome.body),
@@ -51,20 +43,6 @@ impl AppProbes {
                 tracing::error!(target: "probes", "Request to probe app failed: {why}, path = {path}");
                 reply::bytes(StatusCode::INTERNAL_SERVER_ERROR, Bytes::new())
             }
-        }
-    }
-
-    fn probe(&self, path: &str, prober: &Prober) -> Probe {
-        let timeout = match prober.timeout {
-            Some(timeout) => timeout,
-            None if path.starts_with("/app-lifecycle/") => HOOK_LIMIT,
-            None => PROBE_LIMIT,
-        };
-        Probe {
-            host: self.host.clone(),
-            port: prober.port,
-            kind: prober.kind.clone(),
-            timeout,
         }
     }
 

@@ -5,15 +5,23 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use ::http::{HeaderMap, HeaderName, HeaderValue};
 use serde_json::{Map, Value};
 
-use crate::probe::Kind;
+use crate::probe::{Kind, Probe};
 use crate::request_path;
 
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
 /// Kubernetes has 32 bits for them.
 const MOST_SECONDS: u64 = u32::MAX as u64;
+/// The kubelet's default.
+const PROBE_LIMIT: Duration = Duration::from_secs(1);
+/// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
+/// and seldom more than minutes.
+const HOOK_LIMIT: Duration = Duration::from_secs(3600);
+/// How the paths of hooks begin.
+const HOOKS: &str = "/app-lifecycle/";
 
 /// Probers by path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +32,25 @@ pub struct Prober {
     pub port: u16,
     pub kind: Kind,
     pub timeout: Option<Duration>,
+    /// Headers the kubelet sends with its HTTP probes; not shown, as they may be credentials.
+    pub headers: HeaderMap,
+}
+
+impl Prober {
+    /// The probe of the application at `host` for a request of this path.
+    pub fn probe(&self, path: &str, host: &str) -> Probe {
+        let timeout = match self.timeout {
+            Some(timeout) => timeout,
+            None if path.starts_with(HOOKS) => HOOK_LIMIT,
+            None => PROBE_LIMIT,
+        };
+        Probe {
+            host: host.to_owned(),
+            port: self.port,
+            kind: self.kind.clone(),
+            timeout,
+        }
+    }
 }
 
 impl Probers {
@@ -49,6 +76,11 @@ impl Probers {
 
     pub fn get(&self, path: &str) -> Option<&Prober> {
         self.0.get(path)
+    }
+
+    /// The probes with their paths, without hooks.
+    pub fn probes(&self) -> impl Iterator<Item = (&String, &Prober)> {
+        self.0.iter().filter(|(path, _)| !path.starts_with(HOOKS))
     }
 }
 
@@ -83,7 +115,21 @@ fn prober(path: &str, value: &Value) -> Result<Prober, String> {
             },
         },
         timeout: timeout(prober)?,
+        headers: headers(target),
     })
+}
+
+/// Those that HTTP allows.
+fn headers(target: &Map<String, Value>) -> HeaderMap {
+    let list = member(target, "httpHeaders").and_then(Value::as_array);
+    let headers = list.into_iter().flatten().filter_map(|header| {
+        let text = |name| member(header.as_object()?, name)?.as_str();
+        let name: HeaderName = text("name")?.parse().ok()?;
+        let mut value: HeaderValue = text("value")?.parse().ok()?;
+        value.set_sensitive(true);
+        Some((name, value))
+    });
+    headers.collect()
 }
 
 fn is_path(path: &str) -> bool {
@@ -162,6 +208,8 @@ mod tests {
             "scheme": "HTTPS", "httpHeaders": [{"name": "a", "value": "b"}]},
             "timeoutSeconds": 5, "initialDelaySeconds": 3, "tcpSocket": null}}"#;
         let prober = only(http);
+        assert_eq!(prober.headers["a"], "b");
+        assert!(!format!("{prober:?}").contains("\"b\""), "{prober:?}");
         let path = "x?y".to_owned();
         let is_https = true;
         assert_eq!(prober.kind, Kind::Http { is_https, path });

@@ -142,7 +142,7 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
         let path = path.to_owned();
         return Err(BindError::Directory { path });
     }
-    if let Some(pid) = listener(path).filter(|_| kind.is_socket()) {
+    if let (true, Ok(pid)) = (kind.is_socket(), listener(path)) {
         let path = path.to_owned();
         return Err(BindError::Live { path, pid });
     }
@@ -151,19 +151,18 @@ fn remove_stale(path: &Path) -> Result<(), BindError> {
 
 /// The process that listens on `path`; 0 where the kernel does not tell, as of one in another
 /// container. Returns at once, even if it accepts nothing.
-fn listener(path: &Path) -> Option<i32> {
+pub fn listener(path: &Path) -> io::Result<i32> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-    let (socket, address) = (socket.ok()?, SocketAddrUnix::new(path).ok()?);
-    match rustix::net::connect(&socket, &address) {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
         Ok(()) => {
             let stream = UnixStream::from_std(socket.into()).ok();
-            Some(stream.and_then(|it| Peer::of(&it).0).unwrap_or_default())
+            Ok(stream.and_then(|it| Peer::of(&it).0).unwrap_or_default())
         }
         // Its queue is full.
-        Err(rustix::io::Errno::AGAIN) => Some(0),
-        Err(_) => None,
+        Err(rustix::io::Errno::AGAIN) => Ok(0),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -15,6 +15,7 @@ mod capture_flows;
 mod capture_nftables;
 mod certificates;
 mod discovery;
+mod doctor;
 mod drain;
 mod health;
 mod hot_restart;

@@ -14,7 +14,7 @@ pub(super) fn state(snapshot: &Snapshot) -> Markup {
             .values()
             .filter(|of_type| is_answered(of_type))
     };
-    match types().filter(|of_type| is_refused(of_type)).count() {
+    match types().filter(|of_type| of_type.is_refused()).count() {
         0 if types().next().is_some() => badge(GOOD, "accepted"),
         0 => badge(WARN, "none yet"),
         count => badge(BAD, format!("{} refused", counted(count, "type"))),
@@ -66,7 +66,7 @@ fn row(url: &str, of_type: &TypeSnapshot) -> Markup {
 }
 
 fn last_answer(of_type: &TypeSnapshot) -> Markup {
-    let is_refused = is_refused(of_type);
+    let is_refused = of_type.is_refused();
     let (class, words) = match is_refused {
         true => (BAD, "NACK"),
         false => (WARN, "earlier NACK"),
@@ -87,17 +87,4 @@ fn last_answer(of_type: &TypeSnapshot) -> Markup {
 fn is_answered(of_type: &TypeSnapshot) -> bool {
     let last = of_type.last_response.as_ref();
     last.is_some_and(|response| response.answered)
-}
-
-/// Whether Envoy has refused the last response. Times have whole seconds; of an ACK and a NACK within
-/// one, the one of this version is the last.
-fn is_refused(of_type: &TypeSnapshot) -> bool {
-    let (Some(response), Some(nack)) = (&of_type.last_response, &of_type.last_nack) else {
-        return false;
-    };
-    let is_last = of_type.last_ack.as_ref().is_none_or(|ack| {
-        let is_of_this = nack.version.as_ref() == Some(&response.version);
-        nack.at > ack.at || (nack.at == ack.at && is_of_this && ack.version != response.version)
-    });
-    response.answered && is_last
 }

@@ -83,3 +83,18 @@ pub struct NackSnapshot {
     pub reason: String,
     pub at: String,
 }
+
+impl TypeSnapshot {
+    /// Whether the last response has a NACK. Times have whole seconds; of an ACK and a NACK within one,
+    /// the one of this version is the last.
+    pub fn is_refused(&self) -> bool {
+        let (Some(response), Some(nack)) = (&self.last_response, &self.last_nack) else {
+            return false;
+        };
+        let is_last = self.last_ack.as_ref().is_none_or(|ack| {
+            let is_of_this = nack.version.as_ref() == Some(&response.version);
+            nack.at > ack.at || (nack.at == ack.at && is_of_this && ack.version != response.version)
+        });
+        response.answered && is_last
+    }
+}

@@ -160,6 +160,14 @@ impl Pod {
         command
     }
 
+    /// A command with the agent's own environment, whose arguments are to come.
+    pub fn command_as_agent(&self) -> Command {
+        let mut command = self.command();
+        let variables = self.started.get_envs();
+        command.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+        command
+    }
+
     /// Runs one to its end, which must be a good one.
     pub async fn run(&self, arguments: &[&str]) {
         let mut command = self.command();

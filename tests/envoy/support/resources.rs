@@ -9,7 +9,7 @@ const ROUTER: &str = "type.googleapis.com/envoy.extensions.filters.http.router.v
 
 const LISTENER_FILTER: &str = "type.googleapis.com/envoy.extensions.filters.listener";
 
-fn ads() -> Value {
+pub fn ads() -> Value {
     json!({ "ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s" })
 }
 
@@ -213,7 +213,8 @@ fn workload_certificate() -> Value {
     })
 }
 
-fn secret(name: &str) -> Value {
+/// A secret of the agent's.
+pub fn secret(name: &str) -> Value {
     json!({ "name": name, "sds_config": {
         "resource_api_version": "V3",
         "initial_fetch_timeout": "0s",

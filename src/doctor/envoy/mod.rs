@@ -1,0 +1,229 @@
+//! Envoy: its process, its admin port, what it has refused, and what it waits for.
+
+mod waits;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::report::{Check, Level};
+use super::{PROBE_LIMIT, Subject, aside, get};
+use crate::envoy::Config;
+use crate::envoy::crash::Crash;
+use crate::envoy::handle::{Report, State};
+use crate::lifecycle::with_causes;
+use crate::xds::observe::Snapshot;
+
+const ADMIN: &str = "admin port";
+const NACK: &str =
+    "correct the resource: `istioctl analyze`, EnvoyFilters, versions of istiod and Envoy";
+const LOG: &str = "look at the last lines of its log (`kubectl logs --previous`)";
+
+pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
+    let Some(config) = &subject.config.envoy else {
+        return vec![Check::skipped(
+            "Envoy",
+            "the agent runs none (DISABLE_ENVOY)",
+        )];
+    };
+    let handle = subject.running.and_then(|running| running.envoy.as_ref());
+    let admin = match handle {
+        Some(envoy) => envoy.admin().address,
+        None => (config.admin_host, config.admin_port).into(),
+    };
+    let report = handle.map(|envoy| envoy.snapshot());
+    let process = async {
+        match &report {
+            Some(report) => process(report),
+            None => outside(config).await,
+        }
+    };
+    let admin = format!("http://{admin}");
+    let (mut checks, server, waits, refused) = tokio::join!(
+        process,
+        page(&admin, "/server_info"),
+        waits::checks(&admin),
+        async {
+            match subject.running {
+                Some(running) => nacks(&running.discovery.snapshot()),
+                None => waits::refused_listeners(&admin).await,
+            }
+        },
+    );
+    let is_down = handle.is_none() || checks.iter().any(|check| check.level == Level::Error);
+    let server = match server {
+        Ok(server) => server,
+        Err(why) if is_down => {
+            checks.push(Check::skipped(ADMIN, why));
+            return checks;
+        }
+        Err(why) => {
+            checks.push(unanswered(why));
+            checks.extend(refused);
+            return checks;
+        }
+    };
+    checks.extend(refused);
+    checks.extend(waits);
+    let has_cause = checks.iter().any(|check| check.level == Level::Error);
+    checks.push(state(&admin, &server, has_cause));
+    checks
+}
+
+/// A page of the admin port as JSON, or why there is none.
+async fn page(admin: &str, path: &str) -> Result<Value, String> {
+    let answer = get(&format!("{admin}{path}"), PROBE_LIMIT).await;
+    let answer = answer.map_err(|error| with_causes(&error))?;
+    let wrong = |found: String| format!("{admin}{path}: {found}, expected JSON of Envoy");
+    match answer.status().as_u16() {
+        200 => serde_json::from_slice(answer.body()).map_err(|error| wrong(error.to_string())),
+        other => Err(wrong(format!("status {other}"))),
+    }
+}
+
+fn unanswered(why: String) -> Check {
+    Check::error(ADMIN, why)
+        .expected("an answer")
+        .remedy("Envoy hangs, or another process has its port (ProxyConfig.proxyAdminPort): restart the container")
+}
+
+/// Envoy as its supervisor sees it.
+fn process(report: &Report) -> Vec<Check> {
+    const NAME: &str = "process";
+    let pid = report.pid.unwrap_or_default();
+    let crash = report.last_crash.as_ref();
+    let epoch = report.epoch;
+    let check = match report.state {
+        State::Starting | State::Running => {
+            let memory = report.rss_bytes.unwrap_or_default() >> 20;
+            Check::ok(
+                NAME,
+                format!("pid {pid}, epoch {epoch}, {memory} MiB in memory"),
+            )
+        }
+        State::Initial => Check::error(NAME, "the agent has not started it yet")
+            .expected("a running Envoy")
+            .remedy("the agent's log says what it waits for"),
+        State::Draining | State::Stopping => {
+            let cause = report
+                .ending
+                .as_ref()
+                .map_or("a request to drain", |it| it.cause);
+            Check::error(NAME, format!("pid {pid} drains or stops: {cause}"))
+                .expected("an Envoy that takes traffic")
+                .remedy("none if the pod is to end")
+        }
+        State::Exited => {
+            let how = crash.map_or_else(|| "ended".to_owned(), |crash| format!("{crash}"));
+            let next = report.restart.map_or(
+                "; it is not started again",
+                |_| "; it is started again soon",
+            );
+            return vec![
+                Check::error(NAME, format!("Envoy has ended: {how}{next}"))
+                    .expected("a running Envoy")
+                    .remedy(remedy(crash)),
+            ];
+        }
+    };
+    std::iter::once(check)
+        .chain(crash.map(|it| crashed(it, Check::warning)))
+        .collect()
+}
+
+/// What tells of Envoy where no agent runs it: its program and the record of its last crash.
+async fn outside(config: &Config) -> Vec<Check> {
+    let (directory, binary) = (config.directory.clone(), config.command.binary.clone());
+    let found = aside(move || (program(binary), Crash::read(&directory))).await;
+    let (program, crash) = match found {
+        Ok(found) => found,
+        Err(late) => return vec![Check::error("program", late)],
+    };
+    let crash = match crash {
+        Ok(crash) => crash.map(|crash| crashed(&crash, Check::error)),
+        Err(error) => Some(Check::warning("last crash", with_causes(&error))),
+    };
+    std::iter::once(program).chain(crash).collect()
+}
+
+fn program(binary: PathBuf) -> Check {
+    const NAME: &str = "program";
+    let path = binary.display();
+    if binary.components().count() == 1 {
+        return Check::skipped(NAME, format!("{path} is looked for in PATH"));
+    }
+    let found = match fs::metadata(&binary) {
+        Ok(file) if file.is_file() && file.permissions().mode() & 0o111 != 0 => {
+            return Check::ok(NAME, path);
+        }
+        Ok(_) => "no executable file".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Check::error(NAME, format!("{path}: {found}"))
+        .expected("Envoy")
+        .remedy("correct ProxyConfig.binaryPath or the image")
+}
+
+fn crashed(crash: &Crash, level: fn(String, String) -> Check) -> Check {
+    level("last crash".to_owned(), format!("{}: {crash}", crash.when)).remedy(remedy(Some(crash)))
+}
+
+fn remedy(crash: Option<&Crash>) -> &'static str {
+    match crash.and_then(|crash| crash.out_of_memory) {
+        Some(true) => {
+            "raise the memory limit of the container, or limit its hosts with a Sidecar resource"
+        }
+        _ => LOG,
+    }
+}
+
+/// The types whose last response was refused.
+fn nacks(snapshot: &Snapshot) -> Vec<Check> {
+    let refused = snapshot
+        .types
+        .iter()
+        .filter(|(_, of_type)| of_type.is_refused());
+    let checks = refused.filter_map(|(url, of_type)| {
+        let name = url.rsplit(['.', '/']).next()?;
+        let nack = of_type.last_nack.as_ref()?;
+        let version = of_type
+            .last_response
+            .as_ref()
+            .map_or("", |last| &last.version);
+        let found = format!("version {version} at {}: {}", nack.at, nack.reason);
+        Some(
+            Check::error(format!("NACK of {name}"), found)
+                .expected("ACK")
+                .remedy(NACK),
+        )
+    });
+    let checks: Vec<_> = checks.collect();
+    match checks.is_empty() {
+        true => vec![Check::ok("NACKs", "no last response of a type was refused")],
+        false => checks,
+    }
+}
+
+/// Whether Envoy is live. `has_cause` says that an earlier check names why not.
+fn state(admin: &str, server: &Value, has_cause: bool) -> Check {
+    const NAME: &str = "state";
+    let text = |name| server[name].as_str().unwrap_or("unknown");
+    let (state, version) = (text("state"), text("version"));
+    // Commit, version, status, kind and TLS library.
+    let version = version.split('/').nth(1).unwrap_or(version);
+    let found = format!("{admin}: {state}, version {version}");
+    let waits = match state {
+        "LIVE" => return Check::ok(NAME, found),
+        "PRE_INITIALIZING" => "it waits for clusters and their endpoints: is istiod connected?",
+        "INITIALIZING" => "it waits for listeners: is istiod connected?",
+        _ => "none if the pod is to end",
+    };
+    let level = if has_cause {
+        Check::warning
+    } else {
+        Check::error
+    };
+    level(NAME, found).expected("LIVE").remedy(waits)
+}

@@ -1,0 +1,210 @@
+//! What Envoy waits for: listeners and clusters that warm, and secrets it has not received.
+//!
+//! A full configuration dump may have 100 MB, so only names are requested, of at most 1 MiB. What is
+//! found is looked for again, as an update warms for a moment.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::super::report::Check;
+use super::{NACK, PROBE_LIMIT, get, page};
+
+/// Until what was found is looked for again.
+const PAUSE: Duration = Duration::from_millis(300);
+/// How many are named.
+const MOST_NAMED: usize = 5;
+
+/// Targets of listeners that are not ready.
+const LISTENERS: &str = "/init_dump?mask=listener";
+const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
+const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
+const REFUSED: &str = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details";
+/// `^cluster_manager\.warming_clusters$`
+const WARMING_CLUSTERS: &str = "/stats?filter=%5Ecluster_manager%5C.warming_clusters%24";
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Listeners,
+    Clusters,
+    Secrets,
+}
+
+pub(super) async fn checks(admin: &str) -> Vec<Check> {
+    let (listeners, clusters, secrets) = tokio::join!(
+        check(Kind::Listeners, admin),
+        check(Kind::Clusters, admin),
+        check(Kind::Secrets, admin),
+    );
+    vec![listeners, clusters, secrets]
+}
+
+/// Listeners whose last update Envoy has refused, as Envoy tells.
+pub(super) async fn refused_listeners(admin: &str) -> Vec<Check> {
+    let answer = page(admin, REFUSED).await.unwrap_or_default();
+    let refused = entries(&answer, "configs").filter_map(|listener| {
+        let details = listener["error_state"]["details"].as_str()?;
+        let found = format!("{}: {details}", text(&listener["name"]));
+        Some(
+            Check::error("refused listener", found)
+                .expected("one that Envoy accepts")
+                .remedy(NACK),
+        )
+    });
+    refused.take(MOST_NAMED).collect()
+}
+
+async fn check(kind: Kind, admin: &str) -> Check {
+    let looking = async {
+        let first = look(kind, admin).await?;
+        if first.is_empty() {
+            return Ok(first);
+        }
+        tokio::time::sleep(PAUSE).await;
+        Ok(&first & &look(kind, admin).await?)
+    };
+    let found = tokio::time::timeout(PROBE_LIMIT, looking).await;
+    let found = found.unwrap_or_else(|_| Err(format!("no answer within {PROBE_LIMIT:?}")));
+    let (name, remedy) = match kind {
+        Kind::Listeners => (
+            "warming listeners",
+            "secret: does it exist, may the proxy's account read it; route: does istiod send it \
+             (`istioctl proxy-status`)",
+        ),
+        Kind::Clusters => (
+            "warming clusters",
+            "they wait for endpoints (EDS), a secret or a name: does istiod send them \
+             (`istioctl proxy-status`)",
+        ),
+        Kind::Secrets => (
+            "missing secrets",
+            "does the secret exist, and may the proxy's account read it; for default and ROOTCA see \
+             the certificate",
+        ),
+    };
+    match found {
+        Ok(found) if found.is_empty() => Check::ok(name, "none"),
+        Ok(found) => Check::error(name, listed(&found))
+            .expected("none")
+            .remedy(remedy),
+        // Too much is cut off there, and said so.
+        Err(why) => Check::warning(name, why).expected("a list of them"),
+    }
+}
+
+fn listed(found: &BTreeSet<String>) -> String {
+    let named: Vec<_> = found.iter().take(MOST_NAMED).map(String::as_str).collect();
+    let more = found.len().saturating_sub(MOST_NAMED);
+    match more {
+        0 => named.join("; "),
+        more => format!("{}; and {more} more", named.join("; ")),
+    }
+}
+
+async fn look(kind: Kind, admin: &str) -> Result<BTreeSet<String>, String> {
+    Ok(match kind {
+        Kind::Listeners => listeners(&page(admin, LISTENERS).await?),
+        // Envoy's answer costs it time for each of its clusters.
+        Kind::Clusters if !has_warming_clusters(admin).await? => BTreeSet::new(),
+        Kind::Clusters => names(&page(admin, CLUSTERS).await?, "/cluster/name"),
+        Kind::Secrets => names(&page(admin, SECRETS).await?, "/name"),
+    })
+}
+
+async fn has_warming_clusters(admin: &str) -> Result<bool, String> {
+    let answer = get(&format!("{admin}{WARMING_CLUSTERS}"), PROBE_LIMIT).await;
+    let answer = answer.map_err(|error| crate::lifecycle::with_causes(&error))?;
+    let text = String::from_utf8_lossy(answer.body());
+    let count = text.trim().rsplit(' ').next();
+    Ok(count.is_some_and(|count| count != "0"))
+}
+
+/// Each listener with what it waits for.
+fn listeners(dump: &Value) -> BTreeSet<String> {
+    let waiting = entries(dump, "unready_targets_dumps").filter_map(|waits| {
+        let targets = entries(waits, "target_names").map(|name| target(text(name)));
+        let targets: Vec<_> = targets.take(MOST_NAMED).collect();
+        let name = listener(text(&waits["name"]));
+        // Without a target it waits for the other listeners only.
+        let waits = !targets.is_empty();
+        waits.then(|| format!("{name} waits for {}", targets.join(", ")))
+    });
+    waiting.collect()
+}
+
+/// The listener of `init manager Listener-local-init-manager <listener> <hash>`.
+fn listener(manager: &str) -> &str {
+    let name = manager.strip_prefix("init manager Listener-local-init-manager ");
+    let name = name.and_then(|name| name.rsplit_once(' '));
+    name.map_or(manager, |(name, _)| name)
+}
+
+/// The resource of a target, such as `shared target SdsApi <secret>`.
+fn target(target: &str) -> String {
+    const KINDS: [(&str, &str); 3] = [
+        ("SdsApi ", "secret"),
+        ("RdsRouteConfigSubscription RDS init ", "route"),
+        ("FilterConfigSubscription init ", "extension"),
+    ];
+    let name = target.strip_prefix("shared ").unwrap_or(target);
+    let name = name.strip_prefix("target ").unwrap_or(name);
+    let mut kinds = KINDS.iter();
+    let found = kinds.find_map(|(start, kind)| Some((kind, name.strip_prefix(start)?)));
+    found.map_or_else(|| name.to_owned(), |(kind, name)| format!("{kind} {name}"))
+}
+
+fn names(dump: &Value, pointer: &str) -> BTreeSet<String> {
+    let names = entries(dump, "configs").filter_map(|config| config.pointer(pointer)?.as_str());
+    names.map(str::to_owned).collect()
+}
+
+fn entries<'v>(value: &'v Value, name: &str) -> impl Iterator<Item = &'v Value> {
+    value[name].as_array().into_iter().flatten()
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or("unknown")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_listener_is_named_with_the_resources_it_waits_for() {
+        let dump = json!({ "unready_targets_dumps": [
+            {
+                "name": "init manager Listener-local-init-manager 0.0.0.0_8443 11964082629421921887",
+                "target_names": [
+                    "shared target SdsApi kubernetes://shop-tls",
+                    "shared target RdsRouteConfigSubscription RDS init https.443",
+                    "target FilterConfigSubscription init auth",
+                    "target VHDS",
+                ],
+            },
+            { "name": "another manager", "target_names": ["target x"] },
+            { "name": "init manager Listener-local-init-manager static 1" },
+        ]});
+        let expected = [
+            "0.0.0.0_8443 waits for secret kubernetes://shop-tls, route https.443, extension auth, VHDS",
+            "another manager waits for x",
+        ];
+        assert_eq!(Vec::from_iter(listeners(&dump)), expected);
+        for foreign in [
+            json!(null),
+            json!([]),
+            json!({ "unready_targets_dumps": [7, "x"] }),
+        ] {
+            listeners(&foreign);
+        }
+    }
+
+    #[test]
+    fn a_long_list_is_cut_off_and_says_so() {
+        let names: BTreeSet<_> = (1..=7).map(|number| number.to_string()).collect();
+        assert_eq!(listed(&names), "1; 2; 3; 4; 5; and 2 more");
+    }
+}
