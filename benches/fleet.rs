@@ -135,8 +135,8 @@ async fn measure(size: usize) {
     if let Some(partition) = Partition::start(fleet.front.port) {
         let begin = fleet.begin().await;
         sleep(PARTITION).await;
-        drop(partition);
         let healed = Instant::now();
+        drop(partition);
         fleet.until_back(healed).await;
         fleet.row("partition of 60 s", begin, Some(healed)).await;
     }

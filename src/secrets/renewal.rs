@@ -207,15 +207,32 @@ impl<C: Ca> Renewal<C> {
     }
 
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
-        let started = Instant::now();
         self.metrics.requested(is_retry);
-        let signed = self.ca.sign(csr_pem, self.config.ttl);
-        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
-            Ok(answer) => answer.map_err(IssueError::Sign),
-            Err(_) => Err(IssueError::Silent),
+        let connected = self.connect().await;
+        let started = Instant::now();
+        let answer = async {
+            connected?;
+            let signed = self.ca.sign(csr_pem, self.config.ttl);
+            match tokio::time::timeout(SIGNING_LIMIT, signed).await {
+                Ok(answer) => answer.map_err(IssueError::Sign),
+                Err(_) => Err(IssueError::Silent),
+            }
         };
+        let answer = answer.await;
         self.metrics.answered(started.elapsed(), answer.is_ok());
         answer
+    }
+
+    /// Connects to the authority before a renewal. One that was away returns for all agents at once, so
+    /// the request then waits for a random time.
+    async fn connect(&self) -> Result<(), SignError> {
+        if let Some(left) = self.remaining()
+            && self.ca.connect().await?
+        {
+            let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
+            tokio::time::sleep(schedule::retry_cap(Some(left)).mul_f64(drawn)).await;
+        }
+        Ok(())
     }
 
     /// Whether to ask for RSA from now on: the authority refuses requests with a key that no setting

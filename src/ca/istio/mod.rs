@@ -51,15 +51,19 @@ impl IstioCa {
         }
     }
 
-    async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+    async fn connection(&self) -> Result<Connection, SignError> {
         let connecting = timeout(self.limit, self.istiod.try_connection());
-        let connection = match connecting.await {
+        match connecting.await {
             Ok(connected) => connected.map_err(|error| SignError {
                 code: Code::Unavailable,
                 message: error.to_string(),
-            })?,
-            Err(_) => return Err(self.late("no connection to istiod at", self.limit)),
-        };
+            }),
+            Err(_) => Err(self.late("no connection to istiod at", self.limit)),
+        }
+    }
+
+    async fn signed(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+        let connection = self.connection().await?;
         let doublings = self.missed.load(Ordering::Relaxed).min(DOUBLINGS);
         let limit = self.limit.saturating_mul(1 << doublings);
         let call = self.create(connection.clone(), self.message(csr_pem, ttl), limit);
@@ -114,13 +118,21 @@ impl IstioCa {
 }
 
 impl Ca for IstioCa {
-    async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let outcome = self.signed(csr_pem, ttl).await;
-        if let Err(error) = &outcome {
-            tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
+    async fn connect(&self) -> Result<bool, SignError> {
+        if self.istiod.is_connected() {
+            return Ok(false);
         }
-        outcome
+        self.connection().await.inspect_err(log)?;
+        Ok(true)
     }
+
+    async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
+        self.signed(csr_pem, ttl).await.inspect_err(log)
+    }
+}
+
+fn log(error: &SignError) {
+    tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
 }
 
 fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
