@@ -225,15 +225,14 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     load.assert_flawless();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_envoy_that_refuses_what_was_kept_is_handed_over_to_the_control_plane() {
+async fn an_envoy_that_refuses_what_was_kept_is_handed_over(delta: bool) {
     let Some(binary) = envoy_binary() else { return };
     let (port, logs) = (free_port(), memory());
     let file = logs.path().join("there/access.log");
     fs::create_dir(file.parent().unwrap()).unwrap();
     let logged = logged(answering("logged", port), file.to_str().unwrap(), "line\n");
     let control_plane = ControlPlane::of(&[logged]).await;
-    let mut workload = workload(&binary, true, &control_plane).await;
+    let mut workload = workload(&binary, delta, &control_plane).await;
     eventually("an answer", async || get(port).await.ok()).await;
     keeps(&workload.pod, &["Listener", "Cluster"]).await;
     let dead = control_plane.kill().await;
@@ -256,6 +255,16 @@ async fn an_envoy_that_refuses_what_was_kept_is_handed_over_to_the_control_plane
     let _control_plane = dead.revive().await;
     eventually("an answer", async || get(port).await.ok()).await;
     assert_eq!(source(&workload.pod).await, "istiod");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_refuses_what_was_kept_is_handed_over_in_delta() {
+    an_envoy_that_refuses_what_was_kept_is_handed_over(true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_refuses_what_was_kept_is_handed_over_in_sotw() {
+    an_envoy_that_refuses_what_was_kept_is_handed_over(false).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

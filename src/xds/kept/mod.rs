@@ -5,10 +5,10 @@
 //! what is kept once Envoy (or, of what the agent consumes, the agent) has accepted it: [`store`].
 //! [`replay`] answers requests in istiod's place. Secrets are never kept.
 
+mod file;
 mod record;
 pub(super) mod replay;
 mod request;
-mod segment;
 mod store;
 mod writer;
 
@@ -31,7 +31,7 @@ use store::Manifest;
 use writer::{Note, Writer};
 
 /// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes.
-const NOTES: usize = 8;
+const NOTES: usize = 4;
 
 /// Envoys whose state is remembered. More do not run at once.
 const MOST_ENVOYS: usize = 16;
@@ -198,7 +198,7 @@ impl Status {
             let accepted = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(of.accepted));
             let snapshot = KeptSnapshot {
                 version: of.version.clone(),
-                bytes: of.bytes(),
+                bytes: of.file.length,
                 at: rfc3339(accepted.unwrap_or(SystemTime::UNIX_EPOCH)),
                 accepted: of.accepted,
             };

@@ -11,16 +11,16 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::request::Subscription;
-use super::writer::{Complete, Note};
-use super::{OfEnvoy, segment};
+use super::writer::{Extent, Note};
+use super::{OfEnvoy, file};
 use crate::xds::Protocol;
 use crate::xds::observe::Source;
 use crate::xds::request::Request;
 use crate::xds::response::{Captured, Received};
 use crate::xds::stream::LISTENER;
 
-/// Responses are written in parts of this size.
-pub(super) const BATCH: usize = 64 * 1024;
+/// Responses are written in parts of this size, each of which wakes the writer.
+pub(super) const BATCH: usize = 128 * 1024;
 
 /// How long a response waits for the disk, once until the disk follows again.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -49,8 +49,6 @@ pub(in crate::xds) struct Recorder {
     is_passing: bool,
     batch: Vec<Bytes>,
     batch_bytes: usize,
-    /// Of the response that passes, so far.
-    length: u64,
     outbox: VecDeque<Note>,
     is_late: bool,
 }
@@ -76,7 +74,6 @@ impl Recorder {
             is_passing: false,
             batch: Vec::new(),
             batch_bytes: 0,
-            length: 0,
             outbox: VecDeque::new(),
             is_late: false,
         }
@@ -160,7 +157,6 @@ impl Recorder {
         }
         self.batch.push(bytes.clone());
         self.batch_bytes += bytes.len();
-        self.length += bytes.len() as u64;
         if self.batch_bytes >= BATCH {
             self.send_batch();
         }
@@ -175,16 +171,16 @@ impl Recorder {
             return;
         }
         self.send_batch();
-        let whole = self.extent(received);
-        let response = complete(received, std::mem::take(&mut self.length), whole);
-        self.outbox.push_back(Note::Complete(response));
+        let extent = self.extent(received);
+        let note = Note::Complete(received.clone(), extent);
+        self.outbox.push_back(note);
     }
 
     /// Takes a message without its head that Envoy gets in place of istiod's.
     pub(in crate::xds) fn rewritten(&mut self, received: &Received, message: &Bytes) {
         if self.is_recording {
-            let whole = self.extent(received);
-            self.message(received, message, whole);
+            let extent = self.extent(received);
+            self.message(received, message, extent);
         }
     }
 
@@ -192,30 +188,35 @@ impl Recorder {
     pub(in crate::xds) fn consumed(&mut self, captured: &Captured) {
         if self.is_recording {
             let received = &captured.received;
-            self.message(received, &captured.message, (true, true));
+            self.message(received, &captured.message, Extent::All);
             self.answered(received.type_url.clone(), received.nonce.clone(), true);
         }
     }
 
     /// Another response may just pass in part.
-    fn message(&mut self, received: &Received, message: &Bytes, whole: (bool, bool)) {
-        if let Ok(head) = segment::head(message.len() as u64) {
-            let bytes = vec![Bytes::copy_from_slice(&head), message.clone()];
-            let length = (head.len() + message.len()) as u64;
-            let response = complete(received, length, whole);
-            self.outbox.push_back(Note::Message(bytes, response));
+    fn message(&mut self, received: &Received, message: &Bytes, extent: Extent) {
+        let bytes = message.len() as u64;
+        if let Ok(head) = file::head(bytes) {
+            let parts = vec![Bytes::copy_from_slice(&head), message.clone()];
+            let received = Received {
+                bytes,
+                ..received.clone()
+            };
+            let note = Note::Message(parts, received, extent);
+            self.outbox.push_back(note);
         }
     }
 
-    /// Whether a response takes the place of what is kept of its type, and whether it may stand alone.
-    fn extent(&mut self, received: &Received) -> (bool, bool) {
+    fn extent(&mut self, received: &Received) -> Extent {
         let state = self.types.entry(received.type_url.clone()).or_default();
         let is_first = state.responses == 0;
         state.responses += 1;
         let has_all = received.resources as usize >= state.names;
         match self.protocol {
-            Protocol::Sotw => (has_all, true),
-            Protocol::Delta => (is_first && state.names == 0, is_first && has_all),
+            Protocol::Sotw if has_all => Extent::All,
+            Protocol::Delta if is_first && state.names == 0 => Extent::All,
+            Protocol::Delta if !is_first || !has_all => Extent::Part,
+            _ => Extent::Enough,
         }
     }
 
@@ -245,31 +246,16 @@ impl Recorder {
             return;
         };
         while let Some(note) = self.outbox.pop_front() {
-            let room = match kept.notes.try_reserve() {
-                Ok(room) => Some(room),
-                Err(_) if self.is_late => None,
-                Err(_) => {
-                    let room = tokio::time::timeout(PATIENCE, kept.notes.reserve()).await;
-                    room.ok().and_then(Result::ok)
-                }
+            let patience = match self.is_late {
+                true => Duration::ZERO,
+                false => PATIENCE,
             };
-            self.is_late = room.is_none();
-            match room {
-                Some(room) => room.send((self.stream, note)),
-                None => kept.has_lost.store(true, Ordering::Release),
+            let sent = kept.notes.send_timeout((self.stream, note), patience);
+            self.is_late = sent.await.is_err();
+            if self.is_late {
+                kept.has_lost.store(true, Ordering::Release);
             }
         }
-    }
-}
-
-fn complete(received: &Received, length: u64, (replaces, is_whole): (bool, bool)) -> Complete {
-    Complete {
-        type_url: received.type_url.clone(),
-        version: received.version.clone(),
-        nonce: received.nonce.clone(),
-        length,
-        replaces,
-        is_whole,
     }
 }
 

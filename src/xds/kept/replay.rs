@@ -8,18 +8,17 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::future::Future;
 use std::io;
+use std::ops::Range;
 use std::pin::Pin;
 use std::time::Duration;
 
 use bytes::Bytes;
+use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 
+use super::file::{BLOCK, Index, head, joined};
 use super::request::Subscription;
-use super::segment::{
-    BLOCK, Index, NAME, NAME_IN_VALUE, NONCE, Place, RESOURCE, RESOURCES, TYPE_OF_ANY, TYPE_URL,
-    VALUE, VERSION, field, head, sorted,
-};
 use super::store::{self, Manifest};
 use super::{Config, Kept, OfEnvoy};
 use crate::istiod::{Closed, Istiod};
@@ -186,10 +185,9 @@ fn open(
     }
     let mut summary = String::new();
     let types = manifest.types.into_iter().map(|(type_url, of)| {
-        let open = |file| store::open(&config.directory, file);
-        let index = Index::read(protocol, &of.segments, open)?;
+        let index = store::read(&config.directory, protocol, &of.file)?;
         let name = type_url.rsplit('.').next().unwrap_or_default();
-        let _ = write!(summary, ", {} {name}", index.resources().count());
+        let _ = write!(summary, ", {} {name}", index.resources().len());
         let of = Type {
             version: of.version,
             index,
@@ -232,31 +230,25 @@ impl Type {
             false => self.find(&request.names),
         };
         let may_be_empty = MAY_BE_EMPTY.contains(&&*request.type_url);
-        let mut tail = Vec::new();
-        for name in missing.iter().filter(|_| may_be_empty) {
-            field(
-                RESOURCES,
-                &empty(protocol, &request.type_url, name),
-                &mut tail,
-            );
-        }
-        if !is_all && places.is_empty() && tail.is_empty() {
+        let missing = missing.into_iter().filter(|_| may_be_empty);
+        let resources: Vec<_> = missing
+            .map(|name| empty(protocol, &request.type_url, name))
+            .collect();
+        if !is_all && places.is_empty() && resources.is_empty() {
             return Ok(());
         }
         self.answers += 1;
-        field(TYPE_URL, request.type_url.as_bytes(), &mut tail);
-        field(
-            NONCE,
-            format!("kept-{}", self.answers).as_bytes(),
-            &mut tail,
-        );
-        let mut version = Vec::new();
-        field(VERSION, self.version.as_bytes(), &mut version);
-        self.send(&version, places, &tail, out)
+        let rest = Rest {
+            version: self.version.clone(),
+            resources,
+            type_url: request.type_url.clone(),
+            nonce: format!("kept-{}", self.answers),
+        };
+        self.send(places, rest.encode_to_vec().into(), out)
     }
 
     /// Where the resources of these names are, and which names have none.
-    fn find<'a>(&self, names: &'a [Bytes]) -> (Vec<Place>, Vec<&'a Bytes>) {
+    fn find<'a>(&self, names: &'a [Bytes]) -> (Vec<Range<u64>>, Vec<&'a Bytes>) {
         let (mut places, mut missing) = (Vec::new(), Vec::new());
         for name in names {
             match self.index.get(name) {
@@ -267,44 +259,72 @@ impl Type {
         (places, missing)
     }
 
-    /// Sends a message of these resources and what is before and behind them.
+    /// Sends a message of these resources and the rest.
     fn send(
         &self,
-        version: &[u8],
-        places: Vec<Place>,
-        tail: &[u8],
+        places: Vec<Range<u64>>,
+        rest: Bytes,
         out: &mpsc::Sender<io::Result<Bytes>>,
     ) -> io::Result<()> {
         let closed = |_| io::Error::other("the stream has ended");
         let send = |bytes: Bytes| out.blocking_send(Ok(bytes)).map_err(closed);
-        let places = sorted(places);
-        let resources: u64 = places.iter().map(|place| place.length).sum();
-        let head = head(resources + (version.len() + tail.len()) as u64)?;
-        send([&head[..], version].concat().into())?;
+        let places = joined(places);
+        let resources: u64 = places.iter().map(|place| place.end - place.start).sum();
+        send(Bytes::copy_from_slice(&head(
+            resources + rest.len() as u64,
+        )?))?;
         for place in places {
             self.index
                 .copy(place, |block| send(Bytes::copy_from_slice(block)))?;
         }
-        let tail = Bytes::copy_from_slice(tail);
-        (0..tail.len())
+        (0..rest.len())
             .step_by(BLOCK)
-            .try_for_each(|at| send(tail.slice(at..tail.len().min(at + BLOCK))))
+            .try_for_each(|at| send(rest.slice(at..rest.len().min(at + BLOCK))))
     }
 }
 
+/// What a response of either protocol has beside the kept resources.
+#[derive(Clone, PartialEq, Message)]
+struct Rest {
+    #[prost(string, tag = "1")]
+    version: String,
+    #[prost(bytes = "vec", repeated, tag = "2")]
+    resources: Vec<Vec<u8>>,
+    #[prost(string, tag = "4")]
+    type_url: String,
+    #[prost(string, tag = "5")]
+    nonce: String,
+}
+
+/// A resource of delta.
+#[derive(Clone, PartialEq, Message)]
+struct Resource {
+    #[prost(message, optional, tag = "2")]
+    resource: Option<prost_types::Any>,
+    #[prost(bytes = "bytes", tag = "3")]
+    name: Bytes,
+}
+
+/// The name of a resource of Envoy, which is its first field.
+#[derive(Clone, PartialEq, Message)]
+struct Named {
+    #[prost(bytes = "bytes", tag = "1")]
+    name: Bytes,
+}
+
 /// A resource that has nothing but its name.
-fn empty(protocol: Protocol, type_url: &str, name: &[u8]) -> Vec<u8> {
-    let (mut value, mut any) = (Vec::new(), Vec::new());
-    field(NAME_IN_VALUE, name, &mut value);
-    field(TYPE_OF_ANY, type_url.as_bytes(), &mut any);
-    field(VALUE, &value, &mut any);
+fn empty(protocol: Protocol, type_url: &str, name: &Bytes) -> Vec<u8> {
+    let name = name.clone();
+    let any = prost_types::Any {
+        type_url: type_url.to_owned(),
+        value: Named { name: name.clone() }.encode_to_vec(),
+    };
     match protocol {
-        Protocol::Sotw => any,
-        Protocol::Delta => {
-            let mut resource = Vec::new();
-            field(RESOURCE, &any, &mut resource);
-            field(NAME, name, &mut resource);
-            resource
+        Protocol::Sotw => any.encode_to_vec(),
+        Protocol::Delta => Resource {
+            resource: Some(any),
+            name,
         }
+        .encode_to_vec(),
     }
 }

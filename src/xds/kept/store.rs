@@ -3,27 +3,28 @@
 //! The manifest is replaced whole and carries its own checksum, so that it is the one point at which a
 //! change takes effect. Files it does not name are removed when the agent starts.
 
-use std::collections::{BTreeMap, HashSet};
-use std::fs::{self, OpenOptions};
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use super::segment::{Draft, Segment};
+use super::file::{Draft, Index, KeptFile};
 use crate::clock::Clock;
 use crate::regular_file::{
     check_private_directory, create_private_directory, open_private, read_open,
 };
 use crate::replace_file::replace_file;
+use crate::xds::Protocol;
 
 const DIRECTORY: &str = "istio-agent-config";
 const MANIFEST: &str = "manifest";
 
 /// Of the manifest and the files. Another is not used.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Many times a manifest of all types.
 const LARGEST_MANIFEST: u64 = 1 << 20;
@@ -50,15 +51,7 @@ pub(super) struct KeptType {
     pub(super) version: String,
     /// When it was accepted, in seconds of Unix time.
     pub(super) accepted: u64,
-    /// From the oldest to the newest.
-    pub(super) segments: Vec<Segment>,
-}
-
-impl KeptType {
-    pub(super) fn bytes(&self) -> u64 {
-        let lengths = self.segments.iter().map(|segment| segment.length);
-        lengths.fold(0, u64::saturating_add)
-    }
+    pub(super) file: KeptFile,
 }
 
 impl Manifest {
@@ -99,16 +92,18 @@ fn checksum(json: &[u8]) -> String {
     format!("{:08x}\n", crc32fast::hash(json))
 }
 
-pub(super) fn open(parent: &Path, file: u64) -> io::Result<fs::File> {
-    open_private(&parent.join(DIRECTORY).join(file.to_string()))
+/// Reads and checks a file below `parent`.
+pub(super) fn read(parent: &Path, protocol: Protocol, file: &KeptFile) -> io::Result<Index> {
+    let opened = open_private(&parent.join(DIRECTORY).join(&file.name));
+    Index::read(protocol, file, opened?)
 }
 
 /// The directory, open for changes.
 #[derive(Debug)]
 pub(super) struct Store {
+    parent: PathBuf,
     directory: PathBuf,
     pub(super) manifest: Manifest,
-    next_file: u64,
 }
 
 impl Store {
@@ -125,18 +120,12 @@ impl Store {
             );
             None
         });
-        let manifest = manifest.unwrap_or_default();
-        let files = manifest.types.values().flat_map(|of| &of.segments);
-        let next_file = files
-            .map(|segment| segment.file.saturating_add(1))
-            .max()
-            .unwrap_or(0);
         let store = Self {
+            parent: parent.to_owned(),
             directory,
-            manifest,
-            next_file,
+            manifest: manifest.unwrap_or_default(),
         };
-        store.remove_others(&HashSet::new());
+        store.remove_others();
         Ok(store)
     }
 
@@ -147,24 +136,39 @@ impl Store {
             identity,
             types: BTreeMap::new(),
         };
-        self.commit(&HashSet::new())
+        self.commit()?;
+        self.remove_others();
+        Ok(())
     }
 
-    /// A new file, which counts once a manifest names it.
-    pub(super) fn draft(&mut self) -> io::Result<Draft> {
-        let number = self.next_file;
-        self.next_file += 1;
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(self.path(number))?;
-        Ok(Draft::new(number, file))
+    /// A new file, which counts once it is [set](Self::set).
+    pub(super) fn draft(&self, protocol: Protocol) -> io::Result<Draft> {
+        let file = tempfile::NamedTempFile::new_in(&self.directory)?;
+        Ok(Draft::new(file, protocol))
+    }
+
+    /// Appends to a file, and compacts it if that is due.
+    pub(super) fn append(
+        &self,
+        protocol: Protocol,
+        mut file: KeptFile,
+        draft: Draft,
+    ) -> io::Result<KeptFile> {
+        let path = self.directory.join(&file.name);
+        let opened = fs::OpenOptions::new().write(true).open(path)?;
+        draft.append_to(&mut file, opened)?;
+        if !file.wants_compaction() {
+            return Ok(file);
+        }
+        let index = read(&self.parent, protocol, &file)?;
+        let mut compact = self.draft(protocol)?;
+        index.write(&mut compact)?;
+        compact.keep()
     }
 
     /// Fails if there is no space for so many bytes beside what is kept and `drafts`.
     pub(super) fn has_space_for(&self, drafts: u64, bytes: u64) -> io::Result<()> {
-        let kept = self.manifest.types.values().map(KeptType::bytes);
+        let kept = self.manifest.types.values().map(|of| of.file.length);
         let kept = kept.fold(drafts + bytes, u64::saturating_add);
         if kept > MOST_BYTES {
             let problem = format!("over {MOST_BYTES} bytes would be kept");
@@ -179,51 +183,49 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the manifest count, and removes the files that no longer do; `drafts` stay.
-    pub(super) fn commit(&mut self, drafts: &HashSet<u64>) -> io::Result<()> {
-        let json = serde_json::to_vec(&self.manifest)?;
-        let text = [checksum(&json).as_bytes(), &json].concat();
-        replace_file(&self.directory.join(MANIFEST), &text, 0o600)?;
-        self.remove_others(drafts);
+    /// Makes this count, or nothing, of a type, and removes what did before.
+    pub(super) fn set(&mut self, type_url: String, of: Option<KeptType>) -> io::Result<()> {
+        let name = of.as_ref().map(|of| of.file.name.clone());
+        let before = match of {
+            Some(of) => self.manifest.types.insert(type_url, of),
+            None => self.manifest.types.remove(&type_url),
+        };
+        self.commit()?;
+        if let Some(before) = before.filter(|it| Some(&it.file.name) != name.as_ref()) {
+            // What stays is removed by the next start.
+            let _ = fs::remove_file(self.directory.join(before.file.name));
+        }
         Ok(())
     }
 
-    pub(super) fn remove(&self, file: u64) {
-        // What stays is removed after the next change.
-        let _ = fs::remove_file(self.path(file));
+    fn commit(&self) -> io::Result<()> {
+        let json = serde_json::to_vec(&self.manifest)?;
+        let text = [checksum(&json).as_bytes(), &json].concat();
+        replace_file(&self.directory.join(MANIFEST), &text, 0o600)
     }
 
     /// Removes all that is kept, the manifest first.
-    pub(super) fn wipe(&self) {
+    pub(super) fn wipe(mut self) {
         let _ = fs::remove_file(self.directory.join(MANIFEST));
-        for entry in fs::read_dir(&self.directory)
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            let _ = fs::remove_file(entry.path());
-        }
+        self.manifest = Manifest::default();
+        self.remove_others();
     }
 
-    /// What cannot be removed now is tried again after the next change.
-    fn remove_others(&self, drafts: &HashSet<u64>) {
-        let segments = self.manifest.types.values().flat_map(|of| &of.segments);
-        let named: HashSet<_> = segments.map(|segment| segment.file).collect();
-        let counts = |number: u64| named.contains(&number) || drafts.contains(&number);
+    /// Removes the files that do not count.
+    fn remove_others(&self) {
+        let counts = |name: &OsStr| {
+            let mut types = self.manifest.types.values();
+            name == MANIFEST || types.any(|of| *name == *of.file.name)
+        };
         for entry in fs::read_dir(&self.directory)
             .into_iter()
             .flatten()
             .flatten()
         {
             let name = entry.file_name();
-            let number = name.to_str().and_then(|name| name.parse().ok());
-            if name != MANIFEST && !number.is_some_and(counts) {
+            if !counts(&name) {
                 let _ = fs::remove_file(entry.path());
             }
         }
-    }
-
-    fn path(&self, file: u64) -> PathBuf {
-        self.directory.join(file.to_string())
     }
 }

@@ -1,25 +1,26 @@
 //! Writes what passes to disk, on a thread of its own, and lets it count once Envoy has accepted it.
-//!
-//! A response is a file; several of a type are merged so that each is over twice the size of the next,
-//! which keeps their number small and what is replaced below half of what is kept.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::io::{self, Write};
+use std::collections::HashMap;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use prost::Message as _;
 use tokio::sync::mpsc;
 
 use super::Status;
-use super::segment::{Draft, Index, Segment, write_removed};
-use super::store::{self, KeptType, Store};
+use super::file::{Draft, KeptFile};
+use super::store::{KeptType, Store};
 use crate::clock::Clock;
 use crate::xds::Protocol;
+use crate::xds::intercept::frame;
+use crate::xds::request::HEAD;
+use crate::xds::response::Received;
 
-/// How many responses of a stream may wait for their ACK before the oldest is forgotten.
+/// How many responses may wait for their ACK before the oldest is forgotten.
 const MOST_UNANSWERED: usize = 64;
 
 /// What a stream has to tell the writer.
@@ -32,9 +33,9 @@ pub(super) enum Note {
     },
     /// Bytes of the response that passes.
     Bytes(Vec<Bytes>),
-    Complete(Complete),
+    Complete(Received, Extent),
     /// A whole response, which is not the one that passes.
-    Message(Vec<Bytes>, Complete),
+    Message(Vec<Bytes>, Received, Extent),
     Answered {
         type_url: String,
         nonce: String,
@@ -47,33 +48,21 @@ pub(super) enum Note {
     Ended,
 }
 
-/// A response whose last byte has passed.
-#[derive(Debug)]
-pub(super) struct Complete {
-    pub(super) type_url: String,
-    pub(super) version: String,
-    pub(super) nonce: String,
-    /// Of all its bytes, head included.
-    pub(super) length: u64,
-    /// Whether it takes the place of all that is kept of the type.
-    pub(super) replaces: bool,
-    /// Whether it can be kept where nothing is kept of the type: it has all resources.
-    pub(super) is_whole: bool,
+/// What a response holds of the resources of its type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Extent {
+    /// All. It takes the place of what is kept.
+    All,
+    /// So many that it can be kept where nothing is, and not all that is kept for sure.
+    Enough,
+    Part,
 }
 
-/// A response that waits for its ACK.
-#[derive(Debug)]
-struct Pending {
-    response: Complete,
-    draft: Draft,
-}
-
-#[derive(Debug, Default)]
-struct Stream {
-    draft: Option<Draft>,
-    /// Whether the response that passes could not be written.
-    has_failed: bool,
-    pending: VecDeque<Pending>,
+/// The part of a delta response that names removed resources.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Removed {
+    #[prost(bytes = "bytes", repeated, tag = "6")]
+    names: Vec<Bytes>,
 }
 
 /// The thread's state.
@@ -84,7 +73,10 @@ pub(super) struct Writer {
     protocol: Protocol,
     /// None until a stream begins, and after a failure until the next one does.
     store: Option<Store>,
-    streams: HashMap<u32, Stream>,
+    /// By stream, the response that passes; None if it could not be written.
+    passing: HashMap<u32, Option<Draft>>,
+    /// Responses that wait for their ACK, and their streams.
+    pending: Vec<(u32, Received, Extent, Draft)>,
 }
 
 impl Writer {
@@ -94,7 +86,8 @@ impl Writer {
             status,
             protocol: Protocol::Sotw,
             store: None,
-            streams: HashMap::new(),
+            passing: HashMap::new(),
+            pending: Vec::new(),
         }
     }
 
@@ -123,7 +116,8 @@ impl Writer {
     fn fail(&mut self, error: &io::Error) {
         self.status
             .give_up(&self.parent, "the configuration", error);
-        self.streams.clear();
+        self.passing.clear();
+        self.pending.clear();
         if let Some(store) = self.store.take() {
             store.wipe();
         }
@@ -132,45 +126,38 @@ impl Writer {
     pub(super) fn take(&mut self, id: u32, note: Note) -> io::Result<()> {
         match note {
             Note::Node { protocol, identity } => self.begin(protocol, identity)?,
-            Note::Bytes(bytes) => self.write(id, &bytes),
-            Note::Complete(response) => {
-                let stream = self.streams.entry(id).or_default();
-                stream.has_failed = false;
-                let draft = stream.draft.take();
-                self.complete(id, response, draft)?;
+            Note::Bytes(bytes) => {
+                let draft = match self.passing.remove(&id) {
+                    Some(None) => None,
+                    draft => self.write(draft.flatten(), &bytes),
+                };
+                self.passing.insert(id, draft);
             }
-            Note::Message(bytes, response) => {
-                let draft = self.append(None, &bytes);
-                self.complete(id, response, draft)?;
+            Note::Complete(response, extent) => {
+                let draft = self.passing.remove(&id).flatten();
+                self.complete(id, response, extent, draft)?;
+            }
+            Note::Message(bytes, response, extent) => {
+                let draft = self.write(None, &bytes);
+                self.complete(id, response, extent, draft)?;
             }
             Note::Answered {
                 type_url,
                 nonce,
                 is_accepted,
             } => {
-                let pending = self.streams.get_mut(&id).and_then(|stream| {
-                    let is_it = |it: &Pending| {
-                        it.response.type_url == type_url && it.response.nonce == nonce
-                    };
-                    let index = stream.pending.iter().position(is_it)?;
-                    stream.pending.remove(index)
+                let index = self.pending.iter().position(|(stream, response, ..)| {
+                    *stream == id && response.type_url == type_url && response.nonce == nonce
                 });
-                if let (Some(pending), Some(store)) = (pending, &self.store) {
-                    match is_accepted {
-                        true => self.accept(pending)?,
-                        false => store.remove(pending.draft.number),
-                    }
+                let pending = index.map(|index| self.pending.remove(index));
+                if let Some((_, response, extent, draft)) = pending.filter(|_| is_accepted) {
+                    self.accept(response, extent, draft)?;
                 }
             }
-            Note::Unsubscribed { type_url, names } => self.unsubscribe(&type_url, &names)?,
+            Note::Unsubscribed { type_url, names } => self.unsubscribe(&type_url, names)?,
             Note::Ended => {
-                let ended = self.streams.remove(&id).unwrap_or_default();
-                let drafts = ended.pending.into_iter().map(|pending| pending.draft);
-                if let Some(store) = &self.store {
-                    drafts
-                        .chain(ended.draft)
-                        .for_each(|draft| store.remove(draft.number));
-                }
+                self.passing.remove(&id);
+                self.pending.retain(|(stream, ..)| *stream != id);
             }
         }
         Ok(())
@@ -194,33 +181,21 @@ impl Writer {
                 self.parent.display()
             );
         }
+        self.passing.clear();
+        self.pending.clear();
         store.reset(identity)
     }
 
-    /// Writes bytes of the response that passes.
-    fn write(&mut self, id: u32, bytes: &[Bytes]) {
-        let stream = self.streams.entry(id).or_default();
-        if !stream.has_failed {
-            let draft = stream.draft.take();
-            let draft = self.append(draft, bytes);
-            let stream = self.streams.entry(id).or_default();
-            stream.has_failed = draft.is_none();
-            stream.draft = draft;
-        }
-    }
-
     /// Writes bytes to a draft, or to a new one. None if that fails.
-    fn append(&mut self, draft: Option<Draft>, bytes: &[Bytes]) -> Option<Draft> {
-        let drafts = drafts(&self.streams).chain(&draft);
+    fn write(&mut self, draft: Option<Draft>, bytes: &[Bytes]) -> Option<Draft> {
+        let store = self.store.as_ref()?;
+        let passing = self.passing.values().flatten().chain(&draft);
+        let drafts = passing.chain(self.pending.iter().map(|(.., draft)| draft));
         let drafts = drafts.map(|draft| draft.length).sum();
-        let store = self.store.as_mut()?;
         let length: usize = bytes.iter().map(Bytes::len).sum();
-        let draft = draft.map_or_else(|| store.draft(), Ok);
-        let written = draft.and_then(|mut draft| {
-            let written = store.has_space_for(drafts, length as u64);
-            let written =
-                written.and_then(|()| bytes.iter().try_for_each(|it| draft.write_all(it)));
-            written.inspect_err(|_| store.remove(draft.number))?;
+        let written = store.has_space_for(drafts, length as u64).and_then(|()| {
+            let mut draft = draft.map_or_else(|| store.draft(self.protocol), Ok)?;
+            bytes.iter().try_for_each(|bytes| draft.write(bytes))?;
             Ok(draft)
         });
         written
@@ -229,130 +204,88 @@ impl Writer {
     }
 
     /// Lets a response wait for its ACK. If it could not be written, nothing of its type is kept.
-    fn complete(&mut self, id: u32, response: Complete, draft: Option<Draft>) -> io::Result<()> {
-        let Some(store) = &mut self.store else {
-            return Ok(());
-        };
+    fn complete(
+        &mut self,
+        id: u32,
+        response: Received,
+        extent: Extent,
+        draft: Option<Draft>,
+    ) -> io::Result<()> {
         // A draft is shorter if it was begun after a failure.
-        if let Some(draft) = draft.filter(|draft| draft.length == response.length) {
-            let pending = &mut self.streams.entry(id).or_default().pending;
-            pending.push_back(Pending { response, draft });
-            if pending.len() > MOST_UNANSWERED
-                && let Some(oldest) = pending.pop_front()
-            {
-                store.remove(oldest.draft.number);
+        match (draft, &mut self.store) {
+            (Some(draft), _) if draft.length == response.bytes + HEAD as u64 => {
+                self.pending.push((id, response, extent, draft));
+                if self.pending.len() > MOST_UNANSWERED {
+                    self.pending.remove(0);
+                }
+                Ok(())
             }
-        } else if store.manifest.types.remove(&response.type_url).is_some() {
-            self.commit()?;
+            (_, Some(store)) if store.manifest.types.contains_key(&response.type_url) => {
+                store.set(response.type_url, None)
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Lets a response count.
-    fn accept(&mut self, pending: Pending) -> io::Result<()> {
-        let Pending { response, draft } = pending;
-        let Some(store) = &mut self.store else {
+    fn accept(&mut self, response: Received, extent: Extent, draft: Draft) -> io::Result<()> {
+        let Some(store) = &self.store else {
             return Ok(());
         };
-        let older = store.manifest.types.remove(&response.type_url);
-        let older = older.filter(|_| !response.replaces);
-        if older.is_none() && !response.replaces && !response.is_whole {
-            store.remove(draft.number);
-            return Ok(());
-        }
-        let mut segments = older.map(|of| of.segments).unwrap_or_default();
-        segments.push(draft.segment());
+        let file = match store.manifest.types.get(&response.type_url) {
+            Some(older) if extent != Extent::All && !draft.replaces(&older.file) => {
+                store.append(self.protocol, older.file.clone(), draft)
+            }
+            None if extent == Extent::Part => return Ok(()),
+            _ => draft.keep(),
+        };
         let since_epoch = Clock::system().now().duration_since(SystemTime::UNIX_EPOCH);
-        let of = KeptType {
-            version: response.version,
-            accepted: since_epoch.unwrap_or_default().as_secs(),
-            segments,
-        };
-        self.change(response.type_url, of, draft)
+        let accepted = since_epoch.unwrap_or_default().as_secs();
+        self.set(response.type_url, response.version, accepted, file)
     }
 
-    fn unsubscribe(&mut self, type_url: &str, names: &[Bytes]) -> io::Result<()> {
-        let Some(store) = &mut self.store else {
+    /// Removes resources Envoy no longer asks for.
+    fn unsubscribe(&mut self, type_url: &str, names: Vec<Bytes>) -> io::Result<()> {
+        let Some(store) = &self.store else {
             return Ok(());
         };
-        let Some(mut of) = store.manifest.types.get(type_url).cloned() else {
+        let Some(older) = store.manifest.types.get(type_url) else {
             return Ok(());
         };
-        let mut draft = store.draft()?;
-        write_removed(names, &mut draft)?;
-        of.segments.push(draft.segment());
-        self.change(type_url.to_owned(), of, draft)
+        let (version, accepted) = (older.version.clone(), older.accepted);
+        let message = frame(&Removed { names }.encode_to_vec());
+        let file = store.draft(self.protocol).and_then(|mut draft| {
+            draft.write(&message)?;
+            store.append(self.protocol, older.file.clone(), draft)
+        });
+        self.set(type_url.to_owned(), version, accepted, file)
     }
 
-    /// Lets the segments of a type count, of which `newest` is the last. A type whose files cannot be
-    /// merged is not kept.
-    fn change(&mut self, type_url: String, mut of: KeptType, newest: Draft) -> io::Result<()> {
-        let Some(store) = &mut self.store else {
-            return Ok(());
-        };
-        let first = first_to_merge(&of.segments);
-        let merged = if of.segments.len() - first > 1 {
-            merge(store, &self.parent, self.protocol, &mut of.segments, first)
-        } else {
-            Ok(newest)
-        };
-        match merged.and_then(|draft| draft.file.sync_data()) {
-            Ok(()) => {
+    /// Lets a file count. A type without one is not kept.
+    fn set(
+        &mut self,
+        type_url: String,
+        version: String,
+        accepted: u64,
+        file: io::Result<KeptFile>,
+    ) -> io::Result<()> {
+        let of = match file {
+            Ok(file) => {
                 self.status.is_failing.store(false, Ordering::Relaxed);
-                store.manifest.types.insert(type_url, of);
+                Some(KeptType {
+                    version,
+                    accepted,
+                    file,
+                })
             }
             Err(error) => {
-                store.manifest.types.remove(&type_url);
                 self.status.give_up(&self.parent, &type_url, &error);
+                None
             }
-        }
-        self.commit()
-    }
-
-    fn commit(&mut self) -> io::Result<()> {
-        let numbers: HashSet<_> = drafts(&self.streams).map(|draft| draft.number).collect();
+        };
         match &mut self.store {
-            Some(store) => store.commit(&numbers),
+            Some(store) => store.set(type_url, of),
             None => Ok(()),
         }
     }
-}
-
-/// The files that do not count yet.
-fn drafts(streams: &HashMap<u32, Stream>) -> impl Iterator<Item = &Draft> {
-    streams.values().flat_map(|stream| {
-        let pending = stream.pending.iter().map(|pending| &pending.draft);
-        pending.chain(&stream.draft)
-    })
-}
-
-/// The first of the segments that become one: those behind it are together over half its size.
-fn first_to_merge(segments: &[Segment]) -> usize {
-    let (mut first, mut sum) = (segments.len(), 0u64);
-    for (index, segment) in segments.iter().enumerate().rev() {
-        if first < segments.len() && segment.length / 2 > sum {
-            break;
-        }
-        first = index;
-        sum = sum.saturating_add(segment.length);
-    }
-    first
-}
-
-/// Makes one segment of those from `first` on.
-fn merge(
-    store: &mut Store,
-    parent: &std::path::Path,
-    protocol: Protocol,
-    segments: &mut Vec<Segment>,
-    first: usize,
-) -> io::Result<Draft> {
-    let index = Index::read(protocol, &segments[first..], |file| {
-        store::open(parent, file)
-    })?;
-    let mut draft = store.draft()?;
-    index.merge(first > 0, &mut draft)?;
-    segments.truncate(first);
-    segments.push(draft.segment());
-    Ok(draft)
 }

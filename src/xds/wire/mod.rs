@@ -1,9 +1,14 @@
-//! Reads type, version, nonce and number of resources of a discovery response while its bytes pass.
+//! Reads type, version, nonce and number of resources of a discovery response while its bytes pass, and
+//! where each resource is.
 //!
 //! A [`Walker`] takes the bytes of one message in chunks of any size. It skips fields by their length
 //! and keeps only the strings it is there for, so a message of any size costs the same memory, and
 //! unknown fields make no difference. What is skipped is not validated. Field numbers are from
 //! `envoy/service/discovery/v3/discovery.proto`, the encoding from the protobuf guide.
+
+use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
+use std::ops::Range;
+use std::sync::LazyLock;
 
 use prost::encoding::{WireType, decode_key, decode_varint};
 use smallvec::SmallVec;
@@ -33,11 +38,36 @@ pub struct Fields {
     pub resources: u32,
 }
 
+/// A resource or the name of a removed one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Found {
+    /// The [`digest`] of its name.
+    pub(super) name: u64,
+    /// Where the field is in the message, tag included.
+    pub(super) place: Range<u64>,
+    pub(super) is_removed: bool,
+}
+
+/// Stands for a name, in this process.
+pub(super) fn digest(name: &[u8]) -> u64 {
+    let mut hasher = hasher();
+    hasher.write(name);
+    hasher.finish()
+}
+
+fn hasher() -> DefaultHasher {
+    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    KEYS.build_hasher()
+}
+
 /// Walks one message.
 #[derive(Clone, Debug)]
 pub struct Walker {
-    /// Numbers of the fields that lead from a resource to its type.
-    path: &'static [u32],
+    protocol: Protocol,
+    /// Of the name that is being read, if names are looked for at all.
+    name: Option<DefaultHasher>,
+    /// Where the last field outside of resources begins.
+    field: u64,
     /// Length of the message.
     end: u64,
     /// Ends of the messages entered inside it, outermost first: a resource, and its `Any`.
@@ -59,6 +89,8 @@ enum Step {
     Skip(u64),
     /// A string that ends at this position, and where it is kept.
     Keep(u64, Place),
+    /// A name that ends at this position.
+    Name(u64),
 }
 
 type Place = fn(&mut Fields) -> &mut String;
@@ -67,16 +99,23 @@ impl Walker {
     /// A walker of a discovery response of `length` bytes.
     pub fn new(protocol: Protocol, length: u64) -> Self {
         Self {
-            path: match protocol {
-                Protocol::Sotw => &[1],
-                Protocol::Delta => &[2, 1],
-            },
+            protocol,
+            name: None,
+            field: 0,
             end: length,
             entered: SmallVec::new(),
             at: 0,
             step: Step::Header,
             held: Vec::new(),
             fields: Fields::default(),
+        }
+    }
+
+    /// Like [`Walker::new`], for [`Walker::find`].
+    pub(super) fn of_names(protocol: Protocol, length: u64) -> Self {
+        Self {
+            name: Some(hasher()),
+            ..Self::new(protocol, length)
         }
     }
 
@@ -98,7 +137,16 @@ impl Walker {
     }
 
     /// Reads the next bytes of the message.
-    pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Malformed> {
+    pub fn feed(&mut self, bytes: &[u8]) -> Result<(), Malformed> {
+        self.find(bytes, |_| ())
+    }
+
+    /// Reads the next bytes of the message, and reports what ends in them.
+    pub(super) fn find(
+        &mut self,
+        mut bytes: &[u8],
+        mut found: impl FnMut(Found),
+    ) -> Result<(), Malformed> {
         while !bytes.is_empty() {
             let read = match self.step {
                 Step::Header => self.header(bytes)?,
@@ -108,10 +156,17 @@ impl Walker {
                     self.held.extend_from_slice(&bytes[..read]);
                     read
                 }
+                Step::Name(end) => {
+                    let read = within(end - self.at, bytes);
+                    if let Some(name) = &mut self.name {
+                        name.write(&bytes[..read]);
+                    }
+                    read
+                }
             };
             self.at += read as u64;
             bytes = &bytes[read..];
-            self.settle()?;
+            self.settle(&mut found)?;
         }
         Ok(())
     }
@@ -136,6 +191,9 @@ impl Walker {
         };
         let read = now - rest.len();
         self.held.clear();
+        if self.entered.is_empty() {
+            self.field = self.at - known as u64;
+        }
         let end = (self.at + read as u64).checked_add(length);
         let end = end.filter(|end| *end <= self.inner_end());
         let end = end.ok_or(Malformed("a field is longer than its message"))?;
@@ -148,22 +206,33 @@ impl Walker {
 
     /// What to do with the value of a length-delimited field.
     fn field(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
-        let depth = self.entered.len();
-        let place: Place = match (depth, number) {
+        let (fields, finds_names) = (&mut self.fields, self.name.is_some());
+        let has_type = fields.resource_type.is_some();
+        let place: Place = match (self.entered.len(), number) {
             (0, 1) => |fields| &mut fields.version,
             (0, 4) => |fields| &mut fields.type_url,
             (0, 5) => |fields| &mut fields.nonce,
             (0, 2) => {
-                self.fields.resources = self.fields.resources.saturating_add(1);
-                return Ok(match self.fields.resource_type {
-                    Some(_) => Step::Skip(end),
-                    None => self.enter(end),
+                fields.resources = fields.resources.saturating_add(1);
+                return Ok(match has_type && !finds_names {
+                    true => Step::Skip(end),
+                    false => self.enter(end),
                 });
             }
-            (1.., _) if self.path.get(depth - 1) != Some(&number) => return Ok(Step::Skip(end)),
-            (1.., _) if depth < self.path.len() => return Ok(self.enter(end)),
-            (1.., _) => |fields| fields.resource_type.get_or_insert_default(),
-            _ => return Ok(Step::Skip(end)),
+            (depth, _) => match (self.protocol, depth, number) {
+                (Protocol::Sotw, 1, 1) | (Protocol::Delta, 2, 1) if !has_type => {
+                    |fields| fields.resource_type.get_or_insert_default()
+                }
+                (Protocol::Delta, 1, 2) if !has_type => return Ok(self.enter(end)),
+                (Protocol::Sotw, 1, 2) if finds_names => return Ok(self.enter(end)),
+                (Protocol::Sotw, 2, 1) | (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, 6)
+                    if finds_names =>
+                {
+                    self.name = Some(hasher());
+                    return Ok(Step::Name(end));
+                }
+                _ => return Ok(Step::Skip(end)),
+            },
         };
         if length > LONGEST_STRING {
             return Err(Malformed("a type URL, version or nonce over 16 KiB"));
@@ -176,8 +245,8 @@ impl Walker {
         Step::Header
     }
 
-    /// Ends what is complete: a kept string, a skipped value, entered messages.
-    fn settle(&mut self) -> Result<(), Malformed> {
+    /// Ends what is complete: a kept string, a name, a skipped value, entered messages.
+    fn settle(&mut self, found: &mut impl FnMut(Found)) -> Result<(), Malformed> {
         match self.step {
             Step::Keep(end, place) if end == self.at => {
                 let text = std::mem::take(&mut self.held);
@@ -186,12 +255,31 @@ impl Walker {
                 self.step = Step::Header;
             }
             Step::Skip(end) if end == self.at => self.step = Step::Header,
+            Step::Name(end) if end == self.at => {
+                self.step = Step::Header;
+                if self.entered.is_empty() {
+                    self.found(true, found);
+                }
+            }
             _ => {}
         }
         while self.entered.last() == Some(&self.at) {
             self.entered.pop();
+            if self.entered.is_empty() {
+                self.found(false, found);
+            }
         }
         Ok(())
+    }
+
+    fn found(&mut self, is_removed: bool, found: &mut impl FnMut(Found)) {
+        if let Some(name) = &mut self.name {
+            found(Found {
+                name: std::mem::replace(name, hasher()).finish(),
+                place: self.field..self.at,
+                is_removed,
+            });
+        }
     }
 }
 

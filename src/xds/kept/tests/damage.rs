@@ -3,18 +3,18 @@
 use std::fs;
 use std::io::{self, BufRead as _};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::segment::{Index, Segment};
+use super::super::file::{Index, KeptFile};
 use super::{Resources, files, keep, kept, resources, response, writer};
 use crate::xds::Protocol;
 use crate::xds::intercept::frame;
 
-/// A store with two files of clusters.
+/// A store with two responses of clusters.
 fn store_of_two(parent: &Path) -> Resources {
     let mut writer = writer(parent, Protocol::Delta);
     let first: Resources = (0..40)
@@ -35,21 +35,26 @@ fn store_of_two(parent: &Path) -> Resources {
     keep(&mut writer, "2", &second, false);
     let found = kept(parent, Protocol::Delta).unwrap().unwrap();
     assert_eq!(found.len(), 40);
-    assert_eq!(files(parent), 3);
+    assert_eq!(files(parent), 2);
     found
+}
+
+/// The files of a store.
+fn paths(parent: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(parent.join("istio-agent-config")).unwrap();
+    entries.map(|entry| entry.unwrap().path()).collect()
 }
 
 #[test]
 fn a_store_truncated_at_any_byte_is_not_used() {
     let parent = tempfile::tempdir().unwrap();
     store_of_two(parent.path());
-    for name in ["manifest", "0", "1"] {
-        let path = parent.path().join("istio-agent-config").join(name);
+    for path in paths(parent.path()) {
         let content = fs::read(&path).unwrap();
         for length in (0..content.len()).rev() {
             let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
             file.set_len(length as u64).unwrap();
-            kept(parent.path(), Protocol::Delta).expect_err(name);
+            kept(parent.path(), Protocol::Delta).unwrap_err();
         }
         fs::write(&path, content).unwrap();
     }
@@ -60,14 +65,13 @@ fn a_store_truncated_at_any_byte_is_not_used() {
 fn a_store_with_a_flipped_bit_is_not_used() {
     let parent = tempfile::tempdir().unwrap();
     store_of_two(parent.path());
-    for name in ["manifest", "0", "1"] {
-        let path = parent.path().join("istio-agent-config").join(name);
+    for path in paths(parent.path()) {
         let content = fs::read(&path).unwrap();
         let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
         for (at, byte) in content.iter().enumerate() {
             let flipped = [byte ^ (1 << (at % 8))];
             file.write_all_at(&flipped, at as u64).unwrap();
-            kept(parent.path(), Protocol::Delta).expect_err(name);
+            kept(parent.path(), Protocol::Delta).unwrap_err();
             file.write_all_at(&[*byte], at as u64).unwrap();
         }
     }
@@ -82,13 +86,13 @@ proptest! {
         // With its head, so that the walk comes to the fields.
         for content in [&bytes[..], &frame(&bytes)] {
             fs::write(&path, content).unwrap();
-            let segment = Segment {
-                file: 0,
+            let kept = KeptFile {
                 length: content.len() as u64,
                 crc: crc32fast::hash(content),
+                ..KeptFile::default()
             };
             for protocol in [Protocol::Sotw, Protocol::Delta] {
-                let _ = Index::read(protocol, std::slice::from_ref(&segment), |_| fs::File::open(&path));
+                let _ = Index::read(protocol, &kept, fs::File::open(&path).unwrap());
             }
         }
     }
@@ -97,9 +101,20 @@ proptest! {
 /// In the process that is killed: where to keep, and which generation to begin with.
 const KEEPER: &str = "KEPT_BY_A_PROCESS_THAT_IS_KILLED";
 
-/// Resources of one generation, 40 KB.
+/// Bytes of a generation, 40,000 if it is not set. With 100 MB the test takes minutes.
+const BYTES: &str = "KILL_TEST_BYTES";
+
+#[expect(clippy::disallowed_methods, reason = "for a longer run by hand")]
+fn bytes() -> usize {
+    let bytes = std::env::var(BYTES)
+        .ok()
+        .map(|bytes| bytes.parse().unwrap());
+    bytes.unwrap_or(40_000)
+}
+
+/// Resources of one generation.
 fn generation(number: u64) -> Resources {
-    let content = format!("{number:8}").repeat(50);
+    let content = format!("{number:8}").repeat(bytes() / 800);
     (0..100).map(|i| (i.to_string(), content.clone())).collect()
 }
 
@@ -144,7 +159,9 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
             .unwrap();
         let output = io::BufReader::new(process.stdout.take().unwrap());
         assert!(output.lines().any(|line| line.unwrap().contains(KEEPER)));
-        std::thread::sleep(Duration::from_millis(fastrand::u64(0..60)));
+        std::thread::sleep(Duration::from_millis(fastrand::u64(
+            0..60 + bytes() as u64 / 60_000,
+        )));
         process.kill().unwrap();
         process.wait().unwrap();
         let Some(mut found) = kept(parent.path(), Protocol::Delta).unwrap() else {

@@ -5,7 +5,7 @@ use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 
 use super::*;
 use crate::xds::request::RequestReader;
-use crate::xds::response::{Captured, Consumer, Received};
+use crate::xds::response::Captured;
 
 #[test]
 fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
@@ -67,5 +67,5 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
         Some(clusters)
     );
     let manifest = Manifest::read(parent.path()).unwrap().unwrap();
-    assert_eq!(manifest.types[TABLE].bytes(), bytes.len() as u64);
+    assert_eq!(manifest.types[TABLE].file.length, bytes.len() as u64);
 }

@@ -51,7 +51,7 @@ fn store(parent: &Path, protocol: Protocol) {
         (LISTENER, &Resources::new()),
     ] {
         let bytes = response(protocol, "1", resources, &[]);
-        let Note::Complete(complete) = complete("1", &bytes, true) else {
+        let Note::Complete(response, extent) = complete("1", &bytes, true) else {
             panic!("it is one");
         };
         let type_url = type_url.to_owned();
@@ -60,23 +60,27 @@ fn store(parent: &Path, protocol: Protocol) {
             nonce: "1".into(),
             is_accepted: true,
         };
-        let complete = Note::Complete(Complete {
+        let response = Received {
             type_url,
-            ..complete
-        });
+            ..response
+        };
+        let complete = Note::Complete(response, extent);
         for note in [Note::Bytes(vec![bytes]), complete, answered] {
             writer.take(1, note).unwrap();
         }
     }
 }
 
-/// The type, version and resources of each answer to these requests.
+/// The type, version and resources.
+type Answer = (String, String, Resources);
+
+/// The answers to these requests.
 fn replayed(
     parent: &Path,
     max_age: Duration,
     protocol: Protocol,
     requests: Vec<Bytes>,
-) -> io::Result<Vec<(String, String, Resources)>> {
+) -> io::Result<Vec<Answer>> {
     let config = Config {
         directory: parent.to_owned(),
         max_age,
@@ -95,8 +99,12 @@ fn replayed(
     while let Some(block) = answers.blocking_recv() {
         bytes.extend_from_slice(&block?);
     }
+    parsed(protocol, &bytes)
+}
+
+fn parsed(protocol: Protocol, bytes: &[u8]) -> io::Result<Vec<Answer>> {
     let mut found = Vec::new();
-    let mut rest = &bytes[..];
+    let mut rest = bytes;
     while let Some((head, behind)) = rest.split_first_chunk::<5>() {
         let length = u32::from_be_bytes(head[1..].try_into().unwrap()) as usize;
         let (message, behind) = behind.split_at(length);
@@ -211,4 +219,41 @@ fn what_is_too_old_or_of_another_node_or_protocol_is_not_served() {
     assert_eq!(refused(day, Protocol::Sotw, sotw), other);
     let stranger = frame(&DeltaDiscoveryRequest::default().encode_to_vec());
     assert_eq!(refused(day, Protocol::Delta, stranger), other);
+}
+
+#[test]
+fn files_that_are_exchanged_while_they_are_read_change_nothing() {
+    let parent = tempfile::tempdir().unwrap();
+    store(parent.path(), Protocol::Delta);
+    let config = Config {
+        directory: parent.path().to_owned(),
+        max_age: Duration::MAX,
+        after: Duration::ZERO,
+    };
+    let (kept, _) = Kept::new(config, &Registry::default());
+    let (requests, queue) = mpsc::unbounded_channel();
+    let (out, mut answers) = mpsc::channel(1000);
+    let thread = std::thread::spawn(move || answer(&kept, Protocol::Delta, queue, &out));
+    let ask = |type_url| requests.send(request(Protocol::Delta, type_url, &["*"], ""));
+    ask(CLUSTER).unwrap();
+    let mut bytes = answers.blocking_recv().unwrap().unwrap().to_vec();
+    let directory = parent.path().join("istio-agent-config");
+    for entry in fs::read_dir(&directory).unwrap() {
+        let other = parent.path().join("other");
+        fs::write(&other, "another").unwrap();
+        fs::rename(other, entry.unwrap().path()).unwrap();
+    }
+    ask(ENDPOINTS).unwrap();
+    drop(requests);
+    while let Some(block) = answers.blocking_recv() {
+        bytes.extend_from_slice(&block.unwrap());
+    }
+    thread.join().unwrap().unwrap();
+    let both = resources(&[("a", "1"), ("b", "2")]);
+    let found = parsed(Protocol::Delta, &bytes).unwrap();
+    let found: Vec<_> = found
+        .into_iter()
+        .map(|(_, _, resources)| resources)
+        .collect();
+    assert_eq!(found, [both.clone(), both]);
 }
