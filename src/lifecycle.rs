@@ -1,4 +1,4 @@
-//! Named tasks with one owner, stop requests, and the signals that make them.
+//! Named tasks with one owner, stop requests, the signals that make them, and claims on child processes.
 //!
 //! Every task of the agent runs in a [`Tasks`] set, so none ends unnoticed and none outlives the
 //! agent. A [`CancellationToken`] stops all tasks that hold it.
@@ -10,7 +10,8 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use rustix::process::Signal;
+use parking_lot::Mutex;
+use rustix::process::{Pid, Signal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -202,9 +203,43 @@ impl fmt::Debug for Tasks {
     }
 }
 
+/// Children of the agent that are waited for where they were started.
+static CLAIMED: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+
+/// Keeps a child from being reaped as an orphan, until dropped. To be made before anything else runs on
+/// the thread that reaps.
+#[derive(Debug)]
+pub(crate) struct Claim(Pid);
+
+impl Claim {
+    pub(crate) fn new(pid: Pid) -> Self {
+        CLAIMED.lock().push(pid);
+        Self(pid)
+    }
+
+    pub(crate) fn is_on(pid: Pid) -> bool {
+        CLAIMED.lock().contains(&pid)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        CLAIMED.lock().retain(|pid| *pid != self.0);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_claim_lasts_until_it_is_dropped() {
+        let pids = [i32::MAX - 1, i32::MAX].map(|pid| Pid::from_raw(pid).expect("a pid"));
+        let [claim, _other] = pids.map(Claim::new);
+        assert_eq!(pids.map(Claim::is_on), [true, true]);
+        drop(claim);
+        assert_eq!(pids.map(Claim::is_on), [false, true]);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn drain_waits_for_cancelled_tasks_and_aborts_the_rest() {

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
@@ -44,7 +44,7 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::{dns, doctor, status};
+use crate::{doctor, status};
 use reload::{Inputs, Load};
 use sds_socket::{Detected, SdsOwner};
 
@@ -159,7 +159,7 @@ impl Agent {
             last_shutdown: CancellationToken::new(),
         };
         let envoy = agent.envoy(stop)?;
-        let dns = agent.dns()?;
+        let (dns, forwarder) = agent.dns()?.unzip();
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
         let (secrets, pcds, consumers) = agent.secrets(&istiod, owner, listener);
@@ -177,6 +177,7 @@ impl Agent {
                 consumers,
                 discovery: discovery.clone(),
                 dns: dns.clone(),
+                forwarder,
                 health: health.clone(),
                 wasm: wasm.clone(),
             };
@@ -280,33 +281,6 @@ impl Agent {
         let (istiod, connection) = istiod::new(config, &self.metrics, self.shutdown.clone());
         self.spawn(name, connection);
         istiod
-    }
-
-    /// Answers DNS on its own thread, so that no other work delays an answer.
-    fn dns(&mut self) -> Result<Option<dns::Dns>, BoxError> {
-        let Some(config) = self.config.dns.clone() else {
-            return Ok(None);
-        };
-        let forwarder = dns::forward::Forwarder::new(config.forwarder, &self.metrics);
-        let shutdown = self.shutdown.clone();
-        let (dns, serving) = dns::new(config.server, forwarder, &self.metrics, shutdown)?;
-        let (done, ended) = oneshot::channel();
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(Error::DnsThread)?;
-        let serve = move || {
-            // Not received if the shutdown took too long.
-            let _ = done.send(runtime.block_on(serving));
-            runtime.shutdown_background();
-        };
-        let thread = std::thread::Builder::new().name("dns".to_owned());
-        // The channel reports its end; a panic closes it.
-        thread.spawn(serve).map_err(Error::DnsThread)?;
-        self.tasks.spawn("DNS server", async move {
-            ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
-        });
-        Ok(Some(dns))
     }
 
     async fn run(mut self, stop: Stop) -> Result<ExitCode, BoxError> {

@@ -1,15 +1,47 @@
-//! Intercepts NDS: hands istiod's name tables to the DNS server instead of to Envoy.
+//! Runs the DNS server, and intercepts NDS: hands istiod's name tables to it instead of to Envoy.
 //!
 //! A response holds one `NameTable`. Its bytes are not copied on their way.
 
 use bytes::Bytes;
+use tokio::sync::oneshot;
 
-use super::resource;
-use crate::dns::Dns;
+use super::{Agent, Error, resource};
+use crate::dns::forward::Forwarder;
+use crate::dns::{self, Dns};
+use crate::lifecycle::BoxError;
 use crate::xds::Protocol;
 use crate::xds::intercept::{Intercepting, Interceptor, Outcome};
 
 const TYPE_URL: &str = "type.googleapis.com/istio.networking.nds.v1.NameTable";
+
+impl Agent {
+    /// Answers DNS on its own thread, so that no other work delays an answer.
+    pub(super) fn dns(&mut self) -> Result<Option<(Dns, Forwarder)>, BoxError> {
+        let Some(config) = self.config.dns.clone() else {
+            return Ok(None);
+        };
+        let forwarder = Forwarder::new(config.forwarder, &self.metrics);
+        let (shutdown, forward) = (self.shutdown.clone(), forwarder.clone());
+        let (dns, serving) = dns::new(config.server, forward, &self.metrics, shutdown)?;
+        let (done, ended) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(Error::DnsThread)?;
+        let serve = move || {
+            // Not received if the shutdown took too long.
+            let _ = done.send(runtime.block_on(serving));
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("dns".to_owned());
+        // The channel reports its end; a panic closes it.
+        thread.spawn(serve).map_err(Error::DnsThread)?;
+        self.tasks.spawn("DNS server", async move {
+            ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
+        });
+        Ok(Some((dns, forwarder)))
+    }
+}
 
 /// The interceptor of NDS responses.
 #[derive(Debug)]

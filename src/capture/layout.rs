@@ -59,6 +59,23 @@ impl Layout {
         }
     }
 
+    /// Whether there are chains of traffic capture.
+    pub fn is_captured(&self) -> bool {
+        self.chains.keys().any(|(_, chain)| !chain.is_builtin())
+    }
+
+    /// The port that a chain redirects to.
+    pub fn redirects_to(&self, chain: Chain) -> Option<u16> {
+        let rules = self.chains.get(&(Table::Nat, chain))?;
+        rules.iter().find_map(|entry| match entry {
+            Entry::Rule {
+                verdict: Verdict::Redirect(port),
+                ..
+            } => Some(*port),
+            _ => None,
+        })
+    }
+
     /// What each rule matches.
     pub fn matches(&self) -> impl Iterator<Item = &[Match]> {
         self.chains

@@ -4,9 +4,15 @@ use std::io::{self, Seek, Write};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use rustix::process::Pid;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 use tokio::time::timeout;
+
+use crate::lifecycle::Claim;
+
+/// Where programs are if PATH does not say.
+pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Largest output of a program, in bytes.
 const LARGEST_OUTPUT: u64 = 64 << 20;
@@ -66,6 +72,8 @@ async fn execute(program: &str, arguments: &[&str], input: &str) -> Result<Vec<u
         .kill_on_drop(true)
         .spawn()
         .map_err(Cause::Start)?;
+    let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+    let _claim = pid.map(Claim::new);
     let (output, message) = (child.stdout.take(), child.stderr.take());
     let (output, message) = tokio::try_join!(read(output), read(message))?;
     let status = child.wait().await.map_err(Cause::Transfer)?;

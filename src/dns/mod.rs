@@ -16,8 +16,9 @@ mod wire;
 
 use std::future::Future;
 use std::io;
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
@@ -170,10 +171,34 @@ impl Dns {
         table.map(|table| table.to_json())
     }
 
+    /// How many hosts the table has, if there is one.
+    pub fn hosts(&self) -> Option<usize> {
+        self.tables.borrow().as_ref().map(|table| table.hosts())
+    }
+
     /// Where it listens.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
+}
+
+/// Whether a DNS server answers at all. It is sent a message that no server forwards: a query of a kind
+/// that none knows.
+pub async fn answers(server: SocketAddr, limit: Duration) -> io::Result<()> {
+    const STATUS: u8 = 2 << 3;
+    let mut message = [0; wire::HEADER];
+    message[wire::FLAGS] = STATUS;
+    let here = match server.is_ipv4() {
+        true => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        false => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
+    };
+    let socket = tokio::net::UdpSocket::bind(here).await?;
+    socket.connect(server).await?;
+    socket.send(&message).await?;
+    let answer = tokio::time::timeout(limit, socket.recv(&mut message)).await;
+    answer
+        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+        .map(drop)
 }
 
 /// Binds both protocols to one port.

@@ -1,8 +1,335 @@
-//! Traffic capture.
+//! Traffic capture: whether the rules of this network namespace lead to Envoy.
+//!
+//! Most settings of the rules belong to another container or to istio-cni. So only ways of packets are
+//! checked that do not depend on them.
 
-use super::Subject;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
 use super::report::Check;
+use super::{PROBE_LIMIT, Subject};
+use crate::capture::layout::Layout;
+use crate::capture::packet::{Account, Decision, Direction, Packet, State, simulate};
+use crate::capture::program::PATH;
+use crate::capture::rules::{Chain, Family, Protocol};
+use crate::capture::verify::live;
+use crate::lifecycle::with_causes;
 
-pub(super) async fn checks(_: Subject<'_>) -> Vec<Check> {
-    Vec::new()
+const NAME: &str = "rules";
+/// What is captured leads to these ports, unless the mesh configuration has others.
+const OUTBOUND: u16 = 15001;
+const INBOUND: u16 = 15006;
+/// The port at which istio-validation calls Envoy as an application of the pod.
+const CALLED: u16 = 15002;
+/// Envoy's user in Istio's images.
+const PROXY: u32 = 1337;
+/// Of a connection over lo.
+const CONNECT_LIMIT: Duration = Duration::from_millis(300);
+const SET_UP: &str = "read the log of istio-init, or of istio-cni on the node, and delete the pod, so that it \
+                      starts with rules again";
+
+pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
+    let node = &subject.config.bootstrap.node;
+    let mode = node.metadata.get("INTERCEPTION_MODE");
+    match mode.and_then(Value::as_str) {
+        Some("REDIRECT" | "TPROXY") => {}
+        Some(mode) => {
+            let why = format!("interception mode {mode}: traffic is not captured");
+            return vec![Check::skipped(NAME, why)];
+        }
+        None => {
+            let why = "ISTIO_META_INTERCEPTION_MODE is not set: traffic may be captured or not";
+            return vec![Check::skipped(NAME, why)];
+        }
+    }
+    let family = match node.addresses.first() {
+        Some(IpAddr::V6(_)) => Family::V6,
+        _ => Family::V4,
+    };
+    let layout = match timeout(PROBE_LIMIT, live::rules(family, PATH)).await {
+        Ok(Ok(layout)) => layout,
+        Ok(Err(error)) => return vec![called(family, with_causes(&error)).await],
+        Err(_) => {
+            let why = format!("the program that reads them takes more than {PROBE_LIMIT:?}");
+            return vec![called(family, why).await];
+        }
+    };
+    if !layout.is_captured() {
+        return vec![
+            Check::error(NAME, "no chain of Istio in this network namespace")
+                .expected(format!("rules that lead to ports {OUTBOUND} and {INBOUND}"))
+                .remedy(SET_UP),
+        ];
+    }
+    let mut checks = ways(&layout, family, envoys_account(subject));
+    checks.extend(dns(&layout, &captured_ports(subject, family)));
+    checks.extend(ports(&layout, family).await);
+    if checks.is_empty() {
+        let port = |chain| layout.redirects_to(chain).unwrap_or_default();
+        let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
+        let found = format!("they lead to ports {outbound} and {inbound}");
+        checks.push(Check::ok(NAME, found));
+    }
+    checks
+}
+
+/// Finds out by a connection, without the right to read rules, as istio-validation does: what Envoy's user
+/// sends over lo to an address of the pod is redirected to Envoy.
+async fn called(family: Family, why: String) -> Check {
+    let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
+    // Root's connections are not those of Envoy's user.
+    if rustix::process::geteuid().is_root() {
+        return skipped();
+    }
+    let (call, envoy) = (
+        address(family, true, CALLED),
+        address(family, false, INBOUND),
+    );
+    match tokio::join!(connects(call), connects(envoy)) {
+        (Ok(()), _) => Check::ok(NAME, format!("a call to {call} is redirected to Envoy")),
+        (Err(error), Ok(())) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            Check::error(NAME, format!("a call to {call} is not redirected to Envoy"))
+                .expected(format!(
+                    "rules that lead to Envoy, which listens on {envoy}"
+                ))
+                .remedy(SET_UP)
+        }
+        _ => skipped(),
+    }
+}
+
+/// Loopback, or the address at which Envoy calls applications.
+fn address(family: Family, is_passthrough: bool, port: u16) -> SocketAddr {
+    let ip = match (family, is_passthrough) {
+        (Family::V4, false) => Ipv4Addr::LOCALHOST.into(),
+        (Family::V4, true) => Ipv4Addr::new(127, 0, 0, 6).into(),
+        (Family::V6, false) => Ipv6Addr::LOCALHOST.into(),
+        (Family::V6, true) => IpAddr::from(Ipv6Addr::from(6)),
+    };
+    SocketAddr::new(ip, port)
+}
+
+async fn connects(address: SocketAddr) -> io::Result<()> {
+    let connected = timeout(CONNECT_LIMIT, TcpStream::connect(address)).await;
+    connected.map_err(io::Error::from)?.map(drop)
+}
+
+/// Packets that end elsewhere than any configuration has them end.
+fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
+    let mut checks = Vec::new();
+    let mut check = |packet: &Packet, is_right: fn(Decision) -> bool, expected, remedy| {
+        let decision = simulate(layout, packet).decision;
+        if !is_right(decision) {
+            let check = Check::error(NAME, format!("{packet} {decision}"));
+            checks.push(check.expected(expected).remedy(remedy));
+        }
+    };
+    let sent = |protocol, destination, interface: &str| Packet {
+        direction: Direction::Out {
+            user: account(user),
+            group: account(group),
+        },
+        protocol,
+        source: SocketAddr::new(address(family, false, 0).ip(), 0),
+        destination,
+        interface: interface.to_owned(),
+        state: State::New,
+        mark: 0,
+        connection_mark: 0,
+    };
+    check(
+        &sent(Protocol::Tcp, address(family, true, CALLED), "lo"),
+        |decision| matches!(decision, Decision::Redirected(_)),
+        "that Envoy's calls to its own pod are redirected to its inbound port",
+        SET_UP,
+    );
+    let outside = match family {
+        Family::V4 => IpAddr::from([198, 51, 100, 7]),
+        Family::V6 => IpAddr::from([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7]),
+    };
+    let is_untouched = |decision| decision == Decision::Untouched;
+    let exempt =
+        "set --proxy-uid of istio-init to the user of this container, or its runAsUser to 1337";
+    for (protocol, port, expected) in [
+        (
+            Protocol::Tcp,
+            443,
+            "that Envoy's connections go to their destination, or they come back to Envoy",
+        ),
+        (
+            Protocol::Udp,
+            53,
+            "that the agent's DNS queries go to their destination, or they come back to the agent",
+        ),
+    ] {
+        let packet = sent(protocol, SocketAddr::new(outside, port), "eth0");
+        check(&packet, is_untouched, expected, exempt);
+    }
+    checks
+}
+
+/// The user and the group of Envoy, and so of the agent unless it is root.
+fn envoys_account(subject: Subject<'_>) -> (u32, u32) {
+    let envoy = subject.config.envoy.as_ref();
+    match (envoy.and_then(|envoy| envoy.command.user), subject.running) {
+        (Some(user), _) => (user, user),
+        (None, Some(_)) => (
+            rustix::process::geteuid().as_raw(),
+            rustix::process::getegid().as_raw(),
+        ),
+        (None, None) => (PROXY, PROXY),
+    }
+}
+
+fn account(number: u32) -> Account {
+    Account {
+        number: Some(number),
+        name: None,
+    }
+}
+
+/// The ports at which the agent answers the captured DNS queries of a family; none if it does not.
+fn captured_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
+    let config = subject.config;
+    let dns = config.dns.as_ref();
+    let dns = dns.filter(|_| config.bootstrap.node.is_true("DNS_CAPTURE"));
+    let own = dns.map(|dns| dns.forwarder.own_addresses.iter());
+    let own = own.into_iter().flatten();
+    let own = own.filter(|own| own.is_ipv4() == (family == Family::V4));
+    own.map(SocketAddr::port).collect()
+}
+
+/// Whether DNS is captured for the agent that answers it, at these ports.
+fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
+    let found = match layout.redirects_to(Chain::OutputDns) {
+        _ if own.is_empty() => return None,
+        Some(port) if own.contains(&port) => return None,
+        Some(port) => format!("DNS queries are redirected to port {port}"),
+        None => "DNS queries are not redirected".to_owned(),
+    };
+    let expected = format!("that they are redirected to port {}, of the agent", own[0]);
+    Some(Check::error(NAME, found).expected(expected).remedy(SET_UP))
+}
+
+/// Ports that rules lead to, which are not Istio's, and at which Envoy does not listen.
+async fn ports(layout: &Layout, family: Family) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for (chain, usual) in [(Chain::Redirect, OUTBOUND), (Chain::InRedirect, INBOUND)] {
+        let Some(port) = layout.redirects_to(chain).filter(|port| *port != usual) else {
+            continue;
+        };
+        if let Err(error) = connects(address(family, false, port)).await {
+            let found = format!("they lead to port {port}, where Envoy does not listen: {error}");
+            checks.push(
+                Check::error(NAME, found)
+                    .expected(format!("port {usual}, or that of the mesh configuration"))
+                    .remedy(SET_UP),
+            );
+        }
+    }
+    checks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture::iptables::saved::Saved;
+
+    /// Rules for IPv4 that capture all but DNS, as iptables prints them.
+    const RULES: &str = "*nat
+:PREROUTING ACCEPT [0:0]
+:OUTPUT ACCEPT [0:0]
+:ISTIO_INBOUND - [0:0]
+:ISTIO_IN_REDIRECT - [0:0]
+:ISTIO_OUTPUT - [0:0]
+:ISTIO_OUTPUT_DNS - [0:0]
+:ISTIO_REDIRECT - [0:0]
+-A PREROUTING -p tcp -j ISTIO_INBOUND
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_INBOUND -p tcp -j ISTIO_IN_REDIRECT
+-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15006
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -o lo -p tcp -m owner --uid-owner 1337 -j ISTIO_IN_REDIRECT
+-A ISTIO_OUTPUT -o lo -m owner ! --uid-owner 1337 -j RETURN
+-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN
+-A ISTIO_OUTPUT -d 127.0.0.1/32 -j RETURN
+-A ISTIO_OUTPUT -j ISTIO_REDIRECT
+-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001
+COMMIT
+";
+    const DNS: &str = "-A ISTIO_OUTPUT_DNS -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053
+";
+
+    fn layout(from: &str, to: &str) -> Layout {
+        let text = RULES.replacen(from, to, 1);
+        assert_eq!(text == RULES, from == to, "{from}");
+        Saved::parse(&text).expect("rules").layout()
+    }
+
+    #[test]
+    fn rules_that_lead_elsewhere_are_found_by_the_packets_they_mislead() {
+        let ends = |layout: &Layout, user| {
+            let checks = ways(layout, Family::V4, (user, user));
+            checks
+                .iter()
+                .map(|check| check.found.clone())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(ends(&layout("", ""), 1337), [""; 0]);
+        let of_another = ends(&layout("", ""), 1000);
+        assert_eq!(of_another.len(), 2, "{of_another:?}");
+        assert!(
+            of_another[0].contains("to 127.0.0.6:15002 over lo"),
+            "{of_another:?}"
+        );
+        assert!(
+            of_another[1].contains("is redirected to port 15001"),
+            "{of_another:?}"
+        );
+        for spoilt in [
+            layout("-A OUTPUT -j ISTIO_OUTPUT\n", ""),
+            layout(
+                "-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15006\n",
+                "",
+            ),
+        ] {
+            let ends = ends(&spoilt, 1337);
+            assert!(ends[0].ends_with("goes to its destination"), "{ends:?}");
+        }
+        let loops = "-A ISTIO_OUTPUT -p udp -j REDIRECT --to-ports 15053\n-A ISTIO_OUTPUT ! -d";
+        let ends = ends(&layout("-A ISTIO_OUTPUT ! -d", loops), 1337);
+        assert_eq!(ends.len(), 1, "{ends:?}");
+        assert!(ends[0].contains("UDP from user 1337"), "{ends:?}");
+    }
+
+    #[test]
+    fn dns_that_is_not_captured_for_the_agent_is_found() {
+        let without = layout("", "");
+        assert_eq!(dns(&without, &[]), None);
+        let found = dns(&without, &[15053]).expect("an error").found;
+        assert_eq!(found, "DNS queries are not redirected");
+        let with = layout("COMMIT", &format!("{DNS}COMMIT"));
+        assert_eq!(dns(&with, &[15053]), None);
+        let found = dns(&with, &[5300]).expect("an error").found;
+        assert_eq!(found, "DNS queries are redirected to port 15053");
+    }
+
+    #[tokio::test]
+    async fn a_port_of_others_is_an_error_unless_envoy_listens_there() {
+        let layout = layout("--to-ports 15001", "--to-ports 1");
+        let found = ports(&layout, Family::V4).await;
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(
+            found[0].found.starts_with("they lead to port 1, where"),
+            "{found:?}"
+        );
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let port = listener.local_addr().expect("an address").port();
+        let layout = self::layout("--to-ports 15006", &format!("--to-ports {port}"));
+        assert_eq!(ports(&layout, Family::V4).await, []);
+    }
 }

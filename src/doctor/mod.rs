@@ -30,6 +30,7 @@ use tokio::time::Instant;
 
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
+use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::http_client::{self, Client, http_url};
@@ -60,6 +61,7 @@ pub struct Running {
     pub consumers: Consumers,
     pub discovery: Observer,
     pub dns: Option<Dns>,
+    pub forwarder: Option<Forwarder>,
     pub health: Option<Health>,
     pub wasm: Option<Wasm>,
 }
@@ -91,20 +93,26 @@ pub async fn report(
     let mut groups = vec![named("configuration", about), named("agent", before)];
     if let Ok(config) = config {
         let subject = Subject { config, running };
+        // All the others rest on these two.
+        let machine = async {
+            <[Group; 2]>::from(tokio::join!(
+                group("limits", limits::checks(subject)),
+                group("disk", disk::checks(subject)),
+            ))
+        };
         let others = async {
-            <[Group; 8]>::from(tokio::join!(
+            <[Group; 6]>::from(tokio::join!(
                 group("certificate", certificate::checks(subject)),
                 group("sockets", sockets::checks(subject)),
                 group("Envoy", envoy::checks(subject)),
                 group("capture", capture::checks(subject)),
                 group("DNS", dns::checks(subject)),
                 group("probes", probes::checks(subject)),
-                group("limits", limits::checks(subject)),
-                group("disk", disk::checks(subject)),
             ))
         };
-        let (control_plane, others) = tokio::join!(control_plane(subject), others);
-        groups.extend(control_plane.into_iter().chain(others));
+        let (machine, control_plane, others) =
+            tokio::join!(machine, control_plane(subject), others);
+        groups.extend(machine.into_iter().chain(control_plane).chain(others));
     }
     Report::new(node, groups)
 }

@@ -11,8 +11,8 @@ use super::launch::Launch;
 use super::memory::{OomKills, Resident};
 use super::output::Output;
 use super::process::{Ended, Error, Process};
-use super::reaper::Claim;
 use crate::clock::{self, Clock};
+use crate::lifecycle::Claim;
 
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 

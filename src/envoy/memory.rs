@@ -17,6 +17,8 @@ use tokio::time::Instant;
 use crate::metrics;
 
 const KILLS: &str = "oom_kill";
+/// Version 1 has a number of about this size where there is no limit.
+const NO_LIMIT: u64 = 1 << 62;
 
 /// The shortest time between two reads that are not forced.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -81,11 +83,11 @@ impl OomKills {
     }
 
     fn start_at(root: &Path) -> Option<Self> {
-        let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-        let files = groups.lines().filter_map(candidates).flatten();
-        files
-            .map(|file| root.join(file))
-            .find_map(|file| count(&file).map(|before| Self { file, before }))
+        files(root).into_iter().find_map(|files| {
+            let before = count(&files.kills)?;
+            let file = files.kills;
+            Some(Self { file, before })
+        })
     }
 
     /// Whether the count went up since. None when it cannot be read any more.
@@ -94,20 +96,59 @@ impl OomKills {
     }
 }
 
-/// Where the count may be, by a line of `/proc/self/cgroup`. A container that sees the machine's
-/// path may have its own group mounted at the top.
-fn candidates(line: &str) -> Option<[String; 2]> {
-    let (_, rest) = line.split_once(':')?;
-    let (controllers, path) = rest.split_once(':')?;
-    let (top, file) = match controllers {
-        "" => ("sys/fs/cgroup", "memory.events"),
-        _ if controllers.split(',').any(|name| name == "memory") => {
-            ("sys/fs/cgroup/memory", "memory.oom_control")
-        }
-        _ => return None,
-    };
-    let path = path.trim_matches('/');
-    Some([format!("{top}/{path}/{file}"), format!("{top}/{file}")])
+/// What the kernel says about this process' control group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ControlGroup {
+    /// The most bytes of memory it may have. None is no limit.
+    pub(crate) limit: Option<u64>,
+    /// Processes that were killed for want of memory.
+    pub(crate) kills: u64,
+}
+
+impl ControlGroup {
+    /// None where there is no control group of memory.
+    pub(crate) fn read(root: &Path) -> Option<Self> {
+        files(root).into_iter().find_map(|files| {
+            let limit = fs::read_to_string(&files.limit).ok()?;
+            let limit = limit.trim().parse().ok();
+            Some(Self {
+                limit: limit.filter(|limit| *limit < NO_LIMIT),
+                kills: count(&files.kills).unwrap_or_default(),
+            })
+        })
+    }
+}
+
+/// Files of a control group.
+struct Files {
+    kills: PathBuf,
+    limit: PathBuf,
+}
+
+/// Where those of this process may be, by the lines of `/proc/self/cgroup`. A container that sees the
+/// machine's path may have its own group mounted at the top.
+fn files(root: &Path) -> Vec<Files> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let files = groups.lines().filter_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        let (top, kills, limit) = match controllers {
+            "" => ("sys/fs/cgroup", "memory.events", "memory.max"),
+            _ if controllers.split(',').any(|name| name == "memory") => (
+                "sys/fs/cgroup/memory",
+                "memory.oom_control",
+                "memory.limit_in_bytes",
+            ),
+            _ => return None,
+        };
+        let top = root.join(top);
+        let directories = [top.join(path.trim_matches('/')), top];
+        Some(directories.map(|directory| Files {
+            kills: directory.join(kills),
+            limit: directory.join(limit),
+        }))
+    });
+    files.flatten().collect()
 }
 
 fn count(file: &Path) -> Option<u64> {
@@ -163,9 +204,65 @@ mod tests {
     }
 
     #[test]
+    fn limit_and_kills_of_either_version_are_read() {
+        let one = "0::/\n";
+        let other = "2:cpu:/\n3:memory:/pod\n";
+        for (groups, directory, limit, events, expected) in [
+            (
+                one,
+                "",
+                ("memory.max", "max\n"),
+                ("memory.events", "oom_kill 0\n"),
+                (None, 0),
+            ),
+            (
+                one,
+                "",
+                ("memory.max", "4096\n"),
+                ("memory.events", "oom_kill 2\n"),
+                (Some(4096), 2),
+            ),
+            (
+                one,
+                "",
+                ("memory.max", "\u{fffd}"),
+                ("memory.events", "?"),
+                (None, 0),
+            ),
+            (
+                other,
+                "memory/pod",
+                ("memory.limit_in_bytes", "8192\n"),
+                ("memory.oom_control", "oom_kill 1\n"),
+                (Some(8192), 1),
+            ),
+            (
+                other,
+                "memory",
+                ("memory.limit_in_bytes", "9223372036854771712\n"),
+                ("memory.oom_control", "under_oom 0\n"),
+                (None, 0),
+            ),
+        ] {
+            let root = tempfile::tempdir().expect("a directory");
+            let group = root.path().join("sys/fs/cgroup").join(directory);
+            fs::create_dir_all(&group).expect("made");
+            fs::create_dir_all(root.path().join("proc/self")).expect("made");
+            fs::write(root.path().join("proc/self/cgroup"), groups).expect("written");
+            for (file, text) in [limit, events] {
+                fs::write(group.join(file), text).expect("written");
+            }
+            let (limit, kills) = expected;
+            let read = ControlGroup::read(root.path());
+            assert_eq!(read, Some(ControlGroup { limit, kills }), "{groups}");
+        }
+    }
+
+    #[test]
     fn a_machine_without_control_groups_has_no_count() {
         let root = tempfile::tempdir().expect("a directory");
         assert!(OomKills::start_at(root.path()).is_none());
+        assert_eq!(ControlGroup::read(root.path()), None);
     }
 
     #[test]

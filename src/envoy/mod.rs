@@ -14,7 +14,7 @@ pub mod hot_restart;
 mod instance;
 pub mod launch;
 pub mod machine;
-mod memory;
+pub(crate) mod memory;
 mod output;
 pub mod process;
 pub mod reaper;

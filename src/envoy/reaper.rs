@@ -7,29 +7,10 @@
 use std::convert::Infallible;
 use std::fs;
 
-use parking_lot::Mutex;
 use rustix::process::{Pid, WaitOptions};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Children of the agent that are waited for elsewhere.
-static CLAIMED: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
-
-/// Keeps a process from being reaped here, until dropped.
-#[derive(Debug)]
-pub(super) struct Claim(Pid);
-
-impl Claim {
-    pub(super) fn new(pid: Pid) -> Self {
-        CLAIMED.lock().push(pid);
-        Self(pid)
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        CLAIMED.lock().retain(|pid| *pid != self.0);
-    }
-}
+use crate::lifecycle::Claim;
 
 /// Reaps orphans for ever.
 pub async fn reap() -> Infallible {
@@ -58,7 +39,7 @@ fn reap_once() {
     let pids = processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter_map(Pid::from_raw)
-        .filter(|pid| !CLAIMED.lock().contains(pid));
+        .filter(|pid| !Claim::is_on(*pid));
     for pid in pids {
         let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         if stat.is_ok_and(|stat| is_zombie_of_first(&stat)) {
@@ -78,16 +59,6 @@ fn is_zombie_of_first(stat: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_claim_lasts_until_it_is_dropped() {
-        let pids = [i32::MAX - 1, i32::MAX].map(|pid| Pid::from_raw(pid).expect("a pid"));
-        let [claim, _other] = pids.map(Claim::new);
-        let claimed = || pids.map(|pid| CLAIMED.lock().contains(&pid));
-        assert_eq!(claimed(), [true, true]);
-        drop(claim);
-        assert_eq!(claimed(), [false, true]);
-    }
 
     #[test]
     fn only_zombies_of_the_first_process_are_reaped() {

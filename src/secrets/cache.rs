@@ -149,14 +149,26 @@ impl CertificateCache {
 
     fn prepare_directory(&self) -> io::Result<()> {
         create_private_directory(&self.directory)?;
-        let file_system = rustix::fs::statfs(&self.directory)?;
-        // The type is a small number in a word whose width depends on the machine.
-        if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
-            Ok(())
-        } else {
-            Err(io::Error::other(
-                "it is on a disk, expected a file system in memory",
-            ))
-        }
+        check_in_memory(&self.directory)
     }
+}
+
+/// Fails if no certificate can be cached below `parent`. Changes nothing.
+pub(crate) fn check(parent: &Path) -> io::Result<()> {
+    match check_private_directory(&parent.join(DIRECTORY)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    check_in_memory(parent)
+}
+
+fn check_in_memory(directory: &Path) -> io::Result<()> {
+    let file_system = rustix::fs::statfs(directory)?;
+    // The type is a small number in a word whose width depends on the machine.
+    if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
+        return Ok(());
+    }
+    Err(io::Error::other(
+        "it is on a disk, expected a file system in memory",
+    ))
 }

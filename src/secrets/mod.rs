@@ -6,7 +6,7 @@
 //! authority's roots. [`files`] are the other source, a [`Subscription`] reads both, and [`output`]
 //! writes both to a directory.
 
-mod cache;
+pub(crate) mod cache;
 pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;

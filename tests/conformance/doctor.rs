@@ -26,7 +26,7 @@ use crate::support::place::{Place, ROOT, TOKEN, token};
 use crate::support::{accepted, local_istiod, options};
 
 /// A set-up with one fault.
-struct SetUp {
+pub struct SetUp {
     place: Place,
     /// What the first error of its report contains, all of them.
     says: Vec<String>,
@@ -36,10 +36,14 @@ struct SetUp {
 
 /// The set-ups of a test, being made and examined.
 #[derive(Default)]
-struct Rows(JoinSet<()>);
+pub struct Rows(JoinSet<()>);
 
 impl Rows {
-    fn add(&mut self, name: &'static str, set_up: impl Future<Output = SetUp> + Send + 'static) {
+    pub fn add(
+        &mut self,
+        name: &'static str,
+        set_up: impl Future<Output = SetUp> + Send + 'static,
+    ) {
         self.0.spawn(async move {
             let SetUp { place, says, keeps } = set_up.await;
             let (report, code) = diagnosed(&place);
@@ -58,7 +62,7 @@ impl Rows {
         });
     }
 
-    async fn all_name_their_cause(mut self) {
+    pub async fn all_name_their_cause(mut self) {
         let mut failed = 0;
         while let Some(row) = self.0.join_next().await {
             failed += usize::from(row.is_err());
@@ -68,7 +72,7 @@ impl Rows {
 }
 
 /// The report of `pilot-agent doctor --json`, and its exit code. It takes less than 3 s.
-fn diagnosed(place: &Place) -> (Value, i32) {
+pub fn diagnosed(place: &Place) -> (Value, i32) {
     let began = Instant::now();
     let output = block_in_place(|| place.run(&["doctor", "--json"]));
     let took = began.elapsed();
@@ -79,14 +83,14 @@ fn diagnosed(place: &Place) -> (Value, i32) {
 }
 
 /// The checks of all groups in order.
-fn checks(report: &Value) -> Vec<&Value> {
+pub fn checks(report: &Value) -> Vec<&Value> {
     let groups = report["groups"].as_array().into_iter().flatten();
     let checks = groups.flat_map(|group| group["checks"].as_array().into_iter().flatten());
     checks.collect()
 }
 
 impl SetUp {
-    fn new(place: Place, keeps: impl Any + Send, says: &[&str]) -> Self {
+    pub fn new(place: Place, keeps: impl Any + Send, says: &[&str]) -> Self {
         Self {
             place,
             says: says.iter().map(|&words| words.to_owned()).collect(),
@@ -96,7 +100,7 @@ impl SetUp {
 }
 
 /// A control plane that answers discovery requests.
-async fn answering_istiod() -> LocalIstiod {
+pub async fn answering_istiod() -> LocalIstiod {
     let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
     let options = Options {
         snapshots: Some(snapshots),

@@ -17,6 +17,7 @@ mod certificates;
 mod control_planes;
 mod dns;
 mod doctor;
+mod doctor_machine;
 mod floods;
 mod grpc;
 mod istiod;

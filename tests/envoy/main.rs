@@ -11,6 +11,7 @@
 )]
 
 mod capture;
+mod capture_doctor;
 mod capture_flows;
 mod capture_nftables;
 mod certificates;

@@ -5,7 +5,7 @@
 use super::programs::{Error, Kernel, Kind, Programs};
 use super::swap::Own;
 use super::{TableText, wanted};
-use crate::capture::config::{Config, Mode};
+use crate::capture::config::{Binaries, Config, Mode};
 use crate::capture::layout::Layout;
 use crate::capture::rules::{Family, Owner, Rules};
 
@@ -162,6 +162,22 @@ impl Request<'_> {
         let mut layout = Layout::new(&Rules::new(config), family);
         layout.resolve(self.number);
         layout
+    }
+}
+
+/// The rules of a family as the programs on `path` print them that see chains of ours.
+pub async fn live(family: Family, path: &str) -> Result<Layout, Failed> {
+    let kernel = Kernel::look(family)?;
+    let found = Programs::find(family, Binaries::Detected, path, kernel);
+    for programs in found.iter().filter(|programs| programs.has_tables) {
+        let layout = programs.parse(&programs.save().await?)?.layout();
+        if layout.is_captured() {
+            return Ok(layout);
+        }
+    }
+    match kernel.is_seen_by(&found) {
+        true => Ok(Layout::default()),
+        false => Err(Error::missing(family, path).into()),
     }
 }
 

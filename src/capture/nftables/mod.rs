@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::iptables::range;
 use super::layout::Layout;
+use super::netlink::nft_tables;
 use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
@@ -43,6 +44,16 @@ pub async fn apply(rules: &Rules) -> Result<(), Error> {
 /// Removes all our rules, at once.
 pub async fn clean() -> Result<(), Error> {
     nft(&["-f", "-"], &removal()).await.map(drop)
+}
+
+/// Whether the kernel has tables of ours, as far as it tells.
+pub(super) fn has_tables() -> bool {
+    let is_ours = |(_, name): &(u8, String)| {
+        TABLES
+            .iter()
+            .any(|table| table_name(*table) == name.as_str())
+    };
+    nft_tables().is_ok_and(|tables| tables.iter().any(is_ours))
 }
 
 /// The rules in the kernel.

@@ -1,7 +1,7 @@
-//! Compares what this machine has with what a configuration asks for.
+//! Reads what this machine has, and compares it with what a configuration asks for.
 
 use super::{Finding, Kind, compare};
-use crate::capture::iptables::apply::{Failed, Request};
+use crate::capture::iptables::apply::{self, Failed, Request};
 use crate::capture::layout::Layout;
 use crate::capture::nftables::{self, Live};
 use crate::capture::routes;
@@ -16,6 +16,19 @@ pub enum Error {
     Nftables(#[from] nftables::Error),
     #[error(transparent)]
     Routes(#[from] routes::Error),
+}
+
+/// The rules of a family, however they were set up. `path` has the directories of programs, separated
+/// by colons.
+pub async fn rules(family: Family, path: &str) -> Result<Layout, Error> {
+    if !nftables::has_tables() {
+        return Ok(apply::live(family, path).await?);
+    }
+    let live = nftables::live().await?;
+    Ok(match family {
+        Family::V4 => live.v4,
+        Family::V6 => live.v6,
+    })
 }
 
 /// The differences of rules and routes, by iptables or, if `is_native`, by nft. Changes nothing.

@@ -7,10 +7,8 @@ use std::time::Duration;
 
 use super::flags::IptablesFlags;
 use crate::capture::config::Settings;
+use crate::capture::program::PATH;
 use crate::config::environment::{Environment, Value};
-
-/// Where programs are if PATH does not say.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The flags, with the variables behind them.
 #[derive(Clone, Copy, Debug)]

@@ -102,6 +102,11 @@ impl SharedQuery {
         self.sent.lock().messages.push((id, length));
     }
 
+    /// Whether a query came in as it was sent. By chance, it is a client's.
+    pub(super) fn has_returned(&self) -> bool {
+        self.sent.lock().returned > 0
+    }
+
     /// One match may be chance: many clients ask for one name, each with an id of its choice.
     fn is_circling(&self, id: u16, length: usize) -> bool {
         let mut sent = self.sent.lock();

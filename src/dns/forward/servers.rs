@@ -76,7 +76,7 @@ impl Servers {
         let (ours, mut addresses): (Vec<_>, Vec<_>) = found
             .nameservers
             .iter()
-            .partition(|server| self.is_own(**server));
+            .partition(|server| is_own(&self.own, **server));
         for server in ours {
             tracing::warn!(target: "dns", "{path}: leaving out {server}, which is this agent");
         }
@@ -94,16 +94,17 @@ impl Servers {
             ..found.clone()
         })
     }
+}
 
-    /// A server at an unspecified address is this machine, and we may listen at all of its.
-    fn is_own(&self, server: SocketAddr) -> bool {
-        let address = server.ip();
-        let is_here = address.is_loopback() || address.is_unspecified();
-        self.own.iter().any(|own| {
-            let is_same = own.ip() == address
-                || own.ip().is_unspecified() && is_here
-                || own.ip().is_loopback() && address.is_unspecified();
-            own.port() == server.port() && is_same
-        })
-    }
+/// Whether a server is this agent, which answers at its `own` addresses. One at an unspecified address
+/// is this machine, and we may listen at all of its.
+pub(crate) fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
+    let address = server.ip();
+    let is_here = address.is_loopback() || address.is_unspecified();
+    own.iter().any(|own| {
+        let is_same = own.ip() == address
+            || own.ip().is_unspecified() && is_here
+            || own.ip().is_loopback() && address.is_unspecified();
+        own.port() == server.port() && is_same
+    })
 }

@@ -46,6 +46,11 @@ pub struct Config {
     pub after: Duration,
 }
 
+/// Fails if what is kept in the directory cannot be used, or nothing can be kept there.
+pub(crate) fn check(directory: &Path) -> io::Result<()> {
+    store::check(directory)
+}
+
 /// A handle to what is kept.
 #[derive(Clone, Debug)]
 pub struct Kept {

@@ -88,6 +88,23 @@ impl Manifest {
     }
 }
 
+/// Fails if what is kept below `parent` cannot be used, or nothing can be kept there. Changes nothing.
+pub(super) fn check(parent: &Path) -> io::Result<()> {
+    Manifest::read(parent)?;
+    has_space(parent, 0)
+}
+
+/// Fails if there is no space for so many bytes.
+fn has_space(directory: &Path, bytes: u64) -> io::Result<()> {
+    let found = rustix::fs::statvfs(directory)?;
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    if free >= LEFT_FREE + bytes {
+        return Ok(());
+    }
+    let problem = format!("{free} bytes are free, expected at least {LEFT_FREE}");
+    Err(io::Error::new(io::ErrorKind::StorageFull, problem))
+}
+
 fn checksum(json: &[u8]) -> String {
     format!("{:08x}\n", crc32fast::hash(json))
 }
@@ -174,13 +191,7 @@ impl Store {
             let problem = format!("over {MOST_BYTES} bytes would be kept");
             return Err(io::Error::other(problem));
         }
-        let found = rustix::fs::statvfs(&self.directory)?;
-        let free = found.f_bavail.saturating_mul(found.f_frsize);
-        if free < LEFT_FREE + bytes {
-            let problem = format!("{free} bytes are free, expected at least {LEFT_FREE}");
-            return Err(io::Error::new(io::ErrorKind::StorageFull, problem));
-        }
-        Ok(())
+        has_space(&self.directory, bytes)
     }
 
     /// Makes this count, or nothing, of a type, and removes what did before.

@@ -106,6 +106,11 @@ impl Child {
         kib.parse::<usize>().unwrap() * 1024
     }
 
+    pub fn threads(&self) -> usize {
+        let folder = format!("/proc/{}/task", self.pid().as_raw_nonzero());
+        std::fs::read_dir(folder).unwrap().count()
+    }
+
     /// How many files and sockets it has open.
     pub fn descriptors(&self) -> usize {
         let folder = format!("/proc/{}/fd", self.pid().as_raw_nonzero());

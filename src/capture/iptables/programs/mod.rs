@@ -69,6 +69,15 @@ impl Kernel {
         self.legacy || self.nft == Some(true)
     }
 
+    /// Whether there are programs for each kind of tables it has.
+    pub(super) fn is_seen_by(self, programs: &[Programs]) -> bool {
+        let has = |kind| {
+            let mut kinds = programs.iter().map(|programs| programs.kind);
+            kinds.any(|found| found == kind || found == Kind::Unknown)
+        };
+        (!self.legacy || has(Kind::Legacy)) && (self.nft != Some(true) || has(Kind::Nft))
+    }
+
     pub(super) fn look(family: Family) -> Result<Self, Error> {
         let (number, names) = match family {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),

@@ -3,7 +3,7 @@
 mod delivery;
 mod hostile;
 mod messages;
-mod upstream;
+pub(super) mod upstream;
 
 use std::io::Write;
 use std::net::SocketAddr;

@@ -1,0 +1,135 @@
+//! Asks one server one question, to find out whether it answers, or leads back to this agent.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use super::Forwarder;
+use super::attempt::{Failed, Sending};
+use super::in_flight::Refused;
+use super::query::Query;
+use crate::dns::metrics::{OTHER, RCODES};
+use crate::dns::{Transport, wire};
+
+/// Packets get lost: a question is sent again after this.
+const TRY: Duration = Duration::from_millis(500);
+const TRIES: u32 = 3;
+
+/// Longest domain that has room for a label of ours.
+const LONGEST_DOMAIN: usize = 200;
+
+/// Why a server does not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum Unanswered {
+    #[error("no answer within {} ms", (TRY * TRIES).as_millis())]
+    Late,
+    /// The question came back to this agent.
+    #[error("leads back to this agent")]
+    Circle,
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl Forwarder {
+    /// The response code of a server's answer. The question is for a name that no client asks for, in
+    /// `domain` if that is one: a question that comes back to this agent is known by it.
+    pub async fn probe(
+        &self,
+        server: SocketAddr,
+        transport: Transport,
+        domain: &str,
+    ) -> Result<&'static str, Unanswered> {
+        let failed = |error: &dyn std::error::Error| Unanswered::Failed(error.to_string());
+        let asked = Query::parse(question(domain).into());
+        let query = asked.ok_or_else(|| Unanswered::Failed("no question".to_owned()))?;
+        let mut key = query.key();
+        key.push(transport as u8);
+        let slot = self.0.in_flight.join(key, query.id(), query.len());
+        let slot = slot.map_err(|full: Refused| failed(&full))?;
+        let sending = Sending {
+            server,
+            transport,
+            with_opt: true,
+        };
+        for _ in 0..TRIES {
+            let sent = self.0.upstream.send(&query, &slot.query, sending);
+            let received = timeout(TRY, sent).await;
+            if slot.query.has_returned() {
+                return Err(Unanswered::Circle);
+            }
+            match received {
+                Ok(Ok(received)) => {
+                    return Ok(RCODES.get(usize::from(received.rcode)).unwrap_or(&OTHER));
+                }
+                Ok(Err(error)) => return Err(failed(&error as &Failed)),
+                Err(_) => {}
+            }
+        }
+        Err(Unanswered::Late)
+    }
+}
+
+/// A query for the addresses of a name of our own in `domain`; in the root, if `domain` is none.
+fn question(domain: &str) -> Vec<u8> {
+    let own = format!("istio-agent-{:016x}", fastrand::u64(..));
+    let domain = domain.trim_end_matches('.');
+    let is_label = |label: &str| (1..=63).contains(&label.len());
+    let is_domain = domain.len() <= LONGEST_DOMAIN && domain.split('.').all(is_label);
+    let labels = [own.as_str()].into_iter();
+    let mut bytes = vec![0, 0, wire::RD, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    for label in labels.chain(domain.split('.').filter(|_| is_domain)) {
+        bytes.push(u8::try_from(label.len()).unwrap_or_default());
+        bytes.extend(label.as_bytes());
+    }
+    bytes.push(0);
+    bytes.extend([wire::A, wire::IN].map(u16::to_be_bytes).concat());
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use proptest::prelude::*;
+
+    use super::super::tests::upstream::unused_address;
+    use super::super::tests::{Answer, Bench, Upstream};
+    use super::*;
+
+    async fn probed(server: SocketAddr) -> Result<&'static str, String> {
+        let bench = Bench::new(&[]);
+        let probe = bench.forwarder.probe(server, Transport::Udp, "a.test");
+        probe.await.map_err(|error| error.to_string())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_says_what_a_server_answers_or_why_it_does_not() {
+        for (rcode, expected) in [(0, "NOERROR"), (2, "SERVFAIL"), (3, "NXDOMAIN")] {
+            let server = Upstream::saying(move |_| Answer::rcode(rcode)).await;
+            assert_eq!(probed(server.address).await, Ok(expected));
+        }
+        let silent = Upstream::silent().await;
+        let late = Err("no answer within 1500 ms".to_owned());
+        assert_eq!(probed(silent.address).await, late);
+        assert_eq!(silent.seen().len(), 3);
+        let error = probed(unused_address().await).await.expect_err("refused");
+        assert!(error.contains("refused"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_over_tcp_is_answered_as_well() {
+        let server = Upstream::saying(|_| Answer::rcode(3)).await;
+        let bench = Bench::new(&[]);
+        let asked = bench.forwarder.probe(server.address, Transport::Tcp, "");
+        assert_eq!(asked.await.expect("an answer"), "NXDOMAIN");
+    }
+
+    proptest! {
+        #[test]
+        fn any_domain_makes_a_question(domain in "[a-z.]{0,80}|\\PC{0,80}|(a{1,70}\\.){0,9}") {
+            let question = question(&domain);
+            prop_assert_eq!(wire::question_end(&question), Some(question.len()));
+            prop_assert!(Query::parse(Bytes::from(question)).is_some());
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! `pilot-agent doctor` beside faults of the machine: DNS, limits, disks and capture, and beside all that
+//! hangs.
+//!
+//! Rows that take root are run under `NETNS_TESTS` only.
+
+use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
+
+use local_istiod::LocalIstiod;
+use rustix::process::Signal;
+use serde_json::json;
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
+use tokio::task::JoinSet;
+
+use crate::doctor::{Rows, SetUp, answering_istiod, checks, diagnosed};
+use crate::support::http::{ask, free_port};
+use crate::support::options;
+use crate::support::place::{FAKE_ENVOY, Place};
+
+/// Has the shell's first argument be a directory that each request hangs in, and runs the others: the
+/// agent itself holds the file by which a file system would answer.
+const BESIDE_A_HUNG_DISK: &str = "exec 3<>/dev/fuse; mkdir hung; \
+     mount -i -t fuse -o fd=3,rootmode=40000,user_id=0,group_id=0 hung hung; exec \"$@\"";
+
+fn has_root() -> bool {
+    let is_wanted = std::env::var_os("NETNS_TESTS").is_some();
+    if !is_wanted {
+        eprintln!("rows that take root are run under NETNS_TESTS only");
+    }
+    is_wanted
+}
+
+/// A place that answers DNS at `address`, and takes these resolvers.
+fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place {
+    let place = Place::of(istiod)
+        .set("ISTIO_META_DNS_CAPTURE", "true")
+        .set("DNS_PROXY_ADDR", address)
+        .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf");
+    let lines = resolvers.iter().map(|at| format!("nameserver {at}\n"));
+    let lines: String = lines.collect();
+    place.write(
+        "resolv.conf",
+        format!("search default.svc.cluster.local\n{lines}"),
+    );
+    place
+}
+
+/// A resolver as `resolv.conf` spells it. It says that no name exists, or nothing.
+async fn resolver(is_silent: bool) -> (String, JoinSet<()>) {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let port = socket.local_addr().unwrap().port();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut message = [0; 512];
+        loop {
+            let (length, from) = socket.recv_from(&mut message).await.unwrap();
+            message[2] |= 0x80;
+            message[3] |= 3;
+            if !is_silent {
+                socket.send_to(&message[..length], from).await.unwrap();
+            }
+        }
+    });
+    (format!("[127.0.0.1]:{port}"), serving)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_dns_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("a resolver that is the agent", async {
+        let istiod = answering_istiod().await;
+        let port = free_port();
+        let own = [format!("[127.0.0.1]:{port}")];
+        let place = with_dns(&istiod, &format!("127.0.0.1:{port}"), &own);
+        SetUp::new(place, istiod, &["a loop", "is this agent", "dnsConfig"])
+    });
+    rows.add("no resolver", async {
+        let istiod = answering_istiod().await;
+        let place = with_dns(&istiod, "127.0.0.1:15053", &[]);
+        SetUp::new(place, istiod, &["resolv.conf", "names no resolver"])
+    });
+    rows.add("resolvers that do not answer", async {
+        let istiod = answering_istiod().await;
+        let (at, silent) = resolver(true).await;
+        let other = UdpSocket::bind("127.0.0.1:0").await.unwrap().local_addr();
+        let closed = format!("[127.0.0.1]:{}", other.unwrap().port());
+        let place = with_dns(&istiod, "127.0.0.1:15053", &[at.clone(), closed]);
+        let at = at.replace(['[', ']'], "");
+        SetUp::new(
+            place,
+            (istiod, silent),
+            &["resolver", &at, "no answer", "port"],
+        )
+    });
+    rows.add("a name table that does not come", async {
+        let istiod = answering_istiod().await;
+        let (at, resolver) = resolver(false).await;
+        let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
+        let agent = place.start().await;
+        let says = &["name table", "not received", "istioctl proxy-status"];
+        SetUp::new(place, (agent, istiod, resolver), says)
+    });
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_limits_and_disks_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("no open files left", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        agent.limit_descriptors(agent.descriptors() as u64 + 10);
+        SetUp::new(
+            place,
+            (agent, istiod),
+            &["open files of the agent", "LimitNOFILE"],
+        )
+    });
+    rows.add("kept configuration that others may read", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIG", "kept");
+        let directory = place.path("kept/istio-agent-config");
+        std::fs::create_dir_all(&directory).unwrap();
+        std::fs::set_permissions(&directory, PermissionsExt::from_mode(0o755)).unwrap();
+        let mut says = vec!["ISTIO_AGENT_KEEP_CONFIG", "no access for others"];
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&directory, Some(1337), None).unwrap();
+            says.push("belongs to user 1337");
+        }
+        SetUp::new(place, istiod, &says)
+    });
+    rows.add("certificates kept on a disk", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CERTS", "/proc");
+        SetUp::new(
+            place,
+            istiod,
+            &["/proc", "expected a file system in memory"],
+        )
+    });
+    rows.add("a directory that is missing", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod).set("OUTPUT_CERTS", "none");
+        SetUp::new(
+            place,
+            istiod,
+            &["none (OUTPUT_CERTS)", "No such file", "emptyDir"],
+        )
+    });
+    if has_root() {
+        rows.add("no inotify instances left", async {
+            let no_more = "echo 0 > /proc/sys/user/max_inotify_instances; exec \"$@\"";
+            in_namespace(
+                "--user --map-root-user",
+                no_more,
+                &["inotify", "max_user_instances"],
+            )
+            .await
+        });
+        rows.add("a disk that is read-only", async {
+            let mount = "mkdir out; mount -t tmpfs -o ro none out; exec \"$@\"";
+            in_namespace(
+                "--mount",
+                mount,
+                &["out (OUTPUT_CERTS)", "Read-only file system"],
+            )
+            .await
+        });
+        rows.add("a full disk", async {
+            let mount = "mkdir out; mount -t tmpfs -o size=1M none out; exec \"$@\"";
+            in_namespace("--mount", mount, &["out (OUTPUT_CERTS)", "1024 KiB free"]).await
+        });
+        rows.add("rules of capture that are missing", async {
+            let istiod = answering_istiod().await;
+            let place = Place::of(&istiod).set("ISTIO_META_INTERCEPTION_MODE", "REDIRECT");
+            SetUp::new(place, istiod, &["no chain of Istio", "15006", "istio-init"])
+        });
+    }
+    rows.all_name_their_cause().await;
+}
+
+/// A set-up whose agent runs in a namespace that a script prepares.
+async fn in_namespace(kind: &str, script: &str, says: &[&str]) -> SetUp {
+    let istiod = answering_istiod().await;
+    let kinds = kind.split(' ');
+    let command: Vec<_> = ["unshare"]
+        .into_iter()
+        .chain(kinds)
+        .chain(["sh", "-ec", script, "-"])
+        .collect();
+    let place = Place::of(&istiod).started_by(&command);
+    let place = match script.contains(" out") {
+        true => place.set("OUTPUT_CERTS", "out"),
+        false => place,
+    };
+    let agent = place.start().await;
+    SetUp::new(place, (agent, istiod), says)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
+    let istiod = answering_istiod().await;
+    // The queue of a listener that accepts nothing is full after one connection.
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(options().listen).unwrap();
+    let black_hole = socket.listen(0).unwrap();
+    let address = black_hole.local_addr().unwrap();
+    let _first = TcpStream::connect(address).await.unwrap();
+    let admin = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let admin_port = admin.local_addr().unwrap().port();
+    let (one, _one) = resolver(true).await;
+    let (other, _other) = resolver(true).await;
+    let dns = format!("127.0.0.1:{}", free_port());
+    let targets = json!({ "scrape": "true", "port": admin_port.to_string() });
+    let mut place = with_dns(&istiod, &dns, &[one, other])
+        .set("DISABLE_ENVOY", "false")
+        .set("ISTIO_PROMETHEUS_ANNOTATIONS", &targets.to_string())
+        .proxy("binaryPath", json!(FAKE_ENVOY))
+        .proxy("proxyAdminPort", json!(admin_port))
+        .proxy("discoveryAddress", json!(address.to_string()));
+    let has_hung_disk = has_root();
+    if has_hung_disk {
+        place = place
+            .started_by(&["unshare", "--mount", "sh", "-ec", BESIDE_A_HUNG_DISK, "-"])
+            .set("ISTIO_AGENT_KEEP_CONFIG", "hung");
+    }
+    let agent = place.start().await;
+    // Of the agent, which takes less than 3 s, and then knows what still hangs.
+    for _ in 0..2 {
+        let (report, code) = diagnosed(&place);
+        assert_eq!(code, 2, "{report:#}");
+        let checks = checks(&report);
+        let says = |words: &str| checks.iter().any(|check| check.to_string().contains(words));
+        assert!(says("timed out after"), "{report:#}");
+        assert!(says("no answer within 1500 ms"), "{report:#}");
+        if has_hung_disk {
+            assert!(says("a disk that answers"), "{report:#}");
+        }
+    }
+    assert!(agent.threads() < 32, "{}", agent.threads());
+    // Without the agent, whose port no longer answers.
+    agent.signal(Signal::STOP);
+    let (report, code) = diagnosed(&place);
+    assert_eq!(code, 2, "{report:#}");
+    agent.signal(Signal::CONT);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hundred_reports_leave_neither_memory_nor_threads_behind() {
+    let istiod = answering_istiod().await;
+    let (at, _resolver) = resolver(false).await;
+    let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
+    let agent = place.start().await;
+    agent.logs("generated new workload certificate").await;
+    let reports = async |count| {
+        for _ in 0..count {
+            let answer = ask(place.status_port(), "GET /debug/doctor").await;
+            assert_eq!(answer.status, 200, "{}", answer.body);
+        }
+    };
+    reports(20).await;
+    let (memory, threads, files) = (agent.memory(), agent.threads(), agent.descriptors());
+    reports(100).await;
+    let grown = agent.memory().saturating_sub(memory);
+    assert!(grown < 2 << 20, "{grown} bytes more");
+    assert!(
+        agent.threads() <= threads + 2,
+        "{threads}, then {}",
+        agent.threads()
+    );
+    assert!(
+        agent.descriptors() <= files + 2,
+        "{files}, then {}",
+        agent.descriptors()
+    );
+}
