@@ -103,6 +103,7 @@ class Story:
             self.lose_control_plane()
             self.join_machine()
             self.show_memory()
+            self.ask_doctor()
         finally:
             self.load.stop()
         self.sum_up()
@@ -315,6 +316,16 @@ class Story:
         if self.mesh.binaries.name == "debug":
             screen.done("the agent is a debug build: `make demo PROFILE=release` shows what ships")
 
+    def ask_doctor(self):
+        screen.scene(10, "pilot-agent doctor looks for what is wrong")
+        for workload in self.workloads:
+            report, code = workload.diagnose()
+            screen.report(report)
+            if code:
+                raise Refused(f"pilot-agent doctor found something wrong beside the {workload.name}",
+                              [workload.agent.log])
+        screen.done("nothing is wrong: no errors, no warnings")
+
     def report(self, marked, when):
         """What the load counted since `marked`; refuses when a request failed."""
         now = self.load.so_far()
@@ -330,7 +341,7 @@ class Story:
 
     def sum_up(self):
         total = self.load.so_far()
-        screen.scene(10, "In all")
+        screen.scene(11, "In all")
         if total["failed"]:
             raise Refused(f"{total['failed']} requests failed: "
                           + "; ".join(self.load.first_failures()))

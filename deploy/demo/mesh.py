@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import string
+import subprocess
 import sys
 import time
 
@@ -128,12 +129,12 @@ class Workload:
         self.folder = mesh.root / name
         self.admin = envoy.Admin(mesh.ports[f"{name}_admin"])
         self.give_credentials()
+        self.variables = self.environment(settings) | environment
         self.agent = mesh.family.start(
             f"the {name}'s agent",
             [str(mesh.binaries / "pilot-agent"), "proxy", "sidecar",
              "--log_output_level=default:info"],
-            self.folder, self.environment(settings) | environment,
-            mesh.log(f"{name}-agent-and-envoy"))
+            self.folder, self.variables, mesh.log(f"{name}-agent-and-envoy"))
         self.envoy_pid = None
 
     def give_credentials(self):
@@ -150,7 +151,7 @@ class Workload:
     def environment(self, settings):
         own = lambda use: str(self.mesh.ports[f"{self.name}_{use}"])
         settings = settings | {
-            "discoveryAddress": f"localhost:{self.mesh.ports['istiod']}",
+            "discoveryAddress": f"127.0.0.1:{self.mesh.ports['istiod']}",
             "binaryPath": str(self.mesh.envoy_binary), "serviceCluster": self.name,
             "proxyAdminPort": int(own("admin")), "statusPort": int(own("status")),
             "concurrency": 1, "terminationDrainDuration": "1s"}
@@ -193,6 +194,16 @@ class Workload:
         """Resident bytes of the agent and of Envoy."""
         return (processes.resident_bytes(self.agent.pid),
                 processes.resident_bytes(self.envoy_pid[0]))
+
+    def diagnose(self):
+        """The report of `pilot-agent doctor`, and its exit code: 0 without errors and warnings."""
+        command = [str(self.mesh.binaries / "pilot-agent"), "doctor"]
+        try:
+            done = subprocess.run(command, cwd=self.folder, env=self.variables, timeout=10,
+                                  capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            raise Refused(f"{' '.join(command)} did not end in 10 s", [self.agent.log]) from None
+        return done.stdout + done.stderr, done.returncode
 
     def certificate(self):
         """The certificate Envoy holds; waits for the first one."""

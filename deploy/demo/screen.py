@@ -59,5 +59,14 @@ def table(header, rows):
         say(line(row))
 
 
+def report(text):
+    """Prints the lines of a doctor's report, with what is well in green and what is not in red."""
+    paints = {"ok": green, "warning": red, "error": red}
+    for line in text.splitlines():
+        level, space, rest = line.strip().partition(" ")
+        indent = line[:len(line) - len(line.lstrip())]
+        say(f"   {indent}{paints.get(level, str)(level)}{space}{rest}")
+
+
 def milliseconds(seconds):
     return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
