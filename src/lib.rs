@@ -10,6 +10,8 @@ pub mod config;
 
 pub mod doctor;
 
+pub mod support_bundle;
+
 pub mod capture;
 
 pub mod xds;

@@ -4,14 +4,15 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use istio_agent::agent::reload::Settings;
 use istio_agent::cli::iptables::{IptablesFlags, Report};
 use istio_agent::cli::{
     self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, show,
-    version, wait,
+    support_bundle, version, wait,
 };
 use istio_agent::config;
 use istio_agent::config::environment::Environment;
-use istio_agent::config::flags::{LogFlags, ProxyFlags};
+use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::{agent, logging};
@@ -40,7 +41,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
                 .iter()
                 .map(ToString::to_string)
                 .collect();
-            proxy(flags, log, unknown)
+            proxy(flags, log, typed.flags, unknown)
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) =
@@ -64,6 +65,13 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
                 false => print(&report.to_string())?,
             };
             Ok(doctor::exit_code(&report))
+        }
+        Some(Command::SupportBundle(flags)) => {
+            let environment = Environment::of_process();
+            let to = support_bundle::open(&flags)?;
+            let run = support_bundle::run(&flags, &log, &typed.flags, &environment, to);
+            block_on(run)??;
+            Ok(ExitCode::Success)
         }
         Some(Command::Request(flags)) => {
             let status_port = || config::status_port(&Environment::of_process(), ".".as_ref());
@@ -99,18 +107,30 @@ fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> 
     }
 }
 
-fn proxy(flags: ProxyFlags, log: LogFlags, unknown: Vec<String>) -> Result<ExitCode, BoxError> {
+fn proxy(
+    flags: ProxyFlags,
+    log: LogFlags,
+    all: Vec<Flag>,
+    unknown: Vec<String>,
+) -> Result<ExitCode, BoxError> {
     let environment = Environment::of_process();
     version::announce(&environment)?;
     environment.announce();
-    let load = move || config::load(&flags, &log, &environment, ".".as_ref());
+    let given = Arc::new((flags, log, all, environment));
+    let read = given.clone();
+    let load = move || config::load(&read.0, &read.1, &read.3, ".".as_ref());
+    let report = move || {
+        let (flags, log, all, environment) = &*given;
+        config::report::report(flags, log, all, environment, ".".as_ref()).json()
+    };
     let mut config = load().map_err(config::Unusable)?;
     config.announce();
     let unknown = unknown.into_iter();
     config
         .ignored
         .extend(unknown.map(|flag| format!("{flag} (this agent does not have it)")));
-    block_on(agent::run(config, Arc::new(load)))?
+    let (load, report) = (Arc::new(load), Arc::new(report));
+    block_on(agent::run(config, Settings { load, report }))?
 }
 
 /// Runs on this thread: the parent-death signal ends Envoy with the thread that started it.

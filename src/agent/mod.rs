@@ -45,7 +45,7 @@ use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, status};
-use reload::{Inputs, Load};
+use reload::{Inputs, Report, Settings};
 use sds_socket::{Detected, SdsOwner};
 
 /// How long tasks may take to end once Envoy has exited.
@@ -82,8 +82,8 @@ impl From<Ended> for Error {
 
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 ///
-/// `load` reads the configuration again before a hot restart.
-pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
+/// The configuration is read again before a hot restart, and to report it.
+pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, BoxError> {
     let milestones = Milestones::start();
     if !config.may_dump_core {
         process::bar_core_dumps();
@@ -102,7 +102,9 @@ pub async fn run(mut config: Config, load: Load) -> Result<ExitCode, BoxError> {
         }
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap.node);
-        let agent = Agent::build(config, port, detected, listener, load, milestones, &stop)?;
+        let agent = Agent::build(
+            config, port, detected, listener, settings, milestones, &stop,
+        )?;
         agent.run(stop).await
     };
     tokio::select! {
@@ -134,7 +136,7 @@ impl Agent {
         port: Option<status::Listener>,
         detected: Detected,
         listener: Option<unix_socket::Listener>,
-        load: Load,
+        settings: Settings,
         milestones: Milestones,
         stop: &Stop,
     ) -> Result<Self, BoxError> {
@@ -149,7 +151,7 @@ impl Agent {
             inputs: config
                 .envoy
                 .is_some()
-                .then(|| Arc::new(Inputs::new(config.clone(), load, detected))),
+                .then(|| Arc::new(Inputs::new(config.clone(), settings.load, detected))),
             config,
             supervisor: None,
             metrics: registry,
@@ -195,7 +197,10 @@ impl Agent {
                 wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
-                pages: vec![("/debug/doctor", agent.doctor(running))],
+                pages: vec![
+                    ("/debug/doctor", agent.doctor(running)),
+                    ("/debug/config", effective(settings.report)),
+                ],
             };
             agent.status(port, sources)?;
         }
@@ -336,6 +341,17 @@ impl Agent {
             }
         });
     }
+}
+
+/// Reports the effective configuration, on another thread, as files are read.
+fn effective(report: Report) -> status::Page {
+    Arc::new(move || {
+        let report = report.clone();
+        Box::pin(async move {
+            let made = tokio::task::spawn_blocking(move || report()).await;
+            made.unwrap_or_else(|panic| json!(panic.to_string()))
+        })
+    })
 }
 
 /// Runs Envoy; without Envoy, waits for a stop request. Other tasks run while the cloud's metadata

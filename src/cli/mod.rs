@@ -10,6 +10,7 @@ pub mod doctor;
 pub mod iptables;
 pub mod request;
 pub mod show;
+pub mod support_bundle;
 pub mod unknown;
 pub mod version;
 pub mod wait;
@@ -43,6 +44,8 @@ pub enum Command {
     Bootstrap(show::BootstrapFlags),
     /// Says what is wrong with this sidecar; exits with 1 for warnings, 2 for errors.
     Doctor(doctor::DoctorFlags),
+    /// Collects the doctor's answer, configuration, pages and rules in a .tar.gz without secrets.
+    SupportBundle(support_bundle::SupportBundleFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.
     Request(request::RequestFlags),
     /// Waits until Envoy is ready.

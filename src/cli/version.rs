@@ -30,7 +30,7 @@ pub fn announce(env: &Environment) -> Result<(), Problem> {
 }
 
 /// The version of Istio told to istiod. An error is about the file that names the image's.
-fn istio(env: &Environment) -> Result<String, Problem> {
+pub(super) fn istio(env: &Environment) -> Result<String, Problem> {
     // Any text is a value of the variable.
     match env.get(&ISTIO_META_ISTIO_VERSION, &mut Vec::new()) {
         of_metadata if of_metadata.is_empty() => build::istio(),

@@ -165,6 +165,18 @@ pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
     .status_port()
 }
 
+/// The ProxyConfig of all its sources, whether the agent can use it or not.
+pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> ProxyConfig {
+    let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    let annotations = &annotations;
+    let documents = Documents {
+        env,
+        root,
+        annotations,
+    };
+    documents.merge(flags).config
+}
+
 /// Reads the configuration of a machine with these interfaces.
 pub(crate) fn load_with(
     flags: &ProxyFlags,
@@ -226,6 +238,14 @@ pub(crate) fn load_with(
 }
 
 impl Config {
+    /// The file of the token for istiod, if that is where it is from.
+    pub fn token_file(&self) -> Option<&Path> {
+        match &self.istiod.token {
+            istiod::token::Source::File(path) => Some(path),
+            istiod::token::Source::None | istiod::token::Source::Mock => None,
+        }
+    }
+
     /// Logs warnings, the node and the effective configuration, in pilot-agent's words.
     pub fn announce(&self) {
         for warning in &self.warnings {

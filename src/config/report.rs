@@ -71,8 +71,16 @@ pub fn report(
 fn variable(row: &Row, env: &Environment) -> Setting {
     let (value, origin) = match env.text(row.name) {
         None => (row.default, DEFAULT),
-        // The headers of probes may hold credentials.
+        // The headers of probes may hold credentials, and so may a proxy's URL.
         Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
+        Some(text) if row.name.ends_with("_PROXY") && text.contains('@') => {
+            let (_, host) = text.rsplit_once('@').unwrap_or_default();
+            return (
+                row.name.to_owned(),
+                json!(format!("(not shown)@{host}")),
+                "variable".to_owned(),
+            );
+        }
         Some(text) if (row.is_good)(text) => (text, "variable"),
         Some(_) => (row.default, "default, as the variable is not of its type"),
     };
@@ -152,6 +160,7 @@ mod tests {
             ("PROXY_CONFIG", "\nmeshId: m\nproxyMetadata: {TOKEN: hush}"),
             ("TRUST_DOMAIN", "td"),
             ("ISTIO_DELTA_XDS", "maybe"),
+            ("HTTPS_PROXY", "http://cart:hush@proxy:3128"),
             (
                 "ISTIO_KUBE_APP_PROBERS",
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "httpHeaders": [{"name": "A", "value": "hush"}]}}}"#,
@@ -169,6 +178,11 @@ mod tests {
                 "proxy.istio.io/config line 1",
             ),
             ("/variables/TRUST_DOMAIN", json!("td"), "variable"),
+            (
+                "/variables/HTTPS_PROXY",
+                json!("(not shown)@proxy:3128"),
+                "variable",
+            ),
             ("/variables/ECC_CURVE", json!("P256"), "default"),
             (
                 "/variables/ISTIO_DELTA_XDS",

@@ -10,6 +10,7 @@ mod levels;
 mod line;
 mod output;
 mod recent;
+mod ring;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -30,6 +31,7 @@ use line::{Content, Line};
 use output::Output;
 pub use recent::Entry;
 use recent::Recent;
+use ring::Ring;
 
 /// The `--log_*` flags.
 #[derive(Clone, Debug, Default)]
@@ -89,11 +91,17 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
 static RECENT: Recent = Recent::new();
+static LAST_LINES: Ring = Ring::new();
 static LEVELS: OnceLock<InForce> = OnceLock::new();
 
 /// The warnings and errors logged last, the newest first.
 pub fn recent() -> Vec<Entry> {
     RECENT.entries()
+}
+
+/// The lines logged last, the oldest first.
+pub fn last_lines() -> String {
+    LAST_LINES.text()
 }
 
 fn in_force() -> &'static InForce {
@@ -233,6 +241,7 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
             output.write(text.as_bytes());
         }
         self.recent.add(&line);
+        LAST_LINES.add(&text);
     }
 }
 

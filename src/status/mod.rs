@@ -13,6 +13,8 @@
 //! | `/debug/overview` | any | loopback | JSON: the same |
 //! | `/debug/logging` | GET | loopback | JSON: the levels of the log |
 //! | `/debug/logging?level=…` | POST, PUT | loopback | sets levels, see [`logging`] |
+//! | `/debug/config` | any | loopback | JSON: the effective configuration, see [`crate::config::report`] |
+//! | `/debug/log` | any | loopback | the last lines of the log |
 //! | `/debug/doctor` | any | loopback | JSON: what is wrong, see [`crate::doctor`] |
 //! | `/debug/…` | any | loopback | JSON: parts of it, and the name table |
 //!
@@ -239,6 +241,7 @@ fn debug_page(path: &str) -> Option<DebugPage> {
             let overview = Overview::new(sources, ready);
             reply::json(Some(json!(overview)))
         },
+        "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::last_lines()),
         "/debug/envoy" => |sources, _| {
             let envoy = sources.envoy.as_ref();
             reply::json(envoy.map(|envoy| json!(envoy.snapshot())))

@@ -34,6 +34,7 @@ mod signals;
 mod start;
 mod status;
 mod support;
+mod support_bundle;
 mod trust;
 mod version;
 mod wall_clock;

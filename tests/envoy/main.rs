@@ -31,5 +31,6 @@ mod page;
 mod secret_files;
 mod status;
 mod support;
+mod support_bundle;
 mod wasm;
 mod wasm_files;

@@ -10,6 +10,8 @@ use std::sync::{Arc, OnceLock};
 
 use super::envoy_user;
 use super::sds_socket::Detected;
+use serde_json::Value;
+
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable, is_lost_file};
 use crate::envoy::launch::Prepared;
@@ -17,6 +19,16 @@ use crate::lifecycle::BoxError;
 
 /// Reads the configuration anew. May block.
 pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
+
+/// Gives the effective configuration as JSON. May block.
+pub type Report = Arc<dyn Fn() -> Value + Send + Sync>;
+
+/// What the agent was started with, to be read again.
+#[allow(missing_debug_implementations)]
+pub struct Settings {
+    pub load: Load,
+    pub report: Report,
+}
 
 /// Loads and prepares what an Envoy starts from.
 pub(crate) struct Inputs {

@@ -1,0 +1,101 @@
+//! The `support-bundle` command. Takes the flags of `proxy`, for when no agent runs.
+
+use std::fs::OpenOptions;
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde_json::json;
+
+use super::doctor::{self, DoctorFlags};
+use crate::config::environment::Environment;
+use crate::config::flags::{Flag, LogFlags, ProxyFlags};
+use crate::config::{self, report};
+use crate::support_bundle::{self, Sources};
+use crate::{logging, version};
+
+#[derive(Args, Clone, Debug)]
+pub struct SupportBundleFlags {
+    #[command(flatten)]
+    pub proxy: ProxyFlags,
+    /// New file the bundle goes to, instead of standard output.
+    #[arg(long)]
+    pub output: Option<PathBuf>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("standard output is a terminal: redirect it, or name a file with --output")]
+    Terminal,
+    #[error("cannot create {path:?}, expected a name that is free")]
+    Create {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot write the bundle")]
+    Write(#[source] io::Error),
+    #[error(transparent)]
+    Log(#[from] logging::Error),
+}
+
+/// Opens the output, and has the log on standard error: standard output may be the bundle.
+pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
+    logging::init(logging::Options::parse(
+        "",
+        &["stderr".to_owned()],
+        false,
+        "",
+    )?)?;
+    let Some(path) = flags.output.clone() else {
+        return match io::stdout().is_terminal() {
+            true => Err(Error::Terminal),
+            false => Ok(Box::new(io::stdout())),
+        };
+    };
+    // The bundle shows what the mesh is like: it is for its owner.
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|source| Error::Create { path, source })?;
+    Ok(Box::new(file))
+}
+
+/// Collects the bundle and writes it.
+pub async fn run(
+    flags: &SupportBundleFlags,
+    log: &LogFlags,
+    all: &[Flag],
+    environment: &Environment,
+    mut to: Box<dyn Write>,
+) -> Result<(), Error> {
+    let root = Path::new(".");
+    let proxy_config = config::proxy_config(&flags.proxy, environment, root);
+    let istio = super::version::istio(environment).unwrap_or_else(|error| error.to_string());
+    let custom = proxy_config.custom_config_file.clone();
+    let sources = Sources {
+        version: version::full(&istio),
+        status_port: proxy_config.agent_port(),
+        admin_port: proxy_config.admin_port(),
+        envoy: proxy_config.binary_path.clone(),
+        bootstraps: PathBuf::from(&proxy_config.config_path),
+        custom_bootstrap: (!custom.is_empty()).then(|| custom.into()),
+        config: report::report(&flags.proxy, log, all, environment, root).json(),
+    };
+    let config = config::load(&flags.proxy, log, environment, root).ok();
+    let token = config.and_then(|config| config.token_file().map(Path::to_owned));
+    let secrets = support_bundle::known_secrets(environment, token).await;
+    let doctor = async {
+        let proxy = flags.proxy.clone();
+        let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;
+        (report.to_string(), json!(report))
+    };
+    let bundle = support_bundle::collect(&sources, &secrets, doctor).await;
+    for problem in &bundle.problems {
+        tracing::warn!("not in the bundle, or not whole: {problem}");
+    }
+    bundle.write(&mut to).map_err(Error::Write)
+}

@@ -1,0 +1,246 @@
+//! The collection beside servers that answer anything, late or never; bounds of files and bundle.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+
+use flate2::read::MultiGzDecoder;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+
+use super::*;
+
+const HEAD: &str = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
+
+fn collector<'a>(secrets: &'a Secrets, room: &'a Cell<usize>, limit: Duration) -> Collector<'a> {
+    Collector {
+        secrets,
+        until: Instant::now() + limit,
+        room,
+        files: RefCell::default(),
+        problems: RefCell::default(),
+    }
+}
+
+/// A server that handles each connection, with the path that is requested, by `serve`.
+async fn server<F: Future<Output = ()> + Send + 'static>(
+    serve: fn(TcpStream, String) -> F,
+) -> (u16, JoinSet<()>) {
+    let listener = TcpListener::bind("localhost:0").await.expect("a port");
+    let port = listener.local_addr().expect("an address").port();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        let mut open = JoinSet::new();
+        while let Ok((mut stream, _)) = listener.accept().await {
+            open.spawn(async move {
+                let mut request = [0; 1000];
+                let length = stream.read(&mut request).await.unwrap_or_default();
+                let request = String::from_utf8_lossy(&request[..length]).into_owned();
+                let path = request.split(' ').nth(1).unwrap_or_default();
+                serve(stream, path.to_owned()).await;
+            });
+        }
+    });
+    (port, tasks)
+}
+
+/// The files by name, as `tar` would unpack them.
+fn unpacked(bundle: &Bundle) -> BTreeMap<String, String> {
+    let mut archive = Vec::new();
+    bundle.write(&mut archive).expect("written");
+    let mut archive = tar::Archive::new(MultiGzDecoder::new(archive.as_slice()));
+    let files = archive.entries().expect("an archive").map(|entry| {
+        let mut entry = entry.expect("an entry");
+        let path = entry.path().expect("a path").display().to_string();
+        let name = path.strip_prefix("support-bundle/").expect("the folder");
+        let mut content = String::new();
+        entry.read_to_string(&mut content).expect("text");
+        (name.to_owned(), content)
+    });
+    files.collect()
+}
+
+fn files(collector: &Collector<'_>) -> BTreeMap<String, String> {
+    unpacked(&Bundle {
+        files: collector.files.take(),
+        problems: Vec::new(),
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hung_envoy_costs_one_wait_and_is_named() {
+    let (port, _server) = server(|stream, _| async move {
+        std::future::pending::<()>().await;
+        drop(stream);
+    })
+    .await;
+    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
+    let collector = collector(&secrets, &room, LIMIT);
+    let start = Instant::now();
+    collector.pages(port, &OF_ENVOY).await;
+    assert_eq!(start.elapsed().as_secs(), PATIENCE.as_secs());
+    let problems = collector.problems.take();
+    assert_eq!(problems.len(), OF_ENVOY.len(), "{problems:?}");
+    assert!(problems[0].starts_with("envoy/server_info.json: it did not answer within 5s"));
+    let second = "envoy/listeners.txt: not requested after envoy/server_info.json: ";
+    assert!(problems[1].starts_with(second), "{problems:?}");
+    assert!(files(&collector).is_empty());
+}
+
+#[tokio::test]
+async fn answers_of_any_kind_leave_a_file_or_a_problem() {
+    let (port, _server) = server(|mut stream, path| async move {
+        let answer = match path.as_str() {
+            "/good" => format!("{HEAD}{{\"token\": \"hush\"}}"),
+            "/missing" => "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned(),
+            "/text" => format!("{HEAD}[1, 2, no JSON here: hush"),
+            "/cut" => "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nline\nhalf".to_owned(),
+            _ => "nonsense\r\n\r\n".to_owned(),
+        };
+        // The client may have left.
+        let _ = stream.write_all(answer.as_bytes()).await;
+    })
+    .await;
+    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
+    let collector = collector(&secrets, &room, LIMIT);
+    let pages = [
+        ("good", "/good", Json),
+        ("missing", "/missing", Json),
+        ("text", "/text", Json),
+        ("cut", "/cut", Lines),
+        ("after", "/good", Lines),
+    ];
+    collector.pages(port, &pages).await;
+    let problems = collector.problems.take();
+    for (problem, expected) in problems.iter().zip([
+        "missing: the answer is 404 Not Found",
+        "text: it is no JSON",
+        "cut: the connection to localhost",
+        "after: not requested after cut: ",
+    ]) {
+        assert!(problem.starts_with(expected), "{problem}");
+    }
+    assert_eq!(problems.len(), 4);
+    let files = files(&collector);
+    let expected = [
+        ("cut", "line\n"),
+        ("good", "{\"token\": \"[redacted]\"}"),
+        ("text", "[1, 2, "),
+    ];
+    let expected = expected.map(|(name, text)| (name.to_owned(), text.to_owned()));
+    assert_eq!(files, expected.into());
+}
+
+#[tokio::test]
+async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
+    let (port, _server) = server(|mut stream, _| async move {
+        let lines = format!("{HEAD}{}", "line\n".repeat(1000));
+        while stream.write_all(lines.as_bytes()).await.is_ok() {}
+    })
+    .await;
+    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
+    let collector = collector(&secrets, &room, Duration::from_millis(200));
+    collector.pages(port, &[("endless", "/", Lines)]).await;
+    let problems = collector.problems.take();
+    assert!(
+        problems[0].starts_with("endless: it did not answer within"),
+        "{problems:?}"
+    );
+    let text = &files(&collector)["endless"];
+    assert!(text.starts_with("line\n") && text.ends_with("line\n"));
+}
+
+#[test]
+fn a_file_beyond_its_bound_is_cut_and_a_full_bundle_takes_no_more() {
+    let room = Cell::new(100_000);
+    let mut file = Compressor::new(10, &room);
+    assert_eq!(file.write(b"12345678"), Ok(()));
+    assert_eq!(file.write(b"90abc"), Err(Full::File(10)));
+    let cut = file.finish("cut".to_owned()).expect("compressed");
+    let mut noise = Compressor::new(LARGEST_FILE, &room);
+    let mut random = std::iter::repeat_with(|| fastrand::alphanumeric() as u8);
+    let full = (0..1000).find_map(|_| {
+        let bytes: Vec<_> = random.by_ref().take(1000).collect();
+        noise.write(&bytes).err()
+    });
+    assert_eq!(full, Some(Full::Bundle));
+    let noise = noise.finish("noise".to_owned()).expect("compressed");
+    let files = unpacked(&Bundle {
+        files: vec![cut, noise],
+        problems: Vec::new(),
+    });
+    assert_eq!(files["cut"], "1234567890");
+    assert!((100_000..300_000).contains(&files["noise"].len()));
+}
+
+#[tokio::test]
+async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let write = |name: &str, text: &str| {
+        fs::write(directory.path().join(name), text).expect("written");
+    };
+    write("envoy-rev.json", r#"{"node": {"id": "a"}}"#);
+    write("envoy-rev1.json", "{{");
+    write("other.json", "{}");
+    write(
+        "custom.yaml",
+        "static_resources:\n  secrets:\n  - password:\n      inline_string: |\n        hush\n",
+    );
+    // Ports that refuse connections.
+    let sources = Sources {
+        version: "1.2.3".to_owned(),
+        status_port: Some(1),
+        admin_port: 2,
+        envoy: "no-such-envoy".to_owned(),
+        bootstraps: directory.path().to_owned(),
+        custom_bootstrap: Some(directory.path().join("custom.yaml")),
+        config: json!({ "flags": {} }),
+    };
+    let doctor = async { ("all well".to_owned(), json!({ "level": "ok" })) };
+    let start = Instant::now();
+    let bundle = collect(&sources, &Secrets::new([]), doctor).await;
+    assert!(start.elapsed() < LIMIT);
+    let files = unpacked(&bundle);
+    assert_eq!(files["doctor.txt"], "all well");
+    let expected: Value = serde_json::from_str(&files["config.json"]).expect("JSON");
+    assert_eq!(expected, sources.config);
+    assert!(files["bootstrap/envoy-rev.json"].contains("\"id\": \"a\""));
+    assert!(files["bootstrap/custom.yaml"].contains("\"inline_string\": \"[redacted]\""));
+    assert!(files["versions.txt"].contains("agent: 1.2.3\nkernel: Linux version"));
+    assert!(files["capture.txt"].contains("$ nft list ruleset\n"));
+    for missing in [
+        "config.json: of this command, not of the agent: ",
+        "agent/log.txt: not requested after agent/overview.json: ",
+        "envoy/config_dump.json: not requested after envoy/server_info.json: ",
+        "bootstrap/envoy-rev1.json: it is neither YAML nor JSON",
+    ] {
+        assert!(
+            files["errors.txt"].contains(missing),
+            "{missing}: {files:?}"
+        );
+    }
+    assert!(!files.contains_key("bootstrap/other.json"));
+}
+
+#[tokio::test]
+async fn secrets_of_the_environment_and_the_token_are_known() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let token = directory.path().join("token");
+    fs::write(&token, "opaque-token\n").expect("written");
+    let env = Environment::from_iter([
+        ("XDS_HEADER_X_TENANT", "header-value"),
+        ("HTTPS_PROXY", "http://cart:pr%6Fxy-pass@proxy:3128"),
+        ("DB_PASSWORD", "database"),
+        ("SECRET_GRACE_PERIOD_RATIO_JITTER", "0.0100"),
+        ("TOKEN_STORE_SERVICE_HOST", "10.20.30.40"),
+    ]);
+    let secrets = known_secrets(&env, Some(token)).await;
+    let text = "opaque-token header-value pr%6Fxy-pass proxy-pass Y2FydDpwcm94eS1wYXNz database \
+                0.0100 10.20.30.40";
+    let mut redactor = Redactor::new(&secrets, Lines);
+    redactor.push(text.as_bytes()).expect("lines");
+    redactor.finish().expect("lines");
+    let expected = format!("{}0.0100 10.20.30.40", "[redacted] ".repeat(6));
+    assert_eq!(String::from_utf8_lossy(&redactor.out), expected);
+}
