@@ -29,20 +29,21 @@ struct Directory {
 }
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let directories = directories(subject).into_iter();
-    let checks = directories.map(async |directory: Directory| {
-        let name = format!("{} ({})", directory.path.display(), directory.holds);
-        match aside(move || directory.found()).await {
-            Ok(Ok(found)) => Check::ok(name, found),
-            Ok(Err(error)) => Check::error(name, error).remedy(
-                "mount an emptyDir or a volume with free space there that user and group of the container may write to",
-            ),
-            Err(late) => Check::error(name, late)
-                .expected("a disk that answers")
-                .remedy("look for a network volume whose server is away"),
-        }
-    });
-    join_all(checks).await
+    join_all(directories(subject).into_iter().map(checked)).await
+}
+
+async fn checked(directory: Directory) -> Check {
+    let name = format!("{} ({})", directory.path.display(), directory.holds);
+    match aside(move || directory.found()).await {
+        Ok(Ok(found)) => Check::ok(name, found),
+        Ok(Err(error)) => Check::error(name, error).remedy(
+            "mount an emptyDir or a volume with free space there that user and group of the container may \
+             write to",
+        ),
+        Err(late) => Check::error(name, late)
+            .expected("a disk that answers")
+            .remedy("look for a network volume whose server is away"),
+    }
 }
 
 fn directories(subject: Subject<'_>) -> Vec<Directory> {

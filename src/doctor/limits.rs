@@ -31,6 +31,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let is_agent = subject.running.is_some();
     let envoy = subject.running.and_then(|running| running.envoy.as_ref());
     let envoy = envoy.and_then(|envoy| envoy.report().borrow().pid);
+    let awaits_envoy = subject.config.envoy.is_some() && envoy.is_none();
     let found = aside(move || {
         let mut checks = Vec::new();
         if is_agent {
@@ -39,7 +40,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         if let Some(pid) = envoy {
             checks.push(files("open files of Envoy", of_process(pid)));
         }
-        checks.push(inotify());
+        checks.push(inotify(awaits_envoy));
         let agent = is_agent.then(|| getpid().as_raw_nonzero().get());
         let resident = agent.into_iter().chain(envoy).filter_map(resident).sum();
         checks.push(match ControlGroup::read("/".as_ref()) {
@@ -107,8 +108,8 @@ fn files(name: &str, found: Use) -> Check {
         .remedy("raise the limit (LimitNOFILE of the container runtime or service), or look which connections stay open")
 }
 
-/// Makes one more instance with one watch, which Envoy needs to start.
-fn inotify() -> Check {
+/// Makes one more instance with one watch. Envoy needs them to start.
+fn inotify(awaits_envoy: bool) -> Check {
     let name = "inotify";
     let limit = |of: &str| {
         let read = fs::read_to_string(Path::new("/proc/sys/fs/inotify").join(of));
@@ -122,7 +123,11 @@ fn inotify() -> Check {
                 "no further instance: {error}; {}",
                 limit("max_user_instances")
             );
-            return Check::error(name, found)
+            let check = match awaits_envoy {
+                true => Check::error(name, found),
+                false => Check::warning(name, found),
+            };
+            return check
                 .expected("one more, without which Envoy cannot start")
                 .remedy("raise the limit on the node with sysctl; all pods of a node with the same user share it");
         }

@@ -19,7 +19,7 @@ use crate::support::place::{FAKE_ENVOY, Place};
 
 /// Has the shell's first argument be a directory that each request hangs in, and runs the others: the
 /// agent itself holds the file by which a file system would answer.
-const BESIDE_A_HUNG_DISK: &str = "exec 3<>/dev/fuse; mkdir hung; \
+const BESIDE_A_HUNG_DISK: &str = "exec 3<>/dev/fuse; mkdir -p hung; \
      mount -i -t fuse -o fd=3,rootmode=40000,user_id=0,group_id=0 hung hung; exec \"$@\"";
 
 fn has_root() -> bool {
@@ -151,27 +151,23 @@ async fn each_fault_of_limits_and_disks_is_the_first_error() {
     });
     if has_root() {
         rows.add("no inotify instances left", async {
-            let no_more = "echo 0 > /proc/sys/user/max_inotify_instances; exec \"$@\"";
-            in_namespace(
-                "--user --map-root-user",
-                no_more,
-                &["inotify", "max_user_instances"],
-            )
-            .await
+            let no_more = "echo 0 > /proc/sys/user/max_inotify_instances";
+            let (place, istiod) = in_namespace(&["--user", "--map-root-user"], no_more).await;
+            let place = place.set("DISABLE_ENVOY", "false");
+            let says = &["inotify", "max_user_instances", "without which Envoy"];
+            SetUp::new(place, istiod, says)
         });
-        rows.add("a disk that is read-only", async {
-            let mount = "mkdir out; mount -t tmpfs -o ro none out; exec \"$@\"";
-            in_namespace(
-                "--mount",
-                mount,
-                &["out (OUTPUT_CERTS)", "Read-only file system"],
-            )
-            .await
-        });
-        rows.add("a full disk", async {
-            let mount = "mkdir out; mount -t tmpfs -o size=1M none out; exec \"$@\"";
-            in_namespace("--mount", mount, &["out (OUTPUT_CERTS)", "1024 KiB free"]).await
-        });
+        for (option, says) in [
+            ("ro", "Read-only file system"),
+            ("size=1M", "1024 KiB free"),
+        ] {
+            rows.add("a disk that is read-only or full", async move {
+                let mount = format!("mkdir out; mount -t tmpfs -o {option} none out");
+                let (place, istiod) = in_namespace(&["--mount"], &mount).await;
+                let place = place.set("OUTPUT_CERTS", "out");
+                SetUp::new(place, istiod, &["out (OUTPUT_CERTS)", says])
+            });
+        }
         rows.add("rules of capture that are missing", async {
             let istiod = answering_istiod().await;
             let place = Place::of(&istiod).set("ISTIO_META_INTERCEPTION_MODE", "REDIRECT");
@@ -181,22 +177,12 @@ async fn each_fault_of_limits_and_disks_is_the_first_error() {
     rows.all_name_their_cause().await;
 }
 
-/// A set-up whose agent runs in a namespace that a script prepares.
-async fn in_namespace(kind: &str, script: &str, says: &[&str]) -> SetUp {
+/// A place of programs that run in namespaces which a script prepares.
+async fn in_namespace(kinds: &[&str], script: &str) -> (Place, LocalIstiod) {
     let istiod = answering_istiod().await;
-    let kinds = kind.split(' ');
-    let command: Vec<_> = ["unshare"]
-        .into_iter()
-        .chain(kinds)
-        .chain(["sh", "-ec", script, "-"])
-        .collect();
-    let place = Place::of(&istiod).started_by(&command);
-    let place = match script.contains(" out") {
-        true => place.set("OUTPUT_CERTS", "out"),
-        false => place,
-    };
-    let agent = place.start().await;
-    SetUp::new(place, (agent, istiod), says)
+    let script = format!("{script}; exec \"$@\"");
+    let command = [&["unshare"], kinds, &["sh", "-ec", &script, "-"]].concat();
+    (Place::of(&istiod).started_by(&command), istiod)
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -134,13 +134,27 @@ impl Place {
 
     /// Starts the agent.
     pub fn start_only(&self) -> Child {
+        let mut command = self.command();
+        command
+            .args(&self.flags)
+            .arg("--log_output_level=all:debug");
+        Child::start(command, self.path("log"))
+    }
+
+    /// Runs another command of the agent with the same environment: what it prints.
+    pub fn run(&self, words: &[&str]) -> Output {
+        let mut command = self.command();
+        command.args(words);
+        command.output().unwrap()
+    }
+
+    /// The agent's program by its starter, with its environment.
+    fn command(&self) -> Command {
         let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
         let mut words = self.starter.iter().map(Into::into).chain([agent]);
         let mut command = Command::new(words.next().unwrap());
         command
             .args(words)
-            .args(&self.flags)
-            .arg("--log_output_level=all:debug")
             .current_dir(self.directory.path())
             .env_clear()
             .env("PATH", "/usr/bin:/bin")
@@ -149,21 +163,7 @@ impl Place {
                 Value::from(self.proxy_config.clone()).to_string(),
             )
             .envs(self.environment.iter().cloned());
-        Child::start(command, self.path("log"))
-    }
-
-    /// Runs another command of the agent with the same environment: what it prints. Blocks.
-    pub fn run(&self, words: &[&str]) -> Output {
-        let mut command =
-            Command::new(binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent"))));
-        let proxy_config = Value::from(self.proxy_config.clone()).to_string();
         command
-            .args(words)
-            .current_dir(self.directory.path())
-            .env_clear()
-            .env("PROXY_CONFIG", proxy_config)
-            .envs(self.environment.iter().cloned());
-        command.output().unwrap()
     }
 
     /// Starts an agent that ends by itself: its exit code and its log.
