@@ -26,6 +26,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
@@ -259,16 +260,24 @@ impl Agent {
         })
     }
 
-    /// Finds out what is wrong, one report at a time.
+    /// Finds out what is wrong, one report at a time. Requests that wait for it get the same.
     fn doctor(&self, running: doctor::Running) -> status::Page {
         let subject = Arc::new((Ok(self.config.clone()), running));
-        let one = Arc::new(tokio::sync::Mutex::new(()));
+        let last = Arc::new(tokio::sync::Mutex::new(None));
         Arc::new(move || {
-            let (subject, one) = (subject.clone(), one.clone());
+            let (subject, last) = (subject.clone(), last.clone());
+            let asked = Instant::now();
             Box::pin(async move {
-                let _one = one.lock().await;
+                let mut last = last.lock().await;
+                if let Some((made, report)) = &*last
+                    && *made >= asked
+                {
+                    return Value::clone(report);
+                }
                 let (config, running) = &*subject;
-                json!(doctor::report(config, Some(running), Vec::new()).await)
+                let report = json!(doctor::report(config, Some(running), Vec::new()).await);
+                *last = Some((Instant::now(), report.clone()));
+                report
             })
         })
     }

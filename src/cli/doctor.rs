@@ -6,19 +6,21 @@ use std::time::Duration;
 use clap::Args;
 use http::StatusCode;
 
-use crate::config;
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
+use crate::config::{self, Config, Problem};
 use crate::doctor::report::{Check, Level, Report};
 use crate::doctor::{self, get};
 use crate::exit_code::ExitCode;
 use crate::http_client;
 use crate::lifecycle::with_causes;
 
-/// How long an agent that serves may take for a page it has at hand.
+/// How long an agent that serves may take for a page it has at hand, and files for being read.
 const ALIVE_LIMIT: Duration = Duration::from_millis(400);
 /// Beyond what the agent's own report takes.
 const MARGIN: Duration = Duration::from_millis(200);
+/// Where agents answer unless configured otherwise.
+const USUAL_PORT: u16 = 15020;
 
 #[derive(Args, Clone, Debug)]
 pub struct DoctorFlags {
@@ -31,15 +33,42 @@ pub struct DoctorFlags {
 
 /// The report of the running agent, or of this process if there is none that answers.
 pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
+    let (port, config) = configuration(flags.proxy.clone(), log.clone(), environment.clone()).await;
     let mut before = Vec::new();
-    if let Some(port) = config::status_port(environment, ".".as_ref()) {
+    let mut is_late = false;
+    if let Some(port) = port {
         match of_agent(port).await {
             Ok(report) => return report,
-            Err(check) => before.push(check),
+            Err(failed) => {
+                is_late = failed.is_late;
+                before.push(failed.check);
+            }
         }
     }
-    let config = config::load(&flags.proxy, log, environment, ".".as_ref());
-    doctor::report(&config, None, before).await
+    match is_late {
+        true => doctor::report_of_settings(&config, before),
+        false => doctor::report(&config, None, before).await,
+    }
+}
+
+/// The agent's status port, if it has one, and its configuration.
+async fn configuration(
+    flags: ProxyFlags,
+    log: LogFlags,
+    environment: Environment,
+) -> (Option<u16>, Result<Config, Vec<Problem>>) {
+    let read = tokio::task::spawn_blocking(move || {
+        let port = config::status_port(&environment, ".".as_ref());
+        (port, config::load(&flags, &log, &environment, ".".as_ref()))
+    });
+    let read = tokio::time::timeout(ALIVE_LIMIT, read).await;
+    let found = match read {
+        Ok(Ok(read)) => return read,
+        Ok(Err(panic)) => panic.to_string(),
+        Err(_) => format!("not read within {ALIVE_LIMIT:?}"),
+    };
+    let problem = Problem::new("files of the configuration", found, "a disk that answers");
+    (Some(USUAL_PORT), Err(vec![problem]))
 }
 
 /// 0 if all is well, 1 with warnings, 2 with errors.
@@ -51,32 +80,79 @@ pub fn exit_code(report: &Report) -> ExitCode {
     }
 }
 
-async fn of_agent(port: u16) -> Result<Report, Check> {
+/// Why the agent has given no report.
+struct Failed {
+    check: Check,
+    /// Whether no time is left to check without it.
+    is_late: bool,
+}
+
+async fn of_agent(port: u16) -> Result<Report, Failed> {
     let name = "running agent";
     let of = |page: &str| format!("http://127.0.0.1:{port}/debug/{page}");
-    let start = "its checks are made from outside; start it, or look why it ended";
+    let outside = "what follows is checked from outside";
     match get(&of("logging"), ALIVE_LIMIT).await {
         Ok(_) => {}
         Err(http_client::Error::Connect(error)) => {
-            return Err(Check::warning(name, with_causes(&error)).remedy(start));
+            let start = format!("{outside}; start the agent, or look in its log why it ended");
+            let check = Check::warning(name, with_causes(&error)).remedy(start);
+            return Err(Failed {
+                check,
+                is_late: false,
+            });
         }
         Err(error) => {
             let found = format!("port {port}: {}", with_causes(&error));
-            let hangs = "its checks are made from outside; restart the container if it stays so";
-            return Err(Check::error(name, found)
+            let hangs = format!("{outside}; restart the container if it stays so");
+            let check = Check::error(name, found)
                 .expected("an answer")
-                .remedy(hangs));
+                .remedy(hangs);
+            return Err(Failed {
+                check,
+                is_late: false,
+            });
         }
     }
-    let found = match get(&of("doctor"), doctor::LIMIT + MARGIN).await {
+    let (found, is_late) = match get(&of("doctor"), doctor::LIMIT + MARGIN).await {
         Ok(answer) if answer.status() == StatusCode::OK => {
             match serde_json::from_slice(answer.body()) {
                 Ok(report) => return Ok(report),
-                Err(error) => error.to_string(),
+                Err(error) => (error.to_string(), true),
             }
         }
-        Ok(answer) => format!("port {port} answers {} to /debug/doctor", answer.status()),
-        Err(error) => with_causes(&error),
+        Ok(answer) => {
+            let status = answer.status();
+            let found = format!("port {port} answers {status} to /debug/doctor");
+            (found, false)
+        }
+        Err(error) => (with_causes(&error), true),
     };
-    Err(Check::warning(name, found).expected("its report, as of this version"))
+    let check = match is_late {
+        true => Check::error(name, found).remedy("run it again"),
+        false => Check::warning(name, found)
+            .remedy("the agent is of another version, or another process has its port"),
+    };
+    let check = check.expected("its report");
+    Err(Failed { check, is_late })
+}
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exit_code_is_the_level_of_the_report() {
+        for (level, code) in [
+            (Level::Ok, ExitCode::Success),
+            (Level::Skipped, ExitCode::Success),
+            (Level::Warning, ExitCode::DoctorWarnings),
+            (Level::Error, ExitCode::DoctorErrors),
+        ] {
+            let report = Report {
+                node: String::new(),
+                level,
+                groups: Vec::new(),
+            };
+            assert_eq!(exit_code(&report), code);
+        }
+    }
 }

@@ -46,9 +46,12 @@ fn signed(config: &Config, secrets: &Secrets) -> Vec<Check> {
         )
     });
     let Some(workload) = &state.workload else {
-        let found = problem.unwrap_or_else(|| "not signed yet".to_owned());
+        let check = match problem {
+            Some(problem) => Check::error(WORKLOAD, problem),
+            None => Check::warning(WORKLOAD, "not signed yet, the request is under way"),
+        };
         let expected = format!("one for {identity}");
-        return vec![Check::error(WORKLOAD, found).expected(expected).remedy(LOG)];
+        return vec![check.expected(expected).remedy(LOG)];
     };
     let facts = Facts::of_pem(workload.certificate.chain_pem());
     let mut checks = Vec::new();
@@ -69,7 +72,7 @@ fn signed(config: &Config, secrets: &Secrets) -> Vec<Check> {
     let roots = roots.unwrap_or_default();
     if let Some(latest) = roots.iter().max_by_key(|root| root.not_after) {
         let mut check = latest.life("roots of the mesh", LOG, now);
-        check.found = format!("{} certificates; {}", roots.len(), check.found);
+        check.found = format!("{} in use; {}", roots.len(), check.found);
         checks.push(check);
     }
     checks

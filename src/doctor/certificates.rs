@@ -13,6 +13,8 @@ use crate::clock::rfc3339;
 /// The part of its life a certificate that is renewed in time never gets to.
 const LAST_TENTH: u32 = 10;
 
+const MOST_NAMES: usize = 8;
+
 const CLOCK: &str = "compare the clock of this machine (date -u) with that of others";
 
 pub(super) struct Facts {
@@ -77,7 +79,14 @@ impl fmt::Display for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.names.is_empty() {
             true => f.write_str(&self.subject),
-            false => f.write_str(&self.names.join(", ")),
+            false => {
+                let shown = self.names.iter().take(MOST_NAMES).map(String::as_str);
+                f.write_str(&shown.collect::<Vec<_>>().join(", "))?;
+                match self.names.len().saturating_sub(MOST_NAMES) {
+                    0 => Ok(()),
+                    more => write!(f, " and {more} more"),
+                }
+            }
         }
     }
 }

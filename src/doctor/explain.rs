@@ -19,10 +19,15 @@ const POLICY: &str = "a NetworkPolicy, a firewall or a security group may drop p
 const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
 
 /// `limit` is for a second handshake, which shows the certificate that was refused.
-pub(super) async fn explain(what: String, config: &Config, cause: Cause, limit: Duration) -> Check {
+pub(super) async fn explain(
+    what: String,
+    config: &Config,
+    cause: &Cause,
+    limit: Duration,
+) -> Check {
     let text = cause.to_string();
     let check = Check::error(what.as_str(), &text);
-    match &cause {
+    match cause {
         Cause::Connect(dial::Error::Connect { source, .. }) => match source.kind() {
             ErrorKind::ConnectionRefused => check.expected("a listener").remedy(RUNNING),
             ErrorKind::NetworkUnreachable | ErrorKind::AddrNotAvailable => Check::error(
@@ -56,6 +61,15 @@ pub(super) async fn explain(what: String, config: &Config, cause: Cause, limit: 
             check.expected("HTTP/2").remedy(remedy)
         }
         Cause::Tls(_) | Cause::Address { .. } | Cause::Connect(_) | Cause::Stopping => check,
+    }
+}
+
+/// Whether this machine cannot reach addresses of that family.
+pub(super) fn is_without_route(cause: &Cause) -> bool {
+    let kinds = [ErrorKind::NetworkUnreachable, ErrorKind::AddrNotAvailable];
+    match cause {
+        Cause::Connect(dial::Error::Connect { source, .. }) => kinds.contains(&source.kind()),
+        _ => false,
     }
 }
 

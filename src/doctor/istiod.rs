@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::discovery;
-use super::explain::{explain, explain_status};
+use super::explain::{explain, explain_status, is_without_route};
 use super::report::{Check, Level};
 use super::token::Found;
 use super::{PROBE_LIMIT, Subject};
@@ -34,6 +34,10 @@ pub(super) async fn checks(
     found: &Found,
     until: Instant,
 ) -> (Vec<Check>, Option<bool>) {
+    if found.has_no_roots() {
+        let why = "not dialed: there are no roots to verify istiod with";
+        return (vec![Check::skipped("connections", why)], None);
+    }
     let config = subject.config;
     let discovery = std::iter::once(&config.istiod).chain(&config.istiod.others);
     let discovery = discovery.map(|config| Target {
@@ -108,11 +112,11 @@ async fn examine(
     let mut failed = Vec::new();
     for (check, probe) in join_all(dials).await {
         match probe {
-            Some(probe) => {
+            Ok(probe) => {
                 open.get_or_insert(probe);
                 checks.push(check);
             }
-            None => failed.push(check),
+            Err(is_expected) => failed.push((check, is_expected)),
         }
     }
     let mut accepted = None;
@@ -120,18 +124,32 @@ async fn examine(
     match open {
         Some(probe) => {
             // Others serve.
-            failed.iter_mut().for_each(soften);
+            for (check, is_expected) in &mut failed {
+                check.level = match is_expected {
+                    true => Level::Skipped,
+                    false => Level::Warning,
+                };
+            }
             if asks && target.serves_discovery {
                 let (check, answer) = ask(subject, name, config, probe, found, until).await;
                 works = check.level < Level::Warning;
                 accepted = answer;
                 checks.push(check);
+            } else if found.has_errors() && target.serves_discovery {
+                let what = format!("discovery request to {name}");
+                checks.push(Check::skipped(
+                    what,
+                    "not sent: istiod would refuse the token",
+                ));
             }
         }
         // One cause is enough where all addresses fail alike.
-        None => failed.iter_mut().skip(1).for_each(soften),
+        None => failed
+            .iter_mut()
+            .skip(1)
+            .for_each(|(check, _)| soften(check)),
     }
-    checks.extend(failed);
+    checks.extend(failed.into_iter().map(|(check, _)| check));
     Examined {
         checks,
         works,
@@ -172,12 +190,14 @@ async fn addresses(name: &str, config: &Config, until: Instant) -> (Vec<Check>, 
     (vec![check.remedy(remedy)], Vec::new())
 }
 
+/// The connection, or whether an address of this kind is expected to fail beside others: a family the
+/// machine has no route for, and either address of localhost.
 async fn dial(
     name: &str,
     config: &Config,
     to: SocketAddr,
     until: Instant,
-) -> (Check, Option<Probe>) {
+) -> (Check, Result<Probe, bool>) {
     let ours = through(config, to);
     let what = match (&config.proxy, to.to_string() == *name) {
         (Some(_), _) => format!("connection to {name} by the proxy {to}"),
@@ -207,9 +227,13 @@ async fn dial(
                 }
                 None => Check::ok(what, found),
             };
-            (check, Some(probe))
+            (check, Ok(probe))
         }
-        Err(cause) => (explain(what, &ours, cause, left(until)).await, None),
+        Err(cause) => {
+            let is_expected = is_without_route(&cause) || config.address.starts_with("localhost:");
+            let check = explain(what, &ours, &cause, left(until)).await;
+            (check, Err(is_expected))
+        }
     }
 }
 

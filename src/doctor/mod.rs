@@ -79,7 +79,37 @@ pub async fn report(
     running: Option<&Running>,
     before: Vec<Check>,
 ) -> Report {
-    let (node, about) = match config {
+    let mut report = report_of_settings(config, before);
+    let Ok(config) = config else {
+        return report;
+    };
+    let subject = Subject { config, running };
+    // All the others rest on these two.
+    let machine = async {
+        <[Group; 2]>::from(tokio::join!(
+            group("limits", limits::checks(subject)),
+            group("disk", disk::checks(subject)),
+        ))
+    };
+    let others = async {
+        <[Group; 6]>::from(tokio::join!(
+            group("certificate", certificate::checks(subject)),
+            group("sockets", sockets::checks(subject)),
+            group("Envoy", envoy::checks(subject)),
+            group("capture", capture::checks(subject)),
+            group("DNS", dns::checks(subject)),
+            group("probes", probes::checks(subject)),
+        ))
+    };
+    let (machine, control_plane, others) = tokio::join!(machine, control_plane(subject), others);
+    let groups = report.groups.drain(..);
+    let groups = groups.chain(machine).chain(control_plane).chain(others);
+    Report::new(report.node, groups.collect())
+}
+
+/// Checks the configuration only, which takes no time.
+pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>) -> Report {
+    let (node, checks) = match config {
         Ok(config) => (
             config.bootstrap.node.id.clone(),
             configuration::checks(config),
@@ -90,30 +120,7 @@ pub async fn report(
         name: name.to_owned(),
         checks,
     };
-    let mut groups = vec![named("configuration", about), named("agent", before)];
-    if let Ok(config) = config {
-        let subject = Subject { config, running };
-        // All the others rest on these two.
-        let machine = async {
-            <[Group; 2]>::from(tokio::join!(
-                group("limits", limits::checks(subject)),
-                group("disk", disk::checks(subject)),
-            ))
-        };
-        let others = async {
-            <[Group; 6]>::from(tokio::join!(
-                group("certificate", certificate::checks(subject)),
-                group("sockets", sockets::checks(subject)),
-                group("Envoy", envoy::checks(subject)),
-                group("capture", capture::checks(subject)),
-                group("DNS", dns::checks(subject)),
-                group("probes", probes::checks(subject)),
-            ))
-        };
-        let (machine, control_plane, others) =
-            tokio::join!(machine, control_plane(subject), others);
-        groups.extend(machine.into_iter().chain(control_plane).chain(others));
-    }
+    let groups = vec![named("agent", before), named("configuration", checks)];
     Report::new(node, groups)
 }
 
@@ -134,25 +141,29 @@ async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
     ]
 }
 
-/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`]. Work that never
-/// ends holds its thread, so there is a limit for all reports together.
+/// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`].
 async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    let done = async {
-        let thread = THREADS.acquire().await.map_err(|error| error.to_string())?;
-        let work = move || {
-            let _thread = thread;
-            work()
-        };
-        let done = tokio::task::spawn_blocking(work).await;
-        done.map_err(|panic| panic.to_string())
+    aside_within(PROBE_LIMIT, &THREADS, work).await
+}
+
+/// Work that never ends holds its thread, so there is a limit for all reports together.
+async fn aside_within<T: Send + 'static>(
+    limit: Duration,
+    threads: &'static Semaphore,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
+    let until = Instant::now() + limit;
+    let thread = tokio::time::timeout_at(until, threads.acquire()).await;
+    let Ok(Ok(thread)) = thread else {
+        return Err(format!("not begun within {limit:?}, as earlier reads hang"));
     };
-    let late = match THREADS.available_permits() {
-        0 => "not begun, as earlier reads of files still hang".to_owned(),
-        _ => format!("not finished within {PROBE_LIMIT:?}"),
+    let work = move || {
+        let _thread = thread;
+        work()
     };
-    tokio::time::timeout(PROBE_LIMIT, done)
-        .await
-        .unwrap_or(Err(late))
+    let done = tokio::time::timeout_at(until, tokio::task::spawn_blocking(work)).await;
+    let done = done.map_err(|_| format!("not finished within {limit:?}"))?;
+    done.map_err(|panic| panic.to_string())
 }
 
 /// Requests a page over HTTP, of 1 MiB at most.
@@ -175,5 +186,33 @@ async fn group(name: &'static str, checks: impl Future<Output = Vec<Check>>) -> 
     Group {
         name: name.to_owned(),
         checks: checks.unwrap_or_else(late),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn file_work_that_hangs_holds_a_bounded_number_of_threads() {
+        static TWO: Semaphore = Semaphore::const_new(2);
+        let limit = Duration::from_millis(50);
+        let hung: Vec<mpsc::Sender<()>> = futures_util::future::join_all((0..4).map(async |n| {
+            let (release, released) = mpsc::channel();
+            let late = aside_within(limit, &TWO, move || released.recv()).await;
+            let expected = if n < 2 {
+                "not finished within 50ms"
+            } else {
+                "earlier reads hang"
+            };
+            assert!(late.unwrap_err().contains(expected), "{n}");
+            release
+        }))
+        .await;
+        assert!(aside_within(limit, &TWO, || ()).await.is_err());
+        drop(hung);
+        assert_eq!(aside_within(PROBE_LIMIT, &TWO, || 7).await, Ok(7));
     }
 }

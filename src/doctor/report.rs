@@ -4,6 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+/// In characters.
+const LONGEST_TEXT: usize = 1000;
+
 /// The answer of all checks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
@@ -67,7 +70,8 @@ impl Check {
         Self {
             name: name.into(),
             level,
-            found: found.to_string(),
+            // An error may quote what another process has sent.
+            found: found.to_string().chars().take(LONGEST_TEXT).collect(),
             expected: String::new(),
             remedy: String::new(),
         }
@@ -132,7 +136,7 @@ impl fmt::Display for Check {
         };
         // A certificate's name or an answer may hold anything.
         let line = |text: &str| text.replace(|c: char| c.is_control(), " ");
-        write!(f, "{level:<8} {}: {}", self.name, line(&self.found))?;
+        write!(f, "{level:<8} {}: {}", line(&self.name), line(&self.found))?;
         if !self.expected.is_empty() {
             write!(f, "; expected {}", line(&self.expected))?;
         }
@@ -140,5 +144,37 @@ impl fmt::Display for Check {
             write!(f, "; {}", line(&self.remedy))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(checks: Vec<Check>) -> Report {
+        let name = "istiod".to_owned();
+        Report::new("node".to_owned(), vec![Group { name, checks }])
+    }
+
+    #[test]
+    fn a_report_has_the_level_of_its_worst_check_and_a_line_for_each() {
+        let mut checks = vec![Check::skipped("a", "no agent")];
+        assert_eq!(report(checks.clone()).level, Level::Skipped);
+        checks.push(Check::ok("b", "found"));
+        checks.push(Check::warning("c", "late").expected("soon"));
+        assert_eq!(report(checks.clone()).level, Level::Warning);
+        checks.push(Check::error("d\n", "a\u{1b}[2Jb\nc").remedy("mend it"));
+        let report = report(checks);
+        assert_eq!(report.level, Level::Error);
+        let expected = "node\nistiod\n  skipped  a: no agent\n  ok       b: found\n  \
+                        warning  c: late; expected soon\n  error    d : a [2Jb c; mend it\n\
+                        1 errors, 1 warnings";
+        assert_eq!(report.to_string(), expected);
+    }
+
+    #[test]
+    fn a_text_of_another_process_is_cut() {
+        let check = Check::error("a", "é".repeat(5000));
+        assert_eq!(check.found.chars().count(), LONGEST_TEXT);
     }
 }

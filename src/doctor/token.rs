@@ -30,6 +30,7 @@ pub(super) struct Found {
     pub(super) checks: Vec<Check>,
     /// As calls send it.
     pub(super) authorization: Option<HeaderValue>,
+    has_no_roots: bool,
     /// Of a token that names none that istiod is known to expect.
     foreign_audiences: Option<Vec<String>>,
 }
@@ -48,14 +49,21 @@ pub(super) async fn read(subject: Subject<'_>) -> Found {
         read_token(config),
         futures_util::future::join_all(roots.into_iter().map(check_roots))
     );
-    found.checks.extend(roots.into_iter().flatten());
+    let roots: Vec<_> = roots.into_iter().flatten().collect();
+    found.has_no_roots = roots.iter().any(|check| check.level == Level::Error);
+    found.checks.extend(roots);
     found
 }
 
 impl Found {
-    /// Whether istiod cannot be called, or what it would answer says nothing new.
+    /// Whether istiod would refuse what the agent shows.
     pub(super) fn has_errors(&self) -> bool {
         self.checks.iter().any(|check| check.level == Level::Error)
+    }
+
+    /// Whether istiod cannot be verified.
+    pub(super) fn has_no_roots(&self) -> bool {
+        self.has_no_roots
     }
 
     /// The checks, now that it is known whether istiod accepts the token.
@@ -86,6 +94,7 @@ async fn read_token(config: &Config) -> Found {
     let mut found = Found {
         checks: Vec::new(),
         authorization: None,
+        has_no_roots: false,
         foreign_audiences: None,
     };
     let path = match (&config.istiod.security, &config.istiod.token) {
@@ -241,7 +250,7 @@ async fn check_roots(roots: Roots) -> Vec<Check> {
         }
     };
     let now = SystemTime::now();
-    let usable = Check::ok(name, format!("{text}: {count} certificates"));
+    let usable = Check::ok(name, format!("{text}, usable certificates: {count}"));
     // Others may be of a rotation that is over or has not begun.
     let latest = facts
         .iter()

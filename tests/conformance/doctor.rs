@@ -151,6 +151,12 @@ async fn listen<F: Future<Output = ()> + Send + 'static>(
     serving
 }
 
+/// Never answers.
+async fn silent(stream: TcpStream) {
+    let _stream = stream;
+    pending().await
+}
+
 /// Answers the first bytes, whatever they are.
 async fn answer(mut stream: TcpStream, answer: &'static str) {
     let mut heard = [0; 1024];
@@ -304,10 +310,6 @@ async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
         "a plain HTTP server",
         instead(http, &["does not speak TLS", "15010"]),
     );
-    let silent = |stream: TcpStream| async move {
-        let _stream = stream;
-        pending().await
-    };
     rows.add(
         "a silent server",
         instead(silent, &["in the TLS handshake", "kubectl get pods"]),
@@ -352,6 +354,17 @@ async fn a_refusal_by_istiod_is_the_first_error() {
             "SERVICE_ACCOUNT",
         ];
         SetUp::new(place, refusing, says)
+    });
+    rows.add("an agent that hangs", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let port = (std::net::Ipv4Addr::LOCALHOST, place.status_port());
+        let hangs = listen(port.into(), silent).await;
+        SetUp::new(
+            place,
+            (istiod, hangs),
+            &["running agent", "restart the container"],
+        )
     });
     rows.add("a CSR that is refused", async {
         let istiod = answering_istiod().await;
