@@ -20,7 +20,7 @@ use crate::xds::wire::{Found, Walker, digest};
 /// How much is copied at once.
 pub(super) const BLOCK: usize = 64 * 1024;
 
-/// What is appended to a file, beyond its own size, before it is compacted.
+/// What is appended to a file, beyond the size of its first response, before it is compacted.
 const SLACK: u64 = 4096;
 
 /// What counts of a file. Bytes behind it do not.
@@ -109,9 +109,10 @@ impl Draft {
 }
 
 impl KeptFile {
-    /// Whether so much has been appended that it may be twice what is in force.
-    pub(super) fn wants_compaction(&self) -> bool {
-        self.length > self.first.saturating_mul(2).saturating_add(SLACK)
+    /// Whether it stays below twice what is in force, as far as is known, with a response appended.
+    pub(super) fn has_room_for(&self, response: &Draft) -> bool {
+        let most = self.first.saturating_mul(2).saturating_add(SLACK);
+        self.length.saturating_add(response.length) <= most
     }
 }
 
@@ -142,13 +143,26 @@ impl Index {
         .map_err(|error| io::Error::other(format!("file {}: {error}", kept.name)))
     }
 
-    /// Writes all resources as one response.
-    pub(super) fn write(&self, draft: &mut Draft) -> io::Result<()> {
+    /// Writes what a newer response leaves in force, and that response behind it, as one.
+    pub(super) fn merge(
+        mut self,
+        protocol: Protocol,
+        mut newer: Draft,
+        merged: &mut Draft,
+    ) -> io::Result<()> {
+        newer.file.rewind()?;
+        let file = newer.file.as_file();
+        read(protocol, file, newer.length, &mut |_, found| {
+            self.resources.remove(&found.name);
+        })?;
         let places = joined(self.resources().collect());
-        let length = places.iter().map(|place| place.end - place.start).sum();
-        draft.write(&head(length)?)?;
-        let mut copy = |place| self.copy(place, |block| draft.write(block));
-        places.into_iter().try_for_each(&mut copy)
+        let older: u64 = places.iter().map(|place| place.end - place.start).sum();
+        let message = HEAD as u64..newer.length;
+        merged.write(&head(older + message.end - message.start)?)?;
+        for place in places {
+            copy(&self.file, place, |block| merged.write(block))?;
+        }
+        copy(file, message, |block| merged.write(block))
     }
 
     pub(super) fn resources(&self) -> impl ExactSizeIterator<Item = Range<u64>> {
@@ -164,18 +178,26 @@ impl Index {
     pub(super) fn copy(
         &self,
         place: Range<u64>,
-        mut each: impl FnMut(&[u8]) -> io::Result<()>,
+        each: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut block = vec![0; within(place.end - place.start, BLOCK)];
-        let mut at = place.start;
-        while at < place.end {
-            let now = within(place.end - at, BLOCK);
-            self.file.read_exact_at(&mut block[..now], at)?;
-            each(&block[..now])?;
-            at += now as u64;
-        }
-        Ok(())
+        copy(&self.file, place, each)
     }
+}
+
+fn copy(
+    file: &File,
+    place: Range<u64>,
+    mut each: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut block = vec![0; within(place.end - place.start, BLOCK)];
+    let mut at = place.start;
+    while at < place.end {
+        let now = within(place.end - at, BLOCK);
+        file.read_exact_at(&mut block[..now], at)?;
+        each(&block[..now])?;
+        at += now as u64;
+    }
+    Ok(())
 }
 
 /// Reads the responses in a file, reports what is in each with the place where its message begins, and

@@ -31,7 +31,7 @@ use store::Manifest;
 use writer::{Note, Writer};
 
 /// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes.
-const NOTES: usize = 4;
+const NOTES: usize = 8;
 
 /// Envoys whose state is remembered. More do not run at once.
 const MOST_ENVOYS: usize = 16;
@@ -58,7 +58,8 @@ pub struct Kept {
     notes: mpsc::Sender<(u32, Note)>,
     has_lost: Arc<AtomicBool>,
     status: Status,
-    envoys: Arc<Mutex<BTreeMap<i32, Waiting>>>,
+    /// By pid.
+    envoys: Arc<Mutex<BTreeMap<i32, Arc<Mutex<Waiting>>>>>,
 }
 
 /// What is kept of a type.
@@ -94,7 +95,7 @@ struct Waiting {
 #[derive(Clone, Debug)]
 pub(crate) struct OfEnvoy {
     pub(super) kept: Kept,
-    pid: i32,
+    waiting: Arc<Mutex<Waiting>>,
 }
 
 impl Kept {
@@ -116,14 +117,14 @@ impl Kept {
 
     pub(super) fn of_envoy(&self, pid: i32) -> OfEnvoy {
         let mut envoys = self.envoys.lock();
-        envoys.entry(pid).or_default();
+        let waiting = envoys.entry(pid).or_default().clone();
         if envoys.len() > MOST_ENVOYS {
             let other = envoys.keys().copied().find(|other| *other != pid);
             other.map(|other| envoys.remove(&other));
         }
         OfEnvoy {
             kept: self.clone(),
-            pid,
+            waiting,
         }
     }
 
@@ -134,28 +135,24 @@ impl Kept {
 }
 
 impl OfEnvoy {
-    fn waiting<T>(&self, act: impl FnOnce(&mut Waiting) -> T) -> T {
-        act(self.kept.envoys.lock().entry(self.pid).or_default())
-    }
-
     /// When it is to be served what is kept, unless istiod answers before.
     pub(super) fn due(&self) -> Option<Instant> {
-        let waiting = self.waiting(|waiting| *waiting);
+        let waiting = *self.waiting.lock();
         let since = waiting.since.filter(|_| !waiting.is_over)?;
         since.checked_add(self.kept.config.after)
     }
 
     pub(super) fn requested(&self) {
-        self.waiting(|waiting| *waiting.since.get_or_insert_with(Instant::now));
+        self.waiting.lock().since.get_or_insert_with(Instant::now);
     }
 
     pub(super) fn answered_by_istiod(&self) {
-        self.waiting(|waiting| waiting.since = Some(Instant::now()));
+        self.waiting.lock().since = Some(Instant::now());
     }
 
     /// From now on only istiod's configuration is for it.
     pub(super) fn end_waiting(&self) {
-        self.waiting(|waiting| waiting.is_over = true);
+        self.waiting.lock().is_over = true;
     }
 }
 

@@ -19,8 +19,8 @@ use crate::xds::request::Request;
 use crate::xds::response::{Captured, Received};
 use crate::xds::stream::LISTENER;
 
-/// Responses are written in parts of this size, each of which wakes the writer.
-pub(super) const BATCH: usize = 128 * 1024;
+/// Responses are written in parts of this size.
+pub(super) const BATCH: usize = 64 * 1024;
 
 /// How long a response waits for the disk, once until the disk follows again.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -13,6 +13,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::OptionFuture;
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
@@ -90,32 +91,22 @@ impl Replay {
             None => self.began + LONGEST_START,
         };
         loop {
-            let Self {
-                answers,
-                connecting,
-                ..
-            } = self;
-            let connected = async {
-                match connecting {
-                    Some(connecting) => connecting.await?,
-                    None => sleep_until(end).await,
-                }
-                Ok(())
-            };
+            let is_connected = self.connecting.is_none();
             tokio::select! {
-                answer = answers.recv() => {
+                answer = self.answers.recv() => {
                     let ended = || Err(io::Error::other("its thread has ended"));
                     return answer.unwrap_or_else(ended).map_err(|error| {
                         self.envoy.end_waiting();
                         End::unusable(&error)
                     });
                 }
-                connected = connected => {
+                Some(connected) = OptionFuture::from(self.connecting.as_mut()) => {
                     connected.map_err(|Closed| End::stopped())?;
-                    if self.connecting.take().is_none() {
-                        self.envoy.end_waiting();
-                        return Err(End::handed_over());
-                    }
+                    self.connecting = None;
+                }
+                () = sleep_until(end), if is_connected => {
+                    self.envoy.end_waiting();
+                    return Err(End::handed_over());
                 }
             }
         }

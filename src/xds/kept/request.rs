@@ -21,30 +21,19 @@ pub(super) struct Subscription {
     pub(super) held: usize,
 }
 
-/// `DiscoveryRequest`. Messages inside it are bytes, which are not copied.
+/// The fields of a request of either protocol, by their numbers. All are bytes, which are not copied.
 #[derive(Clone, PartialEq, Message)]
-struct Sotw {
-    #[prost(bytes = "bytes", optional, tag = "2")]
-    node: Option<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "3")]
-    names: Vec<Bytes>,
-    #[prost(string, tag = "4")]
-    type_url: String,
-}
-
-/// `DeltaDiscoveryRequest`.
-#[derive(Clone, PartialEq, Message)]
-struct Delta {
+struct Fields {
     #[prost(bytes = "bytes", optional, tag = "1")]
-    node: Option<Bytes>,
-    #[prost(string, tag = "2")]
-    type_url: String,
+    first: Option<Bytes>,
+    #[prost(bytes = "bytes", optional, tag = "2")]
+    second: Option<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "3")]
-    subscribe: Vec<Bytes>,
+    third: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "4")]
-    unsubscribe: Vec<Bytes>,
+    fourth: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "5")]
-    initial_resource_versions: Vec<Bytes>,
+    fifth: Vec<Bytes>,
 }
 
 /// The fields of a node that istiod's answers follow from. Maps are ordered, unlike Envoy's.
@@ -71,27 +60,21 @@ struct BuildVersion {
 impl Subscription {
     /// Reads a request with its gRPC head.
     pub(super) fn read(protocol: Protocol, frame: &Bytes) -> Result<Self, DecodeError> {
-        let message = frame.slice(HEAD.min(frame.len())..);
+        let mut fields = Fields::decode(frame.slice(HEAD.min(frame.len())..))?;
         Ok(match protocol {
-            Protocol::Sotw => {
-                let request = Sotw::decode(message)?;
-                Self {
-                    type_url: request.type_url,
-                    node: request.node,
-                    names: request.names,
-                    ..Self::default()
-                }
-            }
-            Protocol::Delta => {
-                let request = Delta::decode(message)?;
-                Self {
-                    type_url: request.type_url,
-                    node: request.node,
-                    names: request.subscribe,
-                    unsubscribed: request.unsubscribe,
-                    held: request.initial_resource_versions.len(),
-                }
-            }
+            Protocol::Sotw => Self {
+                node: fields.second,
+                names: fields.third,
+                type_url: text(fields.fourth.pop()),
+                ..Self::default()
+            },
+            Protocol::Delta => Self {
+                node: fields.first,
+                type_url: text(fields.second),
+                names: fields.third,
+                unsubscribed: fields.fourth,
+                held: fields.fifth.len(),
+            },
         })
     }
 
@@ -102,6 +85,10 @@ impl Subscription {
         let digest = BASE64_STANDARD.encode(digest(&SHA256, &node));
         Some(format!("{protocol:?} {digest}"))
     }
+}
+
+fn text(bytes: Option<Bytes>) -> String {
+    String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
 }
 
 #[cfg(test)]

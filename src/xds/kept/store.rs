@@ -164,23 +164,23 @@ impl Store {
         Ok(Draft::new(file, protocol))
     }
 
-    /// Appends to a file, and compacts it if that is due.
+    /// Appends to a file, or makes one of both.
     pub(super) fn append(
         &self,
         protocol: Protocol,
         mut file: KeptFile,
         draft: Draft,
     ) -> io::Result<KeptFile> {
-        let path = self.directory.join(&file.name);
-        let opened = fs::OpenOptions::new().write(true).open(path)?;
-        draft.append_to(&mut file, opened)?;
-        if !file.wants_compaction() {
+        if file.has_room_for(&draft) {
+            let path = self.directory.join(&file.name);
+            let opened = fs::OpenOptions::new().write(true).open(path)?;
+            draft.append_to(&mut file, opened)?;
             return Ok(file);
         }
-        let index = read(&self.parent, protocol, &file)?;
-        let mut compact = self.draft(protocol)?;
-        index.write(&mut compact)?;
-        compact.keep()
+        let older = read(&self.parent, protocol, &file)?;
+        let mut merged = self.draft(protocol)?;
+        older.merge(protocol, draft, &mut merged)?;
+        merged.keep()
     }
 
     /// Fails if there is no space for so many bytes beside what is kept and `drafts`.

@@ -12,7 +12,7 @@ use prost::Message as _;
 use tokio::sync::mpsc;
 
 use super::Status;
-use super::file::{Draft, KeptFile};
+use super::file::Draft;
 use super::store::{KeptType, Store};
 use crate::clock::Clock;
 use crate::xds::Protocol;
@@ -154,7 +154,7 @@ impl Writer {
                     self.accept(response, extent, draft)?;
                 }
             }
-            Note::Unsubscribed { type_url, names } => self.unsubscribe(&type_url, names)?,
+            Note::Unsubscribed { type_url, names } => self.unsubscribe(type_url, names)?,
             Note::Ended => {
                 self.passing.remove(&id);
                 self.pending.retain(|(stream, ..)| *stream != id);
@@ -240,51 +240,39 @@ impl Writer {
             _ => draft.keep(),
         };
         let since_epoch = Clock::system().now().duration_since(SystemTime::UNIX_EPOCH);
-        let accepted = since_epoch.unwrap_or_default().as_secs();
-        self.set(response.type_url, response.version, accepted, file)
+        let of = file.map(|file| KeptType {
+            version: response.version,
+            accepted: since_epoch.unwrap_or_default().as_secs(),
+            file,
+        });
+        self.set(response.type_url, of)
     }
 
     /// Removes resources Envoy no longer asks for.
-    fn unsubscribe(&mut self, type_url: &str, names: Vec<Bytes>) -> io::Result<()> {
+    fn unsubscribe(&mut self, type_url: String, names: Vec<Bytes>) -> io::Result<()> {
         let Some(store) = &self.store else {
             return Ok(());
         };
-        let Some(older) = store.manifest.types.get(type_url) else {
+        let Some(mut of) = store.manifest.types.get(&type_url).cloned() else {
             return Ok(());
         };
-        let (version, accepted) = (older.version.clone(), older.accepted);
         let message = frame(&Removed { names }.encode_to_vec());
-        let file = store.draft(self.protocol).and_then(|mut draft| {
+        let of = store.draft(self.protocol).and_then(|mut draft| {
             draft.write(&message)?;
-            store.append(self.protocol, older.file.clone(), draft)
+            of.file = store.append(self.protocol, of.file, draft)?;
+            Ok(of)
         });
-        self.set(type_url.to_owned(), version, accepted, file)
+        self.set(type_url, of)
     }
 
-    /// Lets a file count. A type without one is not kept.
-    fn set(
-        &mut self,
-        type_url: String,
-        version: String,
-        accepted: u64,
-        file: io::Result<KeptFile>,
-    ) -> io::Result<()> {
-        let of = match file {
-            Ok(file) => {
-                self.status.is_failing.store(false, Ordering::Relaxed);
-                Some(KeptType {
-                    version,
-                    accepted,
-                    file,
-                })
-            }
-            Err(error) => {
-                self.status.give_up(&self.parent, &type_url, &error);
-                None
-            }
-        };
+    /// Lets this count. A type that could not be written is not kept.
+    fn set(&mut self, type_url: String, of: io::Result<KeptType>) -> io::Result<()> {
+        match &of {
+            Ok(_) => self.status.is_failing.store(false, Ordering::Relaxed),
+            Err(error) => self.status.give_up(&self.parent, &type_url, error),
+        }
         match &mut self.store {
-            Some(store) => store.set(type_url, of),
+            Some(store) => store.set(type_url, of.ok()),
             None => Ok(()),
         }
     }

@@ -160,7 +160,7 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
         let output = io::BufReader::new(process.stdout.take().unwrap());
         assert!(output.lines().any(|line| line.unwrap().contains(KEEPER)));
         std::thread::sleep(Duration::from_millis(fastrand::u64(
-            0..60 + bytes() as u64 / 60_000,
+            0..60 + bytes() as u64 / 15_000,
         )));
         process.kill().unwrap();
         process.wait().unwrap();
