@@ -155,26 +155,21 @@ pub fn load(
 /// The status port of the agent that runs in `root`. That agent reports problems of its
 /// configuration.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
-    let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
-    let annotations = &annotations;
-    Documents {
-        env,
-        root,
-        annotations,
-    }
-    .status_port()
+    with_documents(env, root, |documents| documents.status_port())
 }
 
 /// The ProxyConfig of all its sources, whether the agent can use it or not.
 pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> ProxyConfig {
+    with_documents(env, root, |documents| documents.merge(flags).config)
+}
+
+fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents<'_>) -> T) -> T {
     let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
-    let annotations = &annotations;
-    let documents = Documents {
+    read(Documents {
         env,
         root,
-        annotations,
-    };
-    documents.merge(flags).config
+        annotations: &annotations,
+    })
 }
 
 /// Reads the configuration of a machine with these interfaces.

@@ -107,6 +107,7 @@ async fn each_path_has_its_methods_and_callers() {
         ("GET /debug/xdsz", HERE, 200, discovery),
         ("GET /debug/ndsz", HERE, 404, "{}"),
         ("GET /debug/envoy", HERE, 404, "{}"),
+        ("GET /debug/log", THERE, 403, forbidden),
         ("GET /debug/x", HERE, 404, "404 page not found\n"),
         ("GET /debug/", THERE, 403, forbidden),
         ("GET /debug/overview", THERE, 403, forbidden),

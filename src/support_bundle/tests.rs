@@ -1,7 +1,9 @@
 //! The collection beside servers that answer anything, late or never; bounds of files and bundle.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::Read;
+use std::time::Duration;
 
 use flate2::read::MultiGzDecoder;
 use serde_json::json;
@@ -9,6 +11,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
+use super::archive::{Compressor, Full};
+use super::collector::LARGEST_FILE;
+use super::redact::Form::Json;
+use super::redact::Redactor;
 use super::*;
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";

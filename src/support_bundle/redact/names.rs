@@ -1,51 +1,18 @@
 //! What the names of settings, headers and members of JSON say about their values.
+//!
+//! Names are compared in lower case and without punctuation.
 
 use std::collections::HashMap;
 
-/// Parts of names, in lower case and without punctuation, whose values are secret.
-const SECRET: [&[u8]; 13] = [
-    b"password",
-    b"passwd",
-    b"passphrase",
-    b"secret",
-    b"token",
-    b"credential",
-    b"privatekey",
-    b"apikey",
-    b"accesskey",
-    b"ticketkey",
-    b"pkcs12",
-    b"authorization",
-    b"cookie",
-];
-/// Ends of names whose values are not, though one of the parts is in them.
-const HARMLESS: [&[u8]; 22] = [
-    b"file",
-    b"filename",
-    b"path",
-    b"name",
-    b"type",
-    b"ttl",
-    b"uri",
-    b"endpoint",
-    // Variables that Kubernetes sets for each service.
-    b"host",
-    b"port",
-    b"addr",
-    b"proto",
-    b"tcp",
-    b"udp",
-    b"config",
-    b"configs",
-    b"bucket",
-    b"maxtokens",
-    b"perfill",
-    b"activesecrets",
-    b"warmingsecrets",
-    b"staticsecrets",
-];
+/// Parts of names whose values are secret.
+const SECRET: &str = "password passwd passphrase secret token credential privatekey apikey accesskey \
+                      ticketkey pkcs12 authorization cookie";
+/// Ends of names whose values are not, though one of the parts is in them: of files, of Envoy's
+/// configuration, and of the variables that Kubernetes sets for each service.
+const HARMLESS: &str = "file filename path name type ttl uri endpoint config configs bucket maxtokens \
+                        perfill activesecrets warmingsecrets staticsecrets host port addr proto tcp udp";
 /// Starts of variables that hold headers.
-const HEADERS: [&[u8]; 2] = [b"xdsheader", b"caheader"];
+const HEADERS: [&str; 2] = ["xdsheader", "caheader"];
 const LONGEST: usize = 128;
 const MOST_JUDGED: usize = 1000;
 
@@ -75,25 +42,25 @@ pub(super) enum Member {
 impl Member {
     pub(super) fn of(name: &[u8]) -> Self {
         let plain = plain(name);
-        match plain.as_slice() {
-            b"name" | b"headername" => Self::Name,
-            b"key" => Self::Key,
-            b"value" | b"rawvalue" => Self::Value,
-            b"exact" | b"prefix" | b"suffix" | b"contains" | b"regex" | b"stringvalue"
-            | b"exactmatch" | b"prefixmatch" | b"suffixmatch" | b"containsmatch"
-            | b"inlinestring" | b"inlinebytes" => Self::Matcher,
-            b"certificatechain" | b"trustedca" | b"validationcontext" | b"sdsconfig"
-            | b"ocspstaple" | b"crl" => Self::Public,
-            b"type" | b"filename" | b"path" | b"versioninfo" | b"lastupdated" | b"clustername" => {
+        match plain.as_str() {
+            "name" | "headername" => Self::Name,
+            "key" => Self::Key,
+            "value" | "rawvalue" => Self::Value,
+            "exact" | "prefix" | "suffix" | "contains" | "regex" | "stringvalue" | "exactmatch"
+            | "prefixmatch" | "suffixmatch" | "containsmatch" | "inlinestring" | "inlinebytes" => {
+                Self::Matcher
+            }
+            "certificatechain" | "trustedca" | "validationcontext" | "sdsconfig" | "ocspstaple"
+            | "crl" => Self::Public,
+            "type" | "filename" | "path" | "versioninfo" | "lastupdated" | "clustername" => {
                 Self::Harmless
             }
             _ if is_secret_plain(&plain) => Self::Secret {
-                is_whole: !contains(&plain, b"authorization") && !contains(&plain, b"cookie"),
+                is_whole: !is_header_of_credentials(name),
             },
-            b"initialmetadata" => Self::Headers,
-            _ if ["header", "headers", "headerstoadd"]
+            _ if ["header", "headers", "headerstoadd", "initialmetadata"]
                 .iter()
-                .any(|end| plain.ends_with(end.as_bytes())) =>
+                .any(|end| plain.ends_with(end)) =>
             {
                 Self::Headers
             }
@@ -130,37 +97,31 @@ pub(crate) fn is_secret(name: &[u8]) -> bool {
 /// Whether this is the name of a header, say, whose value is secret. Other names have other letters.
 pub(super) fn is_secret_header(name: &[u8]) -> bool {
     let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
-    is_secret(name) && name.iter().all(is_letter)
+    name.iter().all(is_letter) && is_secret(name)
 }
 
 /// Whether the credentials of this header have several words.
 pub(super) fn is_header_of_credentials(name: &[u8]) -> bool {
     let plain = plain(name);
-    contains(&plain, b"authorization") || contains(&plain, b"cookie")
+    plain.contains("authorization") || plain.contains("cookie")
 }
 
 /// Whether a colon behind it may be one of a sentence.
 pub(super) fn is_word_of_prose(name: &[u8]) -> bool {
-    let plain = plain(name);
-    let singular = plain.strip_suffix(b"s").unwrap_or(&plain);
-    [&b"token"[..], b"secret", b"credential"].contains(&singular)
+    ["token", "secret", "credential"].contains(&plain(name).trim_end_matches('s'))
 }
 
-fn is_secret_plain(plain: &[u8]) -> bool {
-    if HEADERS.iter().any(|start| plain.starts_with(start)) {
-        return true;
-    }
-    SECRET.iter().any(|part| contains(plain, part))
-        && !HARMLESS.iter().any(|end| plain.ends_with(end))
+fn is_secret_plain(plain: &str) -> bool {
+    let is_secret = SECRET.split(' ').any(|part| plain.contains(part));
+    let is_harmless = || HARMLESS.split(' ').any(|end| plain.ends_with(end));
+    HEADERS.iter().any(|start| plain.starts_with(start)) || is_secret && !is_harmless()
 }
 
-fn contains(plain: &[u8], part: &[u8]) -> bool {
-    plain.windows(part.len()).any(|window| window == part)
-}
-
-/// The name in lower case, without punctuation. No name is longer than its end.
-fn plain(name: &[u8]) -> Vec<u8> {
+/// The name in lower case, without punctuation. Of a long one its end counts.
+fn plain(name: &[u8]) -> String {
     let name = &name[name.len().saturating_sub(LONGEST)..];
     let letters = name.iter().filter(|byte| byte.is_ascii_alphanumeric());
-    letters.map(u8::to_ascii_lowercase).collect()
+    letters
+        .map(|byte| byte.to_ascii_lowercase() as char)
+        .collect()
 }

@@ -177,6 +177,30 @@ fn what_is_longer_than_the_bound_is_left_out_whole() {
 }
 
 #[test]
+fn a_hostile_text_takes_no_longer_than_another() {
+    let start = std::time::SystemTime::now();
+    for part in [
+        "eyJ",
+        "eyJa.b",
+        "token=",
+        "token=\"",
+        "authorization:",
+        "-----BEGIN PRIVATE KEY-----",
+        "://a@",
+        "LS0tLS1CRUdJTi",
+        "Basic ",
+        "\\\"",
+        "\"token\":\\\"",
+        "= ",
+    ] {
+        text(Form::Lines, &part.repeat(LONGEST / part.len()));
+    }
+    // What looks at the rest of the line at each place takes minutes.
+    let taken = start.elapsed().expect("a clock");
+    assert!(taken.as_secs() < 20, "{taken:?}");
+}
+
+#[test]
 fn what_is_no_json_does_not_pass_for_it() {
     let deep = "[".repeat(DEEPEST + 1);
     for wrong in [

@@ -17,10 +17,12 @@ const LONGEST_LABEL: usize = 40;
 /// How far before its value a name is looked for.
 const NEAR: usize = 200;
 
-/// The extent of a secret, given the place of its mark.
-type Extent = fn(&[u8], usize) -> Option<Range<usize>>;
+/// The extent of a secret, given the place of its mark, or of a text that is none. Within it no other of
+/// its kind is looked for.
+type Extent = fn(&[u8], usize) -> Option<(Range<usize>, IsSecret)>;
+type IsSecret = bool;
 
-const MARKS: [(&[u8], Extent); 8] = [
+static MARKS: [(&[u8], Extent); 8] = [
     (b"eyJ", jwt),
     (b"-----BEGIN ", private_key),
     // The same in base64.
@@ -32,10 +34,10 @@ const MARKS: [(&[u8], Extent); 8] = [
     (b":", value),
 ];
 
-/// A text that is a secret, or the mark of one.
+/// A text that is a secret, or a mark, by its place in the table.
 struct Pattern {
     text: Vec<u8>,
-    extent: Option<Extent>,
+    mark: Option<usize>,
 }
 
 /// Finds secrets.
@@ -49,12 +51,12 @@ impl Secrets {
     /// `known` are found wherever they are, in JSON too, unless they are very short.
     pub fn new(known: impl IntoIterator<Item = String>) -> Self {
         let mut patterns: Vec<_> = (0..=u8::MAX).map(|_| Vec::new()).collect();
-        let mut add = |text: &[u8], extent| {
+        let mut add = |text: &[u8], mark| {
             let text = text.to_vec();
-            patterns[usize::from(text[0])].push(Pattern { text, extent });
+            patterns[usize::from(text[0])].push(Pattern { text, mark });
         };
-        for (mark, extent) in MARKS {
-            add(mark, Some(extent));
+        for (mark, (text, _)) in MARKS.iter().enumerate() {
+            add(text, Some(mark));
         }
         for text in known {
             let text = text.trim();
@@ -84,15 +86,20 @@ impl Secrets {
     /// By their starts; they may overlap.
     fn find(&self, text: &[u8]) -> Vec<Range<usize>> {
         let mut found = Vec::new();
+        let mut seen = [0; MARKS.len()];
         for (at, byte) in text.iter().enumerate() {
-            for pattern in &self.patterns[usize::from(*byte)] {
-                if !text[at..].starts_with(&pattern.text) {
+            let patterns = self.patterns[usize::from(*byte)].iter();
+            for pattern in patterns.filter(|pattern| text[at..].starts_with(&pattern.text)) {
+                let Some(mark) = pattern.mark else {
+                    found.push(at..at + pattern.text.len());
                     continue;
+                };
+                if at >= seen[mark]
+                    && let Some((range, is_secret)) = MARKS[mark].1(text, at)
+                {
+                    seen[mark] = range.end;
+                    found.extend(is_secret.then_some(range));
                 }
-                found.extend(match pattern.extent {
-                    Some(extent) => extent(text, at),
-                    None => Some(at..at + pattern.text.len()),
-                });
             }
         }
         found.sort_by_key(|range| range.start);
@@ -112,14 +119,14 @@ pub(super) fn ends_key(text: &[u8]) -> bool {
     find(text, b"-----END ").is_some()
 }
 
-fn jwt(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn jwt(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     let end = at + run(&text[at..], is_part);
-    let first = memchr::memchr(b'.', &text[at..end])?;
-    (at + first + 1 < end).then_some(at..end)
+    let first = memchr::memchr(b'.', &text[at..end]);
+    Some((at..end, first.is_some_and(|dot| at + dot + 1 < end)))
 }
 
-fn private_key(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn private_key(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let label = at + "-----BEGIN ".len();
     let body = label + find(&text[label..], b"-----")?;
     let is_key = body - label <= LONGEST_LABEL && text[label..body].ends_with(b"PRIVATE KEY");
@@ -127,38 +134,39 @@ fn private_key(text: &[u8], at: usize) -> Option<Range<usize>> {
         let end = from + find(&text[from..], b"-----END ")? + "-----END ".len();
         Some(end + find(&text[end..], b"-----")? + "-----".len())
     };
-    is_key.then(|| at..last(body).unwrap_or(text.len()))
+    is_key.then(|| (at..last(body).unwrap_or(text.len()), true))
 }
 
-fn encoded_key(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn encoded_key(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"+/=-_".contains(&byte);
     let length = run(&text[at..], is_part);
     let decoded = BASE64_STANDARD.decode(&text[at..at + length / 4 * 4]);
     // What cannot be read may be one.
     let is_key = decoded.map_or(true, |decoded| find(&decoded, b"PRIVATE KEY").is_some());
-    is_key.then_some(at..at + length)
+    Some((at..at + length, is_key))
 }
 
-fn credentials_of_url(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn credentials_of_url(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let start = at + "://".len();
     let is_part = |byte: u8| !byte.is_ascii_whitespace() && !b"/?#\"'\\<>".contains(&byte);
     let authority = &text[start..start + run(&text[start..], is_part)];
     let length = memchr::memrchr(b'@', authority)?;
-    (length > 0).then_some(start..start + length)
+    Some((start..start + length, length > 0))
 }
 
 /// What follows the name of a scheme.
-fn credentials(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn credentials(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let is_scheme = matches!(text[..at].last(), Some(b'B' | b'b'));
     let start = at + memchr::memchr(b' ', &text[at..])? + 1;
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~+/=".contains(&byte);
     let length = run(&text[start..], is_part);
-    (is_scheme && length >= SHORTEST_CREDENTIAL).then_some(start..start + length)
+    let is_secret = is_scheme && length >= SHORTEST_CREDENTIAL;
+    Some((start..start + length, is_secret))
 }
 
 /// The value behind a separator, if the name before it says that it is secret: `token=…`,
 /// `"token": "…"`, also in JSON within a string, and `authorization: …`.
-fn value(text: &[u8], at: usize) -> Option<Range<usize>> {
+fn value(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
     let is_colon = text[at] == b':';
     let before = text[..at].trim_ascii_end();
     // `::` separates in pages of Envoy's.
@@ -184,7 +192,8 @@ fn value(text: &[u8], at: usize) -> Option<Range<usize>> {
     let slashes = run(&text[start..], |byte| byte == b'\\');
     if let Some(quote @ (b'"' | b'\'')) = text.get(start + slashes) {
         let start = start + slashes + 1;
-        return Some(start..start + quoted(&text[start..], *quote, slashes));
+        let length = quoted(&text[start..], *quote, slashes);
+        return Some((start..start + length, length > 0));
     }
     if !is_named {
         return None;
@@ -197,7 +206,7 @@ fn value(text: &[u8], at: usize) -> Option<Range<usize>> {
     let value = &text[start..start + length];
     // A count, in pages of statistics.
     let is_number = value.trim_ascii().iter().all(u8::is_ascii_digit);
-    (!is_number).then_some(start..start + length)
+    Some((start..start + length, !is_number))
 }
 
 /// Whether this is the value of a name or key just before it, as in the messages that Envoy quotes where
