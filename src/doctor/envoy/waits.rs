@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::super::report::Check;
-use super::{NACK, PROBE_LIMIT, get, page};
+use super::{NACK, PROBE_LIMIT, page};
 
 /// Until what was found is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
@@ -21,8 +21,6 @@ const LISTENERS: &str = "/init_dump?mask=listener";
 const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
 const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
 const REFUSED: &str = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details";
-/// `^cluster_manager\.warming_clusters$`
-const WARMING_CLUSTERS: &str = "/stats?filter=%5Ecluster_manager%5C.warming_clusters%24";
 
 #[derive(Clone, Copy)]
 enum Kind {
@@ -105,19 +103,9 @@ fn listed(found: &BTreeSet<String>) -> String {
 async fn look(kind: Kind, admin: &str) -> Result<BTreeSet<String>, String> {
     Ok(match kind {
         Kind::Listeners => listeners(&page(admin, LISTENERS).await?),
-        // Envoy's answer costs it time for each of its clusters.
-        Kind::Clusters if !has_warming_clusters(admin).await? => BTreeSet::new(),
         Kind::Clusters => names(&page(admin, CLUSTERS).await?, "/cluster/name"),
         Kind::Secrets => names(&page(admin, SECRETS).await?, "/name"),
     })
-}
-
-async fn has_warming_clusters(admin: &str) -> Result<bool, String> {
-    let answer = get(&format!("{admin}{WARMING_CLUSTERS}"), PROBE_LIMIT).await;
-    let answer = answer.map_err(|error| crate::lifecycle::with_causes(&error))?;
-    let text = String::from_utf8_lossy(answer.body());
-    let count = text.trim().rsplit(' ').next();
-    Ok(count.is_some_and(|count| count != "0"))
 }
 
 /// Each listener with what it waits for.
