@@ -35,6 +35,10 @@ const SET_UP: &str = "read the log of istio-init, or of istio-cni on the node, a
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
+    // Gateways are given a mode as well.
+    if !node.id.starts_with("sidecar~") {
+        return vec![Check::skipped(NAME, "only a sidecar's traffic is captured")];
+    }
     let mode = node.metadata.get("INTERCEPTION_MODE");
     match mode.and_then(Value::as_str) {
         Some("REDIRECT" | "TPROXY") => {}

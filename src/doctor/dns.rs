@@ -57,7 +57,10 @@ async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> 
             return vec![
                 Check::error(name, error)
                     .expected("a file with the pod's resolvers")
-                    .remedy("names outside of the mesh are not resolved: see dnsPolicy and dnsConfig of the pod"),
+                    .remedy(
+                        "names outside of the mesh are not resolved: \
+                         see dnsPolicy and dnsConfig of the pod",
+                    ),
             ];
         }
     };

@@ -105,7 +105,10 @@ fn files(name: &str, found: Use) -> Check {
     };
     check
         .expected(format!("at most {NEARLY} %, and {SPARE_FILES} left"))
-        .remedy("raise the limit (LimitNOFILE of the container runtime or service), or look which connections stay open")
+        .remedy(
+            "raise the limit (LimitNOFILE of the container runtime or service), or \
+                 look which connections stay open",
+        )
 }
 
 /// Makes one more instance with one watch. Envoy needs them to start.
@@ -129,7 +132,10 @@ fn inotify(awaits_envoy: bool) -> Check {
             };
             return check
                 .expected("one more, without which Envoy cannot start")
-                .remedy("raise the limit on the node with sysctl; all pods of a node with the same user share it");
+                .remedy(
+                    "raise the limit on the node with sysctl; all \
+                         pods of a node with the same user share it",
+                );
         }
     };
     match inotify::add_watch(made, "/", WatchFlags::DELETE_SELF) {
@@ -162,8 +168,13 @@ fn in_memory(resident: u64, group: ControlGroup) -> Check {
         _ => Check::warning(name, words),
     };
     check
-        .expected(format!("at most {FULL} %, and no process killed for want of memory"))
-        .remedy("raise sidecar.istio.io/proxyMemoryLimit of the pod, or give Envoy less configuration by a Sidecar resource")
+        .expected(format!(
+            "at most {FULL} %, and no process killed for want of memory"
+        ))
+        .remedy(
+            "raise sidecar.istio.io/proxyMemoryLimit of the pod, or give \
+                 Envoy less configuration by a Sidecar resource",
+        )
 }
 
 fn percent(part: u64, whole: u64) -> u64 {

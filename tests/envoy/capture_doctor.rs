@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::capture::{istio_iptables, text};
 use crate::support::namespace::{self, AGENT};
 
-/// What the doctor of this user says about the rules: level, what was found, what was expected.
-fn says(user: u32, variables: &[(&str, &str)]) -> String {
+/// What the doctor says about the rules as this user, beside this kind of node.
+fn says(user: u32, kind: &str, variables: &[(&str, &str)]) -> String {
     let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
     let place = tempfile::tempdir().unwrap();
     let root = place.path().join("var/run/secrets/istio");
@@ -22,7 +22,7 @@ fn says(user: u32, variables: &[(&str, &str)]) -> String {
         .args(["--reuid", &id, "--regid", &id, "--clear-groups"])
         .args(["--inh-caps", "-all", "--"])
         .arg(program)
-        .args(["doctor", "--json"])
+        .args(["doctor", kind, "--json"])
         .current_dir(place.path())
         .env("PROXY_CONFIG", r#"{"discoveryAddress": "127.0.0.1:1"}"#)
         .env("ISTIO_META_INTERCEPTION_MODE", "REDIRECT")
@@ -49,7 +49,7 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
         return;
     }
     let assert = |user, variables: &[_], words: &[&str]| {
-        let said = says(user, variables);
+        let said = says(user, "sidecar", variables);
         assert!(
             words.iter().all(|words| said.contains(words)),
             "{words:?}: {said}"
@@ -72,6 +72,8 @@ fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
             "127.0.0.1:15006",
         ],
     );
+    let said = says(AGENT, "router", &[]);
+    assert!(said.starts_with("skipped: only a sidecar"), "{said}");
     let none = &[("ISTIO_META_INTERCEPTION_MODE", "NONE")];
     assert(0, none, &["skipped", "mode NONE"]);
     let dns = &[("ISTIO_META_DNS_CAPTURE", "true")];
