@@ -14,6 +14,7 @@ mod nds;
 mod pcds;
 mod process;
 pub mod reload;
+mod report;
 mod resource;
 mod sds_socket;
 mod secrets;
@@ -26,7 +27,6 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use crate::bootstrap::{self, platform};
 use crate::clock::Clock;
@@ -46,7 +46,7 @@ use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
 use crate::{doctor, status};
-use reload::{Inputs, Report, Settings};
+use reload::{Inputs, Load, Report, Settings};
 use sds_socket::{Detected, SdsOwner};
 
 /// How long tasks may take to end once Envoy has exited.
@@ -142,25 +142,10 @@ impl Agent {
         stop: &Stop,
     ) -> Result<Self, BoxError> {
         let owner = detected.owner;
-        let registry = Registry::default();
-        let metadata = &config.bootstrap.node.metadata;
-        let istio_version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
-        let istio_version = istio_version.unwrap_or_default().to_owned();
-        version::publish(&registry, &istio_version);
-        metrics::process::publish(&registry);
-        let mut agent = Self {
-            inputs: config
-                .envoy
-                .is_some()
-                .then(|| Arc::new(Inputs::new(config.clone(), settings.load, detected))),
-            config,
-            supervisor: None,
-            metrics: registry,
-            tasks: Tasks::new(),
-            shutdown: CancellationToken::new(),
-            last_tasks: Tasks::new(),
-            last_shutdown: CancellationToken::new(),
-        };
+        let istio_version = istio_version(&config).to_owned();
+        let mut agent = Self::empty(config, settings.load, detected);
+        version::publish(&agent.metrics, &istio_version);
+        metrics::process::publish(&agent.metrics);
         let envoy = agent.envoy(stop)?;
         let (dns, forwarder) = agent.dns()?.unzip();
         agent.google_token();
@@ -199,13 +184,28 @@ impl Agent {
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
                 pages: vec![
-                    ("/debug/doctor", agent.doctor(running)),
+                    ("/debug/doctor", report::page(agent.config.clone(), running)),
                     ("/debug/config", effective(settings.report)),
                 ],
             };
             agent.status(port, sources)?;
         }
         Ok(agent)
+    }
+
+    /// Without any module yet.
+    fn empty(config: Config, load: Load, detected: Detected) -> Self {
+        let runs_envoy = config.envoy.is_some();
+        Self {
+            inputs: runs_envoy.then(|| Arc::new(Inputs::new(config.clone(), load, detected))),
+            config,
+            supervisor: None,
+            metrics: Registry::default(),
+            tasks: Tasks::new(),
+            shutdown: CancellationToken::new(),
+            last_tasks: Tasks::new(),
+            last_shutdown: CancellationToken::new(),
+        }
     }
 
     /// Prepares Envoy's supervisor, and the watch for changes that hot restart Envoy.
@@ -257,28 +257,6 @@ impl Agent {
         Arc::new(move |request| {
             let scrape = scrape.clone();
             Box::pin(async move { scrape.page(request).await })
-        })
-    }
-
-    /// Finds out what is wrong, one report at a time. Requests that wait for it get the same.
-    fn doctor(&self, running: doctor::Running) -> status::Page {
-        let subject = Arc::new((Ok(self.config.clone()), running));
-        let last = Arc::new(tokio::sync::Mutex::new(None));
-        Arc::new(move || {
-            let (subject, last) = (subject.clone(), last.clone());
-            let asked = Instant::now();
-            Box::pin(async move {
-                let mut last = last.lock().await;
-                if let Some((made, report)) = &*last
-                    && *made >= asked
-                {
-                    return Value::clone(report);
-                }
-                let (config, running) = &*subject;
-                let report = json!(doctor::report(config, Some(running), Vec::new()).await);
-                *last = Some((Instant::now(), report.clone()));
-                report
-            })
         })
     }
 
@@ -361,6 +339,13 @@ fn effective(report: Report) -> status::Page {
             made.unwrap_or_else(|panic| json!(panic.to_string()))
         })
     })
+}
+
+/// Istio's version as istiod is told.
+fn istio_version(config: &Config) -> &str {
+    let metadata = &config.bootstrap.node.metadata;
+    let version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
+    version.unwrap_or_default()
 }
 
 /// Runs Envoy; without Envoy, waits for a stop request. Other tasks run while the cloud's metadata

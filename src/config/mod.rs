@@ -379,9 +379,8 @@ impl<'a> Sources<'a> {
 
 fn ignored(env: &Environment) -> Vec<String> {
     let variables = env.without_effect().into_iter();
-    variables
-        .map(|(name, state)| format!("{name} ({state})"))
-        .collect()
+    let variables = variables.map(|(name, why)| format!("{name} ({why})"));
+    variables.collect()
 }
 
 /// Labels or annotations from the downward API.

@@ -125,7 +125,48 @@ pub(super) fn span(duration: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use rcgen::{CertificateParams, KeyPair};
+
     use super::*;
+    use crate::doctor::report::Level;
+
+    fn certificate() -> Vec<u8> {
+        let mut params = CertificateParams::new(["a.test".to_owned(), "::1".to_owned()]).unwrap();
+        params.not_before = rcgen::date_time_ymd(2020, 1, 1);
+        params.not_after = rcgen::date_time_ymd(2030, 1, 1);
+        let signed = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+        signed.der().to_vec()
+    }
+
+    #[test]
+    fn the_life_of_a_certificate_is_compared_with_the_clock() {
+        let facts = Facts::read(&certificate()).unwrap();
+        assert_eq!(facts.to_string(), "a.test, ::1");
+        let day = |days: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(days * 86_400);
+        for (now, level, words) in [
+            (day(18_000), Level::Error, "valid from 2020-01-01"),
+            (day(18_300), Level::Ok, "valid until 2030-01-01"),
+            (day(21_900), Level::Warning, "which is in 15d"),
+            (day(22_000), Level::Error, "expired at 2030-01-01"),
+        ] {
+            let check = facts.life("it", "renew it", now);
+            assert_eq!(check.level, level, "{check}");
+            assert!(check.found.contains(words), "{check}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_certificate_or_none(at in any::<usize>(), byte in any::<u8>()) {
+            let mut der = certificate();
+            let at = at % der.len();
+            der[at] = byte;
+            if let Some(facts) = Facts::read(&der) {
+                facts.life("it", "renew it", SystemTime::UNIX_EPOCH);
+            }
+        }
+    }
 
     #[test]
     fn spans_have_two_units() {

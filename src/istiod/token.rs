@@ -276,4 +276,27 @@ mod tests {
         let mock = Reader::new(Source::Mock).authorization(false).unwrap();
         assert_eq!(mock, MOCK);
     }
+
+    #[test]
+    fn claims_name_audiences_and_account() {
+        let found = |claims: &str| {
+            let claims = super::claims(jwt(claims).as_bytes()).unwrap();
+            let audiences = claims.audiences().join(" ");
+            (
+                audiences,
+                claims.subject().map(str::to_owned),
+                claims.issued(),
+            )
+        };
+        let at = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        for (claims, expected) in [
+            (r#"{"aud":"a","sub":"x","iat":7}"#, ("a", Some("x"), at(7))),
+            (r#"{"aud":["a","b",1]}"#, ("a b", None, None)),
+            (r#"{"aud":{},"sub":3,"iat":"x"}"#, ("", None, None)),
+        ] {
+            let (audiences, subject, issued) = expected;
+            let expected = (audiences.to_owned(), subject.map(str::to_owned), issued);
+            assert_eq!(found(claims), expected, "{claims}");
+        }
+    }
 }

@@ -26,6 +26,7 @@ struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
     registry: Registry,
+    consumers: Consumers,
     shutdown: CancellationToken,
     tasks: JoinSet<()>,
     client: SecretDiscoveryServiceClient<Channel>,
@@ -53,7 +54,9 @@ async fn start(answer: Answer) -> Fixture {
         serves_workload: true,
         options: SecretOptions::default(),
     };
-    tasks.spawn(serve(listener, sources, &registry, shutdown.clone()));
+    let service = new(sources, &registry);
+    let consumers = service.consumers();
+    tasks.spawn(service.serve(listener, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
         .await
         .expect("connects");
@@ -61,6 +64,7 @@ async fn start(answer: Answer) -> Fixture {
         clock,
         authority,
         registry,
+        consumers,
         shutdown,
         tasks,
         client,
@@ -127,6 +131,53 @@ impl EnvoyStream {
 fn only_secret(response: &DiscoveryResponse) -> Secret {
     assert_eq!(response.resources.len(), 1);
     Secret::decode(&*response.resources[0].value).expect("is a secret")
+}
+
+/// Waits until a consumer is like that.
+async fn shows(consumers: &Consumers, holds: impl Fn(&[Consumer]) -> bool) {
+    let seen = async {
+        while !holds(&consumers.all()) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let seen = tokio::time::timeout(LIMIT, seen).await;
+    assert!(seen.is_ok(), "{:?}", consumers.all());
+}
+
+#[tokio::test]
+async fn consumers_show_what_is_served_waits_and_is_refused() {
+    let mut fixture = start(Answer::Waits).await;
+    let consumers = fixture.consumers.clone();
+    let mut stream = fixture.subscribe("default").await;
+    let waits = ("default".to_owned(), "the workload certificate".to_owned());
+    shows(&consumers, |all| {
+        all.iter().any(|it| it.waits == [waits.clone()])
+    })
+    .await;
+
+    fixture.authority.set(Answer::Signed);
+    let response = stream.next().await;
+    let [consumer] = &consumers.all()[..] else {
+        panic!("{:?}", consumers.all());
+    };
+    assert_eq!(consumer.served, ["default"]);
+    assert!(consumer.waits.is_empty() && consumer.refused.is_none());
+
+    let nack = DiscoveryRequest {
+        type_url: TYPE_URL.to_owned(),
+        response_nonce: response.nonce,
+        error_detail: Some(envoy_types::pb::google::rpc::Status {
+            message: "no such key type".to_owned(),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    stream.requests.send(nack).await.expect("is open");
+    let refused = Some("no such key type".to_owned());
+    shows(&consumers, |all| all.iter().any(|it| it.refused == refused)).await;
+
+    drop(stream);
+    shows(&consumers, <[Consumer]>::is_empty).await;
 }
 
 #[tokio::test]

@@ -245,11 +245,14 @@ impl Environment {
     }
 
     /// The variables that are set and have no effect, each with the reason.
-    pub fn without_effect(&self) -> Vec<(&'static str, State)> {
+    pub fn without_effect(&self) -> Vec<(&'static str, &'static str)> {
         let set = rows().filter(|row| self.0.contains_key(row.name));
-        let states = set.map(|row| (row.name, row.state));
-        let has_none = |state| matches!(state, State::WithoutEffect(_) | State::NotYet(_));
-        states.filter(|(_, state)| has_none(*state)).collect()
+        let ignored = set.filter_map(|row| match row.state {
+            State::WithoutEffect(why) => Some((row.name, why)),
+            State::NotYet(_) => Some((row.name, "not yet")),
+            State::Honoured | State::Refused(_) => None,
+        });
+        ignored.collect()
     }
 
     /// The variable's value, or its default; with a warning if the value is not of the variable's type.
