@@ -1,11 +1,11 @@
 //! What stands between the agents and the control plane, as a load balancer does: it records the dials.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::io::copy_bidirectional;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -26,23 +26,28 @@ pub(super) struct Front {
     pub(super) seen: Arc<Record>,
     /// While it is not, connections are closed, and new ones as soon as they are accepted.
     pub(super) is_up: watch::Sender<bool>,
-    _accepting: JoinSet<()>,
+    _relaying: JoinSet<()>,
 }
 
 impl Front {
     pub(super) async fn start(istiod: SocketAddr) -> Self {
         // All of 127.0.0.0/8.
-        let listener = TcpListener::bind("0.0.0.0:0").await.expect("a port");
+        let listener = tokio::net::TcpListener::bind("0.0.0.0:0").await;
+        let listener = listener.and_then(tokio::net::TcpListener::into_std);
+        let listener = listener.expect("a port");
+        listener.set_nonblocking(false).expect("a socket");
         let port = listener.local_addr().expect("an address").port();
         let seen = Arc::new(Record::default());
         let is_up = watch::Sender::new(true);
-        let relaying = relay(listener, istiod, is_up.subscribe(), seen.clone());
-        let _accepting = JoinSet::from_iter([relaying]);
+        let (sender, accepted) = unbounded_channel();
+        let record = seen.clone();
+        std::thread::spawn(move || accept(&listener, &record, &sender));
+        let _relaying = JoinSet::from_iter([relay(accepted, istiod, is_up.subscribe())]);
         Self {
             port,
             seen,
             is_up,
-            _accepting,
+            _relaying,
         }
     }
 
@@ -59,32 +64,43 @@ impl Front {
     }
 }
 
+/// Takes connections on a thread of its own, so that a busy runtime does not falsify their times.
+fn accept(listener: &TcpListener, seen: &Record, accepted: &UnboundedSender<TcpStream>) {
+    loop {
+        let (agent, _) = listener.accept().expect("a connection");
+        let now = Instant::now();
+        if let SocketAddr::V4(dialed) = agent.local_addr().expect("an address") {
+            let [_, _, high, low] = dialed.ip().octets();
+            let number = usize::from(high) << 8 | usize::from(low);
+            seen.dials.lock().push((now, number));
+        }
+        if accepted.send(agent).is_err() {
+            return;
+        }
+    }
+}
+
 async fn relay(
-    listener: TcpListener,
+    mut accepted: UnboundedReceiver<TcpStream>,
     istiod: SocketAddr,
     is_up: watch::Receiver<bool>,
-    seen: Arc<Record>,
 ) {
     let mut connections = JoinSet::new();
     loop {
-        let (mut agent, _) = tokio::select! {
-            accepted = listener.accept() => accepted.expect("a connection"),
+        let agent = tokio::select! {
+            Some(agent) = accepted.recv() => agent,
             Some(_) = connections.join_next() => continue,
         };
-        let SocketAddr::V4(dialed) = agent.local_addr().expect("an address") else {
-            continue;
-        };
-        let [_, _, high, low] = dialed.ip().octets();
-        let number = usize::from(high) << 8 | usize::from(low);
-        seen.dials.lock().push((Instant::now(), number));
         let mut is_up = is_up.clone();
         connections.spawn(async move {
             if !*is_up.borrow() {
                 return;
             }
-            let Ok(mut istiod) = TcpStream::connect(istiod).await else {
+            let Ok(mut istiod) = tokio::net::TcpStream::connect(istiod).await else {
                 return;
             };
+            agent.set_nonblocking(true).expect("a TCP socket");
+            let mut agent = tokio::net::TcpStream::from_std(agent).expect("a TCP socket");
             for stream in [&agent, &istiod] {
                 stream.set_nodelay(true).expect("a TCP socket");
             }
