@@ -117,7 +117,10 @@ async fn of_agent(port: u16) -> Result<Report, Failed> {
         Ok(answer) if answer.status() == StatusCode::OK => {
             match serde_json::from_slice(answer.body()) {
                 Ok(report) => return Ok(report),
-                Err(error) => (error.to_string(), true),
+                Err(error) => {
+                    let found = format!("port {port} answers no report to /debug/doctor: {error}");
+                    (found, false)
+                }
             }
         }
         Ok(answer) => {
