@@ -72,8 +72,8 @@ const LIFE: Duration = Duration::from_secs(20);
 /// Shortly before the agent renews, at half of the life.
 const DOWN: Duration = Duration::from_secs(9);
 
-/// Shortly before the end, which is rounded down to a second.
-const UP: Duration = Duration::from_millis(17_500);
+/// Shortly before the end, which is rounded down to a second: two dials and the wait after them fit in.
+const UP: Duration = Duration::from_millis(16_500);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_authority_that_refuses_for_the_second_half_of_a_life_fails_no_handshake() {
