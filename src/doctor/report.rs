@@ -122,7 +122,7 @@ impl fmt::Display for Report {
             checks.filter(|check| check.level == level).count()
         };
         let [errors, warnings] = [Level::Error, Level::Warning].map(count);
-        write!(f, "{errors} errors, {warnings} warnings")
+        write!(f, "errors: {errors}, warnings: {warnings}")
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(report.level, Level::Error);
         let expected = "node\nistiod\n  skipped  a: no agent\n  ok       b: found\n  \
                         warning  c: late; expected soon\n  error    d : a [2Jb c; mend it\n\
-                        1 errors, 1 warnings";
+                        errors: 1, warnings: 1";
         assert_eq!(report.to_string(), expected);
     }
 
