@@ -15,7 +15,7 @@ use local_istiod::{LocalIstiod, Stream};
 use prost::Message;
 use rustix::process::Signal;
 use serde_json::json;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
 use crate::proxy::Tinyproxy;
@@ -214,6 +214,8 @@ async fn a_download_that_a_kill_cuts_off_is_not_taken_for_a_module() {
     let module = [MODULE.as_bytes(), &[0; 1 << 20]].concat();
     let serve = async |length: usize| {
         let (mut stream, _) = listener.accept().await.unwrap();
+        // An answer before the request ends the connection.
+        assert_ne!(stream.read(&mut [0; 4096]).await.unwrap(), 0);
         let whole = module.len();
         let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {whole}\r\n\r\n");
         let answer = [head.as_bytes(), &module[..length]].concat();
