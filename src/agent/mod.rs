@@ -167,7 +167,6 @@ impl Agent {
                 dns: dns.clone(),
                 forwarder,
                 health: health.clone(),
-                wasm: wasm.clone(),
             };
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),

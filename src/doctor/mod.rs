@@ -37,7 +37,6 @@ use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::sds::Consumers;
 use crate::secrets::Secrets;
-use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use report::{Check, Group, Report};
 
@@ -63,7 +62,6 @@ pub struct Running {
     pub dns: Option<Dns>,
     pub forwarder: Option<Forwarder>,
     pub health: Option<Health>,
-    pub wasm: Option<Wasm>,
 }
 
 /// What the groups check: the configuration and, in the agent itself, its modules.
