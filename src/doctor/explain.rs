@@ -7,7 +7,7 @@ use rustls::{CertificateError, Error as TlsError};
 use tonic::{Code, Status};
 
 use super::certificates::Facts;
-use super::report::Check;
+use super::report::{Check, Level};
 use crate::dial;
 use crate::istiod::probe::unverified_certificate;
 use crate::istiod::{Cause, Config, Security};
@@ -16,6 +16,7 @@ use crate::trust_anchors::Roots;
 const RUNNING: &str =
     "is istiod ready, and is it its port? kubectl get pods,endpoints -n istio-system";
 const POLICY: &str = "a NetworkPolicy, a firewall or a security group may drop packets to it";
+const RENEWED: &str = "renew istiod's certificate, or the authority's that signed it";
 const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
 
 /// `limit` is for a second handshake, which shows the certificate that was refused.
@@ -111,7 +112,12 @@ fn explain_tls(
             | CertificateError::ExpiredContext { .. }
             | CertificateError::NotValidYet
             | CertificateError::NotValidYetContext { .. } => {
-                shown.life(&check.name, "renew istiod's certificate", SystemTime::now())
+                let life = shown.life(&check.name, RENEWED, SystemTime::now());
+                match life.level {
+                    Level::Error => life,
+                    // It is another one of the chain, or a root.
+                    _ => check.remedy(RENEWED),
+                }
             }
             _ => check,
         },
@@ -140,5 +146,29 @@ pub(super) fn explain_status(what: String, status: &Status) -> (Check, Option<bo
             (check.remedy(format!("{remedy}{LOG}")), Some(false))
         }
         _ => (check.remedy(LOG), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_that_has_expired_is_an_error_although_its_leaf_has_not() {
+        let now = SystemTime::now();
+        let day = Duration::from_secs(86_400);
+        let leaf = Facts {
+            subject: "CN=istiod".to_owned(),
+            issuer: "CN=intermediate".to_owned(),
+            names: vec!["istiod.istio-system.svc".to_owned()],
+            not_before: now - day,
+            not_after: now + day,
+        };
+        let config = crate::istiod::fake::plaintext("127.0.0.1:1");
+        let failed = Check::error("connection", "invalid peer certificate: Expired");
+        let error = TlsError::InvalidCertificate(CertificateError::Expired);
+        let check = explain_tls(failed, &config, &error, "istiod", Some(&leaf));
+        assert_eq!(check.level, Level::Error, "{check}");
+        assert!(check.remedy.contains("authority"), "{check}");
     }
 }
