@@ -171,7 +171,10 @@ impl Store {
         mut file: KeptFile,
         draft: Draft,
     ) -> io::Result<KeptFile> {
-        if file.has_room_for(&draft) {
+        let is_appended = file.has_room_for(&draft);
+        let older = if is_appended { 0 } else { file.length };
+        has_space(&self.directory, older.saturating_add(draft.length))?;
+        if is_appended {
             let path = self.directory.join(&file.name);
             let opened = fs::OpenOptions::new().write(true).open(path)?;
             draft.append_to(&mut file, opened)?;
