@@ -3,8 +3,9 @@
 //! Calls queue here while there is no connection. One dial serves all of them, also those that come
 //! while it runs. Dials that fail are retried with backoff and full jitter; a success resets the
 //! backoff. Dials start at least [`Limits::least_between`](super::Limits) apart, whatever becomes of
-//! them, so that a fleet's dials per second stay below its agents. Without calls the worker neither dials nor wakes up, except while it does not use the first
-//! control plane: that is then dialed now and again, and used when it answers.
+//! them, so that a fleet's dials per second stay below its agents. Without calls the worker neither
+//! dials nor wakes up, except while it does not use the first control plane: that is then dialed now
+//! and again, and used when it answers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
