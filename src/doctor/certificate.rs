@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use super::certificates::{Facts, span};
+use super::certificates::Facts;
 use super::report::{Check, Level};
 use super::{Subject, aside};
 use crate::clock::rfc3339;
 use crate::config::Config;
+use crate::duration::approximate;
 use crate::regular_file;
 use crate::sds::{Consumer, Consumers};
 use crate::secrets::{Secrets, kept_certificate};
@@ -141,7 +142,10 @@ async fn kept(config: &Config) -> Option<Check> {
     Some(match aside(move || modified(&path)).await {
         Ok(Ok(at)) => {
             let age = SystemTime::now().duration_since(at).unwrap_or_default();
-            Check::ok(name, format!("{text}, written {} ago", span(age)))
+            Check::ok(
+                name,
+                format!("{text}, written {} ago", approximate(age.as_secs_f64())),
+            )
         }
         Ok(Err(error)) => Check::skipped(name, format!("{text}: {error}")),
         Err(late) => Check::warning(name, format!("{text}: {late}")),

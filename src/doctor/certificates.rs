@@ -1,7 +1,7 @@
 //! What an operator wants to know of a certificate.
 
 use std::fmt;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -9,6 +9,8 @@ use x509_parser::prelude::{GeneralName, X509Certificate};
 
 use super::report::Check;
 use crate::clock::rfc3339;
+use crate::duration::approximate;
+use crate::secrets::system_time;
 
 /// The part of its life a certificate that is renewed in time never gets to.
 const LAST_TENTH: u32 = 10;
@@ -34,8 +36,8 @@ impl Facts {
             subject: certificate.subject().to_string(),
             issuer: certificate.issuer().to_string(),
             names: names(&certificate),
-            not_before: moment(validity.not_before.timestamp()),
-            not_after: moment(validity.not_after.timestamp()),
+            not_before: system_time(validity.not_before.timestamp()),
+            not_after: system_time(validity.not_after.timestamp()),
         })
     }
 
@@ -66,7 +68,7 @@ impl Facts {
         let whole = self.not_after.duration_since(self.not_before);
         match left < whole.unwrap_or_default() / LAST_TENTH {
             true => {
-                let left = span(left);
+                let left = approximate(left.as_secs_f64());
                 Check::warning(what, format!("{ends}, which is in {left}")).remedy(remedy)
             }
             false => Check::ok(what, ends),
@@ -105,26 +107,10 @@ fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
     names.unwrap_or_default().iter().filter_map(text).collect()
 }
 
-fn moment(unix: i64) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
-}
-
-/// A duration in its two largest units.
-pub(super) fn span(duration: Duration) -> String {
-    let seconds = duration.as_secs();
-    let units = [
-        (86_400, 'd', 3_600, 'h'),
-        (3_600, 'h', 60, 'm'),
-        (60, 'm', 1, 's'),
-    ];
-    let unit = units.into_iter().find(|unit| seconds >= unit.0);
-    unit.map_or(format!("{seconds}s"), |(large, name, small, next)| {
-        format!("{}{name}{}{next}", seconds / large, seconds % large / small)
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
     use rcgen::{CertificateParams, KeyPair};
 
@@ -147,7 +133,7 @@ mod tests {
         for (now, level, words) in [
             (day(18_000), Level::Error, "valid from 2020-01-01"),
             (day(18_300), Level::Ok, "valid until 2030-01-01"),
-            (day(21_900), Level::Warning, "which is in 15d"),
+            (day(21_900), Level::Warning, "which is in 15 d"),
             (day(22_000), Level::Error, "expired at 2030-01-01"),
         ] {
             let check = facts.life("it", "renew it", now);
@@ -165,18 +151,6 @@ mod tests {
             if let Some(facts) = Facts::read(&der) {
                 facts.life("it", "renew it", SystemTime::UNIX_EPOCH);
             }
-        }
-    }
-
-    #[test]
-    fn spans_have_two_units() {
-        for (seconds, text) in [
-            (0, "0s"),
-            (61, "1m1s"),
-            (86_399, "23h59m"),
-            (90_000, "1d1h"),
-        ] {
-            assert_eq!(span(Duration::from_secs(seconds)), text);
         }
     }
 }

@@ -5,11 +5,12 @@ use std::time::SystemTime;
 
 use http::HeaderValue;
 
-use super::certificates::{Facts, span};
+use super::certificates::Facts;
 use super::report::{Check, Level};
 use super::{Subject, aside};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
+use crate::duration::approximate;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source};
 use crate::regular_file;
@@ -175,10 +176,13 @@ fn life(path: &Path, claims: &Claims, has_client: bool) -> Check {
     match expiry.duration_since(now) {
         Ok(left) => Check::ok(
             "token",
-            format!("{path} expires in {}, at {at}", span(left)),
+            format!(
+                "{path} expires in {}, at {at}",
+                approximate(left.as_secs_f64())
+            ),
         ),
         Err(late) => {
-            let ago = span(late.duration());
+            let ago = approximate(late.duration().as_secs_f64());
             let found = format!(
                 "{path} expired {ago} ago, at {at}; it is {} here",
                 rfc3339(now)
@@ -203,7 +207,7 @@ fn issued(claims: &Claims) -> Option<Check> {
     let found = format!(
         "the token was issued at {}, {} from now",
         rfc3339(issued),
-        span(ahead)
+        approximate(ahead.as_secs_f64())
     );
     let remedy = "set the clock of this machine, as certificates are refused as not valid yet";
     Some(

@@ -48,6 +48,7 @@ use renewal::{IssueError, Renewal};
 pub use subscription::{SecretState, Subscription};
 pub use trust::BundleError;
 use trust::MeshBundle;
+pub(crate) use x509::system_time;
 
 /// What to have signed, and when to renew it.
 #[derive(Clone, Debug)]

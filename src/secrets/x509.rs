@@ -107,7 +107,7 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
     }
 }
 
-pub(super) fn system_time(unix: i64) -> SystemTime {
+pub(crate) fn system_time(unix: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
 }
 

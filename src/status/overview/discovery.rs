@@ -2,8 +2,9 @@
 
 use maud::{Markup, html};
 
-use super::format::{counted, duration, resource_type, size};
+use super::format::{counted, resource_type, size};
 use super::page::{BAD, GOOD, WARN, Width, badge, card, list, note};
+use crate::duration::approximate;
 use crate::xds::observe::{Snapshot, Source, TypeSnapshot};
 
 /// Whether Envoy has accepted the last response of every type.
@@ -56,7 +57,7 @@ fn row(url: &str, of_type: &TypeSnapshot) -> Markup {
             td { (last_answer(of_type)) }
             td {
                 @if let Some(response) = response {
-                    (duration(response.age_seconds)) " ago"
+                    (approximate(response.age_seconds)) " ago"
                     @if response.source == Source::Kept { " " (badge(WARN, "kept")) }
                     (note(format!("{}, {}", counted(response.resources as usize, "resource"), size(response.bytes))))
                 }
@@ -75,7 +76,7 @@ fn last_answer(of_type: &TypeSnapshot) -> Markup {
         @if of_type.last_response.is_none() { "nothing sent" }
         @else if !is_answered(of_type) { (badge(WARN, "awaited")) }
         @else if let (Some(ack), false) = (&of_type.last_ack, is_refused) {
-            (badge(GOOD, "ACK")) (note(format!("after {}", duration(ack.after_seconds))))
+            (badge(GOOD, "ACK")) (note(format!("after {}", approximate(ack.after_seconds))))
         }
         @if let Some(nack) = &of_type.last_nack {
             @if !is_refused { br; }

@@ -1,27 +1,4 @@
-//! Durations, sizes and type names in the form people read.
-
-/// A duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
-pub(super) fn duration(seconds: f64) -> String {
-    const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
-    if seconds < 1.0 {
-        return format!("{:.0} ms", seconds.max(0.0) * 1e3);
-    }
-    if seconds < 10.0 {
-        return format!("{seconds:.1} s");
-    }
-    let seconds = seconds as u64;
-    let largest = UNITS.iter().position(|(length, _)| seconds >= *length);
-    let at = largest.unwrap_or_default();
-    let (length, unit) = UNITS[at];
-    let mut text = format!("{} {unit}", seconds / length);
-    // A second unit follows only directly: `1 d 5 s` is `1 d`.
-    if let Some((next, unit)) = UNITS.get(at + 1)
-        && let rest @ 1.. = seconds % length / next
-    {
-        text += &format!(" {rest} {unit}");
-    }
-    text
-}
+//! Sizes and type names in the form people read.
 
 pub(super) fn size(bytes: u64) -> String {
     match bytes {
@@ -58,25 +35,6 @@ pub(super) fn resource_type(url: &str) -> (Option<&'static str>, &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn durations_have_their_two_largest_units() {
-        for (seconds, expected) in [
-            (-3.0, "0 ms"),
-            (0.0, "0 ms"),
-            (0.0401, "40 ms"),
-            (3.25, "3.2 s"),
-            (42.9, "42 s"),
-            (60.0, "1 min"),
-            (192.0, "3 min 12 s"),
-            (3_600.0, "1 h"),
-            (3_610.0, "1 h"),
-            (86_399.0, "23 h 59 min"),
-            (86_400.0 * 3650.0 + 7_200.0, "3650 d 2 h"),
-        ] {
-            assert_eq!(duration(seconds), expected, "{seconds}");
-        }
-    }
 
     #[test]
     fn sizes_have_binary_units() {

@@ -3,9 +3,10 @@
 
 use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 
-use super::format::{duration, size};
+use super::format::size;
 use super::{Overview, discovery, wasm};
 use crate::clock::rfc3339;
+use crate::duration::approximate;
 use crate::envoy::handle::{Report, State};
 use crate::envoy::shutdown::Step;
 use crate::istiod::status::{Status, Tls};
@@ -37,7 +38,7 @@ pub(super) fn page(overview: &Overview) -> String {
                 h1 { "istio-agent" }
                 div.dim {
                     (agent.node) br;
-                    (agent.version) ", up " (duration(agent.uptime_seconds)) ", seen " (overview.now)
+                    (agent.version) ", up " (approximate(agent.uptime_seconds)) ", seen " (overview.now)
                 }
                 (states(overview))
                 main { (sections(overview)) }
@@ -174,7 +175,7 @@ fn envoy_state(envoy: Option<&Report>) -> Markup {
 fn envoy_section(envoy: &Report, uptime: Option<f64>) -> Markup {
     let rows = html! {
         (fact("State", Some(envoy_state(Some(envoy)))))
-        (fact("Uptime", uptime.map(duration)))
+        (fact("Uptime", uptime.map(approximate)))
         (fact("Process", envoy.pid.map(|pid| format!("pid {pid}"))))
         (fact("Memory", envoy.rss_bytes.map(size)))
         (fact("Restarts", Some(envoy.epoch)))
@@ -300,10 +301,10 @@ fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
 fn life(certificate: &Certificate, renewal_fails: bool) -> Markup {
     let left = certificate.remaining_seconds;
     if left <= 0.0 {
-        return badge(BAD, format!("expired {} ago", duration(-left)));
+        return badge(BAD, format!("expired {} ago", approximate(-left)));
     }
     let class = if renewal_fails { WARN } else { GOOD };
-    badge(class, format!("{} left", duration(left)))
+    badge(class, format!("{} left", approximate(left)))
 }
 
 fn start_up(overview: &Overview) -> Markup {

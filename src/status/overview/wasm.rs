@@ -2,8 +2,9 @@
 
 use maud::{Markup, html};
 
-use super::format::{duration, size};
+use super::format::size;
 use super::page::{BAD, GOOD, WARN, Width, badge, card, list, note};
+use crate::duration::approximate;
 use crate::wasm::Snapshot;
 
 pub(super) fn section(snapshot: &Snapshot) -> Option<Markup> {
@@ -28,9 +29,9 @@ pub(super) fn section(snapshot: &Snapshot) -> Option<Markup> {
                         } @else {
                             (badge(GOOD, "in use"))
                         }
-                        " for " (duration(resource.age_seconds))
+                        " for " (approximate(resource.age_seconds))
                         @if let Some(left) = resource.retry_seconds {
-                            (note(format!("next attempt in {}", duration(left))))
+                            (note(format!("next attempt in {}", approximate(left))))
                         }
                         @if let Some(sha256) = &resource.sha256 { (note(sha256)) }
                     }
