@@ -179,8 +179,9 @@ async fn a_late_client_certificate_is_sent_even_without_an_authority() {
     std::fs::create_dir(issued.path("certs")).unwrap();
     let _issuing = issued.start_only();
     let files = ["key.pem", "cert-chain.pem"];
+    let with_root = ["key.pem", "cert-chain.pem", "root-cert.pem"];
     eventually("a certificate", || {
-        files
+        with_root
             .iter()
             .all(|file| issued.path("certs").join(file).exists())
     })
@@ -192,7 +193,7 @@ async fn a_late_client_certificate_is_sent_even_without_an_authority() {
         place.write(&format!("{to}/{name}"), content);
     };
     // The workload's secrets are files, so no request for a certificate is refused either.
-    for name in ["key.pem", "cert-chain.pem", "root-cert.pem"] {
+    for name in with_root {
         copy(name, "var/run/secrets/workload-spiffe-credentials");
     }
     place.write("certs/root-cert.pem", istiod.root_pem());
