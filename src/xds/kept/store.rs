@@ -171,15 +171,13 @@ impl Store {
         mut file: KeptFile,
         draft: Draft,
     ) -> io::Result<KeptFile> {
-        let is_appended = file.has_room_for(&draft);
-        let older = if is_appended { 0 } else { file.length };
-        has_space(&self.directory, older.saturating_add(draft.length))?;
-        if is_appended {
+        if file.has_room_for(&draft) {
             let path = self.directory.join(&file.name);
             let opened = fs::OpenOptions::new().write(true).open(path)?;
             draft.append_to(&mut file, opened)?;
             return Ok(file);
         }
+        has_space(&self.directory, file.length.saturating_add(draft.length))?;
         let older = read(&self.parent, protocol, &file)?;
         let mut merged = self.draft(protocol)?;
         older.merge(protocol, draft, &mut merged)?;
