@@ -30,7 +30,10 @@ pub(super) use record::Recorder;
 use store::Manifest;
 use writer::{Note, Writer};
 
-/// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes.
+use super::stream::LISTENER;
+
+/// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes, or a message that the agent
+/// consumes.
 const NOTES: usize = 8;
 
 /// Envoys whose state is remembered. More do not run at once.
@@ -57,10 +60,14 @@ pub struct Kept {
     config: Arc<Config>,
     notes: mpsc::Sender<(u32, Note)>,
     has_lost: Arc<AtomicBool>,
+    ended: Ended,
     status: Status,
     /// By pid.
     envoys: Arc<Mutex<BTreeMap<i32, Arc<Mutex<Waiting>>>>>,
 }
+
+/// Streams that have ended, for the writer.
+type Ended = Arc<Mutex<Vec<u32>>>;
 
 /// What is kept of a type.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -85,9 +92,9 @@ struct Status {
 /// How long an Envoy has waited for its configuration.
 #[derive(Clone, Copy, Debug, Default)]
 struct Waiting {
-    /// Its first request, or istiod's last response.
+    /// Its oldest request without a response, or the last byte of istiod's while there is one.
     since: Option<Instant>,
-    /// Whether it has listeners, or cannot be served.
+    /// Whether it has answered listeners, or nothing usable is kept.
     is_over: bool,
 }
 
@@ -103,16 +110,17 @@ impl Kept {
     pub fn new(config: Config, registry: &Registry) -> (Self, impl FnOnce() + Send + use<>) {
         let status = Status::new(registry);
         let (notes, received) = mpsc::channel(NOTES);
-        let has_lost = Arc::<AtomicBool>::default();
+        let (has_lost, ended) = (Arc::<AtomicBool>::default(), Ended::default());
         let writer = Writer::new(config.directory.clone(), status.clone());
         let kept = Self {
             config: Arc::new(config),
             notes,
             has_lost: has_lost.clone(),
+            ended: ended.clone(),
             status,
             envoys: Arc::default(),
         };
-        (kept, move || writer.run(received, &has_lost))
+        (kept, move || writer.run(received, &has_lost, &ended))
     }
 
     pub(super) fn of_envoy(&self, pid: i32) -> OfEnvoy {
@@ -146,8 +154,17 @@ impl OfEnvoy {
         self.waiting.lock().since.get_or_insert_with(Instant::now);
     }
 
-    pub(super) fn answered_by_istiod(&self) {
-        self.waiting.lock().since = Some(Instant::now());
+    /// Gives istiod its time anew while it has a request to answer.
+    pub(super) fn heard_of_istiod(&self, has_request: bool) {
+        self.waiting.lock().since = has_request.then(Instant::now);
+    }
+
+    /// Whether something is kept that Envoy starts with. What it is worth is seen when it is read.
+    pub(super) fn can_be_served(&self) -> bool {
+        let types = self.kept.status.types.lock();
+        [replay::CLUSTER, LISTENER]
+            .iter()
+            .all(|it| types.contains_key(*it))
     }
 
     /// From now on only istiod's configuration is for it.

@@ -1,13 +1,15 @@
 //! Hands what passes on a stream of Envoy to the writer.
 //!
-//! The bytes are those Envoy gets, not copied, up to [`BATCH`] at once. A writer that takes none for
-//! [`PATIENCE`] costs all that is kept, so that a disk that hangs stops no configuration.
+//! The bytes are those Envoy gets, not copied, up to [`BATCH`] at once. A response waits for the writer
+//! for [`PATIENCE`] in all. Then it goes on without, and what is kept of its type is lost, so that a
+//! disk that hangs stops no configuration.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::mpsc::error::SendTimeoutError;
 use tokio::time::Instant;
 
 use super::request::Subscription;
@@ -24,6 +26,9 @@ pub(super) const BATCH: usize = 64 * 1024;
 
 /// How long a response waits for the disk, once until the disk follows again.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How many notes without bytes wait for a disk that hangs before all that is kept is given up.
+const MOST_NOTES: usize = 64;
 
 const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
 
@@ -50,7 +55,8 @@ pub(in crate::xds) struct Recorder {
     batch: Vec<Bytes>,
     batch_bytes: usize,
     outbox: VecDeque<Note>,
-    is_late: bool,
+    /// What is left of [`PATIENCE`].
+    patience: Duration,
 }
 
 /// The subscription to a type.
@@ -59,6 +65,8 @@ struct TypeState {
     /// SotW: the names in the newest request. Delta: the resources Envoy had when the stream began.
     names: usize,
     responses: u64,
+    /// Whether istiod is to answer a request that answers no response itself.
+    is_awaited: bool,
 }
 
 impl Recorder {
@@ -75,7 +83,7 @@ impl Recorder {
             batch: Vec::new(),
             batch_bytes: 0,
             outbox: VecDeque::new(),
-            is_late: false,
+            patience: PATIENCE,
         }
     }
 
@@ -101,7 +109,9 @@ impl Recorder {
         let Some(envoy) = &self.envoy else {
             return;
         };
-        envoy.requested();
+        if request.nonce.is_empty() {
+            envoy.requested();
+        }
         let answers_listeners = request.type_url == LISTENER && !request.nonce.is_empty();
         if answers_listeners || self.settling_since.is_some() {
             envoy.end_waiting();
@@ -134,24 +144,31 @@ impl Recorder {
             Protocol::Delta if is_first => state.names = subscription.held,
             Protocol::Delta => {}
         }
+        state.is_awaited |= request.nonce.is_empty();
+        if !request.nonce.is_empty() {
+            let nonce = request.nonce.clone();
+            self.answered(type_url.clone(), nonce, request.nack.is_none());
+        }
         let names = subscription.unsubscribed;
         if !names.is_empty() {
-            let type_url = type_url.clone();
             self.outbox
                 .push_back(Note::Unsubscribed { type_url, names });
-        }
-        if !request.nonce.is_empty() {
-            self.answered(type_url, request.nonce.clone(), request.nack.is_none());
         }
     }
 
     /// Whether the bytes that follow are of a type that is kept.
     pub(in crate::xds) fn begins(&mut self, type_url: &str) {
         self.is_passing = self.is_recording && type_url != EXTENSION && self.keeps(type_url);
+        if self.outbox.is_empty() {
+            self.patience = PATIENCE;
+        }
     }
 
     /// Takes bytes of a response that passes.
     pub(in crate::xds) fn passes(&mut self, bytes: &Bytes) {
+        if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
+            envoy.heard_of_istiod(true);
+        }
         if !self.is_passing {
             return;
         }
@@ -164,8 +181,11 @@ impl Recorder {
 
     /// The response that passes is complete. It counts from its ACK.
     pub(in crate::xds) fn passed(&mut self, received: &Received) {
+        if let Some(state) = self.types.get_mut(&received.type_url) {
+            state.is_awaited = false;
+        }
         if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
-            envoy.answered_by_istiod();
+            envoy.heard_of_istiod(self.types.values().any(|state| state.is_awaited));
         }
         if !std::mem::take(&mut self.is_passing) {
             return;
@@ -215,8 +235,9 @@ impl Recorder {
         match self.protocol {
             Protocol::Sotw if has_all => Extent::All,
             Protocol::Delta if is_first && state.names == 0 => Extent::All,
-            Protocol::Delta if !is_first || !has_all => Extent::Part,
-            _ => Extent::Enough,
+            Protocol::Sotw if is_first => Extent::Enough,
+            Protocol::Delta if is_first && has_all => Extent::Enough,
+            _ => Extent::Part,
         }
     }
 
@@ -246,24 +267,37 @@ impl Recorder {
             return;
         };
         while let Some(note) = self.outbox.pop_front() {
-            let patience = match self.is_late {
-                true => Duration::ZERO,
-                false => PATIENCE,
-            };
-            let sent = kept.notes.send_timeout((self.stream, note), patience);
-            self.is_late = sent.await.is_err();
-            if self.is_late {
-                kept.has_lost.store(true, Ordering::Release);
+            let began = Instant::now();
+            let sent = kept.notes.send_timeout((self.stream, note), self.patience);
+            let sent = sent.await;
+            self.patience = self.patience.saturating_sub(began.elapsed());
+            if let Err(SendTimeoutError::Timeout((_, note))) = sent {
+                self.patience = Duration::ZERO;
+                self.outbox.push_front(note);
+                break;
             }
+        }
+        if self.patience.is_zero() {
+            // Without its bytes a response does not count, nor does what is kept of its type.
+            let notes = std::mem::take(&mut self.outbox).into_iter();
+            let without_bytes = notes.filter_map(|note| match note {
+                Note::Bytes(_) => None,
+                Note::Message(_, received, extent) => Some(Note::Complete(received, extent)),
+                note => Some(note),
+            });
+            self.outbox = without_bytes.collect();
+        }
+        if self.outbox.len() > MOST_NOTES {
+            self.outbox.clear();
+            kept.has_lost.store(true, Ordering::Release);
         }
     }
 }
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        if let Some(OfEnvoy { kept, .. }) = self.envoy.as_ref().filter(|_| self.is_recording) {
-            // Drafts that stay are removed with what is kept, or by the next start.
-            let _ = kept.notes.try_send((self.stream, Note::Ended));
+        if let Some(OfEnvoy { kept, .. }) = &self.envoy {
+            kept.ended.lock().push(self.stream);
         }
     }
 }

@@ -27,7 +27,7 @@ use crate::xds::Protocol;
 use crate::xds::end::End;
 use crate::xds::stream::LISTENER;
 
-const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+pub(super) const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 
 /// The types whose missing resources are empty ones.
 const MAY_BE_EMPTY: [&str; 2] = [
@@ -50,6 +50,7 @@ pub(in crate::xds) struct Replay {
     envoy: OfEnvoy,
     answers: mpsc::Receiver<io::Result<Bytes>>,
     began: Instant,
+    istiod: Istiod,
     /// None once there is a connection.
     connecting: Option<Connecting>,
 }
@@ -67,7 +68,9 @@ impl Replay {
         let (out, answers) = mpsc::channel(BLOCKS);
         let kept = envoy.kept.clone();
         tokio::task::spawn_blocking(move || {
-            if let Err(error) = answer(&kept, protocol, requests, &out) {
+            if let Err(error) = answer(&kept, protocol, requests, &out)
+                && !out.is_closed()
+            {
                 kept.status.failures.inc();
                 let _ = out.blocking_send(Err(error)); // The stream may have ended.
             }
@@ -76,7 +79,8 @@ impl Replay {
             envoy,
             answers,
             began: Instant::now(),
-            connecting: Some(Box::pin(async move { istiod.connection().await.map(drop) })),
+            connecting: Some(connecting(&istiod)),
+            istiod,
         }
     }
 
@@ -105,12 +109,23 @@ impl Replay {
                     self.connecting = None;
                 }
                 () = sleep_until(end), if is_connected => {
-                    self.envoy.end_waiting();
-                    return Err(End::handed_over());
+                    let mut connecting = connecting(&self.istiod);
+                    if futures_util::poll!(&mut connecting).is_ready() {
+                        // Without listeners it is served again if istiod does not answer in time.
+                        self.envoy.heard_of_istiod(true);
+                        return Err(End::handed_over());
+                    }
+                    // The connection has ended.
+                    self.connecting = Some(connecting);
                 }
             }
         }
     }
+}
+
+fn connecting(istiod: &Istiod) -> Connecting {
+    let istiod = istiod.clone();
+    Box::pin(async move { istiod.connection().await.map(drop) })
 }
 
 pub(super) fn answer(

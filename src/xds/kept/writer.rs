@@ -1,9 +1,8 @@
 //! Writes what passes to disk, on a thread of its own, and lets it count once Envoy has accepted it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
@@ -11,9 +10,9 @@ use bytes::Bytes;
 use prost::Message as _;
 use tokio::sync::mpsc;
 
-use super::Status;
 use super::file::Draft;
 use super::store::{KeptType, Store};
+use super::{Ended, Status};
 use crate::clock::Clock;
 use crate::xds::Protocol;
 use crate::xds::intercept::frame;
@@ -45,7 +44,6 @@ pub(super) enum Note {
         type_url: String,
         names: Vec<Bytes>,
     },
-    Ended,
 }
 
 /// What a response holds of the resources of its type.
@@ -53,8 +51,10 @@ pub(super) enum Note {
 pub(super) enum Extent {
     /// All. It takes the place of what is kept.
     All,
-    /// So many that it can be kept where nothing is, and not all that is kept for sure.
+    /// The first of a stream: in SotW what istiod has so far of what was asked for, in delta as much as
+    /// Envoy holds. It is kept where nothing is, else added.
     Enough,
+    /// What has changed. It is added to what is kept; alone it is not kept.
     Part,
 }
 
@@ -73,6 +73,8 @@ pub(super) struct Writer {
     protocol: Protocol,
     /// None until a stream begins, and after a failure until the next one does.
     store: Option<Store>,
+    /// The streams of the node for which configuration is kept.
+    streams: HashSet<u32>,
     /// By stream, the response that passes; None if it could not be written.
     passing: HashMap<u32, Option<Draft>>,
     /// Responses that wait for their ACK, and their streams.
@@ -86,6 +88,7 @@ impl Writer {
             status,
             protocol: Protocol::Sotw,
             store: None,
+            streams: HashSet::new(),
             passing: HashMap::new(),
             pending: Vec::new(),
         }
@@ -95,7 +98,8 @@ impl Writer {
     pub(super) fn run(
         mut self,
         mut notes: mpsc::Receiver<(u32, Note)>,
-        has_lost: &Arc<AtomicBool>,
+        has_lost: &AtomicBool,
+        ended: &Ended,
     ) {
         while let Some((stream, note)) = notes.blocking_recv() {
             let is_part = matches!(note, Note::Bytes(_));
@@ -109,7 +113,20 @@ impl Writer {
             }
             self.status
                 .publish(self.store.as_ref().map(|store| &store.manifest));
+            // What it said before its end counts.
+            if notes.is_empty() {
+                std::mem::take(&mut *ended.lock())
+                    .into_iter()
+                    .for_each(|stream| self.end(stream));
+            }
         }
+    }
+
+    /// Forgets a stream, and the responses that it has not answered.
+    pub(super) fn end(&mut self, id: u32) {
+        self.streams.remove(&id);
+        self.passing.remove(&id);
+        self.pending.retain(|(stream, ..)| *stream != id);
     }
 
     /// From now on nothing is kept, until a stream begins.
@@ -125,7 +142,9 @@ impl Writer {
 
     pub(super) fn take(&mut self, id: u32, note: Note) -> io::Result<()> {
         match note {
-            Note::Node { protocol, identity } => self.begin(protocol, identity)?,
+            Note::Node { protocol, identity } => self.begin(id, protocol, identity)?,
+            // Of another node: its Envoy drains after a hot restart.
+            _ if !self.streams.contains(&id) => {}
             Note::Bytes(bytes) => {
                 let draft = match self.passing.remove(&id) {
                     Some(None) => None,
@@ -155,15 +174,11 @@ impl Writer {
                 }
             }
             Note::Unsubscribed { type_url, names } => self.unsubscribe(type_url, names)?,
-            Note::Ended => {
-                self.passing.remove(&id);
-                self.pending.retain(|(stream, ..)| *stream != id);
-            }
         }
         Ok(())
     }
 
-    fn begin(&mut self, protocol: Protocol, identity: String) -> io::Result<()> {
+    fn begin(&mut self, id: u32, protocol: Protocol, identity: String) -> io::Result<()> {
         self.protocol = protocol;
         let store = match self.store.take() {
             Some(store) => store,
@@ -171,6 +186,7 @@ impl Writer {
         };
         let store = self.store.insert(store);
         if store.manifest.identity == identity {
+            self.streams.insert(id);
             return Ok(());
         }
         if !store.manifest.types.is_empty() {
@@ -181,6 +197,7 @@ impl Writer {
                 self.parent.display()
             );
         }
+        self.streams = HashSet::from([id]);
         self.passing.clear();
         self.pending.clear();
         store.reset(identity)
@@ -212,16 +229,28 @@ impl Writer {
         draft: Option<Draft>,
     ) -> io::Result<()> {
         // A draft is shorter if it was begun after a failure.
-        match (draft, &mut self.store) {
-            (Some(draft), _) if draft.length == response.bytes + HEAD as u64 => {
+        match draft {
+            Some(draft) if draft.length == response.bytes + HEAD as u64 => {
                 self.pending.push((id, response, extent, draft));
-                if self.pending.len() > MOST_UNANSWERED {
-                    self.pending.remove(0);
+                match self.pending.len() > MOST_UNANSWERED {
+                    true => {
+                        let (_, oldest, ..) = self.pending.remove(0);
+                        self.drop_type(oldest.type_url)
+                    }
+                    false => Ok(()),
                 }
-                Ok(())
             }
-            (_, Some(store)) if store.manifest.types.contains_key(&response.type_url) => {
-                store.set(response.type_url, None)
+            _ => self.drop_type(response.type_url),
+        }
+    }
+
+    /// Keeps nothing of a type, as a response is missing.
+    fn drop_type(&mut self, type_url: String) -> io::Result<()> {
+        self.pending
+            .retain(|(_, response, ..)| response.type_url != type_url);
+        match &mut self.store {
+            Some(store) if store.manifest.types.contains_key(&type_url) => {
+                store.set(type_url, None)
             }
             _ => Ok(()),
         }

@@ -92,7 +92,8 @@ fn a_directory_that_vanishes_is_made_anew_for_the_next_stream() {
     let (sender, notes) = mpsc::channel(10);
     let status = Status::new(&Registry::default());
     let writer = Writer::new(parent.path().to_owned(), status.clone());
-    let thread = std::thread::spawn(move || writer.run(notes, &Arc::default()));
+    let thread =
+        std::thread::spawn(move || writer.run(notes, &AtomicBool::new(false), &Ended::default()));
     let send = |note| sender.blocking_send((1, note)).unwrap();
     let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
     for directory_is_there in [true, false, true] {

@@ -163,7 +163,7 @@ fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
             &response(protocol, "1", &first, &[]),
             true,
         );
-        for (nonce, end) in [("2", answered("2", false)), ("3", Note::Ended)] {
+        for nonce in ["2", "3"] {
             let other = response(protocol, nonce, &resources(&[("a", "2")]), &[]);
             writer.take(1, Note::Bytes(vec![other.clone()])).unwrap();
             writer.take(1, complete(nonce, &other, true)).unwrap();
@@ -171,7 +171,10 @@ fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
                 kept(parent.path(), protocol).unwrap().as_ref(),
                 Some(&first)
             );
-            writer.take(1, end).unwrap();
+            match nonce {
+                "2" => writer.take(1, answered(nonce, false)).unwrap(),
+                _ => writer.end(1),
+            }
             writer.take(1, answered(nonce, true)).unwrap();
             assert_eq!(
                 kept(parent.path(), protocol).unwrap().as_ref(),
@@ -201,6 +204,29 @@ fn a_failure_costs_what_is_kept_until_a_whole_response_comes() {
     keep(&mut writer, "4", &first, true);
     let expected = Some(resources(&[("a", "1")]));
     assert_eq!(kept(parent.path(), Protocol::Delta).unwrap(), expected);
+}
+
+#[test]
+fn an_envoy_that_drains_after_its_node_has_changed_does_not_alter_what_is_kept() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path(), Protocol::Sotw);
+    let (protocol, identity) = (Protocol::Sotw, "changed".to_owned());
+    writer.take(2, Note::Node { protocol, identity }).unwrap();
+    let bytes = response(protocol, "1", &resources(&[("a", "1")]), &[]);
+    keep(&mut writer, "1", &bytes, true);
+    assert_eq!(kept(parent.path(), protocol).unwrap(), None);
+}
+
+#[test]
+fn a_response_that_waits_for_its_ack_does_not_count_once_a_later_one_is_lost() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path(), Protocol::Delta);
+    let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
+    writer.take(1, Note::Bytes(vec![bytes.clone()])).unwrap();
+    writer.take(1, complete("1", &bytes, true)).unwrap();
+    writer.take(1, complete("2", &bytes, false)).unwrap();
+    writer.take(1, answered("1", true)).unwrap();
+    assert_eq!(kept(parent.path(), Protocol::Delta).unwrap(), None);
 }
 
 #[test]

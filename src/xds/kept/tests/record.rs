@@ -1,7 +1,7 @@
 //! What a stream hands to the writer.
 
 use envoy_types::pb::envoy::config::core::v3::Node;
-use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
+use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
 
 use super::*;
 use crate::xds::request::RequestReader;
@@ -68,4 +68,104 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
     );
     let manifest = Manifest::read(parent.path()).unwrap().unwrap();
     assert_eq!(manifest.types[TABLE].file.length, bytes.len() as u64);
+}
+
+/// A recorder whose notes go to the receiver.
+fn recorder() -> (Recorder, OfEnvoy, mpsc::Receiver<(u32, Note)>) {
+    let (notes, received) = mpsc::channel(2);
+    let config = Config {
+        directory: PathBuf::new(),
+        max_age: Duration::MAX,
+        after: Duration::from_secs(5),
+    };
+    let kept = Kept {
+        notes,
+        ..Kept::new(config, &Registry::default()).0
+    };
+    let envoy = kept.of_envoy(1);
+    let recorder = Recorder::new(Some(envoy.clone()), 1, Protocol::Sotw);
+    (recorder, envoy, received)
+}
+
+fn request(recorder: &mut Recorder, type_url: &str, nonce: &str) {
+    let message = DiscoveryRequest {
+        node: Some(Node::default()),
+        type_url: type_url.into(),
+        response_nonce: nonce.into(),
+        ..Default::default()
+    };
+    RequestReader::new(Protocol::Sotw, 1000)
+        .feed(frame(&message.encode_to_vec()), |request| {
+            recorder.requested(&request);
+        })
+        .unwrap();
+}
+
+fn received(bytes: &Bytes, nonce: &str) -> Received {
+    Received {
+        type_url: CLUSTER.into(),
+        version: "v".into(),
+        nonce: nonce.into(),
+        resources: 1,
+        bytes: bytes.len() as u64 - 5,
+        consumer: Consumer::Envoy,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting() {
+    let (mut recorder, envoy, _notes) = recorder();
+    let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
+    let seconds = |n| tokio::time::sleep(Duration::from_secs(n));
+    assert_eq!(envoy.due(), None);
+    request(&mut recorder, CLUSTER, "");
+    let begin = Instant::now();
+    assert_eq!(envoy.due(), Some(begin + Duration::from_secs(5)));
+    seconds(4).await;
+    recorder.begins(CLUSTER);
+    recorder.passes(&bytes);
+    assert_eq!(envoy.due(), Some(begin + Duration::from_secs(9)));
+    recorder.passed(&received(&bytes, "1"));
+    assert_eq!(envoy.due(), None);
+    request(&mut recorder, CLUSTER, "1");
+    seconds(10).await;
+    assert_eq!(envoy.due(), None);
+    request(&mut recorder, "endpoints", "");
+    assert_eq!(envoy.due(), Some(Instant::now() + Duration::from_secs(5)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its_bytes() {
+    let (mut recorder, _envoy, mut notes) = recorder();
+    let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
+    let large = Bytes::from(vec![0; 64 << 10]);
+    request(&mut recorder, CLUSTER, "");
+    let begin = Instant::now();
+    for nonce in ["1", "2", "3"] {
+        recorder.begins(CLUSTER);
+        for _ in 0..5 {
+            recorder.passes(&large);
+            recorder.flush().await;
+        }
+        recorder.passed(&received(&bytes, nonce));
+        request(&mut recorder, CLUSTER, nonce);
+        recorder.flush().await;
+    }
+    assert_eq!(begin.elapsed(), Duration::from_secs(1));
+    let mut kinds = String::new();
+    while let Ok((_, note)) = notes.try_recv() {
+        kinds.push(match note {
+            Note::Node { .. } => 'n',
+            Note::Bytes(_) => 'b',
+            Note::Complete(..) => 'c',
+            Note::Answered { .. } => 'a',
+            _ => '?',
+        });
+        recorder.flush().await;
+    }
+    assert_eq!(kinds, "nbcacaca");
+    recorder.begins(CLUSTER);
+    recorder.passes(&large);
+    recorder.flush().await;
+    assert!(matches!(notes.try_recv(), Ok((_, Note::Bytes(_)))));
 }
