@@ -250,6 +250,7 @@ impl<'a> Session<'a> {
                     self.state.report_health(&health);
                 }
                 Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept()?,
+                () = self.state.recorder.has_room() => {}
                 event = self.istiod.next(settling_since), if self.state.wants_responses() => match event {
                     Ok(event) => self.istiod_event(event)?,
                     Err(end) => return Err(self.state.istiod_done(end)),

@@ -261,6 +261,15 @@ impl Recorder {
         }
     }
 
+    /// Waits until the writer has room for what it did not take in time; for ever if there is nothing.
+    /// Cancel safe.
+    pub(in crate::xds) async fn has_room(&self) {
+        match &self.envoy {
+            Some(envoy) if !self.outbox.is_empty() => drop(envoy.kept.notes.reserve().await),
+            _ => std::future::pending().await,
+        }
+    }
+
     /// Gives the writer what it is to write.
     pub(in crate::xds) async fn flush(&mut self) {
         let Some(OfEnvoy { kept, .. }) = &self.envoy else {

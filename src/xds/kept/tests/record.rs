@@ -3,6 +3,8 @@
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
 
+use futures_util::FutureExt;
+
 use super::*;
 use crate::xds::request::RequestReader;
 use crate::xds::response::Captured;
@@ -152,8 +154,10 @@ async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its
         recorder.flush().await;
     }
     assert_eq!(begin.elapsed(), Duration::from_secs(1));
+    assert!(recorder.has_room().now_or_never().is_none());
     let mut kinds = String::new();
     while let Ok((_, note)) = notes.try_recv() {
+        assert!(kinds.len() > 5 || recorder.has_room().now_or_never().is_some());
         kinds.push(match note {
             Note::Node { .. } => 'n',
             Note::Bytes(_) => 'b',
@@ -164,6 +168,7 @@ async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its
         recorder.flush().await;
     }
     assert_eq!(kinds, "nbcacaca");
+    assert!(recorder.has_room().now_or_never().is_none());
     recorder.begins(CLUSTER);
     recorder.passes(&large);
     recorder.flush().await;
