@@ -4,9 +4,11 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
+use tokio::time::timeout;
 
 use super::doctor::{self, DoctorFlags};
 use crate::config::environment::Environment;
@@ -14,6 +16,11 @@ use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
 use crate::support_bundle::{self, Sources};
 use crate::{logging, version};
+
+/// How long the configuration may take to be read.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A directory without files, for a disk that hangs.
+const NO_FILES: &str = "/dev/null";
 
 #[derive(Args, Clone, Debug)]
 pub struct SupportBundleFlags {
@@ -64,16 +71,15 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
     Ok(Box::new(file))
 }
 
-/// Collects the bundle and writes it.
-pub async fn run(
-    flags: &SupportBundleFlags,
+/// What the configuration in a directory says: where things are, and the file of the token.
+fn sources(
+    flags: &ProxyFlags,
     log: &LogFlags,
     all: &[Flag],
     environment: &Environment,
-    mut to: Box<dyn Write>,
-) -> Result<(), Error> {
-    let root = Path::new(".");
-    let proxy_config = config::proxy_config(&flags.proxy, environment, root);
+    root: &Path,
+) -> (Sources, Option<PathBuf>) {
+    let proxy_config = config::proxy_config(flags, environment, root);
     let istio = super::version::istio(environment).unwrap_or_else(|error| error.to_string());
     let custom = proxy_config.custom_config_file.clone();
     let sources = Sources {
@@ -83,10 +89,35 @@ pub async fn run(
         envoy: proxy_config.binary_path.clone(),
         bootstraps: PathBuf::from(&proxy_config.config_path),
         custom_bootstrap: (!custom.is_empty()).then(|| custom.into()),
-        config: report::report(&flags.proxy, log, all, environment, root).json(),
+        config: report::report(flags, log, all, environment, root).json(),
     };
-    let config = config::load(&flags.proxy, log, environment, root).ok();
+    let config = config::load(flags, log, environment, root).ok();
     let token = config.and_then(|config| config.token_file().map(Path::to_owned));
+    (sources, token)
+}
+
+/// Collects the bundle and writes it.
+pub async fn run(
+    flags: &SupportBundleFlags,
+    log: &LogFlags,
+    all: &[Flag],
+    environment: &Environment,
+    mut to: Box<dyn Write>,
+) -> Result<(), Error> {
+    let (proxy, of_log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
+    let env = environment.clone();
+    let read = move |root: &str| sources(&proxy, &of_log, &all, &env, root.as_ref());
+    let from_files = tokio::task::spawn_blocking({
+        let read = read.clone();
+        move || read(".")
+    });
+    let (sources, token) = match timeout(PATIENCE, from_files).await {
+        Ok(Ok(found)) => found,
+        _ => {
+            tracing::warn!("the files of the configuration were not read within {PATIENCE:?}");
+            read(NO_FILES)
+        }
+    };
     let secrets = support_bundle::known_secrets(environment, token).await;
     let doctor = async {
         let proxy = flags.proxy.clone();

@@ -30,16 +30,10 @@ const LARGEST_BOOTSTRAP: u64 = 4 << 20;
 /// Name of the file, path of the page.
 pub(super) type Page = (&'static str, &'static str, Form);
 
-const OF_AGENT: [Page; 10] = [
+const OF_AGENT: [Page; 4] = [
     ("agent/overview.json", "/debug/overview", OwnJson),
     ("agent/log.txt", "/debug/log", Lines),
-    ("agent/envoy.json", "/debug/envoy", OwnJson),
-    ("agent/istiod.json", "/debug/istiod", OwnJson),
-    ("agent/certs.json", "/debug/certs", OwnJson),
-    ("agent/xdsz.json", "/debug/xdsz", OwnJson),
     ("agent/ndsz.json", "/debug/ndsz", OwnJson),
-    ("agent/wasm.json", "/debug/wasm", OwnJson),
-    ("agent/health.json", "/debug/health", OwnJson),
     ("agent/metrics.txt", "/metrics/agent", Lines),
 ];
 /// The largest last. Endpoints are in `clusters`; with them `config_dump` takes twice the memory of

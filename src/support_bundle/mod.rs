@@ -4,7 +4,8 @@
 //! It works with a running agent and Envoy or without. What cannot be read is named in `errors.txt`, with
 //! the reason; what is too large or takes too long is cut off. Everything passes [`redact`], compressed
 //! at once, so that memory does not grow with what Envoy has: 128 MiB of a file and 16 MiB of the bundle
-//! are read and kept at most. It takes 20 s at most, until it is written.
+//! are read and kept at most. It takes 20 s at most, until it is written, and up to 10 s before if files
+//! hang.
 
 mod archive;
 mod collector;
@@ -104,11 +105,12 @@ pub async fn collect(
         files: RefCell::default(),
         problems: RefCell::default(),
     };
+    // Before the large pages, which Envoy makes one after the other.
+    collector.doctor(doctor).await;
     tokio::join!(
         collector.agent(sources),
         collector.pages(sources.admin_port, &OF_ENVOY),
         collector.machine(sources),
-        collector.doctor(doctor),
     );
     let problems = collector.problems.take();
     if !problems.is_empty() {

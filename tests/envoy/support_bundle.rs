@@ -173,8 +173,11 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         ("envoy/config_dump.json", "\"certificate_chain\""),
         ("agent/overview.json", "\"start_up\""),
         ("agent/log.txt", "\tinfo\t"),
-        ("agent/certs.json", "spiffe://cluster.local/ns/shop/sa/cart"),
-        ("agent/xdsz.json", "\"acks\""),
+        (
+            "agent/overview.json",
+            "spiffe://cluster.local/ns/shop/sa/cart",
+        ),
+        ("agent/overview.json", "\"acks\""),
         ("agent/metrics.txt", "istio_agent_build_info"),
         ("capture.txt", "$ iptables-save"),
     ] {
