@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 /// Parts of names whose values are secret.
 const SECRET: &str = "password passwd passphrase secret token credential privatekey apikey accesskey \
-                      ticketkey pkcs12 authorization cookie";
+                      ticketkey signingkey hmackey encryptionkey pkcs12 authorization cookie";
 /// Ends of names whose values are not, though one of the parts is in them: of files, of Envoy's
 /// configuration, and of the variables that Kubernetes sets for each service.
 const HARMLESS: &str = "file filename path name type ttl uri endpoint config configs bucket maxtokens \
@@ -55,6 +55,8 @@ impl Member {
             "type" | "filename" | "path" | "versioninfo" | "lastupdated" | "clustername" => {
                 Self::Harmless
             }
+            // Keys of JSON web tokens are not always public ones.
+            "jwks" | "localjwks" => Self::Secret { is_whole: true },
             _ if is_secret_plain(&plain) => Self::Secret {
                 is_whole: !is_header_of_credentials(name),
             },

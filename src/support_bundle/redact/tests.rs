@@ -53,6 +53,8 @@ fn documents(secret: &str) -> Vec<Value> {
         ) }),
         json!({ "PROXY_CONFIG": { "proxyMetadata": { "XDS_HEADER_X_NAME": secret } } }),
         json!({ "inline_string": json!({ "password": secret }).to_string() }),
+        json!({ "local_jwks": { "inline_string": json!({ "keys": [{ "kty": "oct", "k": secret }] }).to_string() } }),
+        json!({ "jwks": json!({ "keys": [{ "kty": "oct", "k": secret }] }).to_string() }),
         json!({ "inline_string": json!({ "inner": json!({ "password": secret }).to_string() }).to_string() }),
     ]
 }
@@ -97,6 +99,7 @@ fn secrets_of_json_do_not_pass_and_what_is_beside_them_does() {
         "routes": [{ "match": { "headers": [{ "name": ":authority", "string_match": { "exact": "cart" } }] } }],
         "token_bucket": { "max_tokens": 10, "tokens_per_fill": 5, "fill_interval": "1s" },
         "private_key": { "filename": "/etc/certs/key.pem" },
+        "remote_jwks": { "http_uri": { "uri": "https://issuer/keys", "cluster": "issuer" } },
         "empty": { "password": "" },
         "certificates": CERTIFICATE,
         "numbers": [1, -2.5e3, true, null],
@@ -120,6 +123,14 @@ fn secrets_of_lines_do_not_pass_and_the_rest_does() {
     for line in lines(SECRET) {
         let out = text(Form::Lines, &line);
         assert!(out.contains("[redacted]") && !out.contains(SECRET), "{out}");
+    }
+    for digits in [
+        "pin_token=84219377",
+        "?token=84219377&a=1",
+        "\\\"pin_token\\\":84219377",
+    ] {
+        let out = text(Form::Lines, digits);
+        assert!(!out.contains("84219377"), "{out}");
     }
     for line in [
         "cluster.token-service.upstream_cx_total: 5",

@@ -204,9 +204,9 @@ fn value(text: &[u8], at: usize) -> Option<(Range<usize>, IsSecret)> {
         false => !byte.is_ascii_whitespace() && !b",;&\"'\\()[]{}<>".contains(&byte),
     });
     let value = &text[start..start + length];
-    // A count, in pages of statistics.
-    let is_number = value.trim_ascii().iter().all(u8::is_ascii_digit);
-    Some((start..start + length, !is_number))
+    // In pages of statistics.
+    let is_count = is_colon && is_bare && value.trim_ascii().iter().all(u8::is_ascii_digit);
+    Some((start..start + length, !is_count))
 }
 
 /// Whether this is the value of a name or key just before it, as in the messages that Envoy quotes where
