@@ -153,18 +153,22 @@ impl From<DeltaFields> for SotwFields {
 }
 
 impl ErrorDetail {
-    /// Its beginning, without dumps of resources: they are long, and may hold credentials.
+    /// Its beginning, without dumps of resources.
     fn reason(self) -> String {
-        let message = String::from_utf8_lossy(&self.message);
-        let (mut reason, mut rest) = (String::new(), &*message);
-        while let Some((before, dump)) = rest.split_once(DUMP) {
-            reason.push_str(before);
-            rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);
-        }
-        reason.push_str(rest);
+        let reason = without_dumps(&String::from_utf8_lossy(&self.message));
         let kept = reason.len().min(LONGEST_REASON);
         String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
     }
+}
+
+/// Why Envoy refuses a resource, without dumps of it: they are long, and may hold credentials.
+pub(crate) fn without_dumps(message: &str) -> String {
+    let (mut reason, mut rest) = (String::new(), message);
+    while let Some((before, dump)) = rest.split_once(DUMP) {
+        reason.push_str(before);
+        rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);
+    }
+    reason + rest
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::super::report::Check;
 use super::{NACK, PROBE_LIMIT, page};
+use crate::xds::request::without_dumps;
 
 /// Until what was found is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
@@ -43,7 +44,7 @@ pub(super) async fn refused_listeners(admin: &str) -> Vec<Check> {
     let answer = page(admin, REFUSED).await.unwrap_or_default();
     let refused = entries(&answer, "configs").filter_map(|listener| {
         let details = listener["error_state"]["details"].as_str()?;
-        let found = format!("{}: {details}", text(&listener["name"]));
+        let found = format!("{}: {}", text(&listener["name"]), without_dumps(details));
         Some(
             Check::error("refused listener", found)
                 .expected("one that Envoy accepts")
