@@ -7,6 +7,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -51,10 +52,23 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             return vec![Check::skipped(NAME, why)];
         }
     }
-    let family = match node.addresses.first() {
-        Some(IpAddr::V6(_)) => Family::V6,
-        _ => Family::V4,
+    let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
+    let has_two = subject.config.bootstrap.dual_stack && {
+        let is_other = |address: &IpAddr| address.is_ipv6() != is_first_v6;
+        node.addresses.iter().any(is_other)
     };
+    let families = match (has_two, is_first_v6) {
+        (true, _) => vec![Family::V4, Family::V6],
+        (false, true) => vec![Family::V6],
+        (false, false) => vec![Family::V4],
+    };
+    let checks = families
+        .into_iter()
+        .map(|family| of_family(subject, family));
+    join_all(checks).await.into_iter().flatten().collect()
+}
+
+async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
     let layout = match timeout(PROBE_LIMIT, live::rules(family, PATH)).await {
         Ok(Ok(layout)) => layout,
         Ok(Err(error)) => return vec![called(family, with_causes(&error)).await],
@@ -63,11 +77,18 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             return vec![called(family, why).await];
         }
     };
+    let version = match family {
+        Family::V4 => "IPv4",
+        Family::V6 => "IPv6",
+    };
     if !layout.is_captured() {
         return vec![
-            Check::error(NAME, "no chain of Istio in this network namespace")
-                .expected(format!("rules that lead to ports {OUTBOUND} and {INBOUND}"))
-                .remedy(SET_UP),
+            Check::error(
+                NAME,
+                format!("no chain of Istio for {version} in this network namespace"),
+            )
+            .expected(format!("rules that lead to ports {OUTBOUND} and {INBOUND}"))
+            .remedy(SET_UP),
         ];
     }
     let mut checks = ways(&layout, family, envoys_account(subject));
@@ -76,7 +97,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     if checks.is_empty() {
         let port = |chain| layout.redirects_to(chain).unwrap_or_default();
         let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
-        let found = format!("they lead to ports {outbound} and {inbound}");
+        let found = format!("they lead to ports {outbound} and {inbound} for {version}");
         checks.push(Check::ok(NAME, found));
     }
     checks

@@ -1,8 +1,10 @@
 //! Readiness, application probes, scrape targets, and the health check of a machine's workload.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
 use bytes::Bytes;
 use futures_util::future::join_all;
-use http::{HeaderMap, HeaderValue, Request, header};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, header};
 
 use super::report::Check;
 use super::{PROBE_LIMIT, Subject, get};
@@ -38,48 +40,43 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
             "there is no status port (statusPort: 0)",
         )];
     };
-    let at = |port| format!("http://127.0.0.1:{port}/healthz/ready");
-    let found = match get(&at(status.port), PROBE_LIMIT).await {
-        Ok(answer) if answer.status().is_success() => format!("port {}: ready", status.port),
-        Ok(answer) => {
-            let reason = String::from_utf8_lossy(answer.body());
-            let found = format!("port {}: {}", status.port, reason.trim());
-            return vec![
-                Check::error(NAME, found)
-                    .expected("a ready Envoy")
-                    .remedy("see the errors above"),
-            ];
-        }
-        Err(error) => {
-            let found = with_causes(&error);
-            return vec![match subject.running {
-                Some(_) => Check::error(NAME, found).expected("an answer"),
-                None => Check::skipped(NAME, found),
-            }];
-        }
-    };
-    let mut checks = vec![Check::ok(NAME, found)];
+    let found = ready(Ipv4Addr::LOCALHOST.into(), status.port).await;
+    let is_ready = found.is_ok();
+    let mut checks = vec![match (found, subject.running) {
+        (Ok(found), _) => Check::ok(NAME, found),
+        (Err((found, None)), None) => Check::skipped(NAME, found),
+        (Err((found, _)), _) => Check::error(NAME, found)
+            .expected("a ready Envoy")
+            .remedy("see the errors above"),
+    }];
     let port = config.bootstrap.ports.health;
     // Envoy may expect another protocol there, or have no such listener.
     let is_known = !config.bootstrap.health_proxy_protocol && !config.has_custom_bootstrap;
-    if config.envoy.is_some() && port != 0 && is_known {
+    if is_ready && config.envoy.is_some() && port != 0 && is_known {
         const NAME: &str = "readiness through Envoy";
-        let expected = "200: the kubelet probes this port";
-        let remedy = "restart the container if Envoy stays so";
-        checks.push(match get(&at(port), PROBE_LIMIT).await {
-            Ok(answer) if answer.status().is_success() => {
-                Check::ok(NAME, format!("port {port}: ready"))
-            }
-            Ok(answer) => {
-                let found = format!("port {port}: status {}", answer.status().as_u16());
-                Check::error(NAME, found).expected(expected).remedy(remedy)
-            }
-            Err(error) => Check::error(NAME, with_causes(&error))
-                .expected(expected)
-                .remedy(remedy),
+        checks.push(match ready(config.bootstrap.admin_host(), port).await {
+            Ok(found) => Check::ok(NAME, found),
+            Err((found, _)) => Check::error(NAME, found)
+                .expected("200: the kubelet probes this port")
+                .remedy("restart the container if Envoy stays so"),
         });
     }
     checks
+}
+
+/// What is found at a port, and the status if it is not ready.
+async fn ready(host: IpAddr, port: u16) -> Result<String, (String, Option<StatusCode>)> {
+    let url = format!("http://{}/healthz/ready", SocketAddr::new(host, port));
+    let answer = get(&url, PROBE_LIMIT).await;
+    let answer = answer.map_err(|error| (with_causes(&error), None))?;
+    let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
+    match status.is_success() {
+        true => Ok(format!("port {port}: ready")),
+        false => Err((
+            format!("port {port}: {status} {}", reason.trim()),
+            Some(status),
+        )),
+    }
 }
 
 /// Each probe of the application once; hooks are not called.
