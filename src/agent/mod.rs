@@ -162,6 +162,7 @@ impl Agent {
                 envoy: envoy.clone(),
                 istiod: istiod.clone(),
                 secrets: secrets.clone(),
+                serves_secrets: owner == SdsOwner::Agent,
                 consumers,
                 discovery: discovery.clone(),
                 dns: dns.clone(),

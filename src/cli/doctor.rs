@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use http::StatusCode;
+use tokio::time::Instant;
 
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
@@ -17,8 +18,8 @@ use crate::lifecycle::with_causes;
 
 /// How long an agent that serves may take for a page it has at hand, and files for being read.
 const ALIVE_LIMIT: Duration = Duration::from_millis(400);
-/// Beyond what the agent's own report takes.
-const MARGIN: Duration = Duration::from_millis(200);
+/// How long the agent's report may take, with all that is asked before.
+const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(600));
 /// Where agents answer unless configured otherwise.
 const USUAL_PORT: u16 = 15020;
 
@@ -33,11 +34,12 @@ pub struct DoctorFlags {
 
 /// The report of the running agent, or of this process if there is none that answers.
 pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
+    let until = Instant::now() + AGENT_LIMIT;
     let (port, config) = configuration(flags.proxy.clone(), log.clone(), environment.clone()).await;
     let mut before = Vec::new();
     let mut is_late = false;
     if let Some(port) = port {
-        match of_agent(port).await {
+        match of_agent(port, until).await {
             Ok(report) => return report,
             Err(failed) => {
                 is_late = failed.is_late;
@@ -87,7 +89,7 @@ struct Failed {
     is_late: bool,
 }
 
-async fn of_agent(port: u16) -> Result<Report, Failed> {
+async fn of_agent(port: u16, until: Instant) -> Result<Report, Failed> {
     let name = "running agent";
     let of = |page: &str| format!("http://127.0.0.1:{port}/debug/{page}");
     let outside = "what follows is checked from outside";
@@ -113,7 +115,8 @@ async fn of_agent(port: u16) -> Result<Report, Failed> {
             });
         }
     }
-    let (found, is_late) = match get(&of("doctor"), doctor::LIMIT + MARGIN).await {
+    let left = until.saturating_duration_since(Instant::now());
+    let (found, is_late) = match get(&of("doctor"), left).await {
         Ok(answer) if answer.status() == StatusCode::OK => {
             match serde_json::from_slice(answer.body()) {
                 Ok(report) => return Ok(report),

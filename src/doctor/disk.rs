@@ -9,6 +9,7 @@ use rustix::fs::{Access, access};
 
 use super::report::Check;
 use super::{Subject, aside};
+use crate::config::Config;
 use crate::secrets;
 use crate::xds::kept;
 
@@ -29,7 +30,15 @@ struct Directory {
 }
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    join_all(directories(subject).into_iter().map(checked)).await
+    let serves_secrets = match subject.running {
+        Some(running) => running.serves_secrets,
+        None => {
+            let socket = subject.config.sds_socket.clone();
+            aside(move || !socket.exists()).await.unwrap_or(true)
+        }
+    };
+    let directories = directories(subject.config, serves_secrets);
+    join_all(directories.into_iter().map(checked)).await
 }
 
 async fn checked(directory: Directory) -> Check {
@@ -46,8 +55,7 @@ async fn checked(directory: Directory) -> Check {
     }
 }
 
-fn directories(subject: Subject<'_>) -> Vec<Directory> {
-    let config = subject.config;
+fn directories(config: &Config, serves_secrets: bool) -> Vec<Directory> {
     let mut all = Vec::new();
     let mut add = |path: Option<&Path>, holds, is_made| {
         // A relative name without a directory is in the working directory.
@@ -68,8 +76,7 @@ fn directories(subject: Subject<'_>) -> Vec<Directory> {
         true,
     );
     // Another process' socket may be in a volume that is only read.
-    let serves = subject.running.map(|running| running.secrets.is_some());
-    if serves.unwrap_or(!config.sds_socket.exists()) {
+    if serves_secrets {
         add(config.sds_socket.parent(), "SDS socket", true);
     }
     let grpc = config.grpc.as_ref().and_then(|grpc| grpc.path.parent());

@@ -131,7 +131,7 @@ fn explain_tls(
     }
 }
 
-/// The answer to a discovery request, and whether istiod accepted who asks if it said so.
+/// The answer to a discovery request, and whether istiod accepted the token if it said so.
 pub(super) fn explain_status(what: String, status: &Status) -> (Check, Option<bool>) {
     let found = format!("{:?}: {}", status.code(), status.message());
     let check = Check::error(what, found).expected("a response");
@@ -143,7 +143,7 @@ pub(super) fn explain_status(what: String, status: &Status) -> (Check, Option<bo
         }
         Code::PermissionDenied => {
             let remedy = "POD_NAMESPACE and SERVICE_ACCOUNT must be those of the token; ";
-            (check.remedy(format!("{remedy}{LOG}")), Some(false))
+            (check.remedy(format!("{remedy}{LOG}")), None)
         }
         _ => (check.remedy(LOG), None),
     }

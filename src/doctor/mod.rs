@@ -55,8 +55,10 @@ static THREADS: Semaphore = Semaphore::const_new(32);
 pub struct Running {
     pub envoy: Option<Envoy>,
     pub istiod: Istiod,
-    /// None if another process serves certificates.
+    /// None without an authority.
     pub secrets: Option<Secrets>,
+    /// Whether the SDS socket is the agent's, not another process'.
+    pub serves_secrets: bool,
     pub consumers: Consumers,
     pub discovery: Observer,
     pub dns: Option<Dns>,

@@ -62,7 +62,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     );
     let (of_xds, of_sds) = match subject.running {
         None => (Owner::Agent, owner_of_secrets(config, &sds)),
-        Some(running) if running.secrets.is_some() => (Owner::This, Owner::This),
+        Some(running) if running.serves_secrets => (Owner::This, Owner::This),
         Some(_) => (Owner::This, Owner::Other),
     };
     let port = status_port(subject, connected, is_agent(&xds));
@@ -171,6 +171,9 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
             return unserved(name, found, owner);
         }
     };
+    if matches!(health, Health::Busy) {
+        return unanswered(name, format!("{path}: its queue of connections is full"));
+    }
     let found = format!("{path}: process {pid} ({process}) listens; user {user}, mode {mode:04o}");
     let own = std::process::id();
     match owner {
@@ -193,7 +196,7 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
                 .remedy(SHARED)
         }
         Health::Healthy => Check::ok(name, found),
-        Health::Busy => unanswered(name, format!("{found}; its queue of connections is full")),
+        Health::Busy => unanswered(name, found),
         Health::Dead(problem) => unanswered(name, format!("{found}; {problem}")),
         Health::Absent => unserved(name, format!("{path}: it has just gone"), owner),
     }
@@ -280,7 +283,7 @@ mod tests {
                 Ok,
             ),
             (
-                listener(own, AGENT, 0o666, Health::Busy),
+                listener(0, "of another container", 0o666, Health::Busy),
                 Error,
                 Error,
                 Error,

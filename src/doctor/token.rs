@@ -115,7 +115,10 @@ async fn read_token(config: &Config) -> Found {
     };
     let (file, client) = (path.clone(), client_certificate(config));
     let read = aside(move || {
-        let has_client = client.is_some_and(|chain| chain.exists());
+        let client = client.and_then(|chain| regular_file::read(&chain, LARGEST).ok());
+        let leaf = client.and_then(|pem| Facts::of_pem(&pem).into_iter().next());
+        // The agent sends the token in place of one that has expired.
+        let has_client = leaf.is_some_and(|leaf| leaf.not_after > SystemTime::now());
         (token::read(&file), has_client)
     });
     let (token, has_client) = match read.await {

@@ -148,12 +148,18 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     let probers =
         json!({ "/app-health/cart/readyz": { "httpGet": { "port": port, "path": "/" } } });
     let target = json!({ "port": port.to_string() });
-    let (pod, _control_plane) = ready(&[
+    let (pod, control_plane) = ready(&[
         ("ISTIO_KUBE_APP_PROBERS", &probers.to_string()),
         ("ISTIO_PROMETHEUS_ANNOTATIONS", &target.to_string()),
     ])
     .await;
+    // An open stream shows that istiod accepts it.
+    pod.replace_token(&control_plane.token_for("another-audience"));
     let (report, _) = diagnosed(&pod).await;
+    assert!(
+        !report.to_string().contains("audience of the token"),
+        "{report:#}"
+    );
     let checks = checks(&report);
     for group in ["sockets", "Envoy", "probes"] {
         let of_group = checks.iter().filter(|(name, _)| *name == group);

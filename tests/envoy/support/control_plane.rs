@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use local_istiod::{Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow};
+use local_istiod::{Claims, Event, Events, Keys, LocalIstiod, Options, Resource, Snapshot, follow};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 
@@ -84,6 +84,14 @@ impl ControlPlane {
 
     pub fn token(&self) -> String {
         self.istiod.mint_token(NAMESPACE, ACCOUNT, LONG).unwrap()
+    }
+
+    pub fn token_for(&self, audience: &str) -> String {
+        let claims = Claims {
+            audiences: vec![audience.to_owned()],
+            ..Claims::of(NAMESPACE, ACCOUNT, SystemTime::now(), LONG)
+        };
+        self.istiod.mint(&claims).unwrap()
     }
 
     pub async fn set(&self, resources: &[Value]) {
