@@ -42,15 +42,18 @@ enum Found {
     Unusable(String),
     /// Left by a process that has ended.
     Stale,
-    Listener {
-        pid: i32,
-        /// Of the process.
-        name: String,
-        /// Owner of the file.
-        user: u32,
-        mode: u32,
-        health: Health,
-    },
+    Listener(Listener, Health),
+}
+
+/// A process that listens, and the file of its socket.
+#[derive(Debug)]
+struct Listener {
+    pid: i32,
+    /// Of the process.
+    name: String,
+    /// Owner of the file.
+    user: u32,
+    mode: u32,
 }
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
@@ -76,13 +79,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 /// Which process is to serve secrets where no agent tells.
 fn owner_of_secrets(config: &Config, found: &Found) -> Owner {
-    let is_served = matches!(
-        found,
-        Found::Listener {
-            health: Health::Healthy,
-            ..
-        }
-    );
+    let is_served = matches!(found, Found::Listener(_, Health::Healthy));
     match config.secret_sources.absent_socket {
         AbsentSocket::Serve if is_agent(found) || !is_served => Owner::Agent,
         _ => Owner::Other,
@@ -90,32 +87,20 @@ fn owner_of_secrets(config: &Config, found: &Found) -> Owner {
 }
 
 fn is_agent(found: &Found) -> bool {
-    matches!(found, Found::Listener { name, .. } if name == AGENT)
+    matches!(found, Found::Listener(listener, _) if listener.name == AGENT)
 }
 
 async fn look(path: &Path) -> Found {
     let socket = path.to_owned();
     match aside(move || look_at(&socket)).await {
-        Ok(Found::Listener {
-            pid,
-            name,
-            user,
-            mode,
-            ..
-        }) => Found::Listener {
-            pid,
-            name,
-            user,
-            mode,
-            health: probe::health(path).await,
-        },
-        Ok(found) => found,
+        Ok(Ok(listener)) => Found::Listener(listener, probe::health(path).await),
+        Ok(Err(found)) => found,
         Err(late) => Found::Unusable(late),
     }
 }
 
-/// Blocks while the disk does. Health is not known yet.
-fn look_at(path: &Path) -> Found {
+/// The process that listens, or what else there is. Blocks while the disk does.
+fn look_at(path: &Path) -> Result<Listener, Found> {
     let unusable = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Found::Absent,
         io::ErrorKind::ConnectionRefused => Found::Stale,
@@ -123,20 +108,17 @@ fn look_at(path: &Path) -> Found {
     };
     let file = match fs::metadata(path) {
         Ok(file) if file.file_type().is_socket() => file,
-        Ok(file) if file.is_dir() => return Found::Unusable("a directory".to_owned()),
-        Ok(_) => return Found::Unusable("a file".to_owned()),
-        Err(error) => return unusable(error),
+        Ok(file) if file.is_dir() => return Err(Found::Unusable("a directory".to_owned())),
+        Ok(_) => return Err(Found::Unusable("a file".to_owned())),
+        Err(error) => return Err(unusable(error)),
     };
-    match unix_socket::listener(path) {
-        Ok(pid) => Found::Listener {
-            pid,
-            name: name_of(pid),
-            user: file.uid(),
-            mode: file.mode() & 0o777,
-            health: Health::Absent,
-        },
-        Err(error) => unusable(error),
-    }
+    let pid = unix_socket::listener(path).map_err(unusable)?;
+    Ok(Listener {
+        pid,
+        name: name_of(pid),
+        user: file.uid(),
+        mode: file.mode() & 0o777,
+    })
 }
 
 fn name_of(pid: i32) -> String {
@@ -152,14 +134,8 @@ fn name_of(pid: i32) -> String {
 
 fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
     let path = path.display();
-    let (pid, process, user, mode, health) = match found {
-        Found::Listener {
-            pid,
-            name,
-            user,
-            mode,
-            health,
-        } => (*pid, name, *user, *mode, health),
+    let (listener, health) = match found {
+        Found::Listener(listener, health) => (listener, health),
         Found::Unusable(problem) => {
             return Check::error(name, format!("{path}: {problem}"))
                 .expected("a socket, or nothing")
@@ -174,10 +150,16 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
     if matches!(health, Health::Busy) {
         return unanswered(name, format!("{path}: its queue of connections is full"));
     }
+    let Listener {
+        pid,
+        name: process,
+        user,
+        mode,
+    } = listener;
     let found = format!("{path}: process {pid} ({process}) listens; user {user}, mode {mode:04o}");
     let own = std::process::id();
     match owner {
-        Owner::This if u32::try_from(pid) != Ok(own) => {
+        Owner::This if u32::try_from(*pid) != Ok(own) => {
             return Check::error(name, found)
                 .expected(format!("process {own}, this agent"))
                 .remedy(SHARED);
@@ -263,12 +245,15 @@ mod tests {
     #[test]
     fn what_a_socket_means_depends_on_who_is_to_listen() {
         let own = i32::try_from(std::process::id()).expect("a pid");
-        let listener = |pid, name: &str, mode, health| Found::Listener {
-            pid,
-            name: name.to_owned(),
-            user: 1337,
-            mode,
-            health,
+        let listener = |pid, name: &str, mode, health| {
+            let (name, user) = (name.to_owned(), 1337);
+            let listener = Listener {
+                pid,
+                name,
+                user,
+                mode,
+            };
+            Found::Listener(listener, health)
         };
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());
         for (found, of_this, of_agent, of_other) in [
