@@ -301,14 +301,10 @@ impl<'a> Session<'a> {
     /// Answers Envoy from what is kept. A stream of istiod's that has not answered ends, and the next
     /// one is served.
     fn serve_kept(&mut self) -> Result<(), End> {
-        let Some(envoy) = &self.relay.kept else {
+        let kept = self.relay.kept.as_ref();
+        let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
             return Ok(());
         };
-        if !envoy.can_be_served() {
-            tracing::warn!(target: "xdsproxy", "istiod has not answered, and nothing is kept that Envoy starts with");
-            envoy.end_waiting();
-            return Ok(());
-        }
         let Some(queue) = self.queue.take() else {
             return Err(End::silent());
         };

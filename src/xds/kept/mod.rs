@@ -159,12 +159,21 @@ impl OfEnvoy {
         self.waiting.lock().since = has_request.then(Instant::now);
     }
 
-    /// Whether something is kept that Envoy starts with. What it is worth is seen when it is read.
+    /// Whether something is kept that Envoy starts with. If not it waits for istiod. What it is worth is
+    /// seen when it is read.
     pub(super) fn can_be_served(&self) -> bool {
         let types = self.kept.status.types.lock();
-        [replay::CLUSTER, LISTENER]
-            .iter()
-            .all(|it| types.contains_key(*it))
+        let mut needed = [replay::CLUSTER, LISTENER].iter();
+        let can_start = needed.all(|it| types.contains_key(*it));
+        if !can_start {
+            tracing::warn!(
+                target: "xdsproxy",
+                "istiod has not answered for {:?}, and no clusters or no listeners are kept: Envoy waits",
+                self.kept.config.after
+            );
+            self.end_waiting();
+        }
+        can_start
     }
 
     /// From now on only istiod's configuration is for it.
