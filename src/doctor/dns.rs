@@ -17,8 +17,8 @@ const MOST_RESOLVERS: usize = 16;
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
-        let why = "the agent answers it only in sidecars with ISTIO_META_DNS_CAPTURE, and with \
-                   ISTIO_META_ENABLE_DNS_SERVER";
+        let why = "the agent answers no DNS: neither ISTIO_META_DNS_CAPTURE of a sidecar nor \
+                   ISTIO_META_ENABLE_DNS_SERVER is true";
         return vec![Check::skipped("DNS", why)];
     };
     let own = subject.running.and_then(|running| running.dns.as_ref());
