@@ -291,7 +291,9 @@ impl Recorder {
             let notes = std::mem::take(&mut self.outbox).into_iter();
             let without_bytes = notes.filter_map(|note| match note {
                 Note::Bytes(_) => None,
-                Note::Message(_, received, extent) => Some(Note::Complete(received, extent)),
+                Note::Message(_, received, extent) => {
+                    Some(Note::Message(Vec::new(), received, extent))
+                }
                 note => Some(note),
             });
             self.outbox = without_bytes.collect();

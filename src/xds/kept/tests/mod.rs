@@ -207,6 +207,24 @@ fn a_failure_costs_what_is_kept_until_a_whole_response_comes() {
 }
 
 #[test]
+fn a_message_whose_bytes_were_lost_costs_its_own_type_only() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut writer = writer(parent.path(), Protocol::Delta);
+    let first = resources(&[("a", "1")]);
+    let bytes = response(Protocol::Delta, "1", &first, &[]);
+    writer.take(1, Note::Bytes(vec![bytes.clone()])).unwrap();
+    let Note::Complete(mut lost, extent) = complete("2", &bytes, true) else {
+        panic!("it is one");
+    };
+    lost.type_url = "other".into();
+    let lost = Note::Message(Vec::new(), lost, extent);
+    for note in [lost, complete("1", &bytes, true), answered("1", true)] {
+        writer.take(1, note).unwrap();
+    }
+    assert_eq!(kept(parent.path(), Protocol::Delta).unwrap(), Some(first));
+}
+
+#[test]
 fn an_envoy_that_drains_after_its_node_has_changed_does_not_alter_what_is_kept() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path(), Protocol::Sotw);
