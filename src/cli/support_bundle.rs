@@ -4,7 +4,6 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
@@ -14,11 +13,9 @@ use super::doctor::{self, DoctorFlags};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
-use crate::support_bundle::{self, Sources};
+use crate::support_bundle::{self, PATIENCE, Sources};
 use crate::{logging, version};
 
-/// How long the configuration may take to be read.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// A directory without files, for a disk that hangs.
 const NO_FILES: &str = "/dev/null";
 

@@ -23,7 +23,7 @@ use crate::regular_file;
 
 /// How long the collection takes at most, and how long it waits at once.
 pub(super) const LIMIT: Duration = Duration::from_secs(20);
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) const LARGEST_FILE: u64 = 128 << 20;
 const LARGEST_BOOTSTRAP: u64 = 4 << 20;
 

@@ -24,7 +24,8 @@ use crate::config::environment::{self, Environment};
 use crate::dial::proxy::Proxy;
 use crate::regular_file;
 use archive::File;
-use collector::{Collector, LIMIT, OF_ENVOY, PATIENCE};
+pub(crate) use collector::PATIENCE;
+use collector::{Collector, LIMIT, OF_ENVOY};
 use redact::Form::Lines;
 pub use redact::Secrets;
 
