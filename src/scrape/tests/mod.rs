@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use http::Request;
+use proptest::prelude::*;
 
 use super::*;
 
@@ -321,6 +322,15 @@ fn a_scrape_takes_a_little_less_than_the_scrapers_time() {
         let value = header.map(|value| (TIMEOUT, HeaderValue::from_static(value)));
         let headers = value.into_iter().collect();
         assert_eq!(scrape.0.time(&headers).as_millis(), expected, "{header:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_timeout_of_any_text_is_within_the_limit(text in "-?[0-9]{1,30}|[0-9]{1,3}[.e]-?[0-9]{1,3}|[ -~]{0,8}") {
+        let value = HeaderValue::try_from(text).expect("a header");
+        let (scrape, _) = scrape(1, &[]);
+        prop_assert!(scrape.0.time(&HeaderMap::from_iter([(TIMEOUT, value)])) < LONGEST);
     }
 }
 

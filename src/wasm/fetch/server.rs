@@ -1,5 +1,6 @@
 //! Sends requests to a server, again after failures that may pass, and downloads modules over HTTP.
 
+use std::num::IntErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
@@ -47,7 +48,8 @@ impl Server {
                 Err(error) => (with_causes(error), Duration::ZERO),
             };
             let wait = backoff.next_wait().max(least_wait);
-            if attempt >= self.attempts || Instant::now() + wait >= self.deadline {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if attempt >= self.attempts || wait >= left {
                 return sent;
             }
             let host = request.uri().host().unwrap_or_default();
@@ -103,6 +105,10 @@ fn is_temporary(status: StatusCode) -> bool {
 /// How long a server wants to be left alone, in seconds; none for a date.
 fn retry_after(response: &Response<Body>) -> Duration {
     let header = response.headers().get(header::RETRY_AFTER);
-    let seconds = header.and_then(|value| value.to_str().ok()?.trim().parse().ok());
-    Duration::from_secs(seconds.unwrap_or_default())
+    let text = header.and_then(|value| value.to_str().ok());
+    match text.unwrap_or_default().trim().parse() {
+        Ok(seconds) => Duration::from_secs(seconds),
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Duration::MAX,
+        Err(_) => Duration::ZERO,
+    }
 }
