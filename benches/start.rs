@@ -3,6 +3,7 @@
 #![allow(
     clippy::expect_used,
     clippy::panic,
+    clippy::arithmetic_side_effects,
     clippy::disallowed_methods,
     clippy::disallowed_types
 )]

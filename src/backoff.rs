@@ -4,6 +4,8 @@
 
 use std::time::Duration;
 
+use crate::duration::scaled;
+
 /// The state of one retry sequence. [`Backoff::reset`] after a success.
 #[derive(Clone, Debug)]
 pub struct Backoff {
@@ -26,7 +28,7 @@ impl Backoff {
     pub fn next_wait(&mut self) -> Duration {
         let ceiling = self.ceiling();
         self.attempt = self.attempt.saturating_add(1);
-        ceiling.mul_f64(fastrand::f64())
+        scaled(ceiling, fastrand::f64())
     }
 
     /// The longest the next wait can be.

@@ -12,8 +12,21 @@ use std::time::{Duration, SystemTime};
 
 #[cfg(test)]
 use tokio::sync::watch;
-#[cfg(test)]
 use tokio::time::Instant;
+
+/// Longer waits are cut to this one, as the sum of a moment and a duration may be out of range.
+const FAR_AWAY: Duration = Duration::from_secs(30 * 365 * 86_400);
+
+/// The instant so much time from now, at most [`FAR_AWAY`].
+pub fn after(wait: Duration) -> Instant {
+    later(Instant::now(), wait)
+}
+
+/// The instant so much time after another, at most [`FAR_AWAY`].
+pub fn later(instant: Instant, wait: Duration) -> Instant {
+    let later = instant.checked_add(wait.min(FAR_AWAY));
+    later.unwrap_or(instant)
+}
 
 /// Reads the wall clock and sleeps by it.
 #[derive(Clone, Debug)]
@@ -84,6 +97,12 @@ impl Clock {
                 simulated.start + simulated.started.elapsed() + set.forward - set.back
             }
         }
+    }
+
+    /// The moment so much time from now, at most [`FAR_AWAY`].
+    pub fn after(&self, wait: Duration) -> SystemTime {
+        let now = self.now();
+        now.checked_add(wait.min(FAR_AWAY)).unwrap_or(now)
     }
 
     /// Returns once the wall clock shows `deadline` or later, however it got there.
@@ -210,6 +229,17 @@ mod timer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_wait_beyond_any_clock_leads_far_away() {
+        let now = Instant::now();
+        for wait in [Duration::from_secs(u64::MAX), Duration::MAX] {
+            assert_eq!(later(now, wait), now + FAR_AWAY);
+            assert!(after(wait) >= now + FAR_AWAY);
+            assert!(Clock::system().after(wait) > SystemTime::now() + FAR_AWAY / 2);
+        }
+        assert_eq!(later(now, FAR_AWAY / 2), now + FAR_AWAY / 2);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_simulated_clock_follows_the_paused_runtime() {

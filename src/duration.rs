@@ -31,6 +31,12 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
+/// The duration times a factor: zero if that is negative or no number, the longest one if it does not fit.
+pub fn scaled(duration: Duration, factor: f64) -> Duration {
+    let seconds = (duration.as_secs_f64() * factor).max(0.0);
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+}
+
 /// A duration in its two largest units: `2 h 5 min`, `3.2 s`, `40 ms`.
 pub fn approximate(seconds: f64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
@@ -80,6 +86,26 @@ fn leading_part(text: &str) -> Option<(Duration, &str)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_duration_times_any_factor_is_a_duration() {
+        let hour = Duration::from_secs(3600);
+        for (duration, factor, expected) in [
+            (hour, 0.1, Duration::from_secs(360)),
+            (hour, 1.5, Duration::from_secs(5400)),
+            (hour, -1.0, Duration::ZERO),
+            (hour, f64::NAN, Duration::ZERO),
+            (hour, f64::INFINITY, Duration::MAX),
+            (Duration::MAX, 1.0, Duration::MAX),
+            (Duration::MAX, 2.0, Duration::MAX),
+        ] {
+            assert_eq!(
+                scaled(duration, factor),
+                expected,
+                "{duration:?} times {factor}"
+            );
+        }
+    }
 
     #[test]
     fn durations_have_their_two_largest_units() {

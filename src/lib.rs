@@ -3,6 +3,7 @@
 //!
 //! The modules stand in reading order: how the program starts, the modules in the order in
 //! which data passes them, then the base modules they share. `ARCHITECTURE.md` draws who may use whom.
+#![cfg_attr(test, allow(clippy::arithmetic_side_effects))]
 
 pub mod agent;
 pub mod cli;

@@ -34,7 +34,7 @@ impl Config {
             None => return None,
         };
         // Half the time, as systemd recommends.
-        let period = watchdog.map(|watchdog| (watchdog / 2).max(SHORTEST));
+        let period = watchdog.map(|watchdog| crate::duration::scaled(watchdog, 0.5).max(SHORTEST));
         Some(Self {
             socket: socket.ok()?,
             period,

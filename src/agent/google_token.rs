@@ -48,7 +48,7 @@ pub(super) async fn keep_fresh(
                 wait
             }
         };
-        clock.sleep_until_due(clock.now() + wait).await;
+        clock.sleep_until_due(clock.after(wait)).await;
     }
 }
 
@@ -62,7 +62,7 @@ async fn refresh(
     let token = token.ok_or_else(|| Error::NoAnswer(config.audience.clone()))?;
     replace_file(&config.path, token.as_bytes(), 0o640)?;
     let expiry = token::expiry(token.as_bytes());
-    let left = expiry.and_then(|end| end.duration_since(clock.now() + AHEAD).ok());
+    let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
     Ok(left.unwrap_or_default().max(LEAST))
 }
 

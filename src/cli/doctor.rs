@@ -34,7 +34,7 @@ pub struct DoctorFlags {
 
 /// The report of the running agent, or of this process if there is none that answers.
 pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
-    let until = Instant::now() + AGENT_LIMIT;
+    let until = crate::clock::after(AGENT_LIMIT);
     let (port, config) = configuration(flags.proxy.clone(), log.clone(), environment.clone()).await;
     let mut before = Vec::new();
     let mut is_late = false;

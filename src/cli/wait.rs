@@ -11,6 +11,7 @@ use clap::Args;
 use http::{Request, StatusCode, Uri};
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::duration::scaled;
 use crate::http_client::{self, Client, http_url};
 use crate::lifecycle::with_causes;
 
@@ -95,7 +96,7 @@ fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
     if !local {
         return period;
     }
-    (waited / 10)
+    scaled(waited, 0.1)
         .clamp(SHORTEST_PAUSE, LONGEST_LOCAL_PAUSE)
         .min(period)
 }

@@ -72,7 +72,8 @@ impl Sources<'_> {
             return None;
         }
         let wanted = self.get(&variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME);
-        let least = self.proxy_config.drain_time() + Duration::from_secs(1);
+        let least = self.proxy_config.drain_time();
+        let least = least.saturating_add(Duration::from_secs(1));
         if wanted < least {
             let name = variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME.name;
             let expected = format!("more than the drain duration, using {least:?}");
@@ -124,7 +125,9 @@ impl Sources<'_> {
     fn until_the_reserve(&mut self) -> Option<Duration> {
         let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
         let grace = Duration::from_secs(grace.into());
-        let time = grace.saturating_sub(RESERVE).max(grace / 2);
+        let time = grace
+            .saturating_sub(RESERVE)
+            .max(duration::scaled(grace, 0.5));
         Some(time).filter(|time| !time.is_zero())
     }
 
@@ -137,7 +140,7 @@ impl Sources<'_> {
             (Some(time), true) => wanted.min(time.saturating_sub(drain)),
             (Some(time), false) => time.saturating_sub(drain),
             (None, true) => wanted,
-            (None, false) => wanted.min((USUAL_GRACE - RESERVE).saturating_sub(drain)),
+            (None, false) => wanted.min(USUAL_GRACE.saturating_sub(RESERVE).saturating_sub(drain)),
         }
     }
 

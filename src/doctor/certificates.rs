@@ -9,11 +9,11 @@ use x509_parser::prelude::{GeneralName, X509Certificate};
 
 use super::report::Check;
 use crate::clock::rfc3339;
-use crate::duration::approximate;
+use crate::duration::{approximate, scaled};
 use crate::secrets::system_time;
 
 /// The part of its life a certificate that is renewed in time never gets to.
-const LAST_TENTH: u32 = 10;
+const LAST_TENTH: f64 = 0.1;
 
 const MOST_NAMES: usize = 8;
 
@@ -66,7 +66,7 @@ impl Facts {
             return Check::error(what, found).remedy(format!("{remedy}; {CLOCK}"));
         };
         let whole = self.not_after.duration_since(self.not_before);
-        match left < whole.unwrap_or_default() / LAST_TENTH {
+        match left < scaled(whole.unwrap_or_default(), LAST_TENTH) {
             true => {
                 let left = approximate(left.as_secs_f64());
                 Check::warning(what, format!("{ends}, which is in {left}")).remedy(remedy)

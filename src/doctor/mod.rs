@@ -26,8 +26,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response};
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
+use crate::clock;
 use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
@@ -126,7 +126,7 @@ pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Che
 
 /// Token and roots, then istiod with them: what istiod answers decides whether a token is right.
 async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
-    let until = Instant::now() + PROBE_LIMIT;
+    let until = clock::after(PROBE_LIMIT);
     let found = token::read(subject).await;
     let (istiod, accepted) = istiod::checks(subject, &found, until).await;
     [
@@ -152,7 +152,7 @@ async fn aside_within<T: Send + 'static>(
     threads: &'static Semaphore,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, String> {
-    let until = Instant::now() + limit;
+    let until = clock::after(limit);
     let thread = tokio::time::timeout_at(until, threads.acquire()).await;
     let Ok(Ok(thread)) = thread else {
         return Err(format!("not begun within {limit:?}, as earlier reads hang"));

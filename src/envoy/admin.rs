@@ -134,7 +134,7 @@ impl Admin {
         period: Duration,
         is_wanted: impl Fn(&Response<Bytes>) -> bool,
     ) {
-        let often_until = Instant::now() + OFTEN;
+        let often_until = crate::clock::after(OFTEN);
         loop {
             let answer = self.request(Method::GET, path).await;
             if answer.is_ok_and(|answer| is_wanted(&answer)) {

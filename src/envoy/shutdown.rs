@@ -106,8 +106,8 @@ impl Limits {
     /// all its steps.
     pub(super) fn of(&self, step: Step) -> Option<Duration> {
         let whole = self.drain.at_most();
-        let last_requests = LAST_REQUESTS.min(whole / 4);
-        let until_then = whole - last_requests;
+        let last_requests = LAST_REQUESTS.min(crate::duration::scaled(whole, 0.25));
+        let until_then = whole.saturating_sub(last_requests);
         match (step, self.drain) {
             (Step::DrainCall, _) => Some(self.drain_call),
             (Step::DrainTime, Drain::For(_)) => Some(until_then),
@@ -142,7 +142,8 @@ impl Drain {
 impl Plan {
     /// How long all steps take together, at most.
     pub fn at_most(&self) -> Duration {
-        self.0.iter().map(|step| step.at_most).sum()
+        let steps = self.0.iter().map(|step| step.at_most);
+        steps.fold(Duration::ZERO, Duration::saturating_add)
     }
 }
 

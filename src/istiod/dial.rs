@@ -18,7 +18,7 @@ use super::connection::{self, Connection, Driver, Io};
 use super::status::{Connected, Tls};
 use super::tls;
 use super::{Config, Security};
-use crate::clock::{Clock, rfc3339};
+use crate::clock::{self, Clock, rfc3339};
 use crate::dial::{self, Dialer};
 use crate::executor::Executor;
 use crate::lifecycle::with_causes;
@@ -303,7 +303,7 @@ pub(super) struct Bound {
 
 impl Bound {
     pub(super) fn new(after: Duration) -> Self {
-        let until = Instant::now() + after;
+        let until = clock::after(after);
         Self { until, after }
     }
 

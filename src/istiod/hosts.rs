@@ -10,6 +10,8 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::Config;
+use crate::clock::after;
+use crate::duration::scaled;
 
 const MOST_FAILURES: u32 = 3;
 pub(super) const RETURN_AFTER: Duration = Duration::from_secs(600);
@@ -82,5 +84,5 @@ impl Hosts {
 
 /// Up to a tenth later, so that agents do not return all at once.
 fn later() -> Instant {
-    Instant::now() + RETURN_AFTER.mul_f64(1.0 + fastrand::f64() / 10.0)
+    after(scaled(RETURN_AFTER, 1.0 + fastrand::f64() / 10.0))
 }

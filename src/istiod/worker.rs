@@ -20,7 +20,9 @@ use super::dial::{Cause, DialError, dial};
 use super::hosts::Hosts;
 use super::status::{Connected, Record};
 use crate::backoff::Backoff;
+use crate::clock::{after, later};
 use crate::dial::Dialer;
+use crate::duration::scaled;
 use crate::executor::ConnectionTasks;
 
 /// Upper bound of what the first wait adds to the least time between two dials.
@@ -150,7 +152,7 @@ impl Worker {
         config: &Config,
     ) -> Result<Result<(Connection, Driver), Cause>, Abandoned> {
         self.record.dials();
-        self.not_before = Instant::now() + config.limits.least_between;
+        self.not_before = after(config.limits.least_between);
         let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
         let dial = async move { dial(config, &dialer, executor).await };
         self.collect_during(dial).await
@@ -176,7 +178,7 @@ impl Worker {
     fn connected(&mut self, connection: Connection, driver: Driver) {
         self.backoff.reset();
         // One that breaks at once is dialed again as after a first failure.
-        self.not_before += FIRST_WAIT.mul_f64(fastrand::f64());
+        self.not_before = later(self.not_before, scaled(FIRST_WAIT, fastrand::f64()));
         self.complaints.clear();
         self.hosts.succeeded();
         let address = self.hosts.current().address.clone();
@@ -204,8 +206,8 @@ impl Worker {
         }
         self.record.failed(&error.source.to_string());
         let now = Instant::now();
-        self.not_before = self.not_before.max(now) + self.backoff.next_wait();
-        self.complain(&error, self.not_before - now);
+        self.not_before = later(self.not_before.max(now), self.backoff.next_wait());
+        self.complain(&error, self.not_before.duration_since(now));
         self.hosts.failed();
     }
 

@@ -102,7 +102,7 @@ impl InForce {
         for name in names.iter().copied() {
             match period {
                 Some(period) => {
-                    let end = Instant::now() + period;
+                    let end = crate::clock::after(period);
                     state.temporary.insert(name, (level, end));
                 }
                 None => {

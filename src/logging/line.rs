@@ -131,7 +131,7 @@ pub(super) fn level_name(level: Level) -> &'static str {
 /// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.
 pub(super) fn timestamp(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = clock::rfc3339(UNIX_EPOCH + since);
+    let seconds = clock::rfc3339(time.max(UNIX_EPOCH));
     let seconds = seconds.trim_end_matches('Z');
     format!("{seconds}.{:06}Z", since.subsec_micros())
 }

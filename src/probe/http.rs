@@ -65,7 +65,7 @@ pub(super) async fn get(
             body.discard().await;
         }
     };
-    let _ = timeout_at(end - RESERVE, reading).await; // The status counts.
+    let _ = timeout_at(end.checked_sub(RESERVE).unwrap_or(end), reading).await; // The status counts.
     let status = match head.status.is_redirection() {
         true => StatusCode::OK,
         false => head.status,

@@ -94,7 +94,7 @@ impl Client {
 
     /// Probes once. `headers` are sent with an HTTP request; gRPC sends the user agent among them.
     pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Error> {
-        let end = tokio::time::Instant::now() + probe.timeout;
+        let end = crate::clock::after(probe.timeout);
         let connect = || self.dialer.connect(&probe.host, probe.port);
         let probing = async {
             match &probe.kind {

@@ -29,6 +29,8 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, StreamBody};
 use tokio::time::Instant;
 
+use crate::clock::later;
+use crate::duration::scaled;
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
 use crate::metrics::Registry;
@@ -42,7 +44,7 @@ use targets::Target;
 /// What may be set aside of all sources together, in bytes.
 const ASIDE: usize = 512 << 10;
 /// The part of a scrape's time that is spent on setting aside, so that pages come in their order.
-const SETTLING: u32 = 10;
+const SETTLING: f64 = 0.1;
 /// The part of the scraper's time that is left for the page's way back, and the least of it.
 const WAY_BACK: f64 = 0.05;
 const LEAST_WAY_BACK: Duration = Duration::from_millis(50);
@@ -110,8 +112,13 @@ impl Scrape {
         let time = scrape.time(&request.headers);
         let mut sources = scrape.sources(&request);
         let has_head = |source: &Source| source.content_type.is_some() || source.has_ended();
-        source::set_aside(&mut sources, begin + time / 2, has_head).await;
-        source::set_aside(&mut sources, begin + time / SETTLING, Source::is_settled).await;
+        source::set_aside(&mut sources, later(begin, scaled(time, 0.5)), has_head).await;
+        source::set_aside(
+            &mut sources,
+            later(begin, scaled(time, SETTLING)),
+            Source::is_settled,
+        )
+        .await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
             None if source.has_ended() => {
@@ -123,7 +130,7 @@ impl Scrape {
         let format = settle(&sources);
         let is_gzip = negotiate::takes_gzip(&request.headers);
         let (inner, output) = (scrape.clone(), Output::new(is_gzip));
-        let page = Page::new(inner, sources, format.format(), begin + time, output);
+        let page = Page::new(inner, sources, format.format(), later(begin, time), output);
         let chunks = try_unfold(page, |mut page| async {
             let chunk = page.next().await?;
             Ok(chunk.map(|chunk| (Frame::data(chunk), page)))
@@ -155,8 +162,8 @@ impl Inner {
             Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST)
         });
         let time = time.min(LONGEST);
-        let way_back = time.mul_f64(WAY_BACK).max(LEAST_WAY_BACK);
-        time.saturating_sub(way_back).max(time / 2)
+        let way_back = scaled(time, WAY_BACK).max(LEAST_WAY_BACK);
+        time.saturating_sub(way_back).max(scaled(time, 0.5))
     }
 
     /// Asks everything but the agent itself: Envoy first, then the targets in order.

@@ -12,6 +12,8 @@ use super::lines::{Format, Lines};
 use super::output::Output;
 use super::seen::Seen;
 use super::source::{self, Failure, Origin, Source};
+use crate::clock::after;
+use crate::duration::scaled;
 use crate::lifecycle::BoxError;
 
 pub(super) struct Page {
@@ -92,7 +94,7 @@ impl Page {
         let now = Instant::now();
         let until = match is_last {
             true => self.deadline,
-            false => now + self.deadline.saturating_duration_since(now) / 2,
+            false => after(scaled(self.deadline.duration_since(now), 0.5)),
         };
         self.turn = Some(Turn {
             until,

@@ -17,7 +17,7 @@ use super::Service;
 use super::consumers::MOST_NAMES;
 use super::context::StreamContext;
 use super::resource::{Lookup, Resource, SecretOptions};
-use crate::clock::{Clock, rfc3339};
+use crate::clock::{Clock, after, rfc3339};
 use crate::secrets::files::source::FileError;
 use crate::secrets::name::Name;
 use crate::secrets::{SecretState, Subscription};
@@ -100,7 +100,7 @@ impl<P: Protocol> Stream<P> {
         self.secrets.want(self.protocol.names());
         let waits = self.waits();
         if waits.reading {
-            self.batch_until = Some(Instant::now() + BATCH_LIMIT);
+            self.batch_until = Some(after(BATCH_LIMIT));
         }
         if let (true, Some(problem)) = (waits.authority, self.secrets.problem()) {
             tracing::info!(

@@ -96,7 +96,7 @@ impl<C: Ca> Renewal<C> {
                         wait = schedule::LEAST_WAIT;
                     }
                     self.report(error, retries.failures, wait);
-                    self.clock.sleep_until_due(self.clock.now() + wait).await;
+                    self.clock.sleep_until_due(self.clock.after(wait)).await;
                 }
             }
         }
@@ -121,7 +121,7 @@ impl<C: Ca> Renewal<C> {
                     }
                     // The certificate is as new as the first bundle.
                     if !std::mem::take(&mut is_first) {
-                        due = due.min(self.clock.now() + self.spread());
+                        due = due.min(self.clock.after(self.spread()));
                     }
                 }
             }
@@ -230,7 +230,11 @@ impl<C: Ca> Renewal<C> {
             && self.ca.connect().await?
         {
             let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
-            tokio::time::sleep(schedule::retry_cap(Some(left)).mul_f64(drawn)).await;
+            tokio::time::sleep(crate::duration::scaled(
+                schedule::retry_cap(Some(left)),
+                drawn,
+            ))
+            .await;
         }
         Ok(())
     }
@@ -271,7 +275,8 @@ impl<C: Ca> Renewal<C> {
         if not_after <= issued {
             // By its own clock the certificate is new, or the authority is wrong and may mend soon.
             let life = left(not_after, workload.certificate.not_before());
-            not_after = issued + life.min(schedule::LONGEST_DOUBTFUL);
+            let end = issued.checked_add(life.min(schedule::LONGEST_DOUBTFUL));
+            not_after = end.unwrap_or(issued);
         }
         let due = schedule::renewal_time(issued, not_after, ratio, least_pause);
         let wait = left(due, self.clock.now());
@@ -328,7 +333,7 @@ impl<C: Ca> Renewal<C> {
         let problem = Problem {
             error: Arc::new(error),
             failures,
-            next_attempt: self.clock.now() + wait,
+            next_attempt: self.clock.after(wait),
         };
         let cause = problem.cause();
         let next = format!("failure {failures} in a row, next attempt in {wait:?}");

@@ -7,6 +7,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
+use crate::duration::scaled;
+
 /// Ceiling of the first wait after a failure.
 pub(super) const RETRY_BASE: Duration = Duration::from_millis(500);
 
@@ -43,7 +45,7 @@ pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
 /// How long to put off a renewal that is due in the whole mesh at the same moment: `drawn` (0 to 1) of
 /// a tenth of what is left.
 pub(super) fn spread(remaining: Duration, drawn: f64) -> Duration {
-    (remaining / 10).min(LONGEST_SPREAD).mul_f64(drawn)
+    scaled(scaled(remaining, 0.1).min(LONGEST_SPREAD), drawn)
 }
 
 /// When `ratio` of the life between `created` and `not_after` is left.
@@ -59,18 +61,19 @@ pub(super) fn renewal_time(
     let life = not_after.duration_since(created).unwrap_or_default();
     let used = life.as_secs_f64() * (1.0 - ratio);
     // A ratio that is not a number gives no duration; half of life is the default.
-    let wait = Duration::try_from_secs_f64(used).unwrap_or(life / 2);
-    let floor = (life / 10)
+    let wait = Duration::try_from_secs_f64(used).unwrap_or(scaled(life, 0.5));
+    let floor = scaled(life, 0.1)
         .max(*least_pause.start())
         .min(*least_pause.end());
-    created + wait.max(floor)
+    let due = created.checked_add(wait.max(floor));
+    due.unwrap_or(not_after)
 }
 
 /// The longest wait after a failure, when the certificate in hand has `remaining` to live: the
 /// nearer its end, the more urgent.
 pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
     remaining.map_or(RETRY_CAP_WITHOUT_CERTIFICATE, |left| {
-        (left / 10).clamp(RETRY_BASE, RETRY_CAP)
+        scaled(left, 0.1).clamp(RETRY_BASE, RETRY_CAP)
     })
 }
 
@@ -131,7 +134,7 @@ mod tests {
                 delay(varied(ratio, jitter, -1.0), day),
             ];
             let floor = Duration::from_secs(5);
-            let expected = [earliest, latest].map(|part| day.mul_f64(part).max(floor));
+            let expected = [earliest, latest].map(|part| scaled(day, part).max(floor));
             for (found, expected) in ends.into_iter().zip(expected) {
                 let off = found.abs_diff(expected);
                 assert!(off < Duration::from_millis(1), "{found:?} {expected:?}");
@@ -161,8 +164,8 @@ mod tests {
             for pod in 0..1000 {
                 let drawn = drawn(&format!("pod-{pod}"), random());
                 let due = delay(varied(0.5, jitter, drawn * 2.0 - 1.0), day);
-                let earliest = day.mul_f64(0.5 - jitter);
-                let part = (due - earliest).div_duration_f64(day.mul_f64(2.0 * jitter));
+                let earliest = scaled(day, 0.5 - jitter);
+                let part = (due - earliest).div_duration_f64(scaled(day, 2.0 * jitter));
                 tenths[(part * 10.0) as usize] += 1;
             }
             assert!(

@@ -108,7 +108,9 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
 }
 
 pub(crate) fn system_time(unix: i64) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(unix).unwrap_or(0))
+    let since_epoch = Duration::from_secs(u64::try_from(unix).unwrap_or(0));
+    let time = SystemTime::UNIX_EPOCH.checked_add(since_epoch);
+    time.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 /// The URIs of the subject alternative name; none where it cannot be read.

@@ -244,7 +244,7 @@ impl<'a> Collector<'a> {
         if now >= self.until {
             return Err(Error::Late);
         }
-        let until = self.until.min(now + PATIENCE);
+        let until = self.until.min(crate::clock::later(now, PATIENCE));
         timeout_at(until, future).await.map_err(|_| Error::Late)
     }
 

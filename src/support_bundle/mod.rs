@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::Value;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::config::environment::{self, Environment};
 use crate::dial::proxy::Proxy;
@@ -101,7 +101,7 @@ pub async fn collect(
     let room = Cell::new(LARGEST_BUNDLE);
     let collector = Collector {
         secrets,
-        until: Instant::now() + LIMIT,
+        until: crate::clock::after(LIMIT),
         room: &room,
         files: RefCell::default(),
         problems: RefCell::default(),

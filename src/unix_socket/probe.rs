@@ -42,7 +42,7 @@ pub async fn health(path: &Path) -> Health {
     if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
         return Health::Absent;
     }
-    let end = Instant::now() + LIMIT;
+    let end = crate::clock::after(LIMIT);
     let mut has_queued = false;
     let stream = loop {
         match UnixStream::connect(path).await {

@@ -85,7 +85,7 @@ impl Wasm {
         let modules = wasm.modules.clone();
         let purging = async move {
             let _fetches = fetches;
-            let mut ticks = interval_at(Instant::now() + interval, interval);
+            let mut ticks = interval_at(crate::clock::after(interval), interval);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
                 ticks.tick().await;

@@ -21,6 +21,7 @@ use super::metrics::Metrics;
 use super::request::Request;
 use super::state::{Failure, Resources, Snapshot};
 use crate::backoff::Backoff;
+use crate::clock::after;
 use crate::executor::Executor;
 
 const MOST_FETCHES: usize = 4;
@@ -98,7 +99,7 @@ impl Modules {
         found.map(|module| module.path).map_err(|error| {
             let failure = Failure {
                 error: error.to_string(),
-                retry_at: Instant::now() + backoff.next_wait().max(SHORTEST_WAIT),
+                retry_at: after(backoff.next_wait().max(SHORTEST_WAIT)),
                 backoff,
             };
             self.set(name, request, Err(failure.clone()));
@@ -170,7 +171,7 @@ impl Modules {
 
     /// Brings a module into the cache.
     async fn fetch(self: &Arc<Self>, name: &str, request: &Arc<Request>) -> Fetched {
-        let deadline = Instant::now() + request.time_limit;
+        let deadline = after(request.time_limit);
         self.on_disk(|_, cache| cache.prepare()).await?;
         let (directory, config) = (&self.config.directory, &self.config.fetch);
         let pinned = request.pinned.as_deref();

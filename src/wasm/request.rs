@@ -144,7 +144,9 @@ fn key(digest: &str, module_name: &str) -> String {
 fn time_limit(limit: protobuf::Duration) -> Duration {
     let (seconds, nanos) = (u64::try_from(limit.seconds), u64::try_from(limit.nanos));
     let limit = match (seconds, nanos) {
-        (Ok(seconds), Ok(nanos)) => Duration::from_secs(seconds) + Duration::from_nanos(nanos),
+        (Ok(seconds), Ok(nanos)) => {
+            Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanos))
+        }
         _ => Duration::ZERO,
     };
     limit.min(LONGEST_FETCH)

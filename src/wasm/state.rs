@@ -105,11 +105,12 @@ impl Resources {
             ResourceSnapshot {
                 name: name.clone(),
                 url: resource.url.clone(),
-                age_seconds: (now - resource.since).as_secs_f64(),
+                age_seconds: resource.since.elapsed().as_secs_f64(),
                 sha256: module.map(|module| module.sha256.clone()),
                 size_bytes: module.map(|module| module.size),
                 error: failure.map(|failure| failure.error.clone()),
-                retry_seconds: failure.map(|failure| (failure.retry_at - now).as_secs_f64()),
+                retry_seconds: failure
+                    .map(|failure| failure.retry_at.duration_since(now).as_secs_f64()),
             }
         });
         resources.collect()

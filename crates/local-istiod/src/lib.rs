@@ -3,6 +3,7 @@
 //! It answers as istiod does, with istiod's status codes, on one port. A test scripts discovery streams
 //! itself ([`LocalIstiod::streams`]) or has them served from a snapshot of Envoy resources, in which
 //! the endpoint `workload-group:<namespace>/<name>` stands for the machines that registered.
+#![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
 
 mod authority;
 mod caller;

@@ -3,6 +3,7 @@
 //! It writes what an agent needs (root, tokens) into a folder, serves certificates and the resources
 //! of another folder, and prints one line per event.
 //! SIGTERM and SIGINT end it.
+#![allow(clippy::arithmetic_side_effects, reason = "a development tool")]
 
 use std::error::Error;
 use std::fs;

@@ -1,6 +1,6 @@
 //! The program: what it reports of bad input, and how it ends.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 
 use std::net::TcpListener;
 use std::path::Path;

@@ -11,6 +11,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use crate::clock::later;
+
 /// Unanswered queries that make a server a failing one: single packets get lost.
 const MISSES: u32 = 3;
 
@@ -44,7 +46,7 @@ impl Health {
         if let Some(probed) = order.first().and_then(|first| failing.get_mut(first))
             && probed.until.is_some()
         {
-            probed.until = Some(now + PROBE);
+            probed.until = Some(later(now, PROBE));
         }
         order
     }
@@ -77,7 +79,7 @@ impl Health {
             tracing::info!(target: "dns", "upstream failure: DNS server {server} {why}; asking it last");
         }
         let pause = SHORTEST.saturating_mul(1 << doublings.min(5));
-        state.until = Some(now + pause.min(LONGEST));
+        state.until = Some(later(now, pause.min(LONGEST)));
     }
 }
 

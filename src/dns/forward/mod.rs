@@ -108,7 +108,7 @@ impl Inner {
             Found::Nothing => None,
         };
         let timeout = match stale {
-            Some(_) => STALE_WAIT.min(self.timeout * 4 / 5),
+            Some(_) => STALE_WAIT.min(crate::duration::scaled(self.timeout, 0.8)),
             None => self.timeout,
         };
         let reply = self.answer(query, transport, timeout).await;

@@ -22,7 +22,7 @@ const LONGEST_DOMAIN: usize = 200;
 /// Why a server does not answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Unanswered {
-    #[error("no answer within {} ms", (TRY * TRIES).as_millis())]
+    #[error("no answer within {} ms", TRY.saturating_mul(TRIES).as_millis())]
     Late,
     /// The question came back to this agent.
     #[error("leads back to this agent")]

@@ -45,7 +45,10 @@ impl Servers {
     pub(super) fn current(&self) -> Arc<ResolvConf> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        if state.read_at.is_none_or(|read| now - read >= READ_AGAIN) {
+        if state
+            .read_at
+            .is_none_or(|read| now.duration_since(read) >= READ_AGAIN)
+        {
             self.read(&mut state);
             state.read_at = Some(now);
         }

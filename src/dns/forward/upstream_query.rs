@@ -25,8 +25,10 @@ use super::in_flight::SharedQuery;
 use super::metrics::Metrics;
 use super::query::Query;
 use super::reply::{Received, Reply};
+use crate::clock::{after, later};
 use crate::dns::Transport;
 use crate::dns::wire::{NOTIMP, REFUSED, SERVFAIL};
+use crate::duration::scaled;
 
 const FIRST_WAIT: Duration = Duration::from_millis(300);
 
@@ -82,7 +84,7 @@ impl Upstream {
             sockets: Semaphore::new(max_sockets),
             max_sockets,
             is_parallel,
-            first_wait: FIRST_WAIT.min(timeout / 16),
+            first_wait: FIRST_WAIT.min(scaled(timeout, 1.0 / 16.0)),
             metrics,
         }
     }
@@ -108,7 +110,7 @@ impl Upstream {
             refusal: None,
             truncated: None,
             next_send: now,
-            deadline: now + timeout,
+            deadline: later(now, timeout),
         };
         let reply = asking.run().await;
         let truncated = asking.truncated.map(|(_, reply)| reply);
@@ -169,7 +171,7 @@ impl UpstreamQuery<'_> {
             if self.transport == Transport::Udp && round + 1 < ROUNDS {
                 self.rotation.push_back((server, round + 1));
             }
-            self.next_send = Instant::now() + upstream.first_wait * (1 << round);
+            self.next_send = after(upstream.first_wait.saturating_mul(1 << round));
         }
     }
 
@@ -203,7 +205,7 @@ impl UpstreamQuery<'_> {
         if [SERVFAIL, NOTIMP, REFUSED].contains(&rcode) || received.reply.is_none() {
             tracing::debug!(target: "dns", "upstream failure: {server}: answered with code {rcode}");
             self.refusal = received.reply.or(self.refusal.take());
-            self.deadline = self.deadline.min(Instant::now() + LINGER);
+            self.deadline = self.deadline.min(after(LINGER));
             self.give_up(server);
             return None;
         }
@@ -243,7 +245,7 @@ impl UpstreamQuery<'_> {
         }
         self.truncated = Some((server, truncated));
         self.rotation.clear();
-        self.deadline = self.deadline.min(Instant::now() + WHOLE_REPLY);
+        self.deadline = self.deadline.min(after(WHOLE_REPLY));
         self.start(Sending {
             server,
             transport: Transport::Tcp,
@@ -258,7 +260,7 @@ impl UpstreamQuery<'_> {
         let late = self
             .attempts
             .iter()
-            .filter(|attempt| now - attempt.started >= self.upstream.first_wait)
+            .filter(|attempt| now.duration_since(attempt.started) >= self.upstream.first_wait)
             .map(|attempt| attempt.sending.server);
         let mut silent: Vec<_> = late
             .filter(|server| ![answered, truncated_by].contains(&Some(*server)))

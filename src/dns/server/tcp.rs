@@ -14,6 +14,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::{PAUSE, Pending, Shared};
+use crate::clock::after;
 use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport};
 use crate::lifecycle::Tasks;
@@ -73,7 +74,7 @@ impl<F: Forward> Connection<F> {
             shared,
             received: BytesMut::new(),
             out: Vec::new(),
-            deadline: Instant::now() + FIRST,
+            deadline: after(FIRST),
             is_finished: false,
         }
     }
@@ -123,7 +124,7 @@ impl<F: Forward> Connection<F> {
         let length = (self.out.len() as u16).to_be_bytes();
         let mut framed = Buf::chain(&length[..], &self.out[..]);
         timeout(IDLE, self.stream.write_all_buf(&mut framed)).await??;
-        self.deadline = Instant::now() + IDLE;
+        self.deadline = after(IDLE);
         Ok(())
     }
 }

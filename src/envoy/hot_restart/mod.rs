@@ -23,6 +23,7 @@ use super::instance::{self, Instance};
 use super::launch::{Launch, Prepared};
 use super::process::{self, Ended};
 use super::supervisor::reached;
+use crate::clock;
 use crate::lifecycle::{BoxError, with_causes};
 use check::Checked;
 use machine::Machine;
@@ -117,7 +118,7 @@ impl HotRestart {
     /// Looks out for the Envoy of this launch.
     fn await_live(&mut self, admin: Admin, launch: &Launch) {
         let epoch = launch.restart_epoch();
-        self.deadline = Some(Instant::now() + self.limits.live);
+        self.deadline = Some(clock::after(self.limits.live));
         self.calls = JoinSet::new();
         self.calls.spawn(async move {
             check::live_at(admin, epoch).await;
@@ -152,13 +153,15 @@ impl HotRestart {
     fn successor_serves(&mut self, stay: Duration) {
         let now = Instant::now();
         self.serves_since = Some(now);
-        self.deadline = Some(now + stay);
+        self.deadline = Some(clock::later(now, stay));
     }
 
     /// Whether a parent that has ended did so before its successor ended it.
     fn is_early(&self) -> bool {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
-        let serves = self.serves_since.map(|since| since.elapsed() + NOTICED);
+        let serves = self
+            .serves_since
+            .map(|since| since.elapsed().saturating_add(NOTICED));
         serves.is_some_and(|serves| serves < shutdown)
     }
 }

@@ -5,8 +5,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::Progress;
 use super::base_id::BaseId;
 use super::check::Checked;
@@ -247,7 +245,11 @@ impl Supervisor {
 
     fn stay(&self, method: Method) -> Duration {
         match method {
-            Method::Hot => self.hot_restart.limits.parent_shutdown + OVERDUE,
+            Method::Hot => self
+                .hot_restart
+                .limits
+                .parent_shutdown
+                .saturating_add(OVERDUE),
             Method::Overlap | Method::Full => self.config.limits.terminate,
         }
     }
@@ -257,7 +259,7 @@ impl Supervisor {
         let stay = self.stay(Method::Hot);
         let hot = &mut self.hot_restart;
         // Until it serves; from then on the parent's time begins anew.
-        hot.deadline = Some(Instant::now() + hot.limits.live + stay);
+        hot.deadline = Some(crate::clock::after(hot.limits.live.saturating_add(stay)));
         hot.serves_since = None;
         hot.is_relaunch = true;
         tracing::warn!("the Envoy before still lives, so its successor starts again at once");

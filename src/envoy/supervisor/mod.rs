@@ -22,7 +22,7 @@ use super::memory::Resident;
 use super::reaper;
 use super::shutdown::{PlannedStep, Shutdown};
 use super::{Config, Error, Exit, warn};
-use crate::clock::Clock;
+use crate::clock::{Clock, after};
 use crate::lifecycle::{StopRequest, Urgency};
 use crate::metrics::{self, Counter, Registry};
 
@@ -231,7 +231,7 @@ impl Supervisor {
         };
         let pause = (action == Action::Pause).then_some(self.restart.pause);
         if let Some(wait) = step.map(|step| step.at_most).or(pause) {
-            self.current.deadline = Some(Instant::now() + wait);
+            self.current.deadline = Some(after(wait));
         }
         let is_planned = step.is_some() && matches!(event, Event::StopRequested(_));
         self.publish_life(is_planned, step);
@@ -257,12 +257,14 @@ impl Supervisor {
                     since,
                     plan: before.map_or_else(|| plan.clone(), |ending| ending.plan),
                     waits_for: step.waits_for,
-                    until: now + step.at_most,
+                    until: self.clock.after(step.at_most),
                     connections: None,
                 });
             }
             let is_pausing = self.machine.phase() == Phase::Pausing;
-            report.restart = report.restart.or(Some(now + self.restart.pause));
+            report.restart = report
+                .restart
+                .or(Some(self.clock.after(self.restart.pause)));
             report.restart = report.restart.filter(|_| is_pausing);
             report.state = self.machine.phase().state();
             report.plan = plan;

@@ -15,7 +15,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// The same when the listeners are closed.
 const LAST_PERIOD: Duration = Duration::from_millis(100);
 /// Half the time for quitting is for the answer, the rest for the end that follows it.
-const QUIT_CALL: u32 = 2;
+const QUIT_CALL: f64 = 0.5;
 
 impl Supervisor {
     /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
@@ -57,7 +57,9 @@ impl Supervisor {
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let admin = self.admin.within(at_most / QUIT_CALL);
+                let admin = self
+                    .admin
+                    .within(crate::duration::scaled(at_most, QUIT_CALL));
                 self.call(waits_for, async move { admin.quit().await });
             }
             Step::Termination => {

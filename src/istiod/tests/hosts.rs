@@ -5,6 +5,7 @@ use std::time::Duration;
 use http_body_util::BodyExt;
 
 use super::hold;
+use crate::duration::scaled;
 use crate::istiod::fake::{Fake, plaintext, run};
 use crate::istiod::hosts::{Hosts, RETURN_AFTER};
 use crate::istiod::{Body, Config};
@@ -57,7 +58,7 @@ fn one_alone_is_dialed_however_often_it_fails() {
 async fn ten_minutes_later() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     tokio::time::pause();
-    tokio::time::advance(RETURN_AFTER.mul_f64(1.2)).await;
+    tokio::time::advance(scaled(RETURN_AFTER, 1.2)).await;
     tokio::time::resume();
 }
 

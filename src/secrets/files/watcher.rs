@@ -13,13 +13,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::MissedTickBehavior;
 
 use super::metrics::Metrics;
 use super::reads::Reads;
 use super::source::{FileError, Source};
 use super::table::Table;
-use crate::clock::{Clock, rfc3339};
+use crate::clock::{Clock, after, rfc3339};
 use crate::file_watch::{Changed, FileWatch};
 use crate::secrets::Secret;
 
@@ -129,7 +129,7 @@ impl Watcher {
             let path = path.display();
             tracing::info!(target: "cache", "adding watcher for file certificate {path}");
         }
-        let mut poll = tokio::time::interval_at(Instant::now() + POLL, POLL);
+        let mut poll = tokio::time::interval_at(after(POLL), POLL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_watched, mut is_idle) = (true, false);
         let unused = loop {

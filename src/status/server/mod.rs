@@ -108,7 +108,10 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
     }
     drop(listener);
     let all_ended = async { while connections.tasks.join_next().await.is_some() {} };
-    if timeout(2 * SHUTDOWN_LIMIT, all_ended).await.is_err() {
+    if timeout(SHUTDOWN_LIMIT.saturating_mul(2), all_ended)
+        .await
+        .is_err()
+    {
         tracing::debug!("connections to the status port were cut off");
     }
 }

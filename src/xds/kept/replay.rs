@@ -22,6 +22,7 @@ use super::file::{BLOCK, Index, head, joined};
 use super::request::Subscription;
 use super::store::{self, Manifest};
 use super::{Config, Kept, OfEnvoy};
+use crate::clock::later;
 use crate::istiod::{Closed, Istiod};
 use crate::xds::Protocol;
 use crate::xds::end::End;
@@ -91,8 +92,8 @@ impl Replay {
         settling_since: Option<Instant>,
     ) -> Result<Bytes, End> {
         let end = match settling_since {
-            Some(since) => since + SETTLING,
-            None => self.began + LONGEST_START,
+            Some(since) => later(since, SETTLING),
+            None => later(self.began, LONGEST_START),
         };
         loop {
             let is_connected = self.connecting.is_none();

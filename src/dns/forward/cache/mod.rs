@@ -10,6 +10,7 @@ use indexmap::IndexMap;
 use tokio::time::Instant;
 
 use super::reply::Reply;
+use crate::clock::later;
 use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC, TSIG};
 
 /// TTL of a stale answer: short, so that clients that keep it ask again soon.
@@ -116,8 +117,8 @@ impl Cache {
         let entry = Entry {
             reply: reply.clone(),
             stored: now,
-            fresh_until: now + fresh,
-            stale_until: now + whole,
+            fresh_until: later(now, fresh),
+            stale_until: later(now, whole),
             was_used: false,
             weight,
         };
@@ -139,7 +140,10 @@ impl Cache {
         }
         let fresh = ttl.min(self.config.max_ttl);
         let stale = self.config.max_stale;
-        let whole = if stale.is_zero() { fresh } else { ttl + stale };
+        let whole = match stale.is_zero() {
+            true => fresh,
+            false => ttl.saturating_add(stale),
+        };
         (fresh, whole)
     }
 
