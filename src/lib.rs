@@ -81,6 +81,8 @@ mod unverified_tls;
 
 pub mod unix_socket;
 
+mod netlink;
+
 mod file_watch;
 
 pub mod lifecycle;

@@ -13,7 +13,6 @@ pub mod explain;
 pub mod iptables;
 pub mod layout;
 pub mod lock;
-mod netlink;
 pub mod nftables;
 pub mod packet;
 pub mod program;

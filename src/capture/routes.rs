@@ -7,8 +7,8 @@ use std::io;
 use std::net::Ipv6Addr;
 
 use super::config::{Config, InboundPorts, Mode};
-use super::netlink::{DUMP, Message, Socket, parts};
 use super::rules::Family;
+use crate::netlink::{DUMP, Message, Socket, parts};
 
 /// `lo` in every network namespace.
 const LO: u32 = 1;

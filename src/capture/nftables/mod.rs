@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use super::iptables::range;
 use super::layout::Layout;
-use super::netlink::nft_tables;
 use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
+use crate::netlink::nft_tables;
 
 pub use live::{Live, Malformed};
 

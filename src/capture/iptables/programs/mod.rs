@@ -11,9 +11,9 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::capture::config::Binaries;
-use crate::capture::netlink::nft_tables;
 use crate::capture::program::{self, Cause};
 use crate::capture::rules::Family;
+use crate::netlink::nft_tables;
 
 /// How long a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";

@@ -17,17 +17,17 @@ const LARGEST_ANSWER: usize = 1 << 20;
 
 const REQUEST_AND_ACK: u16 = 0x5;
 /// Flag of a request for all.
-pub(super) const DUMP: u16 = 0x300;
+pub(crate) const DUMP: u16 = 0x300;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
 /// A request.
 #[derive(Clone, Debug)]
-pub(super) struct Message(Vec<u8>);
+pub(crate) struct Message(Vec<u8>);
 
 impl Message {
     /// `header` is that of the protocol; its length is a multiple of 4.
-    pub(super) fn new(kind: u16, flags: u16, header: &[u8]) -> Self {
+    pub(crate) fn new(kind: u16, flags: u16, header: &[u8]) -> Self {
         let mut bytes = vec![0; 4];
         bytes.extend(kind.to_ne_bytes());
         bytes.extend((flags | REQUEST_AND_ACK).to_ne_bytes());
@@ -38,7 +38,7 @@ impl Message {
     }
 
     /// Adds an attribute of at most 65,531 bytes.
-    pub(super) fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
+    pub(crate) fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
         let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
         self.0.extend(length.to_ne_bytes());
         self.0.extend(kind.to_ne_bytes());
@@ -49,7 +49,7 @@ impl Message {
 }
 
 /// Names of the tables of nftables, with the number of their family.
-pub(super) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
+pub(crate) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
     const GET_TABLE: u16 = 10 << 8 | 1;
     const NAME: u16 = 1;
     let any_family = [0; 4];
@@ -65,7 +65,7 @@ pub(super) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
 }
 
 /// Kinds and values of attributes, up to one that is cut.
-pub(super) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+pub(crate) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
         let kind = u16::from_ne_bytes(*bytes.get(2..)?.first_chunk()?);
@@ -76,11 +76,11 @@ pub(super) fn parts(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
 }
 
 #[derive(Debug)]
-pub(super) struct Socket(OwnedFd);
+pub(crate) struct Socket(OwnedFd);
 
 impl Socket {
     /// None is NETLINK_ROUTE, whose number is 0.
-    pub(super) fn open(protocol: Option<Protocol>) -> io::Result<Self> {
+    pub(crate) fn open(protocol: Option<Protocol>) -> io::Result<Self> {
         let (family, flags) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
         let socket = socket_with(family, SocketType::RAW, flags, protocol)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
@@ -88,7 +88,7 @@ impl Socket {
     }
 
     /// Sends a request, and waits until it is done. Returns what was answered, without netlink's headers.
-    pub(super) fn ask(&self, Message(mut request): Message) -> io::Result<Vec<Vec<u8>>> {
+    pub(crate) fn ask(&self, Message(mut request): Message) -> io::Result<Vec<Vec<u8>>> {
         let length = u32::try_from(request.len()).map_err(io::Error::other)?;
         request[..4].copy_from_slice(&length.to_ne_bytes());
         send(&self.0, &request, SendFlags::empty())?;
