@@ -1,6 +1,8 @@
-//! Asks the kernel over netlink. Numbers are those of `linux/netlink.h` and `linux/netfilter`.
+//! Asks the kernel over netlink. Numbers are those of `linux/netlink.h`, `linux/netfilter` and
+//! `linux/inet_diag.h`.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -31,8 +33,9 @@ impl Message {
         let mut bytes = vec![0; 4];
         bytes.extend(kind.to_ne_bytes());
         bytes.extend((flags | REQUEST_AND_ACK).to_ne_bytes());
-        // Sequence and port: one request at a time, and the kernel knows the socket.
-        bytes.extend([0; 8]);
+        bytes.extend(fastrand::u32(..).to_ne_bytes());
+        // The kernel knows the port of the socket.
+        bytes.extend([0; 4]);
         bytes.extend(header);
         Self(bytes)
     }
@@ -62,6 +65,59 @@ pub(crate) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
         Some((header[0], String::from_utf8_lossy(name).into_owned()))
     };
     Ok(replies.iter().filter_map(table).collect())
+}
+
+/// The user whose process holds one end of a TCP connection, of those in this network namespace. An
+/// end that its process has closed has none.
+pub(crate) fn tcp_user(end: SocketAddr, other: SocketAddr) -> io::Result<u32> {
+    const BY_FAMILY: u16 = 20;
+    const TCP: u8 = 6;
+    let ends = [end, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
+    let family = if ends[0].is_ipv4() { 2 } else { 10 };
+    let mut request = vec![family, TCP, 0, 0];
+    // In any state.
+    request.extend([0xff; 4]);
+    request.extend(ports_and_addresses(ends));
+    // On any interface, with any cookie.
+    request.extend([0; 4]);
+    request.extend([0xff; 8]);
+    let socket = Socket::open(Some(netlink::SOCK_DIAG))?;
+    let replies = socket.ask(Message::new(BY_FAMILY, 0, &request))?;
+    let user = replies.iter().find_map(|reply| user_of(ends, reply));
+    user.ok_or_else(|| io::Error::other("its process has closed the connection"))
+}
+
+fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {
+    let mut bytes = ends.map(|end| end.port().to_be_bytes()).concat();
+    for end in ends {
+        let length = bytes.len() + 16;
+        match end.ip() {
+            IpAddr::V4(address) => bytes.extend(address.octets()),
+            IpAddr::V6(address) => bytes.extend(address.octets()),
+        }
+        bytes.resize(length, 0);
+    }
+    bytes
+}
+
+/// The user, if the reply is on this connection, not on a listener, and its socket belongs to a process:
+/// the user of one that is closed is given as 0.
+fn user_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<u32> {
+    /// Established, and the two after the process has shut down its sending side.
+    const OPEN: [u8; 3] = [1, 4, 5];
+    let number = |at: usize| Some(u32::from_ne_bytes(*reply.get(at..)?.first_chunk()?));
+    let found = reply.get(4..40)?;
+    // A socket of IPv6 may have addresses of IPv4.
+    let mapped = ends.map(|end| match end.ip() {
+        IpAddr::V4(address) => (address.to_ipv6_mapped(), end.port()).into(),
+        IpAddr::V6(_) => end,
+    });
+    let is_meant = [ends, mapped]
+        .map(ports_and_addresses)
+        .iter()
+        .any(|it| it == found);
+    let (user, inode) = (number(64)?, number(68)?);
+    (is_meant && OPEN.contains(&reply[1]) && inode != 0).then_some(user)
 }
 
 /// Kinds and values of attributes, up to one that is cut.
@@ -99,9 +155,10 @@ impl Socket {
             total += length;
             let mut rest = &buffer[..length];
             while !rest.is_empty() {
-                let (kind, payload, after) = split(rest)?;
+                let (kind, [sequence, payload, after]) = split(rest)?;
                 rest = after;
                 match kind {
+                    _ if *sequence != request[8..12] => {}
                     ERROR | DONE => return outcome(payload).map(|()| replies),
                     _ => replies.push(payload.to_vec()),
                 }
@@ -111,13 +168,13 @@ impl Socket {
     }
 }
 
-/// The first message's kind and payload, and the messages behind it.
-fn split(bytes: &[u8]) -> io::Result<(u16, &[u8], &[u8])> {
+/// The first message's kind, sequence number and payload, and the messages behind it.
+fn split(bytes: &[u8]) -> io::Result<(u16, [&[u8]; 3])> {
     let message = || {
         let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
         let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
         let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind, bytes.get(16..length)?, rest))
+        Some((kind, [bytes.get(8..12)?, bytes.get(16..length)?, rest]))
     };
     message().ok_or_else(|| io::Error::other("the kernel's answer is cut"))
 }
@@ -152,7 +209,7 @@ mod tests {
         let length = u32::try_from(bytes.len()).expect("small");
         bytes[..4].copy_from_slice(&length.to_ne_bytes());
         bytes.push(7);
-        let (kind, payload, rest) = split(&bytes).expect("a message");
+        let (kind, [_, payload, rest]) = split(&bytes).expect("a message");
         assert_eq!((kind, rest), (32, &[7][..]));
         let parts: Vec<_> = parts(&payload[4..]).collect();
         assert_eq!(parts, [(1, &b"nat\0"[..]), (2, b"x"), (3, b"")]);
@@ -168,11 +225,59 @@ mod tests {
         assert!(outcome(&[]).is_ok());
     }
 
+    /// The reply on a socket of family and state at these ends, of user 7.
+    fn reply(family: u8, state: u8, ends: [&str; 2], inode: u32) -> Vec<u8> {
+        let ends = ends.map(|end| end.parse().expect("an end"));
+        let mut bytes = vec![family, state, 0, 0];
+        bytes.extend(ports_and_addresses(ends));
+        bytes.resize(64, 0);
+        bytes.extend(7_u32.to_ne_bytes());
+        bytes.extend(inode.to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn the_user_is_that_of_the_very_connection_whose_process_still_holds_it() {
+        const LISTEN: u8 = 10;
+        let (v4, mapped, v6) = (
+            ["127.0.0.1:5", "127.0.0.1:15020"],
+            ["[::ffff:127.0.0.1]:5", "[::ffff:127.0.0.1]:15020"],
+            ["[::1]:5", "[::1]:15020"],
+        );
+        for (asked, reply, expected) in [
+            (v4, reply(2, 1, v4, 9), Some(7)),
+            (v4, reply(10, 1, mapped, 9), Some(7)),
+            (v6, reply(10, 4, v6, 9), Some(7)),
+            (v4, reply(2, 5, v4, 9), Some(7)),
+            (v4, reply(2, 1, v4, 0), None),
+            (v4, reply(2, LISTEN, v4, 9), None),
+            (v4, reply(2, 1, ["127.0.0.1:6", v4[1]], 9), None),
+            (v4, reply(2, 1, [v4[1], v4[0]], 9), None),
+            (v6, reply(2, 1, v4, 9), None),
+            (v4, reply(2, 1, v4, 9)[..71].to_vec(), None),
+            (v4, Vec::new(), None),
+        ] {
+            let ends = asked.map(|end| end.parse().expect("an end"));
+            assert_eq!(user_of(ends, &reply), expected, "{asked:?} {reply:?}");
+        }
+    }
+
     proptest! {
+        #[test]
+        fn a_reply_of_any_bytes_has_a_user_or_none(bytes: Vec<u8>, cut in 0..80_usize) {
+            let ends = ["127.0.0.1:5", "127.0.0.1:15020"];
+            let mut reply = reply(2, 1, ends, 9);
+            let length = cut.min(reply.len()).min(bytes.len());
+            reply[..length].copy_from_slice(&bytes[..length]);
+            let ends = ends.map(|end| end.parse().expect("an end"));
+            prop_assert!(user_of(ends, &reply).is_none_or(|user| length > 64 || user == 7));
+            let _ = user_of(ends, &bytes);
+        }
+
         #[test]
         fn bytes_of_any_kind_are_split_or_cut(bytes: Vec<u8>) {
             let mut rest = &bytes[..];
-            while let Ok((_, _, after)) = split(rest) {
+            while let Ok((_, [_, _, after])) = split(rest) {
                 prop_assert!(after.len() < rest.len());
                 rest = after;
             }

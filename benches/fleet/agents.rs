@@ -108,7 +108,7 @@ pub(super) fn admin_port(name: &str) -> u16 {
 async fn dials(number: usize) -> Option<u64> {
     let port = u16::try_from(STATUS_PORT + number).ok()?;
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
-    let request = b"GET /debug/istiod HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+    let request = b"GET /debug/istiod HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
     stream.write_all(request).await.ok()?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.ok()?;

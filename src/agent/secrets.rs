@@ -96,7 +96,7 @@ impl Agent {
 
     /// The users that may connect to the SDS socket; None for all.
     fn access(&self) -> Option<Access> {
-        let users = self.config.secret_sources.users.clone()?;
+        let users = self.config.secret_sources.users.as_ref()?;
         let refusals = self.metrics.counter(
             "istio_agent_sds_refused_connections_total",
             "Number of connections to the secret socket by users who may not",

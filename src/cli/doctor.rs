@@ -20,6 +20,8 @@ use crate::lifecycle::with_causes;
 const ALIVE_LIMIT: Duration = Duration::from_millis(400);
 /// How long the agent's report may take, with all that is asked before.
 const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(600));
+/// What is quoted of an answer that is no report, in characters.
+const MAX_QUOTE: usize = 300;
 /// Where agents answer unless configured otherwise.
 const USUAL_PORT: u16 = 15020;
 
@@ -127,8 +129,9 @@ async fn of_agent(port: u16, until: Instant) -> Result<Report, Failed> {
             }
         }
         Ok(answer) => {
-            let status = answer.status();
-            let found = format!("port {port} answers {status} to /debug/doctor");
+            let (status, text) = (answer.status(), String::from_utf8_lossy(answer.body()));
+            let text: String = text.trim().chars().take(MAX_QUOTE).collect();
+            let found = format!("port {port} answers {status} to /debug/doctor: {text:?}");
             (found, false)
         }
         Err(error) => (with_causes(&error), true),
@@ -136,7 +139,7 @@ async fn of_agent(port: u16, until: Instant) -> Result<Report, Failed> {
     let check = match is_late {
         true => Check::error(name, found).remedy("run it again"),
         false => Check::warning(name, found)
-            .remedy("the agent is of another version, or another process has its port"),
+            .remedy("run it as root or as the agent's user; or the agent is of another version, or another process has its port"),
     };
     let check = check.expected("its report");
     Err(Failed { check, is_late })

@@ -356,6 +356,22 @@ impl<'a> Sources<'a> {
         Some(self.get(variable)).filter(|text| !text.is_empty())
     }
 
+    /// Numbers of users; None is every user.
+    fn users(&mut self, variable: &environment::Variable<String>) -> Option<BTreeSet<u32>> {
+        let given = self.get(variable);
+        if given == "any" {
+            return None;
+        }
+        let numbers = given.split(',').map(str::trim);
+        let numbers = numbers.filter(|user| !user.is_empty());
+        let users: Result<_, _> = numbers.map(str::parse).collect();
+        if users.is_err() {
+            let expected = "numbers of users, separated by commas, or any";
+            self.problem(variable.name, &given, expected);
+        }
+        Some(users.unwrap_or_default())
+    }
+
     fn sds_socket(&mut self) -> PathBuf {
         let name = self.get(&environment::WORKLOAD_IDENTITY_SOCKET_FILE);
         if name.is_empty() || name.contains('/') || name == ".." {

@@ -70,7 +70,7 @@ impl Sources<'_> {
                 crl: lists.then(|| CRL.into()),
             },
             absent_socket: self.absent_socket(socket),
-            users: self.users(),
+            users: self.users(&variables::ISTIO_AGENT_SDS_USERS),
         }
     }
 
@@ -147,21 +147,6 @@ impl Sources<'_> {
                 AbsentSocket::Fail
             }
         }
-    }
-
-    fn users(&mut self) -> Option<BTreeSet<u32>> {
-        let given = self.get(&variables::ISTIO_AGENT_SDS_USERS);
-        if given == "any" {
-            return None;
-        }
-        let numbers = given.split(',').map(str::trim);
-        let numbers = numbers.filter(|user| !user.is_empty());
-        let users: Result<_, _> = numbers.map(str::parse).collect();
-        if users.is_err() {
-            let expected = "numbers of users, separated by commas, or any";
-            self.problem("ISTIO_AGENT_SDS_USERS", &given, expected);
-        }
-        Some(users.unwrap_or_default())
     }
 }
 

@@ -39,6 +39,8 @@ impl Sources<'_> {
                 keeps_connections: self.get(&variables::ENABLE_PROBE_KEEPALIVE_CONNECTIONS),
             },
             grpc_bootstrap,
+            debug_users: self.users(&variables::ISTIO_AGENT_DEBUG_USERS),
+            control_users: self.users(&variables::ISTIO_AGENT_CONTROL_USERS),
         };
         (config.port != 0).then_some(config)
     }

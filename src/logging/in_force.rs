@@ -10,7 +10,10 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use super::levels::{Levels, name};
+use super::levels::{LIBRARIES, Levels, name};
+
+/// The target of lines on changes of levels, which are logged at any level.
+pub(super) const CHANGES: &str = "istio_agent::logging::changes";
 
 /// A scope and its level.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -88,18 +91,41 @@ impl InForce {
         scopes.collect()
     }
 
-    /// Sets the level of a scope, or of all; with a `period`, until it is over. False if there is no
-    /// such scope.
+    pub(super) fn silent(&self) -> Vec<&'static str> {
+        let state = self.state.read();
+        let scopes = state.lasting.scopes();
+        let is_silent = |scope: &&str| state.get(scope) == LevelFilter::OFF && *scope != LIBRARIES;
+        scopes.filter(is_silent).collect()
+    }
+
+    /// Logs the change, then sets the level of a scope, or of all; with a `period`, until it is over.
+    /// False if there is no such scope.
     pub(super) fn set(
         &self,
         scope: Option<&str>,
         level: LevelFilter,
         period: Option<Duration>,
     ) -> bool {
-        let mut state = self.state.write();
         let is_meant = |name: &&str| scope.is_none_or(|scope| scope == *name);
-        let names: Vec<_> = state.lasting.scopes().filter(is_meant).collect();
-        for name in names.iter().copied() {
+        let names: Vec<_> = self
+            .state
+            .read()
+            .lasting
+            .scopes()
+            .filter(is_meant)
+            .collect();
+        if names.is_empty() {
+            return false;
+        }
+        let (scope, word) = (scope.unwrap_or("all"), name(level));
+        match period {
+            Some(period) => {
+                tracing::info!(target: CHANGES, "the log level of {scope} becomes {word} for {period:?}");
+            }
+            None => tracing::info!(target: CHANGES, "the log level of {scope} becomes {word}"),
+        }
+        let mut state = self.state.write();
+        for name in names {
             match period {
                 Some(period) => {
                     let end = crate::clock::after(period);
@@ -114,7 +140,7 @@ impl InForce {
         drop(state);
         self.changed.notify_one();
         rebuild_interest_cache();
-        !names.is_empty()
+        true
     }
 
     /// Ends temporary levels when their time is over.
@@ -135,12 +161,12 @@ impl InForce {
                 () = self.changed.notified() => continue,
                 () = sleep_until(next) => {}
             }
+            tracing::info!(target: CHANGES, "log levels set for a while go back to what they were");
             self.state
                 .write()
                 .temporary
                 .retain(|_, (_, end)| *end > next);
             rebuild_interest_cache();
-            tracing::info!("log levels set for a while are back at what they were");
         }
     }
 }
@@ -184,6 +210,17 @@ mod tests {
         tokio::select! {
             () = clock => {}
             () = levels.expire() => unreachable!("it does not end"),
+        }
+    }
+
+    #[test]
+    fn scopes_that_log_nothing_are_silent_but_for_that_of_libraries() {
+        for (flag, expected) in [
+            ("", &[][..]),
+            ("sds:fatal,ca:none,dns:error", &["ca", "sds"]),
+        ] {
+            let levels = Levels::parse(flag).expect("levels");
+            assert_eq!(InForce::new(levels).silent(), expected, "{flag}");
         }
     }
 

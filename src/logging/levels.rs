@@ -12,7 +12,7 @@ use super::Error;
 /// Scope of lines that name none.
 pub(super) const DEFAULT: &str = "default";
 /// Scope of libraries.
-const LIBRARIES: &str = "grpc";
+pub(super) const LIBRARIES: &str = "grpc";
 
 /// pilot-agent's scopes.
 const SCOPES: &str = "ads ca cache citadelclient default dns gcecred grpc healthcheck klog mockcred \

@@ -24,7 +24,7 @@ use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-use in_force::InForce;
+use in_force::{CHANGES, InForce};
 pub use in_force::{Scope, Temporary};
 use levels::{Levels, scope_of};
 use line::{Content, Line};
@@ -50,7 +50,7 @@ pub enum Error {
         "invalid log level {found:?}, expected scope:level with a level of debug, info, warn, error, fatal or none"
     )]
     Level { found: String },
-    #[error("the level is {found:?}, expected debug, info, warn, error, fatal or none")]
+    #[error("the level is {found:?}, expected debug, info, warn or error")]
     Word { found: String },
     #[error("the scope is {found:?}, expected one of the list")]
     Scope { found: String },
@@ -113,11 +113,18 @@ pub fn scopes() -> Vec<Scope> {
     in_force().scopes()
 }
 
-/// Sets the level of a scope, or of all; with a `period`, until it is over, which
-/// [`expire_levels`] sees to.
+/// Scopes of which not even errors are logged, but for that of libraries, of which nothing is logged
+/// unless it is raised.
+pub fn silent_scopes() -> Vec<&'static str> {
+    in_force().silent()
+}
+
+/// Sets the level of a scope, or of all, to one that logs errors at least; with a `period`, until it is
+/// over, which [`expire_levels`] sees to.
 pub fn set_level(scope: Option<&str>, level: &str, period: Option<Duration>) -> Result<(), Error> {
     let found = level;
-    let level = levels::level(level).ok_or_else(|| Error::Word {
+    let level = levels::level(level).filter(|level| *level != LevelFilter::OFF);
+    let level = level.ok_or_else(|| Error::Word {
         found: found.to_owned(),
     })?;
     match in_force().set(scope, level, period) {
@@ -195,11 +202,12 @@ impl Lines {
 
 impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
-        *metadata.level() <= self.levels.get(scope_of(metadata.target()))
+        metadata.target() == CHANGES
+            || *metadata.level() <= self.levels.get(scope_of(metadata.target()))
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.levels.most_verbose())
+        Some(self.levels.most_verbose().max(LevelFilter::INFO))
     }
 
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
@@ -339,6 +347,38 @@ mod tests {
             messages,
             ["debug at debug", "info at debug", "info at info"]
         );
+    }
+
+    #[test]
+    fn a_change_of_levels_is_logged_at_any_level() {
+        let levels: &InForce = Box::leak(Box::new(InForce::new(
+            Levels::parse("all:none").expect("levels"),
+        )));
+        let mut file = tempfile::tempfile().expect("a file");
+        let lines = Lines {
+            options: Options::default(),
+            outputs: vec![Output::new(file.try_clone().expect("cloned"), false)],
+            levels,
+            recent: Box::leak(Box::new(Recent::new())),
+        };
+        let subscriber = tracing_subscriber::registry().with(lines);
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::error!("not logged");
+            levels.set(Some("sds"), LevelFilter::ERROR, None);
+            levels.set(None, LevelFilter::WARN, Some(Duration::from_secs(60)));
+            tracing::info!("not logged");
+        });
+        assert_eq!(levels.silent(), [""; 0]);
+        let mut text = String::new();
+        file.rewind().expect("rewound");
+        file.read_to_string(&mut text).expect("text");
+        let messages = text.lines().filter_map(|line| line.split_once('\t'));
+        let messages: Vec<_> = messages.map(|(_, rest)| rest).collect();
+        let expected = [
+            "info\tthe log level of sds becomes error",
+            "info\tthe log level of all becomes warn for 60s",
+        ];
+        assert_eq!(messages, expected);
     }
 
     #[test]

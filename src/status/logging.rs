@@ -52,13 +52,7 @@ fn set(query: &str) -> Result<(), Error> {
     let level = level.ok_or(Error::NoLevel)?;
     let scope = scope.filter(|scope| *scope != "all");
     let period = period.map(read_period).transpose()?;
-    logging::set_level(scope, level, period)?;
-    let scope = scope.unwrap_or("all");
-    match period {
-        Some(period) => tracing::info!("the log level of {scope} is {level} for {period:?}"),
-        None => tracing::info!("the log level of {scope} is {level}"),
-    }
-    Ok(())
+    Ok(logging::set_level(scope, level, period)?)
 }
 
 fn read_period(text: &str) -> Result<Duration, Error> {

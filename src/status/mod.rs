@@ -9,18 +9,22 @@
 //! | `/drain` | POST | loopback | drains Envoy's listeners |
 //! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and how far it is |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
-//! | `/debug/` | any | loopback | HTML: the overview |
-//! | `/debug/overview` | any | loopback | JSON: the same |
-//! | `/debug/logging` | GET | loopback | JSON: the levels of the log |
-//! | `/debug/logging?level=…` | POST, PUT | loopback | sets levels, see [`logging`] |
-//! | `/debug/config` | any | loopback | JSON: the effective configuration, see [`crate::config::report`] |
-//! | `/debug/log` | any | loopback | the last lines of the log |
-//! | `/debug/doctor` | any | loopback | JSON: what is wrong, see [`crate::doctor`] |
-//! | `/debug/…` | any | loopback | JSON: parts of it, and the name table |
+//! | `/debug/` | any | users | HTML: the overview |
+//! | `/debug/overview` | any | users | JSON: the same |
+//! | `/debug/logging` | GET | users | JSON: the levels of the log |
+//! | `/debug/logging?level=…` | POST, PUT | users | sets levels, see [`logging`] |
+//! | `/debug/config` | any | users | JSON: the effective configuration, see [`crate::config::report`] |
+//! | `/debug/log` | any | users | the last lines of the log |
+//! | `/debug/doctor` | any | users | JSON: what is wrong, see [`crate::doctor`] |
+//! | `/debug/…` | any | users | JSON: parts of it, and the name table |
+//!
+//! Those from loopback may be limited to users; "users" are root, the agent's own and configured ones on
+//! loopback, see [`access`].
 //!
 //! [`bind`] takes the port before other modules are built; the future of [`new`] serves it until it
 //! is told to stop.
 
+mod access;
 mod app_probe;
 mod control;
 mod logging;
@@ -32,7 +36,7 @@ mod reply;
 mod server;
 pub mod startup;
 
-use std::net::SocketAddr;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -52,6 +56,7 @@ use crate::probe;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
+use access::{Access, Caller};
 use app_probe::AppProbes;
 use overview::Overview;
 pub use probers::{Prober, Probers};
@@ -84,6 +89,10 @@ pub struct Config {
     pub probes: probe::Config,
     /// The bootstrap of gRPC applications.
     pub grpc_bootstrap: Option<PathBuf>,
+    /// Users that may read debug pages besides root and the agent's own; None is every user.
+    pub debug_users: Option<BTreeSet<u32>>,
+    /// Users that may drain and end the agent.
+    pub control_users: Option<BTreeSet<u32>>,
 }
 
 /// What the port reports on and controls.
@@ -155,6 +164,8 @@ impl Sources {
 
 struct Router {
     metrics_localhost_only: bool,
+    debug: Access,
+    control: Access,
     sources: Arc<Sources>,
     ready: Readiness,
     probes: AppProbes,
@@ -165,13 +176,21 @@ impl Router {
         let sources = Arc::new(sources);
         Ok(Self {
             metrics_localhost_only: config.metrics_localhost_only,
+            debug: Access {
+                variable: "ISTIO_AGENT_DEBUG_USERS",
+                users: config.debug_users.clone(),
+            },
+            control: Access {
+                variable: "ISTIO_AGENT_CONTROL_USERS",
+                users: config.control_users.clone(),
+            },
             ready: Readiness::new(config.grpc_bootstrap.clone(), sources.clone()),
             probes: AppProbes::new(config)?,
             sources,
         })
     }
 
-    async fn answer<B>(&self, request: Request<B>, from: SocketAddr) -> Response<Body> {
+    async fn answer<B>(&self, request: Request<B>, caller: &Caller) -> Response<Body> {
         if let Some(envoy) = &self.sources.envoy {
             envoy.look_at_memory();
         }
@@ -181,21 +200,28 @@ impl Router {
         {
             return reply::moved(&clean);
         }
-        let is_local = from.ip().to_canonical().is_loopback();
         let page = head.uri.path().to_owned();
+        let access = match page.as_str() {
+            "/quitquitquit" | "/drain" => Some(&self.control),
+            page => page.starts_with("/debug/").then_some(&self.debug),
+        };
+        if let Some(access) = access
+            && let Err(why) = access.check(caller, &head).await
+        {
+            return reply::forbidden(why);
+        }
         match page.as_str() {
             "/healthz/ready" => match self.ready.check_and_log().await {
                 Ok(()) => plain(StatusCode::OK, ""),
                 Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
             },
             "/stats/prometheus" | "/metrics" | "/metrics/agent"
-                if self.metrics_localhost_only && !is_local =>
+                if self.metrics_localhost_only && !caller.is_local() =>
             {
-                reply::forbidden()
+                reply::forbidden(access::NOT_LOCAL)
             }
             "/stats/prometheus" | "/metrics" => (self.sources.scrape)(head).await,
             "/metrics/agent" => reply::metrics(&self.sources.metrics),
-            "/quitquitquit" | "/drain" if !is_local => reply::forbidden(),
             "/quitquitquit" if head.method == Method::POST => control::quit(&self.sources.stop),
             "/drain" if head.method == Method::POST => control::drain(&self.sources).await,
             "/drain" if head.method == Method::GET => control::progress(&self.sources),
@@ -203,22 +229,17 @@ impl Router {
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
-            "/debug/logging" if is_local => logging::answer(&head),
-            "/debug/logging" => reply::forbidden(),
-            page if let Some(make) = self.sources.page(page) => match is_local {
-                true => reply::json(Some(make().await)),
-                false => reply::forbidden(),
-            },
+            "/debug/logging" => logging::answer(&head),
+            page if let Some(make) = self.sources.page(page) => reply::json(Some(make().await)),
             page => match debug_page(page) {
-                Some(_) if !is_local => reply::forbidden(),
-                Some(make) => self.debug(page, make).await,
+                Some(make) => self.debug_page(page, make).await,
                 None => reply::not_found(),
             },
         }
     }
 
     /// Makes a debug page on another thread, as some take a while.
-    async fn debug(&self, path: &str, make: DebugPage) -> Response<Body> {
+    async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         // Without the log line of a probe.
         let ready = match path {
             "/debug/" | "/debug/overview" => self.ready.check().await,

@@ -95,8 +95,7 @@ pub(super) fn not_found() -> Response<Body> {
     refusal(StatusCode::NOT_FOUND, "404 page not found\n")
 }
 
-pub(super) fn forbidden() -> Response<Body> {
-    let why = "Only requests from localhost are allowed\n";
+pub(super) fn forbidden(why: impl Into<Bytes>) -> Response<Body> {
     refusal(StatusCode::FORBIDDEN, why)
 }
 

@@ -56,6 +56,8 @@ pub(super) fn config(probers: Probers) -> Config {
             keeps_connections: false,
         },
         grpc_bootstrap: None,
+        debug_users: Some(BTreeSet::new()),
+        control_users: None,
     }
 }
 
@@ -74,8 +76,8 @@ async fn asked(router: &Router, line: &str, from: &str) -> (u16, String, Respons
     let (method, path) = line.split_once(' ').expect("method and path");
     let request = Request::builder().method(method).uri(path);
     let request = request.body(()).expect("a request");
-    let from = from.parse().expect("an address");
-    let (head, body) = router.answer(request, from).await.into_parts();
+    let caller = Caller::of(from, Some(0));
+    let (head, body) = router.answer(request, &caller).await.into_parts();
     let body = body.collect().await.expect("a body").to_bytes();
     let text = String::from_utf8(body.to_vec()).expect("text");
     (head.status.as_u16(), text, Response::from_parts(head, ()))
@@ -103,6 +105,10 @@ async fn each_path_has_its_methods_and_callers() {
         ("POST /drain", HERE, 200, "OK"),
         ("POST /drain", "[::ffff:127.0.0.9]:1", 200, "OK"),
         ("POST /drain", "[::1]:1", 200, "OK"),
+        ("POST /drain", "127.0.0.6:1", 403, forbidden),
+        ("POST /drain", "[::ffff:127.0.0.6]:1", 403, forbidden),
+        ("POST /drain", "[::6]:1", 403, forbidden),
+        ("GET /debug/xdsz", "[::6]:1", 403, forbidden),
         ("GET /debug/xdsz", THERE, 403, forbidden),
         ("GET /debug/xdsz", HERE, 200, discovery),
         ("GET /debug/ndsz", HERE, 404, "{}"),
@@ -186,8 +192,8 @@ async fn quitting_is_requested_once_the_answer_is_sent_and_makes_the_pod_unready
     let stop = Stop::new();
     let router = router(&stop, false);
     let request = Request::post("/quitquitquit").body(()).expect("a request");
-    let from = "[::1]:7".parse().expect("an address");
-    let answer = router.answer(request, from).await;
+    let caller = Caller::of("[::1]:7", Some(0));
+    let answer = router.answer(request, &caller).await;
     assert_eq!(stop.requested().borrow().urgency, Urgency::Run);
     let body = answer.into_body().collect().await.expect("a body");
     assert_eq!(body.to_bytes(), "OK");
@@ -226,6 +232,18 @@ async fn log_levels_are_listed_and_set_by_callers_on_loopback() {
             local,
             400,
             "\"loud\", expected debug",
+        ),
+        (
+            "POST /debug/logging?level=none&for=1s",
+            local,
+            400,
+            "\"none\", expected debug",
+        ),
+        (
+            "PUT /debug/logging?level=fatal",
+            local,
+            400,
+            "\"fatal\", expected debug",
         ),
         (
             "POST /debug/logging?level=info&scope=x",

@@ -77,6 +77,10 @@ enum Error {
     Http(#[from] http_client::Error),
     #[error("the answer is {0}")]
     Status(StatusCode),
+    #[error(
+        "this user is refused; ISTIO_AGENT_DEBUG_USERS admits users besides root and the agent's own"
+    )]
+    Forbidden,
     #[error(transparent)]
     NotJson(#[from] NotJson),
     #[error(transparent)]
@@ -228,8 +232,10 @@ impl<'a> Collector<'a> {
         *request.uri_mut() = http_url(&format!("http://localhost:{port}{path}"))?;
         let client = Client::default();
         let answer = self.in_time(client.send(request)).await??;
-        if answer.status() != StatusCode::OK {
-            return Err(Error::Status(answer.status()));
+        match answer.status() {
+            StatusCode::OK => {}
+            StatusCode::FORBIDDEN if path.starts_with("/debug/") => return Err(Error::Forbidden),
+            other => return Err(Error::Status(other)),
         }
         let mut body = answer.into_body();
         while let Some(chunk) = self.in_time(body.chunk()).await? {

@@ -13,6 +13,9 @@ use crate::metrics::Counter;
 /// How many refused users are remembered.
 const MOST_USERS: usize = 1024;
 
+/// The user that stands for all that a user namespace does not have (user_namespaces(7)).
+const OVERFLOW: u32 = 65534;
+
 /// The users that may connect.
 #[derive(Clone, Debug)]
 pub struct Access {
@@ -23,11 +26,10 @@ pub struct Access {
 }
 
 impl Access {
-    /// Admits these users, the one this process runs as, and root, which could read its memory anyway.
-    pub fn only(users: impl IntoIterator<Item = u32>, refusals: Counter) -> Self {
-        let own = rustix::process::geteuid().as_raw();
+    /// Admits these users, root, and the one this process runs as.
+    pub fn only(users: &BTreeSet<u32>, refusals: Counter) -> Self {
         Self {
-            users: users.into_iter().chain([own, 0]).collect(),
+            users: admitted(users),
             refused: BTreeSet::new(),
             refusals,
         }
@@ -53,7 +55,7 @@ impl Access {
             let users: Vec<_> = self.users.iter().map(u32::to_string).collect();
             tracing::warn!(
                 "refused user {user} (process {}) on {}; further refusals of it are only counted; \
-                 admitted users: {}",
+                 admitted users: {}; ISTIO_AGENT_SDS_USERS adds users",
                 process.unwrap_or_default(),
                 path.display(),
                 users.join(", ")
@@ -63,16 +65,33 @@ impl Access {
     }
 }
 
+/// These users, the one this process runs as, and root, which could read its memory anyway.
+pub fn admitted(users: &BTreeSet<u32>) -> BTreeSet<u32> {
+    with_own(users, rustix::process::geteuid().as_raw())
+}
+
+fn with_own(users: &BTreeSet<u32>, own: u32) -> BTreeSet<u32> {
+    let own = (own != OVERFLOW).then_some(own);
+    users.iter().copied().chain([0]).chain(own).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::metrics::Registry;
 
+    #[test]
+    fn the_overflow_user_is_admitted_only_if_it_is_named() {
+        assert_eq!(with_own(&[7].into(), OVERFLOW), [0, 7].into());
+        let named = [OVERFLOW].into();
+        assert_eq!(with_own(&named, OVERFLOW), [0, OVERFLOW].into());
+    }
+
     #[tokio::test]
     async fn admits_itself_root_and_named_users_and_counts_refusals() {
         let registry = Registry::default();
         let refusals = registry.counter("refusals_total", "Refusals");
-        let mut access = Access::only([1337], refusals.clone());
+        let mut access = Access::only(&[1337].into(), refusals.clone());
         let path = Path::new("socket");
         let own = rustix::process::geteuid().as_raw();
         for (user, expected) in [

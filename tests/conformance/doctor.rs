@@ -382,6 +382,20 @@ async fn a_refusal_by_istiod_is_the_first_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_scope_of_the_log_that_is_off_is_a_warning() {
+    let istiod = answering_istiod().await;
+    let silenced = r#"exec "$@" --log_output_level=ca:none"#;
+    let place = Place::of(&istiod).started_by(&["sh", "-c", silenced, "sh"]);
+    let _agent = place.start().await;
+    let (report, _) = diagnosed(&place);
+    let checks = checks(&report);
+    let level = checks.iter().find(|check| check["name"] == "log level");
+    let level = level.unwrap_or_else(|| panic!("{report:#}"));
+    assert_eq!(level["level"], "warning");
+    assert_eq!(level["found"], "none, of ca");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
     let istiod = answering_istiod().await;
     let place = Place::of(&istiod);

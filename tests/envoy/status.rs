@@ -18,7 +18,7 @@ use crate::support::{envoy_binary, eventually, free_port};
 /// Status and body of a GET; None without an answer.
 async fn ask(port: u16, path: &str) -> Option<(u16, String)> {
     let mut stream = connect(port).await.ok()?;
-    let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.ok()?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.ok()?;

@@ -193,6 +193,8 @@ variables! {
     REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION: bool = "false", "Probes go to localhost instead of the pod's address.", Same;
     ENABLE_PROBE_KEEPALIVE_CONNECTIONS: bool = "false", "Probes keep their connections.", Same;
     METRICS_LOCALHOST_ACCESS_ONLY: bool = "false", "Metrics for callers on this machine only.", Same;
+    ISTIO_AGENT_DEBUG_USERS: String = "", "Numbers of users that may read and set what is under /debug/ on the status port besides root and the agent's own user, separated by commas, or any.", Own;
+    ISTIO_AGENT_CONTROL_USERS: String = "any", "Numbers of users that may call /drain and /quitquitquit besides root and the agent's own user, separated by commas, or any.", Own;
     ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION: bool = "true", "Fetches Wasm modules for Envoy. Without, Envoy never gets them.", Same;
     WASM_INSECURE_REGISTRIES: String = "", "Hosts with ports, separated by commas, whose certificates are not verified; * is all.", Same;
     WASM_MODULE_EXPIRY: Duration = "24h", "Time after which unused Wasm modules are removed.", Same;

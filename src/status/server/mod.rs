@@ -25,7 +25,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Router, reply};
+use super::{Caller, Router, reply};
 use crate::lifecycle::CancellationToken;
 
 /// The kubelet, Prometheus and Envoy need a handful.
@@ -185,10 +185,11 @@ async fn serve_connection(
     activity: Activity,
     stop: CancellationToken,
 ) {
+    let caller = Caller::new(&stream, from);
     let answer = async |request: Request<Incoming>| {
         activity.set(Phase::Answering);
         let guard = Answering(activity.clone());
-        let answer = router.answer(request, from).await;
+        let answer = router.answer(request, &caller).await;
         Ok::<_, Infallible>(answer.map(|body| reply::holding(body, guard)))
     };
     // A connection without a request needs no memory for an answer.

@@ -11,6 +11,12 @@ use crate::status::{Probers, Scrape, reply};
 
 const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
+impl Listener {
+    pub(in crate::status) fn port(&self) -> u16 {
+        self.listener.local_addr().expect("an address").port()
+    }
+}
+
 struct Port {
     address: SocketAddr,
     stop: CancellationToken,
@@ -27,7 +33,7 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let config = config(Probers::default());
     let mut listener = bind(0).expect("a port");
     listener.unread = UNREAD_LIMIT;
-    let port = listener.listener.local_addr().expect("an address").port();
+    let port = listener.port();
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
@@ -218,7 +224,7 @@ async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
 #[tokio::test]
 async fn a_taken_port_is_an_error_that_names_it() {
     let taken = bind(0).expect("a port");
-    let port = taken.listener.local_addr().expect("an address").port();
+    let port = taken.port();
     let error = bind(port).expect_err("taken");
     let expected = format!("cannot listen on the status port {port}");
     assert_eq!(error.to_string(), expected);
