@@ -39,9 +39,9 @@ pub struct Check {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    Ok,
     /// Not checked, and why not.
     Skipped,
+    Ok,
     Warning,
     Error,
 }
@@ -66,7 +66,7 @@ impl Check {
         Self::new(name, Level::Error, found)
     }
 
-    fn new(name: impl Into<String>, level: Level, found: impl fmt::Display) -> Self {
+    pub fn new(name: impl Into<String>, level: Level, found: impl fmt::Display) -> Self {
         Self {
             name: name.into(),
             level,
@@ -161,6 +161,7 @@ mod tests {
         let mut checks = vec![Check::skipped("a", "no agent")];
         assert_eq!(report(checks.clone()).level, Level::Skipped);
         checks.push(Check::ok("b", "found"));
+        assert_eq!(report(checks.clone()).level, Level::Ok);
         checks.push(Check::warning("c", "late").expected("soon"));
         assert_eq!(report(checks.clone()).level, Level::Warning);
         checks.push(Check::error("d\n", "a\u{1b}[2Jb\nc").remedy("mend it"));
