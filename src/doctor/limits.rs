@@ -9,8 +9,7 @@ use rustix::process::{Resource, getpid, getrlimit};
 
 use super::report::Check;
 use super::{Subject, aside};
-use crate::envoy::memory::ControlGroup;
-use crate::metrics::process::memory;
+use crate::envoy::memory::{ControlGroup, resident};
 
 /// Files that are left for what agent and Envoy do at once.
 const SPARE_FILES: u64 = 16;
@@ -82,11 +81,6 @@ fn file_limit(limits: &str) -> Option<u64> {
     let mut lines = limits.lines();
     let values = lines.find_map(|line| line.strip_prefix("Max open files"))?;
     values.split_whitespace().next()?.parse().ok()
-}
-
-fn resident(pid: i32) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    memory(&status, "VmRSS:")
 }
 
 fn files(name: &str, found: Use) -> Check {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::output::reason;
 use crate::replace_file::replace_file;
 
 const NAME: &str = "envoy-crash.json";
@@ -27,9 +28,8 @@ pub struct Crash {
     pub code: Option<u8>,
     pub signal: Option<i32>,
     pub uptime_seconds: f64,
-    /// Resident memory as last read, which is when the agent was last awake.
-    pub rss_bytes: Option<u64>,
-    /// Whether the kernel killed it for want of memory. None where the kernel does not tell.
+    /// Whether the kernel killed it for want of memory. None where it was not killed, or the kernel does
+    /// not tell.
     pub out_of_memory: Option<bool>,
     /// The last lines of standard error.
     pub stderr: Vec<String>,
@@ -90,12 +90,13 @@ impl fmt::Display for Crash {
             (None, code) => write!(f, "exit status {}", code.unwrap_or_default())?,
         }
         write!(f, " after {:.1} s", self.uptime_seconds)?;
-        if let Some(bytes) = self.rss_bytes {
-            write!(f, ", {} MiB in memory", bytes >> 20)?;
-        }
         match self.out_of_memory {
             Some(true) => f.write_str(", killed by the kernel for want of memory"),
             Some(false) => f.write_str(", not for want of memory"),
+            None => Ok(()),
+        }?;
+        match reason(&self.stderr) {
+            Some(reason) => write!(f, ": {reason}"),
             None => Ok(()),
         }
     }
@@ -115,7 +116,6 @@ mod tests {
             code: None,
             signal: Some(9),
             uptime_seconds: 3.25,
-            rss_bytes: Some(70 << 20),
             out_of_memory: Some(true),
             stderr: vec!["[critical] assert failure".to_owned()],
         }
@@ -150,8 +150,20 @@ mod tests {
 
     #[test]
     fn a_record_is_shown_as_a_sentence() {
-        let expected =
-            "signal 9 after 3.2 s, 70 MiB in memory, killed by the kernel for want of memory";
-        assert_eq!(crash().to_string(), expected);
+        let expected = "signal 9 after 3.2 s, killed by the kernel for want of memory";
+        let killed = Crash {
+            stderr: vec!["[info] exiting".to_owned()],
+            ..crash()
+        };
+        assert_eq!(killed.to_string(), expected);
+        let taken = Crash {
+            code: Some(1),
+            signal: None,
+            out_of_memory: None,
+            stderr: vec!["[critical] error".to_owned(), "cannot bind".to_owned()],
+            ..crash()
+        };
+        let expected = "exit status 1 after 3.2 s: cannot bind";
+        assert_eq!(taken.to_string(), expected);
     }
 }

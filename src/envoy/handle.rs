@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::admin::Admin;
 use super::crash::Crash;
 use super::hot_restart::machine::Method;
-use super::memory::Resident;
+use super::memory;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 
 /// Where Envoy is on its way from start to end.
@@ -139,7 +139,6 @@ pub struct Envoy {
     admin: Admin,
     report: watch::Receiver<Report>,
     orders: mpsc::Sender<Order>,
-    pub(super) memory: Resident,
 }
 
 #[derive(Debug)]
@@ -157,7 +156,6 @@ impl Envoy {
             admin,
             report,
             orders,
-            memory: Resident::default(),
         }
     }
 
@@ -173,14 +171,9 @@ impl Envoy {
     pub fn snapshot(&self) -> Report {
         let report = self.report.borrow().clone();
         Report {
-            rss_bytes: report.pid.and_then(|_| self.memory.look()),
+            rss_bytes: report.pid.and_then(memory::resident),
             ..report
         }
-    }
-
-    /// Reads Envoy's memory for the record of a crash. To be called when the agent is awake anyway.
-    pub fn look_at_memory(&self) {
-        self.memory.look();
     }
 
     /// Drains Envoy; returns when Envoy has been asked, or when there is none.

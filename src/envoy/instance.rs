@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::crash::Crash;
 use super::handle::{Epoch, Role};
 use super::launch::Launch;
-use super::memory::{OomKills, Resident};
+use super::memory::oom_kills;
 use super::output::Output;
 use super::process::{Ended, Error, Process};
 use crate::clock::{self, Clock};
@@ -24,19 +24,17 @@ pub(super) struct Instance {
     pub(super) started: SystemTime,
     since: Instant,
     pub(super) output: Output,
-    oom_kills: Option<OomKills>,
+    /// The kernel's count before the start.
+    oom_kills: Option<u64>,
     _claim: Claim,
 }
 
 impl Instance {
     /// Starts Envoy. Call it on the main thread, see [`Process::start`].
-    pub(super) fn start(launch: Launch, epoch: u32, memory: &Resident) -> Result<Self, Error> {
-        let oom_kills = OomKills::start();
-        let memory = memory.clone();
+    pub(super) fn start(launch: Launch, epoch: u32) -> Result<Self, Error> {
+        let oom_kills = oom_kills("/".as_ref());
         let command = &launch.prepared.command;
-        let (output, stdio) = Output::copy(command.user, move || {
-            memory.look();
-        });
+        let (output, stdio) = Output::copy(command.user);
         let process = Process::start(command, &launch.mode, stdio)?;
         Ok(Self {
             _claim: Claim::new(process.pid()),
@@ -58,13 +56,13 @@ impl Instance {
         self.since.elapsed()
     }
 
-    pub(super) async fn crash(&mut self, ended: Ended, rss_bytes: Option<u64>) -> Crash {
+    pub(super) async fn crash(&mut self, ended: Ended) -> Crash {
         let uptime = self.uptime();
         let (code, signal) = match ended {
             Ended::Code(code) => (Some(code), None),
             Ended::Signal(signal) => (None, Some(signal)),
         };
-        let oom_kills = self.oom_kills.as_ref().and_then(OomKills::has_grown);
+        let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
@@ -72,8 +70,7 @@ impl Instance {
             code,
             signal,
             uptime_seconds: uptime.as_secs_f64(),
-            rss_bytes,
-            out_of_memory: oom_kills.map(|grown| grown && signal == Some(KILLED)),
+            out_of_memory: (signal == Some(KILLED)).then(has_grown).flatten(),
             stderr: self.output.last_lines().await,
         }
     }

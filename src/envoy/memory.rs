@@ -1,18 +1,11 @@
 //! Envoy's memory: how much it holds, and whether the kernel has killed for want of it.
 //!
-//! Resident memory is read from `/proc` while Envoy lives, when the agent is awake for another reason.
 //! The kernel counts its kills for the agent's control group, version 2 in `memory.events`, version 1
 //! in `memory.oom_control`: a count that went up while Envoy died of SIGKILL says why. Kills for want
 //! of the machine's memory are counted elsewhere.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
-
-use parking_lot::Mutex;
-use rustix::process::Pid;
-use tokio::time::Instant;
 
 use crate::metrics;
 
@@ -20,80 +13,16 @@ const KILLS: &str = "oom_kill";
 /// Version 1 has a number of about this size where there is no limit.
 const NO_LIMIT: u64 = 1 << 62;
 
-/// The shortest time between two reads that are not forced.
-const PERIOD: Duration = Duration::from_secs(1);
-
-/// How many bytes the Envoy that serves has in memory, as last read. Clones share it.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Resident(Arc<Mutex<Seen>>);
-
-#[derive(Debug, Default)]
-struct Seen {
-    pid: Option<Pid>,
-    when: Option<Instant>,
-    bytes: Option<u64>,
-}
-
-impl Resident {
-    /// Reads the memory of this process from now on.
-    pub(super) fn follow(&self, pid: Option<Pid>) {
-        *self.0.lock() = Seen {
-            pid,
-            ..Seen::default()
-        };
-        self.look();
-    }
-
-    /// Reads anew, at most once in a period. Of a process that has ended the last figure stays.
-    pub(super) fn look(&self) -> Option<u64> {
-        self.look_after(PERIOD)
-    }
-
-    pub(super) fn look_now(&self) -> Option<u64> {
-        self.look_after(Duration::ZERO)
-    }
-
-    fn look_after(&self, period: Duration) -> Option<u64> {
-        let mut seen = self.0.lock();
-        if seen.when.is_none_or(|when| when.elapsed() >= period) {
-            seen.when = Some(Instant::now());
-            seen.bytes = seen.pid.and_then(resident).or(seen.bytes);
-        }
-        seen.bytes
-    }
-}
-
-/// Bytes in memory now; none of a process that is gone.
-fn resident(pid: Pid) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).ok()?;
+/// Bytes a process has in memory now; none if it is gone.
+pub(crate) fn resident(pid: i32) -> Option<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     metrics::process::memory(&status, "VmRSS:")
 }
 
-/// The kernel's count of processes killed for want of memory.
-#[derive(Debug)]
-pub(super) struct OomKills {
-    file: PathBuf,
-    before: u64,
-}
-
-impl OomKills {
-    /// Notes the count of this process' control group. None where there is no count.
-    pub(super) fn start() -> Option<Self> {
-        Self::start_at(Path::new("/"))
-    }
-
-    fn start_at(root: &Path) -> Option<Self> {
-        files(root).into_iter().find_map(|files| {
-            let before = count(&files.kills)?;
-            let file = files.kills;
-            Some(Self { file, before })
-        })
-    }
-
-    /// Whether the count went up since. None when it cannot be read any more.
-    pub(super) fn has_grown(&self) -> Option<bool> {
-        count(&self.file).map(|now| now > self.before)
-    }
+/// How many processes of this control group the kernel has killed for want of memory. None where it
+/// does not count them.
+pub(super) fn oom_kills(root: &Path) -> Option<u64> {
+    files(root).iter().find_map(|files| count(&files.kills))
 }
 
 /// What the kernel says about this process' control group.
@@ -163,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn finds_the_count_of_either_version_and_notices_that_it_grew() {
+    fn the_count_of_either_version_is_found() {
         for (groups, file, text) in [
             (
                 "0::/\n",
@@ -194,12 +123,9 @@ mod tests {
             };
             write("proc/self/cgroup", groups);
             write(file, &text.replace('N', "4"));
-            let counter = OomKills::start_at(root.path()).expect(file);
-            assert_eq!(counter.has_grown(), Some(false), "{file}");
-            write(file, &text.replace('N', "5"));
-            assert_eq!(counter.has_grown(), Some(true), "{file}");
+            assert_eq!(oom_kills(root.path()), Some(4), "{file}");
             fs::remove_file(root.path().join(file)).expect("removed");
-            assert_eq!(counter.has_grown(), None, "{file}");
+            assert_eq!(oom_kills(root.path()), None, "{file}");
         }
     }
 
@@ -261,34 +187,13 @@ mod tests {
     #[test]
     fn a_machine_without_control_groups_has_no_count() {
         let root = tempfile::tempdir().expect("a directory");
-        assert!(OomKills::start_at(root.path()).is_none());
+        assert_eq!(oom_kills(root.path()), None);
         assert_eq!(ControlGroup::read(root.path()), None);
     }
 
     #[test]
-    fn this_process_is_in_memory_and_none_is_not() {
-        let resident = Resident::default();
-        assert_eq!(resident.look(), None);
-        resident.follow(Some(rustix::process::getpid()));
-        assert!(resident.look().is_some_and(|bytes| bytes > 1 << 20));
-        resident.follow(None);
-        assert_eq!(resident.look_now(), None);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn within_a_period_and_after_the_end_the_last_figure_stays() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("3600")
-            .spawn()
-            .expect("a process");
-        let resident = Resident::default();
-        resident.follow(Some(Pid::from_child(&child)));
-        let seen = resident.look_now();
-        assert!(seen.is_some());
-        child.kill().expect("killed");
-        child.wait().expect("reaped");
-        assert_eq!(resident.look(), seen);
-        tokio::time::advance(PERIOD).await;
-        assert_eq!(resident.look(), seen);
+    fn this_process_is_in_memory() {
+        let own = std::process::id().try_into().expect("a pid");
+        assert!(resident(own).is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -32,6 +32,7 @@ use crate::metrics::{Kind, Registry};
 pub use active::statistics;
 use admin::Admin;
 use command::Command;
+use crash::Crash;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
 use hot_restart::Prepare;
@@ -76,11 +77,8 @@ pub enum Exit {
 pub enum Error {
     #[error(transparent)]
     Process(#[from] process::Error),
-    #[error(
-        "Envoy ended {} ms after its start with {ended}, expected it to stay; its own log says why",
-        .after.as_millis()
-    )]
-    AtOnce { ended: Ended, after: Duration },
+    #[error("Envoy ended at its start, expected it to stay: {0}")]
+    AtOnce(Box<Crash>),
     #[error("cannot prepare what Envoy starts from")]
     Inputs {
         #[source]
@@ -107,8 +105,7 @@ pub fn new(
     let (give, orders) = mpsc::channel(ORDERS);
     publish_state(metrics, report.clone());
     let handle = Envoy::new(admin, report, give);
-    let memory = handle.memory.clone();
-    let supervisor = Supervisor::new(config, admin, prepare, memory, publish, metrics);
+    let supervisor = Supervisor::new(config, admin, prepare, publish, metrics);
     (handle, supervisor.run(stop.requested(), orders))
 }
 

@@ -40,11 +40,7 @@ pub(super) struct Output {
 impl Output {
     /// Returns the standard output and error an Envoy of `user`, or else of the agent's user, is to
     /// be started with. Without a pipe or a thread Envoy has the agent's own, and nothing is kept.
-    /// Calls `when_read` after each read of standard error.
-    pub(super) fn copy(
-        user: Option<u32>,
-        when_read: impl Fn() + Send + 'static,
-    ) -> (Self, [Stdio; 2]) {
+    pub(super) fn copy(user: Option<u32>) -> (Self, [Stdio; 2]) {
         let mut output = Self::default();
         let (stdout, stderr) = (io::stdout(), io::stderr());
         let stdout = match user.is_none() && is_openable(stdout.as_fd()) {
@@ -52,10 +48,7 @@ impl Output {
             false => or_inherit(output.pipe(stdout.as_fd(), "envoy-stdout", user, |_| {})),
         };
         let last = Arc::clone(&output.last);
-        let keep = move |read: &[u8]| {
-            keep(&mut last.lock(), read);
-            when_read();
-        };
+        let keep = move |read: &[u8]| keep(&mut last.lock(), read);
         let stderr = or_inherit(output.pipe(stderr.as_fd(), "envoy-stderr", user, keep));
         (output, [stdout, stderr])
     }
@@ -90,6 +83,12 @@ impl Output {
         thread.spawn(copy)?;
         self.copied.push(copied);
         Ok(pipe)
+    }
+
+    /// The line of standard error that says why Envoy has ended; empty if there is none.
+    pub(super) async fn reason(&mut self) -> String {
+        let lines = self.last_lines().await;
+        reason(&lines).unwrap_or_default().to_owned()
     }
 
     /// The last lines of standard error, once Envoy has ended.
@@ -138,6 +137,19 @@ fn lines(last: &VecDeque<u8>) -> Vec<String> {
     lines.map(str::to_owned).collect()
 }
 
+/// The line that says why Envoy has ended: the one it prints after its log, or else the first critical
+/// one, which a backtrace follows.
+pub(super) fn reason(lines: &[String]) -> Option<&str> {
+    let is_logged = |line: &str| line.starts_with(|c: char| "[{".contains(c) || c.is_ascii_digit());
+    let last = lines.iter().rfind(|line| !line.trim().is_empty());
+    let critical = || lines.iter().find(|line| line.contains("critical"));
+    Some(
+        last.filter(|line| !is_logged(line))
+            .or_else(critical)?
+            .trim(),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
@@ -184,6 +196,37 @@ mod tests {
         envoy.write_all(b"\nlast words\n").expect("written");
         assert!(!output.last_lines().await.concat().is_empty());
         drop(stalled);
+    }
+
+    /// The ends are those of Envoy 1.40.
+    #[test]
+    fn the_reason_of_an_end_is_what_envoy_prints_last_or_its_first_critical_line() {
+        let bind = "cannot bind '127.0.0.1:15000': Address already in use";
+        let critical = "2026-11-23T20:06:17.478956Z\tcritical\tenvoy main server.cc:449\terror \
+                        `cannot bind` initializing config\tthread=1";
+        let json = r#"{"time":"2026-11-23T20:06:17.4Z","level":"critical","msg":"assert failure"}"#;
+        let caught = "[2026-11-23 20:07:26.615][1][critical][backtrace] Caught Segmentation fault";
+        let frame = "[2026-11-23 20:07:26.622][1][critical][backtrace] #0: [0x7f0206310050]";
+        let info =
+            "2026-11-23T20:06:17.478981Z\tinfo\tenvoy main server.cc:1159\texiting\tthread=1";
+        for (lines, expected) in [
+            (
+                &[critical, " {\"admin\":{}} '\tthread=1", info, bind][..],
+                Some(bind),
+            ),
+            (
+                &["error: invalid log level specified 'loud'", ""],
+                Some("error: invalid log level specified 'loud'"),
+            ),
+            (&[info, caught, frame], Some(caught)),
+            (&[info, json, frame], Some(json)),
+            // Killed: the last lines say nothing of it.
+            (&[info, info], None),
+            (&[], None),
+        ] {
+            let lines: Vec<_> = lines.iter().map(|&line| line.to_owned()).collect();
+            assert_eq!(reason(&lines), expected, "{lines:?}");
+        }
     }
 
     #[test]

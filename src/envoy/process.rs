@@ -170,7 +170,6 @@ impl fmt::Display for Ended {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Code(code) => write!(f, "exit status {code}"),
-            Self::Signal(9) => write!(f, "signal 9 (it may have run out of memory)"),
             Self::Signal(signal) => write!(f, "signal {signal}"),
         }
     }

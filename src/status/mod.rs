@@ -191,9 +191,6 @@ impl Router {
     }
 
     async fn answer<B>(&self, request: Request<B>, caller: &Caller) -> Response<Body> {
-        if let Some(envoy) = &self.sources.envoy {
-            envoy.look_at_memory();
-        }
         let (head, _) = request.into_parts();
         if head.method != Method::CONNECT
             && let Some(clean) = path::cleaned(&head.uri)

@@ -177,7 +177,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
         return;
     }
     let own = std::process::id().to_string();
-    let rows: [LocalBoxFuture<'_, Row>; 8] = [
+    let rows: [LocalBoxFuture<'_, Row>; 9] = [
         Box::pin(async {
             let (pod, control_plane) = ready(&[]).await;
             let other = replaced(&pod, XDS);
@@ -227,7 +227,31 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
             let (mut pod, control_plane) = ready(&[]).await;
             kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
             ended(&mut pod, None).await;
-            Row::new("crashed Envoy", pod, &["last crash", "signal 11"]).with(control_plane)
+            let says = ["last crash", "signal 11", "Caught Segmentation fault"];
+            Row::new("crashed Envoy", pod, &says).with(control_plane)
+        }),
+        Box::pin(async {
+            let other = Backend::start().await;
+            let admin = json!({ "proxyAdminPort": other.port }).to_string();
+            let (mut pod, control_plane) = pod(&[], &[("PROXY_CONFIG", &admin)]).await;
+            ended(&mut pod, None).await;
+            let why = format!(
+                "cannot bind '127.0.0.1:{}': Address already in use",
+                other.port
+            );
+            let mut log = pod
+                .agent
+                .log()
+                .lines()
+                .map(str::to_owned)
+                .collect::<Vec<_>>();
+            log.retain(|line| line.contains("Envoy crashed: exit status 1"));
+            assert!(
+                !log.is_empty() && log.iter().all(|line| line.contains(&why)),
+                "{log:?}"
+            );
+            let says = ["last crash", "exit status 1", &why];
+            Row::new("an admin port that is taken", pod, &says).with((control_plane, other))
         }),
         Box::pin(async {
             let (pod, control_plane) = ready(&[]).await;

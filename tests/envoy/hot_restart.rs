@@ -252,7 +252,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
         ("{", "nothing has changed for Envoy"),
         (
             r#"{"admin": {"address": 1}}"#,
-            "Envoy refuses it with exit status 1",
+            "Envoy rejected the bootstrap (exit status 1): [",
         ),
     ] {
         stage.pod.replace(OVERRIDE, bad);

@@ -174,9 +174,11 @@ async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
         let record: Value = serde_json::from_str(&record).unwrap();
         assert_eq!(record["signal"], signal.as_raw(), "{record}");
         assert_eq!(record["pid"], envoy.as_raw_nonzero().get());
-        assert!(record["rss_bytes"].as_u64().unwrap() > 10 << 20, "{record}");
         assert_ne!(record["out_of_memory"], true);
-        assert!(pod.agent.log().contains("Envoy crashed: signal"));
+        let log = pod.agent.log();
+        assert!(log.contains("Envoy crashed: signal"), "{log}");
+        // The kernel's count says that it was not, where there is one; nothing says that it may have been.
+        assert!(log.matches("of memory").count() <= 1, "{log}");
     }
 }
 

@@ -16,7 +16,6 @@ use crate::envoy::admin::Admin;
 use crate::envoy::command::Mode;
 use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
-use crate::envoy::memory::Resident;
 use crate::envoy::process::Ended;
 use crate::lifecycle::BoxError;
 
@@ -57,14 +56,12 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
         base_id: None,
         mode: Mode::Validate,
     };
-    let mut envoy = Instance::start(launch, epoch, &Resident::default())?;
+    let mut envoy = Instance::start(launch, epoch)?;
     let ended = envoy.process.ended().await?;
-    let last = envoy.output.last_lines().await.pop().unwrap_or_default();
+    let reason = envoy.output.reason().await;
     match ended {
         Ended::Code(0) => Ok(()),
-        ended => {
-            Err(format!("Envoy refuses it with {ended}, its last words being {last:?}").into())
-        }
+        ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
     }
 }
 

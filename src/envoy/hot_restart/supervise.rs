@@ -103,8 +103,8 @@ impl Supervisor {
             }
             Progress::SuccessorEnded(ended) => {
                 hot.drop_calls();
-                let last = last_line(hot.successor.take()).await;
-                let problem = format!("it ended before it served: {ended}, {last:?}");
+                let reason = reason(hot.successor.take()).await;
+                let problem = format!("it ended before it served ({ended}): {reason}");
                 self.conclude(Outcome::Failed, Some(problem));
                 Event::SuccessorExited
             }
@@ -113,7 +113,7 @@ impl Supervisor {
                 let early = hot.is_early();
                 let parent = hot.parent.take();
                 let epoch = parent.as_ref().map_or(0, |parent| parent.epoch);
-                last_line(parent).await;
+                reason(parent).await;
                 tracing::info!("Envoy epoch {epoch} has left: {ended}");
                 Event::ParentExited { early }
             }
@@ -328,12 +328,12 @@ impl Supervisor {
     }
 }
 
-/// The last line of an Envoy that has ended, once all of its standard error is copied.
-async fn last_line(instance: Option<Instance>) -> String {
-    let Some(mut instance) = instance else {
-        return String::new();
-    };
-    instance.output.last_lines().await.pop().unwrap_or_default()
+/// Why an Envoy has ended, once all of its standard error is copied.
+async fn reason(instance: Option<Instance>) -> String {
+    match instance {
+        Some(mut instance) => instance.output.reason().await,
+        None => String::new(),
+    }
 }
 
 fn kill(instance: Option<&Instance>) {

@@ -22,16 +22,14 @@ impl Supervisor {
         self.current.deadline = None;
         let is_expected = self.machine.expects_the_end();
         self.restart.last_end = (!is_expected).then_some(ended);
-        let mut early = None;
+        let mut is_early = false;
         if let Some(envoy) = self.current.instance.take() {
-            let is_first = envoy.epoch == 0;
-            early = Some(envoy.uptime()).filter(|up| is_first && *up < self.config.early);
+            is_early = envoy.epoch == 0 && envoy.uptime() < self.config.early;
             self.record_end(ended, envoy).await;
         }
-        self.memory.follow(None);
         self.restart.pause = Duration::ZERO;
         let may_restart =
-            self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, early)?;
+            self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, is_early)?;
         Ok(Event::EnvoyExited { may_restart })
     }
 
@@ -50,7 +48,7 @@ impl Supervisor {
     /// Records a crash. The record goes when an Envoy ends as it was asked to.
     async fn record_end(&self, ended: Ended, mut envoy: Instance) {
         if is_crash(ended, self.machine.phase()) {
-            let crash = envoy.crash(ended, self.memory.look()).await;
+            let crash = envoy.crash(ended).await;
             tracing::error!("Envoy crashed: {crash}");
             if let Err(error) = crash.write(&self.config.directory) {
                 warn(&error, "the next agent will not know of the crash");
@@ -69,15 +67,15 @@ impl Supervisor {
     }
 
     /// Logs an end that was not requested, and takes another start out of the budget. An end too
-    /// `early` for a first start is an error: the next would end like it.
-    fn may_restart(&mut self, ended: Ended, early: Option<Duration>) -> Result<bool, Error> {
+    /// early for a first start is an error: the next would end like it.
+    fn may_restart(&mut self, ended: Ended, is_early: bool) -> Result<bool, Error> {
         if ended == Ended::Code(0) {
             // Another than the agent has asked Envoy to end.
             tracing::warn!("Envoy exited by itself with status 0");
             return Ok(false);
         }
-        if let Some(after) = early {
-            return Err(Error::AtOnce { ended, after });
+        if let (true, Some(crash)) = (is_early, &self.publish.borrow().last_crash) {
+            return Err(Error::AtOnce(Box::new(crash.clone())));
         }
         tracing::error!("Envoy exited with error: {ended}");
         Ok(self.restart.take())

@@ -18,7 +18,6 @@ use super::hot_restart::{HotRestart, Prepare};
 use super::instance::{self, Instance};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
-use super::memory::Resident;
 use super::reaper;
 use super::shutdown::{PlannedStep, Shutdown};
 use super::{Config, Error, Exit, warn};
@@ -46,7 +45,6 @@ pub(super) struct Supervisor {
     requested: StopRequest,
     /// The sender of the drain order the machine is applied to now.
     drain_order: Option<oneshot::Sender<()>>,
-    memory: Resident,
     publish: watch::Sender<Report>,
     pub(super) counters: Counters,
     pub(super) clock: Clock,
@@ -69,7 +67,6 @@ impl Supervisor {
         config: Config,
         admin: Admin,
         prepare: Prepare,
-        memory: Resident,
         publish: watch::Sender<Report>,
         metrics: &Registry,
     ) -> Self {
@@ -83,7 +80,6 @@ impl Supervisor {
             admin,
             requested: StopRequest::default(),
             drain_order: None,
-            memory,
             publish,
             counters: Counters {
                 restarts: metrics.counter(
@@ -164,8 +160,8 @@ impl Supervisor {
         match Crash::read(&self.config.directory) {
             Ok(None) => {}
             Ok(Some(crash)) => {
-                let (when, last_line) = (&crash.when, crash.stderr.last());
-                tracing::warn!(last_line, "previous Envoy ended at {when} with {crash}");
+                let when = &crash.when;
+                tracing::warn!("previous Envoy ended at {when} with {crash}");
                 self.publish
                     .send_modify(|report| report.last_crash = Some(crash));
             }
@@ -224,7 +220,6 @@ impl Supervisor {
             // The sender of an order that changes nothing has nothing to wait for.
             self.drain_order = None;
         }
-        self.memory.look_now();
         let step = match action {
             Action::Begin(step) => Some(step),
             _ => None,
@@ -311,13 +306,12 @@ impl Supervisor {
     }
 
     pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, Error> {
-        let instance = Instance::start(launch, self.count, &self.memory)?;
+        let instance = Instance::start(launch, self.count)?;
         self.count += 1;
         Ok(instance)
     }
 
     pub(super) fn set_current(&mut self, instance: Instance) {
-        self.memory.follow(Some(instance.pid()));
         self.current.launch = Some(instance.launch.clone());
         self.current.instance = Some(instance);
     }

@@ -7,7 +7,11 @@ async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
     let error = stage("exits-at-once").run(0).await.expect_err("no start");
     assert!(error.to_string().contains("exit status 7"), "{error}");
     let error = stage("crashes").run(0).await.expect_err("no start");
-    assert!(error.to_string().contains("signal 11"), "{error}");
+    let said = error.to_string();
+    assert!(
+        said.contains("signal 11") && said.ends_with(": last words"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
@@ -25,6 +29,7 @@ async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
         .expect("a record");
     assert_eq!((record.signal, record.code), (Some(11), None));
     assert_eq!(record.stderr, ["last words"]);
+    assert_eq!(record.out_of_memory, None);
 
     let mut next = stage("obeys");
     next.config.directory = crashing.config.directory.clone();
@@ -37,7 +42,7 @@ async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
     };
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
-    let kept = crash::Crash::read(&next.config.directory);
+    let kept = Crash::read(&next.config.directory);
     assert_eq!(kept.expect("no error"), None);
 }
 

@@ -171,7 +171,6 @@ fn crashed() -> Report {
             code: None,
             signal: Some(11),
             uptime_seconds: 3.0,
-            rss_bytes: None,
             out_of_memory: None,
             stderr: vec![hostile()],
         }),
@@ -248,7 +247,7 @@ fn states_are_said_in_words() {
         "istiod <b class=\"good\">connected</b>",
         "Certificate <b class=\"bad\">expired 1 min 30 s ago</b>",
         "Configuration <b class=\"bad\">1 type refused</b>",
-        "<b class=\"bad\">signal 11 after 3.0 s</b>",
+        "<b class=\"bad\">signal 11 after 3.0 s",
         "<b class=\"bad\">no new certificate</b>",
         "<b class=\"warn\">warn</b> <small>sds</small>",
     ] {

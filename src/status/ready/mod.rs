@@ -207,7 +207,10 @@ impl Readiness {
 fn alive(report: &Report) -> Result<Process, String> {
     match report.state {
         State::Initial => Err("Envoy has not been started yet".to_owned()),
-        State::Exited => Err("Envoy has ended".to_owned()),
+        State::Exited => Err(match &report.last_crash {
+            Some(crash) => format!("Envoy has ended: {crash}"),
+            None => "Envoy has ended".to_owned(),
+        }),
         State::Starting | State::Running | State::Draining | State::Stopping => {
             Ok((report.epoch, report.pid))
         }
