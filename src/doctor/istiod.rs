@@ -61,7 +61,10 @@ pub(super) async fn checks(
         tokio::join!(join_all(discovery.map(look)), join_all(authority.map(look)),);
     let accepted = planes.iter().find_map(|plane| plane.accepted);
     let accepted = accepted.or(stream.is_some().then_some(true));
-    let works = stream.is_some() || planes.iter().any(|plane| plane.works);
+    // What a running agent does not use serves nothing, whatever it answers.
+    let in_use = subject.running.map(|running| running.istiod.address());
+    let works = |plane: &Examined| plane.works && in_use.is_none_or(|name| plane.name == name);
+    let works = stream.is_some() || planes.iter().any(works);
     let mut checks: Vec<_> = planes.into_iter().flat_map(|plane| plane.checks).collect();
     if works {
         checks.iter_mut().for_each(soften);
@@ -86,18 +89,23 @@ fn open_stream(subject: Subject<'_>) -> Option<Check> {
     let stream = seen
         .stream
         .filter(|stream| stream.connected && stream.source == Source::Istiod)?;
-    let responses: u64 = seen.types.values().map(|of| of.responses).sum();
+    // Others came on streams before this one.
+    let is_answered = seen.types.values().any(|of| {
+        let last = of.last_response.as_ref();
+        last.is_some_and(|last| last.source == Source::Istiod && last.at >= stream.since)
+    });
     let found = format!(
-        "open to {} since {}, {} types, {responses} responses since the agent's start",
+        "open to {} since {}, {} types",
         running.istiod.address(),
         stream.since,
         seen.types.len(),
     );
-    (responses > 0).then(|| Check::ok("discovery stream", found))
+    is_answered.then(|| Check::ok("discovery stream", found))
 }
 
 /// What was found of one target.
 struct Examined {
+    name: String,
     checks: Vec<Check>,
     works: bool,
     accepted: Option<bool>,
@@ -125,7 +133,7 @@ async fn examine(
         }
     }
     let mut accepted = None;
-    let mut works = open.is_some();
+    let mut works = false;
     match open {
         Some(probe) => {
             // Others serve.
@@ -156,6 +164,7 @@ async fn examine(
     }
     checks.extend(failed.into_iter().map(|(check, _)| check));
     Examined {
+        name: target.name,
         checks,
         works,
         accepted,

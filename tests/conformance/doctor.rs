@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use local_istiod::{Claims, LocalIstiod, Options, Snapshot};
+use local_istiod::{Claims, Keys, LocalIstiod, Options, Snapshot};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::ServerConfig;
 use rustls::pki_types::PrivateKeyDer;
@@ -23,7 +23,7 @@ use tokio_rustls::TlsAcceptor;
 use tonic::Status;
 
 use crate::support::place::{Place, ROOT, TOKEN, token};
-use crate::support::{accepted, local_istiod, options};
+use crate::support::{accepted, ask_for_clusters, eventually, local_istiod, options, relays};
 
 /// A set-up with one fault.
 pub struct SetUp {
@@ -396,6 +396,45 @@ async fn a_scope_of_the_log_that_is_off_is_a_warning() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works() {
+    let mut rows = Rows::default();
+    rows.add("the next one accepts the stream and says nothing", async {
+        let keys = Keys::generate("cluster.local").unwrap();
+        let start = || {
+            LocalIstiod::start(Options {
+                keys: Some(keys.clone()),
+                ..options()
+            })
+        };
+        let (mut first, mut second) = (start().await.unwrap(), start().await.unwrap());
+        let addresses = format!("{}, {}", first.address, second.address);
+        let place = Place::with_envoy(&first).set("DISCOVERY_ADDRESS", &addresses);
+        let agent = place.start().await;
+        relays(&place, &mut first).await;
+        // Times of the record are in whole seconds.
+        let second_of = |time: SystemTime| {
+            time.duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap()
+                .as_secs()
+        };
+        let answered = second_of(SystemTime::now());
+        eventually("a later second", || second_of(SystemTime::now()) > answered).await;
+        let first = first.kill().await.listen.to_string();
+        let envoy = ask_for_clusters(&place).await;
+        let stream = accepted(&mut second).await;
+        let says = &[&first, "Connection refused"];
+        SetUp::new(place, (agent, envoy, stream, second), says)
+    });
+    rows.all_name_their_cause().await;
+    let (first, second) = (local_istiod().await, answering_istiod().await);
+    let first = first.kill().await.listen.to_string();
+    let place = Place::of(&second);
+    let place = place.set("DISCOVERY_ADDRESS", &format!("{first}, {}", second.address));
+    let (report, code) = diagnosed(&place);
+    assert_eq!(code, 1, "{report:#}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
     let istiod = answering_istiod().await;
     let place = Place::of(&istiod);
@@ -409,6 +448,7 @@ async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
         "istiod",
         "certificate",
     ];
+    assert_ne!(report["level"], "skipped", "{report:#}");
     for group in report["groups"].as_array().unwrap() {
         let name = group["name"].as_str().unwrap();
         for check in group["checks"].as_array().unwrap() {
