@@ -186,7 +186,8 @@ impl Anchors {
     }
 }
 
-fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
+/// The trust anchors of a text, whose origin is `path` in errors.
+pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);
     let (broken, expired) = (anchors.broken, anchors.expired);

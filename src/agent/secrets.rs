@@ -28,7 +28,7 @@ impl Agent {
         istiod: &Istiod,
         owner: SdsOwner,
         listener: Option<Listener>,
-    ) -> (Option<Secrets>, Option<Pcds>, Consumers) {
+    ) -> (Option<Secrets>, Files, Option<Pcds>, Consumers) {
         let mut config = self.config.secret_sources.files.clone();
         if let SdsOwner::Other { is_healthy } = owner {
             config.workload = None;
@@ -53,7 +53,7 @@ impl Agent {
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),
-                files,
+                files: files.clone(),
                 serves_workload,
                 options: self.config.secret_sources.options.clone(),
             };
@@ -63,7 +63,7 @@ impl Agent {
             let serving = service.serve(listener, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
-        (secrets, pcds, consumers)
+        (secrets, files, pcds, consumers)
     }
 
     /// Has certificates signed and renewed as configured.

@@ -1,16 +1,23 @@
 //! What an operator wants to know of a certificate.
 
 use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustls::pki_types::CertificateDer;
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::{CertificateError, Error};
 use x509_parser::prelude::{GeneralName, X509Certificate};
 
-use super::report::Check;
+use super::report::{Check, Level};
 use crate::clock::rfc3339;
 use crate::duration::{approximate, scaled};
 use crate::secrets::system_time;
+use crate::trust_anchors;
 
 /// The part of its life a certificate that is renewed in time never gets to.
 const LAST_TENTH: f64 = 0.1;
@@ -93,6 +100,73 @@ impl fmt::Display for Facts {
     }
 }
 
+/// The one that is valid for longest. Others of a bundle may be of a rotation that is over or has not
+/// begun.
+pub(super) fn latest(facts: &[Facts], now: SystemTime) -> Option<&Facts> {
+    let facts = facts.iter();
+    facts.max_by_key(|facts| (facts.not_before <= now, facts.not_after))
+}
+
+/// Whether a chain serves: its leaf is valid, and peers that trust `roots` accept it. Where it is not
+/// known whom peers trust, another certificate that is not valid is a warning.
+pub(super) fn chain(
+    what: &str,
+    chain: &[u8],
+    roots: Option<&[u8]>,
+    remedy: &str,
+    now: SystemTime,
+) -> Check {
+    let facts = Facts::of_pem(chain);
+    let mut lives = facts.iter().map(|each| each.life(what, remedy, now));
+    let leaf = lives.next();
+    let leaf = leaf.unwrap_or_else(|| Check::error(what, "no certificate"));
+    if leaf.level == Level::Error {
+        return leaf;
+    }
+    let Some(roots) = roots else {
+        let invalid = lives.find(|other| other.level == Level::Error);
+        let level = Level::Warning;
+        return invalid.map_or(leaf, |other| Check { level, ..other });
+    };
+    let Err(why) = verify(chain, roots, now) else {
+        return leaf;
+    };
+    let level = match why {
+        // Envoy is less strict in some respects.
+        Error::InvalidCertificate(
+            CertificateError::Other(_)
+            | CertificateError::UnsupportedSignatureAlgorithmContext { .. },
+        ) => Level::Warning,
+        _ => Level::Error,
+    };
+    let links = facts.iter().take(MOST_NAMES).map(|link| {
+        let (issuer, end) = (&link.issuer, rfc3339(link.not_after));
+        format!("{link} (issued by {issuer}, valid until {end})")
+    });
+    let links = Vec::from_iter(links).join(", ");
+    let roots = Facts::of_pem(roots).into_iter().take(MOST_NAMES);
+    let roots = Vec::from_iter(roots.map(|root| root.subject)).join("; ");
+    Check::new(what, level, format!("peers refuse {links}: {why}"))
+        .expected(format!("a valid chain to a root of the mesh: {roots}"))
+        .remedy(remedy)
+}
+
+/// Verifies a chain as the client's and as the server's. A SPIFFE identity has no DNS name to compare.
+fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
+    let chain: Vec<_> = CertificateDer::pem_slice_iter(chain).flatten().collect();
+    let (leaf, others) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
+    let roots = trust_anchors::parse(Path::new("ROOTCA"), roots, now).map_err(Error::General)?;
+    let (roots, provider) = (Arc::new(roots), Arc::new(default_provider()));
+    let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH);
+    let now = UnixTime::since_unix_epoch(since_epoch.unwrap_or_default());
+    let algorithms = provider.signature_verification_algorithms.all;
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider).build();
+    let verifier = verifier.map_err(|error| Error::General(error.to_string()))?;
+    verifier.verify_client_cert(leaf, others, now)?;
+    let leaf = ParsedCertificate::try_from(leaf)?;
+    verify_server_cert_signed_by_trust_anchor(&leaf, &roots, others, now, algorithms)
+}
+
 fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let names = certificate.subject_alternative_name().ok().flatten();
     let names = names.map(|names| names.value.general_names.as_slice());
@@ -112,10 +186,222 @@ mod tests {
     use std::time::Duration;
 
     use proptest::prelude::*;
-    use rcgen::{CertificateParams, KeyPair};
+    use rcgen::{
+        BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose,
+        IsCa, KeyPair, SanType,
+    };
+    use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+    use rustls::pki_types::{PrivateKeyDer, ServerName};
+    use rustls::sign::{CertifiedKey, SingleCertAndKey};
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
 
     use super::*;
-    use crate::doctor::report::Level;
+    use crate::secrets::Secret;
+    use crate::secrets::files::WorkloadFiles;
+
+    type Authority = CertifiedIssuer<'static, KeyPair>;
+
+    /// The name by which a client without SPIFFE verifies the workload.
+    const DNS: &str = "workload.test";
+
+    fn valid_until(year: i32) -> CertificateParams {
+        let mut params = CertificateParams::default();
+        params.not_before = rcgen::date_time_ymd(2000, 1, 1);
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        params
+    }
+
+    fn authority(name: &str, year: i32, issuer: Option<&Authority>) -> Authority {
+        let mut params = valid_until(year);
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        match issuer {
+            Some(issuer) => CertifiedIssuer::signed_by(params, key, issuer).unwrap(),
+            None => CertifiedIssuer::self_signed(params, key).unwrap(),
+        }
+    }
+
+    /// A certificate of a workload and its key.
+    fn workload(year: i32, usages: &[ExtendedKeyUsagePurpose], issuer: &Authority) -> [String; 2] {
+        let key = KeyPair::generate().unwrap();
+        let mut params = valid_until(year);
+        let uri = "spiffe://cluster.local/ns/shop/sa/web".try_into().unwrap();
+        params.subject_alt_names =
+            vec![SanType::URI(uri), SanType::DnsName(DNS.try_into().unwrap())];
+        params.extended_key_usages = usages.to_vec();
+        [
+            params.signed_by(&key, issuer).unwrap().pem(),
+            key.serialize_pem(),
+        ]
+    }
+
+    fn pair(chain: &str, key: &str) -> Arc<SingleCertAndKey> {
+        let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).flatten();
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
+        let pair = CertifiedKey::new(chain.collect(), any_supported_type(&key).unwrap());
+        Arc::new(SingleCertAndKey::from(pair))
+    }
+
+    fn store(roots: &str) -> RootCertStore {
+        let mut store = RootCertStore::empty();
+        store.add_parsable_certificates(CertificateDer::pem_slice_iter(roots.as_bytes()).flatten());
+        store
+    }
+
+    /// Whether peers that trust `roots` end handshakes with the workload well: a server and a client.
+    async fn is_accepted(chain: &str, key: &str, roots: &str) -> bool {
+        let root = authority("peers", 2999, None);
+        let [peer, peer_key] = workload(2999, &[], &root);
+        let (peer, own) = (pair(&peer, &peer_key), pair(chain, key));
+        let provider = Arc::new(default_provider());
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(store(roots).into(), provider.clone());
+        let server = ServerConfig::builder_with_provider(provider.clone());
+        let server = server.with_safe_default_protocol_versions().unwrap();
+        let client = ClientConfig::builder_with_provider(provider);
+        let client = client.with_safe_default_protocol_versions().unwrap();
+        let as_client = (
+            server
+                .clone()
+                .with_client_cert_verifier(verifier.build().unwrap())
+                .with_cert_resolver(peer.clone()),
+            client
+                .clone()
+                .with_root_certificates(store(&root.pem()))
+                .with_client_cert_resolver(own.clone()),
+        );
+        let as_server = (
+            server.with_no_client_auth().with_cert_resolver(own),
+            client
+                .with_root_certificates(store(roots))
+                .with_no_client_auth(),
+        );
+        for (server, client) in [as_client, as_server] {
+            let (a, b) = tokio::io::duplex(1 << 16);
+            let name = ServerName::try_from(DNS).unwrap();
+            let accept = TlsAcceptor::from(Arc::new(server)).accept(a);
+            let connect = TlsConnector::from(Arc::new(client)).connect(name, b);
+            let (accepted, connected) = tokio::join!(accept, connect);
+            if accepted.is_err() || connected.is_err() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// What is said of these files.
+    fn verdict(chain_pem: &str, key: &str, roots: &str) -> Check {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = directory.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let files = WorkloadFiles {
+            chain: write("cert-chain.pem", chain_pem),
+            key: write("key.pem", key),
+            roots: write("root-cert.pem", roots),
+            is_only_source: true,
+        };
+        match files.read() {
+            [Ok(Secret::Certificate(pair)), Ok(Secret::Roots(roots))] => {
+                let now = SystemTime::now();
+                chain("it", pair.chain_pem(), Some(roots.pem()), "renew it", now)
+            }
+            [Err(error), _] => Check::error("it", error),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_chain_is_an_error_exactly_where_a_peer_refuses_the_handshake() {
+        let root = authority("root", 2999, None);
+        let namesake = authority("root", 2999, None);
+        let old = authority("old", 2001, Some(&root));
+        let middle = authority("middle", 2999, Some(&root));
+        let [leaf, key] = workload(2999, &[], &middle);
+        let [of_old, key_of_old] = workload(2999, &[], &old);
+        let [expired, key_of_expired] = workload(2001, &[], &middle);
+        let clients = [ExtendedKeyUsagePurpose::ClientAuth];
+        let [of_client, key_of_client] = workload(2999, &clients, &middle);
+        let (good, with_root) = (
+            leaf.clone() + &middle.pem(),
+            leaf.clone() + &middle.pem() + &root.pem(),
+        );
+        let (root, other) = (root.pem(), authority("other", 2999, None).pem());
+        for (chain, key, roots, problem) in [
+            (&good, &key, &root, None),
+            (&with_root, &key, &(other.clone() + &root), None),
+            (
+                &(of_old + &old.pem()),
+                &key_of_old,
+                &root,
+                Some("CN=old (issued by CN=root, valid until 2001-01-01"),
+            ),
+            (&leaf, &key, &root, Some("UnknownIssuer")),
+            (&good, &key, &other, Some("a root of the mesh: CN=other")),
+            (
+                &(expired + &middle.pem()),
+                &key_of_expired,
+                &root,
+                Some("expired at 2001-01-01"),
+            ),
+            (&good, &key, &namesake.pem(), Some("BadSignature")),
+            (
+                &good,
+                &key_of_old,
+                &root,
+                Some("key.pem holds a private key that does not belong"),
+            ),
+            (
+                &(of_client + &middle.pem()),
+                &key_of_client,
+                &root,
+                Some("server authentication"),
+            ),
+        ] {
+            let check = verdict(chain, key, roots);
+            assert_eq!(check.level == Level::Ok, problem.is_none(), "{check}");
+            assert_eq!(check.level == Level::Error, problem.is_some(), "{check}");
+            assert!(
+                check
+                    .to_string()
+                    .contains(problem.unwrap_or("workload.test")),
+                "{check}"
+            );
+            let is_accepted = is_accepted(chain, key, roots).await;
+            assert_eq!(is_accepted, problem.is_none(), "{check}");
+        }
+    }
+
+    #[test]
+    fn a_certificate_that_envoy_takes_and_others_refuse_is_a_warning() {
+        let root = authority("root", 2999, None);
+        let now = SystemTime::now();
+        let check = chain(
+            "it",
+            root.pem().as_bytes(),
+            Some(root.pem().as_bytes()),
+            "",
+            now,
+        );
+        assert_eq!(check.level, Level::Warning, "{check}");
+    }
+
+    /// As of a gateway, whose clients may trust any root.
+    #[test]
+    fn without_roots_an_intermediate_that_has_expired_is_a_warning() {
+        let root = authority("root", 2999, None);
+        let now = SystemTime::now();
+        for (year, level) in [(2999, Level::Ok), (2001, Level::Warning)] {
+            let middle = authority("middle", year, Some(&root));
+            let [leaf, _] = workload(2999, &[], &middle);
+            let check = chain("it", (leaf + &middle.pem()).as_bytes(), None, "", now);
+            assert_eq!(check.level, level, "{check}");
+        }
+    }
 
     fn certificate() -> Vec<u8> {
         let mut params = CertificateParams::new(["a.test".to_owned(), "::1".to_owned()]).unwrap();

@@ -37,6 +37,7 @@ use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::sds::Consumers;
 use crate::secrets::Secrets;
+use crate::secrets::files::Files;
 use crate::xds::observe::Observer;
 use report::{Check, Group, Report};
 
@@ -57,6 +58,7 @@ pub struct Running {
     pub istiod: Istiod,
     /// None without an authority.
     pub secrets: Option<Secrets>,
+    pub files: Files,
     /// Whether the SDS socket is the agent's, not another process'.
     pub serves_secrets: bool,
     pub consumers: Consumers,

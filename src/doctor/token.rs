@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use http::HeaderValue;
 
-use super::certificates::Facts;
+use super::certificates::{Facts, latest};
 use super::report::{Check, Level};
 use super::{Subject, aside};
 use crate::clock::{Clock, rfc3339};
@@ -258,10 +258,6 @@ async fn check_roots(roots: Roots) -> Vec<Check> {
     };
     let now = SystemTime::now();
     let usable = Check::ok(name, format!("{text}, usable certificates: {count}"));
-    // Others may be of a rotation that is over or has not begun.
-    let latest = facts
-        .iter()
-        .max_by_key(|facts| (facts.not_before <= now, facts.not_after));
-    let life = latest.map(|facts| facts.life("root certificate", MOUNTED, now));
+    let life = latest(&facts, now).map(|facts| facts.life("root certificate", MOUNTED, now));
     std::iter::once(usable).chain(life).collect()
 }

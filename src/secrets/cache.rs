@@ -48,11 +48,6 @@ struct Header {
     answer: Vec<String>,
 }
 
-/// The file below the configured directory.
-pub fn kept_certificate(parent: &Path) -> PathBuf {
-    parent.join(DIRECTORY).join(FILE)
-}
-
 impl CertificateCache {
     pub(super) fn new(parent: &Path, identity: &SpiffeId, kind: String) -> Self {
         Self {

@@ -39,7 +39,6 @@ use crate::clock::Clock;
 use crate::identity::SpiffeId;
 use crate::metrics::Registry;
 use cache::CertificateCache;
-pub use cache::kept_certificate;
 pub use certificate::{Roots, Secret};
 use metrics::Metrics;
 use name::Name;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use local_istiod::{Claims, Keys, LocalIstiod, Options, Snapshot};
-use rcgen::{CertificateParams, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use rustls::ServerConfig;
 use rustls::pki_types::PrivateKeyDer;
 use serde_json::{Value, json};
@@ -379,6 +379,97 @@ async fn a_refusal_by_istiod_is_the_first_error() {
         )
     });
     rows.all_name_their_cause().await;
+}
+
+/// Files of a workload whose intermediate is valid until `year`, with the key of another one or its own.
+fn mount(place: &Place, year: i32, is_own_key: bool) {
+    let authority = |name: &str, year| {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        params
+    };
+    let [root, middle, key, other] = std::array::from_fn(|_| KeyPair::generate().unwrap());
+    let root = CertifiedIssuer::self_signed(authority("root", 2999), root).unwrap();
+    let middle = CertifiedIssuer::signed_by(authority("middle", year), middle, &root).unwrap();
+    let leaf = CertificateParams::new(["workload.test".to_owned()]).unwrap();
+    let leaf = leaf.signed_by(&key, &middle).unwrap();
+    place.write("etc/certs/cert-chain.pem", leaf.pem() + &middle.pem());
+    place.write("etc/certs/root-cert.pem", root.pem());
+    let key = if is_own_key { key } else { other };
+    place.write("etc/certs/key.pem", key.serialize_pem());
+}
+
+/// A set-up with files of the workload in place of an authority.
+async fn mounted(year: i32, is_own_key: bool, is_running: bool, says: &[&str]) -> SetUp {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("XDS_ROOT_CA", ROOT);
+    mount(&place, year, is_own_key);
+    let agent = match is_running {
+        true => Some(place.start().await),
+        false => None,
+    };
+    SetUp::new(place, (istiod, agent), says)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chain_that_peers_refuse_and_a_key_of_another_certificate_are_errors() {
+    let mut rows = Rows::default();
+    for is_running in [false, true] {
+        let says = &[
+            "workload certificate",
+            "peers refuse",
+            "CN=middle",
+            "2001-01-01",
+        ];
+        let expired = mounted(2001, true, is_running, says);
+        rows.add("mounted files with an expired intermediate", expired);
+        let says = &[
+            "etc/certs/cert-chain.pem",
+            "does not belong to the certificate",
+        ];
+        rows.add(
+            "a mounted key of another certificate",
+            mounted(2999, false, is_running, says),
+        );
+    }
+    rows.add("an authority whose roots are others", async {
+        let istiod = answering_istiod().await;
+        istiod.publish_roots(Some(local_istiod().await.root_pem()));
+        let place = Place::of(&istiod);
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        let says = &["workload certificate", "peers refuse", "istiod logs why"];
+        SetUp::new(place, (agent, istiod), says)
+    });
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_warning() {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("XDS_ROOT_CA", ROOT);
+    mount(&place, 2999, true);
+    let level = || {
+        let (report, _) = diagnosed(&place);
+        let groups = report["groups"].as_array().unwrap().iter();
+        let mut group = groups.filter(|group| group["name"] == "certificate");
+        let checks = group.next().unwrap()["checks"].as_array().unwrap().clone();
+        let worst = ["error", "warning", "ok"];
+        let has = |level: &&&str| checks.iter().any(|check| check["level"] == **level);
+        (*worst.iter().find(has).unwrap(), format!("{report:#}"))
+    };
+    assert_eq!(level().0, "ok", "{}", level().1);
+    let _agent = place.start().await;
+    assert_eq!(level().0, "ok", "{}", level().1);
+    // What was read before is served until the agent ends.
+    mount(&place, 2999, false);
+    assert_eq!(level().0, "warning", "{}", level().1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -48,6 +48,8 @@ pub(super) struct Issued {
 #[derive(Debug)]
 pub(super) struct Authority {
     roots: watch::Sender<Vec<Arc<Root>>>,
+    /// Answered in place of the roots.
+    other_roots: watch::Sender<Option<String>>,
     trust_domain: String,
     longest: Duration,
     signed: AtomicU64,
@@ -121,6 +123,7 @@ impl Authority {
     pub(super) fn new(roots: Vec<Arc<Root>>, trust_domain: String, longest: Duration) -> Self {
         Self {
             roots: watch::Sender::new(roots),
+            other_roots: watch::Sender::default(),
             trust_domain,
             longest,
             signed: AtomicU64::new(0),
@@ -145,6 +148,10 @@ impl Authority {
         let root = Arc::new(Root::generate(&self.trust_domain)?);
         self.roots.send_modify(|roots| roots.push(root));
         Ok(())
+    }
+
+    pub(super) fn publish(&self, roots: Option<String>) {
+        self.other_roots.send_replace(roots);
     }
 
     /// Workload certificates issued so far.
@@ -219,8 +226,9 @@ impl Authority {
         let uri = caller.to_string().try_into()?;
         params.subject_alt_names = vec![SanType::URI(uri)];
         let leaf = params.signed_by(key, &issuer(&self.trust_domain, root))?;
+        let other_roots = self.other_roots.borrow().clone();
         Ok(Issued {
-            chain: vec![leaf.pem(), self.roots_pem()],
+            chain: vec![leaf.pem(), other_roots.unwrap_or_else(|| self.roots_pem())],
             lifetime,
         })
     }

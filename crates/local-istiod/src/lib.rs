@@ -211,6 +211,11 @@ impl LocalIstiod {
         self.script.send_replace(chain.map(Ok));
     }
 
+    /// Answers certificate requests with these roots, PEM, in place of its own, or with its own again.
+    pub fn publish_roots(&self, roots: Option<String>) {
+        self.authority.publish(roots);
+    }
+
     /// Certificates signed since the start.
     pub fn certificates_signed(&self) -> u64 {
         self.authority.signed()

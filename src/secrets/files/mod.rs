@@ -132,6 +132,12 @@ fn exists(state: &SecretState) -> bool {
 }
 
 impl WorkloadFiles {
+    /// What the files hold now: the certificate with its key, and the roots. Blocks.
+    pub fn read(&self) -> [Result<Secret, FileError>; 2] {
+        let read = |source: Source| source.read().map(|(secret, _)| secret);
+        self.sources().map(read)
+    }
+
     fn sources(&self) -> [Source; 2] {
         [self.pair(), self.roots()]
     }

@@ -76,7 +76,7 @@ impl fmt::Display for Source {
 
 impl FileError {
     /// Whether there is no file, or nothing in it.
-    pub(super) fn is_absence(&self) -> bool {
+    pub fn is_absence(&self) -> bool {
         match self {
             Self::Unreadable { source, .. } => source.kind() == io::ErrorKind::NotFound,
             Self::Certificates { source, .. } => {
