@@ -169,8 +169,9 @@ fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check
     };
     check(
         &sent(Protocol::Tcp, address(family, true, CALLED), "lo"),
-        |decision| matches!(decision, Decision::Redirected(_)),
-        "that Envoy's calls to its own pod are redirected to its inbound port",
+        // In TPROXY, Envoy runs as root: only its group's rules match, which mark the call for TPROXY.
+        |decision| matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)),
+        "that Envoy's calls to its own pod reach its inbound port",
         SET_UP,
     );
     let outside = match family {
@@ -329,6 +330,39 @@ COMMIT
         let ends = ends(&layout("-A ISTIO_OUTPUT ! -d", loops), 1337);
         assert_eq!(ends.len(), 1, "{ends:?}");
         assert!(ends[0].contains("UDP from user 1337"), "{ends:?}");
+    }
+
+    /// As root, Envoy is known by its group alone, whose calls are marked.
+    const TPROXY: &str = "*mangle
+:PREROUTING ACCEPT [0:0]
+:OUTPUT ACCEPT [0:0]
+:ISTIO_INBOUND - [0:0]
+:ISTIO_TPROXY - [0:0]
+-A PREROUTING -p tcp -j ISTIO_INBOUND
+-A OUTPUT ! -d 127.0.0.1/32 -o lo -p tcp -m owner --gid-owner 1337 -j MARK --set-xmark 0x53a/0xffffffff
+-A ISTIO_INBOUND -i lo -p tcp -m mark ! --mark 0x53a -j RETURN
+-A ISTIO_INBOUND -p tcp -j ISTIO_TPROXY
+-A ISTIO_TPROXY ! -d 127.0.0.1/32 -p tcp -j TPROXY --on-port 15006 --on-ip 0.0.0.0 --tproxy-mark 0x539/0xffffffff
+COMMIT
+";
+
+    #[test]
+    fn calls_of_an_envoy_that_is_root_in_tproxy_reach_its_inbound_port() {
+        let by_group = "-A ISTIO_OUTPUT -m owner --gid-owner 1337 -j RETURN
+-A ISTIO_OUTPUT -d 127.0.0.1/32";
+        let rules = RULES.replace("-A PREROUTING -p tcp -j ISTIO_INBOUND\n", "");
+        let rules = rules.replacen("-A ISTIO_OUTPUT -d 127.0.0.1/32", by_group, 1);
+        let layout = |mangle: &str| {
+            Saved::parse(&(rules.clone() + mangle))
+                .expect("rules")
+                .layout()
+        };
+        assert_eq!(ways(&layout(TPROXY), Family::V4, (0, 1337)), []);
+        assert_eq!(ways(&layout(TPROXY), Family::V4, (1337, 1337)), []);
+        let unmarked = TPROXY.replace("--gid-owner 1337", "--gid-owner 1338");
+        let checks = ways(&layout(&unmarked), Family::V4, (0, 1337));
+        assert_eq!(checks.len(), 1, "{checks:?}");
+        assert!(checks[0].found.contains("127.0.0.6:15002"), "{checks:?}");
     }
 
     #[test]
