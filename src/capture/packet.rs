@@ -77,7 +77,7 @@ pub enum Decision {
 }
 
 /// A rule that matched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Matched<'a> {
     pub table: Table,
     pub chain: Chain,
@@ -237,33 +237,47 @@ impl<'a> Walk<'a> {
     }
 
     fn fits(&self, criterion: &Criterion) -> bool {
-        let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
+        let is_output = self.hook == Chain::Output;
         match criterion {
-            Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
-            Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
-            Criterion::Source(range) => range.contains(packet.source.ip()),
-            Criterion::Destination(range) => range.contains(packet.destination.ip()),
-            Criterion::Protocol(protocol) => packet.protocol == *protocol,
-            Criterion::SourcePort(port) => packet.source.port() == *port,
-            Criterion::DestinationPort(ports) => {
-                let port = packet.destination.port();
-                ports.iter().any(|ports| ports.contains(&port))
-            }
-            Criterion::Owner(owner) => match (&packet.direction, owner) {
-                (Direction::Out { user, .. }, Owner::User(id)) => is_output && user.is_in(id),
-                (Direction::Out { group, .. }, Owner::Group(id)) => is_output && group.is_in(id),
-                (Direction::In, _) => false,
-            },
-            Criterion::StateInvalid => packet.state == State::Invalid,
-            Criterion::StateRelatedOrEstablished => packet.state == State::Established,
+            Criterion::InInterface(_) if is_output => false,
+            Criterion::OutInterface(_) | Criterion::Owner(_) if !is_output => false,
             Criterion::Mark(mark) => self.trace.mark == *mark,
             Criterion::ConnectionMark(mark) => self.trace.connection_mark == *mark,
+            other => self.packet.fits(other),
+        }
+    }
+}
+
+impl Packet {
+    /// Whether a criterion holds, wherever it is asked for.
+    pub(super) fn fits(&self, criterion: &Criterion) -> bool {
+        match criterion {
+            Criterion::InInterface(name) | Criterion::OutInterface(name) => {
+                is_named(&self.interface, name)
+            }
+            Criterion::Source(range) => range.contains(self.source.ip()),
+            Criterion::Destination(range) => range.contains(self.destination.ip()),
+            Criterion::Protocol(protocol) => self.protocol == *protocol,
+            Criterion::SourcePort(port) => self.source.port() == *port,
+            Criterion::DestinationPort(ports) => {
+                let port = self.destination.port();
+                ports.iter().any(|ports| ports.contains(&port))
+            }
+            Criterion::Owner(owner) => match (&self.direction, owner) {
+                (Direction::Out { user, .. }, Owner::User(id)) => user.is_in(id),
+                (Direction::Out { group, .. }, Owner::Group(id)) => group.is_in(id),
+                (Direction::In, _) => false,
+            },
+            Criterion::StateInvalid => self.state == State::Invalid,
+            Criterion::StateRelatedOrEstablished => self.state == State::Established,
+            Criterion::Mark(mark) => self.mark == *mark,
+            Criterion::ConnectionMark(mark) => self.connection_mark == *mark,
         }
     }
 }
 
 /// Whether an interface has this name; one that ends in `+` is the start of any.
-fn is_named(interface: &str, name: &str) -> bool {
+pub(super) fn is_named(interface: &str, name: &str) -> bool {
     match name.strip_suffix('+') {
         Some(start) => interface.starts_with(start),
         None => interface == name,

@@ -83,7 +83,7 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
         "{said}"
     );
     assert!(
-        said.contains("IPv6: a packet ends elsewhere: TCP from user "),
+        said.contains("IPv6: a rule is missing: nat: -A OUTPUT -j ISTIO_OUTPUT"),
         "{said}"
     );
     let output = istio_iptables(0, words);
@@ -104,8 +104,8 @@ fn verify_says_what_differs_and_exits_with_3_if_traffic_goes_elsewhere() {
     );
     let (code, said) = verify();
     assert_eq!(code, Some(3), "{said}");
-    let first = "IPv4: a rule of others comes first and may take traffic: nat: -A OUTPUT -d 10.0.0.0/8 -j ACCEPT";
-    let example = "goes to its destination, expected that it is redirected to port 15001; it matches nat: -A OUTPUT -d 10.0.0.0/8 -j ACCEPT";
+    let first = "IPv4: a rule of others diverts traffic: nat: -A OUTPUT -d 10.0.0.0/8 -j ACCEPT: TCP from user ";
+    let example = "goes to its destination, expected that it is redirected to port 15001\n";
     assert!(said.contains(first) && said.contains(example), "{said}");
     assert!(!said.contains("IPv6: a rule"), "{said}");
 }
@@ -135,7 +135,7 @@ fn verify_names_missing_routes_and_rules_of_others_with_comments() {
         ),
         (
             "iptables-nft -t nat -I OUTPUT -p tcp -m comment --comment not-ours -j ACCEPT",
-            "IPv4: a rule of others comes first and may take traffic: nat: -A OUTPUT -p tcp -m comment",
+            "IPv4: a rule of others diverts traffic: nat: -A OUTPUT -p tcp -m comment",
         ),
     ] {
         let output = istio_iptables(0, words);
@@ -148,6 +148,73 @@ fn verify_names_missing_routes_and_rules_of_others_with_comments() {
         let said = text(&output);
         assert_eq!(output.status.code(), Some(3), "{break_it}: {said}");
         assert!(said.contains(named), "{break_it}: {said}");
+    }
+}
+
+#[test]
+fn verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many() {
+    const TEST: &str =
+        "capture_flows::verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    namespace::add_address("10.9.0.1/24");
+    namespace::put("/etc/resolv.conf", "nameserver 10.9.0.53\n");
+    let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+    let run = |kind: &str, more: &[&str]| {
+        let mut command = Command::new(&program);
+        command.args(["istio-iptables", "-i=*", "-b=*", "--redirect-dns"]);
+        command.args(["--force-iptables-binary", kind]).args(more);
+        command.env("ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE", "202");
+        let output = command.output().unwrap();
+        (output.status.code(), text(&output))
+    };
+    let zone = "ISTIO_OUTPUT_DNS -d 10.9.0.53/32 -p udp -m udp --dport 53 -j CT --zone 2";
+    let redirect =
+        "ISTIO_OUTPUT_DNS -d 10.9.0.53/32 -p udp -m udp --dport 53 -j REDIRECT --to-ports 15053";
+    let moved =
+        "-D ISTIO_OUTPUT -d 127.0.0.1/32 -j RETURN; -I ISTIO_OUTPUT 1 -d 127.0.0.1/32 -j RETURN";
+    for kind in ["legacy", "nft"] {
+        for (table, damage, named) in [
+            (
+                "raw",
+                format!("-D {zone}"),
+                "a rule is missing: raw: -A ISTIO_OUTPUT_DNS -d 10.9.0.53/32 -p udp --dport 53 -j CT --zone 2",
+            ),
+            (
+                "nat",
+                "-D ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS".to_owned(),
+                "a rule is missing: nat: -A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS",
+            ),
+            (
+                "nat",
+                format!("-D {redirect}"),
+                "a rule is missing: nat: -A ISTIO_OUTPUT_DNS -d 10.9.0.53/32 -p udp --dport 53 -j REDIRECT --to-port 15053",
+            ),
+            (
+                "nat",
+                "-A ISTIO_INBOUND -p tcp --dport 7 -j RETURN".to_owned(),
+                "a rule is not asked for: nat: -A ISTIO_INBOUND -p tcp --dport 7 -j RETURN",
+            ),
+            (
+                "nat",
+                moved.to_owned(),
+                "rules are in another order: found nat: -A ISTIO_OUTPUT -d 127.0.0.1/32 -j RETURN, expected nat: -A ISTIO_OUTPUT -s 127.0.0.6/32 -o lo -j RETURN",
+            ),
+        ] {
+            assert_eq!(run(kind, &[]).0, Some(0));
+            let right = "The rules are those that these arguments ask for: traffic is captured.\n";
+            assert_eq!(run(kind, &["--verify"]), (Some(0), right.to_owned()));
+            for change in damage.split("; ") {
+                let words: Vec<_> = ["-t", table].into_iter().chain(change.split(' ')).collect();
+                namespace::run(&format!("iptables-{kind}"), &words);
+            }
+            let (code, said) = run(kind, &["--verify"]);
+            assert_eq!(code, Some(3), "{said}");
+            let lines: Vec<_> = said.lines().skip(1).collect();
+            assert_eq!(lines, [format!("  IPv4: {named}")], "{kind}: {damage}");
+        }
+        assert_eq!(run(kind, &["--cleanup-only"]).0, Some(0));
     }
 }
 

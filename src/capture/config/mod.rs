@@ -7,7 +7,7 @@ pub(super) mod items;
 
 use std::net::IpAddr;
 
-use super::rules::{Id, Ports};
+use super::rules::{Id, Owner, Ports};
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
 use items::Items;
@@ -199,6 +199,12 @@ impl Config {
             ),
             binaries: items.binaries(&settings.force_iptables_binary),
         }
+    }
+
+    /// The users and groups of the proxy.
+    pub(super) fn proxies(&self) -> impl Iterator<Item = Owner> {
+        let users = self.uids.iter().cloned().map(Owner::User);
+        users.chain(self.gids.iter().cloned().map(Owner::Group))
     }
 
     /// Whether a captured range has a loopback address.

@@ -7,6 +7,7 @@ pub mod saved;
 mod swap;
 
 pub(in crate::capture) use rule::entry;
+pub(in crate::capture) use swap::jumps_to_istio;
 
 use std::fmt::{self, Write};
 use std::ops::RangeInclusive;

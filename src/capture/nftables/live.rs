@@ -117,6 +117,13 @@ impl Key {
 }
 
 impl Live {
+    pub fn of(&self, family: Family) -> &Layout {
+        match family {
+            Family::V4 => &self.v4,
+            Family::V6 => &self.v6,
+        }
+    }
+
     /// Reads the program's output. A chain of ours that the kernel does not call as it should is unknown.
     pub fn parse(text: &[u8]) -> Result<Self, Malformed> {
         let Ruleset { nftables } = serde_json::from_slice(text)?;

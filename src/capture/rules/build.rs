@@ -209,11 +209,8 @@ impl Builder<'_> {
             let matches = [leaves_by_lo(), Is(C::Source(range))];
             self.append_ranged(range, (Nat, IstioOutput), matches, Verdict::Return);
         }
-        for user in &config.uids {
-            self.proxy(&Owner::User(user.clone()));
-        }
-        for group in &config.gids {
-            self.proxy(&Owner::Group(group.clone()));
+        for owner in config.proxies() {
+            self.proxy(&owner);
         }
         let group = |id: &Id| C::Owner(Owner::Group(id.clone()));
         match &config.owner_groups {
@@ -310,9 +307,7 @@ impl Builder<'_> {
         self.append(Mangle, Prerouting, [TCP, marked()], Verdict::SaveMark);
         let matches = [TCP, leaves_by_lo(), marked()];
         self.append(Mangle, Output, matches, Verdict::Return);
-        let users = config.uids.iter().cloned().map(Owner::User);
-        let groups = config.gids.iter().cloned().map(Owner::Group);
-        for owner in users.chain(groups) {
+        for owner in config.proxies() {
             for range in self.loopback() {
                 let matches = [
                     Not(C::Destination(range)),

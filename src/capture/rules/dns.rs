@@ -10,11 +10,11 @@ use super::Criterion as C;
 use super::Match::Is;
 use super::Table::{Nat, Raw};
 use super::build::{Builder, TCP, port};
-use super::{DNS_PORT, Family, Match, Owner, Place, Protocol, Verdict};
+use super::{DNS_PORT, Family, Match, Place, Protocol, Verdict};
 use crate::address::Cidr;
 use crate::capture::config::DnsCapture;
 
-const UDP: Match = Is(C::Protocol(Protocol::Udp));
+pub(super) const UDP: Match = Is(C::Protocol(Protocol::Udp));
 
 impl Builder<'_> {
     pub(super) fn dns(&mut self) {
@@ -37,9 +37,7 @@ impl Builder<'_> {
                 Verdict::Redirect(DNS_PORT),
             );
         }
-        let users = self.config.uids.iter().cloned().map(Owner::User);
-        let groups = self.config.gids.iter().cloned().map(Owner::Group);
-        for owner in users.chain(groups) {
+        for owner in self.config.proxies() {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
                 let matches = [UDP, Is(port), Is(C::Owner(owner.clone()))];
                 self.append(Raw, OutputDns, matches, Verdict::Zone(zone));

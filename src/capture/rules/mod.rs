@@ -3,6 +3,7 @@
 
 mod build;
 mod dns;
+mod earlier;
 
 use std::ops::RangeInclusive;
 
@@ -28,7 +29,7 @@ impl Cidr {
 }
 
 /// In the order in which they are rendered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Table {
     Filter,
     Mangle,
@@ -36,7 +37,7 @@ pub enum Table {
     Raw,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Chain {
     /// The kernel's own chains.
     Prerouting,
@@ -61,7 +62,7 @@ pub enum Chain {
     ProtectAdmin,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Protocol {
     Tcp,
     Udp,
@@ -71,19 +72,19 @@ pub enum Protocol {
 pub type Ports = RangeInclusive<u16>;
 
 /// Users or groups: consecutive numbers, or a name that the rule's loader resolves.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Id {
     Numbers(RangeInclusive<u32>),
     Name(String),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Owner {
     User(Id),
     Group(Id),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Criterion {
     InInterface(String),
     OutInterface(String),
@@ -100,13 +101,13 @@ pub enum Criterion {
     ConnectionMark(u32),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Match {
     Is(Criterion),
     Not(Criterion),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
     Return,
     Accept,
@@ -161,6 +162,14 @@ impl Rules {
     pub fn new(config: &Config) -> Self {
         Self {
             rules: build::rules(config),
+            has_v6: config.has_v6,
+        }
+    }
+
+    /// The rules that earlier versions of Istio write for the same configuration, by iptables.
+    pub fn earlier(config: &Config) -> Self {
+        Self {
+            rules: earlier::rules(config, build::rules(config)),
             has_v6: config.has_v6,
         }
     }

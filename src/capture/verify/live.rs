@@ -24,35 +24,37 @@ pub async fn rules(family: Family, path: &str) -> Result<Layout, Error> {
     if !nftables::has_tables() {
         return Ok(apply::live(family, path).await?);
     }
-    let live = nftables::live().await?;
-    Ok(match family {
-        Family::V4 => live.v4,
-        Family::V6 => live.v6,
-    })
+    Ok(nftables::live().await?.of(family).clone())
 }
 
 /// The differences of rules and routes, by iptables or, if `is_native`, by nft. Changes nothing.
 pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Error> {
     let rules = Rules::new(request.config);
     let [v4, v6] = [Family::V4, Family::V6];
-    let (wanted, found) = match is_native {
-        true => (nftables::wanted(&rules), nftables::live().await?),
+    let (versions, found) = match is_native {
+        true => (vec![nftables::wanted(&rules)], nftables::live().await?),
         false => {
-            let wanted = Live {
-                v4: Layout::new(&rules, v4),
-                v6: Layout::new(&rules, v6),
-            };
             let found = Live {
                 v4: request.live(v4).await?,
                 v6: request.live(v6).await?,
             };
-            (wanted, found)
+            let versions = [rules, Rules::earlier(request.config)].map(|rules| Live {
+                v4: Layout::new(&rules, v4),
+                v6: Layout::new(&rules, v6),
+            });
+            (versions.into(), found)
         }
     };
     let mut findings = Vec::new();
-    for (family, mut wanted, found) in [(v4, wanted.v4, found.v4), (v6, wanted.v6, found.v6)] {
-        wanted.resolve(request.number);
-        findings.extend(compare(&wanted, &found, family));
+    for family in [v4, v6] {
+        let mut versions: Vec<_> = versions
+            .iter()
+            .map(|live| live.of(family).clone())
+            .collect();
+        for wanted in &mut versions {
+            wanted.resolve(request.number);
+        }
+        findings.extend(compare(&versions, found.of(family), family));
     }
     for (family, detail) in routes::missing(request.config)? {
         findings.push(Finding {

@@ -1,39 +1,113 @@
-//! What rules of others may do, as far as their text says it.
+//! Rules of others: which packets go another way because of them.
 
+use std::collections::BTreeMap;
+
+use super::{Kind, entries, is_ours, line, packets};
 use crate::capture::iptables;
 use crate::capture::layout::{Entry, Layout};
-use crate::capture::rules::Verdict;
+use crate::capture::packet::{Decision, Packet, Trace};
+use crate::capture::rules::Family;
 
-/// Targets after which the next rule sees the packet.
-const PASSING: [&str; 13] = [
-    "AUDIT", "CHECKSUM", "CLASSIFY", "CONNMARK", "CT", "DSCP", "LOG", "MARK", "NFLOG", "SET",
-    "TCPMSS", "TRACE", "TTL",
+/// Targets after which the next rule sees the packet. CT may take it from all rules of nat.
+const PASSING: [&str; 12] = [
+    "AUDIT", "CHECKSUM", "CLASSIFY", "CONNMARK", "DSCP", "LOG", "MARK", "NFLOG", "SET", "TCPMSS",
+    "TRACE", "TTL",
 ];
 /// Targets that take a packet from the rules that follow.
 const TAKING: [&str; 9] = [
     "ACCEPT", "DNAT", "DROP", "NETMAP", "NFQUEUE", "REDIRECT", "REJECT", "RETURN", "TPROXY",
 ];
 
-/// Whether a rule can keep a packet from the rules that follow. A jump to a chain of others can.
-pub(super) fn may_take(entry: &Entry) -> bool {
-    match entry {
-        Entry::Rule { verdict, .. } => !matches!(
-            verdict,
-            Verdict::SetMark(_) | Verdict::SaveMark | Verdict::RestoreMark | Verdict::Zone(_)
-        ),
-        // Those of nft are JSON.
-        Entry::Foreign(text) if text.starts_with('[') => true,
-        Entry::Foreign(text) => target(text).is_some_and(|(_, target)| !PASSING.contains(&target)),
+/// What rules of others do with packets, beside those of ours that are there.
+pub(super) fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<(Kind, String)> {
+    let (mut all, mut ours) = (found.clone(), found.clone());
+    let mut unclear = Vec::new();
+    for (place, rules) in &mut all.chains {
+        let is_ours = |entry: &Entry| is_ours(entries(wanted, *place), *place, entry);
+        if let Some(own) = ours.chains.get_mut(place) {
+            own.retain(is_ours);
+        }
+        let last = rules.iter().rposition(is_ours).unwrap_or_default();
+        for (at, entry) in rules.iter_mut().enumerate() {
+            if is_ours(entry) {
+                continue;
+            }
+            let read = readable(entry);
+            if let Entry::Foreign(text) = &read
+                && at < last
+                && may_take(text)
+            {
+                unclear.push((Kind::Unclear, line(*place, entry)));
+            }
+            *entry = read;
+        }
     }
+    if all == ours {
+        return unclear;
+    }
+    let mut examples = BTreeMap::new();
+    for (packet, expected, way) in packets::ways([&ours, &all], family) {
+        let Some(difference) = difference(&packet, &expected, &way) else {
+            continue;
+        };
+        let mut rules = way.rules.iter();
+        let Some(rule) = rules.find(|rule| !expected.rules.contains(rule)) else {
+            continue;
+        };
+        let place = (rule.table, rule.chain);
+        let mut lines = entries(found, place).iter();
+        let is_it = |entry: &&Entry| {
+            let Entry::Rule { matches, verdict } = readable(entry) else {
+                return false;
+            };
+            matches == rule.matches && verdict == rule.verdict
+        };
+        let Some(entry) = lines.find(is_it) else {
+            continue;
+        };
+        let rule = line(place, entry);
+        let example = || format!("{rule}: {packet} {difference}");
+        examples.entry(rule.clone()).or_insert_with(example);
+    }
+    let examples = examples.into_values();
+    let examples = examples.map(|example| (Kind::Diverts, example));
+    examples.chain(unclear).collect()
 }
 
-/// The rules, with those of others that are readable.
-pub(super) fn readable_layout(layout: &Layout) -> Layout {
-    let mut layout = layout.clone();
-    for entry in layout.chains.values_mut().flatten() {
-        *entry = readable(entry);
+/// In which way a packet ends elsewhere, if it does. What is not to be captured may be taken, and marked,
+/// by rules of others. Marks decide on the route, and zones on the answers.
+fn difference(packet: &Packet, wanted: &Trace<'_>, found: &Trace<'_>) -> Option<String> {
+    if wanted.decision != found.decision {
+        let last = found.rules.last();
+        let is_ours = wanted.decision != Decision::Untouched
+            || last.is_some_and(|rule| !rule.chain.is_builtin());
+        let (wanted, found) = (wanted.decision, found.decision);
+        return is_ours.then(|| format!("{found}, expected that it {wanted}"));
     }
-    layout
+    let zone = |trace: &Trace<'_>| trace.zone.map(u32::from).unwrap_or_default();
+    let numbers = [
+        ("mark", packet.mark, wanted.mark, found.mark),
+        (
+            "mark of its connection",
+            packet.connection_mark,
+            wanted.connection_mark,
+            found.connection_mark,
+        ),
+        ("conntrack zone", 0, zone(wanted), zone(found)),
+    ];
+    let is_captured = wanted.decision != Decision::Untouched;
+    let mut differing = numbers.into_iter().filter(|(kind, given, wanted, found)| {
+        wanted != found && (wanted != given || *kind == "conntrack zone" && is_captured)
+    });
+    let (kind, _, wanted, found) = differing.next()?;
+    Some(format!("gets {kind} {found}, expected {wanted}"))
+}
+
+/// Whether a rule whose matches cannot be read can keep a packet from the rules that follow. A jump to a
+/// chain of others can.
+pub(super) fn may_take(text: &str) -> bool {
+    // Those of nft are JSON.
+    text.starts_with('[') || target(text).is_some_and(|(_, target)| !PASSING.contains(&target))
 }
 
 /// A rule of others as one of the model, if only its comment or its target is none: what another target

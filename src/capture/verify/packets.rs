@@ -1,186 +1,168 @@
-//! Packets that rules may tell apart: made of the values that the rules name, and of others.
+//! Packets that take each way through rules: made of the values that the rules name, and of values beside
+//! them.
 
-use std::net::{IpAddr, SocketAddr};
+use std::collections::{HashSet, VecDeque};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use fastrand::Rng;
-
-use crate::capture::packet::{Account, Direction, LOOPBACK, Packet, State};
+use crate::address::Cidr;
+use crate::capture::layout::Layout;
+use crate::capture::packet::{
+    Account, Direction, LOOPBACK, Packet, State, Trace, is_named, simulate,
+};
 use crate::capture::rules::{Criterion, Family, Id, Match, Owner, Protocol};
 
-/// Values of a kind, at most.
-const MOST_VALUES: usize = 64;
+/// Packets that are simulated, at most: about a second for the longest rules.
+const MAX_PACKETS: usize = 50_000;
 
-/// New connections have the most ways.
-const STATES: [State; 4] = [State::New, State::New, State::Established, State::Invalid];
-
-/// Values to make packets of.
-#[derive(Clone, Debug)]
-pub struct Values {
-    addresses: Vec<IpAddr>,
-    interfaces: Vec<String>,
-    ports: Vec<u16>,
-    users: Vec<Account>,
-    groups: Vec<Account>,
-    marks: Vec<u32>,
+/// A packet for each way through both layouts. The search begins with the first packet of a usual
+/// connection in each direction. Beside each packet that takes a new way, it tries the packets for which
+/// all matches of a rule hold, and those for which all but one do.
+pub(in crate::capture) fn ways<'a>(
+    layouts: [&'a Layout; 2],
+    family: Family,
+) -> Vec<(Packet, Trace<'a>, Trace<'a>)> {
+    let rules: HashSet<_> = layouts.iter().flat_map(|layout| layout.matches()).collect();
+    let mut rules: Vec<_> = rules.into_iter().collect();
+    rules.sort_by_cached_key(|matches| format!("{matches:?}"));
+    let mut queue = VecDeque::from(usual(family));
+    let (mut known, mut found) = (HashSet::new(), Vec::new());
+    let mut left = MAX_PACKETS;
+    while let Some(packet) = queue.pop_front() {
+        let [first, second] = layouts.map(|layout| simulate(layout, &packet));
+        if !known.insert((first.rules.clone(), second.rules.clone())) {
+            continue;
+        }
+        for matches in &rules {
+            let beside = (0..=matches.len()).map(|but| changed(&packet, matches, but));
+            // What arrives over lo was sent.
+            let is_possible =
+                |packet: &Packet| packet.direction != Direction::In || packet.interface != LOOPBACK;
+            let beside = beside.filter(is_possible).take(left);
+            let before = queue.len();
+            queue.extend(beside);
+            left -= queue.len() - before;
+        }
+        found.push((packet, first, second));
+    }
+    found
 }
 
-impl Values {
-    /// Those of some rules of a family, and some that rules hardly name.
-    pub fn new<'a>(rules: impl Iterator<Item = &'a [Match]>, family: Family) -> Self {
-        let address = |v4: [u8; 4], v6: [u16; 8]| match family {
-            Family::V4 => IpAddr::from(v4),
-            Family::V6 => IpAddr::from(v6),
-        };
-        let user = Account {
-            number: Some(54321),
-            name: None,
-        };
-        let mut values = Self {
-            addresses: vec![
-                address([198, 51, 100, 7], [0x2001, 0xdb8, 7, 0, 0, 0, 0, 7]),
-                address([127, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 1]),
-            ],
-            interfaces: vec!["eth0".to_owned(), LOOPBACK.to_owned()],
-            ports: vec![8080, 53],
-            users: vec![user.clone()],
-            groups: vec![user],
-            marks: vec![0],
-        };
-        for each in rules.flatten() {
-            let (Match::Is(criterion) | Match::Not(criterion)) = each;
-            values.add(criterion);
-        }
-        values
-    }
-
-    fn add(&mut self, criterion: &Criterion) {
-        match criterion {
-            Criterion::InInterface(name) | Criterion::OutInterface(name) => {
-                push(&mut self.interfaces, interface(name));
-            }
-            Criterion::Source(range) | Criterion::Destination(range) => {
-                push(&mut self.addresses, range.address);
-            }
-            Criterion::SourcePort(port) => push(&mut self.ports, *port),
-            Criterion::DestinationPort(ports) => {
-                for port in ports
-                    .iter()
-                    .flat_map(|ports| [*ports.start(), *ports.end()])
-                {
-                    push(&mut self.ports, port);
-                }
-            }
-            Criterion::Owner(Owner::User(id)) => push(&mut self.users, account(id)),
-            Criterion::Owner(Owner::Group(id)) => push(&mut self.groups, account(id)),
-            Criterion::Mark(mark) | Criterion::ConnectionMark(mark) => {
-                push(&mut self.marks, *mark);
-            }
-            Criterion::Protocol(_)
-            | Criterion::StateInvalid
-            | Criterion::StateRelatedOrEstablished => {}
-        }
-    }
-
-    /// A packet of any of the values.
-    pub fn draw(&self, rng: &mut Rng) -> Packet {
-        let is_sent = rng.bool();
-        self.draw_in(is_sent, rng)
-    }
-
-    /// A packet of which these matches hold, as far as one criterion does not exclude another.
-    pub fn draw_for(&self, matches: &[Match], rng: &mut Rng) -> Packet {
-        let mut sides = matches.iter().filter_map(|each| match each {
-            Match::Is(Criterion::InInterface(name)) => Some(name == LOOPBACK),
-            Match::Is(Criterion::OutInterface(_) | Criterion::Owner(_)) => Some(true),
-            _ => None,
-        });
-        let is_sent = sides.next_back().unwrap_or_else(|| rng.bool());
-        let mut packet = self.draw_in(is_sent, rng);
-        for each in matches {
-            if let Match::Is(criterion) = each {
-                set(&mut packet, criterion);
-            }
-        }
-        packet
-    }
-
-    fn draw_in(&self, is_sent: bool, rng: &mut Rng) -> Packet {
-        let mut packet = Packet {
-            direction: match is_sent {
-                true => Direction::Out {
-                    user: one(&self.users, rng),
-                    group: one(&self.groups, rng),
-                },
-                false => Direction::In,
-            },
-            protocol: one(&[Protocol::Tcp, Protocol::Tcp, Protocol::Udp], rng),
-            source: SocketAddr::new(one(&self.addresses, rng), one(&self.ports, rng)),
-            destination: SocketAddr::new(one(&self.addresses, rng), one(&self.ports, rng)),
-            interface: one(&self.interfaces, rng),
-            state: one(&STATES, rng),
-            mark: one(&self.marks, rng),
-            connection_mark: one(&self.marks, rng),
-        };
-        // What arrives over lo was sent.
-        if !is_sent && packet.interface == LOOPBACK {
-            packet.interface.clone_from(&self.interfaces[0]);
-        }
-        packet
-    }
+/// First packets of connections, which are sent or arrive, with values that hardly any rule names.
+fn usual(family: Family) -> [Packet; 2] {
+    let addresses: [IpAddr; 2] = match family {
+        Family::V4 => [[203, 0, 113, 7].into(), [198, 51, 100, 7].into()],
+        Family::V6 => [8, 7].map(|net| Ipv6Addr::new(0x2001, 0xdb8, net, 0, 0, 0, 0, 7).into()),
+    };
+    let account = || Account {
+        number: Some(54321),
+        name: None,
+    };
+    let sent = Direction::Out {
+        user: account(),
+        group: account(),
+    };
+    [sent, Direction::In].map(|direction| Packet {
+        direction,
+        protocol: Protocol::Tcp,
+        source: SocketAddr::new(addresses[0], 40000),
+        destination: SocketAddr::new(addresses[1], 8080),
+        interface: "eth0".to_owned(),
+        state: State::New,
+        mark: 0,
+        connection_mark: 0,
+    })
 }
 
-fn set(packet: &mut Packet, criterion: &Criterion) {
+/// The packet with values for which the matches hold, but the one of this number.
+fn changed(packet: &Packet, matches: &[Match], but: usize) -> Packet {
+    let mut packet = packet.clone();
+    for (at, each) in matches.iter().enumerate() {
+        let (Match::Is(criterion) | Match::Not(criterion)) = each;
+        let holds = matches!(each, Match::Is(_)) == (at != but);
+        if packet.fits(criterion) != holds {
+            set(&mut packet, criterion, holds);
+        }
+    }
+    packet
+}
+
+/// Gives the packet the first value for which the criterion holds, or the first one behind those.
+fn set(packet: &mut Packet, criterion: &Criterion, holds: bool) {
+    let mark = |mark: u32| if holds { mark } else { u32::from(mark == 0) };
+    let state = |state| if holds { state } else { State::New };
     match criterion {
         Criterion::InInterface(name) | Criterion::OutInterface(name) => {
-            packet.interface = interface(name);
+            packet.interface = match (holds, is_named("eth0", name)) {
+                (true, _) => name.replace('+', "0"),
+                (false, true) => "other0".to_owned(),
+                (false, false) => "eth0".to_owned(),
+            }
         }
-        Criterion::Source(range) => packet.source.set_ip(range.address),
-        Criterion::Destination(range) => packet.destination.set_ip(range.address),
-        Criterion::Protocol(protocol) => packet.protocol = *protocol,
-        Criterion::SourcePort(port) => packet.source.set_port(*port),
-        Criterion::DestinationPort(ports) => {
-            let port = ports.first().map(|ports| *ports.start());
+        Criterion::Source(range) => packet.source.set_ip(address(range, holds)),
+        Criterion::Destination(range) => packet.destination.set_ip(address(range, holds)),
+        Criterion::Protocol(protocol) => {
+            packet.protocol = match (protocol, holds) {
+                (Protocol::Tcp, true) | (Protocol::Udp, false) => Protocol::Tcp,
+                (Protocol::Udp, true) | (Protocol::Tcp, false) => Protocol::Udp,
+            }
+        }
+        Criterion::SourcePort(port) => {
+            let other = port.wrapping_add(1);
+            packet.source.set_port(if holds { *port } else { other });
+        }
+        Criterion::DestinationPort(all) => {
+            let is_in = |port: &u16| all.iter().any(|ports| ports.contains(port));
+            let mut behind = all.iter().map(|ports| ports.end().wrapping_add(1));
+            let port = match holds {
+                true => all.first().map(|ports| *ports.start()),
+                false => behind.find(|port| !is_in(port)),
+            };
             packet.destination.set_port(port.unwrap_or_default());
         }
         Criterion::Owner(owner) => {
             if let Direction::Out { user, group } = &mut packet.direction {
                 match owner {
-                    Owner::User(id) => *user = account(id),
-                    Owner::Group(id) => *group = account(id),
+                    Owner::User(id) => *user = account(id, holds),
+                    Owner::Group(id) => *group = account(id, holds),
                 }
             }
         }
-        Criterion::StateInvalid => packet.state = State::Invalid,
-        Criterion::StateRelatedOrEstablished => packet.state = State::Established,
-        Criterion::Mark(mark) => packet.mark = *mark,
-        Criterion::ConnectionMark(mark) => packet.connection_mark = *mark,
+        Criterion::StateInvalid => packet.state = state(State::Invalid),
+        Criterion::StateRelatedOrEstablished => packet.state = state(State::Established),
+        Criterion::Mark(value) => packet.mark = mark(*value),
+        Criterion::ConnectionMark(value) => packet.connection_mark = mark(*value),
     }
 }
 
-/// An interface that has this name; `+` at its end stands for any further characters.
-fn interface(name: &str) -> String {
-    name.replace('+', "0")
+/// The first address of a range, or the first one behind it.
+fn address(range: &Cidr, is_in: bool) -> IpAddr {
+    let first = range.masked().address;
+    match first {
+        _ if is_in => first,
+        IpAddr::V4(v4) => {
+            let size = 1_u32.checked_shl(32 - u32::from(range.prefix));
+            Ipv4Addr::from_bits(v4.to_bits().wrapping_add(size.unwrap_or_default())).into()
+        }
+        IpAddr::V6(v6) => {
+            let size = 1_u128.checked_shl(128 - u32::from(range.prefix));
+            Ipv6Addr::from_bits(v6.to_bits().wrapping_add(size.unwrap_or_default())).into()
+        }
+    }
 }
 
-fn account(id: &Id) -> Account {
+fn account(id: &Id, is_it: bool) -> Account {
     match id {
-        Id::Numbers(numbers) => Account {
+        Id::Numbers(numbers) if is_it => Account {
             number: Some(*numbers.start()),
+            name: None,
+        },
+        Id::Numbers(numbers) => Account {
+            number: Some(numbers.end().wrapping_add(1)),
             name: None,
         },
         Id::Name(name) => Account {
             number: None,
-            name: Some(name.clone()),
+            name: is_it.then(|| name.clone()),
         },
     }
-}
-
-fn push<T: PartialEq>(values: &mut Vec<T>, value: T) {
-    if values.len() < MOST_VALUES && !values.contains(&value) {
-        values.push(value);
-    }
-}
-
-fn one<T: Clone>(values: &[T], rng: &mut Rng) -> T {
-    values[rng.usize(..values.len())].clone()
 }

@@ -3,171 +3,368 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::capture::config::tests::checked;
-use crate::capture::config::{Config, Settings};
-use crate::capture::rules::{Rules, Verdict};
+use crate::capture::config::tests::settings;
+use crate::capture::config::{Config, Host, Settings};
+use crate::capture::iptables;
+use crate::capture::rules::Rules;
 
-fn config(change: impl FnOnce(&mut Settings)) -> Config {
-    let all = |s: &mut Settings| {
+type Change = fn(&mut Settings);
+
+fn config(change: Change) -> Config {
+    let settings = settings(|s| {
         (s.service_cidr, s.inbound_ports) = ("*".to_owned(), "*".to_owned());
         change(s);
+    });
+    let servers = ["10.0.0.53", "10.0.0.54", "2001:db8::53"];
+    let host = Host {
+        has_v6: true,
+        nameservers: servers.map(|server| server.parse().expect(server)).into(),
+        envoy_uid: None,
     };
-    checked(all).0
+    Config::check(&settings, &host).expect("settings").0
 }
 
-fn wanted(change: impl FnOnce(&mut Settings)) -> Layout {
-    Layout::new(&Rules::new(&config(change)), Family::V4)
+fn tproxy(s: &mut Settings) {
+    s.interception_mode = "TPROXY".to_owned();
+    s.exclude_interfaces = "eth1".to_owned();
 }
 
-fn chain(layout: &mut Layout, chain: Chain) -> &mut Vec<Entry> {
-    let chain = layout.chains.get_mut(&(Table::Nat, chain));
-    chain.expect("a chain")
+fn dns_of_servers(s: &mut Settings) {
+    s.redirect_dns = true;
+    s.owner_groups_exclude = "202".to_owned();
+}
+
+const CONFIGS: [Change; 6] = [
+    |s| s.local_exclude_ports = "15021,15020".to_owned(),
+    tproxy,
+    dns_of_servers,
+    |s| (s.redirect_dns, s.capture_all_dns) = (true, true),
+    |s| {
+        (s.drop_invalid, s.protect_admin) = (true, true);
+        s.kube_virt_interfaces = "vm0".to_owned();
+    },
+    |s| {
+        s.owner_groups = "1000,1001".to_owned();
+        s.service_cidr = "10.96.0.0/16,2001:db8::/32".to_owned();
+    },
+];
+
+fn wanted(change: Change, family: Family) -> Layout {
+    Layout::new(&Rules::new(&config(change)), family)
+}
+
+fn chain(layout: &mut Layout, table: Table, chain: Chain) -> &mut Vec<Entry> {
+    layout.chains.entry((table, chain)).or_default()
 }
 
 /// The findings after a change, and whether one of them misleads traffic.
-fn findings(change: impl FnOnce(&mut Layout)) -> (Vec<String>, bool) {
-    let wanted = wanted(|_| {});
+fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>, bool) {
+    let wanted = wanted(settings, Family::V4);
     let mut found = wanted.clone();
     change(&mut found);
-    let findings = compare(&wanted, &found, Family::V4);
+    let findings = compare(&[wanted], &found, Family::V4);
     let texts = findings.iter().map(ToString::to_string);
     (texts.collect(), findings.iter().any(Finding::misleads))
 }
 
 #[test]
 fn equal_rules_differ_in_nothing() {
-    assert_eq!(findings(|_| {}), (Vec::new(), false));
-}
-
-#[test]
-fn every_rule_that_is_missing_is_found_and_misleads_traffic_unless_another_covers_it() {
-    // Who is not of the proxy's user has left before the rules of its group.
-    let covered = [
-        "nat: -A ISTIO_OUTPUT ! -d 127.0.0.1/32 -o lo -p tcp ! --dport 15008 -m owner --gid-owner 1337 -j ISTIO_IN_REDIRECT",
-        "nat: -A ISTIO_OUTPUT -o lo -m owner ! --gid-owner 1337 -j RETURN",
-    ];
-    for is_tproxy in [false, true] {
-        let wanted = wanted(|s| match is_tproxy {
-            false => s.local_exclude_ports = "15021".to_owned(),
-            true => s.interception_mode = "TPROXY".to_owned(),
-        });
-        for (place, entries) in &wanted.chains {
-            for at in 0..entries.len() {
-                let mut found = wanted.clone();
-                let entry = found.chains.get_mut(place).expect("a chain").remove(at);
-                let line = line(*place, &entry);
-                let findings = compare(&wanted, &found, Family::V4);
-                assert_eq!(
-                    (findings[0].kind, &findings[0].detail),
-                    (Kind::Missing, &line)
-                );
-                let misleads = findings.iter().any(Finding::misleads);
-                // In TPROXY, no packet comes to this chain.
-                let is_unused = is_tproxy && line.starts_with("nat: -A ISTIO_INBOUND");
-                let matters = !is_unused && !covered.contains(&line.as_str());
-                assert_eq!(misleads, matters, "{findings:#?}");
-            }
-        }
+    for change in CONFIGS {
+        assert_eq!(findings(change, |_| {}), (Vec::new(), false));
     }
 }
 
 #[test]
-fn a_way_that_differs_is_told_by_an_example_and_its_rule() {
-    let (texts, misleads) = findings(|found| {
-        let port = chain(found, Chain::Redirect);
-        let Entry::Rule { verdict, .. } = &mut port[0] else {
-            panic!("a rule");
-        };
-        *verdict = Verdict::Redirect(15002);
-    });
-    assert!(misleads);
-    let rule = "nat: -A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports";
-    assert_eq!(
-        texts[0],
-        format!("IPv4: a rule is changed: found {rule} 15002, expected {rule} 15001")
-    );
-    let end = format!(
-        "is redirected to port 15002, expected that it is redirected to port 15001; it matches {rule} 15002"
-    );
-    assert_eq!(texts.len(), 2);
-    assert!(
-        texts[1].starts_with("IPv4: a packet ends elsewhere: TCP from user ")
-            && texts[1].ends_with(&end),
-        "{texts:?}"
-    );
+fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
+    let mut tried = 0;
+    for (change, family) in CONFIGS.map(|c| [(c, Family::V4), (c, Family::V6)]).concat() {
+        let wanted = wanted(change, family);
+        for (place, entries) in &wanted.chains {
+            for (at, entry) in entries.iter().enumerate() {
+                let mut damages: Vec<(_, Box<dyn Fn(&mut Vec<Entry>)>)> = vec![
+                    (Kind::Missing, Box::new(|rules| drop(rules.remove(at)))),
+                    (Kind::Unwanted, Box::new(|rules| rules.push(entry.clone()))),
+                ];
+                if at + 1 < entries.len() {
+                    damages.push((Kind::Order, Box::new(|rules| rules.swap(at, at + 1))));
+                }
+                for (kind, damage) in damages {
+                    let mut found = wanted.clone();
+                    damage(found.chains.get_mut(place).expect("a chain"));
+                    let findings = compare(std::slice::from_ref(&wanted), &found, family);
+                    let [finding] = &findings[..] else {
+                        panic!("{entry:?}: {findings:#?}");
+                    };
+                    assert!(finding.misleads());
+                    assert_eq!(finding.kind, kind);
+                    assert!(finding.detail.contains(&line(*place, entry)), "{finding}");
+                    tried += 1;
+                }
+            }
+        }
+    }
+    assert!(tried > 500, "{tried}");
 }
 
 #[test]
-fn rules_of_others_before_ours_mislead_only_what_they_certainly_take() {
-    for (rule, is_named, misleads) in [
-        ("-p tcp -j ACCEPT", true, true),
+fn zones_and_redirects_of_dns_that_are_missing_are_named() {
+    for (table, rule) in [
         (
-            r#"-p tcp -m comment --comment "a \"b\" -j X" -j RETURN"#,
-            true,
-            true,
+            Table::Raw,
+            "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -d 10.0.0.53/32 -j CT --zone 2",
         ),
+        (Table::Nat, "-A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS"),
         (
-            "-p tcp -m comment --comment word -j DNAT --to-destination 10.0.0.1",
-            true,
-            true,
+            Table::Nat,
+            "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -d 10.0.0.53/32 -j REDIRECT --to-port 15053",
         ),
-        (
-            "-d 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable",
-            true,
-            true,
-        ),
-        ("-m cgroup --path x -j ACCEPT", true, false),
-        ("-d 10.0.0.0/8 -g DOCKER", true, false),
-        ("-p tcp -j LOG --log-prefix \"-j ACCEPT\"", false, false),
-        ("-j NFLOG", false, false),
-        ("-p tcp", false, false),
-        ("-p udp -j ACCEPT", true, false),
     ] {
-        let (texts, misled) = findings(|found| {
-            chain(found, Chain::Output).insert(0, Entry::Foreign(rule.to_owned()));
+        let same = |text: &str| {
+            let mut words: Vec<_> = text.split(' ').map(str::to_owned).collect();
+            words.sort();
+            words
+        };
+        let expected = format!("{}: {rule}", table_name(table));
+        let (texts, misleads) = findings(dns_of_servers, |found| {
+            for (place, entries) in &mut found.chains {
+                entries.retain(|entry| same(&line(*place, entry)) != same(&expected));
+            }
         });
-        let named = format!(
-            "IPv4: a rule of others comes first and may take traffic: nat: -A OUTPUT {rule}"
+        assert!(misleads);
+        assert_eq!(texts.len(), 1, "{texts:?}");
+        let said = texts[0].replace("IPv4: a rule is missing: ", "");
+        assert_eq!(same(&said), same(&expected));
+    }
+}
+
+/// What is said of a rule of others before ours.
+#[derive(Debug, PartialEq)]
+enum Said {
+    Nothing,
+    Unclear,
+    /// With this end of an example.
+    Diverts(&'static str),
+}
+
+#[test]
+fn rules_of_others_divert_what_they_and_ours_match() {
+    use Said::{Diverts, Nothing, Unclear};
+    use Table::{Filter, Mangle, Nat, Raw};
+    let not_captured =
+        Diverts("goes to its destination, expected that it is redirected to port 150");
+    let all: Change = |_| {};
+    for (settings, table, rule, said) in [
+        (all, Nat, "-p tcp -j ACCEPT", &not_captured),
+        (
+            all,
+            Nat,
+            "-d 10.0.0.0/8 -p tcp -m tcp --dport 443 -j RETURN",
+            &not_captured,
+        ),
+        (
+            all,
+            Nat,
+            r#"-p tcp -m comment --comment "a \"b\" -j X" -j RETURN"#,
+            &not_captured,
+        ),
+        (
+            all,
+            Nat,
+            "-m comment --comment word -j DNAT --to-destination 10.0.0.1",
+            &not_captured,
+        ),
+        (
+            all,
+            Mangle,
+            "-d 10.0.0.0/8 -j REJECT --reject-with icmp-port-unreachable",
+            &Diverts("is dropped, expected that it is redirected to port 15001"),
+        ),
+        (
+            all,
+            Nat,
+            "! -o lo -p tcp -m owner ! --uid-owner 1000 -j ACCEPT",
+            &not_captured,
+        ),
+        (all, Nat, "-m cgroup --path x -j ACCEPT", &Unclear),
+        (all, Nat, "-d 10.0.0.0/8 -g DOCKER", &Unclear),
+        (
+            all,
+            Nat,
+            "-p tcp -j LOG --log-prefix \"-j ACCEPT\"",
+            &Nothing,
+        ),
+        (all, Nat, "-j NFLOG", &Nothing),
+        (all, Nat, "-p tcp", &Nothing),
+        (all, Nat, "-p udp -j ACCEPT", &Nothing),
+        // Its port is another one by then.
+        (all, Filter, "-p tcp -m tcp --dport 25 -j DROP", &Nothing),
+        (
+            all,
+            Filter,
+            "-p tcp -m tcp --dport 15001 -j DROP",
+            &Diverts("is dropped, expected that it is redirected to port 15001"),
+        ),
+        // Of the proxy alone, which is not captured.
+        (
+            all,
+            Nat,
+            "-p tcp -m owner --uid-owner 1337 ! -o lo -j ACCEPT",
+            &Nothing,
+        ),
+        (
+            dns_of_servers,
+            Nat,
+            "-p udp -j ACCEPT",
+            &Diverts("goes to its destination, expected that it is redirected to port 15053"),
+        ),
+        (
+            dns_of_servers,
+            Raw,
+            "-p udp -j CT --zone 7",
+            &Diverts("gets conntrack zone 7, expected 2"),
+        ),
+        (dns_of_servers, Raw, "-p udp -j CT --notrack", &Unclear),
+        (
+            dns_of_servers,
+            Nat,
+            "-d 10.0.0.54/32 -p tcp -m tcp --dport 53 -j RETURN",
+            &Diverts("goes to its destination, expected that it is redirected to port 15053"),
+        ),
+        // Only of this group, to this range, something is captured.
+        (CONFIGS[5], Nat, "-p tcp -j ACCEPT", &not_captured),
+        (
+            CONFIGS[5],
+            Nat,
+            "-d 10.96.7.0/24 -m owner --gid-owner 1001 -j ACCEPT",
+            &not_captured,
+        ),
+        (CONFIGS[5], Nat, "-d 10.97.0.0/16 -j ACCEPT", &Nothing),
+        (
+            |s| s.service_exclude_cidr = "10.0.0.0/16,10.1.0.0/16".to_owned(),
+            Nat,
+            "-d 10.0.0.0/15 -j ACCEPT",
+            &Nothing,
+        ),
+        (
+            |s| s.service_exclude_cidr = "10.0.0.0/16,10.1.0.0/16".to_owned(),
+            Nat,
+            "-d 10.0.0.0/8 -j ACCEPT",
+            &not_captured,
+        ),
+        (
+            tproxy,
+            Mangle,
+            "-p tcp -j MARK --set-xmark 0x1/0xffffffff",
+            &Diverts("gets mark 1, expected 1338"),
+        ),
+    ] {
+        let named = format!("{}: -A OUTPUT {rule}", table_name(table));
+        let (texts, misleads) = findings(settings, |found| {
+            let rules = chain(found, table, Chain::Output);
+            rules.insert(0, iptables::entry(rule));
+        });
+        let found = match texts.as_slice() {
+            [] => Nothing,
+            [text]
+                if text
+                    == &format!(
+                        "IPv4: a rule of others comes first and may take traffic: {named}"
+                    ) =>
+            {
+                Unclear
+            }
+            [text] => {
+                let start = "IPv4: a rule of others diverts traffic: nat: -A ".len();
+                assert!(text.len() > start, "{text}");
+                match said {
+                    Diverts(end) if text.contains(end) => Diverts(end),
+                    _ => panic!("{named}: {text}"),
+                }
+            }
+            texts => panic!("{named}: {texts:#?}"),
+        };
+        assert_eq!(
+            (&found, misleads),
+            (said, matches!(said, Diverts(_))),
+            "{named}: {texts:#?}"
         );
-        assert_eq!(texts.contains(&named), is_named, "{texts:#?}");
-        assert_eq!(misled, misleads, "{texts:#?}");
     }
 }
 
 #[test]
 fn rules_of_others_behind_ours_are_none_of_our_business() {
-    let (texts, misled) = findings(|found| {
-        let rule = Entry::Foreign("-p udp -j DNAT --to-destination 10.0.0.1".to_owned());
-        chain(found, Chain::Output).push(rule);
-        let rule = Entry::rule(Vec::new(), Verdict::Accept);
-        chain(found, Chain::Prerouting).push(rule);
-    });
+    let (texts, misled) = findings(
+        |_| {},
+        |found| {
+            let rule = Entry::Foreign("-p udp -j DNAT --to-destination 10.0.0.1".to_owned());
+            chain(found, Table::Nat, Chain::Output).push(rule);
+            let rule = Entry::rule(Vec::new(), Verdict::Accept);
+            chain(found, Table::Nat, Chain::Prerouting).push(rule);
+        },
+    );
     assert_eq!((texts, misled), (Vec::new(), false));
 }
 
 #[test]
-fn order_doubles_and_chains_of_other_versions_are_named() {
-    let (texts, misled) = findings(|found| chain(found, Chain::IstioOutput).reverse());
-    assert!(misled);
-    assert_eq!(
-        texts[0],
-        "IPv4: rules are in another order: nat: ISTIO_OUTPUT"
+fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
+    let old = |found: &mut Layout| {
+        let chain = (Table::Nat, "ISTIO_OLD".to_owned());
+        found.unknown_chains.push(chain);
+    };
+    let (texts, misled) = findings(|_| {}, old);
+    let named = "IPv4: a chain is not of this version of Istio: nat: ISTIO_OLD";
+    assert_eq!((&texts[..], misled), (&[named.to_owned()][..], false));
+    let (texts, misled) = findings(
+        |_| {},
+        |found| {
+            old(found);
+            let jump = iptables::entry("-p tcp -j ISTIO_OLD");
+            chain(found, Table::Nat, Chain::Output).push(jump);
+        },
     );
-    let (texts, misled) = findings(|found| {
-        let output = chain(found, Chain::Output);
-        output.push(output[0].clone());
-        found
-            .unknown_chains
-            .push((Table::Nat, "ISTIO_OLD".to_owned()));
-    });
-    assert!(!misled);
+    let jump = "IPv4: a rule is not asked for: nat: -A OUTPUT -p tcp -j ISTIO_OLD";
     assert_eq!(
-        texts,
-        [
-            "IPv4: a rule is not asked for: nat: -A OUTPUT -j ISTIO_OUTPUT",
-            "IPv4: a chain is not of this version of Istio: nat: ISTIO_OLD",
-        ]
+        (&texts[..], misled),
+        (&[jump.to_owned(), named.to_owned()][..], true)
     );
+}
+
+#[test]
+fn rules_of_an_earlier_version_for_the_same_settings_are_named_and_harmless_while_they_are_whole() {
+    for (change, line) in [
+        (CONFIGS[4], "-A OUTPUT -p tcp -j ISTIO_OUTPUT\n"),
+        (
+            CONFIGS[4],
+            "-A PREROUTING -m conntrack --ctstate INVALID -j DROP\n",
+        ),
+        (
+            dns_of_servers,
+            "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN\n",
+        ),
+    ] {
+        let config = config(change);
+        let earlier = Rules::earlier(&config);
+        for family in [Family::V4, Family::V6] {
+            let text = iptables::restore(&earlier, family);
+            assert!(text.contains(line), "{text}");
+            let versions = [Rules::new(&config), earlier.clone()];
+            let versions = versions.map(|rules| Layout::new(&rules, family));
+            let findings = compare(&versions, &versions[1], family);
+            let kinds: Vec<_> = findings.iter().map(|finding| finding.kind).collect();
+            assert_eq!(kinds, [Kind::Version]);
+            assert!(!findings[0].misleads());
+            // They take no packet another way.
+            for (packet, ours, theirs) in ways([&versions[0], &versions[1]], family) {
+                let way = |trace: &crate::capture::packet::Trace<'_>| (trace.decision, trace.zone);
+                let dropped_as_invalid = packet.state == crate::capture::packet::State::Invalid;
+                assert!(way(&ours) == way(&theirs) || dropped_as_invalid, "{packet}");
+            }
+            let mut found = versions[1].clone();
+            chain(&mut found, Table::Nat, Chain::IstioOutput).remove(0);
+            let findings = compare(&versions, &found, family);
+            assert!(findings.iter().any(Finding::misleads));
+        }
+    }
 }
 
 proptest! {
@@ -177,7 +374,7 @@ proptest! {
         text in "(-p tcp)?( -[jgm] |comment| --comment|\"|\\\\|[A-Z]{2,6}| |\\PC){0,12}",
     ) {
         let foreign = Entry::Foreign(text.clone());
-        others::may_take(&foreign);
+        others::may_take(&text);
         let read = others::readable(&foreign);
         let commented = Entry::Foreign(format!("-m comment --comment x {text}"));
         if !text.contains("--comment") && !text.contains('\\') {

@@ -20,11 +20,13 @@ const INTERFACE: &str = "eth0";
 pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, Error> {
     let packet = packet(flow, &machine::interfaces()?);
     let rules = Rules::new(config);
-    let layout = match (packet.destination, is_native) {
-        (SocketAddr::V4(_), false) => Layout::new(&rules, Family::V4),
-        (SocketAddr::V6(_), false) => Layout::new(&rules, Family::V6),
-        (SocketAddr::V4(_), true) => nftables::wanted(&rules).v4,
-        (SocketAddr::V6(_), true) => nftables::wanted(&rules).v6,
+    let family = match packet.destination {
+        SocketAddr::V4(_) => Family::V4,
+        SocketAddr::V6(_) => Family::V6,
+    };
+    let layout = match is_native {
+        true => nftables::wanted(&rules).of(family).clone(),
+        false => Layout::new(&rules, family),
     };
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))

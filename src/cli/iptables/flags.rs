@@ -117,7 +117,7 @@ pub struct IptablesFlags {
     #[arg(long, value_name = "FLOW")]
     pub explain: Option<Flow>,
     /// Says how the live rules differ from these arguments' rules, and changes nothing. The exit code is 3
-    /// if traffic would not be captured.
+    /// if traffic may not be captured.
     #[arg(long)]
     pub verify: bool,
     /// Kind of iptables: legacy or nft; empty is detected.

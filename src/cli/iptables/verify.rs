@@ -5,7 +5,7 @@ use crate::capture::iptables::apply::Request;
 use crate::capture::verify::{Finding, live};
 use crate::exit_code::ExitCode;
 
-/// What the findings say, and whether traffic goes where it should.
+/// What the findings say, and whether traffic may go elsewhere.
 pub(super) async fn verify(request: &Request<'_>, is_native: bool) -> Result<Report, Error> {
     let findings = live::findings(request, is_native).await?;
     let misleads = findings.iter().any(Finding::misleads);
@@ -14,7 +14,7 @@ pub(super) async fn verify(request: &Request<'_>, is_native: bool) -> Result<Rep
         (false, false) => {
             "Traffic is captured as these arguments ask; these differences do not keep it from that:"
         }
-        (false, true) => "Traffic is not captured as these arguments ask:",
+        (false, true) => "Traffic may not be captured as these arguments ask:",
     };
     let lines = findings.iter().map(|finding| format!("\n  {finding}"));
     Ok(Report {

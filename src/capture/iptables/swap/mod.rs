@@ -117,7 +117,7 @@ impl Own {
 }
 
 /// Whether the target is one of Istio's chains, of any version.
-fn jumps_to_istio(text: &str) -> bool {
+pub(in crate::capture) fn jumps_to_istio(text: &str) -> bool {
     let words: Vec<_> = text.split(' ').collect();
     // Before it there may be a comment, with anything in it.
     let target = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
