@@ -145,7 +145,7 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
 }
 
 fn print(text: &str) -> Result<ExitCode, BoxError> {
-    writeln!(io::stdout(), "{text}")?;
+    cli::unless_unread(writeln!(io::stdout(), "{text}"))?;
     Ok(ExitCode::Success)
 }
 

@@ -15,6 +15,7 @@ pub mod unknown;
 pub mod version;
 pub mod wait;
 
+use std::io;
 use std::path::Path;
 
 use clap::error::{ContextKind, ErrorKind};
@@ -130,6 +131,15 @@ pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
     }
     for word in ignored {
         tracing::warn!("ignoring {word:?}: one word after proxy is the type of node");
+    }
+}
+
+/// The outcome of writing to standard output. A reader that has left, as `head` does once it has read
+/// enough, makes no error.
+pub fn unless_unread(written: io::Result<()>) -> io::Result<()> {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
     }
 }
 

@@ -13,6 +13,7 @@ use bytes::{Bytes, BytesMut};
 use clap::Args;
 use http::{Method, Request, StatusCode};
 
+use super::unless_unread;
 use crate::http_client::{self, Client, http_url};
 
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
@@ -70,9 +71,13 @@ pub async fn run(
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
     let url = format!("http://localhost:{}/{path}", flags.debug_port);
     let done = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
-    done.map_err(|_| Error::Late {
+    let late = |_| Error::Late {
         port: flags.debug_port,
-    })?
+    };
+    match done.map_err(late)? {
+        Err(Error::Output(error)) => unless_unread(Err(error)).map_err(Error::Output),
+        done => done,
+    }
 }
 
 async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), Error> {

@@ -10,6 +10,7 @@ use serde_json::json;
 use tokio::time::timeout;
 
 use super::doctor::{self, DoctorFlags};
+use super::unless_unread;
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
@@ -125,5 +126,5 @@ pub async fn run(
     for problem in &bundle.problems {
         tracing::warn!("not in the bundle, or not whole: {problem}");
     }
-    bundle.write(&mut to).map_err(Error::Write)
+    unless_unread(bundle.write(&mut to)).map_err(Error::Write)
 }

@@ -24,6 +24,7 @@ mod grpc;
 mod istiod;
 mod log_levels;
 mod machine;
+mod messages;
 mod output;
 mod properties;
 mod proxy;

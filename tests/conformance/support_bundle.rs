@@ -136,11 +136,8 @@ fn a_bundle_goes_to_a_new_file_or_to_a_reader_and_to_no_terminal() {
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(255), "{text}");
-    assert!(
-        text.contains("cannot write the bundle: Broken pipe"),
-        "{text}"
-    );
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(!text.contains("cannot write the bundle"), "{text}");
 
     let agent = binary("AGENT_BIN", Some(env!("CARGO_BIN_EXE_pilot-agent")));
     let line = format!("{} support-bundle", agent.display());
