@@ -9,12 +9,21 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use zeroize::Zeroizing;
 
+/// The limit of a file of settings. A ConfigMap has at most 1 MiB.
+pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
+
 /// The permissions of group and others.
 const OTHERS: u32 = 0o077;
 
 /// The whole of a regular file with at most `largest` bytes.
 pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     read_open(open(path)?, largest)
+}
+
+/// Like [`read`], of UTF-8.
+pub(crate) fn read_text(path: &Path, largest: u64) -> io::Result<String> {
+    let content = std::mem::take(&mut *read(path, largest)?);
+    String::from_utf8(content).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// Opens a file without waiting.

@@ -13,6 +13,7 @@ use super::merged::Merged;
 use super::pod::Pairs;
 use super::{control_plane, statsd, threads, validate};
 use crate::address;
+use crate::regular_file::{self, MAX_SETTINGS};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
 const ADDRESS_ANNOTATION: &str = "sidecar.istio.io/discoveryAddress";
@@ -61,7 +62,7 @@ impl Documents<'_> {
     fn without_flags(&self, mesh_config: &Path) -> Merged {
         let mut merged = Merged::builtin();
         let origin = mesh_config.display().to_string();
-        match std::fs::read_to_string(self.root.join(mesh_config)) {
+        match regular_file::read_text(&self.root.join(mesh_config), MAX_SETTINGS) {
             Ok(text) => merged.merge_mesh(&origin, &text),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {

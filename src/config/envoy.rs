@@ -16,6 +16,7 @@ use crate::envoy::command::{Command, IpVersion, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
+use crate::regular_file::{self, MAX_SETTINGS};
 use crate::{duration, envoy};
 
 /// Longest wait for an answer of Envoy's admin port.
@@ -204,7 +205,8 @@ impl Sources<'_> {
     fn bootstrap_override(&mut self) -> Option<String> {
         let path = self.text(&variables::ISTIO_BOOTSTRAP_OVERRIDE)?;
         let host_ip = self.get(&variables::HOST_IP);
-        let read = std::fs::read_to_string(self.root.join(&path)).map_err(|e| e.to_string());
+        let read = regular_file::read_text(&self.root.join(&path), MAX_SETTINGS);
+        let read = read.map_err(|error| error.to_string());
         let parsed = read.and_then(|text| {
             serde_saphyr::from_str::<Value>(&text).map_err(|error| error.to_string())
         });

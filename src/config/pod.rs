@@ -10,6 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 use super::{Problem, READABLE};
+use crate::regular_file;
 
 pub type Pairs = BTreeMap<String, String>;
 
@@ -102,9 +103,13 @@ pub fn addresses(
 /// Lists interfaces whose addresses are not the node's.
 pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterfaces";
 
-/// The pairs of a downward API file; None when the file is missing.
+/// Kubernetes limits the annotations of a pod to 256 KiB; escaped they are up to four times as long, and
+/// each has punctuation.
+const MAX_PAIRS: u64 = 2 << 20;
+
+/// The pairs of a downward API file; None when the file is missing or cannot be used.
 pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
-    match std::fs::read_to_string(path) {
+    match regular_file::read_text(path, MAX_PAIRS) {
         Ok(text) => Some(parse_pairs(&text, path, warnings)),
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
@@ -226,6 +231,33 @@ mod tests {
         assert_eq!(pairs["version"], "v1=2");
         assert_eq!(warnings.len(), 1);
         assert_eq!(warnings[0].subject, "labels line 2");
+    }
+
+    #[test]
+    fn a_file_that_is_too_large_or_not_regular_is_named_and_taken_for_absent() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), fifo, 0o600.into(), 0).expect("a FIFO");
+        let large = format!("a=\"{}\"\n", "x".repeat(MAX_PAIRS as usize));
+        std::fs::write(path("large"), large).expect("written");
+        for (name, found) in [
+            ("fifo", "not a regular file"),
+            ("large", "more than 2097152 bytes"),
+        ] {
+            let mut warnings = Vec::new();
+            assert_eq!(read_pairs(&path(name), &mut warnings), None);
+            assert_eq!(warnings.len(), 1);
+            assert_eq!(warnings[0].subject, path(name).display().to_string());
+            assert_eq!(warnings[0].found, found);
+        }
+        // All that Kubernetes stores.
+        let text = format!("a=\"{}\"\n", r"\x01".repeat(256 << 10));
+        std::fs::write(path("full"), text).expect("written");
+        let mut warnings = Vec::new();
+        let pairs = read_pairs(&path("full"), &mut warnings).expect("pairs");
+        assert_eq!(pairs["a"].len(), 256 << 10);
+        assert!(warnings.is_empty(), "{warnings:?}");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::output::reason;
+use crate::regular_file;
 use crate::replace_file::replace_file;
 
 const NAME: &str = "envoy-crash.json";
@@ -48,10 +49,8 @@ impl Crash {
     /// The record an earlier agent has left in `directory`.
     pub fn read(directory: &Path) -> Result<Option<Self>, Error> {
         on_file("read", directory, |path| {
-            if fs::metadata(path)?.len() > LARGEST {
-                return Err(io::ErrorKind::FileTooLarge.into());
-            }
-            Ok(Some(serde_json::from_slice(&fs::read(path)?)?))
+            let content = regular_file::read(path, LARGEST)?;
+            Ok(Some(serde_json::from_slice(&content)?))
         })
     }
 

@@ -41,7 +41,7 @@ impl Content {
             }; // A String takes everything.
             separator = ' ';
         }
-        text.replace('\n', "\\n")
+        printable(&text)
     }
 
     fn add(&mut self, field: &Field, value: Value) {
@@ -115,8 +115,21 @@ impl Line {
             // A label by the name of a column must not replace the column.
             members.entry(*name).or_insert_with(|| value.clone());
         }
-        format!("{}\n", Value::Object(members))
+        printable(&Value::Object(members).to_string()) + "\n"
     }
+}
+
+/// The text with its control characters escaped, which terminals would obey; a tab moves on only.
+fn printable(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' => line += "\\n",
+            c if c.is_control() && c != '\t' => line += &format!("\\u{:04x}", u32::from(c)),
+            c => line.push(c),
+        }
+    }
+    line
 }
 
 pub(super) fn level_name(level: Level) -> &'static str {
@@ -164,6 +177,27 @@ mod tests {
             line("sds").text(),
             "2024-02-29T12:34:56.000042Z\twarn\tsds\tconnected\tid=7 istiod.addr=a:1\n"
         );
+    }
+
+    #[test]
+    fn control_characters_are_escaped_in_message_and_labels() {
+        let mut line = line("sds");
+        let hostile = "a\tb\u{1b}[2J\r\n\u{7f}\u{9b}31m ü\u{0}";
+        line.content.message = hostile.into();
+        line.content.labels = vec![("error", hostile.into())];
+        let text = r"[2J\u000d\n\u007f\u009b31m ü\u0000";
+        let text = format!("a\tb\\u001b{text}");
+        let line_of_text = line.text();
+        assert!(
+            line_of_text.ends_with(&format!("\tsds\t{text}\terror={text}\n")),
+            "{line_of_text}"
+        );
+        let json = line.json();
+        let is_raw = |c: char| c.is_control() && c != '\n';
+        assert!(!json.contains(is_raw), "{json:?}");
+        let read: Value = serde_json::from_str(&json).expect("JSON");
+        assert_eq!(read["msg"], hostile);
+        assert_eq!(read["error"], hostile);
     }
 
     #[test]

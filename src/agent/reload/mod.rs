@@ -3,7 +3,6 @@
 //! [`Inputs`] writes the bootstrap for the Envoy of an epoch, after the first from a configuration read
 //! anew. A change of what cannot change while the agent runs is refused.
 
-use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -16,6 +15,7 @@ use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Problem, Unusable, is_lost_file};
 use crate::envoy::launch::Prepared;
 use crate::lifecycle::BoxError;
+use crate::regular_file::{self, MAX_SETTINGS};
 
 /// Reads the configuration anew. May block.
 pub type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;
@@ -90,7 +90,8 @@ impl Inputs {
         let is_compared = envoy.hot_restart.is_some();
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;
-            let read = is_compared.then(|| fs::read(path)).transpose();
+            let read = is_compared.then(|| regular_file::read(path, MAX_SETTINGS));
+            let read = read.transpose();
             let document = read.map_err(|source| Error::Custom {
                 path: path.clone(),
                 source,

@@ -1,5 +1,6 @@
 //! What is read anew, with a configuration of a directory of its own.
 
+use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
 

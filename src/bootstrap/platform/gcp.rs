@@ -8,6 +8,7 @@ use zeroize::Zeroizing;
 
 use super::{Config, LIMIT, Locality, Metadata, Platform, SERVICE};
 use super::{present, query, request, success};
+use crate::regular_file::{self, MAX_SETTINGS};
 
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// Bound of detection on a machine whose product name is not Google's.
@@ -129,7 +130,8 @@ fn locality(zone: &str) -> Locality {
 
 /// The zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
 fn zone_of_search_list(config: &Config) -> Option<String> {
-    let text = fs::read_to_string(config.root.join("etc/resolv.conf")).ok()?;
+    let path = config.root.join("etc/resolv.conf");
+    let text = regular_file::read_text(&path, MAX_SETTINGS).ok()?;
     let lists = text.lines().filter_map(|line| line.strip_prefix("search "));
     lists.flat_map(str::split_whitespace).find_map(|name| {
         let (zone, rest) = name.split_once(".c.")?;

@@ -11,7 +11,12 @@ use std::sync::OnceLock;
 
 use rustix::fs::Access;
 
+use crate::regular_file;
+
 const SHARED_MEMORY: &str = "/dev/shm";
+
+/// The digits of a number, and blanks.
+const MAX_ID: u64 = 32;
 
 /// Envoy multiplies its number by this.
 const SPREAD: u64 = 10;
@@ -56,7 +61,8 @@ impl BaseId {
         if let Some(id) = self.id.get() {
             return Some(*id);
         }
-        let id = fs::read_to_string(&self.file).ok()?.trim().parse().ok()?;
+        let text = regular_file::read_text(&self.file, MAX_ID).ok()?;
+        let id = text.trim().parse().ok()?;
         Some(*self.id.get_or_init(|| id))
     }
 }

@@ -2,10 +2,13 @@
 //!
 //! The bootstrap is read until that succeeds once; the certificate files must exist at each check.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use serde_json::Value;
+
+use crate::regular_file::{self, MAX_SETTINGS};
 
 /// Members of a `file_watcher` certificate provider.
 const FILES: [&str; 3] = [
@@ -42,7 +45,12 @@ impl BootstrapFile {
 }
 
 fn files_of(path: &Path) -> Result<Vec<PathBuf>, String> {
-    let read = || serde_json::from_slice(&std::fs::read(path)?).map_err(std::io::Error::from);
+    let read = || {
+        Ok::<_, io::Error>(serde_json::from_slice(&regular_file::read(
+            path,
+            MAX_SETTINGS,
+        )?)?)
+    };
     let document: Value =
         read().map_err(|error| format!("failed loading {}: {error}", path.display()))?;
     let providers = document["certificate_providers"].as_object();
