@@ -25,6 +25,9 @@ pub trait Ca: Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<String>, SignError>> + Send;
 }
 
+/// How much is kept of the text of an error, in characters.
+const MAX_MESSAGE: usize = 1024;
+
 /// Why the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("create certificate: rpc error: code = {} desc = {message}", code_name(*.code))]
@@ -75,7 +78,7 @@ impl From<tonic::Status> for SignError {
     fn from(status: tonic::Status) -> Self {
         Self {
             code: status.code(),
-            message: status.message().to_owned(),
+            message: status.message().chars().take(MAX_MESSAGE).collect(),
         }
     }
 }

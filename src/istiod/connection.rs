@@ -27,6 +27,8 @@ use crate::executor::Executor;
 const STREAM_WINDOW: u32 = 2 << 20;
 /// As much for several streams that wait for Envoy, and more, so that a signing never does.
 const CONNECTION_WINDOW: u32 = 12 << 20;
+/// Headers and trailers of one response: an authority quotes its signer in the text of an error.
+const MAX_HEADERS: u32 = 1 << 20;
 
 /// A byte stream to istiod, encrypted or not.
 pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -112,6 +114,7 @@ pub(super) async fn open(
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_header_list_size(MAX_HEADERS)
         .keep_alive_interval(keepalive.interval)
         .keep_alive_timeout(keepalive.timeout)
         .handshake(TokioIo::new(io))

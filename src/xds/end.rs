@@ -9,6 +9,9 @@ use tonic::{Code, Status};
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];
 
+/// How much of istiod's text the log gets, in characters.
+const MAX_REASON: usize = 1024;
+
 /// Why a relay ended.
 #[derive(Debug)]
 pub(crate) struct End {
@@ -36,10 +39,11 @@ pub(super) const ERROR: &str = "error";
 
 impl End {
     fn new(side: Side, is_expected: bool, status: &Status) -> Self {
+        let message: String = status.message().chars().take(MAX_REASON).collect();
         Self {
             side,
             is_expected,
-            reason: format!("{:?}: {}", status.code(), status.message()),
+            reason: format!("{:?}: {message}", status.code()),
             code: status.code(),
             trailers: Some(Box::new(trailers(status))),
         }
@@ -308,6 +312,17 @@ mod tests {
             assert_eq!(end.classes(), expected, "{end:?}");
             assert_eq!(end.reason(), reason);
         }
+    }
+
+    #[test]
+    fn a_long_text_reaches_envoy_whole_and_the_log_in_part() {
+        let text = "x".repeat(100_000);
+        let end = End::istiod(trailers(&Status::permission_denied(&text)));
+        assert_eq!(
+            end.reason().len(),
+            "istiod: PermissionDenied: ".len() + MAX_REASON
+        );
+        assert_eq!(end.trailers().unwrap()["grpc-message"], text);
     }
 
     #[test]

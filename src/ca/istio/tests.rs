@@ -61,6 +61,19 @@ async fn keeps_code_and_message_of_a_refusal_and_the_connection() {
 }
 
 #[tokio::test]
+async fn a_refusal_with_a_long_text_keeps_its_code_and_the_connection() {
+    let fake = Fake::start(None).await;
+    let (istiod, _tasks) = run(plaintext(fake.address));
+    let text = "why ".repeat(25_000);
+    for _ in 0..2 {
+        fake.answers([Answer::Refusal(Code::PermissionDenied, text.clone().leak())]);
+        let expected = (Code::PermissionDenied, text[..1024].to_owned());
+        assert_eq!(found(ca(&istiod, DAY).sign("csr", DAY).await), expected);
+    }
+    assert_eq!(fake.seen().connections.len(), 1);
+}
+
+#[tokio::test]
 async fn a_chain_without_roots_is_none() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
