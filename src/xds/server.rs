@@ -2,8 +2,10 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MOST_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Other methods are
-//! UNIMPLEMENTED. Request headers are not forwarded to istiod.
+//! [`MOST_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Among them are Envoys
+//! that are no child of the agent, which a header tells: a wrapper or another container runs them. Every
+//! stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are not
+//! forwarded to istiod.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -33,6 +35,9 @@ use crate::unix_socket::{Listener, Peer};
 
 /// How many streams clients other than Envoy may have at once.
 pub const MOST_OTHERS: usize = 64;
+
+/// Envoy sets this header in calls of its own; libraries of gRPC do not.
+const OF_ENVOY: &str = "x-envoy-internal";
 
 /// Whether a process is an Envoy of this agent.
 pub type IsEnvoy = Arc<dyn Fn(i32) -> bool + Send + Sync>;
@@ -114,14 +119,12 @@ impl Discovery {
 
     /// Starts a relay for a stream, or ends the stream if its client is not Envoy and there are too
     /// many of them.
-    fn relay(&self, protocol: Protocol, peer: Peer, requests: Incoming) -> ResponseBody {
+    fn relay(&self, protocol: Protocol, request: Request<Incoming>) -> ResponseBody {
         let stop = self.0.shutdown.child_token();
-        let envoy = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
-        let health = match envoy {
-            Some(_) => self.0.health.clone(),
-            None => None,
-        };
-        let (istiod, permit) = if let Some(pid) = envoy {
+        let peer: Peer = request.extensions().get().copied().unwrap_or_default();
+        let child = peer.pid().filter(|pid| (self.0.is_envoy)(*pid));
+        let is_envoy = child.is_some() || request.headers().contains_key(OF_ENVOY);
+        let (istiod, permit) = if let Some(pid) = child {
             self.replace_newest(pid, stop.clone());
             (&self.0.upstream.of_envoy, None)
         } else if let Some(permit) = self.permit() {
@@ -137,8 +140,9 @@ impl Discovery {
             interceptors: self.0.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,
-            health,
-            kept: envoy.and_then(|pid| Some(self.0.config.kept.as_ref()?.of_envoy(pid))),
+            health: self.0.health.clone(),
+            kept: (peer.pid().filter(|_| is_envoy))
+                .and_then(|pid| Some(self.0.config.kept.as_ref()?.of_envoy(pid))),
             stop,
         };
         let accepted = match protocol {
@@ -152,7 +156,7 @@ impl Discovery {
         // A relay that has ended counts as stopped, so that the next one replaces nothing.
         let ended = relay.stop.clone().drop_guard();
         self.0.relays.spawn(async move {
-            relay::run(relay, requests, sender).await;
+            relay::run(relay, request.into_body(), sender).await;
             drop((ended, permit));
         });
         body
@@ -203,10 +207,7 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let path = request.uri().path();
         let mut response = match Protocol::from_path(path) {
-            Some(protocol) => {
-                let peer = request.extensions().get().copied().unwrap_or_default();
-                Response::new(self.relay(protocol, peer, request.into_body()))
-            }
+            Some(protocol) => Response::new(self.relay(protocol, request)),
             None => {
                 let status = Status::unimplemented(format!("unknown method {path}"));
                 Response::new(ended(&status))

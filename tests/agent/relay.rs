@@ -1,5 +1,6 @@
 //! The relay, between Envoy's socket and istiod's port.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -252,7 +253,9 @@ async fn a_stream_is_held_while_istiod_is_away_and_continues_when_it_returns() {
 #[tokio::test]
 async fn the_health_of_the_workload_is_reported_between_envoys_requests_and_again_on_each_stream() {
     let mut bench = Bench::start().await;
-    for (protocol, _) in BOTH {
+    for (number, (protocol, _)) in BOTH.repeat(2).into_iter().enumerate() {
+        // Also to a client that is no child of the agent: an Envoy in a wrapper, or an application.
+        bench.is_envoy.store(number < BOTH.len(), Ordering::Relaxed);
         bench.health.send_replace(None);
         let ill = Err("status code was not from [200,400), bad code 503".to_owned());
         let mut envoy = bench.envoy(protocol).await;

@@ -1,8 +1,10 @@
 //! The health of a machine's workload: how istiod learns of it, and what traffic the machine gets.
 
+use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use http::Method;
 use local_istiod::Event;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -67,6 +69,40 @@ async fn istiod_learns_of_each_change_of_a_workloads_health_also_over_restarts_a
     told_within_a_period(&mut control_plane, true).await;
     pod.agent.signal(Signal::TERM);
     told(&mut control_plane, false).await;
+}
+
+#[tokio::test]
+async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept() {
+    let Some(binary) = envoy_binary() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let wrapper = directory.path().join("wrapper");
+    let script = format!("#!/bin/sh\n{} \"$@\" &\nwait\n", binary.display());
+    std::fs::write(&wrapper, script).unwrap();
+    std::fs::set_permissions(&wrapper, PermissionsExt::from_mode(0o755)).unwrap();
+    let mut control_plane = ControlPlane::of(&[answering("inbound", free_port())]).await;
+    let probed = TcpListener::bind(local(0)).await.unwrap();
+    let proxy_config = proxy_config(probed.local_addr().unwrap().port(), json!({}));
+    let settings = Settings {
+        envoy: Some(&wrapper),
+        environment: &[
+            ("PROXY_CONFIG", &proxy_config),
+            (
+                "ISTIO_AGENT_KEEP_CONFIG",
+                directory.path().to_str().unwrap(),
+            ),
+        ],
+    };
+    let mut pod = Pod::serving(settings, &control_plane).await;
+    told(&mut control_plane, true).await;
+    eventually("what is kept", async || {
+        let page = pod.status(Method::GET, "/debug/xdsz").await?;
+        let page: Value = serde_json::from_str(&page).ok()?;
+        (!page["kept"].as_object()?.is_empty()).then_some(())
+    })
+    .await;
+    pod.agent.signal(Signal::TERM);
+    told(&mut control_plane, false).await;
+    soon("the agent's end", pod.agent.end()).await;
 }
 
 /// Leads to a port by connections that the test can cut.
