@@ -40,7 +40,7 @@ fn main() {
         return match role.as_str() {
             "pump" => block_on(support::baseline::pump(socket, address, root_pem)),
             "typed" => block_on(support::baseline::typed(socket, address, root_pem)),
-            "kept" => block_on(support::kept::relay(socket, address, root_pem)),
+            "kept" => block_on(support::last_known_good::relay(socket, address, root_pem)),
             other => panic!("{other}: no such baseline"),
         };
     }

@@ -9,7 +9,7 @@
 
 pub mod baseline;
 pub mod dnsperf;
-pub mod kept;
+pub mod last_known_good;
 pub mod peer;
 pub mod table;
 

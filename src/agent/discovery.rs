@@ -15,7 +15,7 @@ use crate::unix_socket::{self, BindError};
 use crate::wasm::Wasm;
 use crate::xds;
 use crate::xds::intercept::{Interceptor, Interceptors};
-use crate::xds::kept::Kept;
+use crate::xds::last_known_good::LastKnownGood;
 use crate::xds::observe::Observer;
 use crate::xds::server::{Discovery, Upstream};
 
@@ -56,7 +56,7 @@ impl Agent {
         health: Option<&Health>,
     ) -> Result<Observer, BindError> {
         let kept = self.config.kept.clone().map(|config| {
-            let (kept, writing) = Kept::new(config, &self.metrics);
+            let (kept, writing) = LastKnownGood::new(config, &self.metrics);
             // A disk that hangs delays nothing but this thread.
             tokio::task::spawn_blocking(writing);
             kept

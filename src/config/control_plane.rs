@@ -14,7 +14,7 @@ use crate::address;
 use crate::dial::proxy::Proxy;
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 use crate::trust_anchors::SystemRoots;
-use crate::xds::kept;
+use crate::xds::last_known_good;
 
 /// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
 const LEAST_INTERVAL: Duration = Duration::from_secs(10);
@@ -104,8 +104,8 @@ impl Sources<'_> {
         (discovery, (!is_same).then_some(certificates))
     }
 
-    pub(super) fn kept(&mut self) -> Option<kept::Config> {
-        Some(kept::Config {
+    pub(super) fn kept(&mut self) -> Option<last_known_good::Config> {
+        Some(last_known_good::Config {
             directory: self.text(&variables::ISTIO_AGENT_KEEP_CONFIG)?.into(),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),

@@ -40,7 +40,7 @@ use crate::dial::proxy::Proxies;
 use crate::problem::Diagnostics;
 pub use crate::problem::Problem;
 use crate::proxy_config::ProxyConfig;
-use crate::xds::kept;
+use crate::xds::last_known_good;
 use crate::{bootstrap, istiod, scrape};
 pub use control_plane::GoogleToken;
 pub use dns::DnsParameters;
@@ -67,7 +67,7 @@ pub struct Config {
     /// The largest message accepted from Envoy.
     pub max_request_bytes: usize,
     /// Where Envoy's configuration is kept over a restart, if anywhere.
-    pub kept: Option<kept::Config>,
+    pub kept: Option<last_known_good::Config>,
     /// `ISTIO_META_CLUSTER_ID`.
     pub cluster_id: String,
     pub sds_socket: PathBuf,

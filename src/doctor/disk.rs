@@ -11,7 +11,7 @@ use super::report::Check;
 use super::{Subject, aside};
 use crate::config::Config;
 use crate::secrets;
-use crate::xds::kept;
+use crate::xds::last_known_good;
 
 /// Enough for certificates and the bootstrap.
 const LEAST_FREE: u64 = 8 << 20;
@@ -93,7 +93,7 @@ fn directories(config: &Config, serves_secrets: bool) -> Vec<Directory> {
         path: kept.directory.clone(),
         holds: "ISTIO_AGENT_KEEP_CONFIG",
         is_made: false,
-        check: kept::check,
+        check: last_known_good::check,
     });
     let cache = config.secrets.renewal.cache.clone().map(|path| Directory {
         path,
@@ -202,7 +202,7 @@ mod tests {
     fn directories_that_keep_over_a_restart_have_rules_of_their_own() {
         let root = tempfile::tempdir().expect("a directory");
         let kept = Directory {
-            check: kept::check,
+            check: last_known_good::check,
             ..directory(root.path())
         };
         kept.found().expect("nothing is kept yet");

@@ -5,12 +5,12 @@
 //! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
 //! are cut through while their bytes arrive, unless their type is intercepted or withheld
 //! ([`intercept`]). [`observe`] records what has passed. When a stream ends, Envoy sends its
-//! subscriptions anew; what it has accepted is kept on disk only if configured ([`kept`]).
+//! subscriptions anew; what it has accepted is kept on disk only if configured ([`last_known_good`]).
 
 mod end;
 pub mod intercept;
 mod interceptions;
-pub mod kept;
+pub mod last_known_good;
 mod metrics;
 pub mod observe;
 pub(crate) mod relay;
@@ -35,7 +35,7 @@ pub struct Config {
     /// `clusterid`, for the log line that announces the relay.
     pub cluster_id: String,
     /// Keeps what Envoy accepts, if configured.
-    pub kept: Option<kept::Kept>,
+    pub kept: Option<last_known_good::LastKnownGood>,
 }
 
 /// The two forms of the aggregated discovery service.

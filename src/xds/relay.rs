@@ -32,8 +32,8 @@ use super::Protocol;
 use super::end::{self, End};
 use super::intercept::{Interceptors, Outcome};
 use super::interceptions::Interceptions;
-use super::kept::OfEnvoy;
-use super::kept::replay::Replay;
+use super::last_known_good::EnvoyCache;
+use super::last_known_good::replay::Replay;
 use super::observe::Observer;
 use super::response::Captured;
 use super::stream::StreamState;
@@ -75,7 +75,7 @@ pub(crate) struct Relay {
     pub max_request_bytes: usize,
     pub health: Option<Health>,
     /// The Envoy, if configuration is kept for it.
-    pub kept: Option<OfEnvoy>,
+    pub kept: Option<EnvoyCache>,
     /// Fired when a newer stream takes this one's place, or the agent stops.
     pub stop: CancellationToken,
 }

@@ -10,7 +10,7 @@ use tonic::{Code, Status};
 use super::Protocol;
 use super::end::End;
 use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
-use super::kept::{OfEnvoy, Recorder};
+use super::last_known_good::{EnvoyCache, Recorder};
 use super::observe::Observer;
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
@@ -52,7 +52,7 @@ impl StreamState {
         interceptors: Interceptors,
         observer: Observer,
         max_request_bytes: usize,
-        kept: Option<OfEnvoy>,
+        kept: Option<EnvoyCache>,
     ) -> Self {
         Self {
             id,

@@ -23,7 +23,7 @@ mod drain;
 mod health;
 mod hot_restart;
 mod iptables;
-mod kept;
+mod last_known_good;
 mod lifecycle;
 mod machine;
 mod memory;

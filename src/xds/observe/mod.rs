@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::Protocol;
 use super::end::End;
-use super::kept::Kept;
+use super::last_known_good::LastKnownGood;
 use super::metrics::Metrics;
 use super::request::Request;
 use super::response::Received;
@@ -44,7 +44,7 @@ const OTHER: &str = "other";
 pub struct Observer {
     table: Arc<Mutex<Table>>,
     pub(super) metrics: Metrics,
-    kept: Option<Kept>,
+    kept: Option<LastKnownGood>,
 }
 
 /// Where responses come from.
@@ -102,7 +102,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
 ];
 
 impl Observer {
-    pub(crate) fn new(registry: &Registry, kept: Option<Kept>) -> Self {
+    pub(crate) fn new(registry: &Registry, kept: Option<LastKnownGood>) -> Self {
         let table = Arc::<Mutex<Table>>::default();
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
@@ -124,7 +124,7 @@ impl Observer {
 
     /// What has been recorded so far.
     pub fn snapshot(&self) -> Snapshot {
-        let kept = self.kept.as_ref().map(Kept::snapshot);
+        let kept = self.kept.as_ref().map(LastKnownGood::snapshot);
         let table = self.table.lock();
         Snapshot {
             kept,

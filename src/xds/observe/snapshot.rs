@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::Source;
-use crate::xds::kept::KeptSnapshot;
+use crate::xds::last_known_good::KeptSnapshot;
 use crate::xds::response::Consumer;
 
 /// Everything an [`super::Observer`] has recorded.

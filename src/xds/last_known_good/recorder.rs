@@ -12,9 +12,9 @@ use bytes::Bytes;
 use tokio::sync::mpsc::error::SendTimeoutError;
 use tokio::time::Instant;
 
-use super::request::Subscription;
-use super::writer::{Extent, Note};
-use super::{OfEnvoy, file};
+use super::subscription::Subscription;
+use super::writer::{Coverage, WriteOp};
+use super::{EnvoyCache, file};
 use crate::xds::Protocol;
 use crate::xds::observe::Source;
 use crate::xds::request::Request;
@@ -27,8 +27,8 @@ pub(super) const BATCH: usize = 64 * 1024;
 /// How long a response waits for the disk, once until the disk follows again.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How many notes without bytes wait for a disk that hangs before all that is kept is given up.
-const MOST_NOTES: usize = 64;
+/// How many ops without bytes wait for a disk that hangs before all that is kept is given up.
+const MAX_PENDING: usize = 64;
 
 const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
 
@@ -41,7 +41,7 @@ const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 /// What passes on one stream. Without an Envoy for which configuration is kept, it does nothing.
 #[derive(Debug)]
 pub(in crate::xds) struct Recorder {
-    envoy: Option<OfEnvoy>,
+    envoy: Option<EnvoyCache>,
     /// Whether istiod answers, not what is kept.
     is_recording: bool,
     /// Envoy's last request, once it has answered listeners.
@@ -54,7 +54,7 @@ pub(in crate::xds) struct Recorder {
     is_passing: bool,
     batch: Vec<Bytes>,
     batch_bytes: usize,
-    outbox: VecDeque<Note>,
+    pending: VecDeque<WriteOp>,
     /// What is left of [`PATIENCE`].
     patience: Duration,
 }
@@ -70,7 +70,7 @@ struct TypeState {
 }
 
 impl Recorder {
-    pub(in crate::xds) fn new(envoy: Option<OfEnvoy>, stream: u32, protocol: Protocol) -> Self {
+    pub(in crate::xds) fn new(envoy: Option<EnvoyCache>, stream: u32, protocol: Protocol) -> Self {
         Self {
             is_recording: envoy.is_some(),
             envoy,
@@ -82,7 +82,7 @@ impl Recorder {
             is_passing: false,
             batch: Vec::new(),
             batch_bytes: 0,
-            outbox: VecDeque::new(),
+            pending: VecDeque::new(),
             patience: PATIENCE,
         }
     }
@@ -90,7 +90,7 @@ impl Recorder {
     /// From now on the responses are those that are kept.
     pub(in crate::xds) fn stop(&mut self) {
         self.is_recording = false;
-        self.outbox.clear();
+        self.pending.clear();
     }
 
     pub(in crate::xds) fn source(&self) -> Source {
@@ -130,7 +130,7 @@ impl Recorder {
             self.has_node = true;
             if let Some(identity) = subscription.identity(self.protocol) {
                 let protocol = self.protocol;
-                self.outbox.push_back(Note::Node { protocol, identity });
+                self.pending.push_back(WriteOp::Node { protocol, identity });
             }
         }
         if !self.keeps(&request.type_url) {
@@ -151,15 +151,15 @@ impl Recorder {
         }
         let names = subscription.unsubscribed;
         if !names.is_empty() {
-            self.outbox
-                .push_back(Note::Unsubscribed { type_url, names });
+            self.pending
+                .push_back(WriteOp::Unsubscribed { type_url, names });
         }
     }
 
     /// Whether the bytes that follow are of a type that is kept.
     pub(in crate::xds) fn begins(&mut self, type_url: &str) {
         self.is_passing = self.is_recording && type_url != EXTENSION && self.keeps(type_url);
-        if self.outbox.is_empty() {
+        if self.pending.is_empty() {
             self.patience = PATIENCE;
         }
     }
@@ -191,16 +191,16 @@ impl Recorder {
             return;
         }
         self.send_batch();
-        let extent = self.extent(received);
-        let note = Note::Complete(received.clone(), extent);
-        self.outbox.push_back(note);
+        let coverage = self.coverage(received);
+        let op = WriteOp::Complete(received.clone(), coverage);
+        self.pending.push_back(op);
     }
 
     /// Takes a message without its head that Envoy gets in place of istiod's.
     pub(in crate::xds) fn rewritten(&mut self, received: &Received, message: &Bytes) {
         if self.is_recording {
-            let extent = self.extent(received);
-            self.message(received, message, extent);
+            let coverage = self.coverage(received);
+            self.message(received, message, coverage);
         }
     }
 
@@ -208,13 +208,13 @@ impl Recorder {
     pub(in crate::xds) fn consumed(&mut self, captured: &Captured) {
         if self.is_recording {
             let received = &captured.received;
-            self.message(received, &captured.message, Extent::All);
+            self.message(received, &captured.message, Coverage::All);
             self.answered(received.type_url.clone(), received.nonce.clone(), true);
         }
     }
 
     /// Another response may just pass in part.
-    fn message(&mut self, received: &Received, message: &Bytes, extent: Extent) {
+    fn message(&mut self, received: &Received, message: &Bytes, coverage: Coverage) {
         let bytes = message.len() as u64;
         if let Ok(head) = file::head(bytes) {
             let parts = vec![Bytes::copy_from_slice(&head), message.clone()];
@@ -222,22 +222,22 @@ impl Recorder {
                 bytes,
                 ..received.clone()
             };
-            let note = Note::Message(parts, received, extent);
-            self.outbox.push_back(note);
+            let op = WriteOp::Message(parts, received, coverage);
+            self.pending.push_back(op);
         }
     }
 
-    fn extent(&mut self, received: &Received) -> Extent {
+    fn coverage(&mut self, received: &Received) -> Coverage {
         let state = self.types.entry(received.type_url.clone()).or_default();
         let is_first = state.responses == 0;
         state.responses += 1;
         let has_all = received.resources as usize >= state.names;
         match self.protocol {
-            Protocol::Sotw if has_all => Extent::All,
-            Protocol::Delta if is_first && state.names == 0 => Extent::All,
-            Protocol::Sotw if is_first => Extent::Enough,
-            Protocol::Delta if is_first && has_all => Extent::Enough,
-            _ => Extent::Part,
+            Protocol::Sotw if has_all => Coverage::All,
+            Protocol::Delta if is_first && state.names == 0 => Coverage::All,
+            Protocol::Sotw if is_first => Coverage::Initial,
+            Protocol::Delta if is_first && has_all => Coverage::Initial,
+            _ => Coverage::Part,
         }
     }
 
@@ -246,7 +246,7 @@ impl Recorder {
     }
 
     fn answered(&mut self, type_url: String, nonce: String, is_accepted: bool) {
-        self.outbox.push_back(Note::Answered {
+        self.pending.push_back(WriteOp::Answered {
             type_url,
             nonce,
             is_accepted,
@@ -257,7 +257,7 @@ impl Recorder {
         self.batch_bytes = 0;
         let batch = std::mem::take(&mut self.batch);
         if !batch.is_empty() {
-            self.outbox.push_back(Note::Bytes(batch));
+            self.pending.push_back(WriteOp::Bytes(batch));
         }
     }
 
@@ -265,41 +265,41 @@ impl Recorder {
     /// Cancel safe.
     pub(in crate::xds) async fn has_room(&self) {
         match &self.envoy {
-            Some(envoy) if !self.outbox.is_empty() => drop(envoy.kept.notes.reserve().await),
+            Some(envoy) if !self.pending.is_empty() => drop(envoy.kept.ops.reserve().await),
             _ => std::future::pending().await,
         }
     }
 
     /// Gives the writer what it is to write.
     pub(in crate::xds) async fn flush(&mut self) {
-        let Some(OfEnvoy { kept, .. }) = &self.envoy else {
+        let Some(EnvoyCache { kept, .. }) = &self.envoy else {
             return;
         };
-        while let Some(note) = self.outbox.pop_front() {
+        while let Some(op) = self.pending.pop_front() {
             let began = Instant::now();
-            let sent = kept.notes.send_timeout((self.stream, note), self.patience);
+            let sent = kept.ops.send_timeout((self.stream, op), self.patience);
             let sent = sent.await;
             self.patience = self.patience.saturating_sub(began.elapsed());
-            if let Err(SendTimeoutError::Timeout((_, note))) = sent {
+            if let Err(SendTimeoutError::Timeout((_, op))) = sent {
                 self.patience = Duration::ZERO;
-                self.outbox.push_front(note);
+                self.pending.push_front(op);
                 break;
             }
         }
         if self.patience.is_zero() {
             // Without its bytes a response does not count, nor does what is kept of its type.
-            let notes = std::mem::take(&mut self.outbox).into_iter();
-            let without_bytes = notes.filter_map(|note| match note {
-                Note::Bytes(_) => None,
-                Note::Message(_, received, extent) => {
-                    Some(Note::Message(Vec::new(), received, extent))
+            let ops = std::mem::take(&mut self.pending).into_iter();
+            let without_bytes = ops.filter_map(|op| match op {
+                WriteOp::Bytes(_) => None,
+                WriteOp::Message(_, received, coverage) => {
+                    Some(WriteOp::Message(Vec::new(), received, coverage))
                 }
-                note => Some(note),
+                op => Some(op),
             });
-            self.outbox = without_bytes.collect();
+            self.pending = without_bytes.collect();
         }
-        if self.outbox.len() > MOST_NOTES {
-            self.outbox.clear();
+        if self.pending.len() > MAX_PENDING {
+            self.pending.clear();
             kept.has_lost.store(true, Ordering::Release);
         }
     }
@@ -307,7 +307,7 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        if let Some(OfEnvoy { kept, .. }) = &self.envoy {
+        if let Some(EnvoyCache { kept, .. }) = &self.envoy {
             kept.ended.lock().push(self.stream);
         }
     }

@@ -27,13 +27,13 @@ const MANIFEST: &str = "manifest";
 const FORMAT: u32 = 2;
 
 /// Many times a manifest of all types.
-const LARGEST_MANIFEST: u64 = 1 << 20;
+const MAX_MANIFEST: u64 = 1 << 20;
 
 /// The most bytes kept, what is being written included.
-pub(super) const MOST_BYTES: u64 = 1 << 30;
+pub(super) const MAX_BYTES: u64 = 1 << 30;
 
 /// What is left free of the file system.
-const LEFT_FREE: u64 = 64 << 20;
+const MIN_FREE: u64 = 64 << 20;
 
 /// What counts.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
@@ -64,7 +64,7 @@ impl Manifest {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
         };
-        let text = read_open(file, LARGEST_MANIFEST)?;
+        let text = read_open(file, MAX_MANIFEST)?;
         let (sum, json) = text.split_at_checked(9).unwrap_or_default();
         if sum != checksum(json).as_bytes() {
             return Err(io::Error::other("the checksum of its manifest is wrong"));
@@ -98,10 +98,10 @@ pub(super) fn check(parent: &Path) -> io::Result<()> {
 fn has_space(directory: &Path, bytes: u64) -> io::Result<()> {
     let found = rustix::fs::statvfs(directory)?;
     let free = found.f_bavail.saturating_mul(found.f_frsize);
-    if free >= LEFT_FREE + bytes {
+    if free >= MIN_FREE + bytes {
         return Ok(());
     }
-    let problem = format!("{free} bytes are free, expected at least {LEFT_FREE}");
+    let problem = format!("{free} bytes are free, expected at least {MIN_FREE}");
     Err(io::Error::new(io::ErrorKind::StorageFull, problem))
 }
 
@@ -188,8 +188,8 @@ impl Store {
     pub(super) fn has_space_for(&self, drafts: u64, bytes: u64) -> io::Result<()> {
         let kept = self.manifest.types.values().map(|of| of.file.length);
         let kept = kept.fold(drafts + bytes, u64::saturating_add);
-        if kept > MOST_BYTES {
-            let problem = format!("over {MOST_BYTES} bytes would be kept");
+        if kept > MAX_BYTES {
+            let problem = format!("over {MAX_BYTES} bytes would be kept");
             return Err(io::Error::other(problem));
         }
         has_space(&self.directory, bytes)

@@ -18,9 +18,9 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
         max_age: Duration::MAX,
         after: Duration::MAX,
     };
-    let (kept_handle, writing) = Kept::new(config, &Registry::default());
+    let (kept_handle, writing) = LastKnownGood::new(config, &Registry::default());
     let thread = std::thread::spawn(writing);
-    let mut recorder = Recorder::new(Some(kept_handle.of_envoy(1)), 1, Protocol::Delta);
+    let mut recorder = Recorder::new(Some(kept_handle.envoy_cache(1)), 1, Protocol::Delta);
     let clusters = resources(&[("a", "1"), ("b", "2")]);
     let bytes = response(Protocol::Delta, "1", &clusters, &[]);
     let received = |type_url: &str| Received {
@@ -72,19 +72,19 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
     assert_eq!(manifest.types[TABLE].file.length, bytes.len() as u64);
 }
 
-/// A recorder whose notes go to the receiver.
-fn recorder() -> (Recorder, OfEnvoy, mpsc::Receiver<(u32, Note)>) {
-    let (notes, received) = mpsc::channel(2);
+/// A recorder whose ops go to the receiver.
+fn recorder() -> (Recorder, EnvoyCache, mpsc::Receiver<(u32, WriteOp)>) {
+    let (ops, received) = mpsc::channel(2);
     let config = Config {
         directory: PathBuf::new(),
         max_age: Duration::MAX,
         after: Duration::from_secs(5),
     };
-    let kept = Kept {
-        notes,
-        ..Kept::new(config, &Registry::default()).0
+    let kept = LastKnownGood {
+        ops,
+        ..LastKnownGood::new(config, &Registry::default()).0
     };
-    let envoy = kept.of_envoy(1);
+    let envoy = kept.envoy_cache(1);
     let recorder = Recorder::new(Some(envoy.clone()), 1, Protocol::Sotw);
     (recorder, envoy, received)
 }
@@ -138,7 +138,7 @@ async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting(
 
 #[tokio::test(start_paused = true)]
 async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its_bytes() {
-    let (mut recorder, _envoy, mut notes) = recorder();
+    let (mut recorder, _envoy, mut ops) = recorder();
     let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
     let large = Bytes::from(vec![0; 64 << 10]);
     request(&mut recorder, CLUSTER, "");
@@ -156,13 +156,13 @@ async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its
     assert_eq!(begin.elapsed(), Duration::from_secs(1));
     assert!(recorder.has_room().now_or_never().is_none());
     let mut kinds = String::new();
-    while let Ok((_, note)) = notes.try_recv() {
+    while let Ok((_, op)) = ops.try_recv() {
         assert!(kinds.len() > 5 || recorder.has_room().now_or_never().is_some());
-        kinds.push(match note {
-            Note::Node { .. } => 'n',
-            Note::Bytes(_) => 'b',
-            Note::Complete(..) => 'c',
-            Note::Answered { .. } => 'a',
+        kinds.push(match op {
+            WriteOp::Node { .. } => 'n',
+            WriteOp::Bytes(_) => 'b',
+            WriteOp::Complete(..) => 'c',
+            WriteOp::Answered { .. } => 'a',
             _ => '?',
         });
         recorder.flush().await;
@@ -172,5 +172,5 @@ async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its
     recorder.begins(CLUSTER);
     recorder.passes(&large);
     recorder.flush().await;
-    assert!(matches!(notes.try_recv(), Ok((_, Note::Bytes(_)))));
+    assert!(matches!(ops.try_recv(), Ok((_, WriteOp::Bytes(_)))));
 }

@@ -1,6 +1,6 @@
 mod damage;
 mod disk;
-mod record;
+mod recorder;
 mod replay;
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use prost::Message;
 
 use super::store::Store;
-use super::writer::Extent;
+use super::writer::Coverage;
 use super::*;
 use crate::xds::Protocol;
 use crate::xds::intercept::frame;
@@ -76,11 +76,13 @@ fn response(protocol: Protocol, nonce: &str, changed: &Resources, removed: &[Str
 fn writer(parent: &Path, protocol: Protocol) -> Writer {
     let mut writer = Writer::new(parent.to_owned(), Status::new(&Registry::default()));
     let identity = IDENTITY.to_owned();
-    writer.take(1, Note::Node { protocol, identity }).unwrap();
+    writer
+        .take(1, WriteOp::Node { protocol, identity })
+        .unwrap();
     writer
 }
 
-fn complete(nonce: &str, bytes: &Bytes, replaces: bool) -> Note {
+fn complete(nonce: &str, bytes: &Bytes, replaces: bool) -> WriteOp {
     let response = Received {
         type_url: CLUSTER.into(),
         version: format!("version of {nonce}"),
@@ -89,11 +91,18 @@ fn complete(nonce: &str, bytes: &Bytes, replaces: bool) -> Note {
         bytes: bytes.len() as u64 - 5,
         consumer: Consumer::Envoy,
     };
-    Note::Complete(response, if replaces { Extent::All } else { Extent::Part })
+    WriteOp::Complete(
+        response,
+        if replaces {
+            Coverage::All
+        } else {
+            Coverage::Part
+        },
+    )
 }
 
-fn answered(nonce: &str, is_accepted: bool) -> Note {
-    Note::Answered {
+fn answered(nonce: &str, is_accepted: bool) -> WriteOp {
+    WriteOp::Answered {
         type_url: CLUSTER.into(),
         nonce: nonce.into(),
         is_accepted,
@@ -102,12 +111,12 @@ fn answered(nonce: &str, is_accepted: bool) -> Note {
 
 /// Has a response kept.
 fn keep(writer: &mut Writer, nonce: &str, bytes: &Bytes, replaces: bool) {
-    for note in [
-        Note::Bytes(vec![bytes.slice(..3), bytes.slice(3..)]),
+    for op in [
+        WriteOp::Bytes(vec![bytes.slice(..3), bytes.slice(3..)]),
         complete(nonce, bytes, replaces),
         answered(nonce, true),
     ] {
-        writer.take(1, note).unwrap();
+        writer.take(1, op).unwrap();
     }
 }
 
@@ -165,7 +174,7 @@ fn a_response_counts_from_its_ack_and_never_after_a_nack_or_the_streams_end() {
         );
         for nonce in ["2", "3"] {
             let other = response(protocol, nonce, &resources(&[("a", "2")]), &[]);
-            writer.take(1, Note::Bytes(vec![other.clone()])).unwrap();
+            writer.take(1, WriteOp::Bytes(vec![other.clone()])).unwrap();
             writer.take(1, complete(nonce, &other, true)).unwrap();
             assert_eq!(
                 kept(parent.path(), protocol).unwrap().as_ref(),
@@ -194,7 +203,7 @@ fn a_failure_costs_what_is_kept_until_a_whole_response_comes() {
     // The first bytes of a response were lost.
     let second = response(Protocol::Delta, "2", &resources(&[("b", "1")]), &[]);
     writer
-        .take(1, Note::Bytes(vec![second.slice(9..)]))
+        .take(1, WriteOp::Bytes(vec![second.slice(9..)]))
         .unwrap();
     writer.take(1, complete("2", &second, false)).unwrap();
     writer.take(1, answered("2", true)).unwrap();
@@ -212,14 +221,14 @@ fn a_message_whose_bytes_were_lost_costs_its_own_type_only() {
     let mut writer = writer(parent.path(), Protocol::Delta);
     let first = resources(&[("a", "1")]);
     let bytes = response(Protocol::Delta, "1", &first, &[]);
-    writer.take(1, Note::Bytes(vec![bytes.clone()])).unwrap();
-    let Note::Complete(mut lost, extent) = complete("2", &bytes, true) else {
+    writer.take(1, WriteOp::Bytes(vec![bytes.clone()])).unwrap();
+    let WriteOp::Complete(mut lost, coverage) = complete("2", &bytes, true) else {
         panic!("it is one");
     };
     lost.type_url = "other".into();
-    let lost = Note::Message(Vec::new(), lost, extent);
-    for note in [lost, complete("1", &bytes, true), answered("1", true)] {
-        writer.take(1, note).unwrap();
+    let lost = WriteOp::Message(Vec::new(), lost, coverage);
+    for op in [lost, complete("1", &bytes, true), answered("1", true)] {
+        writer.take(1, op).unwrap();
     }
     assert_eq!(kept(parent.path(), Protocol::Delta).unwrap(), Some(first));
 }
@@ -229,7 +238,9 @@ fn an_envoy_that_drains_after_its_node_has_changed_does_not_alter_what_is_kept()
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path(), Protocol::Sotw);
     let (protocol, identity) = (Protocol::Sotw, "changed".to_owned());
-    writer.take(2, Note::Node { protocol, identity }).unwrap();
+    writer
+        .take(2, WriteOp::Node { protocol, identity })
+        .unwrap();
     let bytes = response(protocol, "1", &resources(&[("a", "1")]), &[]);
     keep(&mut writer, "1", &bytes, true);
     assert_eq!(kept(parent.path(), protocol).unwrap(), None);
@@ -240,7 +251,7 @@ fn a_response_that_waits_for_its_ack_does_not_count_once_a_later_one_is_lost() {
     let parent = tempfile::tempdir().unwrap();
     let mut writer = writer(parent.path(), Protocol::Delta);
     let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
-    writer.take(1, Note::Bytes(vec![bytes.clone()])).unwrap();
+    writer.take(1, WriteOp::Bytes(vec![bytes.clone()])).unwrap();
     writer.take(1, complete("1", &bytes, true)).unwrap();
     writer.take(1, complete("2", &bytes, false)).unwrap();
     writer.take(1, answered("1", true)).unwrap();
@@ -254,7 +265,7 @@ fn another_format_and_another_identity_are_not_used() {
     let mut first = writer(parent.path(), Protocol::Delta);
     keep(&mut first, "1", &bytes, true);
     let (protocol, identity) = (Protocol::Sotw, "other".to_owned());
-    first.take(2, Note::Node { protocol, identity }).unwrap();
+    first.take(2, WriteOp::Node { protocol, identity }).unwrap();
     assert_eq!(kept(parent.path(), Protocol::Sotw).unwrap(), None);
     assert_eq!(files(parent.path()), 1, "the manifest");
     let json = br#"{"format":3,"identity":"node","types":{}}"#;
@@ -289,7 +300,7 @@ proptest! {
             removed.retain(|it| is_delta && !changed.contains_key(it));
             let nonce = number.to_string();
             let bytes = response(protocol, &nonce, &changed, &removed);
-            writer.take(1, Note::Bytes(vec![bytes.clone()])).unwrap();
+            writer.take(1, WriteOp::Bytes(vec![bytes.clone()])).unwrap();
             writer.take(1, complete(&nonce, &bytes, replaces)).unwrap();
             writer.take(1, answered(&nonce, is_accepted)).unwrap();
             if is_accepted && replaces {
@@ -300,7 +311,7 @@ proptest! {
             }
             if is_delta && number % 5 == 4 {
                 let names = vec![Bytes::from_static(b"name 1")];
-                writer.take(1, Note::Unsubscribed { type_url: CLUSTER.into(), names }).unwrap();
+                writer.take(1, WriteOp::Unsubscribed { type_url: CLUSTER.into(), names }).unwrap();
                 model.as_mut().map(|model| model.remove("name 1"));
             }
             prop_assert_eq!(kept(parent.path(), protocol).unwrap(), model.clone());

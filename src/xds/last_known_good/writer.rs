@@ -20,11 +20,11 @@ use crate::xds::request::HEAD;
 use crate::xds::response::Received;
 
 /// How many responses may wait for their ACK before the oldest is forgotten.
-const MOST_UNANSWERED: usize = 64;
+const MAX_UNANSWERED: usize = 64;
 
 /// What a stream has to tell the writer.
 #[derive(Debug)]
-pub(super) enum Note {
+pub(super) enum WriteOp {
     /// The first request has come, from the node with this identity.
     Node {
         protocol: Protocol,
@@ -32,9 +32,9 @@ pub(super) enum Note {
     },
     /// Bytes of the response that passes.
     Bytes(Vec<Bytes>),
-    Complete(Received, Extent),
+    Complete(Received, Coverage),
     /// A whole response, which is not the one that passes.
-    Message(Vec<Bytes>, Received, Extent),
+    Message(Vec<Bytes>, Received, Coverage),
     Answered {
         type_url: String,
         nonce: String,
@@ -48,12 +48,12 @@ pub(super) enum Note {
 
 /// What a response holds of the resources of its type.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Extent {
+pub(super) enum Coverage {
     /// All. It takes the place of what is kept.
     All,
     /// The first of a stream: in SotW what istiod has so far of what was asked for, in delta as much as
     /// Envoy holds. It is kept where nothing is, else added.
-    Enough,
+    Initial,
     /// What has changed. It is added to what is kept; alone it is not kept.
     Part,
 }
@@ -78,7 +78,7 @@ pub(super) struct Writer {
     /// By stream, the response that passes; None if it could not be written.
     passing: HashMap<u32, Option<Draft>>,
     /// Responses that wait for their ACK, and their streams.
-    pending: Vec<(u32, Received, Extent, Draft)>,
+    pending: Vec<(u32, Received, Coverage, Draft)>,
 }
 
 impl Writer {
@@ -94,19 +94,19 @@ impl Writer {
         }
     }
 
-    /// Runs until all senders are gone. `has_lost` says that a note found the channel full for too long.
+    /// Runs until all senders are gone. `has_lost` says that a op found the channel full for too long.
     pub(super) fn run(
         mut self,
-        mut notes: mpsc::Receiver<(u32, Note)>,
+        mut ops: mpsc::Receiver<(u32, WriteOp)>,
         has_lost: &AtomicBool,
         ended: &Ended,
     ) {
-        while let Some((stream, note)) = notes.blocking_recv() {
-            let is_part = matches!(note, Note::Bytes(_));
+        while let Some((stream, op)) = ops.blocking_recv() {
+            let is_part = matches!(op, WriteOp::Bytes(_));
             if has_lost.swap(false, Ordering::AcqRel) {
-                while notes.try_recv().is_ok() {}
+                while ops.try_recv().is_ok() {}
                 self.fail(&io::Error::other("the disk does not follow"));
-            } else if let Err(error) = self.take(stream, note) {
+            } else if let Err(error) = self.take(stream, op) {
                 self.fail(&error);
             } else if is_part {
                 continue;
@@ -114,7 +114,7 @@ impl Writer {
             self.status
                 .publish(self.store.as_ref().map(|store| &store.manifest));
             // What it said before its end counts.
-            if notes.is_empty() {
+            if ops.is_empty() {
                 std::mem::take(&mut *ended.lock())
                     .into_iter()
                     .for_each(|stream| self.end(stream));
@@ -140,27 +140,27 @@ impl Writer {
         }
     }
 
-    pub(super) fn take(&mut self, id: u32, note: Note) -> io::Result<()> {
-        match note {
-            Note::Node { protocol, identity } => self.begin(id, protocol, identity)?,
+    pub(super) fn take(&mut self, id: u32, op: WriteOp) -> io::Result<()> {
+        match op {
+            WriteOp::Node { protocol, identity } => self.begin(id, protocol, identity)?,
             // Of another node: its Envoy drains after a hot restart.
             _ if !self.streams.contains(&id) => {}
-            Note::Bytes(bytes) => {
+            WriteOp::Bytes(bytes) => {
                 let draft = match self.passing.remove(&id) {
                     Some(None) => None,
                     draft => self.write(draft.flatten(), &bytes),
                 };
                 self.passing.insert(id, draft);
             }
-            Note::Complete(response, extent) => {
+            WriteOp::Complete(response, coverage) => {
                 let draft = self.passing.remove(&id).flatten();
-                self.complete(id, response, extent, draft)?;
+                self.complete(id, response, coverage, draft)?;
             }
-            Note::Message(bytes, response, extent) => {
+            WriteOp::Message(bytes, response, coverage) => {
                 let draft = self.write(None, &bytes);
-                self.complete(id, response, extent, draft)?;
+                self.complete(id, response, coverage, draft)?;
             }
-            Note::Answered {
+            WriteOp::Answered {
                 type_url,
                 nonce,
                 is_accepted,
@@ -169,11 +169,11 @@ impl Writer {
                     *stream == id && response.type_url == type_url && response.nonce == nonce
                 });
                 let pending = index.map(|index| self.pending.remove(index));
-                if let Some((_, response, extent, draft)) = pending.filter(|_| is_accepted) {
-                    self.accept(response, extent, draft)?;
+                if let Some((_, response, coverage, draft)) = pending.filter(|_| is_accepted) {
+                    self.accept(response, coverage, draft)?;
                 }
             }
-            Note::Unsubscribed { type_url, names } => self.unsubscribe(type_url, names)?,
+            WriteOp::Unsubscribed { type_url, names } => self.unsubscribe(type_url, names)?,
         }
         Ok(())
     }
@@ -225,14 +225,14 @@ impl Writer {
         &mut self,
         id: u32,
         response: Received,
-        extent: Extent,
+        coverage: Coverage,
         draft: Option<Draft>,
     ) -> io::Result<()> {
         // A draft is shorter if it was begun after a failure.
         match draft {
             Some(draft) if draft.length == response.bytes + HEAD as u64 => {
-                self.pending.push((id, response, extent, draft));
-                match self.pending.len() > MOST_UNANSWERED {
+                self.pending.push((id, response, coverage, draft));
+                match self.pending.len() > MAX_UNANSWERED {
                     true => {
                         let (_, oldest, ..) = self.pending.remove(0);
                         self.drop_type(oldest.type_url)
@@ -257,15 +257,15 @@ impl Writer {
     }
 
     /// Lets a response count.
-    fn accept(&mut self, response: Received, extent: Extent, draft: Draft) -> io::Result<()> {
+    fn accept(&mut self, response: Received, coverage: Coverage, draft: Draft) -> io::Result<()> {
         let Some(store) = &self.store else {
             return Ok(());
         };
         let file = match store.manifest.types.get(&response.type_url) {
-            Some(older) if extent != Extent::All && !draft.replaces(&older.file) => {
+            Some(older) if coverage != Coverage::All && !draft.replaces(&older.file) => {
                 store.append(self.protocol, older.file.clone(), draft)
             }
-            None if extent == Extent::Part => return Ok(()),
+            None if coverage == Coverage::Part => return Ok(()),
             _ => draft.keep(),
         };
         let since_epoch = Clock::system().now().duration_since(SystemTime::UNIX_EPOCH);

@@ -12,7 +12,7 @@ use istio_agent::metrics::Registry;
 use istio_agent::unix_socket;
 use istio_agent::xds::Config;
 use istio_agent::xds::intercept::Interceptors;
-use istio_agent::xds::kept::{self, Kept};
+use istio_agent::xds::last_known_good::{self, LastKnownGood};
 use istio_agent::xds::server::{Discovery, Upstream};
 
 use super::peer::NAME;
@@ -42,8 +42,8 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         limits: Limits::default(),
     };
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
-    let (kept, writing) = Kept::new(
-        kept::Config {
+    let (kept, writing) = LastKnownGood::new(
+        last_known_good::Config {
             directory: directory.to_owned(),
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),

@@ -34,12 +34,12 @@ impl Drop for Mount {
 /// Hands a response in, and its ACK; the first error.
 fn try_keep(writer: &mut Writer, nonce: &str, content: &str) -> io::Result<()> {
     let bytes = response(Protocol::Delta, nonce, &resources(&[("a", content)]), &[]);
-    for note in [
-        Note::Bytes(vec![bytes.clone()]),
+    for op in [
+        WriteOp::Bytes(vec![bytes.clone()]),
         complete(nonce, &bytes, true),
         answered(nonce, true),
     ] {
-        writer.take(1, note)?;
+        writer.take(1, op)?;
     }
     Ok(())
 }
@@ -54,7 +54,9 @@ fn on_a_full_disk_a_type_is_not_kept_until_there_is_space() {
         let (status, identity) = (Status::new(&Registry::default()), IDENTITY.to_owned());
         let mut writer = Writer::new(mount.0.path().to_owned(), status.clone());
         let protocol = Protocol::Delta;
-        writer.take(1, Note::Node { protocol, identity }).unwrap();
+        writer
+            .take(1, WriteOp::Node { protocol, identity })
+            .unwrap();
         if large > 1 {
             try_keep(&mut writer, "1", "1").unwrap();
         }
@@ -89,23 +91,23 @@ fn on_a_disk_that_becomes_read_only_the_last_response_that_counted_stays() {
 #[test]
 fn a_directory_that_vanishes_is_made_anew_for_the_next_stream() {
     let parent = tempfile::tempdir().unwrap();
-    let (sender, notes) = mpsc::channel(10);
+    let (sender, ops) = mpsc::channel(10);
     let status = Status::new(&Registry::default());
     let writer = Writer::new(parent.path().to_owned(), status.clone());
     let thread =
-        std::thread::spawn(move || writer.run(notes, &AtomicBool::new(false), &Ended::default()));
-    let send = |note| sender.blocking_send((1, note)).unwrap();
+        std::thread::spawn(move || writer.run(ops, &AtomicBool::new(false), &Ended::default()));
+    let send = |op| sender.blocking_send((1, op)).unwrap();
     let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
     for directory_is_there in [true, false, true] {
         let (protocol, identity) = (Protocol::Delta, IDENTITY.to_owned());
-        send(Note::Node { protocol, identity });
+        send(WriteOp::Node { protocol, identity });
         while sender.capacity() < 10 {
             std::thread::yield_now();
         }
         if !directory_is_there {
             while fs::remove_dir_all(parent.path().join("istio-agent-config")).is_err() {}
         }
-        send(Note::Bytes(vec![bytes.clone()]));
+        send(WriteOp::Bytes(vec![bytes.clone()]));
         send(complete("1", &bytes, true));
         send(answered("1", true));
     }
@@ -120,11 +122,11 @@ fn too_large_a_response_and_a_full_disk_are_refused() {
     let parent = tempfile::tempdir().unwrap();
     let store = Store::open(parent.path()).unwrap();
     store.has_space_for(0, 1).unwrap();
-    let error = store.has_space_for(store::MOST_BYTES, 1).unwrap_err();
+    let error = store.has_space_for(store::MAX_BYTES, 1).unwrap_err();
     assert!(error.to_string().contains("would be kept"), "{error}");
     let found = rustix::fs::statvfs(parent.path()).unwrap();
     let free = found.f_bavail * found.f_frsize;
-    if free < store::MOST_BYTES {
+    if free < store::MAX_BYTES {
         let error = store.has_space_for(0, free).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
     }

@@ -19,9 +19,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 
 use super::file::{BLOCK, Index, head, joined};
-use super::request::Subscription;
 use super::store::{self, Manifest};
-use super::{Config, Kept, OfEnvoy};
+use super::subscription::Subscription;
+use super::{Config, EnvoyCache, LastKnownGood};
 use crate::clock::later;
 use crate::istiod::{Closed, Istiod};
 use crate::xds::Protocol;
@@ -44,11 +44,11 @@ const BLOCKS: usize = 4;
 const SETTLING: Duration = Duration::from_millis(500);
 
 /// How long an Envoy may take to answer the kept listeners before it is handed over all the same.
-const LONGEST_START: Duration = Duration::from_secs(10);
+const MAX_START: Duration = Duration::from_secs(10);
 
 /// Answers the requests of one stream.
 pub(in crate::xds) struct Replay {
-    envoy: OfEnvoy,
+    envoy: EnvoyCache,
     answers: mpsc::Receiver<io::Result<Bytes>>,
     began: Instant,
     istiod: Istiod,
@@ -61,7 +61,7 @@ type Connecting = Pin<Box<dyn Future<Output = Result<(), Closed>> + Send>>;
 impl Replay {
     /// Answers requests, framed as they came, until the stream ends or istiod is there.
     pub(in crate::xds) fn start(
-        envoy: OfEnvoy,
+        envoy: EnvoyCache,
         protocol: Protocol,
         requests: mpsc::UnboundedReceiver<Bytes>,
         istiod: Istiod,
@@ -93,7 +93,7 @@ impl Replay {
     ) -> Result<Bytes, End> {
         let end = match settling_since {
             Some(since) => later(since, SETTLING),
-            None => later(self.began, LONGEST_START),
+            None => later(self.began, MAX_START),
         };
         loop {
             let is_connected = self.connecting.is_none();
@@ -130,7 +130,7 @@ fn connecting(istiod: &Istiod) -> Connecting {
 }
 
 pub(super) fn answer(
-    kept: &Kept,
+    kept: &LastKnownGood,
     protocol: Protocol,
     mut requests: mpsc::UnboundedReceiver<Bytes>,
     out: &mpsc::Sender<io::Result<Bytes>>,

@@ -6,10 +6,10 @@
 //! [`replay`] answers requests in istiod's place. Secrets are never kept.
 
 mod file;
-mod record;
+mod recorder;
 pub(super) mod replay;
-mod request;
 mod store;
+mod subscription;
 mod writer;
 
 use std::collections::BTreeMap;
@@ -26,18 +26,18 @@ use tokio::time::Instant;
 
 use crate::clock::rfc3339;
 use crate::metrics::{Counter, Kind, Registry};
-pub(super) use record::Recorder;
+pub(super) use recorder::Recorder;
 use store::Manifest;
-use writer::{Note, Writer};
+use writer::{WriteOp, Writer};
 
 use super::stream::LISTENER;
 
-/// Notes that wait for the writer. Each has up to [`record::BATCH`] bytes, or a message that the agent
+/// Operations that wait for the writer. Each has up to [`recorder::BATCH`] bytes, or a message that the agent
 /// consumes.
-const NOTES: usize = 8;
+const MAX_OPS: usize = 8;
 
 /// Envoys whose state is remembered. More do not run at once.
-const MOST_ENVOYS: usize = 16;
+const MAX_ENVOYS: usize = 16;
 
 /// Where configuration is kept, and when it is served.
 #[derive(Clone, Debug)]
@@ -56,9 +56,9 @@ pub(crate) fn check(directory: &Path) -> io::Result<()> {
 
 /// A handle to what is kept.
 #[derive(Clone, Debug)]
-pub struct Kept {
+pub struct LastKnownGood {
     config: Arc<Config>,
-    notes: mpsc::Sender<(u32, Note)>,
+    ops: mpsc::Sender<(u32, WriteOp)>,
     has_lost: Arc<AtomicBool>,
     ended: Ended,
     status: Status,
@@ -100,21 +100,21 @@ struct Waiting {
 
 /// An Envoy that may be served what is kept.
 #[derive(Clone, Debug)]
-pub(crate) struct OfEnvoy {
-    pub(super) kept: Kept,
+pub(crate) struct EnvoyCache {
+    pub(super) kept: LastKnownGood,
     waiting: Arc<Mutex<Waiting>>,
 }
 
-impl Kept {
+impl LastKnownGood {
     /// A handle, and the work of the writer's thread, which ends when all handles are gone.
     pub fn new(config: Config, registry: &Registry) -> (Self, impl FnOnce() + Send + use<>) {
         let status = Status::new(registry);
-        let (notes, received) = mpsc::channel(NOTES);
+        let (ops, received) = mpsc::channel(MAX_OPS);
         let (has_lost, ended) = (Arc::<AtomicBool>::default(), Ended::default());
         let writer = Writer::new(config.directory.clone(), status.clone());
         let kept = Self {
             config: Arc::new(config),
-            notes,
+            ops,
             has_lost: has_lost.clone(),
             ended: ended.clone(),
             status,
@@ -123,14 +123,14 @@ impl Kept {
         (kept, move || writer.run(received, &has_lost, &ended))
     }
 
-    pub(super) fn of_envoy(&self, pid: i32) -> OfEnvoy {
+    pub(super) fn envoy_cache(&self, pid: i32) -> EnvoyCache {
         let mut envoys = self.envoys.lock();
         let waiting = envoys.entry(pid).or_default().clone();
-        if envoys.len() > MOST_ENVOYS {
+        if envoys.len() > MAX_ENVOYS {
             let other = envoys.keys().copied().find(|other| *other != pid);
             other.map(|other| envoys.remove(&other));
         }
-        OfEnvoy {
+        EnvoyCache {
             kept: self.clone(),
             waiting,
         }
@@ -142,7 +142,7 @@ impl Kept {
     }
 }
 
-impl OfEnvoy {
+impl EnvoyCache {
     /// When it is to be served what is kept, unless istiod answers before.
     pub(super) fn due(&self) -> Option<Instant> {
         let waiting = *self.waiting.lock();

@@ -40,10 +40,12 @@ fn request(protocol: Protocol, type_url: &str, names: &[&str], nonce: &str) -> B
 /// A store for the node of these tests with clusters `a` and `b`, their endpoints and no listener.
 fn store(parent: &Path, protocol: Protocol) {
     let first = request(protocol, CLUSTER, &[], "");
-    let identity = request::Subscription::read(protocol, &first).unwrap();
+    let identity = subscription::Subscription::read(protocol, &first).unwrap();
     let identity = identity.identity(protocol).unwrap();
     let mut writer = writer(parent, protocol);
-    writer.take(1, Note::Node { protocol, identity }).unwrap();
+    writer
+        .take(1, WriteOp::Node { protocol, identity })
+        .unwrap();
     let both = resources(&[("a", "1"), ("b", "2")]);
     for (type_url, resources) in [
         (CLUSTER, &both),
@@ -51,11 +53,11 @@ fn store(parent: &Path, protocol: Protocol) {
         (LISTENER, &Resources::new()),
     ] {
         let bytes = response(protocol, "1", resources, &[]);
-        let Note::Complete(response, extent) = complete("1", &bytes, true) else {
+        let WriteOp::Complete(response, coverage) = complete("1", &bytes, true) else {
             panic!("it is one");
         };
         let type_url = type_url.to_owned();
-        let answered = Note::Answered {
+        let answered = WriteOp::Answered {
             type_url: type_url.clone(),
             nonce: "1".into(),
             is_accepted: true,
@@ -64,9 +66,9 @@ fn store(parent: &Path, protocol: Protocol) {
             type_url,
             ..response
         };
-        let complete = Note::Complete(response, extent);
-        for note in [Note::Bytes(vec![bytes]), complete, answered] {
-            writer.take(1, note).unwrap();
+        let complete = WriteOp::Complete(response, coverage);
+        for op in [WriteOp::Bytes(vec![bytes]), complete, answered] {
+            writer.take(1, op).unwrap();
         }
     }
 }
@@ -86,7 +88,7 @@ fn replayed(
         max_age,
         after: Duration::ZERO,
     };
-    let (kept, _) = Kept::new(config, &Registry::default());
+    let (kept, _) = LastKnownGood::new(config, &Registry::default());
     let (sender, queue) = mpsc::unbounded_channel();
     requests
         .into_iter()
@@ -230,7 +232,7 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
         max_age: Duration::MAX,
         after: Duration::ZERO,
     };
-    let (kept, _) = Kept::new(config, &Registry::default());
+    let (kept, _) = LastKnownGood::new(config, &Registry::default());
     let (requests, queue) = mpsc::unbounded_channel();
     let (out, mut answers) = mpsc::channel(1000);
     let thread = std::thread::spawn(move || answer(&kept, Protocol::Delta, queue, &out));
