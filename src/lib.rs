@@ -65,6 +65,8 @@ mod regular_file;
 
 mod replace_file;
 
+mod directory;
+
 mod request_path;
 
 pub mod executor;

@@ -4,38 +4,50 @@
 //! agent left is removed first. Nothing is synced to disk: the file survives the agent, not a power
 //! failure.
 
-use std::fs::{self, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::io::Errno;
 
 /// Puts `bytes` at `path` in a new file with `mode`, less the umask. After an error `path` is as it
 /// was.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    replace_at(CWD, path, bytes, mode)
+}
+
+/// Like [`replace_file`], of a path below an open directory.
+pub(crate) fn replace_at(
+    directory: BorrowedFd<'_>,
+    path: &Path,
+    bytes: &[u8],
+    mode: u32,
+) -> io::Result<()> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
     let temporary = PathBuf::from(temporary);
     // A leftover could be a link, or have another mode.
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    match unlinkat(directory, &temporary, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
     }
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(&temporary)?;
-    let replaced = file
-        .write_all(bytes)
-        .and_then(|()| fs::rename(&temporary, path));
-    replaced.inspect_err(|_| {
-        // The first error is the one to report.
-        let _ = fs::remove_file(&temporary);
-    })
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let mode = Mode::from_raw_mode(mode);
+    let mut file: File = openat(directory, &temporary, flags, mode)?.into();
+    let renamed = || Ok(renameat(directory, &temporary, directory, path)?);
+    file.write_all(bytes)
+        .and_then(|()| renamed())
+        .inspect_err(|_| {
+            // The first error is the one to report.
+            let _ = unlinkat(directory, &temporary, AtFlags::empty());
+        })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     use super::*;

@@ -5,7 +5,8 @@
 //! certificate is used only if no other user can have written it, identity and kind of key are as
 //! configured, and it has not expired.
 
-use std::io::{self, Read};
+use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -14,16 +15,12 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use super::certificate::Workload;
+use crate::directory::Directory;
 use crate::identity::SpiffeId;
 use crate::lifecycle::BoxError;
-use crate::regular_file::{check_private_directory, create_private_directory, open_private};
-use crate::replace_file::replace_file;
 
 const DIRECTORY: &str = "istio-agent";
 const FILE: &str = "workload.json";
-
-/// The largest file read, many times a chain with its key.
-const LARGEST: u64 = 1 << 20;
 
 /// File systems in memory, as `statfs` names them.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
@@ -33,7 +30,7 @@ const OTHER: &str = "it is for another identity or another kind of key";
 /// Where the workload's certificate is cached, and what it must be like.
 #[derive(Clone, Debug)]
 pub(super) struct CertificateCache {
-    directory: PathBuf,
+    parent: PathBuf,
     identity: SpiffeId,
     /// The kind of key and its encoding.
     kind: String,
@@ -51,7 +48,7 @@ struct Header {
 impl CertificateCache {
     pub(super) fn new(parent: &Path, identity: &SpiffeId, kind: String) -> Self {
         Self {
-            directory: parent.join(DIRECTORY),
+            parent: parent.to_owned(),
             identity: identity.clone(),
             kind,
         }
@@ -59,7 +56,7 @@ impl CertificateCache {
 
     /// The cached certificate, if it can be used, and when it was issued.
     pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
-        let directory = self.directory.clone();
+        let directory = self.parent.join(DIRECTORY);
         let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
         let found = loading.unwrap_or_else(|error| Err(error.into()));
         found.unwrap_or_else(|error| {
@@ -79,7 +76,7 @@ impl CertificateCache {
         answer: Vec<String>,
         issued: SystemTime,
     ) {
-        let directory = self.directory.clone();
+        let directory = self.parent.join(DIRECTORY);
         let store = move || self.store(workload.certificate.key_pem(), answer, issued);
         let storing = tokio::task::spawn_blocking(store).await;
         if let Err(error) = storing.unwrap_or_else(|error| Err(error.into())) {
@@ -116,12 +113,7 @@ impl CertificateCache {
     }
 
     fn read(&self) -> io::Result<Zeroizing<Vec<u8>>> {
-        check_private_directory(&self.directory)?;
-        let file = open_private(&self.directory.join(FILE))?;
-        // The capacity is enough: a buffer that grows leaves copies of the key behind.
-        let mut text = Zeroizing::new(Vec::with_capacity(64 * 1024));
-        file.take(LARGEST).read_to_end(&mut text)?;
-        Ok(text)
+        Directory::private(&self.parent, DIRECTORY, false)?.read_private(FILE)
     }
 
     pub(super) fn store(
@@ -130,7 +122,8 @@ impl CertificateCache {
         answer: Vec<String>,
         issued: SystemTime,
     ) -> Result<(), BoxError> {
-        self.prepare_directory()?;
+        let directory = Directory::private(&self.parent, DIRECTORY, true)?;
+        check_in_memory(&directory)?;
         let since_epoch = issued.duration_since(SystemTime::UNIX_EPOCH);
         let header = serde_json::to_vec(&Header {
             identity: self.identity.to_string(),
@@ -139,26 +132,20 @@ impl CertificateCache {
             answer,
         })?;
         let text = Zeroizing::new([&header, &b"\n"[..], key_pem].concat());
-        Ok(replace_file(&self.directory.join(FILE), &text, 0o600)?)
-    }
-
-    fn prepare_directory(&self) -> io::Result<()> {
-        create_private_directory(&self.directory)?;
-        check_in_memory(&self.directory)
+        Ok(directory.replace_file(FILE, &text)?)
     }
 }
 
 /// Fails if no certificate can be cached below `parent`. Changes nothing.
 pub(crate) fn check(parent: &Path) -> io::Result<()> {
-    match check_private_directory(&parent.join(DIRECTORY)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    match Directory::private(parent, DIRECTORY, false) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => check_in_memory(Directory::open(parent)?),
     }
-    check_in_memory(parent)
 }
 
-fn check_in_memory(directory: &Path) -> io::Result<()> {
-    let file_system = rustix::fs::statfs(directory)?;
+fn check_in_memory(directory: impl AsFd) -> io::Result<()> {
+    let file_system = rustix::fs::fstatfs(directory)?;
     // The type is a small number in a word whose width depends on the machine.
     if IN_MEMORY.contains(&(file_system.f_type as u64 & 0xffff_ffff)) {
         return Ok(());

@@ -15,10 +15,10 @@ use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use tempfile::TempDir;
 
-use super::directory::Directory;
 use super::tests::{all, directory, read};
 use super::writer::Writer;
 use super::{Config, NAMES};
+use crate::directory::Directory;
 
 const ROTATIONS: usize = 10_000;
 

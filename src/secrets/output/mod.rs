@@ -10,7 +10,6 @@
 //! An application may share the directory and change it at any moment: it can prevent the output, but
 //! nothing outside the directory is read or removed.
 
-mod directory;
 mod writer;
 
 use std::collections::BTreeSet;

@@ -9,9 +9,9 @@ use rustix::fs::{Mode, OFlags, inotify, openat};
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 
-use super::directory::Directory;
 use super::writer::{DATA, STALE};
 use super::*;
+use crate::directory::Directory;
 use crate::metrics::Registry;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 use crate::secrets::files;

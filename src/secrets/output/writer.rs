@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime};
 
 use zeroize::Zeroizing;
 
-use super::directory::Directory;
 use super::{Config, NAMES};
+use crate::directory::Directory;
 
 /// The link that is replaced.
 pub(super) const DATA: &str = "..data";

@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use super::*;
+use crate::secrets::cache;
 use crate::secrets::cache::CertificateCache;
 
 fn directory() -> Option<tempfile::TempDir> {
@@ -98,4 +99,39 @@ fn nothing_is_cached_on_a_disk() {
     let refused = refused.expect_err("on a disk").to_string();
     assert!(refused.contains("on a disk"), "{refused}");
     assert!(!directory.path().join("istio-agent/workload.json").exists());
+}
+
+#[test]
+fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_outside() {
+    let Some(parent) = directory() else { return };
+    let outside = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+    fs::set_permissions(outside.path(), Permissions::from_mode(0o700)).expect("set");
+    let file = outside.path().join("workload.json");
+    fs::write(&file, "untouched").expect("written");
+    let (place, link) = (
+        parent.path().join("istio-agent"),
+        parent.path().join("link"),
+    );
+    std::os::unix::fs::symlink(outside.path(), &link).expect("a link");
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                let (cwd, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::EXCHANGE);
+                // Nothing is there to be exchanged at first.
+                let _ = rustix::fs::renameat_with(cwd, &link, cwd, &place, flags);
+            }
+        });
+        let mut stored = 0;
+        for _ in 0..2000 {
+            let cache = CertificateCache::new(parent.path(), &config().identity, String::new());
+            let result = cache.store(b"key", Vec::new(), SystemTime::now());
+            stored += usize::from(result.is_ok());
+            let _ = cache::check(parent.path());
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(stored > 0);
+    });
+    assert_eq!(fs::read_to_string(&file).expect("is there"), "untouched");
+    assert_eq!(fs::read_dir(outside.path()).expect("listed").count(), 1);
 }
