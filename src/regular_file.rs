@@ -1,9 +1,9 @@
 //! Reads certificates, keys, tokens and settings: regular files up to a size, as a path may name a
 //! pipe or a device by mistake.
 
-use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -11,9 +11,6 @@ use zeroize::Zeroizing;
 
 /// The limit of a file of settings. A ConfigMap has at most 1 MiB.
 pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
-
-/// The permissions of group and others.
-const OTHERS: u32 = 0o077;
 
 /// The whole of a regular file with at most `largest` bytes.
 pub(crate) fn read(path: &Path, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
@@ -55,43 +52,6 @@ pub(crate) async fn read_aside(path: PathBuf, largest: u64) -> io::Result<Zeroiz
     tokio::task::spawn_blocking(move || read(&path, largest))
         .await
         .map_err(io::Error::other)?
-}
-
-/// Creates a directory only we have access to, unless there is one.
-pub(crate) fn create_private_directory(path: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => check_private_directory(path),
-    }
-}
-
-/// Fails unless this is a directory, and only we have access to it.
-pub(crate) fn check_private_directory(path: &Path) -> io::Result<()> {
-    check_private(path, &path.symlink_metadata()?)
-}
-
-/// Opens a file only we have access to. A link is not followed.
-pub(crate) fn open_private(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed())
-        .open(path)?;
-    check_private(path, &file.metadata()?)?;
-    Ok(file)
-}
-
-/// Fails unless this is ours alone: another user with write access could plant what the agent trusts.
-fn check_private(path: &Path, found: &Metadata) -> io::Result<()> {
-    let us = rustix::process::geteuid().as_raw();
-    if found.uid() == us && found.mode() & OTHERS == 0 {
-        return Ok(());
-    }
-    Err(io::Error::other(format!(
-        "{} belongs to user {} with mode {:o}, expected user {us} and no access for others",
-        path.display(),
-        found.uid(),
-        found.mode() & 0o7777
-    )))
 }
 
 #[cfg(test)]

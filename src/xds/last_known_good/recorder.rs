@@ -1,20 +1,20 @@
 //! Hands what passes on a stream of Envoy to the writer.
 //!
-//! The bytes are those Envoy gets, not copied, up to [`BATCH`] at once. A response waits for the writer
-//! for [`PATIENCE`] in all. Then it goes on without, and what is kept of its type is lost, so that a
-//! disk that hangs stops no configuration.
+//! The bytes are those Envoy gets, not copied, up to [`BATCH`] at once. A slow disk delays one response
+//! by up to [`PATIENCE`]; later ones do not wait until it has recovered. What is kept of the types of
+//! which it has missed something is deleted.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::sync::mpsc::error::SendTimeoutError;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
+use super::file::{head, retained_frame};
 use super::subscription::Subscription;
-use super::writer::{Coverage, WriteOp};
-use super::{EnvoyCache, file};
+use super::writer::{Coverage, StreamInfo, WriteOp};
+use super::{EXTENSION, EnvoyCache, TYPES, Type, WORKLOAD};
 use crate::xds::Protocol;
 use crate::xds::observe::Source;
 use crate::xds::request::Request;
@@ -24,19 +24,8 @@ use crate::xds::stream::LISTENER;
 /// Responses are written in parts of this size.
 pub(super) const BATCH: usize = 64 * 1024;
 
-/// How long a response waits for the disk, once until the disk follows again.
+/// How long responses wait for the disk in all, until it follows again.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// How many ops without bytes wait for a disk that hangs before all that is kept is given up.
-const MAX_PENDING: usize = 64;
-
-const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
-
-/// As it came it may hold pull secrets of Wasm modules.
-const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
-
-/// Resources of this type do not begin with their name, which SotW needs.
-const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 
 /// What passes on one stream. Without an Envoy for which configuration is kept, it does nothing.
 #[derive(Debug)]
@@ -49,12 +38,14 @@ pub(in crate::xds) struct Recorder {
     stream: u32,
     protocol: Protocol,
     has_node: bool,
-    types: HashMap<String, TypeState>,
-    /// Whether the response that passes is kept.
-    is_passing: bool,
-    batch: Vec<Bytes>,
-    batch_bytes: usize,
-    pending: VecDeque<WriteOp>,
+    types: HashMap<Type, TypeState>,
+    /// The type of the response that passes, if it is kept.
+    passing: Option<Type>,
+    /// For the writer.
+    pub(super) pending: Vec<(Type, WriteOp)>,
+    /// In `pending`: bytes, and whether the writer has missed something.
+    bytes: usize,
+    has_lost: bool,
     /// What is left of [`PATIENCE`].
     patience: Duration,
 }
@@ -62,8 +53,11 @@ pub(in crate::xds) struct Recorder {
 /// The subscription to a type.
 #[derive(Debug, Default)]
 struct TypeState {
-    /// SotW: the names in the newest request. Delta: the resources Envoy had when the stream began.
+    /// SotW: how many names the newest request has. Delta: how many resources Envoy had when the stream
+    /// began.
     names: usize,
+    /// The names of the latter, until the first response.
+    held: Vec<Bytes>,
     responses: u64,
     /// Whether istiod is to answer a request that answers no response itself.
     is_awaited: bool,
@@ -79,10 +73,10 @@ impl Recorder {
             protocol,
             has_node: false,
             types: HashMap::new(),
-            is_passing: false,
-            batch: Vec::new(),
-            batch_bytes: 0,
-            pending: VecDeque::new(),
+            passing: None,
+            pending: Vec::new(),
+            bytes: 0,
+            has_lost: false,
             patience: PATIENCE,
         }
     }
@@ -117,50 +111,72 @@ impl Recorder {
             envoy.end_waiting();
             self.settling_since = Some(Instant::now());
         }
-        if self.is_recording {
-            self.record(request);
+        // It has been decoded before.
+        if self.is_recording
+            && let Ok(subscription) = Subscription::read(self.protocol, &request.frame)
+        {
+            self.record(request, subscription, envoy.envoy.generation);
         }
     }
 
-    fn record(&mut self, request: &Request) {
-        let Ok(subscription) = Subscription::read(self.protocol, &request.frame) else {
-            return; // It has been decoded before.
-        };
+    fn record(&mut self, request: &Request, subscription: Subscription, generation: u64) {
         if !self.has_node {
             self.has_node = true;
             if let Some(identity) = subscription.identity(self.protocol) {
                 let protocol = self.protocol;
-                self.pending.push_back(WriteOp::Node { protocol, identity });
+                let info = StreamInfo {
+                    protocol,
+                    identity,
+                    generation,
+                };
+                self.push("", WriteOp::Begin(info));
             }
         }
-        if !self.keeps(&request.type_url) {
+        let Some(type_url) = self.kept(&request.type_url) else {
             return;
-        }
-        let type_url = request.type_url.clone();
-        let is_first = !self.types.contains_key(&type_url);
-        let state = self.types.entry(type_url.clone()).or_default();
+        };
+        let is_first = !self.types.contains_key(type_url);
+        let state = self.types.entry(type_url).or_default();
         match self.protocol {
             Protocol::Sotw => state.names = subscription.names.len(),
-            Protocol::Delta if is_first => state.names = subscription.held,
+            Protocol::Delta if is_first => {
+                (state.names, state.held) = (subscription.held.len(), subscription.held);
+            }
             Protocol::Delta => {}
         }
-        state.is_awaited |= request.nonce.is_empty();
-        if !request.nonce.is_empty() {
-            let nonce = request.nonce.clone();
-            self.answered(type_url.clone(), nonce, request.nack.is_none());
+        match request.nonce.is_empty() {
+            true => state.is_awaited = true,
+            false => self.answered(type_url, &request.nonce, request.nack.is_none()),
         }
-        let names = subscription.unsubscribed;
-        if !names.is_empty() {
-            self.pending
-                .push_back(WriteOp::Unsubscribed { type_url, names });
-        }
+    }
+
+    /// The type, if it is kept. Secrets are not.
+    fn kept(&self, type_url: &str) -> Option<Type> {
+        let found = TYPES.into_iter().find(|it| *it == type_url);
+        found.filter(|it| *it != WORKLOAD || self.protocol == Protocol::Delta)
     }
 
     /// Whether the bytes that follow are of a type that is kept.
     pub(in crate::xds) fn begins(&mut self, type_url: &str) {
-        self.is_passing = self.is_recording && type_url != EXTENSION && self.keeps(type_url);
-        if self.pending.is_empty() {
+        let kept = self.kept(type_url).filter(|it| *it != EXTENSION);
+        self.passing = kept.filter(|_| self.is_recording);
+        let is_stalled = |envoy: &EnvoyCache| envoy.kept.is_stalled.load(Ordering::Relaxed);
+        if !self.envoy.as_ref().is_some_and(is_stalled) {
             self.patience = PATIENCE;
+        }
+        if let Some(type_url) = self.passing {
+            self.retain(type_url);
+        }
+    }
+
+    /// What a reconnecting Envoy has not named is removed with the first response.
+    fn retain(&mut self, type_url: Type) {
+        let state = self.types.get_mut(type_url);
+        let held = state.map(|state| std::mem::take(&mut state.held));
+        if let Some(held) = held.filter(|held| !held.is_empty())
+            && let Ok(frame) = retained_frame(held)
+        {
+            self.push(type_url, WriteOp::Bytes(frame));
         }
     }
 
@@ -169,146 +185,123 @@ impl Recorder {
         if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
             envoy.heard_of_istiod(true);
         }
-        if !self.is_passing {
-            return;
-        }
-        self.batch.push(bytes.clone());
-        self.batch_bytes += bytes.len();
-        if self.batch_bytes >= BATCH {
-            self.send_batch();
+        if let Some(type_url) = self.passing {
+            self.bytes += bytes.len();
+            self.push(type_url, WriteOp::Bytes(bytes.clone()));
         }
     }
 
     /// The response that passes is complete. It counts from its ACK.
     pub(in crate::xds) fn passed(&mut self, received: &Received) {
-        if let Some(state) = self.types.get_mut(&received.type_url) {
+        if let Some(state) = self.types.get_mut(&*received.type_url) {
             state.is_awaited = false;
         }
         if let Some(envoy) = self.envoy.as_ref().filter(|_| self.is_recording) {
             envoy.heard_of_istiod(self.types.values().any(|state| state.is_awaited));
         }
-        if !std::mem::take(&mut self.is_passing) {
-            return;
+        if let Some(type_url) = self.passing.take() {
+            self.complete(type_url, received, false);
         }
-        self.send_batch();
-        let coverage = self.coverage(received);
-        let op = WriteOp::Complete(received.clone(), coverage);
-        self.pending.push_back(op);
     }
 
     /// Takes a message without its head that Envoy gets in place of istiod's.
     pub(in crate::xds) fn rewritten(&mut self, received: &Received, message: &Bytes) {
-        if self.is_recording {
-            let coverage = self.coverage(received);
-            self.message(received, message, coverage);
-        }
+        self.message(received, message, false);
     }
 
     /// Takes a message that the agent has consumed. It is all there is of its type.
     pub(in crate::xds) fn consumed(&mut self, captured: &Captured) {
-        if self.is_recording {
-            let received = &captured.received;
-            self.message(received, &captured.message, Coverage::All);
-            self.answered(received.type_url.clone(), received.nonce.clone(), true);
+        let received = &captured.received;
+        if let Some(type_url) = self.message(received, &captured.message, true) {
+            self.answered(type_url, &received.nonce, true);
         }
     }
 
-    /// Another response may just pass in part.
-    fn message(&mut self, received: &Received, message: &Bytes, coverage: Coverage) {
-        let bytes = message.len() as u64;
-        if let Ok(head) = file::head(bytes) {
-            let parts = vec![Bytes::copy_from_slice(&head), message.clone()];
-            let received = Received {
-                bytes,
-                ..received.clone()
-            };
-            let op = WriteOp::Message(parts, received, coverage);
-            self.pending.push_back(op);
-        }
+    fn message(&mut self, received: &Received, message: &Bytes, is_all: bool) -> Option<Type> {
+        let type_url = self
+            .kept(&received.type_url)
+            .filter(|_| self.is_recording)?;
+        let head = head(message.len() as u64).ok()?;
+        self.retain(type_url);
+        self.push(type_url, WriteOp::Bytes(Bytes::copy_from_slice(&head)));
+        self.push(type_url, WriteOp::Bytes(message.clone()));
+        self.complete(type_url, received, is_all);
+        Some(type_url)
     }
 
-    fn coverage(&mut self, received: &Received) -> Coverage {
-        let state = self.types.entry(received.type_url.clone()).or_default();
+    fn complete(&mut self, type_url: Type, received: &Received, is_all: bool) {
+        let state = self.types.entry(type_url).or_default();
         let is_first = state.responses == 0;
         state.responses += 1;
         let has_all = received.resources as usize >= state.names;
-        match self.protocol {
+        let coverage = match self.protocol {
+            _ if is_all => Coverage::All,
             Protocol::Sotw if has_all => Coverage::All,
             Protocol::Delta if is_first && state.names == 0 => Coverage::All,
             Protocol::Sotw if is_first => Coverage::Initial,
             Protocol::Delta if is_first && has_all => Coverage::Initial,
             _ => Coverage::Part,
-        }
+        };
+        self.push(type_url, WriteOp::Complete(received.clone(), coverage));
     }
 
-    fn keeps(&self, type_url: &str) -> bool {
-        type_url != SECRET && (type_url != WORKLOAD || self.protocol == Protocol::Delta)
+    fn answered(&mut self, type_url: Type, nonce: &str, is_accepted: bool) {
+        let nonce = nonce.to_owned();
+        self.push(type_url, WriteOp::Answered { nonce, is_accepted });
     }
 
-    fn answered(&mut self, type_url: String, nonce: String, is_accepted: bool) {
-        self.pending.push_back(WriteOp::Answered {
-            type_url,
-            nonce,
-            is_accepted,
-        });
+    pub(super) fn push(&mut self, type_url: Type, op: WriteOp) {
+        self.pending.push((type_url, op));
     }
 
-    fn send_batch(&mut self) {
-        self.batch_bytes = 0;
-        let batch = std::mem::take(&mut self.batch);
-        if !batch.is_empty() {
-            self.pending.push_back(WriteOp::Bytes(batch));
-        }
-    }
-
-    /// Waits until the writer has room for what it did not take in time; for ever if there is nothing.
-    /// Cancel safe.
+    /// Waits until the writer has room for what it has missed; for ever if there is nothing. Cancel
+    /// safe.
     pub(in crate::xds) async fn has_room(&self) {
         match &self.envoy {
-            Some(envoy) if !self.pending.is_empty() => drop(envoy.kept.ops.reserve().await),
+            Some(envoy) if self.has_lost => drop(envoy.kept.batches.reserve().await),
             _ => std::future::pending().await,
         }
     }
 
     /// Gives the writer what it is to write.
     pub(in crate::xds) async fn flush(&mut self) {
-        let Some(EnvoyCache { kept, .. }) = &self.envoy else {
+        let last = self.pending.last();
+        let is_part = matches!(last, None | Some((_, WriteOp::Bytes(_)))) && self.bytes < BATCH;
+        let has_work = self.has_lost || !is_part;
+        let Some(EnvoyCache { kept, .. }) = self.envoy.as_ref().filter(|_| has_work) else {
             return;
         };
-        while let Some(op) = self.pending.pop_front() {
-            let began = Instant::now();
-            let sent = kept.ops.send_timeout((self.stream, op), self.patience);
-            let sent = sent.await;
-            self.patience = self.patience.saturating_sub(began.elapsed());
-            if let Err(SendTimeoutError::Timeout((_, op))) = sent {
-                self.patience = Duration::ZERO;
-                self.pending.push_front(op);
-                break;
-            }
+        if kept.is_stalled.load(Ordering::Relaxed) {
+            self.patience = Duration::ZERO;
         }
-        if self.patience.is_zero() {
-            // Without its bytes a response does not count, nor does what is kept of its type.
-            let ops = std::mem::take(&mut self.pending).into_iter();
-            let without_bytes = ops.filter_map(|op| match op {
-                WriteOp::Bytes(_) => None,
-                WriteOp::Message(_, received, coverage) => {
-                    Some(WriteOp::Message(Vec::new(), received, coverage))
-                }
-                op => Some(op),
-            });
-            self.pending = without_bytes.collect();
+        let began = Instant::now();
+        let room = timeout(self.patience, kept.batches.reserve()).await;
+        self.patience = self.patience.saturating_sub(began.elapsed());
+        kept.is_stalled.store(room.is_err(), Ordering::Relaxed);
+        self.bytes = 0;
+        let ops = std::mem::take(&mut self.pending);
+        let mut lost = BTreeSet::new();
+        match room {
+            Ok(Ok(room)) => room.send((self.stream, ops)),
+            _ => ops.into_iter().for_each(|(type_url, op)| match op {
+                WriteOp::Begin(_) => self.pending.push((type_url, op)),
+                _ => drop(lost.insert(type_url)),
+            }),
         }
-        if self.pending.len() > MAX_PENDING {
-            self.pending.clear();
-            kept.has_lost.store(true, Ordering::Release);
-        }
+        self.has_lost = !lost.is_empty();
+        // Without its beginning the response that passes does not count.
+        self.passing.take_if(|type_url| lost.contains(type_url));
+        let lost = lost.into_iter().map(|type_url| (type_url, WriteOp::Lost));
+        self.pending.extend(lost);
     }
 }
 
 impl Drop for Recorder {
     fn drop(&mut self) {
         if let Some(EnvoyCache { kept, .. }) = &self.envoy {
-            kept.ended.lock().push(self.stream);
+            let mut ops = std::mem::take(&mut self.pending);
+            ops.push(("", WriteOp::End));
+            kept.ended.lock().push((self.stream, ops));
         }
     }
 }

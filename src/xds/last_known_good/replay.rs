@@ -8,33 +8,24 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::future::Future;
 use std::io;
-use std::ops::Range;
 use std::pin::Pin;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::OptionFuture;
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 
-use super::file::{BLOCK, Index, head, joined};
-use super::store::{self, Manifest};
-use super::subscription::Subscription;
-use super::{Config, EnvoyCache, LastKnownGood};
+use super::file::{BLOCK, Index, unix_time};
+use super::subscription::{Fields, Subscription};
+use super::writer::open;
+use super::{CLUSTER, Config, DIRECTORY, ENDPOINTS, EnvoyCache, LastKnownGood, ROUTES, TYPES};
 use crate::clock::later;
+use crate::directory::Directory;
 use crate::istiod::{Closed, Istiod};
 use crate::xds::Protocol;
 use crate::xds::end::End;
 use crate::xds::stream::LISTENER;
-
-pub(super) const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
-
-/// The types whose missing resources are empty ones.
-const MAY_BE_EMPTY: [&str; 2] = [
-    "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
-    "type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
-];
 
 /// Blocks that wait for Envoy.
 const BLOCKS: usize = 4;
@@ -52,7 +43,7 @@ pub(in crate::xds) struct Replay {
     answers: mpsc::Receiver<io::Result<Bytes>>,
     began: Instant,
     istiod: Istiod,
-    /// None once there is a connection.
+    /// Has istiod dialed from the beginning; None once there is a connection.
     connecting: Option<Connecting>,
 }
 
@@ -80,7 +71,7 @@ impl Replay {
             envoy,
             answers,
             began: Instant::now(),
-            connecting: Some(connecting(&istiod)),
+            connecting: Some(connecting(istiod.clone())),
             istiod,
         }
     }
@@ -91,41 +82,35 @@ impl Replay {
         &mut self,
         settling_since: Option<Instant>,
     ) -> Result<Bytes, End> {
-        let end = match settling_since {
-            Some(since) => later(since, SETTLING),
-            None => later(self.began, MAX_START),
+        let settled = settling_since.map(|since| later(since, SETTLING));
+        let end = settled.unwrap_or_else(|| later(self.began, MAX_START));
+        let connected = async {
+            if let Some(connecting) = &mut self.connecting {
+                connecting.await?;
+            }
+            self.connecting = None;
+            sleep_until(end).await;
+            connecting(self.istiod.clone()).await
         };
-        loop {
-            let is_connected = self.connecting.is_none();
-            tokio::select! {
-                answer = self.answers.recv() => {
-                    let ended = || Err(io::Error::other("its thread has ended"));
-                    return answer.unwrap_or_else(ended).map_err(|error| {
-                        self.envoy.end_waiting();
-                        End::unusable(&error)
-                    });
-                }
-                Some(connected) = OptionFuture::from(self.connecting.as_mut()) => {
-                    connected.map_err(|Closed| End::stopped())?;
-                    self.connecting = None;
-                }
-                () = sleep_until(end), if is_connected => {
-                    let mut connecting = connecting(&self.istiod);
-                    if futures_util::poll!(&mut connecting).is_ready() {
-                        // Without listeners it is served again if istiod does not answer in time.
-                        self.envoy.heard_of_istiod(true);
-                        return Err(End::handed_over());
-                    }
-                    // The connection has ended.
-                    self.connecting = Some(connecting);
-                }
+        tokio::select! {
+            answer = self.answers.recv() => {
+                let ended = || Err(io::Error::other("its thread has ended"));
+                answer.unwrap_or_else(ended).map_err(|error| {
+                    self.envoy.end_waiting();
+                    End::unusable(&error)
+                })
+            }
+            connected = connected => {
+                connected.map_err(|Closed| End::stopped())?;
+                // Without listeners it is served again if istiod does not answer in time.
+                self.envoy.heard_of_istiod(true);
+                Err(End::handed_over())
             }
         }
     }
 }
 
-fn connecting(istiod: &Istiod) -> Connecting {
-    let istiod = istiod.clone();
+fn connecting(istiod: Istiod) -> Connecting {
     Box::pin(async move { istiod.connection().await.map(drop) })
 }
 
@@ -135,6 +120,7 @@ pub(super) fn answer(
     mut requests: mpsc::UnboundedReceiver<Bytes>,
     out: &mpsc::Sender<io::Result<Bytes>>,
 ) -> io::Result<()> {
+    let _reading = kept.status.reading.read();
     let mut types = None;
     while let Some(request) = requests.blocking_recv() {
         let Ok(request) = Subscription::read(protocol, &request) else {
@@ -143,13 +129,13 @@ pub(super) fn answer(
         let types = match &mut types {
             Some(types) => types,
             None => {
-                let opened = open(&kept.config, protocol, &request)?;
+                let opened = open_all(&kept.config, protocol, &request)?;
                 kept.status.served.inc();
                 types.insert(opened)
             }
         };
-        if let Some(of) = types.get_mut(&request.type_url) {
-            of.answer(protocol, &request, out)?;
+        if let Some(kept) = types.get_mut(&*request.type_url) {
+            kept.answer(protocol, &request, out)?;
         }
         if out.is_closed() {
             break;
@@ -168,42 +154,49 @@ struct Type {
 }
 
 /// Reads and checks all that is kept, for the node in the first request.
-fn open(
+fn open_all(
     config: &Config,
     protocol: Protocol,
     first: &Subscription,
-) -> io::Result<HashMap<String, Type>> {
-    let manifest = Manifest::read(&config.directory)?;
-    let manifest = manifest.ok_or_else(|| io::Error::other("nothing is kept"))?;
-    if first.identity(protocol).as_ref() != Some(&manifest.identity) {
-        let problem = "it is of another node, another Envoy or the other protocol";
-        return Err(io::Error::other(problem));
+) -> io::Result<HashMap<&'static str, Type>> {
+    let (mut types, mut age, mut summary) = (HashMap::new(), Duration::MAX, String::new());
+    let directory = Directory::private(&config.directory, DIRECTORY, false)?;
+    let identity = first.identity(protocol);
+    for type_url in TYPES {
+        let (file, header) = match open(&directory, type_url) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            found => found?,
+        };
+        if header.length == 0 {
+            continue;
+        }
+        if identity.as_ref() != Some(&header.identity) {
+            let problem = "it is of another node, another Envoy or the other protocol";
+            return Err(io::Error::other(problem));
+        }
+        age = age.min(unix_time().saturating_sub(Duration::from_secs(header.accepted)));
+        let index = Index::read(protocol, &header, file)?;
+        let name = type_url.rsplit('.').next().unwrap_or_default();
+        let _ = write!(summary, ", {} {name}", index.resources.len());
+        let version = header.version;
+        let (names, answers) = (None, 0);
+        types.insert(
+            type_url,
+            Type {
+                version,
+                index,
+                names,
+                answers,
+            },
+        );
     }
-    let age = manifest.age();
+    if ![CLUSTER, LISTENER].iter().all(|it| types.contains_key(it)) {
+        return Err(io::Error::other("it has no clusters or no listeners"));
+    }
     if age > config.max_age {
         let problem = format!("it is {age:?} old, expected at most {:?}", config.max_age);
         return Err(io::Error::other(problem));
     }
-    if ![CLUSTER, LISTENER]
-        .iter()
-        .all(|it| manifest.types.contains_key(*it))
-    {
-        return Err(io::Error::other("it has no clusters or no listeners"));
-    }
-    let mut summary = String::new();
-    let types = manifest.types.into_iter().map(|(type_url, of)| {
-        let index = store::read(&config.directory, protocol, &of.file)?;
-        let name = type_url.rsplit('.').next().unwrap_or_default();
-        let _ = write!(summary, ", {} {name}", index.resources().len());
-        let of = Type {
-            version: of.version,
-            index,
-            names: None,
-            answers: 0,
-        };
-        Ok((type_url, of))
-    });
-    let types = types.collect::<io::Result<_>>()?;
     tracing::warn!(
         target: "xdsproxy",
         "istiod has not answered for {:?}: Envoy is served the configuration it accepted {} s ago{summary}",
@@ -232,106 +225,59 @@ impl Type {
         }
         let is_all =
             is_first && request.names.is_empty() || request.names.iter().any(|it| it == "*");
-        let (places, missing) = match is_all {
-            true => (self.index.resources().collect(), Vec::new()),
-            false => self.find(&request.names),
-        };
-        let may_be_empty = MAY_BE_EMPTY.contains(&&*request.type_url);
-        let missing = missing.into_iter().filter(|_| may_be_empty);
-        let resources: Vec<_> = missing
-            .map(|name| empty(protocol, &request.type_url, name))
-            .collect();
-        if !is_all && places.is_empty() && resources.is_empty() {
+        let (mut places, mut resources) = (Vec::new(), Vec::new());
+        let may_be_empty = [ENDPOINTS, ROUTES].contains(&&*request.type_url);
+        for name in request.names.iter().filter(|_| !is_all) {
+            match self.index.get(name) {
+                Some(place) => places.push(place),
+                None if may_be_empty => resources.push(empty(protocol, &request.type_url, name)),
+                None => {}
+            }
+        }
+        if is_all {
+            places.extend(self.index.resources.values().cloned());
+        } else if places.is_empty() && resources.is_empty() {
             return Ok(());
         }
         self.answers += 1;
-        let rest = Rest {
-            version: self.version.clone(),
-            resources,
-            type_url: request.type_url.clone(),
-            nonce: format!("kept-{}", self.answers),
+        let rest = Fields {
+            first: vec![self.version.clone().into()],
+            second: resources,
+            fourth: vec![request.type_url.clone().into()],
+            fifth: vec![format!("kept-{}", self.answers).into()],
+            ..Fields::default()
         };
-        self.send(places, rest.encode_to_vec().into(), out)
-    }
-
-    /// Where the resources of these names are, and which names have none.
-    fn find<'a>(&self, names: &'a [Bytes]) -> (Vec<Range<u64>>, Vec<&'a Bytes>) {
-        let (mut places, mut missing) = (Vec::new(), Vec::new());
-        for name in names {
-            match self.index.get(name) {
-                Some(place) => places.push(place),
-                None => missing.push(name),
-            }
-        }
-        (places, missing)
-    }
-
-    /// Sends a message of these resources and the rest.
-    fn send(
-        &self,
-        places: Vec<Range<u64>>,
-        rest: Bytes,
-        out: &mpsc::Sender<io::Result<Bytes>>,
-    ) -> io::Result<()> {
-        let closed = |_| io::Error::other("the stream has ended");
-        let send = |bytes: Bytes| out.blocking_send(Ok(bytes)).map_err(closed);
-        let places = joined(places);
-        let resources: u64 = places.iter().map(|place| place.end - place.start).sum();
-        send(Bytes::copy_from_slice(&head(
-            resources + rest.len() as u64,
-        )?))?;
-        for place in places {
-            self.index
-                .copy(place, |block| send(Bytes::copy_from_slice(block)))?;
-        }
-        (0..rest.len())
-            .step_by(BLOCK)
-            .try_for_each(|at| send(rest.slice(at..rest.len().min(at + BLOCK))))
+        let rest = rest.encode_to_vec();
+        let mut send = |bytes: &[u8]| {
+            let sent = out.blocking_send(Ok(Bytes::copy_from_slice(bytes)));
+            sent.map_err(|_| io::Error::other("the stream has ended"))
+        };
+        self.index.message(places, rest.len() as u64, &mut send)?;
+        rest.chunks(BLOCK).try_for_each(send)
     }
 }
 
-/// What a response of either protocol has beside the kept resources.
-#[derive(Clone, PartialEq, Message)]
-struct Rest {
-    #[prost(string, tag = "1")]
-    version: String,
-    #[prost(bytes = "vec", repeated, tag = "2")]
-    resources: Vec<Vec<u8>>,
-    #[prost(string, tag = "4")]
-    type_url: String,
-    #[prost(string, tag = "5")]
-    nonce: String,
-}
-
-/// A resource of delta.
-#[derive(Clone, PartialEq, Message)]
-struct Resource {
-    #[prost(message, optional, tag = "2")]
-    resource: Option<prost_types::Any>,
-    #[prost(bytes = "bytes", tag = "3")]
-    name: Bytes,
-}
-
-/// The name of a resource of Envoy, which is its first field.
-#[derive(Clone, PartialEq, Message)]
-struct Named {
-    #[prost(bytes = "bytes", tag = "1")]
-    name: Bytes,
-}
-
-/// A resource that has nothing but its name.
-fn empty(protocol: Protocol, type_url: &str, name: &Bytes) -> Vec<u8> {
-    let name = name.clone();
-    let any = prost_types::Any {
-        type_url: type_url.to_owned(),
-        value: Named { name: name.clone() }.encode_to_vec(),
+/// A resource that has nothing but its name, the first field of those that Envoy cannot start without.
+fn empty(protocol: Protocol, type_url: &str, name: &Bytes) -> Bytes {
+    let named = Fields {
+        first: vec![name.clone()],
+        ..Fields::default()
     };
+    let any = Fields {
+        first: vec![type_url.to_owned().into()],
+        second: vec![named.encode_to_vec().into()],
+        ..Fields::default()
+    };
+    let any = Bytes::from(any.encode_to_vec());
     match protocol {
-        Protocol::Sotw => any.encode_to_vec(),
-        Protocol::Delta => Resource {
-            resource: Some(any),
-            name,
+        Protocol::Sotw => any,
+        Protocol::Delta => {
+            let resource = Fields {
+                second: vec![any],
+                third: vec![name.clone()],
+                ..Fields::default()
+            };
+            resource.encode_to_vec().into()
         }
-        .encode_to_vec(),
     }
 }

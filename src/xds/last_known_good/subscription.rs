@@ -15,25 +15,25 @@ pub(super) struct Subscription {
     pub(super) node: Option<Bytes>,
     /// SotW: all names. Delta: those added.
     pub(super) names: Vec<Bytes>,
-    /// Delta only.
-    pub(super) unsubscribed: Vec<Bytes>,
-    /// How many resources a delta request names as those Envoy has.
-    pub(super) held: usize,
+    /// Delta only: the resources that Envoy has when the stream begins.
+    pub(super) held: Vec<Bytes>,
 }
 
-/// The fields of a request of either protocol, by their numbers. All are bytes, which are not copied.
+/// The fields of any message of discovery, by their numbers. All are bytes, which are not copied.
 #[derive(Clone, PartialEq, Message)]
-struct Fields {
-    #[prost(bytes = "bytes", optional, tag = "1")]
-    first: Option<Bytes>,
-    #[prost(bytes = "bytes", optional, tag = "2")]
-    second: Option<Bytes>,
+pub(super) struct Fields {
+    #[prost(bytes = "bytes", repeated, tag = "1")]
+    pub(super) first: Vec<Bytes>,
+    #[prost(bytes = "bytes", repeated, tag = "2")]
+    pub(super) second: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "3")]
-    third: Vec<Bytes>,
+    pub(super) third: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "4")]
-    fourth: Vec<Bytes>,
+    pub(super) fourth: Vec<Bytes>,
     #[prost(bytes = "bytes", repeated, tag = "5")]
-    fifth: Vec<Bytes>,
+    pub(super) fifth: Vec<Bytes>,
+    #[prost(bytes = "bytes", repeated, tag = "6")]
+    pub(super) sixth: Vec<Bytes>,
 }
 
 /// The fields of a node that istiod's answers follow from. Maps are ordered, unlike Envoy's.
@@ -63,17 +63,16 @@ impl Subscription {
         let mut fields = Fields::decode(frame.slice(HEAD.min(frame.len())..))?;
         Ok(match protocol {
             Protocol::Sotw => Self {
-                node: fields.second,
+                node: fields.second.pop(),
                 names: fields.third,
                 type_url: text(fields.fourth.pop()),
-                ..Self::default()
+                held: Vec::new(),
             },
             Protocol::Delta => Self {
-                node: fields.first,
-                type_url: text(fields.second),
+                node: fields.first.pop(),
+                type_url: text(fields.second.pop()),
                 names: fields.third,
-                unsubscribed: fields.fourth,
-                held: fields.fifth.len(),
+                held: fields.fifth.into_iter().filter_map(key).collect(),
             },
         })
     }
@@ -85,6 +84,11 @@ impl Subscription {
         let digest = BASE64_STANDARD.encode(digest(&SHA256, &node));
         Some(format!("{protocol:?} {digest}"))
     }
+}
+
+/// The key of an entry of a map.
+fn key(entry: Bytes) -> Option<Bytes> {
+    Fields::decode(entry).ok()?.first.pop()
 }
 
 fn text(bytes: Option<Bytes>) -> String {

@@ -1,49 +1,61 @@
-//! Writes what passes to disk, on a thread of its own, and lets it count once Envoy has accepted it.
+//! Writes what passes on the newest stream to disk, on a thread of its own.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
 use std::io;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::SystemTime;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use prost::Message as _;
+use parking_lot::Mutex;
+use rustix::fs::fstatvfs;
 use tokio::sync::mpsc;
 
-use super::file::Draft;
-use super::store::{KeptType, Store};
-use super::{Ended, Status};
-use crate::clock::Clock;
+use super::file::{Header, TypeFile};
+use super::{DIRECTORY, Status, TYPES, Type};
+use crate::directory::Directory;
 use crate::xds::Protocol;
-use crate::xds::intercept::frame;
-use crate::xds::request::HEAD;
 use crate::xds::response::Received;
 
-/// How many responses may wait for their ACK before the oldest is forgotten.
-const MAX_UNANSWERED: usize = 64;
+/// The most bytes kept, responses that wait for their ACK included.
+pub(super) const MAX_BYTES: u64 = 1 << 30;
 
-/// What a stream has to tell the writer.
+/// How much is written before the space is looked at again.
+const ALLOWANCE: u64 = 1 << 20;
+
+/// What is left free of the file system.
+const MIN_FREE: u64 = 64 << 20;
+
+/// What a stream has to tell the writer of a type.
 #[derive(Debug)]
 pub(super) enum WriteOp {
-    /// The first request has come, from the node with this identity.
-    Node {
-        protocol: Protocol,
-        identity: String,
-    },
-    /// Bytes of the response that passes.
-    Bytes(Vec<Bytes>),
+    /// The first request has come, of any type.
+    Begin(StreamInfo),
+    /// Bytes of a response.
+    Bytes(Bytes),
     Complete(Received, Coverage),
-    /// A whole response, which is not the one that passes.
-    Message(Vec<Bytes>, Received, Coverage),
     Answered {
-        type_url: String,
         nonce: String,
         is_accepted: bool,
     },
-    Unsubscribed {
-        type_url: String,
-        names: Vec<Bytes>,
-    },
+    /// Others have found no room.
+    Lost,
+    /// The stream has ended, for all types.
+    End,
+}
+
+/// A stream, and what it has to tell of which types.
+pub(super) type Batch = (u32, Vec<(Type, WriteOp)>);
+
+/// The Envoy that a stream is of.
+#[derive(Debug)]
+pub(super) struct StreamInfo {
+    pub(super) protocol: Protocol,
+    /// Of its node.
+    pub(super) identity: String,
+    /// Larger for an Envoy that was started later.
+    pub(super) generation: u64,
 }
 
 /// What a response holds of the resources of its type.
@@ -58,27 +70,54 @@ pub(super) enum Coverage {
     Part,
 }
 
-/// The part of a delta response that names removed resources.
-#[derive(Clone, PartialEq, prost::Message)]
-struct Removed {
-    #[prost(bytes = "bytes", repeated, tag = "6")]
-    names: Vec<Bytes>,
+/// Opens the file of a type, and reads what counts of it.
+pub(super) fn open(directory: &Directory, type_url: Type) -> io::Result<(File, Header)> {
+    let name = file_name(type_url);
+    let file = directory.private_file(name)?;
+    match Header::read(&file) {
+        Ok(header) => Ok((file, header)),
+        Err(error) => Err(io::Error::other(format!("file {name}: {error}"))),
+    }
+}
+
+fn file_name(type_url: Type) -> &'static str {
+    type_url.rsplit('.').next().unwrap_or(type_url)
+}
+
+/// Fails if nothing can be kept below `parent`. Changes nothing.
+pub(crate) fn check(parent: &Path) -> io::Result<()> {
+    match Directory::private(parent, DIRECTORY, false) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => has_space(&Directory::open(parent)?, 0),
+    }
+}
+
+/// Fails if there is no space for so many bytes.
+pub(super) fn has_space(directory: &Directory, bytes: u64) -> io::Result<()> {
+    let found = fstatvfs(directory)?;
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    if free >= MIN_FREE + bytes {
+        return Ok(());
+    }
+    let problem = format!("{free} bytes are free, expected at least {MIN_FREE}");
+    Err(io::Error::new(io::ErrorKind::StorageFull, problem))
 }
 
 /// The thread's state.
 #[derive(Debug)]
 pub(super) struct Writer {
     parent: PathBuf,
-    status: Status,
-    protocol: Protocol,
-    /// None until a stream begins, and after a failure until the next one does.
-    store: Option<Store>,
-    /// The streams of the node for which configuration is kept.
-    streams: HashSet<u32>,
-    /// By stream, the response that passes; None if it could not be written.
-    passing: HashMap<u32, Option<Draft>>,
-    /// Responses that wait for their ACK, and their streams.
-    pending: Vec<(u32, Received, Coverage, Draft)>,
+    pub(super) status: Status,
+    /// The stream that is recorded, or was last, and whether it has ended.
+    stream: Option<(u32, StreamInfo)>,
+    is_ended: bool,
+    /// None if it could not be opened when the stream began.
+    directory: Option<Directory>,
+    files: BTreeMap<Type, TypeFile>,
+    /// The type of a response that passes and could not be written.
+    failed: Option<Type>,
+    /// Bytes that may be written before the space is looked at again.
+    allowance: u64,
 }
 
 impl Writer {
@@ -86,223 +125,160 @@ impl Writer {
         Self {
             parent,
             status,
-            protocol: Protocol::Sotw,
-            store: None,
-            streams: HashSet::new(),
-            passing: HashMap::new(),
-            pending: Vec::new(),
+            stream: None,
+            is_ended: false,
+            directory: None,
+            files: BTreeMap::new(),
+            failed: None,
+            allowance: 0,
         }
     }
 
-    /// Runs until all senders are gone. `has_lost` says that a op found the channel full for too long.
-    pub(super) fn run(
-        mut self,
-        mut ops: mpsc::Receiver<(u32, WriteOp)>,
-        has_lost: &AtomicBool,
-        ended: &Ended,
-    ) {
-        while let Some((stream, op)) = ops.blocking_recv() {
-            let is_part = matches!(op, WriteOp::Bytes(_));
-            if has_lost.swap(false, Ordering::AcqRel) {
-                while ops.try_recv().is_ok() {}
-                self.fail(&io::Error::other("the disk does not follow"));
-            } else if let Err(error) = self.take(stream, op) {
-                self.fail(&error);
-            } else if is_part {
-                continue;
-            }
-            self.status
-                .publish(self.store.as_ref().map(|store| &store.manifest));
-            // What it said before its end counts.
-            if ops.is_empty() {
-                std::mem::take(&mut *ended.lock())
-                    .into_iter()
-                    .for_each(|stream| self.end(stream));
+    /// Runs until all senders are gone.
+    pub(super) fn run(mut self, mut batches: mpsc::Receiver<Batch>, ended: &Mutex<Vec<Batch>>) {
+        while let Some(batch) = batches.blocking_recv() {
+            self.take(batch);
+            // What a stream said before its end counts.
+            if batches.is_empty() {
+                let ended = std::mem::take(&mut *ended.lock());
+                ended.into_iter().for_each(|batch| self.take(batch));
             }
         }
     }
 
-    /// Forgets a stream, and the responses that it has not answered.
-    pub(super) fn end(&mut self, id: u32) {
-        self.streams.remove(&id);
-        self.passing.remove(&id);
-        self.pending.retain(|(stream, ..)| *stream != id);
-    }
-
-    /// From now on nothing is kept, until a stream begins.
-    fn fail(&mut self, error: &io::Error) {
-        self.status
-            .give_up(&self.parent, "the configuration", error);
-        self.passing.clear();
-        self.pending.clear();
-        if let Some(store) = self.store.take() {
-            store.wipe();
+    pub(super) fn take(&mut self, (stream, ops): Batch) {
+        for (type_url, op) in ops {
+            if let Err(error) = self.apply(stream, type_url, op) {
+                self.lose(type_url, &error);
+            }
         }
     }
 
-    pub(super) fn take(&mut self, id: u32, op: WriteOp) -> io::Result<()> {
+    fn apply(&mut self, stream: u32, type_url: Type, op: WriteOp) -> io::Result<()> {
+        let is_recorded = matches!(&self.stream, Some((recorded, _)) if *recorded == stream);
+        let has_failed = self.failed == Some(type_url);
+        let file = self.files.get_mut(type_url);
         match op {
-            WriteOp::Node { protocol, identity } => self.begin(id, protocol, identity)?,
-            // Of another node: its Envoy drains after a hot restart.
-            _ if !self.streams.contains(&id) => {}
+            WriteOp::Begin(info) => return self.begin(stream, info),
+            // Of an older Envoy, which drains after a hot restart.
+            _ if !is_recorded => {}
+            WriteOp::Bytes(_) if has_failed => {}
             WriteOp::Bytes(bytes) => {
-                let draft = match self.passing.remove(&id) {
-                    Some(None) => None,
-                    draft => self.write(draft.flatten(), &bytes),
-                };
-                self.passing.insert(id, draft);
+                let written = self.write(type_url, &bytes);
+                return written.inspect_err(|_| self.failed = Some(type_url));
             }
+            WriteOp::Complete(..) if has_failed => self.failed = None,
             WriteOp::Complete(response, coverage) => {
-                let draft = self.passing.remove(&id).flatten();
-                self.complete(id, response, coverage, draft)?;
+                return file.map_or(Ok(()), |file| file.passed(response, coverage));
             }
-            WriteOp::Message(bytes, response, coverage) => {
-                let draft = self.write(None, &bytes);
-                self.complete(id, response, coverage, draft)?;
-            }
-            WriteOp::Answered {
-                type_url,
-                nonce,
-                is_accepted,
-            } => {
-                let index = self.pending.iter().position(|(stream, response, ..)| {
-                    *stream == id && response.type_url == type_url && response.nonce == nonce
-                });
-                let pending = index.map(|index| self.pending.remove(index));
-                if let Some((_, response, coverage, draft)) = pending.filter(|_| is_accepted) {
-                    self.accept(response, coverage, draft)?;
+            WriteOp::Answered { nonce, is_accepted } => {
+                if let Some(position) = file.and_then(|file| file.position(&nonce)) {
+                    return self.answered(type_url, position, is_accepted);
                 }
             }
-            WriteOp::Unsubscribed { type_url, names } => self.unsubscribe(type_url, names)?,
+            WriteOp::Lost => {
+                // What has passed so far is all there is of a response.
+                file.into_iter().for_each(TypeFile::forget_pending);
+                self.failed.take_if(|_| has_failed);
+                return Err(io::Error::other("the disk is too slow"));
+            }
+            WriteOp::End => {
+                self.is_ended = true;
+                self.files.values_mut().for_each(TypeFile::forget_pending);
+            }
         }
         Ok(())
     }
 
-    fn begin(&mut self, id: u32, protocol: Protocol, identity: String) -> io::Result<()> {
-        self.protocol = protocol;
-        let store = match self.store.take() {
-            Some(store) => store,
-            None => Store::open(&self.parent)?,
-        };
-        let store = self.store.insert(store);
-        if store.manifest.identity == identity {
-            self.streams.insert(id);
+    fn publish(&self) {
+        let counts = self.files.iter().filter(|(_, file)| file.header.length > 0);
+        let headers = counts.map(|(type_url, file)| (*type_url, file.header.clone()));
+        *self.status.types.lock() = headers.collect();
+    }
+
+    fn begin(&mut self, id: u32, stream: StreamInfo) -> io::Result<()> {
+        if let Some((_, last)) = &self.stream
+            && stream.generation < last.generation
+            && !(self.is_ended && stream.identity == last.identity)
+        {
             return Ok(());
         }
-        if !store.manifest.types.is_empty() {
-            tracing::warn!(
-                target: "xdsproxy",
-                "the configuration kept in {} is not used: it is of another node, another Envoy or \
-                 the other protocol",
-                self.parent.display()
-            );
-        }
-        self.streams = HashSet::from([id]);
-        self.passing.clear();
-        self.pending.clear();
-        store.reset(identity)
-    }
-
-    /// Writes bytes to a draft, or to a new one. None if that fails.
-    fn write(&mut self, draft: Option<Draft>, bytes: &[Bytes]) -> Option<Draft> {
-        let store = self.store.as_ref()?;
-        let passing = self.passing.values().flatten().chain(&draft);
-        let drafts = passing.chain(self.pending.iter().map(|(.., draft)| draft));
-        let drafts = drafts.map(|draft| draft.length).sum();
-        let length: usize = bytes.iter().map(Bytes::len).sum();
-        let written = store.has_space_for(drafts, length as u64).and_then(|()| {
-            let mut draft = draft.map_or_else(|| store.draft(self.protocol), Ok)?;
-            bytes.iter().try_for_each(|bytes| draft.write(bytes))?;
-            Ok(draft)
-        });
-        written
-            .inspect_err(|error| self.status.give_up(&self.parent, "a response", error))
-            .ok()
-    }
-
-    /// Lets a response wait for its ACK. If it could not be written, nothing of its type is kept.
-    fn complete(
-        &mut self,
-        id: u32,
-        response: Received,
-        coverage: Coverage,
-        draft: Option<Draft>,
-    ) -> io::Result<()> {
-        // A draft is shorter if it was begun after a failure.
-        match draft {
-            Some(draft) if draft.length == response.bytes + HEAD as u64 => {
-                self.pending.push((id, response, coverage, draft));
-                match self.pending.len() > MAX_UNANSWERED {
-                    true => {
-                        let (_, oldest, ..) = self.pending.remove(0);
-                        self.drop_type(oldest.type_url)
-                    }
-                    false => Ok(()),
+        let protocol = stream.protocol;
+        *self = Self::new(self.parent.clone(), self.status.clone());
+        self.stream = Some((id, stream));
+        let directory = Directory::private(&self.parent, DIRECTORY, true)?;
+        let mut unusable = Vec::new();
+        for type_url in TYPES {
+            match open(&directory, type_url) {
+                Ok((file, header)) => {
+                    let file = TypeFile::new(protocol, file, Some(header))?;
+                    self.files.insert(type_url, file);
                 }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => unusable.push((type_url, error)),
             }
-            _ => self.drop_type(response.type_url),
         }
+        self.directory = Some(directory);
+        unusable
+            .iter()
+            .for_each(|(type_url, error)| self.lose(type_url, error));
+        self.publish();
+        Ok(())
     }
 
-    /// Keeps nothing of a type, as a response is missing.
-    fn drop_type(&mut self, type_url: String) -> io::Result<()> {
-        self.pending
-            .retain(|(_, response, ..)| response.type_url != type_url);
-        match &mut self.store {
-            Some(store) if store.manifest.types.contains_key(&type_url) => {
-                store.set(type_url, None)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Lets a response count.
-    fn accept(&mut self, response: Received, coverage: Coverage, draft: Draft) -> io::Result<()> {
-        let Some(store) = &self.store else {
+    fn write(&mut self, type_url: Type, bytes: &[u8]) -> io::Result<()> {
+        let (Some(directory), Some((_, stream))) = (&self.directory, &self.stream) else {
             return Ok(());
         };
-        let file = match store.manifest.types.get(&response.type_url) {
-            Some(older) if coverage != Coverage::All && !draft.replaces(&older.file) => {
-                store.append(self.protocol, older.file.clone(), draft)
+        let length = bytes.len() as u64;
+        if self.allowance < length {
+            let kept: u64 = self.files.values().map(TypeFile::size).sum();
+            if kept + length > MAX_BYTES {
+                let problem = format!("over {MAX_BYTES} bytes would be kept");
+                return Err(io::Error::other(problem));
             }
-            None if coverage == Coverage::Part => return Ok(()),
-            _ => draft.keep(),
+            has_space(directory, length + ALLOWANCE)?;
+            self.allowance = length + ALLOWANCE;
+        }
+        self.allowance -= length;
+        let file = match self.files.entry(type_url) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(place) => {
+                let file = directory.create_file(file_name(type_url))?;
+                place.insert(TypeFile::new(stream.protocol, file, None)?)
+            }
         };
-        let since_epoch = Clock::system().now().duration_since(SystemTime::UNIX_EPOCH);
-        let of = file.map(|file| KeptType {
-            version: response.version,
-            accepted: since_epoch.unwrap_or_default().as_secs(),
-            file,
-        });
-        self.set(response.type_url, of)
+        file.write(bytes)
     }
 
-    /// Removes resources Envoy no longer asks for.
-    fn unsubscribe(&mut self, type_url: String, names: Vec<Bytes>) -> io::Result<()> {
-        let Some(store) = &self.store else {
-            return Ok(());
-        };
-        let Some(mut of) = store.manifest.types.get(&type_url).cloned() else {
-            return Ok(());
-        };
-        let message = frame(&Removed { names }.encode_to_vec());
-        let of = store.draft(self.protocol).and_then(|mut draft| {
-            draft.write(&message)?;
-            of.file = store.append(self.protocol, of.file, draft)?;
-            Ok(of)
-        });
-        self.set(type_url, of)
+    /// Lets the responses of a type count, or not.
+    fn answered(&mut self, type_url: Type, position: usize, is_accepted: bool) -> io::Result<()> {
+        if let Some((_, stream)) = self.stream.as_ref().filter(|_| is_accepted) {
+            let mut files = self.files.values_mut();
+            files.try_for_each(|file| file.take_over(&stream.identity))?;
+        }
+        if let Some(file) = self.files.get_mut(type_url) {
+            file.answered(position, is_accepted)?;
+            self.status.is_failing.store(false, Ordering::Relaxed);
+            // Places in the file that are being served stay as they are.
+            if self.status.reading.try_write().is_some() {
+                file.punch_hole();
+            }
+        }
+        self.publish();
+        Ok(())
     }
 
-    /// Lets this count. A type that could not be written is not kept.
-    fn set(&mut self, type_url: String, of: io::Result<KeptType>) -> io::Result<()> {
-        match &of {
-            Ok(_) => self.status.is_failing.store(false, Ordering::Relaxed),
-            Err(error) => self.status.give_up(&self.parent, &type_url, error),
+    /// Keeps nothing of a type. The rest of a response that passes does not count.
+    fn lose(&mut self, type_url: Type, error: &io::Error) {
+        self.status.give_up(&self.parent, type_url, error);
+        let file = self.files.remove(type_url);
+        if file.is_some_and(|file| file.is_passing()) {
+            self.failed = Some(type_url);
         }
-        match &mut self.store {
-            Some(store) => store.set(type_url, of.ok()),
-            None => Ok(()),
+        if let Some(directory) = &self.directory {
+            let _ = directory.remove_file(file_name(type_url)); // Else the last that counts stays.
         }
+        self.publish();
     }
 }

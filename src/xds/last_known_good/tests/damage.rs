@@ -2,80 +2,110 @@
 
 use std::fs;
 use std::io::{self, BufRead as _};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::file::{Index, KeptFile};
-use super::{Resources, files, keep, kept, resources, response, writer};
+use super::super::DIRECTORY;
+use super::super::file::{Header, Index};
+use super::super::writer::Coverage;
+use super::{
+    CLUSTER, IDENTITY, Resources, assert_kept, file, keep, kept, resources, response, writer,
+};
 use crate::xds::Protocol;
 use crate::xds::intercept::frame;
 
-/// A store with two responses of clusters.
-fn store_of_two(parent: &Path) -> Resources {
+/// A file with two responses of clusters.
+fn file_of_two(parent: &Path) -> Resources {
     let mut writer = writer(parent, Protocol::Delta);
     let first: Resources = (0..40)
         .map(|i| (format!("name {i}"), "1".repeat(30)))
         .collect();
-    keep(
-        &mut writer,
-        "1",
-        &response(Protocol::Delta, "1", &first, &[]),
-        true,
-    );
-    let second = response(
-        Protocol::Delta,
-        "2",
-        &resources(&[("a", "2")]),
-        &["name 3".to_owned()],
-    );
-    keep(&mut writer, "2", &second, false);
+    let first = response(Protocol::Delta, "1", &first, &[]);
+    keep(&mut writer, "1", &first, Coverage::All);
+    let second = resources(&[("a", "2")]);
+    let second = response(Protocol::Delta, "2", &second, &["name 3".to_owned()]);
+    keep(&mut writer, "2", &second, Coverage::Part);
     let found = kept(parent, Protocol::Delta).unwrap().unwrap();
     assert_eq!(found.len(), 40);
-    assert_eq!(files(parent), 2);
     found
 }
 
-/// The files of a store.
-fn paths(parent: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(parent.join("istio-agent-config")).unwrap();
-    entries.map(|entry| entry.unwrap().path()).collect()
+#[test]
+fn a_file_truncated_at_any_byte_is_not_used() {
+    let parent = tempfile::tempdir().unwrap();
+    file_of_two(parent.path());
+    let path = file(parent.path());
+    let opened = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    for length in (0..opened.metadata().unwrap().len()).rev() {
+        opened.set_len(length).unwrap();
+        kept(parent.path(), Protocol::Delta).unwrap_err();
+    }
 }
 
 #[test]
-fn a_store_truncated_at_any_byte_is_not_used() {
+fn a_file_with_changed_bytes_is_not_used_and_ends_no_writer() {
     let parent = tempfile::tempdir().unwrap();
-    store_of_two(parent.path());
-    for path in paths(parent.path()) {
-        let content = fs::read(&path).unwrap();
-        for length in (0..content.len()).rev() {
-            let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
-            file.set_len(length as u64).unwrap();
-            kept(parent.path(), Protocol::Delta).unwrap_err();
+    let found = file_of_two(parent.path());
+    let path = file(parent.path());
+    let content = fs::read(&path).unwrap();
+    for number in 0..10_000 {
+        let mut damaged = content.clone();
+        // Each byte once, then ranges.
+        let at = number % content.len();
+        let length = if number < content.len() {
+            1
+        } else {
+            fastrand::usize(1..200)
+        };
+        for byte in damaged.iter_mut().skip(at).take(length) {
+            *byte ^= fastrand::u8(1..);
         }
-        fs::write(&path, content).unwrap();
+        fs::write(&path, &damaged).unwrap();
+        kept(parent.path(), Protocol::Delta).unwrap_err();
     }
-    kept(parent.path(), Protocol::Delta).unwrap().unwrap();
+    let mut writer = writer(parent.path(), Protocol::Delta);
+    let bytes = response(Protocol::Delta, "3", &found, &[]);
+    keep(&mut writer, "3", &bytes, Coverage::All);
+    assert_kept(parent.path(), Protocol::Delta, Some(&found));
 }
 
 #[test]
-fn a_store_with_a_flipped_bit_is_not_used() {
+fn no_name_in_a_file_and_none_of_an_earlier_format_is_a_path() {
     let parent = tempfile::tempdir().unwrap();
-    store_of_two(parent.path());
-    for path in paths(parent.path()) {
-        let content = fs::read(&path).unwrap();
-        let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
-        for (at, byte) in content.iter().enumerate() {
-            let flipped = [byte ^ (1 << (at % 8))];
-            file.write_all_at(&flipped, at as u64).unwrap();
-            kept(parent.path(), Protocol::Delta).unwrap_err();
-            file.write_all_at(&[*byte], at as u64).unwrap();
-        }
+    let outside = parent.path().join("outside");
+    fs::write(&outside, "untouched").unwrap();
+    file_of_two(parent.path());
+    let directory = parent.path().join(DIRECTORY);
+    for name in [
+        outside.to_str().unwrap(),
+        "../outside",
+        "/dev/zero",
+        "../..",
+    ] {
+        let json = serde_json::json!({"format": 2, "identity": IDENTITY, "types": {CLUSTER: {
+            "version": "", "accepted": 0, "file": {"name": name, "length": 9, "crc": 0, "first": 9},
+        }}});
+        let sum = crc32fast::hash(json.to_string().as_bytes());
+        fs::write(directory.join("manifest"), format!("{sum:08x}\n{json}")).unwrap();
+        // A header of the present format with more members.
+        let header = serde_json::json!({"format": 3, "identity": name, "version": name, "accepted": 0,
+            "start": u64::MAX, "length": u64::MAX, "crc": 0, "first": u64::MAX, "name": name, "file": name});
+        let text = format!("{:4092}", header.to_string());
+        let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
+        fs::write(file(parent.path()), [&sum, text.as_bytes()].concat()).unwrap();
+        fs::set_permissions(file(parent.path()), PermissionsExt::from_mode(0o600)).unwrap();
+        kept(parent.path(), Protocol::Delta).unwrap_err();
+        let mut writer = writer(parent.path(), Protocol::Delta);
+        let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
+        keep(&mut writer, "1", &bytes, Coverage::All);
+        assert_eq!(fs::read_to_string(&outside).unwrap(), "untouched");
+        let expected = resources(&[("a", "1")]);
+        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
     }
-    kept(parent.path(), Protocol::Delta).unwrap().unwrap();
 }
 
 proptest! {
@@ -85,14 +115,15 @@ proptest! {
         let path = directory.path().join("0");
         // With its head, so that the walk comes to the fields.
         for content in [&bytes[..], &frame(&bytes)] {
-            fs::write(&path, content).unwrap();
-            let kept = KeptFile {
-                length: content.len() as u64,
-                crc: crc32fast::hash(content),
-                ..KeptFile::default()
-            };
+            let header = serde_json::json!({"format": 3, "identity": "", "version": "", "accepted": 0,
+                "start": 4096, "length": content.len(), "crc": crc32fast::hash(content), "first": 0});
+            let text = format!("{:4092}", header.to_string());
+            let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
+            fs::write(&path, [&sum, text.as_bytes(), content].concat()).unwrap();
+            let file = fs::File::open(&path).unwrap();
+            let header = Header::read(&file).unwrap();
             for protocol in [Protocol::Sotw, Protocol::Delta] {
-                let _ = Index::read(protocol, &kept, fs::File::open(&path).unwrap());
+                let _ = Index::read(protocol, &header, file.try_clone().unwrap());
             }
         }
     }
@@ -130,11 +161,15 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
         println!("{KEEPER}");
         for number in first.parse().unwrap().. {
             let whole = response(Protocol::Delta, "whole", &generation(number), &[]);
-            keep(&mut writer, "whole", &whole, number % 5 == 0);
+            let coverage = match number % 5 {
+                0 => Coverage::All,
+                _ => Coverage::Initial,
+            };
+            keep(&mut writer, "whole", &whole, coverage);
             for part in 0..3 {
                 let content = resources(&[("part", &format!("{number} {part}"))]);
                 let part = response(Protocol::Delta, "part", &content, &[]);
-                keep(&mut writer, "part", &part, false);
+                keep(&mut writer, "part", &part, Coverage::Part);
             }
         }
     }

@@ -31,42 +31,30 @@ impl Drop for Mount {
     }
 }
 
-/// Hands a response in, and its ACK; the first error.
-fn try_keep(writer: &mut Writer, nonce: &str, content: &str) -> io::Result<()> {
+/// Hands a response in, and its ACK.
+fn keep_one(writer: &mut Writer, nonce: &str, content: &str) {
     let bytes = response(Protocol::Delta, nonce, &resources(&[("a", content)]), &[]);
-    for op in [
-        WriteOp::Bytes(vec![bytes.clone()]),
-        complete(nonce, &bytes, true),
-        answered(nonce, true),
-    ] {
-        writer.take(1, op)?;
-    }
-    Ok(())
+    keep(writer, nonce, &bytes, Coverage::All);
 }
 
 #[test]
 fn on_a_full_disk_a_type_is_not_kept_until_there_is_space() {
     // One lets the agent see the end of the space, the other the end of the files.
-    for (options, large) in [("size=66m", 4 << 20), ("size=66m,nr_inodes=3", 1)] {
+    for (options, large) in [("size=66m", 4 << 20), ("size=66m,nr_inodes=2", 1)] {
         let Some(mount) = Mount::new(options) else {
             return;
         };
-        let (status, identity) = (Status::new(&Registry::default()), IDENTITY.to_owned());
-        let mut writer = Writer::new(mount.0.path().to_owned(), status.clone());
-        let protocol = Protocol::Delta;
-        writer
-            .take(1, WriteOp::Node { protocol, identity })
-            .unwrap();
+        let parent = mount.0.path();
+        let mut writer = writer(parent, Protocol::Delta);
         if large > 1 {
-            try_keep(&mut writer, "1", "1").unwrap();
+            keep_one(&mut writer, "1", "1");
         }
-        try_keep(&mut writer, "2", &"2".repeat(large)).unwrap();
-        assert_eq!(kept(mount.0.path(), Protocol::Delta).unwrap(), None);
-        assert_eq!(status.failures.get(), 1, "{options}");
+        keep_one(&mut writer, "2", &"2".repeat(large));
+        assert_kept(parent, Protocol::Delta, None);
+        assert_eq!(writer.status.failures.get(), 1, "{options}");
         assert!(mount.mount("remount,size=100m,nr_inodes=100"));
-        try_keep(&mut writer, "3", "3").unwrap();
-        let expected = Some(resources(&[("a", "3")]));
-        assert_eq!(kept(mount.0.path(), Protocol::Delta).unwrap(), expected);
+        keep_one(&mut writer, "3", "3");
+        assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "3")])));
     }
 }
 
@@ -75,80 +63,98 @@ fn on_a_disk_that_becomes_read_only_the_last_response_that_counted_stays() {
     let Some(mount) = Mount::new("size=100m") else {
         return;
     };
-    let mut first = writer(mount.0.path(), Protocol::Delta);
-    try_keep(&mut first, "1", "1").unwrap();
+    let parent = mount.0.path();
+    keep_one(&mut writer(parent, Protocol::Delta), "1", "1");
     assert!(mount.mount("remount,ro"));
-    let error = try_keep(&mut first, "2", "2").unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::ReadOnlyFilesystem);
-    let expected = Some(resources(&[("a", "1")]));
-    assert_eq!(kept(mount.0.path(), Protocol::Delta).unwrap(), expected);
+    keep_one(&mut writer(parent, Protocol::Delta), "2", "2");
+    let directory = Directory::open(&parent.join(DIRECTORY)).unwrap();
+    assert!(directory.exists("Cluster"));
     assert!(mount.mount("remount,rw"));
-    try_keep(&mut writer(mount.0.path(), Protocol::Delta), "3", "3").unwrap();
-    let expected = Some(resources(&[("a", "3")]));
-    assert_eq!(kept(mount.0.path(), Protocol::Delta).unwrap(), expected);
+    assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "1")])));
+    keep_one(&mut writer(parent, Protocol::Delta), "3", "3");
+    assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "3")])));
 }
 
 #[test]
 fn a_directory_that_vanishes_is_made_anew_for_the_next_stream() {
     let parent = tempfile::tempdir().unwrap();
-    let (sender, ops) = mpsc::channel(10);
-    let status = Status::new(&Registry::default());
-    let writer = Writer::new(parent.path().to_owned(), status.clone());
-    let thread =
-        std::thread::spawn(move || writer.run(ops, &AtomicBool::new(false), &Ended::default()));
-    let send = |op| sender.blocking_send((1, op)).unwrap();
-    let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
-    for directory_is_there in [true, false, true] {
-        let (protocol, identity) = (Protocol::Delta, IDENTITY.to_owned());
-        send(WriteOp::Node { protocol, identity });
-        while sender.capacity() < 10 {
-            std::thread::yield_now();
-        }
-        if !directory_is_there {
-            while fs::remove_dir_all(parent.path().join("istio-agent-config")).is_err() {}
-        }
-        send(WriteOp::Bytes(vec![bytes.clone()]));
-        send(complete("1", &bytes, true));
-        send(answered("1", true));
-    }
-    drop(sender);
-    thread.join().unwrap();
-    assert!(kept(parent.path(), Protocol::Delta).unwrap().is_some());
-    assert!(status.failures.get() >= 1);
+    let mut writer = writer(parent.path(), Protocol::Delta);
+    keep_one(&mut writer, "1", "1");
+    fs::remove_dir_all(parent.path().join(DIRECTORY)).unwrap();
+    keep_one(&mut writer, "2", "2");
+    assert_kept(parent.path(), Protocol::Delta, None);
+    assert_eq!(writer.status.failures.get(), 1);
+    begin(&mut writer, 1, 1, IDENTITY, Protocol::Delta);
+    keep_one(&mut writer, "3", "3");
+    let expected = resources(&[("a", "3")]);
+    assert_kept(parent.path(), Protocol::Delta, Some(&expected));
 }
 
 #[test]
-fn too_large_a_response_and_a_full_disk_are_refused() {
+fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_outside() {
     let parent = tempfile::tempdir().unwrap();
-    let store = Store::open(parent.path()).unwrap();
-    store.has_space_for(0, 1).unwrap();
-    let error = store.has_space_for(store::MAX_BYTES, 1).unwrap_err();
-    assert!(error.to_string().contains("would be kept"), "{error}");
-    let found = rustix::fs::statvfs(parent.path()).unwrap();
-    let free = found.f_bavail * found.f_frsize;
-    if free < store::MAX_BYTES {
-        let error = store.has_space_for(0, free).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    let outside = parent.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    fs::set_permissions(&outside, PermissionsExt::from_mode(0o700)).unwrap();
+    let names = ["Cluster", "manifest", "workload.json"];
+    for name in names {
+        fs::write(outside.join(name), "untouched").unwrap();
     }
+    let (place, link) = (parent.path().join(DIRECTORY), parent.path().join("link"));
+    symlink(&outside, &link).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                let flags = rustix::fs::RenameFlags::EXCHANGE;
+                let cwd = rustix::fs::CWD;
+                let _ = rustix::fs::renameat_with(cwd, &link, cwd, &place, flags);
+            }
+        });
+        for number in 0..500 {
+            keep_one(
+                &mut writer(parent.path(), Protocol::Delta),
+                "1",
+                &number.to_string(),
+            );
+            let _ = check(parent.path());
+            let _ = kept(parent.path(), Protocol::Delta);
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    let mut found: Vec<_> = fs::read_dir(&outside)
+        .unwrap()
+        .map(|it| it.unwrap().file_name())
+        .collect();
+    found.sort();
+    assert_eq!(found, names);
+    for name in names {
+        assert_eq!(fs::read_to_string(outside.join(name)).unwrap(), "untouched");
+    }
+}
+
+#[test]
+fn without_space_for_it_a_response_is_refused() {
+    let parent = tempfile::tempdir().unwrap();
+    let directory = Directory::open(parent.path()).unwrap();
+    writer::has_space(&directory, 0).unwrap();
+    let error = writer::has_space(&directory, u64::MAX >> 1).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
 }
 
 #[test]
 fn what_another_user_can_write_and_links_are_not_used() {
     let parent = tempfile::tempdir().unwrap();
-    let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
-    keep(
-        &mut writer(parent.path(), Protocol::Delta),
-        "1",
-        &bytes,
-        true,
-    );
-    let directory = parent.path().join("istio-agent-config");
+    keep_one(&mut writer(parent.path(), Protocol::Delta), "1", "1");
+    let directory = parent.path().join(DIRECTORY);
     let refused = |what: &str| {
         let error = kept(parent.path(), Protocol::Delta)
             .expect_err(what)
             .to_string();
         assert!(
-            error.contains("expected") || error.contains("symbolic"),
+            ["expected", "symbolic", "Not a directory"]
+                .iter()
+                .any(|it| error.contains(it)),
             "{what}: {error}"
         );
     };
@@ -164,7 +170,8 @@ fn what_another_user_can_write_and_links_are_not_used() {
             lchown(&path, Some(1), None).unwrap();
             refused("owner");
             if path == directory {
-                Store::open(parent.path()).unwrap_err();
+                let writer = writer(parent.path(), Protocol::Delta);
+                assert_eq!(writer.status.failures.get(), 1);
             }
             lchown(&path, Some(0), None).unwrap();
         }

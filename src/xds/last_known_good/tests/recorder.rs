@@ -68,20 +68,21 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
         kept(parent.path(), Protocol::Delta).unwrap(),
         Some(clusters)
     );
-    let manifest = Manifest::read(parent.path()).unwrap().unwrap();
-    assert_eq!(manifest.types[TABLE].file.length, bytes.len() as u64);
+    let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
+    let (_, header) = writer::open(&directory, TABLE).unwrap();
+    assert_eq!(header.length, bytes.len() as u64);
 }
 
-/// A recorder whose ops go to the receiver.
-fn recorder() -> (Recorder, EnvoyCache, mpsc::Receiver<(u32, WriteOp)>) {
-    let (ops, received) = mpsc::channel(2);
+/// A recorder whose batches go to the receiver.
+fn recorder() -> (Recorder, EnvoyCache, mpsc::Receiver<Batch>) {
+    let (batches, received) = mpsc::channel(2);
     let config = Config {
         directory: PathBuf::new(),
         max_age: Duration::MAX,
         after: Duration::from_secs(5),
     };
     let kept = LastKnownGood {
-        ops,
+        batches,
         ..LastKnownGood::new(config, &Registry::default()).0
     };
     let envoy = kept.envoy_cache(1);
@@ -103,20 +104,9 @@ fn request(recorder: &mut Recorder, type_url: &str, nonce: &str) {
         .unwrap();
 }
 
-fn received(bytes: &Bytes, nonce: &str) -> Received {
-    Received {
-        type_url: CLUSTER.into(),
-        version: "v".into(),
-        nonce: nonce.into(),
-        resources: 1,
-        bytes: bytes.len() as u64 - 5,
-        consumer: Consumer::Envoy,
-    }
-}
-
 #[tokio::test(start_paused = true)]
 async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting() {
-    let (mut recorder, envoy, _notes) = recorder();
+    let (mut recorder, envoy, _batches) = recorder();
     let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
     let seconds = |n| tokio::time::sleep(Duration::from_secs(n));
     assert_eq!(envoy.due(), None);
@@ -127,7 +117,7 @@ async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting(
     recorder.begins(CLUSTER);
     recorder.passes(&bytes);
     assert_eq!(envoy.due(), Some(begin + Duration::from_secs(9)));
-    recorder.passed(&received(&bytes, "1"));
+    recorder.passed(&received("1", &bytes));
     assert_eq!(envoy.due(), None);
     request(&mut recorder, CLUSTER, "1");
     seconds(10).await;
@@ -137,40 +127,123 @@ async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_does_not_follow_delays_a_response_by_a_second_and_costs_its_bytes() {
-    let (mut recorder, _envoy, mut ops) = recorder();
+async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
+    let (mut first, envoy, mut batches) = recorder();
+    let mut second = Recorder::new(Some(envoy), 2, Protocol::Sotw);
     let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
     let large = Bytes::from(vec![0; 64 << 10]);
-    request(&mut recorder, CLUSTER, "");
     let begin = Instant::now();
-    for nonce in ["1", "2", "3"] {
-        recorder.begins(CLUSTER);
-        for _ in 0..5 {
-            recorder.passes(&large);
+    for number in 0..200 {
+        let nonce = number.to_string();
+        for recorder in [&mut first, &mut second] {
+            request(recorder, CLUSTER, &nonce);
+            recorder.begins(CLUSTER);
+            for _ in 0..5 {
+                recorder.passes(&large);
+                recorder.flush().await;
+            }
+            recorder.passed(&received(&nonce, &bytes));
             recorder.flush().await;
         }
-        recorder.passed(&received(&bytes, nonce));
-        request(&mut recorder, CLUSTER, nonce);
-        recorder.flush().await;
     }
     assert_eq!(begin.elapsed(), Duration::from_secs(1));
-    assert!(recorder.has_room().now_or_never().is_none());
-    let mut kinds = String::new();
-    while let Ok((_, op)) = ops.try_recv() {
-        assert!(kinds.len() > 5 || recorder.has_room().now_or_never().is_some());
-        kinds.push(match op {
-            WriteOp::Node { .. } => 'n',
+    assert!(first.has_room().now_or_never().is_none());
+    // The disk follows again: what was missed is told first, and only whole responses follow.
+    let mut told = Vec::new();
+    for _ in 0..4 {
+        let (stream, ops) = batches.try_recv().unwrap();
+        assert_eq!(first.has_room().now_or_never().is_some(), told.is_empty());
+        let ops = ops.iter().map(|(_, op)| match op {
+            WriteOp::Begin(_) => 'B',
             WriteOp::Bytes(_) => 'b',
             WriteOp::Complete(..) => 'c',
             WriteOp::Answered { .. } => 'a',
-            _ => '?',
+            WriteOp::Lost => 'l',
+            WriteOp::End => 'e',
         });
-        recorder.flush().await;
+        told.push((stream, ops.collect::<String>()));
+        first.flush().await;
+        second.flush().await;
     }
-    assert_eq!(kinds, "nbcacaca");
-    assert!(recorder.has_room().now_or_never().is_none());
-    recorder.begins(CLUSTER);
-    recorder.passes(&large);
-    recorder.flush().await;
-    assert!(matches!(ops.try_recv(), Ok((_, WriteOp::Bytes(_)))));
+    let expected = [(1, "Bab"), (1, "b"), (1, "l"), (2, "Bl")];
+    assert_eq!(told, expected.map(|(stream, ops)| (stream, ops.to_owned())));
+    first.begins(CLUSTER);
+    first.passes(&large);
+    first.flush().await;
+    assert!(matches!(
+        batches.try_recv().unwrap().1[..],
+        [(_, WriteOp::Bytes(_))]
+    ));
+}
+
+/// The operations of a delta stream whose Envoy names these resources when it begins.
+fn ops_of(held: &[&str]) -> Vec<WriteOp> {
+    let (_, envoy, _) = recorder();
+    let mut recorder = Recorder::new(Some(envoy), 1, Protocol::Delta);
+    let request = DeltaDiscoveryRequest {
+        node: Some(Node::default()),
+        type_url: CLUSTER.into(),
+        initial_resource_versions: held
+            .iter()
+            .map(|name| ((*name).to_owned(), "1".to_owned()))
+            .collect(),
+        ..Default::default()
+    };
+    let mut requests = RequestReader::new(Protocol::Delta, 1000);
+    let request = frame(&request.encode_to_vec());
+    requests
+        .feed(request, |it| recorder.requested(&it))
+        .unwrap();
+    for nonce in ["1", "2"] {
+        let bytes = response(Protocol::Delta, nonce, &resources(&[("c", nonce)]), &[]);
+        recorder.begins(CLUSTER);
+        recorder.passes(&bytes);
+        recorder.passed(&received(nonce, &bytes));
+        recorder.push(CLUSTER, answered(nonce, true).remove(0));
+    }
+    let pending = std::mem::take(&mut recorder.pending).into_iter();
+    let ops = pending.map(|(_, op)| op);
+    ops.filter(|op| !matches!(op, WriteOp::Begin(_))).collect()
+}
+
+#[test]
+fn what_a_reconnecting_envoy_does_not_name_is_dropped_at_the_ack_of_the_first_response() {
+    let three = resources(&[("a", "0"), ("b", "0"), ("lost", "0")]);
+    for (held, expected) in [
+        (&["a", "b"][..], &[("a", "0"), ("b", "0"), ("c", "1")][..]),
+        (&["b"], &[("b", "0"), ("c", "1")]),
+        (&[], &[("c", "1")]),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        let mut writer = writer(parent.path(), Protocol::Delta);
+        let bytes = response(Protocol::Delta, "0", &three, &[]);
+        keep(&mut writer, "0", &bytes, Coverage::All);
+        let mut ops = ops_of(held).into_iter();
+        for op in ops.by_ref() {
+            assert_kept(parent.path(), Protocol::Delta, Some(&three));
+            let is_ack = matches!(op, WriteOp::Answered { .. });
+            take(&mut writer, 1, vec![op]);
+            if is_ack {
+                break;
+            }
+        }
+        let mut expected = resources(expected);
+        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+        take(&mut writer, 1, ops.collect());
+        expected.insert("c".into(), "2".into());
+        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+    }
+}
+
+#[test]
+fn a_reconnecting_envoy_of_which_nothing_is_kept_has_kept_what_is_as_much_as_it_names() {
+    for (held, expected) in [
+        (&["a"][..], Some(resources(&[("c", "2")]))),
+        (&["a", "b"], None),
+    ] {
+        let parent = tempfile::tempdir().unwrap();
+        let mut writer = writer(parent.path(), Protocol::Delta);
+        take(&mut writer, 1, ops_of(held));
+        assert_kept(parent.path(), Protocol::Delta, expected.as_ref());
+    }
 }

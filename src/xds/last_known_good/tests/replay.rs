@@ -6,8 +6,6 @@ use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, Disc
 use super::super::replay::answer;
 use super::*;
 
-const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
-const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
 const NODE: &str = "node of these tests";
 
 fn request(protocol: Protocol, type_url: &str, names: &[&str], nonce: &str) -> Bytes {
@@ -37,15 +35,13 @@ fn request(protocol: Protocol, type_url: &str, names: &[&str], nonce: &str) -> B
     })
 }
 
-/// A store for the node of these tests with clusters `a` and `b`, their endpoints and no listener.
+/// Keeps clusters `a` and `b`, their endpoints and no listener for the node of these tests.
 fn store(parent: &Path, protocol: Protocol) {
     let first = request(protocol, CLUSTER, &[], "");
     let identity = subscription::Subscription::read(protocol, &first).unwrap();
     let identity = identity.identity(protocol).unwrap();
     let mut writer = writer(parent, protocol);
-    writer
-        .take(1, WriteOp::Node { protocol, identity })
-        .unwrap();
+    begin(&mut writer, 1, 1, &identity, protocol);
     let both = resources(&[("a", "1"), ("b", "2")]);
     for (type_url, resources) in [
         (CLUSTER, &both),
@@ -53,23 +49,9 @@ fn store(parent: &Path, protocol: Protocol) {
         (LISTENER, &Resources::new()),
     ] {
         let bytes = response(protocol, "1", resources, &[]);
-        let WriteOp::Complete(response, coverage) = complete("1", &bytes, true) else {
-            panic!("it is one");
-        };
-        let type_url = type_url.to_owned();
-        let answered = WriteOp::Answered {
-            type_url: type_url.clone(),
-            nonce: "1".into(),
-            is_accepted: true,
-        };
-        let response = Received {
-            type_url,
-            ..response
-        };
-        let complete = WriteOp::Complete(response, coverage);
-        for op in [WriteOp::Bytes(vec![bytes]), complete, answered] {
-            writer.take(1, op).unwrap();
-        }
+        let ops = passed("1", &bytes, Coverage::All).into_iter();
+        let ops = ops.chain(answered("1", true));
+        writer.take((1, ops.map(|op| (type_url, op)).collect()));
     }
 }
 
@@ -200,19 +182,19 @@ fn what_is_too_old_or_of_another_node_or_protocol_is_not_served() {
     let first = request(Protocol::Delta, CLUSTER, &[], "");
     assert_eq!(
         refused(day, Protocol::Delta, first.clone()),
-        "nothing is kept"
+        "No such file or directory (os error 2)"
     );
     store(parent.path(), Protocol::Delta);
-    let manifest = parent.path().join("istio-agent-config/manifest");
-    let text = fs::read_to_string(&manifest).unwrap();
-    let (_, json) = text.split_once('\n').unwrap();
-    let mut json: serde_json::Value = serde_json::from_str(json).unwrap();
-    for of in json["types"].as_object_mut().unwrap().values_mut() {
-        of["accepted"] = (of["accepted"].as_u64().unwrap() - 100).into();
+    for entry in fs::read_dir(parent.path().join(DIRECTORY)).unwrap() {
+        let path = entry.unwrap().path();
+        let mut content = fs::read(&path).unwrap();
+        let mut header: serde_json::Value = serde_json::from_slice(&content[4..4096]).unwrap();
+        header["accepted"] = (header["accepted"].as_u64().unwrap() - 100).into();
+        let text = format!("{:4092}", header.to_string());
+        let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
+        content[..4096].copy_from_slice(&[&sum, text.as_bytes()].concat());
+        fs::write(&path, content).unwrap();
     }
-    let json = json.to_string();
-    let text = format!("{:08x}\n{json}", crc32fast::hash(json.as_bytes()));
-    fs::write(&manifest, text).unwrap();
     replayed(parent.path(), day, Protocol::Delta, vec![first.clone()]).unwrap();
     let old = refused(Duration::from_secs(99), Protocol::Delta, first);
     assert!(old.ends_with("old, expected at most 99s"), "{old}");
@@ -239,7 +221,7 @@ fn files_that_are_exchanged_while_they_are_read_change_nothing() {
     let ask = |type_url| requests.send(request(Protocol::Delta, type_url, &["*"], ""));
     ask(CLUSTER).unwrap();
     let mut bytes = answers.blocking_recv().unwrap().unwrap().to_vec();
-    let directory = parent.path().join("istio-agent-config");
+    let directory = parent.path().join(DIRECTORY);
     for entry in fs::read_dir(&directory).unwrap() {
         let other = parent.path().join("other");
         fs::write(&other, "another").unwrap();
