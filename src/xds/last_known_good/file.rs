@@ -181,9 +181,9 @@ impl TypeFile {
         })
     }
 
-    /// Bytes it takes on the disk.
+    /// Bytes that count, or may from their ACK.
     pub(super) fn size(&self) -> u64 {
-        self.file.metadata().map_or(0, |found| found.blocks() * 512)
+        self.tail() - self.header.start
     }
 
     fn end(&self) -> u64 {

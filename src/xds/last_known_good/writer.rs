@@ -21,9 +21,6 @@ use crate::xds::response::Received;
 /// The most bytes kept, responses that wait for their ACK included.
 pub(super) const MAX_BYTES: u64 = 1 << 30;
 
-/// How much is written before the space is looked at again.
-const ALLOWANCE: u64 = 1 << 20;
-
 /// What is left free of the file system.
 const MIN_FREE: u64 = 64 << 20;
 
@@ -116,8 +113,6 @@ pub(super) struct Writer {
     files: BTreeMap<Type, TypeFile>,
     /// The type of a response that passes and could not be written.
     failed: Option<Type>,
-    /// Bytes that may be written before the space is looked at again.
-    allowance: u64,
 }
 
 impl Writer {
@@ -130,7 +125,6 @@ impl Writer {
             directory: None,
             files: BTreeMap::new(),
             failed: None,
-            allowance: 0,
         }
     }
 
@@ -207,21 +201,18 @@ impl Writer {
         *self = Self::new(self.parent.clone(), self.status.clone());
         self.stream = Some((id, stream));
         let directory = Directory::private(&self.parent, DIRECTORY, true)?;
-        let mut unusable = Vec::new();
-        for type_url in TYPES {
-            match open(&directory, type_url) {
+        let opened = TYPES.map(|type_url| (type_url, open(&directory, type_url)));
+        self.directory = Some(directory);
+        for (type_url, opened) in opened {
+            match opened {
                 Ok((file, header)) => {
                     let file = TypeFile::new(protocol, file, Some(header))?;
                     self.files.insert(type_url, file);
                 }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => unusable.push((type_url, error)),
+                Err(error) => self.lose(type_url, &error),
             }
         }
-        self.directory = Some(directory);
-        unusable
-            .iter()
-            .for_each(|(type_url, error)| self.lose(type_url, error));
         self.publish();
         Ok(())
     }
@@ -230,17 +221,12 @@ impl Writer {
         let (Some(directory), Some((_, stream))) = (&self.directory, &self.stream) else {
             return Ok(());
         };
-        let length = bytes.len() as u64;
-        if self.allowance < length {
-            let kept: u64 = self.files.values().map(TypeFile::size).sum();
-            if kept + length > MAX_BYTES {
-                let problem = format!("over {MAX_BYTES} bytes would be kept");
-                return Err(io::Error::other(problem));
-            }
-            has_space(directory, length + ALLOWANCE)?;
-            self.allowance = length + ALLOWANCE;
+        let kept: u64 = self.files.values().map(TypeFile::size).sum();
+        if kept + bytes.len() as u64 > MAX_BYTES {
+            let problem = format!("over {MAX_BYTES} bytes would be kept");
+            return Err(io::Error::other(problem));
         }
-        self.allowance -= length;
+        has_space(directory, bytes.len() as u64)?;
         let file = match self.files.entry(type_url) {
             Entry::Occupied(found) => found.into_mut(),
             Entry::Vacant(place) => {
