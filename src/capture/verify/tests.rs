@@ -81,7 +81,8 @@ fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
         let wanted = wanted(change, family);
         for (place, entries) in &wanted.chains {
             for (at, entry) in entries.iter().enumerate() {
-                let mut damages: Vec<(_, Box<dyn Fn(&mut Vec<Entry>)>)> = vec![
+                type Damage = Box<dyn Fn(&mut Vec<Entry>)>;
+                let mut damages: Vec<(_, Damage)> = vec![
                     (Kind::Missing, Box::new(|rules| drop(rules.remove(at)))),
                     (Kind::Unwanted, Box::new(|rules| rules.push(entry.clone()))),
                 ];
