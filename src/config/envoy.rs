@@ -126,9 +126,8 @@ impl Sources<'_> {
     fn until_the_reserve(&mut self) -> Option<Duration> {
         let grace = self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS);
         let grace = Duration::from_secs(grace.into());
-        let time = grace
-            .saturating_sub(RESERVE)
-            .max(duration::scaled(grace, 0.5));
+        let half = duration::scaled(grace, 0.5);
+        let time = grace.saturating_sub(RESERVE).max(half);
         Some(time).filter(|time| !time.is_zero())
     }
 

@@ -112,13 +112,9 @@ impl Scrape {
         let time = scrape.time(&request.headers);
         let mut sources = scrape.sources(&request);
         let has_head = |source: &Source| source.content_type.is_some() || source.has_ended();
-        source::set_aside(&mut sources, later(begin, scaled(time, 0.5)), has_head).await;
-        source::set_aside(
-            &mut sources,
-            later(begin, scaled(time, SETTLING)),
-            Source::is_settled,
-        )
-        .await;
+        let part = |of| later(begin, scaled(time, of));
+        source::set_aside(&mut sources, part(0.5), has_head).await;
+        source::set_aside(&mut sources, part(SETTLING), Source::is_settled).await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
             None if source.has_ended() => {

@@ -230,11 +230,8 @@ impl<C: Ca> Renewal<C> {
             && self.ca.connect().await?
         {
             let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
-            tokio::time::sleep(crate::duration::scaled(
-                schedule::retry_cap(Some(left)),
-                drawn,
-            ))
-            .await;
+            let cap = schedule::retry_cap(Some(left));
+            tokio::time::sleep(crate::duration::scaled(cap, drawn)).await;
         }
         Ok(())
     }

@@ -45,10 +45,8 @@ impl Servers {
     pub(super) fn current(&self) -> Arc<ResolvConf> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        if state
-            .read_at
-            .is_none_or(|read| now.duration_since(read) >= READ_AGAIN)
-        {
+        let is_old = |read| now.duration_since(read) >= READ_AGAIN;
+        if state.read_at.is_none_or(is_old) {
             self.read(&mut state);
             state.read_at = Some(now);
         }

@@ -159,10 +159,8 @@ impl HotRestart {
     /// Whether a parent that has ended did so before its successor ended it.
     fn is_early(&self) -> bool {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
-        let serves = self
-            .serves_since
-            .map(|since| since.elapsed().saturating_add(NOTICED));
-        serves.is_some_and(|serves| serves < shutdown)
+        let serves = self.serves_since.map(|since| since.elapsed());
+        serves.is_some_and(|serves| serves.saturating_add(NOTICED) < shutdown)
     }
 }
 

@@ -245,11 +245,7 @@ impl Supervisor {
 
     fn stay(&self, method: Method) -> Duration {
         match method {
-            Method::Hot => self
-                .hot_restart
-                .limits
-                .parent_shutdown
-                .saturating_add(OVERDUE),
+            Method::Hot => OVERDUE.saturating_add(self.hot_restart.limits.parent_shutdown),
             Method::Overlap | Method::Full => self.config.limits.terminate,
         }
     }

@@ -257,9 +257,8 @@ impl Supervisor {
                 });
             }
             let is_pausing = self.machine.phase() == Phase::Pausing;
-            report.restart = report
-                .restart
-                .or(Some(self.clock.after(self.restart.pause)));
+            let restart = self.clock.after(self.restart.pause);
+            report.restart = report.restart.or(Some(restart));
             report.restart = report.restart.filter(|_| is_pausing);
             report.state = self.machine.phase().state();
             report.plan = plan;

@@ -57,9 +57,8 @@ impl Supervisor {
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let admin = self
-                    .admin
-                    .within(crate::duration::scaled(at_most, QUIT_CALL));
+                let limit = crate::duration::scaled(at_most, QUIT_CALL);
+                let admin = self.admin.within(limit);
                 self.call(waits_for, async move { admin.quit().await });
             }
             Step::Termination => {

@@ -108,10 +108,8 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
     }
     drop(listener);
     let all_ended = async { while connections.tasks.join_next().await.is_some() {} };
-    if timeout(SHUTDOWN_LIMIT.saturating_mul(2), all_ended)
-        .await
-        .is_err()
-    {
+    let limit = SHUTDOWN_LIMIT.saturating_mul(2);
+    if timeout(limit, all_ended).await.is_err() {
         tracing::debug!("connections to the status port were cut off");
     }
 }

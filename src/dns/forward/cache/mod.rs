@@ -140,10 +140,8 @@ impl Cache {
         }
         let fresh = ttl.min(self.config.max_ttl);
         let stale = self.config.max_stale;
-        let whole = match stale.is_zero() {
-            true => fresh,
-            false => ttl.saturating_add(stale),
-        };
+        let later = ttl.saturating_add(stale);
+        let whole = if stale.is_zero() { fresh } else { later };
         (fresh, whole)
     }
 
