@@ -2,13 +2,16 @@
 //!
 //! Broken and expired certificates of a file are left out with a warning; a file without usable ones
 //! is an error that says what was found. Expiry is checked here, as path validation ignores that of
-//! an anchor. Earlier roots are not kept.
+//! an anchor. The system's roots are kept until their files change; no others are.
 
 use std::collections::HashSet;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -30,6 +33,12 @@ pub struct SystemRoots {
     files: Vec<PathBuf>,
     directories: Vec<PathBuf>,
 }
+
+/// The hour, and inode, size and time of each file and directory.
+type Stamp = (i64, Vec<Option<(u64, u64, SystemTime)>>);
+
+/// The system's trust anchors as they were read last.
+static READ: Mutex<Vec<(SystemRoots, Stamp, Arc<RootCertStore>)>> = Mutex::new(Vec::new());
 
 /// Many times the size of an operating system's bundle.
 pub(crate) const LARGEST: u64 = 16 << 20;
@@ -62,6 +71,26 @@ impl SystemRoots {
                 directories => directories.split(':').map(PathBuf::from).collect(),
             },
         }
+    }
+
+    /// What was read last, unless a file or directory has changed or an hour has passed: files in a
+    /// directory change too, and roots expire.
+    fn current(&self, now: SystemTime) -> Result<Arc<RootCertStore>, String> {
+        let state = |path: &PathBuf| {
+            let found = std::fs::metadata(path).ok()?;
+            Some((found.ino(), found.len(), found.modified().ok()?))
+        };
+        let states = self.files.iter().chain(&self.directories).map(state);
+        let stamp = (seconds(now) / 3600, states.collect());
+        let known = READ.lock().clone();
+        if let Some((.., store)) = known.iter().find(|it| it.0 == *self && it.1 == stamp) {
+            return Ok(store.clone());
+        }
+        let store = Arc::new(self.read(now)?);
+        let mut read = READ.lock();
+        read.retain(|known| known.0 != *self);
+        read.push((self.clone(), stamp, store.clone()));
+        Ok(store)
     }
 
     fn read(&self, now: SystemTime) -> Result<RootCertStore, String> {
@@ -117,23 +146,23 @@ fn entries(directory: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The trust anchors, or why there are none.
-pub(crate) async fn load(roots: &Roots) -> Result<RootCertStore, String> {
+pub(crate) async fn load(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
     let roots = roots.clone();
     let read = tokio::task::spawn_blocking(move || read(&roots)).await;
     read.map_err(|error| format!("cannot read root certificates: {error}"))?
 }
 
 /// Like [`load`]. Blocks.
-pub(crate) fn read(roots: &Roots) -> Result<RootCertStore, String> {
+pub(crate) fn read(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
     match roots {
         Roots::File(path) => match regular_file::read(path, LARGEST) {
-            Ok(pem) => parse(path, &pem, SystemTime::now()),
+            Ok(pem) => parse(path, &pem, SystemTime::now()).map(Arc::new),
             Err(error) => Err(format!(
                 "cannot read root certificates from {}: {error}",
                 path.display()
             )),
         },
-        Roots::System(system) => system.read(SystemTime::now()),
+        Roots::System(system) => system.current(SystemTime::now()),
     }
 }
 
@@ -218,6 +247,8 @@ pub(crate) fn seconds(time: SystemTime) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::istiod::fake::{self, Authority};
 
@@ -252,6 +283,25 @@ mod tests {
             let text = outcome(pem).unwrap_err();
             assert!(text.contains(expected) && text.contains("/r"), "{text}");
         }
+    }
+
+    #[test]
+    fn system_roots_are_read_again_once_a_file_has_changed() {
+        let place = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| place.path().join(name).display().to_string();
+        let roots = SystemRoots::new(&path("file.pem"), &path(""));
+        let current = |now| roots.current(now).map(|store| (store.len(), store));
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_000_000);
+        assert!(current(now).is_err());
+        std::fs::write(path("file.pem"), Authority::new("a").pem()).expect("written");
+        let (count, first) = current(now).expect("roots");
+        let (_, again) = current(now).expect("roots");
+        assert!(count == 1 && Arc::ptr_eq(&first, &again));
+        let both = Authority::new("a").pem() + &Authority::new("b").pem();
+        std::fs::write(path("file.pem"), both).expect("written");
+        let (count, changed) = current(now).expect("roots");
+        let (_, hour_later) = current(now + Duration::from_secs(3600)).expect("roots");
+        assert!(count == 2 && !Arc::ptr_eq(&changed, &hour_later));
     }
 
     /// Also the usual places are looked for, where a variable is empty.

@@ -184,26 +184,29 @@ impl Config {
         self.insecure.iter().any(listed)
     }
 
-    /// A client for one fetch. Trust anchors are read now, as fetches are rare.
+    /// A client for one fetch. Trust anchors are needed only with TLS.
     async fn server(
         &self,
         authority: &str,
+        has_tls: bool,
         redirects: Redirects,
         deadline: Instant,
     ) -> Result<Server, String> {
         let unusable = |error: rustls::Error| format!("cannot set up TLS: {error}");
-        let tls = if self.is_insecure(authority) {
-            unverified_tls::config(false).map_err(unusable)?
+        let tls = if !has_tls {
+            None
+        } else if self.is_insecure(authority) {
+            Some(unverified_tls::config(false).map_err(unusable)?)
         } else {
             let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await?;
             let builder = Policy::None.builder().map_err(unusable)?;
             let mut tls = builder.with_root_certificates(roots).with_no_client_auth();
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
-            Arc::new(tls)
+            Some(Arc::new(tls))
         };
         let client = Client::new(http_client::Config {
             dialer: Dialer::with_filter(Arc::new(Blocked(self.blocked.clone()))),
-            tls: Some(tls),
+            tls,
             proxies: self.proxies.clone(),
             redirects,
             keeps_connections: false,

@@ -73,10 +73,19 @@ impl Config {
             let problem = format!("wasm module download from {url} failed: {problem}");
             Error::Download(problem)
         };
-        let server = self.server(source.authority(), Redirects::Follow, deadline);
-        let server = server.await.map_err(failed)?;
         let request = get(source.uri.clone(), source.authorization.as_ref());
-        let response = server.send(&request, |_| false).await;
+        let mut has_tls = source.uri.scheme_str() == Some("https");
+        let response = loop {
+            let server = self.server(source.authority(), has_tls, Redirects::Follow, deadline);
+            let server = server.await.map_err(failed)?;
+            let is_url =
+                |error: &http_client::Error| matches!(error, http_client::Error::Url { .. });
+            match server.send(&request, is_url).await {
+                // It redirects to https.
+                Err(http_client::Error::Url { .. }) if !has_tls => has_tls = true,
+                response => break response,
+            }
+        };
         let response = response.map_err(|error| failed(with_causes(&error)))?;
         match response.status() {
             StatusCode::OK => {

@@ -47,7 +47,7 @@ impl Registry {
         credentials: Option<Credentials>,
         deadline: Instant,
     ) -> Result<Self, String> {
-        let server = config.server(authority, Redirects::FollowPublic, deadline);
+        let server = config.server(authority, true, Redirects::FollowPublic, deadline);
         Ok(Self {
             server: server.await?,
             base: url(&format!("https://{}", reference.registry))?,

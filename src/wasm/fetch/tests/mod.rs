@@ -151,6 +151,26 @@ async fn a_module_is_downloaded_over_http_and_tls() {
 }
 
 #[tokio::test]
+async fn roots_are_needed_only_where_a_redirect_leads_to_tls() {
+    let config = Config {
+        insecure: Vec::new(),
+        roots: SystemRoots::new("/nonexistent", "/nonexistent"),
+        ..config()
+    };
+    let plain = Server::start(|_, _| ok(MODULE)).await;
+    let tls = Server::tls(|_, _| ok(MODULE)).await;
+    let location = format!("location: https://{}/\r\n", tls.address);
+    let redirecting = Server::start(move |_, _| answer("302 Found", &location, b"")).await;
+    let url = format!("http://{}/a", plain.address);
+    assert_eq!(fetch(&config, &url, None).await.as_deref(), Ok(MODULE));
+    let url = format!("http://{}/a", redirecting.address);
+    let error = fetch(&config, &url, None).await.expect_err("no roots");
+    assert!(error.contains("no root certificates"), "{error}");
+    let found = fetch(&self::config(), &url, None).await;
+    assert_eq!(found.as_deref(), Ok(MODULE));
+}
+
+#[tokio::test]
 async fn bad_answers_over_http_are_errors_that_say_what_came() {
     let body = |text: &str| format!("HTTP/1.1 200 OK\r\n{text}").into_bytes();
     let chunked = "transfer-encoding: chunked\r\n\r\n";
