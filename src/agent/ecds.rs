@@ -6,11 +6,12 @@
 //! takes the second ACK as a repetition of the first.
 //!
 //! A newer response of the stream takes the place of one that waits. In delta, the resources that only
-//! the older one had are added to it.
+//! the older one had are added to it, and a resource waits for its own module alone.
 
 use std::collections::HashSet;
 
 use bytes::Bytes;
+use futures_util::future::select_all;
 use tokio::time::sleep_until;
 
 use crate::wasm::{Converted, Wasm, wire};
@@ -46,7 +47,22 @@ impl Interceptor for Ecds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        converted(self.0.clone(), protocol, message, None)
+        let wasm = self.0.clone();
+        match protocol {
+            Protocol::Sotw => converted(wasm, protocol, message, None),
+            Protocol::Delta => {
+                let parts = parts(&message).unwrap_or_else(|| vec![message]);
+                let parts = parts.into_iter().map(|part| {
+                    let outcome = converted(wasm.clone(), protocol, part.clone(), None);
+                    (part, outcome)
+                });
+                one_by_one(parts.collect())
+            }
+        }
+    }
+
+    fn unsubscribed(&self, names: &[String]) {
+        names.iter().for_each(|name| self.0.forget(name.as_bytes()));
     }
 
     fn merge(&self, protocol: Protocol, older: &Bytes, newer: &Bytes) -> Option<Bytes> {
@@ -84,9 +100,57 @@ fn converted(
             if converted.retry_at.is_none() {
                 return Outcome::Forward(rewritten);
             }
-            let later = self::converted(wasm, protocol, message, Some(converted));
-            return Outcome::ForwardAnd(rewritten, Later(later));
+            let rest = message.clone();
+            let outcome = self::converted(wasm, protocol, message, Some(converted));
+            return Outcome::ForwardAnd(rewritten, Later { outcome, rest });
         }
+    })
+}
+
+/// Cuts a delta response into one with each resource that has a module, and one with all else. None if it
+/// cannot be read.
+fn parts(message: &Bytes) -> Option<Vec<Bytes>> {
+    let (mut head, mut late, mut rest, mut is_empty) = (Vec::new(), Vec::new(), Vec::new(), true);
+    for field in wire::fields(message).ok()? {
+        if field.number == RESOURCES {
+            let any = wire::last(&field.content?, RESOURCE).ok()??;
+            if Wasm::has_module(&any).ok()? {
+                late.push(field.record);
+                continue;
+            }
+        }
+        match field.number {
+            RESOURCES | REMOVED => is_empty = false,
+            _ => head.extend_from_slice(&field.record),
+        }
+        rest.extend_from_slice(&field.record);
+    }
+    let late = late.iter().map(|record| [&record[..], &head].concat());
+    let rest = Some(rest).filter(|_| !is_empty || late.len() == 0);
+    Some(rest.into_iter().chain(late).map(Bytes::from).collect())
+}
+
+/// Forwards the parts of a response, each as soon as it is converted.
+fn one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
+    Box::pin(async move {
+        let (outcome, index, _) = select_all(parts.iter_mut().map(|part| &mut part.1)).await;
+        let message = match outcome {
+            Outcome::Forward(message) => {
+                drop(parts.swap_remove(index));
+                message
+            }
+            Outcome::ForwardAnd(message, later) => {
+                parts[index].1 = later.outcome;
+                message
+            }
+            refused => return refused,
+        };
+        if parts.is_empty() {
+            return Outcome::Forward(message);
+        }
+        let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
+        let (rest, outcome) = (rest.concat().into(), one_by_one(parts));
+        Outcome::ForwardAnd(message, Later { outcome, rest })
     })
 }
 
@@ -100,6 +164,9 @@ async fn rewrite(
     let fields = wire::fields(message).map_err(broken)?;
     let (mut resources, mut places) = (Vec::new(), Vec::new());
     for (place, field) in fields.iter().enumerate() {
+        if let (Protocol::Delta, REMOVED, Some(name)) = (protocol, field.number, &field.content) {
+            wasm.forget(name);
+        }
         let Some(content) = field.content.as_ref().filter(|_| field.number == RESOURCES) else {
             continue;
         };
@@ -166,6 +233,7 @@ fn merged(older: &Bytes, newer: &Bytes) -> Result<Bytes, wire::DecodeError> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::time::Duration;
 
     use envoy_types::pb::envoy::config::core::v3 as core;
@@ -185,6 +253,11 @@ mod tests {
 
     /// One that can fetch nothing.
     fn wasm() -> Wasm {
+        start(Path::new("/nonexistent")).0
+    }
+
+    /// Fetches end with the future.
+    fn start(directory: &Path) -> (Wasm, impl Future<Output = ()>) {
         let fetch = FetchConfig {
             insecure: Vec::new(),
             blocked: Vec::new(),
@@ -196,15 +269,15 @@ mod tests {
             roots: SystemRoots::default(),
         };
         let config = Config {
-            directory: "/nonexistent".into(),
+            directory: directory.to_owned(),
             fetch,
             expiry: Duration::from_secs(1),
             purge_interval: Duration::from_secs(1),
             max_cache_bytes: 0,
-            requires_digest: true,
+            requires_digest: false,
             allowed: Vec::new(),
         };
-        Wasm::new(config, &Registry::default()).0
+        Wasm::new(config, &Registry::default())
     }
 
     fn resource(name: &str, type_url: &str, value: Vec<u8>) -> protobuf::Any {
@@ -226,8 +299,12 @@ mod tests {
     }
 
     fn remote(name: &str) -> protobuf::Any {
+        remote_at(name, core::HttpUri::default())
+    }
+
+    fn remote_at(name: &str, uri: core::HttpUri) -> protobuf::Any {
         let remote = core::async_data_source::Specifier::Remote(core::RemoteDataSource {
-            http_uri: Some(core::HttpUri::default()),
+            http_uri: Some(uri),
             ..Default::default()
         });
         let code = core::AsyncDataSource {
@@ -322,6 +399,102 @@ mod tests {
             let outcome = Ecds::new(wasm()).intercept(Protocol::Sotw, message).await;
             assert!(matches!(outcome, Outcome::Rejected(_)), "{outcome:?}");
         }
+    }
+
+    /// A server that takes connections and does not answer, and a module of it.
+    fn hanging(name: &str, limit: Duration) -> (std::net::TcpListener, protobuf::Any) {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let uri = core::HttpUri {
+            uri: format!("http://{address}/"),
+            timeout: Some(protobuf::Duration {
+                seconds: limit.as_secs() as i64,
+                nanos: limit.subsec_nanos() as i32,
+            }),
+            ..Default::default()
+        };
+        (listener, remote_at(name, uri))
+    }
+
+    async fn forwarded_first(ecds: &Ecds, message: &Bytes) -> (Bytes, Later) {
+        match ecds.intercept(Protocol::Delta, message.clone()).await {
+            Outcome::ForwardAnd(message, later) => (message, later),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_module_that_hangs_holds_back_its_own_resource_alone() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (wasm, _fetches) = start(directory.path());
+        let ecds = Ecds::new(wasm);
+        let (_server, hangs) = hanging("a", Duration::from_secs(3600));
+        let (a, b, c) = (("a", hangs), ("b", other("b")), ("c", other("c")));
+        let first = delta("1", &[b.clone(), a.clone(), c], &["x"]);
+        let (found, later) = forwarded_first(&ecds, &first).await;
+        assert_eq!(found, delta("1", &[b, ("c", other("c"))], &["x"]));
+        assert_eq!(later.rest, delta("1", &[a.clone()], &[]));
+        // So does the next response, and one with removals only.
+        for newer in [
+            delta("2", &[("b", other("new"))], &[]),
+            delta("3", &[], &["b"]),
+        ] {
+            let merged = ecds
+                .merge(Protocol::Delta, &later.rest, &newer)
+                .expect("merged");
+            let (found, later) = forwarded_first(&ecds, &merged).await;
+            assert_eq!(found, newer);
+            let nonce = if newer == delta("3", &[], &["b"]) {
+                "3"
+            } else {
+                "2"
+            };
+            assert_eq!(later.rest, delta(nonce, &[a.clone()], &[]));
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_removed_or_replaced_while_its_module_is_fetched_does_not_come_back() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (wasm, _fetches) = start(directory.path());
+        let ecds = Ecds::new(wasm);
+        let (_server, hangs) = hanging("a", Duration::from_secs(3600));
+        let first = delta("1", &[("a", hangs), ("b", other("b"))], &[]);
+        let (_, later) = forwarded_first(&ecds, &first).await;
+        for newer in [
+            delta("2", &[], &["a"]),
+            delta("2", &[("a", other("a"))], &[]),
+        ] {
+            let merged = ecds
+                .merge(Protocol::Delta, &later.rest, &newer)
+                .expect("merged");
+            let outcome = ecds.intercept(Protocol::Delta, merged).await;
+            assert!(matches!(outcome, Outcome::Forward(found) if found == newer));
+        }
+    }
+
+    #[tokio::test]
+    async fn each_late_resource_comes_with_the_nonce_of_its_response() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (wasm, _fetches) = start(directory.path());
+        let ecds = Ecds::new(wasm);
+        let (_one, a) = hanging("a", Duration::from_millis(50));
+        let (_other, b) = hanging("b", Duration::from_millis(50));
+        let response = delta("1", &[("a", a), ("b", b)], &[]);
+        let (first, later) = forwarded_first(&ecds, &response).await;
+        let Outcome::ForwardAnd(second, _) = later.outcome.await else {
+            panic!("the modules are fetched again later");
+        };
+        let mut names = Vec::new();
+        for message in [first, second] {
+            let found = DeltaDiscoveryResponse::decode(message).expect("a response");
+            assert_eq!((found.nonce.as_str(), found.resources.len()), ("1", 1));
+            let any = found.resources[0].resource.as_ref().expect("an Any");
+            assert!(String::from_utf8_lossy(&any.value).contains("wasm-default-deny"));
+            names.push(found.resources[0].name.clone());
+        }
+        names.sort();
+        assert_eq!(names, ["a", "b"]);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod modules;
 mod request;
 mod state;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -111,11 +112,23 @@ impl Wasm {
         })
     }
 
+    /// Whether a resource, an encoded `Any`, has a module to fetch. An error if it cannot be read.
+    pub(crate) fn has_module(resource: &Bytes) -> Result<bool, String> {
+        let filter = convert::filter(resource)?;
+        Ok(filter.is_some_and(|filter| filter.module.is_ok()))
+    }
+
+    /// Forgets a resource, so that its module may be removed.
+    pub(crate) fn forget(&self, name: &[u8]) {
+        self.modules.retain(|other| other.as_bytes() != name);
+    }
+
     async fn converted(&self, resources: &[Bytes], is_whole: bool) -> Result<Converted, String> {
         let filters = self.filters(resources)?;
         if is_whole {
             let names = filters.iter().flatten().map(|filter| filter.name.as_str());
-            self.modules.retain(&names.collect());
+            let names: HashSet<_> = names.collect();
+            self.modules.retain(|name| names.contains(name));
         }
         let replacing = filters.iter().map(async |filter| match filter {
             Some(filter) => self.replace(filter).await.map(Some),

@@ -4,7 +4,7 @@
 //! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
 //! wait that grows; until then, those who ask get its error.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -63,9 +63,10 @@ impl Modules {
         }
     }
 
-    /// Forgets all resources but these. Modules that were used by others alone may be removed then.
-    pub(super) fn retain(&self, names: &HashSet<&str>) {
-        self.resources.lock().retain(names);
+    /// Forgets all resources but those that `is_left` names. Modules that were used by others alone
+    /// may be removed then.
+    pub(super) fn retain(&self, is_left: impl Fn(&str) -> bool) {
+        self.resources.lock().retain(is_left);
     }
 
     /// The file of the module that the resource `name` asks for.

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::cache::Module;
 use crate::backoff::Backoff;
 
-/// Delta does not say which resources are gone. Those converted last are remembered.
+/// Delta does not always say which resources are gone. Those converted last are remembered.
 pub(super) const MOST_RESOURCES: usize = 1000;
 
 /// By name of a resource.
@@ -85,8 +85,8 @@ impl Resources {
         (resource.request == request).then(|| resource.result.clone())
     }
 
-    pub(super) fn retain(&mut self, names: &HashSet<&str>) {
-        self.0.retain(|name, _| names.contains(name.as_str()));
+    pub(super) fn retain(&mut self, is_left: impl Fn(&str) -> bool) {
+        self.0.retain(|name, _| is_left(name));
     }
 
     /// The files of the modules they have.
@@ -109,8 +109,7 @@ impl Resources {
                 sha256: module.map(|module| module.sha256.clone()),
                 size_bytes: module.map(|module| module.size),
                 error: failure.map(|failure| failure.error.clone()),
-                retry_seconds: failure
-                    .map(|failure| failure.retry_at.duration_since(now).as_secs_f64()),
+                retry_seconds: failure.map(|it| it.retry_at.duration_since(now).as_secs_f64()),
             }
         });
         resources.collect()

@@ -16,6 +16,7 @@ use prost::Message;
 use tonic::Code;
 
 use super::Protocol;
+use super::request::HEAD;
 
 /// What Envoy's own types begin with.
 const ENVOY_TYPES: &str = "type.googleapis.com/envoy.";
@@ -44,7 +45,11 @@ pub enum Outcome {
 pub type Intercepting = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
 /// What follows a message that was forwarded.
-pub struct Later(pub Intercepting);
+pub struct Later {
+    pub outcome: Intercepting,
+    /// The response it is of, without the resources that were forwarded.
+    pub rest: Bytes,
+}
 
 impl fmt::Debug for Later {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -59,12 +64,15 @@ pub trait Interceptor: Send + Sync {
     /// Whether the agent subscribes to the type itself; otherwise Envoy does.
     fn subscribes(&self) -> bool;
 
-    /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse` that holds at least one
-    /// resource.
+    /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`. Those without resources come
+    /// only for types that Envoy subscribes to.
     ///
     /// Responses of one type are handled one by one in the order of arrival, or merged, beside those
     /// of other types.
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting;
+
+    /// Envoy has no use for these resources any more. It is told in delta only.
+    fn unsubscribed(&self, _names: &[String]) {}
 
     /// The message that takes the place of one under way and a newer one. None where each is handled.
     fn merge(&self, _: Protocol, _older: &Bytes, _newer: &Bytes) -> Option<Bytes> {
@@ -97,6 +105,16 @@ impl Interceptors {
             Disposition::Pass
         } else {
             Disposition::Withhold
+        }
+    }
+
+    /// Reads a delta request of Envoy, a frame, for the interceptor of its type.
+    pub(crate) fn requested(&self, type_url: &str, frame: &Bytes) {
+        if let Disposition::Intercept(index) = self.disposition(type_url)
+            && let Some(message) = frame.get(HEAD..)
+            && let Ok(request) = DeltaDiscoveryRequest::decode(message)
+        {
+            self.0[index].unsubscribed(&request.resource_names_unsubscribe);
         }
     }
 
@@ -189,6 +207,8 @@ pub(crate) fn frame(message: &[u8]) -> Bytes {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
 
     struct Subscription(&'static str);
@@ -264,6 +284,36 @@ mod tests {
                 }
             );
         }
+    }
+
+    #[test]
+    fn what_envoy_unsubscribes_from_is_told_to_the_interceptor_of_its_type() {
+        struct Told(mpsc::Sender<Vec<String>>);
+        impl Interceptor for Told {
+            fn type_url(&self) -> &str {
+                "ecds"
+            }
+            fn subscribes(&self) -> bool {
+                false
+            }
+            fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
+                Box::pin(async { Outcome::Accepted })
+            }
+            fn unsubscribed(&self, names: &[String]) {
+                self.0.send(names.to_vec()).unwrap();
+            }
+        }
+        let (sender, told) = mpsc::channel();
+        let interceptors = Interceptors::new(vec![Box::new(Told(sender))]);
+        for type_url in ["cds", "ecds"] {
+            let request = DeltaDiscoveryRequest {
+                resource_names_unsubscribe: vec![type_url.to_owned()],
+                ..Default::default()
+            };
+            interceptors.requested(type_url, &frame(&request.encode_to_vec()));
+        }
+        interceptors.requested("ecds", &frame(b"\xff"));
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [["ecds"]]);
     }
 
     #[test]

@@ -71,8 +71,9 @@ impl Interceptions {
     }
 
     /// Waits for what follows an outcome.
-    pub(super) fn follow(&mut self, response: Captured, later: Later) {
-        let task = self.tasks.spawn(later.0);
+    pub(super) fn follow(&mut self, mut response: Captured, later: Later) {
+        response.message = later.rest;
+        let task = self.tasks.spawn(later.outcome);
         self.running.push(Running { task, response });
     }
 }
@@ -181,17 +182,17 @@ mod tests {
     #[tokio::test]
     async fn what_follows_an_outcome_is_passed_on_unless_a_newer_response_comes() {
         let (mut state, mut interceptions) = (state(true), Interceptions::default());
-        let later = || {
-            Later(Box::pin(ready(Outcome::Forward(Bytes::from_static(
-                b"later",
-            )))))
+        let later = |outcome| Later {
+            outcome,
+            rest: Bytes::from_static(b"rest"),
         };
-        interceptions.follow(captured("first"), later());
+        let forwarded = Outcome::Forward(Bytes::from_static(b"later"));
+        interceptions.follow(captured("first"), later(Box::pin(ready(forwarded))));
         assert_eq!(next(&mut interceptions).await.1, "later");
-        interceptions.follow(captured("first"), Later(Box::pin(pending())));
+        interceptions.follow(captured("first"), later(Box::pin(pending())));
         state.captured.push_back(captured("second"));
         interceptions.start(&mut state, Protocol::Delta);
-        assert_eq!(next(&mut interceptions).await.1, "second+first");
+        assert_eq!(next(&mut interceptions).await.1, "second+rest");
         assert!(interceptions.next().await.is_none());
     }
 

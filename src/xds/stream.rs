@@ -78,6 +78,9 @@ impl StreamState {
             self.observer.requested(&request);
             self.recorder.requested(&request);
             let first_listener = type_url == LISTENER && !self.subscribed;
+            if self.protocol == Protocol::Delta {
+                self.interceptors.requested(type_url, &request.frame);
+            }
             self.to_istiod.push(request.frame);
             if first_listener {
                 self.subscribed = true;
@@ -120,14 +123,10 @@ impl StreamState {
                 self.observer.received(received, self.recorder.source());
             }
             // Without resources there is nothing to consume, and istiod gets no ACK, as from
-            // pilot-agent; and nothing to rewrite.
-            Output::Captured(response) if response.received.resources == 0 => {
-                if !self.interceptors.subscribes(response.interceptor) {
-                    self.recorder
-                        .rewritten(&response.received, &response.message);
-                    self.between.push_back(frame(&response.message));
-                }
-            }
+            // pilot-agent. What Envoy subscribes to may be a removal, which the interceptor has to see.
+            Output::Captured(response)
+                if response.received.resources == 0
+                    && self.interceptors.subscribes(response.interceptor) => {}
             Output::Captured(response) => self.captured.push_back(response),
         });
         read.map_err(|status| End::bad_response(&status))?;
@@ -331,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn without_resources_an_own_type_gets_no_answer_and_a_rewritten_one_passes() {
+    fn without_resources_an_own_type_gets_no_answer_and_envoys_goes_to_its_interceptor() {
         let empty = |type_url: &str| {
             let response = DiscoveryResponse {
                 type_url: type_url.into(),
@@ -341,9 +340,10 @@ mod tests {
         };
         let mut state = state();
         state.read_responses(empty(NAMES)).unwrap();
-        state.read_responses(empty(EXTENSION)).unwrap();
         assert!(state.captured.is_empty() && state.to_istiod.is_empty());
-        assert_eq!(state.to_envoy, [empty(EXTENSION)]);
+        state.read_responses(empty(EXTENSION)).unwrap();
+        assert_eq!(state.captured[0].message, empty(EXTENSION)[5..]);
+        assert!(state.to_envoy.is_empty());
     }
 
     #[test]

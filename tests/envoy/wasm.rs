@@ -299,13 +299,13 @@ async fn envoy_gets_a_module_once_it_is_there_over_delta() {
 }
 
 #[tokio::test]
-async fn a_fetch_that_hangs_holds_up_neither_listeners_nor_readiness_nor_the_end() {
+async fn a_fetch_that_hangs_holds_up_no_listener_no_other_module_no_readiness_and_no_end() {
     let Some(binary) = envoy_binary() else { return };
     // Accepts connections by its queue, and never answers.
     let silent = TcpListener::bind(local(0)).await.unwrap();
-    let (first, second) = (free_port(), free_port());
+    let (first, second, other) = (free_port(), free_port(), free_port());
     let control_plane = ControlPlane::of(&[answering("first", first)]).await;
-    let environment = &[];
+    let environment = &[("ISTIO_DELTA_XDS", "true")];
     let mut pod = Pod::serving(
         Settings {
             envoy: Some(&binary),
@@ -327,9 +327,14 @@ async fn a_fetch_that_hangs_holds_up_neither_listeners_nor_readiness_nor_the_end
             answering("first", first),
             waiting,
             answering("second", second),
+            extended(answering("other", other), "http", "shop.other"),
         ])
         .await;
     eventually("the second listener", async || get(second).await.ok()).await;
+    let (url, _serving) = server(module("other"), Arc::new(AtomicBool::new(true))).await;
+    control_plane.add(extension("http", "shop.other", &url, "", &[]));
+    marked(other, "other").await;
+    assert!(!pod.agent.log().contains("RBAC filter"), "it still hangs");
     assert!(pod.status(Method::GET, "/healthz/ready").await.is_some());
     pod.agent.signal(Signal::TERM);
     pod.agent.end().await;

@@ -183,6 +183,32 @@ fn age(path: &str, age: Duration) {
 }
 
 #[tokio::test]
+async fn modules_of_resources_that_are_removed_in_delta_are_removed() {
+    let server = Server::start(|head, _| ok(&[MODULE, path(head).as_bytes()].concat())).await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let agent = start(config(directory.path()));
+    let mut paths = Vec::new();
+    for name in ["one", "two"] {
+        let url = format!("http://{}/{name}", server.address);
+        let path = agent
+            .convert(&Plugin {
+                name,
+                ..plugin(url)
+            })
+            .await;
+        age(&path, Duration::from_secs(24 * 3600));
+        paths.push(path);
+    }
+    let is_left = || paths.iter().map(|path| Path::new(path).exists());
+    agent.wasm.forget(b"three");
+    agent.wasm.modules.tidy().await;
+    assert!(is_left().eq([true, true]));
+    agent.wasm.forget(b"one");
+    agent.wasm.modules.tidy().await;
+    assert!(is_left().eq([false, true]));
+}
+
+#[tokio::test]
 async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_them() {
     let served = Arc::new(AtomicUsize::new(0));
     let server = registry(served.clone()).await;
