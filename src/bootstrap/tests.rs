@@ -34,6 +34,7 @@ fn config(case: &Path) -> crate::config::Config {
         .map(|(name, address)| Interface {
             name: name.to_owned(),
             address: address.parse().expect("an address"),
+            is_loopback: false,
         });
     let root = case.join("input");
     let interfaces = Ok(interfaces.collect());

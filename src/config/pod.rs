@@ -37,7 +37,12 @@ impl fmt::Display for NodeType {
 pub struct Interface {
     pub name: String,
     pub address: IpAddr,
+    /// Its addresses are this machine's, but do not lead here from others.
+    pub is_loopback: bool,
 }
+
+/// The index of the loopback interface in every network namespace.
+const LOOPBACK: u32 = 1;
 
 /// The network interfaces of this machine that are up, by index, with their reachable addresses.
 pub(super) fn interfaces() -> io::Result<Vec<Interface>> {
@@ -46,6 +51,7 @@ pub(super) fn interfaces() -> io::Result<Vec<Interface>> {
     let up = found.into_iter().filter(if_addrs::Interface::is_oper_up);
     let addresses = up.map(|interface| Interface {
         address: interface.ip().to_canonical(),
+        is_loopback: interface.index == Some(LOOPBACK),
         name: interface.name,
     });
     Ok(addresses
@@ -61,7 +67,7 @@ fn is_reachable(address: IpAddr) -> bool {
     !is_local && !address.is_loopback() && !address.is_unspecified() && !address.is_multicast()
 }
 
-/// The addresses of the node: `INSTANCE_IP`, then the addresses of interfaces that are not
+/// The addresses of the node: `INSTANCE_IP`, then those of interfaces that are neither loopback nor
 /// `excluded`. Never empty, without duplicates.
 pub fn addresses(
     instance_ip: &str,
@@ -80,7 +86,8 @@ pub fn addresses(
         let expected = "an IP address, using those of the interfaces";
         warnings.push(Problem::new("INSTANCE_IP", instance_ip, expected));
     }
-    let mut found: Vec<_> = interfaces.iter().map(|own| own.address).collect();
+    let reachable = interfaces.iter().filter(|own| !own.is_loopback);
+    let mut found: Vec<_> = reachable.map(|own| own.address).collect();
     if found.is_empty() {
         found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
@@ -286,6 +293,7 @@ mod tests {
     fn the_instance_ip_comes_before_the_interfaces() {
         let (eth0, eth1) = (interface("eth0", "10.0.0.2"), interface("eth1", "fd00::2"));
         let both = [eth0, eth1];
+        let virtual_v6 = [interface("lo", "fd00::9"), both[0].clone()];
         for (instance_ip, interfaces, excluded, expected, warned) in [
             ("FD00::2", &both[..], &[][..], "fd00::2,10.0.0.2", 0),
             ("", &both, &[], "10.0.0.2,fd00::2", 0),
@@ -293,6 +301,9 @@ mod tests {
             ("", &both, &["eth0"], "fd00::2", 0),
             ("10.0.0.2", &both, &["eth0", "net1"], "10.0.0.2,fd00::2", 1),
             ("", &both, &["eth0", "eth1"], "127.0.0.1", 0),
+            ("", &virtual_v6, &[], "10.0.0.2", 0),
+            ("fd00::9", &virtual_v6, &[], "fd00::9,10.0.0.2", 0),
+            ("", &virtual_v6[..1], &[], "127.0.0.1,::1", 0),
             ("", &[], &[], "127.0.0.1,::1", 0),
             ("10.9.9.9", &[], &[], "10.9.9.9,127.0.0.1,::1", 0),
         ] {
@@ -312,6 +323,7 @@ mod tests {
         Interface {
             name: name.to_owned(),
             address: address.parse().expect("an address"),
+            is_loopback: name == "lo",
         }
     }
 }

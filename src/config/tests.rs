@@ -289,6 +289,7 @@ fn probes_come_from_an_address_of_the_applications_family() {
         let interfaces = ["10.0.0.9", "fd00::9"].map(|address| Interface {
             name: "eth0".to_owned(),
             address: address.parse().expect("an address"),
+            is_loopback: false,
         });
         let machine = machine(&[("INSTANCE_IP", address)]);
         let config = machine.load_beside("sidecar", Ok(interfaces.into()));

@@ -187,6 +187,18 @@ async fn in_namespace(kinds: &[&str], script: &str) -> (Place, LocalIstiod) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_virtual_address_of_the_loopback_interface_is_not_the_nodes() {
+    if !has_root() {
+        return;
+    }
+    let script = "ip link set lo up; ip address add 10.7.7.7/32 dev lo";
+    let (place, _istiod) = in_namespace(&["--net"], script).await;
+    let (report, _) = diagnosed(&place.set("INSTANCE_IP", ""));
+    let node = report["node"].as_str().unwrap();
+    assert!(node.starts_with("sidecar~127.0.0.1~"), "{node}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
     let istiod = answering_istiod().await;
     // The queue of a listener that accepts nothing is full after one connection.
