@@ -357,7 +357,10 @@ async fn run_envoy(
     supervisor: Option<Supervisor>,
     mut stop: watch::Receiver<StopRequest>,
 ) -> Result<ExitCode, BoxError> {
-    config.bootstrap.node.platform = platform::discover(&config.platform).await;
+    tokio::select! {
+        found = platform::discover(&config.platform) => config.bootstrap.node.platform = found,
+        _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => {}
+    }
     if let Some(grpc) = &config.grpc {
         bootstrap::grpc::write(grpc, &config.bootstrap.node)?;
     }

@@ -6,13 +6,15 @@ use std::time::Duration;
 use http::Method;
 use zeroize::Zeroizing;
 
-use super::{Config, LIMIT, Locality, Metadata, Platform, SERVICE};
+use super::{Config, Locality, Metadata, Platform, SERVICE};
 use super::{present, query, request, success};
 use crate::regular_file::{self, MAX_SETTINGS};
 
 const FLAVOR: (&str, &str) = ("Metadata-Flavor", "Google");
 /// Bound of detection on a machine whose product name is not Google's.
 const DETECTION_LIMIT: Duration = Duration::from_millis(200);
+/// Bound of an answer on metadata: one that is missing does not cost the others.
+const ANSWER_LIMIT: Duration = Duration::from_secs(4);
 /// Bound of a token, which Google signs.
 const TOKEN_LIMIT: Duration = Duration::from_secs(5);
 
@@ -35,13 +37,11 @@ const MEMBERS: [(&str, &str); 9] = [
 ];
 
 pub(super) async fn detected(config: &Config) -> bool {
-    if config.gcp_host.is_some() {
+    let name = fs::read_to_string(config.root.join("sys/class/dmi/id/product_name"));
+    if config.gcp_host.is_some() || name.is_ok_and(|name| name.trim().starts_with("Google")) {
         return true;
     }
-    let name = fs::read_to_string(config.root.join("sys/class/dmi/id/product_name"));
-    let named = name.is_ok_and(|name| name.trim().starts_with("Google"));
-    let limit = if named { LIMIT } else { DETECTION_LIMIT };
-    let answer = request(SERVICE, Method::GET, "/", FLAVOR, limit).await;
+    let answer = request(SERVICE, Method::GET, "/", FLAVOR, DETECTION_LIMIT).await;
     answer.is_some_and(|answer| {
         let flavor = answer.headers().get(FLAVOR.0);
         flavor.is_some_and(|flavor| flavor == FLAVOR.1)
@@ -69,7 +69,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
             (known.clone(), zone.or_else(|| zone_of_search_list(config)))
         }
         None => {
-            let mut metadata = query(&MEMBERS, |path| get(config, path, LIMIT)).await;
+            let mut metadata = query(&MEMBERS, |path| get(config, path, ANSWER_LIMIT)).await;
             // `projects/<number>/zones/<zone>`
             let zone = metadata.remove("gcp_zone");
             let zone = zone.and_then(|path| path.rsplit('/').next().map(str::to_owned));
@@ -77,7 +77,13 @@ pub(super) async fn describe(config: &Config) -> Platform {
                 let location = metadata.entry("gcp_location".to_owned());
                 location.or_insert_with(|| zone.clone());
             }
-            (metadata, zone_of_search_list(config).or(zone))
+            let zone = zone_of_search_list(config).or(zone);
+            if zone.is_none() {
+                tracing::warn!(
+                    "Google's metadata service did not tell the zone; there is no locality of it"
+                );
+            }
+            (metadata, zone)
         }
     };
     let part = |name: &str| metadata.get(name);

@@ -1,7 +1,8 @@
 //! The cloud's metadata of this machine: node metadata for istiod, and the locality if no label has it.
 //!
-//! Google Cloud, AWS and Azure are detected at once. Discovery as a whole takes at most a second, and
-//! Envoy starts without its result: locality is a preference, a pod that does not start is an outage.
+//! Google Cloud, AWS and Azure are detected at once. Discovery as a whole takes at most five seconds, as in
+//! pilot-agent, and then Envoy starts without its result: locality is a preference, a pod that does not
+//! start is an outage.
 //! Labels of a virtual machine, which need credentials of the cloud, are left out.
 
 mod aws;
@@ -23,7 +24,7 @@ pub(crate) use gcp::identity as google_identity;
 pub use gcp::known as known_google;
 
 /// Bounds discovery as a whole, and one answer of a service that has no shorter bound.
-const LIMIT: Duration = Duration::from_secs(1);
+const LIMIT: Duration = Duration::from_secs(5);
 /// The link-local address of every cloud's metadata service.
 const SERVICE: &str = "169.254.169.254";
 const LARGEST_ANSWER: usize = 1 << 20;
