@@ -41,6 +41,8 @@ pub enum Error {
     },
     #[error("cannot write the bundle")]
     Write(#[source] io::Error),
+    #[error("cannot tell secrets from other text")]
+    Secrets(#[from] regex::Error),
     #[error(transparent)]
     Log(#[from] logging::Error),
 }
@@ -116,13 +118,13 @@ pub async fn run(
             read(NO_FILES)
         }
     };
-    let secrets = support_bundle::known_secrets(environment, token).await;
+    let secrets = support_bundle::known_secrets(environment, token).await?;
     let doctor = async {
         let proxy = flags.proxy.clone();
         let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;
         (report.to_string(), json!(report))
     };
-    let bundle = support_bundle::collect(&sources, &secrets, doctor).await;
+    let bundle = support_bundle::collect(&sources, secrets, doctor).await;
     for problem in &bundle.problems {
         tracing::warn!("not in the bundle, or not whole: {problem}");
     }

@@ -3,23 +3,15 @@
 //! A header of tar has the size of the file behind it. Each file is therefore compressed into memory by
 //! itself, and so is its header, once the size is known; gzip reads what follows each other as one.
 
-use std::cell::Cell;
 use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
 const BLOCK: usize = 512;
-
-/// Why a file is incomplete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Full {
-    #[error("it has more than {} MiB", .0 >> 20)]
-    File(u64),
-    #[error("the bundle has no room left for it")]
-    Bundle,
-}
 
 /// A file of the archive.
 pub(super) struct File {
@@ -28,44 +20,25 @@ pub(super) struct File {
     compressed: Vec<u8>,
 }
 
-/// Compresses a file.
-pub(super) struct Compressor<'a> {
+/// Compresses a file, as long as the bundle has room for it.
+pub(super) struct Compressor {
     gzip: GzEncoder<Vec<u8>>,
     size: u64,
-    largest: u64,
     /// What all files may take compressed.
-    room: &'a Cell<usize>,
+    room: Arc<AtomicUsize>,
 }
 
-impl<'a> Compressor<'a> {
-    pub(super) fn new(largest: u64, room: &'a Cell<usize>) -> Self {
+impl Compressor {
+    pub(super) fn new(room: Arc<AtomicUsize>) -> Self {
         Self {
             gzip: GzEncoder::new(Vec::new(), Compression::fast()),
             size: 0,
-            largest,
             room,
         }
     }
 
-    pub(super) fn has_content(&self) -> bool {
-        self.size > 0
-    }
-
-    /// Adds what the limits allow.
-    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), Full> {
-        let left = usize::try_from(self.largest - self.size).unwrap_or(usize::MAX);
-        let fitting = &bytes[..bytes.len().min(left)];
-        let before = self.gzip.get_ref().len();
-        // A Vec takes everything.
-        let _ = self.gzip.write_all(fitting);
-        self.size += fitting.len() as u64;
-        let grown = self.gzip.get_ref().len() - before;
-        self.room.set(self.room.get().saturating_sub(grown));
-        match (self.room.get(), fitting.len() < bytes.len()) {
-            (0, _) => Err(Full::Bundle),
-            (_, true) => Err(Full::File(self.largest)),
-            _ => Ok(()),
-        }
+    pub(super) fn is_full(&self) -> bool {
+        self.room.load(Ordering::Relaxed) == 0
     }
 
     pub(super) fn finish(self, name: String) -> io::Result<File> {
@@ -74,6 +47,27 @@ impl<'a> Compressor<'a> {
             size: self.size,
             compressed: self.gzip.finish()?,
         })
+    }
+}
+
+impl Write for Compressor {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.is_full() {
+            return Err(io::ErrorKind::QuotaExceeded.into());
+        }
+        let before = self.gzip.get_ref().len();
+        let written = self.gzip.write(bytes)?;
+        self.size += written as u64;
+        let grown = self.gzip.get_ref().len() - before;
+        let shrink = |room: usize| Some(room.saturating_sub(grown));
+        let _ = self
+            .room
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, shrink);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -1,31 +1,35 @@
 //! Reads what a bundle is made of, each within its time and size.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::fs;
-use std::io;
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use futures_util::future::join_all;
 use http::{Request, StatusCode};
 use serde_json::Value;
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
 use super::Sources;
-use super::archive::{Compressor, File, Full};
+use super::archive::{Compressor, File};
 use super::redact::Form::{self, Json, Lines, OwnJson};
-use super::redact::{NotJson, Redactor, Secrets};
+use super::redact::{self, Secrets};
 use crate::capture::program;
-use crate::http_client::{self, Client, http_url};
+use crate::http_client::{self, Body, Client, http_url};
 use crate::lifecycle::with_causes;
-use crate::regular_file;
+use crate::regular_file::{self, MAX_SETTINGS};
 
 /// How long the collection takes at most, and how long it waits at once.
 pub(super) const LIMIT: Duration = Duration::from_secs(20);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
-pub(super) const LARGEST_FILE: u64 = 128 << 20;
-const LARGEST_BOOTSTRAP: u64 = 4 << 20;
+pub(super) const MAX_FILE: usize = 128 << 20;
+/// How many chunks of a page wait for being read.
+const CHUNKS: usize = 4;
 
 /// Name of the file, path of the page.
 pub(super) type Page = (&'static str, &'static str, Form);
@@ -54,19 +58,13 @@ const CAPTURE: [&[&str]; 5] = [
 ];
 
 /// Collects files and problems.
-pub(super) struct Collector<'a> {
-    pub(super) secrets: &'a Secrets,
+pub(super) struct Collector {
+    pub(super) secrets: Arc<Secrets>,
     pub(super) until: Instant,
     /// What the files may take together, compressed.
-    pub(super) room: &'a Cell<usize>,
+    pub(super) room: Arc<AtomicUsize>,
     pub(super) files: RefCell<Vec<File>>,
     pub(super) problems: RefCell<Vec<String>>,
-}
-
-/// A file that is being collected.
-struct Part<'a> {
-    redactor: Redactor<'a>,
-    compressor: Compressor<'a>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -81,10 +79,12 @@ enum Error {
         "this user is refused; ISTIO_AGENT_DEBUG_USERS admits users besides root and the agent's own"
     )]
     Forbidden,
-    #[error(transparent)]
-    NotJson(#[from] NotJson),
-    #[error(transparent)]
-    Full(#[from] Full),
+    #[error("it has more than {} MiB", MAX_FILE >> 20)]
+    TooLarge,
+    #[error("the bundle has no room left for it")]
+    Full,
+    #[error("it is no JSON")]
+    NotJson(#[from] io::Error),
 }
 
 impl Error {
@@ -94,27 +94,27 @@ impl Error {
     }
 }
 
-impl Part<'_> {
-    fn push(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let pushed = self.redactor.push(bytes);
-        self.write()?;
-        Ok(pushed?)
-    }
+/// A page that arrives, for the thread that reads it. An empty chunk ends it; without that it was cut off.
+struct Chunks {
+    from: mpsc::Receiver<Bytes>,
+    chunk: Option<Bytes>,
+}
 
-    fn finish(&mut self) -> Result<(), Error> {
-        let finished = self.redactor.finish();
-        self.write()?;
-        Ok(finished?)
-    }
-
-    fn write(&mut self) -> Result<(), Full> {
-        let written = self.compressor.write(&self.redactor.out);
-        self.redactor.out.clear();
-        written
+impl Read for Chunks {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let chunk = match &mut self.chunk {
+            Some(chunk) if chunk.is_empty() => return Ok(0),
+            chunk => chunk.take().or_else(|| self.from.blocking_recv()),
+        };
+        let mut chunk = chunk.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let length = chunk.len().min(buffer.len());
+        chunk.copy_to_slice(&mut buffer[..length]);
+        self.chunk = (length == 0 || !chunk.is_empty()).then_some(chunk);
+        Ok(length)
     }
 }
 
-impl<'a> Collector<'a> {
+impl Collector {
     pub(super) async fn agent(&self, sources: &Sources) {
         const NAME: &str = "config.json";
         let config = match sources.status_port {
@@ -204,7 +204,7 @@ impl<'a> Collector<'a> {
         for path in sources.custom_bootstrap.iter().chain(&written) {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let name = format!("bootstrap/{name}");
-            let read = regular_file::read_aside(path.clone(), LARGEST_BOOTSTRAP);
+            let read = regular_file::read_aside(path.clone(), MAX_SETTINGS);
             match self.in_time(read).await {
                 // Those of the operator may be YAML.
                 Ok(Ok(text)) => match serde_saphyr::from_slice::<Value>(&text) {
@@ -218,16 +218,6 @@ impl<'a> Collector<'a> {
     }
 
     async fn fetch(&self, port: u16, (name, path, form): Page) -> Result<(), Error> {
-        let mut part = self.part(form);
-        let read = self.read(port, path, &mut part).await;
-        let read = read.and_then(|()| part.finish());
-        if read.is_ok() || part.compressor.has_content() {
-            self.add(name, part);
-        }
-        read
-    }
-
-    async fn read(&self, port: u16, path: &str, part: &mut Part<'_>) -> Result<(), Error> {
         let mut request = Request::new(Bytes::new());
         *request.uri_mut() = http_url(&format!("http://localhost:{port}{path}"))?;
         let client = Client::default();
@@ -237,10 +227,31 @@ impl<'a> Collector<'a> {
             StatusCode::FORBIDDEN if path.starts_with("/debug/") => return Err(Error::Forbidden),
             other => return Err(Error::Status(other)),
         }
-        let mut body = answer.into_body();
+        let (to, from) = mpsc::channel(CHUNKS);
+        let (secrets, room) = (self.secrets.clone(), self.room.clone());
+        let copied = tokio::task::spawn_blocking(move || {
+            compress(&secrets, form, &mut Chunks { from, chunk: None }, room)
+        });
+        let read = self.read(answer.into_body(), to).await;
+        let (file, copied) = copied.await.map_err(io::Error::other)?;
+        self.add(name, file);
+        read.and(copied)
+    }
+
+    /// Passes the body on, unless what takes it has ended.
+    async fn read(&self, mut body: Body, to: mpsc::Sender<Bytes>) -> Result<(), Error> {
+        let mut size = 0;
         while let Some(chunk) = self.in_time(body.chunk()).await? {
-            part.push(&chunk?)?;
+            let chunk = chunk?;
+            size += chunk.len();
+            if size > MAX_FILE {
+                return Err(Error::TooLarge);
+            }
+            if !chunk.is_empty() && self.in_time(to.send(chunk)).await?.is_err() {
+                return Ok(());
+            }
         }
+        let _ = self.in_time(to.send(Bytes::new())).await?;
         Ok(())
     }
 
@@ -254,24 +265,17 @@ impl<'a> Collector<'a> {
         timeout_at(until, future).await.map_err(|_| Error::Late)
     }
 
-    fn part(&self, form: Form) -> Part<'a> {
-        Part {
-            redactor: Redactor::new(self.secrets, form),
-            compressor: Compressor::new(LARGEST_FILE, self.room),
-        }
-    }
-
     pub(super) fn text(&self, name: &str, form: Form, text: &str) {
-        let mut part = self.part(form);
-        let pushed = part.push(text.as_bytes()).and_then(|()| part.finish());
-        self.add(name, part);
-        if let Err(error) = pushed {
-            self.problem(name, error);
+        let room = self.room.clone();
+        let (file, copied) = compress(&self.secrets, form, &mut text.as_bytes(), room);
+        self.add(name, file);
+        if let Err(error) = copied {
+            self.problem(name, with_causes(&error));
         }
     }
 
-    fn add(&self, name: &str, part: Part<'_>) {
-        match part.compressor.finish(name.to_owned()) {
+    fn add(&self, name: &str, file: Compressor) {
+        match file.finish(name.to_owned()) {
             Ok(file) => self.files.borrow_mut().push(file),
             Err(error) => self.problem(name, error),
         }
@@ -279,6 +283,24 @@ impl<'a> Collector<'a> {
 
     fn problem(&self, name: &str, why: impl std::fmt::Display) {
         self.problems.borrow_mut().push(format!("{name}: {why}"));
+    }
+}
+
+/// Compresses a page without its secrets, up to where that fails.
+fn compress(
+    secrets: &Secrets,
+    form: Form,
+    from: &mut dyn Read,
+    room: Arc<AtomicUsize>,
+) -> (Compressor, Result<(), Error>) {
+    let mut to = BufWriter::new(Compressor::new(room));
+    let copied = redact::copy(secrets, form, from, &mut to);
+    // Also what came before an error.
+    let copied = copied.and(to.flush());
+    let (file, _) = to.into_parts();
+    match file.is_full() {
+        true => (file, Err(Error::Full)),
+        false => (file, copied.map_err(Error::NotJson)),
     }
 }
 

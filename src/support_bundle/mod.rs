@@ -11,9 +11,11 @@ mod archive;
 mod collector;
 mod redact;
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -29,8 +31,8 @@ use collector::{Collector, LIMIT, OF_ENVOY};
 use redact::Form::Lines;
 pub use redact::Secrets;
 
-const LARGEST_BUNDLE: usize = 16 << 20;
-const LARGEST_TOKEN: u64 = 1 << 20;
+const MAX_BUNDLE: usize = 16 << 20;
+const MAX_TOKEN: u64 = 1 << 20;
 const FOLDER: &str = "support-bundle";
 
 /// Where things are.
@@ -60,7 +62,10 @@ pub struct Bundle {
 
 /// Values of the environment that are secret: headers for istiod, passwords of proxies, and what is named
 /// so. With the content of the token's file.
-pub async fn known_secrets(env: &Environment, token: Option<PathBuf>) -> Secrets {
+pub async fn known_secrets(
+    env: &Environment,
+    token: Option<PathBuf>,
+) -> Result<Secrets, regex::Error> {
     let mut known = Vec::new();
     for (name, value) in env.with_prefix("") {
         let is_setting = environment::rows().any(|row| row.name == name);
@@ -84,8 +89,7 @@ pub async fn known_secrets(env: &Environment, token: Option<PathBuf>) -> Secrets
         }
     }
     if let Some(path) = token
-        && let Ok(Ok(token)) =
-            timeout(PATIENCE, regular_file::read_aside(path, LARGEST_TOKEN)).await
+        && let Ok(Ok(token)) = timeout(PATIENCE, regular_file::read_aside(path, MAX_TOKEN)).await
     {
         known.push(String::from_utf8_lossy(&token).into_owned());
     }
@@ -95,14 +99,13 @@ pub async fn known_secrets(env: &Environment, token: Option<PathBuf>) -> Secrets
 /// Collects everything. `doctor` gives its answer as text and as JSON.
 pub async fn collect(
     sources: &Sources,
-    secrets: &Secrets,
+    secrets: Secrets,
     doctor: impl Future<Output = (String, Value)>,
 ) -> Bundle {
-    let room = Cell::new(LARGEST_BUNDLE);
     let collector = Collector {
-        secrets,
+        secrets: Arc::new(secrets),
         until: crate::clock::after(LIMIT),
-        room: &room,
+        room: Arc::new(AtomicUsize::new(MAX_BUNDLE)),
         files: RefCell::default(),
         problems: RefCell::default(),
     };

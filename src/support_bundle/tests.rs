@@ -12,19 +12,18 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::archive::{Compressor, Full};
-use super::collector::LARGEST_FILE;
+use super::archive::Compressor;
+use super::collector::MAX_FILE;
 use super::redact::Form::Json;
-use super::redact::Redactor;
 use super::*;
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
 
-fn collector<'a>(secrets: &'a Secrets, room: &'a Cell<usize>, limit: Duration) -> Collector<'a> {
+fn collector(limit: Duration) -> Collector {
     Collector {
-        secrets,
+        secrets: Arc::new(Secrets::new([]).expect("patterns")),
         until: Instant::now() + limit,
-        room,
+        room: Arc::new(AtomicUsize::new(MAX_BUNDLE)),
         files: RefCell::default(),
         problems: RefCell::default(),
     }
@@ -68,7 +67,7 @@ fn unpacked(bundle: &Bundle) -> BTreeMap<String, String> {
     files.collect()
 }
 
-fn files(collector: &Collector<'_>) -> BTreeMap<String, String> {
+fn files(collector: &Collector) -> BTreeMap<String, String> {
     unpacked(&Bundle {
         files: collector.files.take(),
         problems: Vec::new(),
@@ -82,8 +81,7 @@ async fn a_hung_envoy_costs_one_wait_and_is_named() {
         drop(stream);
     })
     .await;
-    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
-    let collector = collector(&secrets, &room, LIMIT);
+    let collector = collector(LIMIT);
     let start = Instant::now();
     collector.pages(port, &OF_ENVOY).await;
     assert_eq!(start.elapsed().as_secs(), PATIENCE.as_secs());
@@ -109,8 +107,7 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
         let _ = stream.write_all(answer.as_bytes()).await;
     })
     .await;
-    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
-    let collector = collector(&secrets, &room, LIMIT);
+    let collector = collector(LIMIT);
     let pages = [
         ("good", "/good", Json),
         ("missing", "/missing", Json),
@@ -132,8 +129,8 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let files = files(&collector);
     let expected = [
         ("cut", "line\n"),
-        ("good", "{\"token\": \"[redacted]\"}"),
-        ("text", "[1, 2, "),
+        ("good", "{\n \"token\": \"[redacted]\"\n}"),
+        ("text", "[\n 1,\n 2,\n "),
     ];
     let expected = expected.map(|(name, text)| (name.to_owned(), text.to_owned()));
     assert_eq!(files, expected.into());
@@ -146,8 +143,7 @@ async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
         while stream.write_all(lines.as_bytes()).await.is_ok() {}
     })
     .await;
-    let (secrets, room) = (Secrets::new([]), Cell::new(LARGEST_BUNDLE));
-    let collector = collector(&secrets, &room, Duration::from_millis(200));
+    let collector = collector(Duration::from_millis(200));
     collector.pages(port, &[("endless", "/", Lines)]).await;
     let problems = collector.problems.take();
     assert!(
@@ -158,26 +154,44 @@ async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
     assert!(text.starts_with("line\n") && text.ends_with("line\n"));
 }
 
+#[tokio::test]
+async fn a_page_beyond_the_limit_is_cut_and_one_below_is_whole() {
+    let (port, _server) = server(|mut stream, path| async move {
+        let lines = format!("{}\n", "x".repeat((64 << 10) - 1)).repeat(64);
+        let count = if path == "/large" { 40 } else { 25 };
+        let _ = stream.write_all(HEAD.as_bytes()).await;
+        for _ in 0..count {
+            let _ = stream.write_all(lines.as_bytes()).await;
+        }
+    })
+    .await;
+    let collector = collector(Duration::from_secs(600));
+    let pages = [("large", "/large", Lines), ("whole", "/whole", Lines)];
+    collector.pages(port, &pages).await;
+    assert_eq!(
+        collector.problems.take(),
+        ["large: it has more than 128 MiB"]
+    );
+    let files = files(&collector);
+    assert!(files["large"].len() > MAX_FILE - (1 << 20));
+    assert_eq!(files["whole"].len(), 100 << 20);
+}
+
 #[test]
-fn a_file_beyond_its_bound_is_cut_and_a_full_bundle_takes_no_more() {
-    let room = Cell::new(100_000);
-    let mut file = Compressor::new(10, &room);
-    assert_eq!(file.write(b"12345678"), Ok(()));
-    assert_eq!(file.write(b"90abc"), Err(Full::File(10)));
-    let cut = file.finish("cut".to_owned()).expect("compressed");
-    let mut noise = Compressor::new(LARGEST_FILE, &room);
+fn a_full_bundle_takes_no_more() {
+    let room = Arc::new(AtomicUsize::new(100_000));
+    let mut noise = Compressor::new(room.clone());
     let mut random = std::iter::repeat_with(|| fastrand::alphanumeric() as u8);
-    let full = (0..1000).find_map(|_| {
+    let is_refused = (0..1000).any(|_| {
         let bytes: Vec<_> = random.by_ref().take(1000).collect();
-        noise.write(&bytes).err()
+        noise.write_all(&bytes).is_err()
     });
-    assert_eq!(full, Some(Full::Bundle));
+    assert!(is_refused && noise.is_full());
     let noise = noise.finish("noise".to_owned()).expect("compressed");
     let files = unpacked(&Bundle {
-        files: vec![cut, noise],
+        files: vec![noise],
         problems: Vec::new(),
     });
-    assert_eq!(files["cut"], "1234567890");
     assert!((100_000..300_000).contains(&files["noise"].len()));
 }
 
@@ -206,7 +220,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
     };
     let doctor = async { ("all well".to_owned(), json!({ "level": "ok" })) };
     let start = Instant::now();
-    let bundle = collect(&sources, &Secrets::new([]), doctor).await;
+    let bundle = collect(&sources, Secrets::new([]).expect("patterns"), doctor).await;
     assert!(start.elapsed() < LIMIT);
     let files = unpacked(&bundle);
     assert_eq!(files["doctor.txt"], "all well");
@@ -242,12 +256,11 @@ async fn secrets_of_the_environment_and_the_token_are_known() {
         ("SECRET_GRACE_PERIOD_RATIO_JITTER", "0.0100"),
         ("TOKEN_STORE_SERVICE_HOST", "10.20.30.40"),
     ]);
-    let secrets = known_secrets(&env, Some(token)).await;
+    let secrets = known_secrets(&env, Some(token)).await.expect("patterns");
     let text = "opaque-token header-value pr%6Fxy-pass proxy-pass Y2FydDpwcm94eS1wYXNz database \
                 0.0100 10.20.30.40";
-    let mut redactor = Redactor::new(&secrets, Lines);
-    redactor.push(text.as_bytes()).expect("lines");
-    redactor.finish().expect("lines");
+    let mut out = Vec::new();
+    redact::copy(&secrets, Lines, &mut text.as_bytes(), &mut out).expect("lines");
     let expected = format!("{}0.0100 10.20.30.40", "[redacted] ".repeat(6));
-    assert_eq!(String::from_utf8_lossy(&redactor.out), expected);
+    assert_eq!(String::from_utf8_lossy(&out), expected);
 }

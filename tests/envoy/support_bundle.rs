@@ -157,10 +157,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         ("versions.txt", "agent: 1.32.0"),
         ("doctor.txt", "configuration"),
         ("doctor.json", "\"groups\""),
-        (
-            "config.json",
-            "\"log_output_level\":{\"value\":\"default:info,xdsproxy:debug\",\"origin\":\"flag\"}",
-        ),
+        ("config.json", "\"value\": \"default:info,xdsproxy:debug\""),
         (
             "bootstrap/envoy-rev.json",
             "\"LIGHT_TOKEN\": \"[redacted]\"",

@@ -1,25 +1,13 @@
 //! What the names of settings, headers and members of JSON say about their values.
-//!
-//! Names are compared in lower case and without punctuation.
 
-use std::collections::HashMap;
+use std::sync::LazyLock;
 
-/// Parts of names whose values are secret.
-const SECRET: &str = "password passwd passphrase secret token credential privatekey apikey accesskey \
-                      ticketkey signingkey hmackey encryptionkey pkcs12 authorization cookie";
-/// Ends of names whose values are not, though one of the parts is in them: of files, of Envoy's
-/// configuration, and of the variables that Kubernetes sets for each service.
-const HARMLESS: &str = "file filename path name type ttl uri endpoint config configs bucket maxtokens \
-                        perfill activesecrets warmingsecrets staticsecrets host port addr proto tcp udp";
-/// Starts of variables that hold headers.
-const HEADERS: [&str; 2] = ["xdsheader", "caheader"];
-const LONGEST: usize = 128;
-const MOST_JUDGED: usize = 1000;
+use Member::{Harmless, Headers, Key, Matcher, Name, Other, Public, Secret, Value};
+use regex::{Regex, RegexSet};
 
 /// What a member of an object is, as its name says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Member {
-    #[default]
     Other,
     /// Its scalar is secret, and what an object of that name holds if `is_whole`.
     Secret {
@@ -39,89 +27,84 @@ pub(super) enum Member {
     Headers,
 }
 
+/// Names in lower case and without punctuation. The first that matches decides.
+const NAMES: [(&str, Member); 12] = [
+    ("name|headername", Name),
+    ("key", Key),
+    ("value|rawvalue", Value),
+    (
+        "(exact|prefix|suffix|contains|regex)(match)?|stringvalue|inlinestring|inlinebytes",
+        Matcher,
+    ),
+    (
+        "certificatechain|trustedca|validationcontext|sdsconfig|ocspstaple|crl",
+        Public,
+    ),
+    (
+        "type|filename|path|versioninfo|lastupdated|clustername",
+        Harmless,
+    ),
+    // Keys of JSON web tokens are not always public ones; users are those of basic authentication.
+    (
+        "(local)?jwks|users|(basic|proxy|redis)?auths?|(xds|ca)header.*",
+        Secret { is_whole: true },
+    ),
+    // Files, members of Envoy's configuration, and variables that Kubernetes sets for each service.
+    (
+        ".*(file|filename|path|name|type|ttl|uri|endpoint|configs?|bucket|maxtokens|perfill|\
+         activesecrets|warmingsecrets|staticsecrets|host|port|addr|proto|tcp|udp|bypass)",
+        Other,
+    ),
+    // Keys of map entries, descriptors and headers, and names of files in the metadata of a node.
+    (
+        "keys|.*(annotation|cache|connection|description|descriptor|disable|duplicate|enabled|env|\
+         factory|field|fields|generic|hash|header|id|json|labels?|map|metadata|object|partition|pool|\
+         public|redundant|route|runtime|selectedhost|share|sort|state|string|tlsclient|tlsserver|\
+         topology)keys?",
+        Other,
+    ),
+    (".*(authorization|cookie).*", Secret { is_whole: false }),
+    (
+        ".*(password|passwd|passphrase|secret|token|credential|privatekey|apikey|accesskey|pkcs12|\
+         connectionstring|sessionid).*|.*(keys?|pass|pwd)",
+        Secret { is_whole: true },
+    ),
+    (".*(headers?|headerstoadd|initialmetadata)", Headers),
+];
+/// Headers of HTTP, gRPC and Envoy that hold no secret.
+const STANDARD: &str = "authority|method|path|scheme|status|host|accept(charset|encoding|language)?|age|\
+    allow|baggage|cachecontrol|connection|content(encoding|length|type)|date|expect|forwarded|from|\
+    origin|pragma|range|referer|server|te|tracestate|traceparent|transferencoding|upgrade|useragent|\
+    vary|via|xrequestid|(accesscontrol|grpc|xb3|xenvoy|xforwarded).*";
+const MAX_LENGTH: usize = 128;
+
 impl Member {
     pub(super) fn of(name: &[u8]) -> Self {
-        let plain = plain(name);
-        match plain.as_str() {
-            "name" | "headername" => Self::Name,
-            "key" => Self::Key,
-            "value" | "rawvalue" => Self::Value,
-            "exact" | "prefix" | "suffix" | "contains" | "regex" | "stringvalue" | "exactmatch"
-            | "prefixmatch" | "suffixmatch" | "containsmatch" | "inlinestring" | "inlinebytes" => {
-                Self::Matcher
-            }
-            "certificatechain" | "trustedca" | "validationcontext" | "sdsconfig" | "ocspstaple"
-            | "crl" => Self::Public,
-            "type" | "filename" | "path" | "versioninfo" | "lastupdated" | "clustername" => {
-                Self::Harmless
-            }
-            // Keys of JSON web tokens are not always public ones.
-            "jwks" | "localjwks" => Self::Secret { is_whole: true },
-            _ if is_secret_plain(&plain) => Self::Secret {
-                is_whole: !is_header_of_credentials(name),
-            },
-            _ if ["header", "headers", "headerstoadd", "initialmetadata"]
-                .iter()
-                .any(|end| plain.ends_with(end)) =>
-            {
-                Self::Headers
-            }
-            _ => Self::Other,
-        }
-    }
-}
-
-/// Names that were judged, as they repeat.
-#[derive(Default)]
-pub(super) struct Members(HashMap<Vec<u8>, Member>);
-
-impl Members {
-    pub(super) fn judge(&mut self, name: &[u8]) -> Member {
-        if let Some(member) = self.0.get(name) {
-            return *member;
-        }
-        if self.0.len() == MOST_JUDGED {
-            self.0.clear();
-        }
-        let member = Member::of(name);
-        if name.len() <= LONGEST {
-            self.0.insert(name.to_owned(), member);
-        }
-        member
+        static ALL: LazyLock<Result<RegexSet, regex::Error>> =
+            LazyLock::new(|| RegexSet::new(NAMES.map(|(names, _)| format!("^({names})$"))));
+        let Ok(all) = &*ALL else {
+            return Secret { is_whole: true };
+        };
+        let first = all.matches(&plain(name)).iter().next();
+        first.map_or(Other, |index| NAMES[index].1)
     }
 }
 
 /// Whether a value of this name is secret.
 pub(crate) fn is_secret(name: &[u8]) -> bool {
-    is_secret_plain(&plain(name))
+    matches!(Member::of(name), Secret { .. })
 }
 
-/// Whether this is the name of a header, say, whose value is secret. Other names have other letters.
-pub(super) fn is_secret_header(name: &[u8]) -> bool {
-    let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
-    name.iter().all(is_letter) && is_secret(name)
-}
-
-/// Whether the credentials of this header have several words.
-pub(super) fn is_header_of_credentials(name: &[u8]) -> bool {
-    let plain = plain(name);
-    plain.contains("authorization") || plain.contains("cookie")
-}
-
-/// Whether a colon behind it may be one of a sentence.
-pub(super) fn is_word_of_prose(name: &[u8]) -> bool {
-    ["token", "secret", "credential"].contains(&plain(name).trim_end_matches('s'))
-}
-
-fn is_secret_plain(plain: &str) -> bool {
-    let is_secret = SECRET.split(' ').any(|part| plain.contains(part));
-    let is_harmless = || HARMLESS.split(' ').any(|end| plain.ends_with(end));
-    HEADERS.iter().any(|start| plain.starts_with(start)) || is_secret && !is_harmless()
+/// Whether this is the name of a header that holds no secret.
+pub(super) fn is_standard_header(name: &[u8]) -> bool {
+    static ALL: LazyLock<Result<Regex, regex::Error>> =
+        LazyLock::new(|| Regex::new(&format!("^({STANDARD})$")));
+    ALL.as_ref().is_ok_and(|all| all.is_match(&plain(name)))
 }
 
 /// The name in lower case, without punctuation. Of a long one its end counts.
 fn plain(name: &[u8]) -> String {
-    let name = &name[name.len().saturating_sub(LONGEST)..];
+    let name = &name[name.len().saturating_sub(MAX_LENGTH)..];
     let letters = name.iter().filter(|byte| byte.is_ascii_alphanumeric());
     letters
         .map(|byte| byte.to_ascii_lowercase() as char)

@@ -1,5 +1,7 @@
 //! What passes the redactor and what does not, in any chunks.
 
+use std::sync::OnceLock;
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -11,22 +13,40 @@ const KEY: &str =
 const CERTIFICATE: &str =
     "-----BEGIN CERTIFICATE-----\nMIIBkTCCATegAwIB\n-----END CERTIFICATE-----";
 
-fn none() -> Secrets {
-    Secrets::new([])
+fn known(text: &str) -> Secrets {
+    Secrets::new([text.to_owned()]).expect("patterns")
+}
+
+fn none() -> &'static Secrets {
+    static NONE: OnceLock<Secrets> = OnceLock::new();
+    NONE.get_or_init(|| known(""))
+}
+
+/// A reader that gives so many bytes at once.
+struct InChunks<'a>(&'a [u8], usize);
+
+impl Read for InChunks<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let length = self.1.min(buffer.len());
+        self.0.read(&mut buffer[..length])
+    }
 }
 
 /// What passes in chunks of this size.
 fn passed(secrets: &Secrets, form: Form, text: &[u8], chunk: usize) -> (Vec<u8>, bool) {
-    let mut redactor = Redactor::new(secrets, form);
-    let pushed = text.chunks(chunk).try_for_each(|part| redactor.push(part));
-    let finished = pushed.and_then(|()| redactor.finish());
-    (std::mem::take(&mut redactor.out), finished.is_ok())
+    let mut out = Vec::new();
+    let copied = copy(secrets, form, &mut InChunks(text, chunk), &mut out);
+    (out, copied.is_ok())
 }
 
 fn text(form: Form, text: &str) -> String {
-    let (out, is_good) = passed(&none(), form, text.as_bytes(), usize::MAX);
+    let (out, is_good) = passed(none(), form, text.as_bytes(), usize::MAX);
     assert!(is_good, "{text}");
     String::from_utf8(out).expect("text")
+}
+
+fn json(form: Form, document: &Value) -> Value {
+    serde_json::from_str(&text(form, &document.to_string())).expect("JSON")
 }
 
 /// Members of Envoy's dump and of bootstraps with `secret` in them.
@@ -107,7 +127,7 @@ fn secrets_of_json_do_not_pass_and_what_is_beside_them_does() {
     let expected = document
         .to_string()
         .replace("W3JlZGFjdGVkXQ==", "[redacted]");
-    assert_eq!(text(Form::Json, &document.to_string()), expected);
+    assert_eq!(json(Form::Json, &document).to_string(), expected);
     for document in documents(SECRET) {
         for spelled in [document.to_string(), format!("{document:#}")] {
             let out = text(Form::Json, &spelled);
@@ -147,6 +167,204 @@ fn secrets_of_lines_do_not_pass_and_the_rest_does() {
     }
 }
 
+/// Texts with `secret` in them, as they are in strings of JSON, in logs, in sources and in lines.
+fn texts(secret: &str) -> Vec<String> {
+    let within = |value: Value| Value::from(value.to_string()).to_string();
+    vec![
+        // Names.
+        format!("pass={secret}"),
+        format!("export SMTP_PASS={secret}"),
+        format!("pwd: {secret}"),
+        format!("Server=db;Uid=cart;Pwd={secret};"),
+        format!("AccountName=a;AccountKey={secret};EndpointSuffix=b"),
+        format!("STRIPE_KEY={secret}"),
+        format!("master-key: {secret}"),
+        format!("sessionKey = '{secret}'"),
+        format!("aws_secret_access_key = {secret}"),
+        format!("AWS_SESSION_TOKEN={secret}"),
+        // JSON in texts, in any depth, also where it is no document.
+        json!({ "pass": secret }).to_string(),
+        json!([{ "user": "a", "pwd": secret }]).to_string(),
+        json!([["--token", secret]]).to_string(),
+        json!({ "tokens": ["a", secret] }).to_string(),
+        json!({ "a": [json!([{ "api_key": secret }]).to_string()] }).to_string(),
+        format!("error in {}", json!({ "tokens": ["a", secret] })),
+        format!("error in {}", within(json!({ "tokens": ["a", secret] }))),
+        format!("error in {}", within(json!([{ "pwd": secret }]))),
+        format!(
+            "error in {}",
+            within(json!({ "a": within(json!({ "pass": secret })) }))
+        ),
+        json!({ "auths": { "registry": { "auth": secret } } }).to_string(),
+        json!({ "type": "service_account", "private_key_id": secret }).to_string(),
+        // Sources in Lua.
+        format!("handle:headers():add(\"authorization\", \"Bearer {secret}\")"),
+        format!("handle:headers():replace('x-tenant', '{secret}')"),
+        format!("handle:headers():add(\"x-tenant\", prefix .. \"{secret}\")"),
+        format!("refused: handle:headers():add(\\\"x-tenant\\\", \\\"{secret}\\\")\\n"),
+        format!("local api_key = \"{secret}\""),
+        format!("local headers = {{ [\"x-api-key\"] = \"{secret}\" }}"),
+        // URLs.
+        format!("https://host/path?sig={secret}"),
+        format!("https://host/path?a=b&signature={secret}&c=d"),
+        format!("https://host/path?key={secret}#top"),
+        format!("GET /path?subscription-key={secret} HTTP/1.1"),
+        format!("GET /path?Ocp-Apim-Subscription-Key={secret} HTTP/1.1"),
+        format!("https://bucket/a?X-Amz-Date=2026&X-Amz-Signature={secret}"),
+        format!("https://bucket/a?X-Amz-Security-Token={secret}"),
+        format!("https://bucket/a?X-Goog-Signature={secret}"),
+        format!("https://host/callback?access_token={secret}"),
+        format!("redis://:{secret}@cache:6379/0"),
+        format!("cart:{secret}@proxy:3128"),
+        format!("dsn cart:{secret}@tcp(db:3306)/shop"),
+        // Commands.
+        format!("curl -u cart:{secret} host"),
+        format!("curl --user cart:{secret} host"),
+        format!("curl -H 'X-Api-Key: {secret}' host"),
+        format!("vault login --token {secret}"),
+        format!("vault login --token={secret}"),
+        format!("[\"login\", \"--password\", \"{secret}\", 7:]"),
+        // Messages of Envoy.
+        format!("headers {{ name: \"x-tenant\" string_match {{ exact: \"{secret}\" }} }}"),
+        format!("headers {{\\n name: \\\"x-tenant\\\"\\n prefix_match: \\\"{secret}\\\"\\n}}"),
+        format!("header {{ key: \"x-tenant\" value: \"{secret}\" }}"),
+        format!("sent Bearer {secret}"),
+        format!("Negotiate {secret}"),
+    ]
+}
+
+/// Members of Envoy's dump with `secret` in them, beside those of [`documents`].
+fn members(secret: &str) -> Vec<Value> {
+    let matched = |how: &str| {
+        let name = json!({ "name": "x-tenant", "string_match": { (how): secret } });
+        json!({ "route": { "match": { "prefix": "/", "headers": [name] } } })
+    };
+    let header = json!({ "header": { "key": "x-tenant", "value": secret } });
+    let mut members: Vec<_> = ["exact", "prefix", "suffix", "contains"]
+        .map(matched)
+        .into();
+    members.extend([
+        json!({ "headers": [{ "name": "x-a", "string_match": { "safe_regex": { "regex": secret } } }] }),
+        json!({ "headers": [{ "name": "x-tenant", "exact_match": secret }] }),
+        json!({ "headers": [{ "string_match": { "exact": secret }, "name": "x-tenant" }] }),
+        json!({ "permissions": [{ "and_rules": { "rules": [{ "header": {
+            "name": "x-tenant", "string_match": { "exact": secret },
+        }}]}}]}),
+        json!({ "query_parameters": [{ "name": "api_key", "string_match": { "exact": secret } }] }),
+        json!({ "http_service": { "authorization_request": { "headers_to_add": [{ "key": "x-any", "value": secret }] } } }),
+        json!({ "request_headers_to_add": [header], "response_headers_to_add": [header] }),
+        json!({ "users": { "inline_string": format!("cart:{secret}") } }),
+        json!({ "credentials": { "client_id": "a", "client_secret": { "inline_string": secret } } }),
+        json!({ "credential_provider": { "inline_credential": { "secret_access_key": secret } } }),
+        json!({ "args": ["proxy", "--token", secret] }),
+        json!({ "pass": secret }),
+        json!({ "tls.key": secret }),
+        json!({ "sharedKey": { "inline_bytes": secret } }),
+        json!({ ".dockerconfigjson": { "auths": { "registry": { "username": "a", "auth": secret } } } }),
+        json!({ "redis": { "auth_password": { "inline_string": secret } } }),
+    ]);
+    members
+}
+
+#[test]
+fn planted_secrets_do_not_pass() {
+    let mut left = Vec::new();
+    let mut check = |form: Form, text: &str| {
+        let out = self::text(form, text);
+        let is_hidden = out.contains("[redacted]") && !out.contains(SECRET);
+        left.extend((!is_hidden).then_some(out));
+    };
+    for text in texts(SECRET) {
+        check(Form::Lines, &text);
+        check(Form::Json, &json!({ "inline_code": text }).to_string());
+        check(Form::OwnJson, &json!([text]).to_string());
+        let within = json!({ "any": text }).to_string();
+        check(Form::Json, &json!({ "inline_string": within }).to_string());
+    }
+    for member in members(SECRET).into_iter().chain(documents(SECRET)) {
+        check(Form::Json, &member.to_string());
+        check(
+            Form::Json,
+            &json!({ "value": member.to_string() }).to_string(),
+        );
+        check(Form::Lines, &member.to_string());
+        check(
+            Form::Lines,
+            &json!({ "line": member.to_string() }).to_string(),
+        );
+    }
+    assert!(left.is_empty(), "{}: {left:#?}", left.len());
+}
+
+#[test]
+fn tokens_and_hashes_do_not_pass_wherever_they_are() {
+    for secret in [
+        "AKIAIOSFODNN7EXAMPLE",
+        "AIzaSyA-0123456789abcdefghijklmnopqrstu",
+        "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+        "glpat-0123456789abcdefghij",
+        "xoxb-0123456789-abcdefghij",
+        "sk_live_0123456789abcdef",
+        "hvs.CAESIJ0123456789abcdefghij",
+        "{SHA}W6ph5Mm5Pz8GgiULbPgzG37mj9g=",
+        "$apr1$abcdefgh$0123456789abcdefghijkl",
+        "$2y$10$0123456789abcdefghijklmnopqrstuvwxyz",
+        "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhIn0.c2lnbmF0dXJl_-",
+    ] {
+        let out = text(Form::Lines, &format!("found cart:{secret} there"));
+        assert_eq!(out, "found cart:[redacted] there");
+        let out = json(Form::Json, &json!({ "any": [secret] }));
+        assert_eq!(out, json!({ "any": ["[redacted]"] }));
+    }
+}
+
+#[test]
+fn what_an_operator_needs_passes() {
+    let document = json!({
+        "name": "outbound|80|v1|cart.shop.svc.cluster.local", "alt_stat_name": "cart;",
+        "version_info": "2026-11-23T18:21:27Z/7", "last_updated": "2026-11-23T18:21:27.123Z",
+        "metadata": { "filter_metadata": { "istio": { "services": [{ "host": "cart", "name": "cart" }] } } },
+        "match": { "prefix": "/pass", "headers": [
+            { "name": ":method", "string_match": { "exact": "GET" } },
+            { "name": "content-type", "string_match": { "prefix": "application/grpc" } },
+            { "name": "x-envoy-attempt-count", "present_match": true },
+        ]},
+        "principals": [{ "authenticated": { "principal_name": {
+            "exact": "spiffe://cluster.local/ns/shop/sa/cart",
+        }}}],
+        "tls": { "certificate_chain": { "inline_string": CERTIFICATE }, "tls_params": {} },
+        "actions": [{ "generic_key": { "descriptor_key": "a", "descriptor_value": "b" } },
+            { "request_headers": { "header_name": ":path", "descriptor_key": "path" } }],
+        "runtime_key": "upstream.healthy", "metadata_key": { "key": "istio", "path": [{ "key": "a" }] },
+        "hash_policy": [{ "header": { "header_name": "x-user" } }],
+        "filter_state_key": "a", "object_key": "b", "host_env_keys": ["PATH"], "public_key": "c",
+        "TLS_CLIENT_KEY": "/etc/certs/key.pem", "bypass": "none",
+        "image": "registry:5000/proxyv2:1.32@sha256:0123456789abcdef",
+        "address": { "socket_address": { "address": "10.0.0.1", "port_value": 80 } },
+        "format": "%REQ(X-ENVOY-ORIGINAL-PATH?:PATH)% %PROTOCOL% \"%REQ(:AUTHORITY)%\"\n",
+        "inline_code": "function envoy_on_request(handle)\n  handle:headers():add(\"x-envoy-a\", \"1\")\n\
+                        \x20 handle:headers():replace(\"x-tenant\", tenant)\nend",
+        "node": "sidecar~10.0.0.1~cart-7.shop~shop.svc.cluster.local",
+        "args": ["proxy", "sidecar", "--domain", "shop.svc.cluster.local", "--token-file", "a"],
+    });
+    assert_eq!(json(Form::Json, &document), document);
+    for line in [
+        "Basic authentication failed: no Bearer credentials",
+        "API key: none",
+        "member serviceAccount:cart@shop.iam.gserviceaccount.com",
+        "fetching http://registry:5000/plugin@v1 from http://registry/plugin:v1@sha256:0123",
+        "mail mailto:a.b@example.com",
+        "docker run -u 1337:1337 registry/proxyv2:1.32@sha256:0123",
+        "2026-11-23T18:21:27.123456Z\tinfo\txdsproxy\tconnected to istiod.istio-system.svc:15012\tid=7",
+        "-A ISTIO_OUTPUT -d 127.0.0.1/32 -p tcp -m tcp ! --dport 53 -m owner --uid-owner 1337 -j RETURN",
+        "cluster.outbound|80||cart.shop.svc.cluster.local;.upstream_rq_2xx: 5",
+        "listener.0.0.0.0_15006.ssl.session_reused: 7",
+        "GET /search?q=keys&page=2 HTTP/1.1",
+    ] {
+        assert_eq!(text(Form::Lines, line), line);
+    }
+}
+
 #[test]
 fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
     let token = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhIn0.c2lnbmF0dXJl_-";
@@ -169,22 +387,41 @@ fn private_keys_and_tokens_do_not_pass_and_certificates_do() {
     );
     // A key without an end.
     let cut = text(Form::Lines, "a\n-----BEGIN PRIVATE KEY-----\nMHcC\nAQEE");
-    assert_eq!(cut, "a\n[redacted]\n\n");
+    assert_eq!(cut, "a\n[redacted]");
 }
 
 #[test]
 fn what_is_longer_than_the_bound_is_left_out_whole() {
-    let long = "x".repeat(LONGEST) + SECRET;
-    let document = json!({ "a": long, "b": 1 }).to_string();
-    let bytes = long.len();
+    let long = "x".repeat(MAX_TEXT) + SECRET;
+    let left_out = String::from_utf8_lossy(LEFT_OUT);
     assert_eq!(
-        text(Form::Json, &document),
-        format!("{{\"a\":\"[{bytes} bytes left out]\",\"b\":1}}")
+        json(Form::Json, &json!({ "a": long, "b": 1 })),
+        json!({ "a": left_out, "b": 1 })
     );
     assert_eq!(
         text(Form::Lines, &format!("{long}\nb\n")),
-        format!("[{bytes} bytes left out]\nb\n")
+        format!("{left_out}\nb\n")
     );
+}
+
+#[test]
+fn numbers_and_order_and_indentation_stay() {
+    let document = r#"{
+ "b": 18446744073709551615,
+ "a": [
+  -9223372036854775808,
+  0.1,
+  -2.5,
+  1e+300,
+  0,
+  {},
+  [],
+  null,
+  true,
+  "ü\n\u001b"
+ ]
+}"#;
+    assert_eq!(text(Form::Json, document), document);
 }
 
 #[test]
@@ -204,7 +441,7 @@ fn a_hostile_text_takes_no_longer_than_another() {
         "\"token\":\\\"",
         "= ",
     ] {
-        text(Form::Lines, &part.repeat(LONGEST / part.len()));
+        text(Form::Lines, &part.repeat(MAX_TEXT / part.len()));
     }
     // What looks at the rest of the line at each place takes minutes.
     let taken = start.elapsed().expect("a clock");
@@ -213,7 +450,7 @@ fn a_hostile_text_takes_no_longer_than_another() {
 
 #[test]
 fn what_is_no_json_does_not_pass_for_it() {
-    let deep = "[".repeat(DEEPEST + 1);
+    let deep = "[".repeat(MAX_DEPTH + 1);
     for wrong in [
         "<html>",
         "no healthy upstream",
@@ -221,7 +458,7 @@ fn what_is_no_json_does_not_pass_for_it() {
         "'a'",
         &deep,
     ] {
-        let (out, is_good) = passed(&none(), Form::Json, wrong.as_bytes(), usize::MAX);
+        let (out, is_good) = passed(none(), Form::Json, wrong.as_bytes(), usize::MAX);
         assert!(!is_good, "{wrong}");
         assert!(!String::from_utf8_lossy(&out).contains("hush"));
     }
@@ -290,10 +527,10 @@ fn has(text: &[u8], part: &str) -> bool {
 proptest! {
     #[test]
     fn a_secret_never_passes_in_any_chunks((secret, text, form) in planted(), chunk in 1..200_usize) {
-        let (whole, is_good) = passed(&none(), form, &text, usize::MAX);
+        let (whole, is_good) = passed(none(), form, &text, usize::MAX);
         prop_assert!(is_good);
         prop_assert!(!has(&whole, &secret), "{}", String::from_utf8_lossy(&whole));
-        prop_assert_eq!(&passed(&none(), form, &text, chunk).0, &whole);
+        prop_assert_eq!(&passed(none(), form, &text, chunk).0, &whole);
         if form == Form::Json {
             prop_assert!(serde_json::from_slice::<Value>(&whole).is_ok());
         }
@@ -306,7 +543,7 @@ proptest! {
         after in any::<String>(),
         chunk in 1..100_usize,
     ) {
-        let (secrets, secret) = (Secrets::new([secret.clone()]), &*secret);
+        let (secrets, secret) = (known(&secret), &*secret);
         let text = format!("{before}{secret}{after}");
         let (out, _) = passed(&secrets, Form::Lines, text.as_bytes(), chunk);
         prop_assert!(!has(&out, secret), "{}", String::from_utf8_lossy(&out));
@@ -323,9 +560,10 @@ proptest! {
     #[test]
     fn json_without_secrets_passes_as_it_is(document in json_value(), chunk in 1..50_usize) {
         let text = document.to_string();
-        let (out, is_good) = passed(&none(), Form::OwnJson, text.as_bytes(), chunk);
+        let (out, is_good) = passed(none(), Form::OwnJson, text.as_bytes(), chunk);
         prop_assert!(is_good);
-        prop_assert_eq!(String::from_utf8_lossy(&out), text);
+        let read: Value = serde_json::from_slice(&out).expect("JSON");
+        prop_assert_eq!(read.to_string(), text);
     }
 
     #[test]
@@ -337,10 +575,11 @@ proptest! {
         ],
         chunk in 1..50_usize,
     ) {
-        let secrets = Secrets::new(["a known secret".to_owned()]);
+        static KNOWN: OnceLock<Secrets> = OnceLock::new();
+        let secrets = KNOWN.get_or_init(|| known("a known secret"));
         for form in [Form::Lines, Form::Json, Form::OwnJson] {
-            let whole = passed(&secrets, form, &text, usize::MAX);
-            prop_assert_eq!(passed(&secrets, form, &text, chunk), whole);
+            let whole = passed(secrets, form, &text, usize::MAX);
+            prop_assert_eq!(passed(secrets, form, &text, chunk), whole);
         }
     }
 }
