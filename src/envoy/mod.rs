@@ -32,7 +32,6 @@ use crate::metrics::{Kind, Registry};
 pub use active::statistics;
 use admin::Admin;
 use command::Command;
-use crash::Crash;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
 use hot_restart::Prepare;
@@ -77,8 +76,16 @@ pub enum Exit {
 pub enum Error {
     #[error(transparent)]
     Process(#[from] process::Error),
-    #[error("Envoy ended at its start, expected it to stay: {0}")]
-    AtOnce(Box<Crash>),
+    #[error(
+        "Envoy ended {} ms after its start with {ended}, expected it to stay; its own log says why{reason}",
+        .after.as_millis()
+    )]
+    AtOnce {
+        ended: Ended,
+        after: Duration,
+        /// Of its log, with a colon before it; empty if there is none.
+        reason: String,
+    },
     #[error("cannot prepare what Envoy starts from")]
     Inputs {
         #[source]

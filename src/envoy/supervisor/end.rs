@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use super::super::crash::Crash;
 use super::super::instance::{Instance, KILLED};
 use super::super::machine::{Event, Phase};
+use super::super::output::reason;
 use super::super::process::Ended;
 use super::super::shutdown::Step;
 use super::super::{Error, hot_restart, warn};
@@ -22,14 +23,15 @@ impl Supervisor {
         self.current.deadline = None;
         let is_expected = self.machine.expects_the_end();
         self.restart.last_end = (!is_expected).then_some(ended);
-        let mut is_early = false;
+        let mut early = None;
         if let Some(envoy) = self.current.instance.take() {
-            is_early = envoy.epoch == 0 && envoy.uptime() < self.config.early;
+            let is_first = envoy.epoch == 0;
+            early = Some(envoy.uptime()).filter(|up| is_first && *up < self.config.early);
             self.record_end(ended, envoy).await;
         }
         self.restart.pause = Duration::ZERO;
         let may_restart =
-            self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, is_early)?;
+            self.is_relaunched_after(ended) || is_expected || self.may_restart(ended, early)?;
         Ok(Event::EnvoyExited { may_restart })
     }
 
@@ -67,15 +69,23 @@ impl Supervisor {
     }
 
     /// Logs an end that was not requested, and takes another start out of the budget. An end too
-    /// early for a first start is an error: the next would end like it.
-    fn may_restart(&mut self, ended: Ended, is_early: bool) -> Result<bool, Error> {
+    /// `early` for a first start is an error: the next would end like it.
+    fn may_restart(&mut self, ended: Ended, early: Option<Duration>) -> Result<bool, Error> {
         if ended == Ended::Code(0) {
             // Another than the agent has asked Envoy to end.
             tracing::warn!("Envoy exited by itself with status 0");
             return Ok(false);
         }
-        if let (true, Some(crash)) = (is_early, &self.publish.borrow().last_crash) {
-            return Err(Error::AtOnce(Box::new(crash.clone())));
+        if let Some(after) = early {
+            let report = self.publish.borrow();
+            let lines = report.last_crash.as_ref().map(|crash| &*crash.stderr);
+            let reason = reason(lines.unwrap_or_default());
+            let reason = reason.map_or_else(String::new, |line| format!(": {line}"));
+            return Err(Error::AtOnce {
+                ended,
+                after,
+                reason,
+            });
         }
         tracing::error!("Envoy exited with error: {ended}");
         Ok(self.restart.take())

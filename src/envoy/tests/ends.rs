@@ -42,7 +42,7 @@ async fn a_later_crash_is_passed_on_and_remembered_until_an_envoy_ends_well() {
     };
     let exit = beside(life, story).await.expect("an end");
     assert_eq!(exit, Exit::Requested);
-    let kept = Crash::read(&next.config.directory);
+    let kept = crash::Crash::read(&next.config.directory);
     assert_eq!(kept.expect("no error"), None);
 }
 
