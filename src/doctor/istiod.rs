@@ -55,12 +55,13 @@ pub(super) async fn checks(
         serves_discovery: false,
     });
     let stream = open_stream(subject);
-    let asks = stream.is_none() && !found.has_errors();
-    let look = |target| examine(subject, target, found, asks, until);
+    let running = subject.running.filter(|_| stream.is_some());
+    let in_use = running.map_or("", |running| running.istiod.address());
+    let look = |target| examine(subject, target, found, in_use, until);
     let (planes, authority) =
         tokio::join!(join_all(discovery.map(look)), join_all(authority.map(look)),);
     let accepted = planes.iter().find_map(|plane| plane.accepted);
-    let accepted = accepted.or(stream.is_some().then_some(true));
+    let accepted = stream.as_ref().map(|_| true).or(accepted);
     // What a running agent does not use serves nothing, whatever it answers.
     let in_use = subject.running.map(|running| running.istiod.address());
     let works = |plane: &Examined| plane.works && in_use.is_none_or(|name| plane.name == name);
@@ -115,7 +116,7 @@ async fn examine(
     subject: Subject<'_>,
     target: Target<'_>,
     found: &Found,
-    asks: bool,
+    in_use: &str,
     until: Instant,
 ) -> Examined {
     let (name, config) = (&target.name, target.config);
@@ -143,6 +144,7 @@ async fn examine(
                     false => Level::Warning,
                 };
             }
+            let asks = target.name != in_use && !found.has_errors();
             if asks && target.serves_discovery {
                 let (check, answer) = ask(subject, name, config, probe, found, until).await;
                 works = check.level < Level::Warning;

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::frames::{self, Peer};
 use super::status::Connected;
-use super::{Body, Keepalive};
+use super::{Body, Config};
 use crate::executor::Executor;
 
 /// How much of a stream istiod may send ahead of its being passed on. What is ahead has left the
@@ -39,6 +39,8 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 pub struct Connection {
     sender: SendRequest<Body>,
     about: Arc<Connected>,
+    /// The control plane.
+    pub(super) config: Arc<Config>,
     left: CancellationToken,
 }
 
@@ -106,7 +108,7 @@ type Running =
 pub(super) async fn open(
     io: Box<dyn Io>,
     about: Connected,
-    keepalive: Keepalive,
+    config: Arc<Config>,
     executor: Executor,
 ) -> Result<(Connection, Driver), String> {
     let (io, mut peer) = frames::inspect(io);
@@ -115,8 +117,8 @@ pub(super) async fn open(
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_header_list_size(MAX_HEADERS)
-        .keep_alive_interval(keepalive.interval)
-        .keep_alive_timeout(keepalive.timeout)
+        .keep_alive_interval(config.keepalive.interval)
+        .keep_alive_timeout(config.keepalive.timeout)
         .handshake(TokioIo::new(io))
         .await
         .map_err(|error| error.to_string())?;
@@ -141,6 +143,7 @@ pub(super) async fn open(
         Connection {
             sender,
             about,
+            config,
             left,
         },
         Driver { running, peer },

@@ -110,7 +110,7 @@ impl Cause {
 
 /// Opens a connection. `dialer` remembers addresses that failed.
 pub(super) async fn dial(
-    config: &Config,
+    config: &Arc<Config>,
     dialer: &Dialer,
     executor: Executor,
 ) -> Result<(Connection, Driver), Cause> {
@@ -127,7 +127,7 @@ pub(super) async fn dial(
 
 /// Like [`dial`], with TLS as prepared.
 pub(super) async fn dial_with(
-    config: &Config,
+    config: &Arc<Config>,
     tls: Option<tls::Prepared>,
     dialer: &Dialer,
     executor: Executor,
@@ -184,7 +184,7 @@ fn host_and_port(address: &str) -> Result<(&str, u16), Cause> {
 
 /// What is tried with one address.
 struct Attempt<'a> {
-    config: &'a Config,
+    config: &'a Arc<Config>,
     to: SocketAddr,
     bound: Bound,
     executor: &'a Executor,
@@ -270,7 +270,7 @@ impl Attempt<'_> {
             since: rfc3339(Clock::system().now()),
             tls,
         };
-        let opening = connection::open(io, about, self.config.keepalive, self.executor.clone());
+        let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
         let doing = format!("waiting for {to} to speak HTTP/2");
         let opened = self.bound.of(doing, opening).await?;
         opened.map_err(|found| Cause::NotHttp2 { to, found })

@@ -1,7 +1,8 @@
 //! Several control planes in order of preference, and which of them is in use.
 //!
-//! After [`MOST_FAILURES`] failed dials in a row the next one is dialed, after the last the first. While
-//! another one is in use, the first is due again after [`RETURN_AFTER`].
+//! After [`MAX_FAILURES`] failed tries in a row, or one to which it says nothing until the try's limit, the
+//! next one is used, and after the last the first. A try is a dial, or a call that is not answered as it
+//! should. While another one is in use, the first is due again after [`RETURN_AFTER`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +14,9 @@ use super::Config;
 use crate::clock::after;
 use crate::duration::scaled;
 
-const MOST_FAILURES: u32 = 3;
+const MAX_FAILURES: u32 = 3;
+/// How long a stream may go without its first response where there is another control plane.
+pub(crate) const MAX_SILENCE: Duration = Duration::from_secs(15);
 pub(super) const RETURN_AFTER: Duration = Duration::from_secs(600);
 
 #[derive(Debug)]
@@ -51,21 +54,37 @@ impl Hosts {
         &self.configs[self.state.lock().in_use]
     }
 
-    pub(super) fn succeeded(&self) {
-        self.state.lock().failures = 0;
+    pub(super) fn has_others(&self) -> bool {
+        self.configs.len() > 1
     }
 
-    pub(super) fn failed(&self) {
+    /// A call on this one was answered as it should.
+    pub(super) fn answered(&self, config: &Arc<Config>) {
+        if Arc::ptr_eq(config, self.current()) {
+            self.state.lock().failures = 0;
+        }
+    }
+
+    /// A try with this one has failed. Returns whether another one is in use now.
+    pub(super) fn failed(&self, config: &Arc<Config>, is_silent: bool, problem: &str) -> bool {
+        if !Arc::ptr_eq(config, self.current()) {
+            return true;
+        }
         let mut state = self.state.lock();
         state.failures += 1;
-        if state.failures == MOST_FAILURES {
-            state.failures = 0;
-            state.in_use = (state.in_use + 1) % self.configs.len();
-            match state.in_use {
-                0 => state.due = None,
-                _ => drop(state.due.get_or_insert_with(later)),
-            }
+        if !self.has_others() || !(is_silent || state.failures >= MAX_FAILURES) {
+            return false;
         }
+        let in_use = (state.in_use + 1) % self.configs.len();
+        let due = (in_use > 0).then(|| state.due.unwrap_or_else(later));
+        *state = State {
+            in_use,
+            due,
+            ..State::default()
+        };
+        let (from, to) = (&config.address, &self.configs[in_use].address);
+        tracing::warn!(target: "xdsproxy", "istiod at {from} is not used: {problem}; using {to}");
+        true
     }
 
     pub(super) fn return_to_first(&self) {

@@ -31,6 +31,7 @@ use tonic::Code;
 pub use connection::Connection;
 pub use dial::{Cause, DialError, Limits};
 use hosts::Hosts;
+pub(crate) use hosts::MAX_SILENCE;
 use status::{Record, Status};
 use worker::{Waiter, Worker};
 
@@ -224,10 +225,45 @@ impl Istiod {
         leaves
     }
 
-    /// Has the next call dial anew, as calls on this connection get no answer. Its streams may
-    /// finish.
+    /// Has the next call dial anew. Streams on this connection may finish.
     pub(crate) fn leave(&self, connection: &Connection) {
         worker::forget(&self.shared.connected, &connection.identity());
+    }
+
+    /// Whether there is more than one control plane.
+    pub(crate) fn has_others(&self) -> bool {
+        self.shared.hosts.has_others()
+    }
+
+    /// Records that a call on this connection was answered as it should.
+    pub(crate) fn answered(&self, connection: &Connection) {
+        self.shared.hosts.answered(&connection.config);
+        self.shared.record.answered();
+    }
+
+    /// Records that a call on this connection has failed, or was not answered at all. Returns whether
+    /// another control plane is in use now.
+    pub(crate) fn failed(&self, connection: &Connection, is_silent: bool, problem: &str) -> bool {
+        let Shared {
+            hosts,
+            record,
+            connected,
+            ..
+        } = &*self.shared;
+        record.failed(problem);
+        let has_moved = hosts.failed(&connection.config, is_silent, problem);
+        // Streams on it may finish.
+        let is_left = |current: &mut Connection| match has_moved {
+            true => Arc::ptr_eq(&current.config, &connection.config),
+            false => is_silent && current.is(&connection.identity()),
+        };
+        connected.send_if_modified(|current| current.take_if(is_left).is_some());
+        has_moved
+    }
+
+    /// Waits until the file of the token may have changed. Cancel safe.
+    pub(crate) async fn token_changed(&self) {
+        self.shared.token.changed().await;
     }
 
     /// Scheme and authority of every call, with a path.

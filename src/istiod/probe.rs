@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustls::pki_types::{CertificateDer, ServerName};
 
 use super::connection::Connection;
-use super::dial::{Bound, Cause, Limits, dial, dial_with};
+use super::dial::{Bound, Cause, dial, dial_with};
 use super::{Config, Security, tls};
 use crate::dial::Dialer;
 use crate::executor::ConnectionTasks;
@@ -21,15 +21,9 @@ pub struct Probe {
 /// Opens a connection as the agent does, but within `limit`.
 pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Cause> {
     let tasks = ConnectionTasks::default();
-    let limits = Limits {
-        total: limit,
-        per_address: limit,
-        ..config.limits
-    };
-    let config = Config {
-        limits,
-        ..config.clone()
-    };
+    let mut config = config.clone();
+    (config.limits.total, config.limits.per_address) = (limit, limit);
+    let config = config.into();
     let (connection, driver) = dial(&config, &Dialer::default(), tasks.executor()).await?;
     tasks.executor().spawn(async move {
         driver.run(|| {}).await; // A call on it fails with the reason.
@@ -56,7 +50,8 @@ pub async fn unverified_certificate(
     let tasks = ConnectionTasks::default();
     let dialer = Dialer::default();
     let bound = Bound::new(limit);
-    let open = dial_with(config, Some(prepared), &dialer, tasks.executor(), bound).await;
+    let config = config.clone().into();
+    let open = dial_with(&config, Some(prepared), &dialer, tasks.executor(), bound).await;
     let (connection, _) = open.ok()?;
     let tls = connection.about().tls.as_ref()?;
     tls.peer_certificate.clone()

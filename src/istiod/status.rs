@@ -22,7 +22,7 @@ pub struct Status {
     /// The connection in use, if there is one.
     pub connected: Option<Connected>,
     pub dials: u64,
-    /// Of the last dial that failed.
+    /// Of the last dial or call that failed, if none was answered since.
     pub last_error: Option<Failure>,
     /// Of the token read last, if it says so.
     pub token_expires: Option<String>,
@@ -85,8 +85,16 @@ impl Record {
         self.dials.lock().count += 1;
     }
 
-    pub(super) fn failed(&self, error: &str) {
+    pub(super) fn dial_failed(&self, error: &str) {
         self.failures.inc();
+        self.failed(error);
+    }
+
+    pub(super) fn answered(&self) {
+        self.dials.lock().last_error = None;
+    }
+
+    pub(super) fn failed(&self, error: &str) {
         let error = error.chars().take(LONGEST_ERROR).collect();
         let at = rfc3339(Clock::system().now());
         self.dials.lock().last_error = Some(Failure { at, error });

@@ -5,6 +5,7 @@
 //! otherwise it is, as istiod's clock counts. The token is not verified; of its content, only the
 //! expiry is logged.
 
+use std::future::pending;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 use zeroize::Zeroizing;
 
 use crate::clock::rfc3339;
+use crate::file_watch::FileWatch;
 use crate::regular_file;
 
 /// Larger files are no tokens, but given by mistake.
@@ -59,6 +61,18 @@ impl Reader {
     /// When the token that was read last expires.
     pub(super) fn expiry(&self) -> Option<SystemTime> {
         *self.expiry.lock()
+    }
+
+    /// Waits until the file may have changed; forever if there is none, or none can be watched.
+    pub(super) async fn changed(&self) {
+        if let Source::File(path) = &self.source
+            && let Ok(watch) = FileWatch::new()
+            && watch.watch(path).is_ok()
+            && watch.changed().await.is_ok()
+        {
+            return;
+        }
+        pending().await
     }
 
     /// The `authorization` header as of now.
@@ -231,6 +245,24 @@ mod tests {
             assert!(!format!("{value:?}").contains(token));
         }
         assert_eq!(Reader::new(Source::None).authorization(false), None);
+    }
+
+    #[tokio::test]
+    async fn another_token_is_noticed_also_behind_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, data) = (dir.path().join("istio-token"), dir.path().join("..data"));
+        for name in ["old", "new"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+            std::fs::write(dir.path().join(name).join("istio-token"), name).unwrap();
+        }
+        std::os::unix::fs::symlink("old", &data).unwrap();
+        std::os::unix::fs::symlink("..data/istio-token", &path).unwrap();
+        let reader = Reader::new(Source::File(path));
+        let mut changed = std::pin::pin!(reader.changed());
+        assert!(futures_util::poll!(&mut changed).is_pending());
+        std::os::unix::fs::symlink("new", dir.path().join("..next")).unwrap();
+        std::fs::rename(dir.path().join("..next"), data).unwrap();
+        changed.await;
     }
 
     fn jwt(claims: &str) -> String {

@@ -30,7 +30,7 @@ const FIRST_WAIT: Duration = Duration::from_millis(100);
 
 /// Upper bound of what any wait adds. A returning istiod is found within this, the least time between
 /// two dials, and the time of one dial.
-const LONGEST_WAIT: Duration = Duration::from_secs(3);
+const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// A call that waits for a connection.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Worker {
             connected,
             record,
             tasks: ConnectionTasks::default(),
-            backoff: Backoff::new(FIRST_WAIT, LONGEST_WAIT),
+            backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             not_before: Instant::now(),
             dialer: Dialer::default(),
             waiting: Vec::new(),
@@ -116,7 +116,7 @@ impl Worker {
                 self.connected(connection, driver);
             }
             Err(cause) => {
-                self.record.failed(&cause.to_string());
+                self.record.dial_failed(&cause.to_string());
                 let (first, other) = (&first.address, &self.hosts.current().address);
                 tracing::debug!(target: "xdsproxy", "staying with istiod at {other}, as {first} fails: {cause}");
                 self.hosts.postpone();
@@ -141,15 +141,16 @@ impl Worker {
             }
             let config = self.hosts.current().clone();
             match self.dial(&config).await? {
+                Ok(_) if !Arc::ptr_eq(&config, self.hosts.current()) => {}
                 Ok((connection, driver)) => self.connected(connection, driver),
-                Err(cause) => self.failed(cause),
+                Err(cause) => self.failed(&config, cause),
             }
         }
     }
 
     async fn dial(
         &mut self,
-        config: &Config,
+        config: &Arc<Config>,
     ) -> Result<Result<(Connection, Driver), Cause>, Abandoned> {
         self.record.dials();
         self.not_before = after(config.limits.least_between);
@@ -180,8 +181,7 @@ impl Worker {
         // One that breaks at once is dialed again as after a first failure.
         self.not_before = later(self.not_before, scaled(FIRST_WAIT, fastrand::f64()));
         self.complaints.clear();
-        self.hosts.succeeded();
-        let address = self.hosts.current().address.clone();
+        let address = connection.config.address.clone();
         let about = connection.about();
         tracing::debug!(target: "xdsproxy", "connected to istiod at {address} ({about})");
         let identity = connection.identity();
@@ -196,19 +196,27 @@ impl Worker {
         self.give(&connection);
     }
 
-    fn failed(&mut self, cause: Cause) {
+    fn failed(&mut self, config: &Arc<Config>, cause: Cause) {
         let error = DialError {
-            address: self.hosts.current().address.clone(),
+            address: config.address.clone(),
             source: Arc::new(cause),
         };
-        for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
-            let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
+        let problem = error.source.to_string();
+        self.record.dial_failed(&problem);
+        let is_silent = matches!(*error.source, Cause::TimedOut { .. });
+        let has_moved = self.hosts.failed(config, is_silent, &problem);
+        if has_moved {
+            self.backoff.reset();
         }
-        self.record.failed(&error.source.to_string());
         let now = Instant::now();
         self.not_before = later(self.not_before.max(now), self.backoff.next_wait());
         self.complain(&error, self.not_before.duration_since(now));
-        self.hosts.failed();
+        if has_moved {
+            return; // All calls wait for the other one.
+        }
+        for waiter in self.waiting.extract_if(.., |waiter| waiter.once) {
+            let _ = waiter.reply.send(Err(error.clone())); // The call may be cancelled.
+        }
     }
 
     /// Logs an outage once as an error, further failures of the same cause at debug level.

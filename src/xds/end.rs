@@ -6,6 +6,8 @@ use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
 use tonic::{Code, Status};
 
+use crate::istiod::MAX_SILENCE;
+
 /// The headers that make up a gRPC status. Source: gRPC over HTTP/2, Status.
 const STATUS_HEADERS: [&str; 3] = ["grpc-status", "grpc-message", "grpc-status-details-bin"];
 
@@ -134,6 +136,12 @@ impl End {
         let why = "istiod is there again: Envoy's next stream is relayed to it";
         tracing::info!(target: "xdsproxy", "{why}");
         Self::new(Side::Agent, true, &Status::unavailable(why))
+    }
+
+    /// Istiod has not answered a request in time.
+    pub(crate) fn unanswered() -> Self {
+        let why = format!("no answer to a request within {MAX_SILENCE:?}");
+        Self::new(Side::Istiod, false, &Status::unavailable(why))
     }
 
     /// Istiod's stream is open and without a response.

@@ -4,8 +4,10 @@
 //! while the other has work. When either stream ends, the other does; Envoy connects again and sends
 //! its subscriptions anew.
 //!
-//! While istiod cannot be reached, Envoy's stream stays open: a failed one sends Envoy into a backoff
-//! of up to 30 s, in which a returning istiod would go unnoticed.
+//! Until istiod has answered, Envoy's stream stays open, whatever istiod does: a failed one sends Envoy
+//! into a backoff of up to 30 s, in which a returning istiod would go unnoticed. Istiod gets Envoy's
+//! requests again on another stream of its own, after a backoff of up to [`MAX_WAIT`] or as soon as the
+//! token changes. Streams of other clients end with istiod's.
 //!
 //! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
 //! connection.
@@ -22,7 +24,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
 use tokio_util::sync::CancellationToken;
@@ -37,11 +39,17 @@ use super::last_known_good::replay::Replay;
 use super::observe::Observer;
 use super::response::Captured;
 use super::stream::StreamState;
-use crate::istiod::{Closed, Connection, Istiod};
+use crate::backoff::Backoff;
+use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
 
-/// How many bytes of requests are kept for an istiod that is not there yet. A first round of
-/// requests is far smaller; what goes on sending all the same is made to wait.
-const MAX_HELD: usize = 4 << 20;
+/// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
+/// requests is far smaller; what goes on sending all the same is made to wait for a stream of istiod,
+/// and ends with it.
+const MAX_HELD: usize = 16 << 20;
+
+/// Upper bounds of the first and of any wait after a stream that istiod has ended without an answer.
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+const MAX_WAIT: Duration = Duration::from_secs(4);
 
 /// A response that Envoy took longer than this to accept is worth a warning.
 const SLOW_SEND: Duration = Duration::from_secs(10);
@@ -70,6 +78,7 @@ pub(crate) struct Relay {
     pub id: u32,
     pub protocol: Protocol,
     pub istiod: Istiod,
+    pub is_envoy: bool,
     pub interceptors: Interceptors,
     pub observer: Observer,
     pub max_request_bytes: usize,
@@ -97,6 +106,17 @@ enum IstiodEvent {
 }
 
 impl IstiodSide {
+    /// Connects after a wait, which another token ends.
+    fn connect(istiod: Istiod, wait: Duration) -> Self {
+        Self::Connecting(Box::pin(async move {
+            tokio::select! {
+                () = sleep(wait) => {}
+                () = istiod.token_changed(), if !wait.is_zero() => {}
+            }
+            istiod.connection().await
+        }))
+    }
+
     /// Waits for the next event or the end. Cancel safe.
     async fn next(&mut self, settling_since: Option<Instant>) -> Result<IstiodEvent, End> {
         match self {
@@ -159,21 +179,24 @@ struct Session<'a> {
     /// Requests and responses form a loop: istiod may not read requests while it waits for a large
     /// response to be taken, and Envoy may not take it before its requests are through. One of the
     /// hops must not wait, or all do. Requests are small and few, so theirs is the queue without a
-    /// bound.
-    to_istiod: mpsc::UnboundedSender<Bytes>,
-    /// The other end of `to_istiod`, until there is a connection to send it on.
-    queue: Option<mpsc::UnboundedReceiver<Bytes>>,
-    /// Bytes in `queue` while it is here.
-    held: usize,
+    /// bound. None while istiod has no stream.
+    to_istiod: Option<mpsc::UnboundedSender<Bytes>>,
+    /// All requests, for the next stream of istiod, until it has answered; and their bytes.
+    held: Option<Vec<Bytes>>,
+    held_bytes: usize,
+    is_answered: bool,
+    backoff: Backoff,
+    /// Why istiod has not answered, as logged last.
+    problem: String,
+    /// Since when istiod owes an answer, if there is another control plane.
+    owed_since: Option<Instant>,
     interceptions: Interceptions,
-    /// Marked as changed at the start, so that each stream begins with the present verdict.
+    /// Marked as changed with each stream of istiod, which so begins with the present verdict.
     health: Option<Health>,
 }
 
 impl<'a> Session<'a> {
     fn new(relay: &'a Relay, envoy: Incoming, to_envoy: &'a mpsc::Sender<ToEnvoy>) -> Self {
-        let (to_istiod, queue) = mpsc::unbounded_channel();
-        let istiod = relay.istiod.clone();
         Self {
             relay,
             state: StreamState::new(
@@ -187,28 +210,26 @@ impl<'a> Session<'a> {
             envoy,
             to_envoy,
             waiting_since: None,
-            istiod: IstiodSide::Connecting(Box::pin(async move { istiod.connection().await })),
+            istiod: IstiodSide::connect(relay.istiod.clone(), Duration::ZERO),
             connection: None,
             left: Box::pin(pending()),
-            to_istiod,
-            queue: Some(queue),
-            held: 0,
+            to_istiod: None,
+            held: Some(Vec::new()),
+            held_bytes: 0,
+            is_answered: false,
+            backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
+            problem: String::new(),
+            owed_since: None,
             interceptions: Interceptions::default(),
-            health: relay.health.clone().map(|mut health| {
-                health.mark_changed();
-                health
-            }),
+            health: relay.health.clone(),
         }
     }
 
     async fn run(mut self) -> End {
         let Err(end) = self.relay().await;
-        if let Some(connection) = &self.connection {
-            let istiod = &self.relay.istiod;
-            istiod.leave_if_unauthenticated(connection, end.code_of_istiod());
-        }
+        self.leave_istiod(&end, false);
         let Relay { id, observer, .. } = self.relay;
-        observer.stream_ended(*id, &end, self.connection.is_some());
+        observer.stream_ended(*id, &end);
         end
     }
 
@@ -220,11 +241,14 @@ impl<'a> Session<'a> {
         }
         loop {
             let (due, settling_since) = (self.due(), self.state.recorder.settling_since());
+            let silent_at = self
+                .owed_since
+                .and_then(|since| since.checked_add(MAX_SILENCE));
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut self.left => return Err(End::moved()),
                 () = &mut envoy_gone => return Err(End::envoy_gone(None)),
-                frame = self.envoy.frame(), if self.held < MAX_HELD => match frame {
+                frame = self.envoy.frame(), if self.to_istiod.is_some() || self.held_bytes < MAX_HELD => match frame {
                     Some(Ok(frame)) => {
                         if let Ok(bytes) = frame.into_data() {
                             self.state.read_requests(bytes)?;
@@ -245,19 +269,30 @@ impl<'a> Session<'a> {
                 }
                 // The present verdict only: one that waited for istiod may be no longer true.
                 health = changed(&mut self.health),
-                    if self.queue.is_none() && self.state.is_subscribed() =>
+                    if self.to_istiod.is_some() && self.state.is_subscribed() =>
                 {
-                    self.state.report_health(&health);
+                    // Not held, as it may be no longer true when another stream opens.
+                    let report = self.state.health_report(&health);
+                    let _ = self.to_istiod.as_ref().map(|to_istiod| to_istiod.send(report));
                 }
                 Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept()?,
                 () = self.state.recorder.has_room() => {}
-                event = self.istiod.next(settling_since), if self.state.wants_responses() => match event {
-                    Ok(event) => self.istiod_event(event)?,
-                    Err(end) => return Err(self.state.istiod_done(end)),
-                },
+                event = self.istiod.next(settling_since), if self.state.wants_responses() => {
+                    self.owed_since = None;
+                    let done = event.and_then(|event| self.istiod_event(event));
+                    done.or_else(|end| self.istiod_done(end, false))?;
+                }
+                Some(()) = OptionFuture::from(silent_at.map(sleep_until)) => {
+                    self.istiod_done(End::unanswered(), true)?;
+                }
             }
             self.state.recorder.flush().await;
             self.pass_on();
+            let is_owed = self.connection.is_some()
+                && self.held.as_ref().is_some_and(|held| !held.is_empty())
+                && self.relay.is_envoy
+                && self.relay.istiod.has_others();
+            self.owed_since = is_owed.then(|| self.owed_since.unwrap_or_else(Instant::now));
         }
     }
 
@@ -273,21 +308,77 @@ impl<'a> Session<'a> {
 
     fn istiod_event(&mut self, event: IstiodEvent) -> Result<(), End> {
         match event {
-            IstiodEvent::Data(bytes) => self.state.read_responses(bytes)?,
+            IstiodEvent::Data(bytes) => {
+                self.state.read_responses(bytes)?;
+                if self.state.is_answered
+                    && !std::mem::replace(&mut self.is_answered, true)
+                    && let Some(connection) = &self.connection
+                {
+                    (self.held, self.held_bytes) = (None, 0);
+                    self.relay.observer.istiod_answered(self.relay.id);
+                    self.relay.istiod.answered(connection);
+                }
+            }
             IstiodEvent::Opened(response) => {
                 self.istiod = IstiodSide::Open(end::opened(response)?);
             }
             IstiodEvent::Connected(connection) => {
-                if let Some(queue) = self.queue.take() {
-                    self.held = 0;
-                    self.relay.observer.istiod_connected(self.relay.id);
-                    self.istiod = open(self.relay, connection.clone(), queue);
-                    self.left = Box::pin(connection.left());
-                    self.connection = Some(connection);
-                }
+                self.health.iter_mut().for_each(Health::mark_changed);
+                let queue = self.queue();
+                self.istiod = open(self.relay, connection.clone(), queue);
+                self.left = Box::pin(connection.left());
+                self.connection = Some(connection);
             }
         }
         Ok(())
+    }
+
+    /// The requests of a new stream: those held, and all that follow.
+    fn queue(&mut self) -> mpsc::UnboundedReceiver<Bytes> {
+        let (sender, queue) = mpsc::unbounded_channel();
+        for request in self.held.iter().flatten() {
+            let _ = sender.send(request.clone()); // Its other end is here.
+        }
+        self.to_istiod = Some(sender);
+        queue
+    }
+
+    /// Istiod's stream has ended, or is silent. Envoy's is held if istiod has never answered on it, and
+    /// ends else.
+    fn istiod_done(&mut self, end: End, is_silent: bool) -> Result<(), End> {
+        let end = self.state.istiod_done(end);
+        let has_moved = self.leave_istiod(&end, is_silent);
+        if end.code_of_istiod().is_none() || self.held.is_none() || !self.relay.is_envoy {
+            return Err(end);
+        }
+        let (id, problem) = (self.relay.id, end.reason());
+        if self.problem != problem {
+            let text = format!("upstream terminated with unexpected error {problem}");
+            tracing::warn!(target: "xdsproxy", id, "{text}; holding Envoy's stream and trying again");
+            self.problem = problem;
+        }
+        let wait = match has_moved {
+            true => Duration::ZERO,
+            false => self.backoff.next_wait(),
+        };
+        self.istiod = IstiodSide::connect(self.relay.istiod.clone(), wait);
+        self.state.restart();
+        (self.to_istiod, self.left) = (None, Box::pin(pending()));
+        Ok(())
+    }
+
+    /// Records how istiod's stream ended, if there was one. Returns whether another control plane is in
+    /// use now.
+    fn leave_istiod(&mut self, end: &End, is_silent: bool) -> bool {
+        let Some(connection) = self.connection.take() else {
+            return false;
+        };
+        let istiod = &self.relay.istiod;
+        self.relay.observer.istiod_ended(end);
+        let code = end.code_of_istiod();
+        istiod.leave_if_unauthenticated(&connection, code);
+        let is_failure = code.is_some() && !self.is_answered;
+        is_failure && istiod.failed(&connection, is_silent, &end.reason())
     }
 
     /// When Envoy is to be served what is kept, if istiod does not answer before.
@@ -305,14 +396,17 @@ impl<'a> Session<'a> {
         let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
             return Ok(());
         };
-        let Some(queue) = self.queue.take() else {
+        if self.held.is_none() {
             return Err(End::silent());
-        };
-        self.held = 0;
+        }
+        let envoy = envoy.clone();
+        let queue = self.queue();
+        (self.held, self.held_bytes) = (None, 0);
+        (self.connection, self.left) = (None, Box::pin(pending()));
         let Relay {
             protocol, istiod, ..
         } = self.relay;
-        let replay = Replay::start(envoy.clone(), *protocol, queue, istiod.clone());
+        let replay = Replay::start(envoy, *protocol, queue, istiod.clone());
         self.istiod = IstiodSide::Kept(replay);
         self.state.recorder.stop();
         self.relay.observer.serves_kept(self.relay.id);
@@ -329,12 +423,17 @@ impl<'a> Session<'a> {
     /// Passes on what is ready.
     fn pass_on(&mut self) {
         for request in self.state.to_istiod.drain(..) {
-            if self.queue.is_some() {
-                self.held += request.len();
+            if let Some(to_istiod) = &self.to_istiod {
+                // It is gone only when istiod's stream has ended, which is about to be seen.
+                let _ = to_istiod.send(request.clone());
             }
-            // The queue is gone only when istiod's stream has ended, which is about to be seen.
-            let _ = self.to_istiod.send(request);
+            if let Some(held) = &mut self.held {
+                self.held_bytes += request.len();
+                held.push(request);
+            }
         }
+        let is_sent = self.to_istiod.is_some();
+        self.held.take_if(|_| is_sent && self.held_bytes > MAX_HELD);
         self.interceptions
             .start(&mut self.state, self.relay.protocol);
         while !self.state.to_envoy.is_empty() {

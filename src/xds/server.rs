@@ -137,6 +137,7 @@ impl Discovery {
             id: self.0.next_id.fetch_add(1, Ordering::Relaxed),
             protocol,
             istiod: istiod.clone(),
+            is_envoy,
             interceptors: self.0.interceptors.clone(),
             observer: self.0.observer.clone(),
             max_request_bytes: self.0.config.max_request_bytes,

@@ -34,6 +34,8 @@ pub(super) struct StreamState {
     responses: ResponseReader,
     /// Whether the agent's own subscriptions have been sent on this stream.
     subscribed: bool,
+    /// Whether istiod has sent a response, or a part of one.
+    pub(super) is_answered: bool,
     /// Requests that are ready, each a frame.
     pub(super) to_istiod: Vec<Bytes>,
     /// Bytes of responses that are ready.
@@ -62,6 +64,7 @@ impl StreamState {
             interceptors,
             observer,
             subscribed: false,
+            is_answered: false,
             to_istiod: Vec::new(),
             to_envoy: VecDeque::new(),
             between: VecDeque::new(),
@@ -96,22 +99,30 @@ impl StreamState {
         self.subscribed
     }
 
-    /// Tells istiod the health of the workload.
-    pub(super) fn report_health(&mut self, health: &Result<(), String>) {
+    /// A report of the health of the workload.
+    pub(super) fn health_report(&self, health: &Result<(), String>) -> Bytes {
         let problem = health.as_ref().err().map(String::as_str);
-        let report = request(self.protocol, HEALTH, "", "", problem);
-        self.to_istiod.push(report);
+        request(self.protocol, HEALTH, "", "", problem)
+    }
+
+    /// Prepares for another stream of istiod, as the last had no response.
+    pub(super) fn restart(&mut self) {
+        self.responses = ResponseReader::new(self.protocol, self.interceptors.clone());
     }
 
     /// Takes bytes of responses from istiod.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         let read = self.responses.feed(bytes, |output| match output {
-            Output::Begins(type_url) => self.recorder.begins(&type_url),
+            Output::Begins(type_url) => {
+                self.is_answered = true;
+                self.recorder.begins(&type_url);
+            }
             Output::Pass(bytes) => {
                 self.recorder.passes(&bytes);
                 self.to_envoy.push_back(bytes);
             }
             Output::Complete(received) => {
+                self.is_answered = true;
                 if received.consumer == Consumer::None {
                     tracing::error!(
                         target: "xdsproxy",

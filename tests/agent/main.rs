@@ -10,6 +10,7 @@
 )]
 
 mod clients;
+mod control_planes;
 mod custom_bootstrap;
 mod metrics;
 mod relay;

@@ -130,9 +130,12 @@ async fn each_type_shows_its_last_response_and_acks() {
 #[tokio::test]
 async fn the_end_of_a_stream_counts_once_on_each_side() {
     let mut bench = Bench::start().await;
-    let envoy = bench.envoy(Protocol::Delta).await;
+    let mut envoy = bench.envoy(Protocol::Delta).await;
     envoy.send(&request(CLUSTER, "", None));
     let istiod = bench.accepted().await;
+    let first = response(CLUSTER, "1", 1).encode_to_vec().into();
+    istiod.send_bytes(first).await.unwrap();
+    envoy.next_bytes().await;
     istiod.end(tonic::Status::permission_denied("no")).await;
     envoy.end().await;
     bench.assert_page(&[

@@ -7,7 +7,7 @@ use std::time::Duration;
 use envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse;
 use envoy_types::pb::google::protobuf::Any;
 use istio_agent::xds::Protocol;
-use local_istiod::{LocalIstiod, Options, Security};
+use local_istiod::{LocalIstiod, Options, Security, Stream};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -132,15 +132,28 @@ async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served()
     answered(&mut envoy, &mut istiod).await;
 }
 
+/// A stream on which istiod has answered.
+async fn answering(envoy: &mut Envoy, istiod: &mut LocalIstiod) -> Stream {
+    let stream = accepted(istiod).await;
+    let answer = DiscoveryResponse {
+        type_url: CLUSTER.into(),
+        ..Default::default()
+    };
+    stream.send(&answer).await.unwrap();
+    envoy.next_bytes().await;
+    stream
+}
+
 #[tokio::test]
-async fn every_status_of_istiod_reaches_envoy_with_its_message() {
+async fn every_status_of_an_istiod_that_has_answered_reaches_envoy_with_its_message() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let _agent = place.start().await;
     for code in 1..=16 {
-        let envoy = ask_for_clusters(&place).await;
+        let mut envoy = ask_for_clusters(&place).await;
         let status = Status::new(Code::from(code), format!("reason {code}: 100 %, é"));
-        accepted(&mut istiod).await.end(status).await;
+        let stream = answering(&mut envoy, &mut istiod).await;
+        stream.end(status).await;
         let got = envoy.end().await;
         assert_eq!(got.code(), Code::from(code));
         assert_eq!(got.message(), format!("reason {code}: 100 %, é"));
@@ -154,9 +167,10 @@ async fn a_status_too_long_for_a_header_still_ends_the_stream() {
     let place = Place::of(&istiod);
     let _agent = place.start().await;
     for length in [10_000, 100_000, 1_000_000] {
-        let envoy = ask_for_clusters(&place).await;
+        let mut envoy = ask_for_clusters(&place).await;
         let status = Status::internal("x".repeat(length));
-        accepted(&mut istiod).await.end(status).await;
+        let stream = answering(&mut envoy, &mut istiod).await;
+        stream.end(status).await;
         let got = envoy.end().await;
         match length {
             10_000 => assert_eq!(got.message().len(), length),
@@ -172,8 +186,8 @@ async fn malformed_messages_and_resets_end_only_their_stream() {
     let place = Place::of(&istiod);
     let _agent = place.start().await;
     for garbage in [vec![0xff; 100], vec![0x0a, 200, 1], vec![0; 3]] {
-        let envoy = ask_for_clusters(&place).await;
-        let stream = accepted(&mut istiod).await;
+        let mut envoy = ask_for_clusters(&place).await;
+        let stream = answering(&mut envoy, &mut istiod).await;
         stream.send_bytes(garbage.into()).await.unwrap();
         let status = envoy.end().await;
         assert_eq!(status.code(), Code::Internal, "{}", status.message());
@@ -209,9 +223,9 @@ async fn a_newer_stream_replaces_the_older_and_each_reads_the_token_again() {
     ] {
         let ttl = Duration::from_secs(600);
         place.write(TOKEN, istiod.mint_token("default", account, ttl).unwrap());
-        let envoy = Envoy::open(&place.xds_socket(), protocol).await;
+        let mut envoy = Envoy::open(&place.xds_socket(), protocol).await;
         envoy.send(&request(CLUSTER, &[]));
-        let stream = accepted(&mut istiod).await;
+        let stream = answering(&mut envoy, &mut istiod).await;
         assert_eq!(stream.caller.as_ref().unwrap().service_account, account);
         assert_eq!(stream.headers["clusterid"], "Kubernetes");
         if let Some(older) = older.replace(envoy) {

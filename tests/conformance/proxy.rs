@@ -9,7 +9,7 @@ use local_istiod::{LocalIstiod, Options};
 
 use crate::support::http::free_port;
 use crate::support::place::Place;
-use crate::support::{accepted, ask_for_clusters, ask_for_secrets, next_response, restarted};
+use crate::support::{answered, ask_for_clusters, ask_for_secrets, next_response, restarted};
 
 /// A tinyproxy that wants a password; it ends with the test.
 pub struct Tinyproxy {
@@ -90,13 +90,13 @@ async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_i
     let agent = place.start().await;
     let mut secrets = ask_for_secrets(&place, &["default"]).await;
     next_response(&mut secrets).await;
-    let _envoy = ask_for_clusters(&place).await;
-    accepted(&mut istiod).await;
+    let mut envoy = ask_for_clusters(&place).await;
+    answered(&mut envoy, &mut istiod).await;
     istiod = restarted(istiod, |_| {}).await;
     // The proxy may close the tunnel late.
     agent.logs("disconnected from XDS server").await;
-    let _envoy = ask_for_clusters(&place).await;
-    accepted(&mut istiod).await;
+    let mut envoy = ask_for_clusters(&place).await;
+    answered(&mut envoy, &mut istiod).await;
     assert!(proxy.tunnels(port) >= 2);
     assert!(!agent.log().contains("hush"), "{}", agent.log());
     drop(agent);
@@ -104,7 +104,7 @@ async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_i
     let before = proxy.tunnels(port);
     let place = place.set("NO_PROXY", "0.0.0.0/8");
     let _agent = place.start().await;
-    let _envoy = ask_for_clusters(&place).await;
-    accepted(&mut istiod).await;
+    let mut envoy = ask_for_clusters(&place).await;
+    answered(&mut envoy, &mut istiod).await;
     assert_eq!(proxy.tunnels(port), before);
 }

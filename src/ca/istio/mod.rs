@@ -69,15 +69,21 @@ impl IstioCa {
         let call = self.create(connection.clone(), self.message(csr_pem, ttl), limit);
         let Ok(answer) = timeout(limit, call).await else {
             self.missed.fetch_add(1, Ordering::Relaxed);
-            self.istiod.leave(&connection);
-            return Err(self.late("no answer from istiod at", limit));
+            let error = self.late("no answer from istiod at", limit);
+            self.istiod.failed(&connection, true, &error.message);
+            return Err(error);
         };
         self.missed.store(0, Ordering::Relaxed);
         let code = answer.as_ref().err().map(Status::code);
         if self.istiod.leave_if_unauthenticated(&connection, code) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
-        chain(answer?)
+        let chain = answer.map_err(SignError::from).and_then(chain);
+        match &chain {
+            Ok(_) => self.istiod.answered(&connection),
+            Err(error) => drop(self.istiod.failed(&connection, false, &error.to_string())),
+        }
+        chain
     }
 
     async fn create(

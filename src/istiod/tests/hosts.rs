@@ -24,16 +24,21 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
     let hosts = Hosts::new(several(&["a:1", "b:1", "c:1"]));
     let mut used = String::new();
     for failed in [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] {
-        used += &hosts.current().address[..1];
+        let current = hosts.current().clone();
+        used += &current.address[..1];
         assert_eq!(hosts.due().is_some(), !used.ends_with('a'));
         match failed {
-            0 => hosts.succeeded(),
-            _ => hosts.failed(),
+            0 => hosts.answered(&current),
+            _ => {
+                let has_moved = hosts.failed(&current, false, "why");
+                assert_eq!(has_moved, hosts.current().address != current.address);
+            }
         }
     }
     assert_eq!(used, "aaaaaabbbccca");
-    hosts.failed();
-    hosts.failed();
+    let first = hosts.first().clone();
+    assert!(!hosts.failed(&first, false, "why"));
+    assert!(hosts.failed(&first, false, "why"));
     assert_eq!(hosts.current().address, "b:1");
     for _ in 0..2 {
         let wait = hosts.due().unwrap() - tokio::time::Instant::now();
@@ -46,12 +51,29 @@ async fn after_three_failures_in_a_row_the_next_is_used_and_the_first_is_due_aft
 }
 
 #[test]
-fn one_alone_is_dialed_however_often_it_fails() {
+fn one_alone_is_used_however_often_it_fails_or_is_silent() {
     let hosts = Hosts::new(several(&["a:1"]));
-    for _ in 0..10 {
-        hosts.failed();
+    for is_silent in [false, true].repeat(5) {
+        assert!(!hosts.failed(&hosts.current().clone(), is_silent, "why"));
         assert_eq!((&*hosts.current().address, hosts.due()), ("a:1", None));
     }
+}
+
+#[test]
+fn a_silent_one_is_left_at_once_and_what_comes_of_one_that_was_left_does_not_count() {
+    let hosts = Hosts::new(several(&["a:1", "b:1"]));
+    let first = hosts.current().clone();
+    // One that was left does not count against the one in use, nor an answer of it for that.
+    for _ in 0..5 {
+        assert!(hosts.failed(&first, true, "no answer"));
+        assert_eq!(&*hosts.current().address, "b:1");
+    }
+    let second = hosts.current().clone();
+    assert!(!hosts.failed(&second, false, "why"));
+    assert!(!hosts.failed(&second, false, "why"));
+    hosts.answered(&first);
+    assert!(hosts.failed(&second, false, "why"));
+    assert_eq!(&*hosts.current().address, "a:1");
 }
 
 /// Lets the time pass after which the first is due, once the worker waits for it.

@@ -176,7 +176,12 @@ impl Readiness {
     /// Makes the checks that were not passed yet.
     async fn ask(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
         if !checks.is_configured {
-            stats::is_configured(envoy.admin()).await?;
+            let configured = stats::is_configured(envoy.admin()).await;
+            let problem = self.sources.istiod.status().last_error;
+            configured.map_err(|missing| match problem {
+                Some(problem) => format!("{missing}; {}", problem.error),
+                None => missing,
+            })?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }

@@ -34,6 +34,10 @@ struct Pod {
 
 impl Pod {
     async fn new() -> Self {
+        Self::with(None).await
+    }
+
+    async fn with(istiod: Option<crate::istiod::Istiod>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
         let admin = Admin::new(address.ip(), address.port(), Duration::from_secs(2));
@@ -45,9 +49,11 @@ impl Pod {
         let (sender, orders) = mpsc::channel(1);
         let (stop, metrics) = (Stop::new(), Registry::default());
         let scrape = crate::status::tests::own_metrics(metrics.clone());
+        let sources = crate::status::tests::sources(stop.clone(), scrape, metrics.clone());
         let sources = Sources {
             envoy: Some(Envoy::new(admin, reports, sender)),
-            ..crate::status::tests::sources(stop.clone(), scrape, metrics.clone())
+            istiod: istiod.unwrap_or(sources.istiod),
+            ..sources
         };
         Self {
             milestones: sources.milestones.clone(),
@@ -106,6 +112,27 @@ async fn answer(
         let answer = format!("HTTP/1.1 {status} X\r\ncontent-length: {length}\r\n\r\n{body}");
         let _ = stream.write_all(answer.as_bytes()).await;
     }
+}
+
+#[tokio::test]
+async fn what_istiod_answers_instead_of_configuration_is_named_until_it_answers() {
+    let pod = Pod::new().await;
+    pod.says("");
+    let missing = pod.missing().await;
+    let fake = crate::istiod::fake::Fake::start(None).await;
+    let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
+    let pod = Pod::with(Some(istiod.clone())).await;
+    pod.says("");
+    let connection = istiod.connection().await.expect("a connection");
+    istiod.failed(
+        &connection,
+        false,
+        "Unauthenticated: authentication failure",
+    );
+    let expected = format!("{missing}; Unauthenticated: authentication failure");
+    assert_eq!(pod.missing().await, expected);
+    istiod.answered(&connection);
+    assert_eq!(pod.missing().await, missing);
 }
 
 #[tokio::test]

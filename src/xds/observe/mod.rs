@@ -155,11 +155,16 @@ impl Observer {
         table.open.insert(id, stream);
     }
 
-    pub(super) fn istiod_connected(&self, id: u32) {
+    pub(super) fn istiod_answered(&self, id: u32) {
         let mut table = self.table.lock();
         if let Some(stream) = table.open.get_mut(&id) {
             stream.connected = true;
         }
+    }
+
+    /// Istiod's stream has ended.
+    pub(super) fn istiod_ended(&self, end: &End) {
+        self.metrics.istiod_ends.with([end.classes().0]).inc();
     }
 
     /// From now on what is kept answers.
@@ -170,13 +175,8 @@ impl Observer {
         }
     }
 
-    /// `connected` says whether istiod's stream was opened at all.
-    pub(super) fn stream_ended(&self, id: u32, end: &End, connected: bool) {
-        let (of_istiod, of_envoy) = end.classes();
-        if connected {
-            self.metrics.istiod_ends.with([of_istiod]).inc();
-        }
-        self.metrics.envoy_ends.with([of_envoy]).inc();
+    pub(super) fn stream_ended(&self, id: u32, end: &End) {
+        self.metrics.envoy_ends.with([end.classes().1]).inc();
         let mut table = self.table.lock();
         table.open.remove(&id);
         table.last_end = Some(EndSnapshot {

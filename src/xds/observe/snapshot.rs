@@ -29,7 +29,7 @@ pub struct StreamSnapshot {
     pub id: u32,
     pub protocol: &'static str,
     pub since: String,
-    /// Whether it is tied to a stream of istiod, or held until there is one.
+    /// Whether istiod has answered on it. Until then Envoy's stream is held.
     pub connected: bool,
     pub source: Source,
 }

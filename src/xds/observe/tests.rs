@@ -130,15 +130,16 @@ fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
 fn ends_of_streams_are_counted_once_for_each_side() {
     let (observer, registry) = observer();
     observer.stream_began(1, Protocol::Delta);
-    observer.istiod_connected(1);
+    observer.istiod_answered(1);
     observer.stream_began(2, Protocol::Sotw);
-    observer.stream_ended(1, &End::stopped(), true);
+    observer.istiod_ended(&End::stopped());
+    observer.stream_ended(1, &End::stopped());
     let snapshot = observer.snapshot();
     let stream = snapshot.stream.unwrap();
     assert_eq!((stream.id, stream.connected), (2, false));
     assert_eq!(snapshot.last_end.unwrap().id, 1);
     let bad = End::bad_request(&Status::internal("x".repeat(1000)));
-    observer.stream_ended(2, &bad, false);
+    observer.stream_ended(2, &bad);
     let snapshot = observer.snapshot();
     assert!(snapshot.stream.is_none());
     assert_eq!(snapshot.streams, 2);

@@ -51,6 +51,11 @@ impl Envoy {
     }
 
     pub async fn open_path(socket: &Path, path: &str) -> Self {
+        Self::open_with(socket, path, ("x-envoy-internal", "true")).await
+    }
+
+    /// Opens a stream with a header.
+    pub async fn open_with(socket: &Path, path: &str, header: (&str, &str)) -> Self {
         let stream = UnixStream::connect(socket).await.unwrap();
         let (mut send, connection) =
             hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
@@ -63,7 +68,7 @@ impl Envoy {
         let request = http::Request::post(format!("http://xds-grpc{path}"))
             .header("content-type", "application/grpc")
             .header("te", "trailers")
-            .header("x-envoy-internal", "true")
+            .header(header.0, header.1)
             .body(Requests(receiver))
             .unwrap();
         let response = soon(send.send_request(request)).await.unwrap();

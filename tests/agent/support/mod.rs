@@ -2,6 +2,7 @@
 
 pub mod envoy;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +51,20 @@ impl Bench {
 
     pub async fn with(interceptors: Interceptors, max_request_bytes: usize) -> Self {
         let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
-        Self::of(control_plane, None, interceptors, max_request_bytes)
+        let addresses = [control_plane.address.to_string()];
+        Self::of(control_plane, &addresses, interceptors, max_request_bytes)
+    }
+
+    /// One whose control plane is the second; the first is at this address.
+    pub async fn behind(first: SocketAddr) -> Self {
+        let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
+        let addresses = [first, control_plane.address].map(|address| address.to_string());
+        Self::of(
+            control_plane,
+            &addresses,
+            Interceptors::default(),
+            200 << 20,
+        )
     }
 
     /// One with a second control plane of the same authority.
@@ -61,16 +75,16 @@ impl Bench {
         };
         let first = LocalIstiod::start(options.clone()).await.unwrap();
         let second = LocalIstiod::start(options).await.unwrap();
-        let address = Some(second.address.to_string());
+        let addresses = [first.address, second.address].map(|address| address.to_string());
         (
-            Self::of(first, address, Interceptors::default(), 200 << 20),
+            Self::of(first, &addresses, Interceptors::default(), 200 << 20),
             second,
         )
     }
 
     fn of(
         control_plane: LocalIstiod,
-        second: Option<String>,
+        addresses: &[String],
         interceptors: Interceptors,
         max_request_bytes: usize,
     ) -> Self {
@@ -80,9 +94,11 @@ impl Bench {
         let mut tasks = Tasks::new();
         let shutdown = CancellationToken::new();
         let registry = Registry::default();
+        let mut configs = addresses.iter().map(|address| istiod_config(path, address));
+        let first = configs.next().unwrap();
         let config = istiod::Config {
-            others: Vec::from_iter(second.map(|address| istiod_config(path, &address))),
-            ..istiod_config(path, &control_plane.address.to_string())
+            others: configs.collect(),
+            ..first
         };
         let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
         tasks.spawn("istiod", async move {
