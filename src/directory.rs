@@ -62,9 +62,10 @@ impl Directory {
                 Err(error) => return Err(error.into()),
             }
         }
-        let directory = parent.subdirectory(name)?;
-        check_private(name, &directory.0)?;
-        Ok(directory)
+        let flags = DIRECTORY | OFlags::NOFOLLOW;
+        let directory = File::from(openat(&parent.0, name, flags, Mode::empty())?);
+        check_private(name, &directory)?;
+        Ok(Self(directory))
     }
 
     /// When the directory was changed last.
@@ -211,15 +212,14 @@ fn own(name: &str, opened: OwnedFd) -> io::Result<File> {
 
 /// Fails if others have access: who can write there could plant what the agent trusts.
 fn check_private(name: &str, file: &File) -> io::Result<()> {
-    let found = file.metadata()?;
-    if found.mode() & OTHERS == 0 {
+    let (found, us) = (file.metadata()?, us());
+    if found.uid() == us && found.mode() & OTHERS == 0 {
         return Ok(());
     }
     Err(io::Error::other(format!(
-        "{name} belongs to user {} with mode {:o}, expected user {} and no access for others",
+        "{name} belongs to user {} with mode {:o}, expected user {us} and no access for others",
         found.uid(),
-        found.mode() & 0o7777,
-        us()
+        found.mode() & 0o7777
     )))
 }
 
