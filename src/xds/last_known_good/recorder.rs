@@ -300,6 +300,8 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         if let Some(EnvoyCache { kept, .. }) = &self.envoy {
             let mut ops = std::mem::take(&mut self.pending);
+            // A frozen disk is not to fill the memory.
+            ops.retain(|_| !kept.is_stalled.load(Ordering::Relaxed));
             ops.push(("", WriteOp::End));
             kept.ended.lock().push((self.stream, ops));
         }
