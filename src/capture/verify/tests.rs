@@ -81,7 +81,7 @@ fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
         let wanted = wanted(change, family);
         for (place, entries) in &wanted.chains {
             for (at, entry) in entries.iter().enumerate() {
-                type Damage = Box<dyn Fn(&mut Vec<Entry>)>;
+                type Damage<'a> = Box<dyn Fn(&mut Vec<Entry>) + 'a>;
                 let mut damages: Vec<(_, Damage)> = vec![
                     (Kind::Missing, Box::new(|rules| drop(rules.remove(at)))),
                     (Kind::Unwanted, Box::new(|rules| rules.push(entry.clone()))),
