@@ -98,7 +98,9 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let (port, _server) = server(|mut stream, path| async move {
         let answer = match path.as_str() {
             "/good" => format!("{HEAD}{{\"token\": \"hush\"}}"),
-            "/missing" => "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned(),
+            "/missing" | "/debug/ndsz" => {
+                "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned()
+            }
             "/text" => format!("{HEAD}[1, 2, no JSON here: hush"),
             "/cut" => "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nline\nhalf".to_owned(),
             _ => "nonsense\r\n\r\n".to_owned(),
@@ -111,6 +113,8 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let pages = [
         ("good", "/good", Json),
         ("missing", "/missing", Json),
+        // Of an agent that answers no DNS: nothing is missing.
+        ("agent/ndsz.json", "/debug/ndsz", Json),
         ("text", "/text", Json),
         ("cut", "/cut", Lines),
         ("after", "/good", Lines),
