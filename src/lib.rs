@@ -61,6 +61,8 @@ pub mod clock;
 
 pub mod backoff;
 
+mod permission;
+
 mod regular_file;
 
 mod replace_file;

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use zeroize::Zeroizing;
 
+use crate::permission::explained;
+
 /// The limit of a file of settings. A ConfigMap has at most 1 MiB.
 pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
 
@@ -27,7 +29,8 @@ pub(crate) fn read_text(path: &Path, largest: u64) -> io::Result<String> {
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     // Without the flag, opening a pipe waits for its writer.
     let flags = OFlags::NONBLOCK.bits().cast_signed();
-    OpenOptions::new().read(true).custom_flags(flags).open(path)
+    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    opened.map_err(|error| explained(path, error))
 }
 
 /// Like [`read`], of what [`open`] opened.

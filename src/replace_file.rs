@@ -12,10 +12,12 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
+use crate::permission::explained;
+
 /// Puts `bytes` at `path` in a new file with `mode`, less the umask. After an error `path` is as it
 /// was.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    replace_at(CWD, path, bytes, mode)
+    replace_at(CWD, path, bytes, mode).map_err(|error| explained(path, error))
 }
 
 /// Like [`replace_file`], of a path below an open directory.

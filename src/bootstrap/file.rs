@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::document::document;
 use super::tracer::Tracer;
+use crate::permission::explained;
 use crate::replace_file::replace_file;
 
 /// A bootstrap on disk. Dropping it removes its files.
@@ -66,7 +67,7 @@ pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> Result<(), Error
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .map_err(|source| Error::new("create", directory, source))?;
+            .map_err(|source| Error::new("create", directory, explained(directory, source)))?;
     }
     replace_file(path, text.as_bytes(), mode).map_err(|source| Error::new("write", path, source))
 }

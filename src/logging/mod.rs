@@ -24,6 +24,7 @@ use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
+use crate::permission::explained;
 use in_force::{CHANGES, InForce};
 pub use in_force::{Scope, Temporary};
 use levels::{Levels, scope_of};
@@ -155,7 +156,7 @@ pub fn init(options: Options) -> Result<(), Error> {
     let outputs = targets.iter().map(|target| {
         let file = open(target).map_err(|source| Error::Target {
             target: target.clone(),
-            source,
+            source: explained(target.as_ref(), source),
         })?;
         Ok(Output::new(file, options.json))
     });

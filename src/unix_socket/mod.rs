@@ -29,6 +29,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::executor::ConnectionTasks;
 use crate::lifecycle::BoxError;
+use crate::permission::explained;
 use access::Access;
 use authority::valid_authority;
 
@@ -128,7 +129,7 @@ fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> BindError 
     move |source| BindError::Io {
         action,
         path: path.to_owned(),
-        source,
+        source: explained(path, source),
     }
 }
 

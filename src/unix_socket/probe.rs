@@ -13,6 +13,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
+use crate::permission::explained;
+
 /// How long the other side may take.
 const LIMIT: Duration = Duration::from_secs(1);
 
@@ -47,7 +49,9 @@ pub async fn health(path: &Path) -> Health {
     let stream = loop {
         match UnixStream::connect(path).await {
             Ok(stream) => break stream,
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Health::Dead(error),
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+                return Health::Dead(explained(path, error));
+            }
             Err(_) if Instant::now() >= end => return Health::Busy,
             Err(_) => {
                 has_queued = true;

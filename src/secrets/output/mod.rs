@@ -24,6 +24,7 @@ use super::files::Files;
 use super::name::Name;
 use super::{Roots, Secret, SecretState, Secrets, Subscription};
 use crate::backoff::Backoff;
+use crate::permission::explained;
 use writer::Writer;
 
 /// The files, in the order in which they are written.
@@ -59,6 +60,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
+        let error = explained(&path, error);
         let path = path.display();
         tracing::error!(
             target: "cache",

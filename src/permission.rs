@@ -1,0 +1,58 @@
+//! Says in errors of the file system whose the file or directory is, where access to it is denied.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::process::geteuid;
+
+/// The error of using `path`; where access was denied, with the owner of the path, or of the first
+/// directory above it that can be looked at, and with the user of this process.
+pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
+    let path = Path::new(".").join(path);
+    let mut above = path.ancestors();
+    let found = match error.kind() {
+        io::ErrorKind::PermissionDenied => above.find_map(|at| Some((at, at.metadata().ok()?))),
+        _ => None,
+    };
+    let Some((at, found)) = found else {
+        return error;
+    };
+    let (owner, mode, us) = (found.uid(), found.mode() & 0o7777, geteuid());
+    let text = format!(
+        "{error}: {} belongs to user {owner} with mode {mode:o}, and this process runs as user {us}",
+        at.display()
+    );
+    io::Error::new(error.kind(), text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_denied_access_names_the_owner_and_this_user_and_other_errors_stay() {
+        let root = tempfile::tempdir().unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(root.path(), mode).unwrap();
+        let us = geteuid();
+        let expected = |at: &Path| {
+            format!(
+                "permission denied: {} belongs to user {us} with mode 700, and this process runs as \
+                 user {us}",
+                at.display()
+            )
+        };
+        for path in ["missing", "missing/further"] {
+            let denied = io::Error::from(io::ErrorKind::PermissionDenied);
+            let error = explained(&root.path().join(path), denied);
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+            assert_eq!(error.to_string(), expected(root.path()), "{path}");
+        }
+        let denied = io::Error::from(io::ErrorKind::PermissionDenied);
+        let error = explained(Path::new("missing"), denied).to_string();
+        assert!(error.contains(": . belongs to user "), "{error}");
+        let missing = explained(root.path(), io::ErrorKind::NotFound.into());
+        assert_eq!(missing.to_string(), "entity not found");
+    }
+}
