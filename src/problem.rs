@@ -8,10 +8,19 @@ pub struct Problem {
     /// Variable, flag, member or file.
     pub subject: String,
     pub found: String,
+    /// Empty where `found` is a sentence that says it all.
     pub expected: String,
 }
 
 impl Problem {
+    /// What was found, in quotes where it is a value.
+    pub fn quoted(&self) -> String {
+        match self.expected.as_str() {
+            "" => self.found.clone(),
+            _ => format!("{:?}", self.found),
+        }
+    }
+
     pub fn new(
         subject: impl Into<String>,
         found: impl Into<String>,
@@ -27,12 +36,10 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            subject,
-            found,
-            expected,
-        } = self;
-        write!(f, "{subject} is {found:?}, expected {expected}")
+        match (&self.subject, self.quoted(), self.expected.as_str()) {
+            (subject, found, "") => write!(f, "{subject}: {found}"),
+            (subject, found, expected) => write!(f, "{subject} is {found}, expected {expected}"),
+        }
     }
 }
 
@@ -46,14 +53,17 @@ pub struct Diagnostics {
 }
 
 impl Diagnostics {
-    /// Adds what makes the configuration unusable.
+    /// Adds what makes the configuration unusable, once.
     pub fn problem(
         &mut self,
         subject: impl Into<String>,
         found: impl Into<String>,
         expected: impl Into<String>,
     ) {
-        self.problems.push(Problem::new(subject, found, expected));
+        let problem = Problem::new(subject, found, expected);
+        if !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
     }
 
     /// Adds what is left out, or replaced by a default.

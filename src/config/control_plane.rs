@@ -22,6 +22,8 @@ const LEAST_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
+/// Where a pod has that root from.
+const CONFIG_MAP: &str = "ConfigMap istio-ca-root-cert";
 const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 
 /// The name in istiod's certificate when istiod is dialled as localhost.
@@ -286,7 +288,7 @@ impl Sources<'_> {
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
                 tls::Roots::System(self.system_roots())
             }
-            _ => self.existing(name, ISTIOD_ROOT.into()),
+            _ => self.existing(CONFIG_MAP, ISTIOD_ROOT.into()),
         }
     }
 

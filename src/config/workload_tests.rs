@@ -17,6 +17,22 @@ fn a_grace_ratio_outside_0_to_1_is_clamped_with_a_warning() {
 }
 
 #[test]
+fn a_missing_root_is_one_problem_which_names_the_config_map() {
+    let machine = machine(&[]);
+    let root = machine
+        .root
+        .path()
+        .join("var/run/secrets/istio/root-cert.pem");
+    std::fs::remove_file(root).expect("removed");
+    let problems = machine.load("sidecar").expect_err("no root");
+    let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
+    let expected = "root file for istiod (ConfigMap istio-ca-root-cert) is \
+                    \"./var/run/secrets/istio/root-cert.pem\", expected an existing file of root \
+                    certificates";
+    assert_eq!(problems, [expected]);
+}
+
+#[test]
 fn a_missing_root_beside_a_client_certificate_is_waited_for_where_only_discovery_needs_it() {
     let variables = [("PROV_CERT", "./prov")];
     // The authority needs it as well.

@@ -6,10 +6,10 @@ use crate::logging;
 
 pub(super) fn checks(config: &Config) -> Vec<Check> {
     let warnings = config.warnings.iter().map(|problem| {
-        Check::warning(&problem.subject, format!("{:?}", problem.found)).expected(&problem.expected)
+        Check::warning(&problem.subject, problem.quoted()).expected(&problem.expected)
     });
     let authority = config.authority_problems.iter().map(|problem| {
-        Check::warning(&problem.subject, format!("{:?}", problem.found))
+        Check::warning(&problem.subject, problem.quoted())
             .expected(&problem.expected)
             .remedy("it matters unless another process serves the workload's certificate")
     });
@@ -36,7 +36,7 @@ fn silent(scopes: &[&str]) -> Option<Check> {
 /// The problems the agent does not start with.
 pub(super) fn unusable(problems: &[Problem]) -> Vec<Check> {
     let errors = problems.iter().map(|problem| {
-        Check::error(&problem.subject, format!("{:?}", problem.found))
+        Check::error(&problem.subject, problem.quoted())
             .expected(&problem.expected)
             .remedy("the agent does not start with it; pilot-agent config says where it comes from")
     });
