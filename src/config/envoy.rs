@@ -16,6 +16,7 @@ use crate::envoy::command::{Command, IpVersion, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
+use crate::proxy_config::yaml;
 use crate::regular_file::{self, MAX_SETTINGS};
 use crate::{duration, envoy};
 
@@ -207,7 +208,8 @@ impl Sources<'_> {
         let read = regular_file::read_text(&self.root.join(&path), MAX_SETTINGS);
         let read = read.map_err(|error| error.to_string());
         let parsed = read.and_then(|text| {
-            serde_saphyr::from_str::<Value>(&text).map_err(|error| error.to_string())
+            let parsed = serde_saphyr::from_str::<Value>(&text);
+            parsed.map_err(|error| yaml::problem(&path, &error).to_string())
         });
         let found = match parsed {
             Ok(document) if document.is_object() => {

@@ -176,9 +176,8 @@ impl Sources<'_> {
                     raw.extend(members);
                 }
                 Err(error) => {
-                    let expected = "a JSON object, leaving it out";
                     let subject = format!("ISTIO_METAJSON_{name}");
-                    self.notes.warn(subject, error.to_string(), expected);
+                    self.notes.warn(subject, format!("{error}; left out"), "");
                 }
             }
         }

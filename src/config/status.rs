@@ -66,8 +66,7 @@ impl Sources<'_> {
         Probers::parse(&text).unwrap_or_else(|found| {
             for problem in found {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.name;
-                let expected = "JSON of good probers by their paths";
-                self.problem(name, &problem, expected);
+                self.problem(name, &problem, "");
             }
             Probers::default()
         })
@@ -93,8 +92,7 @@ impl Sources<'_> {
             return Vec::new();
         };
         targets::parse(json, status_port).unwrap_or_else(|error| {
-            let expected = format!("targets that can be scraped: it has {error}");
-            self.problem(ANNOTATIONS, json, expected);
+            self.problem(ANNOTATIONS, &format!("it has {error}"), "");
             Vec::new()
         })
     }

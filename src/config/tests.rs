@@ -342,7 +342,10 @@ fn of_equal_keys_in_a_document_the_last_counts_with_a_warning() {
     .config();
     let subjects: Vec<_> = config.warnings.iter().map(|w| w.subject.as_str()).collect();
     assert_eq!(subjects, ["PROXY_CONFIG line 3", "PROXY_CONFIG line 2"]);
-    assert_eq!(config.warnings[0].found, "another drainDuration");
+    assert_eq!(
+        config.warnings[0].found,
+        "another member drainDuration; this one counts"
+    );
     let envoy = config.envoy.expect("Envoy");
     assert_eq!(envoy.command.drain_time.as_secs(), 7);
 }

@@ -51,18 +51,30 @@ pub fn object(
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
     };
-    let mut node = serde_saphyr::from_str_with_options::<Node>(text, options).map_err(|error| {
-        let error = error.without_snippet();
-        let line = error.location().map_or(1, |at| at.line());
-        let text = error.to_string();
-        problem(origin, line, text.lines().next().unwrap_or_default())
-    })?;
+    let mut node = serde_saphyr::from_str_with_options::<Node>(text, options)
+        .map_err(|error| problem(origin, &error))?;
     keep_last(origin, &mut node, warnings);
     match node.value {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
-        ref other => Err(problem(origin, line(&node), &other.shown())),
+        ref other => {
+            let subject = format!("{origin} line {}", line(&node));
+            Err(Problem::new(
+                subject,
+                other.shown(),
+                "a YAML or JSON object",
+            ))
+        }
     }
+}
+
+/// The source, the line and the reason of an error, without the text around it.
+pub fn problem(origin: &str, error: &serde_saphyr::Error) -> Problem {
+    let error = error.without_snippet();
+    let line = error.location().map_or(1, |at| at.line());
+    let text = error.to_string();
+    let reason = text.split(" at line ").next().unwrap_or_default();
+    Problem::new(format!("{origin} line {line}"), reason, "")
 }
 
 /// Removes all but the last of equal keys.
@@ -84,8 +96,8 @@ fn keep_last(origin: &str, node: &mut Node, warnings: &mut Vec<Problem>) {
             for (key, (mut value, is_repeated)) in last {
                 if is_repeated {
                     let subject = format!("{origin} line {}", line(&value));
-                    let expected = "each key once; this one counts";
-                    warnings.push(Problem::new(subject, format!("another {key}"), expected));
+                    let text = format!("another member {key}; this one counts");
+                    warnings.push(Problem::new(subject, text, ""));
                 }
                 keep_last(origin, &mut value, warnings);
                 entries.push((key, value));
@@ -93,11 +105,6 @@ fn keep_last(origin: &str, node: &mut Node, warnings: &mut Vec<Problem>) {
         }
         _ => {}
     }
-}
-
-fn problem(origin: &str, line: u64, found: &str) -> Problem {
-    let subject = format!("{origin} line {line}");
-    Problem::new(subject, found, "a YAML or JSON object")
 }
 
 impl Tree {
@@ -253,6 +260,28 @@ mod tests {
             let problem = object("it", text, &mut Vec::new()).expect_err(text);
             assert_eq!(problem.subject, subject, "{problem}");
             assert!(!problem.to_string().contains("hush"), "{problem}");
+        }
+    }
+
+    #[test]
+    fn broken_yaml_is_a_problem_of_its_source_its_line_and_the_reason() {
+        for (text, expected) in [
+            (
+                "a: [1, 2\nb: }",
+                "it line 2: illegal placement of ':' indicator",
+            ),
+            (
+                "a:\n\tb: c",
+                "it line 2: tabs disallowed within this context (block indentation)",
+            ),
+            ("{\"a\": 1", "it line 1: unclosed bracket '{'"),
+            (
+                "- 1",
+                "it line 1 is \"a list\", expected a YAML or JSON object",
+            ),
+        ] {
+            let problem = object("it", text, &mut Vec::new()).expect_err(text);
+            assert_eq!(problem.to_string(), expected);
         }
     }
 
