@@ -49,6 +49,8 @@ pub mod duration;
 
 pub mod problem;
 
+mod spelling;
+
 pub mod proxy_config;
 
 pub mod exit_code;

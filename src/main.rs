@@ -30,7 +30,7 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
-    let Cli { log, command } = typed.cli;
+    let Cli { log, command, .. } = typed.cli;
     match command {
         None => print(cli::help().trim_end()),
         Some(Command::Proxy(flags)) => {
@@ -115,7 +115,6 @@ fn proxy(
 ) -> Result<ExitCode, BoxError> {
     let environment = Environment::of_process();
     version::announce(&environment)?;
-    environment.announce();
     let given = Arc::new((flags, log, all, environment));
     let read = given.clone();
     let load = move || config::load(&read.0, &read.1, &read.3, ".".as_ref());

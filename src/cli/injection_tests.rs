@@ -105,9 +105,8 @@ impl Template {
         let config = config::load(flags, &typed.cli.log, &env, root.path()).expect("it starts");
         let flags = typed.unknown_flags.iter().map(ToString::to_string);
         let values = config.warnings.iter().map(ToString::to_string);
-        let not_yet = env.not_yet().into_iter().map(str::to_owned);
         Start {
-            warnings: flags.chain(values).chain(not_yet).collect(),
+            warnings: flags.chain(values).collect(),
             config,
         }
     }

@@ -19,7 +19,7 @@ use std::io;
 use std::path::Path;
 
 use clap::error::{ContextKind, ErrorKind};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::environment;
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
@@ -27,9 +27,13 @@ use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
 /// Istio agent.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "pilot-agent", args_override_self = true)]
+#[command(mut_args(quiet), mut_subcommands(|command| command.mut_args(quiet)))]
 pub struct Cli {
     #[command(flatten)]
     pub log: LogFlags,
+    /// Prints build information, as the command version does.
+    #[arg(long)]
+    version: bool,
     #[command(subcommand)]
     pub command: Option<Command>,
 }
@@ -90,7 +94,10 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
     }
     let (matches, unknown_flags) = unknown::parse(&mut command, line);
     match matches.and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches))) {
-        Ok((cli, matches)) => {
+        Ok((mut cli, matches)) => {
+            if cli.version {
+                cli.command = Some(Command::Version(version::VersionFlags::default()));
+            }
             let flags = matches.subcommand().and_then(|(name, matches)| {
                 let command = command.find_subcommand(name)?;
                 Some(flags::values(command, matches))
@@ -103,6 +110,14 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<Typed, Refused> {
         }
         Err(error) if error.use_stderr() => Err(Refused::Error(one_sentence(&error))),
         Err(help) => Err(Refused::Help(help.to_string())),
+    }
+}
+
+/// Help does not show a default that is empty.
+fn quiet(flag: Arg) -> Arg {
+    match flag.get_default_values() {
+        [default] if default.is_empty() => flag.hide_default_value(true),
+        _ => flag,
     }
 }
 
@@ -147,15 +162,20 @@ pub fn help() -> String {
     Cli::command().render_help().to_string()
 }
 
-/// clap's error in one sentence, with pilot-agent's text where it has one.
+/// clap's error in one sentence, with pilot-agent's text where it has one, and with the nearest name.
 fn one_sentence(error: &clap::Error) -> String {
     let invalid = error.get(ContextKind::InvalidArg);
     let word = invalid.or_else(|| error.get(ContextKind::InvalidSubcommand));
     let word = word.map(ToString::to_string).unwrap_or_default();
     match error.kind() {
-        ErrorKind::InvalidSubcommand => format!("unknown command {word:?} for \"pilot-agent\""),
+        ErrorKind::InvalidSubcommand => {
+            let nearest = error.get(ContextKind::SuggestedSubcommand);
+            let meant = nearest.map(|names| format!("\n\nDid you mean this?\n\t{names}\n"));
+            let meant = meant.unwrap_or_default().replace(", ", "\n\t");
+            format!("unknown command {word:?} for \"pilot-agent\"{meant}")
+        }
         ErrorKind::UnknownArgument => match word.starts_with('-') {
-            true => format!("unknown flag: {word}"),
+            true => format!("unknown flag: {word}{}", unknown::hint(error)),
             false => format!("unexpected word {word:?}"),
         },
         ErrorKind::MissingRequiredArgument => format!("expected {word}"),

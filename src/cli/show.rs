@@ -16,7 +16,7 @@ pub struct ConfigFlags {
     #[command(flatten)]
     pub proxy: ProxyFlags,
     /// Output form: yaml or json.
-    #[arg(short, long, value_parser = ["yaml", "json"], default_value = "yaml")]
+    #[arg(short, long, value_parser = super::version::output, default_value = "yaml")]
     pub output: String,
 }
 

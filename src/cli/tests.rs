@@ -58,6 +58,67 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
 }
 
 #[test]
+fn a_misspelt_flag_of_proxy_has_the_nearest_one_beside_it() {
+    for (line, name) in [
+        ("pilot-agent proxy --domian x", "--domian (--domain?)"),
+        (
+            "pilot-agent proxy --log_targt=x",
+            "--log_targt (--log_target?)",
+        ),
+        ("pilot-agent proxy --frobnicate", "--frobnicate"),
+        ("pilot-agent --vrsion", "--vrsion (--version?)"),
+    ] {
+        let unknown = typed(line).expect("the flag is left out").unknown_flags;
+        assert_eq!(unknown.len(), 1, "{line}");
+        assert_eq!(unknown[0].name, name, "{line}");
+    }
+}
+
+#[test]
+fn the_version_is_printed_by_a_flag_too() {
+    for line in ["pilot-agent --version", "pilot-agent --version wait"] {
+        let command = typed(line).expect("a flag").cli.command;
+        assert!(matches!(command, Some(Command::Version(_))), "{line}");
+    }
+    let command = typed("pilot-agent proxy --version");
+    let command = command.expect("tolerated").cli.command;
+    assert!(matches!(command, Some(Command::Proxy(_))), "{command:?}");
+}
+
+#[test]
+fn help_has_logging_by_itself_and_no_default_that_is_empty() {
+    for line in [
+        "pilot-agent --help",
+        "pilot-agent proxy --help",
+        "pilot-agent version --help",
+        "pilot-agent request --help",
+        "pilot-agent istio-iptables --help",
+    ] {
+        let Err(Refused::Help(text)) = typed(line) else {
+            panic!("{line}");
+        };
+        assert!(
+            !text.contains("default: \"\"") && !text.contains("default \"\""),
+            "{text}"
+        );
+        let (before, logging) = text.split_once("\nLogging:\n").expect("the group");
+        assert!(
+            !before.contains("--log_") && !before.contains("--vklog"),
+            "{text}"
+        );
+        let own = logging.split("\n\n").next().expect("the group");
+        let own = own
+            .lines()
+            .filter(|line| line.trim_start().starts_with("--"));
+        let is_of_logging = |line: &str| line.contains("--log_") || line.contains("--vklog");
+        assert!(
+            own.clone().count() == 6 && own.clone().all(is_of_logging),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn refuses_with_one_sentence() {
     for (line, sentence) in [
         ("pilot-agent proxy gateway", "invalid proxy Type: gateway"),
@@ -69,6 +130,30 @@ fn refuses_with_one_sentence() {
         (
             "pilot-agent frobnicate",
             "unknown command \"frobnicate\" for \"pilot-agent\"",
+        ),
+        (
+            "pilot-agent proxi sidecar",
+            "unknown command \"proxi\" for \"pilot-agent\"\n\nDid you mean this?\n\tproxy\n",
+        ),
+        (
+            "pilot-agent proxy sidecr",
+            "invalid proxy Type: sidecr (sidecar?)",
+        ),
+        (
+            "pilot-agent wait --periodMilis 1",
+            "unknown flag: --periodMilis (--periodMillis?)",
+        ),
+        (
+            "pilot-agent istio-iptables --explian=x",
+            "unknown flag: --explian (--explain?)",
+        ),
+        (
+            "pilot-agent wait --log_as_jsn",
+            "unknown flag: --log_as_jsn (--log_as_json?)",
+        ),
+        (
+            "pilot-agent config -o jsn",
+            "--output must be 'yaml' or 'json'",
         ),
         ("pilot-agent version --old", "unknown flag: --old"),
         ("pilot-agent --old version", "unknown flag: --old"),

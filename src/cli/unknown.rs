@@ -13,6 +13,7 @@ const NODE_TYPES: &[&str] = &["sidecar", "router", "waypoint", "ztunnel", "agent
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flag {
+    /// As typed, and with the nearest one.
     pub name: String,
     /// Whether it took the word behind it along. The word may be anything, so it is not kept.
     pub took_a_word: bool,
@@ -48,6 +49,7 @@ pub fn parse(
         let Some(at) = error.and_then(|error| place_of_unknown(error, &line)) else {
             return (result, unknown);
         };
+        let hint = error.map(hint).unwrap_or_default();
         let flag = line.remove(at);
         let (name, has_value) = match flag.split_once('=') {
             Some((name, _)) => (name.to_owned(), true),
@@ -57,8 +59,15 @@ pub fn parse(
         if took_a_word {
             line.remove(at);
         }
+        let name = name + &hint;
         unknown.push(Flag { name, took_a_word });
     }
+}
+
+/// The known flag that clap finds nearest to an unknown one.
+pub(super) fn hint(error: &clap::Error) -> String {
+    let nearest = error.get(ContextKind::SuggestedArg);
+    nearest.map_or_else(String::new, |flag| format!(" ({flag}?)"))
 }
 
 /// The place of the flag that clap refuses as unknown. It names a short one by its first letter.

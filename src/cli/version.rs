@@ -11,7 +11,7 @@ use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
 /// There is no Go in here, and readers of the version expect some word.
 const GOLANG_VERSION: &str = "none";
 
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct VersionFlags {
     /// Prints the version alone.
     #[arg(short, long, num_args = 0..=1, require_equals = true, default_value = "false",
@@ -54,7 +54,7 @@ pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> 
     })
 }
 
-fn output(text: &str) -> Result<String, String> {
+pub(super) fn output(text: &str) -> Result<String, String> {
     match text {
         "" | "json" | "yaml" => Ok(text.to_owned()),
         _ => Err("--output must be 'yaml' or 'json'".to_owned()),

@@ -33,6 +33,7 @@ pub(super) struct Documents<'a> {
 impl Documents<'_> {
     pub(super) fn merge(&self, flags: &ProxyFlags) -> Merged {
         let mut merged = self.without_flags(&flags.mesh_config);
+        merged.notes.warnings.extend(self.env.unknown());
         let cpus = self.get(&environment::ISTIO_CPU_LIMIT, &mut merged);
         threads::set(&mut merged, flags.concurrency, cpus, self.root);
         if merged.config.service_cluster.as_deref() == Some("") {

@@ -10,10 +10,11 @@ use clap::{ArgAction, ArgMatches, Args, Command};
 
 use super::environment::Value;
 use super::pod::NodeType;
-use crate::logging;
+use crate::{logging, spelling};
 
 /// Logging, for every command.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Logging")]
 pub struct LogFlags {
     /// Comma-separated scope:level pairs; a bare level is that of scope default.
     #[arg(long = "log_output_level", global = true, default_value = "")]
@@ -143,7 +144,10 @@ fn node_type(text: &str) -> Result<NodeType, String> {
         "ztunnel" | "agentgateway" => {
             Err(format!("proxy type {text} is not supported by this agent"))
         }
-        _ => Err(format!("invalid proxy Type: {text}")),
+        _ => {
+            let hint = spelling::hint(text, "", ["sidecar", "router", "waypoint"]);
+            Err(format!("invalid proxy Type: {text}{hint}"))
+        }
     }
 }
 

@@ -236,7 +236,7 @@ mod tests {
         for (probe, subject) in [
             (
                 "readinessProbe: {tcpSocket: {port: 1}, grpc: {port: 1}}",
-                "the part of PROXY_CONFIG that is not known",
+                "PROXY_CONFIG line 1",
             ),
             (
                 "readinessProbe: {tcpSocket: {port: 0}}",

@@ -1,7 +1,7 @@
 //! Reads and writes messages by protobuf's JSON mapping, as pilot-agent does.
 //!
 //! Members may be named in camel case or snake case, numbers may be quoted, enumerations are given by
-//! name or number, durations in Go's syntax. Unknown members are left out and named once; each value
+//! name or number, durations in Go's syntax. Unknown members are left out with a warning; each value
 //! of the wrong type is a problem with its path, line, value and expectation, and reading goes on.
 //! The written form has camel-case names, names of enumerations, and no members that are unset.
 
@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::yaml::{Node, Tree, line};
-use crate::problem::{Diagnostics, Problem};
+use crate::problem::Diagnostics;
+use crate::spelling;
 
 /// Whether secret values are written or replaced by `(not shown)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,11 +46,10 @@ pub type Given<'n> = Vec<(&'static str, &'n Node)>;
 #[derive(Debug)]
 pub struct Reader<'a> {
     origin: &'a str,
-    problems: &'a mut Vec<Problem>,
+    notes: &'a mut Diagnostics,
     path: String,
     /// The line of every member read, by its path.
     lines: BTreeMap<String, u64>,
-    ignored: Vec<String>,
 }
 
 /// Reads the members `node` sets into `message`; the others stay. Returns the lines of those members.
@@ -61,21 +61,12 @@ pub fn read_into<M: Message>(
 ) -> BTreeMap<String, u64> {
     let mut reader = Reader {
         origin,
-        problems: &mut diagnostics.problems,
+        notes: diagnostics,
         path: String::new(),
         lines: BTreeMap::new(),
-        ignored: Vec::new(),
     };
     reader.message(message, node);
-    let Reader { lines, ignored, .. } = reader;
-    if !ignored.is_empty() {
-        diagnostics.warnings.push(Problem::new(
-            format!("the part of {origin} that is not known"),
-            ignored.join(", "),
-            "nothing, leaving it out",
-        ));
-    }
-    lines
+    reader.lines
 }
 
 impl Reader<'_> {
@@ -103,8 +94,8 @@ impl Reader<'_> {
         }
     }
 
-    /// The members that count: in camel case before snake case, the last of a oneof. The names of
-    /// the others are noted.
+    /// The members that count: in camel case before snake case, the last of a oneof. Warns of the
+    /// others.
     fn given<'n>(
         &mut self,
         entries: &'n [(String, Node)],
@@ -133,7 +124,16 @@ impl Reader<'_> {
             // A known member that is null is one that is not set.
             if !(is_used || is_known && is_null(node)) {
                 let path = self.joined(key);
-                self.ignored.push(format!("{path} line {}", line(node)));
+                let text = match is_known {
+                    true => format!("member {path} gives way to another; ignored"),
+                    false => {
+                        let names = members.iter().map(|name| camel_case(name));
+                        let hint = spelling::hint(&camel_case(key), "", names);
+                        format!("unknown member {path}{hint}; ignored")
+                    }
+                };
+                let subject = format!("{} line {}", self.origin, line(node));
+                self.notes.warn(subject, text, "");
             }
         }
         given
@@ -170,7 +170,7 @@ impl Reader<'_> {
 
     pub fn problem(&mut self, node: &Node, found: String, expected: &str) {
         let subject = format!("{} of {} line {}", self.path, self.origin, line(node));
-        self.problems.push(Problem::new(subject, found, expected));
+        self.notes.problem(subject, found, expected);
     }
 }
 

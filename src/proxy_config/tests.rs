@@ -127,9 +127,10 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
 }
 
 #[test]
-fn unknown_members_are_left_out_and_named_once() {
+fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
     let (found, notes) = read(
-        "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\nmeshId: a\nmesh_id: b\nserviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY",
+        "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\n  zipkn: {}\nmeshId: a\nmesh_id: b\n\
+         serviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY\ndiscoveryAdress: a:1\nstatus_prt: 1",
     );
     let canonical = json!({
         "tracingServiceName": "CANONICAL_NAME_ONLY",
@@ -138,11 +139,17 @@ fn unknown_members_are_left_out_and_named_once() {
     });
     assert_eq!(Value::Object(found.document()), canonical);
     assert_eq!(notes.problems, []);
-    assert_eq!(notes.warnings.len(), 1);
-    assert_eq!(
-        notes.warnings[0].found,
-        "fromTheFuture line 1, mesh_id line 6, serviceCluster line 7, tracing.other line 4"
-    );
+    let warnings: Vec<_> = notes.warnings.iter().map(ToString::to_string).collect();
+    let expected = [
+        "it line 1: unknown member fromTheFuture; ignored",
+        "it line 7: member mesh_id gives way to another; ignored",
+        "it line 8: member serviceCluster gives way to another; ignored",
+        "it line 10: unknown member discoveryAdress (discoveryAddress?); ignored",
+        "it line 11: unknown member status_prt (statusPort?); ignored",
+        "it line 4: unknown member tracing.other; ignored",
+        "it line 5: unknown member tracing.zipkn (zipkin?); ignored",
+    ];
+    assert_eq!(warnings, expected);
 }
 
 #[test]

@@ -36,15 +36,6 @@ fn list_of_variables() -> String {
         |row| matches!(row.state, State::Honoured),
         |_| None,
     );
-    text += "\nNot yet; one that is set is named in the log:\n\n";
-    text += &table(
-        "part of",
-        |row| matches!(row.state, State::NotYet(_)),
-        |state| match state {
-            State::NotYet(area) => Some(area),
-            _ => None,
-        },
-    );
     text += "\nRefused, or taken without effect:\n\n";
     let rest = |row: &Row| matches!(row.state, State::Refused(_) | State::WithoutEffect(_));
     text += &table("why", rest, |state| match state {

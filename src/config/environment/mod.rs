@@ -7,12 +7,13 @@
 mod others;
 
 use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fmt;
 use std::time::Duration;
 
 use crate::duration;
 use crate::problem::Problem;
+use crate::spelling;
 
 #[derive(Clone, Default)]
 pub struct Environment(BTreeMap<String, OsString>);
@@ -43,8 +44,6 @@ pub enum State {
     Honoured,
     /// Accepted without effect, with the reason.
     WithoutEffect(&'static str),
-    /// Belongs to a missing feature, which is named.
-    NotYet(&'static str),
     /// Refused, with the reason.
     Refused(&'static str),
 }
@@ -229,21 +228,17 @@ impl Environment {
         Self(named.collect())
     }
 
-    /// Logs the variables that belong to missing features.
-    pub fn announce(&self) {
-        let names = self.not_yet();
-        if !names.is_empty() {
-            tracing::warn!("these variables have no effect yet: {}", names.join(", "));
-        }
-    }
-
-    /// Variables that belong to missing features and differ from their defaults.
-    pub fn not_yet(&self) -> Vec<&'static str> {
-        let asks = |row: &&Row| {
-            let found = self.0.get(row.name);
-            matches!(row.state, State::NotYet(_)) && found.is_some_and(|found| row.changes(found))
-        };
-        rows().filter(asks).map(|row| row.name).collect()
+    /// A warning for each variable that begins as this agent's own do and is none of them.
+    pub fn unknown(&self) -> impl Iterator<Item = Problem> {
+        const PREFIX: &str = "ISTIO_AGENT_";
+        let names = rows().map(|row| row.name).chain(others::OF_OTHER_PROGRAMS);
+        let known: Vec<_> = names.filter_map(|name| name.strip_prefix(PREFIX)).collect();
+        self.with_prefix(PREFIX).filter_map(move |(name, _)| {
+            let hint = spelling::hint(name, PREFIX, &known);
+            let text = format!("unknown variable{hint}; ignored");
+            let is_known = known.contains(&name);
+            (!is_known).then(|| Problem::new(format!("{PREFIX}{name}"), text, ""))
+        })
     }
 
     /// The variables that are set and have no effect, each with the reason.
@@ -251,7 +246,6 @@ impl Environment {
         let set = rows().filter(|row| self.0.contains_key(row.name));
         let ignored = set.filter_map(|row| match row.state {
             State::WithoutEffect(why) => Some((row.name, why)),
-            State::NotYet(_) => Some((row.name, "not yet")),
             State::Honoured | State::Refused(_) => None,
         });
         ignored.collect()
@@ -347,34 +341,14 @@ fn boolean(text: &str) -> Option<bool> {
     }
 }
 
-impl Row {
-    /// Whether a value is of the row's type and differs from the default.
-    fn changes(&self, value: &OsStr) -> bool {
-        let Some(text) = value.to_str() else {
-            return true;
-        };
-        match self.kind {
-            "bool" => differs::<bool>(text, self.default),
-            "int" | "port" | "float" => differs::<f64>(text, self.default),
-            "duration" => differs::<Duration>(text, self.default),
-            _ => text != self.default,
-        }
-    }
-}
-
 impl fmt::Display for State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Honoured => f.write_str("honoured"),
             Self::WithoutEffect(why) => write!(f, "no effect: {why}"),
-            Self::NotYet(area) => write!(f, "not yet: {area}"),
             Self::Refused(why) => write!(f, "refused: {why}"),
         }
     }
-}
-
-fn differs<T: Value + PartialEq>(text: &str, default: &str) -> bool {
-    T::parse(text).is_some_and(|value| Some(value) != T::parse(default))
 }
 
 pub fn reference() -> String {
@@ -389,9 +363,13 @@ pub fn reference() -> String {
             State::Honoured => String::new(),
             state => format!(" [{state}]"),
         };
+        let default = match row.default {
+            "" => String::new(),
+            default => format!(", default {default:?}"),
+        };
         text += &format!(
-            "  {} ({}, default {:?}){state}\n        {}{there}\n",
-            row.name, row.kind, row.default, row.help
+            "  {} ({}{default}){state}\n        {}{there}\n",
+            row.name, row.kind, row.help
         );
     }
     text

@@ -3,11 +3,13 @@
 
 use super::Counterpart::Same;
 use super::Row;
-use super::State::{self, Honoured, NotYet, Refused, WithoutEffect};
+use super::State::{self, Honoured, Refused, WithoutEffect};
 
-const PLATFORM: State = NotYet("platform discovery");
 const UNUSED: State = WithoutEffect("pilot-agent does not use it either");
 const GO: State = WithoutEffect("there is no Go runtime here");
+
+/// Variables of `istio-iptables` and of the script that starts the agent on a machine.
+pub(super) const OF_OTHER_PROGRAMS: [&str; 2] = ["ISTIO_AGENT_PROTECT_ADMIN", "ISTIO_AGENT_FLAGS"];
 
 const fn row(
     name: &'static str,
@@ -39,7 +41,7 @@ pub(super) const OTHERS: &[Row] = &[
     row("ISTIO_GPRC_MAXSTREAMS", "int", "100000", "Most streams on a local socket.", WithoutEffect("one Envoy opens a handful")),
     row("ISTIO_META_ENABLE_SELF_DISCOVERY", "bool", "false", "Names Envoy's own cluster.", Honoured),
     row("ISTIO_ENABLE_CONTROLLER_QUEUE_METRICS", "bool", "false", "Metrics of queues.", WithoutEffect("there are no such queues here")),
-    row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", PLATFORM),
+    row("GOOGLE_APPLICATION_CREDENTIALS", "string", "", "File of Google credentials.", WithoutEffect("labels of Google's machines are not read")),
     row("TOKEN_AUDIENCES", "list", "istio-ca", "Audiences of tokens.", UNUSED),
     row("XDS_AUTH", "bool", "true", "Istiod authenticates clients.", UNUSED),
     row("XDS_AUTH_PLAINTEXT", "bool", "false", "Istiod authenticates clients without TLS.", UNUSED),

@@ -68,28 +68,31 @@ fn no_variable_has_two_rows() {
 }
 
 #[test]
-fn variables_of_missing_features_are_named() {
-    let env: Environment = [
-        ("POD_NAME", "cart-0"),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/key.json"),
-        ("FILE_DEBOUNCE_DURATION", "100000us"),
-        ("ENABLE_PROBE_KEEPALIVE_CONNECTIONS", "F"),
-        ("WASM_HTTP_REQUEST_MAX_RETRIES", "many"),
-        ("OUTPUT_CERTS", ""),
-        ("GOMEMLIMIT", "1GiB"),
-        ("SOMETHING_ELSE", "true"),
-    ]
-    .into_iter()
-    .collect();
-    assert_eq!(env.not_yet(), ["GOOGLE_APPLICATION_CREDENTIALS"]);
+fn unknown_variables_of_this_agent_are_named_with_the_nearest_one() {
+    let variables = [
+        ("ISTIO_AGENT_FLAGS", "--log_as_json"),
+        ("ISTIO_AGENT_FROBNICATE", "1"),
+        ("ISTIO_AGENT_HOTRESTART", "true"),
+        ("ISTIO_AGENT_HOT_RESTART", "true"),
+        ("ISTIO_AGENT_PROTECT_ADMIN", "true"),
+        ("ISTIO_META_ANYTHING", "1"),
+        ("SOMETHING_ELSE", "1"),
+    ];
+    let found = Environment::from_iter(variables);
+    let found: Vec<_> = found.unknown().map(|problem| problem.to_string()).collect();
+    let expected = [
+        "ISTIO_AGENT_FROBNICATE: unknown variable; ignored",
+        "ISTIO_AGENT_HOTRESTART: unknown variable (ISTIO_AGENT_HOT_RESTART?); ignored",
+    ];
+    assert_eq!(found, expected);
 }
 
 #[test]
 fn the_help_of_proxy_has_every_variable_with_its_state() {
     let text = reference();
     for line in [
-        "  POD_NAME (string, default \"\")\n",
-        "  ISTIO_BOOTSTRAP (string, default \"\") [refused: this agent writes the bootstrap itself]\n",
+        "  POD_NAME (string)\n",
+        "  ISTIO_BOOTSTRAP (string) [refused: this agent writes the bootstrap itself]\n",
         "  WASM_PURGE_INTERVAL (duration, default \"1h\")\n",
     ] {
         assert!(text.contains(line), "{line}");

@@ -1,0 +1,74 @@
+//! Finds the name that a misspelt one most likely stands for.
+
+/// How alike two names are at least, of 1.
+const MIN_LIKENESS: f64 = 0.85;
+
+/// What an error says behind a misspelt name: the nearest of those known, with `prefix` before it. Empty
+/// if none is alike.
+pub(crate) fn hint(
+    name: &str,
+    prefix: &str,
+    known: impl IntoIterator<Item = impl AsRef<str>>,
+) -> String {
+    let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), &known.to_lowercase());
+    let rated = known
+        .into_iter()
+        .map(|known| (likeness(known.as_ref()), known));
+    let alike = rated.filter(|(likeness, _)| *likeness >= MIN_LIKENESS);
+    let nearest = alike.max_by(|(one, _), (other, _)| one.total_cmp(other));
+    nearest.map_or_else(String::new, |(_, known)| {
+        format!(" ({prefix}{}?)", known.as_ref())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_name_has_the_nearest_one_and_another_name_has_none() {
+        let known = [
+            "proxy",
+            "request",
+            "version",
+            "support-bundle",
+            "istio-iptables",
+            "domain",
+            "concurrency",
+            "output",
+            "discoveryAddress",
+            "statusPort",
+            "HOT_RESTART",
+            "KEEP_CONFIG",
+            "DNS_CACHE_MAX_TTL",
+        ];
+        for (name, expected) in [
+            ("proxi", "proxy"),
+            ("prox", "proxy"),
+            ("Proxy", "proxy"),
+            ("reqeust", "request"),
+            ("vers", "version"),
+            ("bundle-support", ""),
+            ("support", "support-bundle"),
+            ("iptables", ""),
+            ("istio", "istio-iptables"),
+            ("domian", "domain"),
+            ("concurency", "concurrency"),
+            ("outptu", "output"),
+            ("discoveryAdress", "discoveryAddress"),
+            ("statusport", "statusPort"),
+            ("HOTRESTART", "HOT_RESTART"),
+            ("KEEP_CONFIGURATION", "KEEP_CONFIG"),
+            ("DNS_CACHE_TTL", "DNS_CACHE_MAX_TTL"),
+            ("frobnicate", ""),
+            ("old", ""),
+            ("", ""),
+        ] {
+            let expected = match expected {
+                "" => String::new(),
+                expected => format!(" (--{expected}?)"),
+            };
+            assert_eq!(hint(name, "--", known), expected, "{name}");
+        }
+    }
+}
