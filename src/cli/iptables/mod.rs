@@ -161,4 +161,6 @@ async fn validate(config: &Config, options: &Options, family: Family) -> Result<
 }
 
 #[cfg(test)]
+mod docs_tests;
+#[cfg(test)]
 mod tests;
