@@ -67,9 +67,9 @@ pub(crate) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
     Ok(replies.iter().filter_map(table).collect())
 }
 
-/// The user whose process holds one end of a TCP connection, of those in this network namespace. An
-/// end that its process has closed has none.
-pub(crate) fn tcp_user(end: SocketAddr, other: SocketAddr) -> io::Result<u32> {
+/// The user whose process holds one end of a TCP connection, of those in this network namespace, and the
+/// inode of its socket. An end that its process has closed has none.
+pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, u32)> {
     const BY_FAMILY: u16 = 20;
     const TCP: u8 = 6;
     let ends = [end, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
@@ -83,8 +83,8 @@ pub(crate) fn tcp_user(end: SocketAddr, other: SocketAddr) -> io::Result<u32> {
     request.extend([0xff; 8]);
     let socket = Socket::open(Some(netlink::SOCK_DIAG))?;
     let replies = socket.ask(Message::new(BY_FAMILY, 0, &request))?;
-    let user = replies.iter().find_map(|reply| user_of(ends, reply));
-    user.ok_or_else(|| io::Error::other("its process has closed the connection"))
+    let owner = replies.iter().find_map(|reply| owner_of(ends, reply));
+    owner.ok_or_else(|| io::Error::other("its process has closed the connection"))
 }
 
 fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {
@@ -100,11 +100,11 @@ fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {
     bytes
 }
 
-/// The user, if the reply is on this connection, not on a listener, and its socket belongs to a process:
-/// the user of one that is closed is given as 0.
-fn user_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<u32> {
-    /// Established, and the two after the process has shut down its sending side.
-    const OPEN: [u8; 3] = [1, 4, 5];
+/// User and inode, if the reply is on this connection, not on a listener, and its socket belongs to a
+/// process: the user of one that is closed is given as 0.
+fn owner_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<(u32, u32)> {
+    /// Established, and those after one side has shut down sending.
+    const OPEN: [u8; 4] = [1, 4, 5, 8];
     let number = |at: usize| Some(u32::from_ne_bytes(*reply.get(at..)?.first_chunk()?));
     let found = reply.get(4..40)?;
     // A socket of IPv6 may have addresses of IPv4.
@@ -117,7 +117,7 @@ fn user_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<u32> {
         .iter()
         .any(|it| it == found);
     let (user, inode) = (number(64)?, number(68)?);
-    (is_meant && OPEN.contains(&reply[1]) && inode != 0).then_some(user)
+    (is_meant && OPEN.contains(&reply[1]) && inode != 0).then_some((user, inode))
 }
 
 /// Kinds and values of attributes, up to one that is cut.
@@ -258,7 +258,11 @@ mod tests {
             (v4, Vec::new(), None),
         ] {
             let ends = asked.map(|end| end.parse().expect("an end"));
-            assert_eq!(user_of(ends, &reply), expected, "{asked:?} {reply:?}");
+            assert_eq!(
+                owner_of(ends, &reply).map(|owner| owner.0),
+                expected,
+                "{asked:?} {reply:?}"
+            );
         }
     }
 
@@ -270,8 +274,8 @@ mod tests {
             let length = cut.min(reply.len()).min(bytes.len());
             reply[..length].copy_from_slice(&bytes[..length]);
             let ends = ends.map(|end| end.parse().expect("an end"));
-            prop_assert!(user_of(ends, &reply).is_none_or(|user| length > 64 || user == 7));
-            let _ = user_of(ends, &bytes);
+            prop_assert!(owner_of(ends, &reply).is_none_or(|owner| length > 64 || owner.0 == 7));
+            let _ = owner_of(ends, &bytes);
         }
 
         #[test]

@@ -7,7 +7,6 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use ::http::header::{HOST, ORIGIN};
@@ -29,34 +28,40 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// The other side of a connection.
 #[derive(Debug)]
 pub(super) struct Caller {
-    address: IpAddr,
-    /// Our side.
-    stream: io::Result<std::net::TcpStream>,
+    address: SocketAddr,
+    /// Address and inode of our side.
+    own: io::Result<(SocketAddr, u64)>,
     /// Asked for once.
     user: OnceCell<u32>,
 }
 
 impl Caller {
     pub(super) fn new(stream: &TcpStream, from: SocketAddr) -> Self {
+        let address = SocketAddr::new(from.ip().to_canonical(), from.port());
+        let inode = || io::Result::Ok(rustix::fs::fstat(stream)?.st_ino);
         Self {
-            address: from.ip().to_canonical(),
-            stream: stream.as_fd().try_clone_to_owned().map(Into::into),
+            address,
+            own: stream.local_addr().and_then(|own| Ok((own, inode()?))),
             user: OnceCell::new(),
         }
     }
 
     pub(super) fn is_local(&self) -> bool {
-        self.address.is_loopback()
+        self.address.ip().is_loopback()
     }
 
     async fn ask(&self) -> io::Result<u32> {
-        let stream = self.stream.as_ref().map_err(|error| error.kind())?;
-        let (caller, own) = (stream.peer_addr()?, stream.local_addr()?);
-        let asking = tokio::task::spawn_blocking(move || netlink::tcp_user(caller, own));
-        let user = timeout(LIMIT, asking).await???;
-        // If the connection was reset meanwhile, its port may have been that of another process.
-        stream.peer_addr()?;
-        Ok(user)
+        let (own, inode) = *self.own.as_ref().map_err(io::Error::kind)?;
+        let caller = self.address;
+        let asking = tokio::task::spawn_blocking(move || {
+            let (user, _) = netlink::tcp_owner(caller, own)?;
+            // If the connection was reset meanwhile, its port may have been that of another process.
+            match netlink::tcp_owner(own, caller)? {
+                (_, held) if u64::from(held) == inode => Ok(user),
+                _ => Err(io::ErrorKind::NotConnected.into()),
+            }
+        });
+        timeout(LIMIT, asking).await??
     }
 }
 
@@ -71,7 +76,7 @@ pub(super) struct Access {
 impl Access {
     /// What the caller is told if it is refused.
     pub(super) async fn check(&self, caller: &Caller, head: &Parts) -> Result<(), String> {
-        if !caller.is_local() || caller.address == ENVOY {
+        if !caller.is_local() || caller.address.ip() == ENVOY {
             return Err(NOT_LOCAL.to_owned());
         }
         check_names(head)?;

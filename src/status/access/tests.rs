@@ -26,8 +26,8 @@ impl Caller {
     pub(in crate::status) fn of(address: &str, user: Option<u32>) -> Self {
         let from: SocketAddr = address.parse().expect("an address");
         Self {
-            address: from.ip().to_canonical(),
-            stream: Err(io::ErrorKind::NotConnected.into()),
+            address: SocketAddr::new(from.ip().to_canonical(), from.port()),
+            own: Err(io::ErrorKind::NotConnected.into()),
             user: OnceCell::new_with(user),
         }
     }
@@ -262,6 +262,7 @@ async fn a_reset_connection_does_not_have_the_user_of_the_next_one_from_its_port
     let next = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
     bind(&next, &from).expect("the port of the first");
     connect(&next, &to).expect("connected");
-    assert_eq!(netlink::tcp_user(from, to).ok(), Some(own));
+    let owner = netlink::tcp_owner(from, to).expect("an owner");
+    assert_eq!(owner.0, own);
     assert!(caller.ask().await.is_err());
 }
