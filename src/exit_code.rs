@@ -10,7 +10,7 @@ pub enum ExitCode {
     /// `istio-iptables --run-validation` found that traffic is not captured, as in pilot-agent. The CNI
     /// plugin repairs pods whose init container exits with it.
     NotCaptured,
-    /// `istio-iptables --verify` found that traffic does not go where it should.
+    /// `istio-iptables --verify` found that traffic may not go where it should.
     CaptureDiffers,
     /// `doctor` found settings or states that may not work for long.
     DoctorWarnings,

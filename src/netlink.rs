@@ -15,7 +15,7 @@ use rustix::net::{
 /// The kernel answers at once.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Of an answer, in bytes.
-const LARGEST_ANSWER: usize = 1 << 20;
+const MAX_ANSWER: usize = 16 << 20;
 
 const REQUEST_AND_ACK: u16 = 0x5;
 /// Flag of a request for all.
@@ -51,20 +51,21 @@ impl Message {
     }
 }
 
-/// Names of the tables of nftables, with the number of their family.
-pub(crate) fn nft_tables() -> io::Result<Vec<(u8, String)>> {
-    const GET_TABLE: u16 = 10 << 8 | 1;
-    const NAME: u16 = 1;
-    let any_family = [0; 4];
-    let replies =
-        Socket::open(Some(netlink::NETFILTER))?.ask(Message::new(GET_TABLE, DUMP, &any_family))?;
-    let table = |reply: &Vec<u8>| {
+/// The chains of nftables: the number of their family, their table's name and their own.
+pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
+    const GET_CHAIN: u16 = 10 << 8 | 4;
+    let request = Message::new(GET_CHAIN, DUMP, &[0; 4]);
+    let replies = Socket::open(Some(netlink::NETFILTER))?.ask(request)?;
+    let chain = |reply: &Vec<u8>| {
         let (header, attributes) = reply.split_at_checked(4)?;
-        let name = parts(attributes).find(|(kind, _)| *kind == NAME)?.1;
-        let name = name.strip_suffix(b"\0").unwrap_or(name);
-        Some((header[0], String::from_utf8_lossy(name).into_owned()))
+        let [table, name] = [1, 3].map(|kind| {
+            let (_, name) = parts(attributes).find(|(of, _)| *of == kind)?;
+            let name = name.strip_suffix(b"\0").unwrap_or(name);
+            Some(String::from_utf8_lossy(name).into_owned())
+        });
+        Some((header[0], table?, name?))
     };
-    Ok(replies.iter().filter_map(table).collect())
+    Ok(replies.iter().filter_map(chain).collect())
 }
 
 /// The user whose process holds one end of a TCP connection, of those in this network namespace, and the
@@ -150,7 +151,7 @@ impl Socket {
         send(&self.0, &request, SendFlags::empty())?;
         let (mut replies, mut total) = (Vec::new(), 0);
         let mut buffer = vec![0; 32 << 10];
-        while total < LARGEST_ANSWER {
+        while total < MAX_ANSWER {
             let (length, _) = recv(&self.0, buffer.as_mut_slice(), RecvFlags::empty())?;
             total += length;
             let mut rest = &buffer[..length];

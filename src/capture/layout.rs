@@ -64,15 +64,32 @@ impl Layout {
         self.chains.keys().any(|(_, chain)| !chain.is_builtin())
     }
 
+    /// The mark of packets that TPROXY has handed over.
+    pub fn tproxy_mark(&self) -> Option<u32> {
+        let mut rules = self.rules(Table::Mangle, Chain::Inbound);
+        rules.find_map(|(matches, _)| match matches {
+            [
+                Match::Is(Criterion::Protocol(_)),
+                Match::Is(Criterion::Mark(mark)),
+            ] => Some(*mark),
+            _ => None,
+        })
+    }
+
     /// The port that a chain redirects to.
     pub fn redirects_to(&self, chain: Chain) -> Option<u16> {
-        let rules = self.chains.get(&(Table::Nat, chain))?;
-        rules.iter().find_map(|entry| match entry {
-            Entry::Rule {
-                verdict: Verdict::Redirect(port),
-                ..
-            } => Some(*port),
+        let mut rules = self.rules(Table::Nat, chain);
+        rules.find_map(|(_, verdict)| match verdict {
+            Verdict::Redirect(port) => Some(port),
             _ => None,
+        })
+    }
+
+    fn rules(&self, table: Table, chain: Chain) -> impl Iterator<Item = (&[Match], Verdict)> {
+        let entries = self.chains.get(&(table, chain)).into_iter().flatten();
+        entries.filter_map(|entry| match entry {
+            Entry::Rule { matches, verdict } => Some((matches.as_slice(), *verdict)),
+            Entry::Foreign(_) => None,
         })
     }
 

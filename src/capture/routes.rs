@@ -16,8 +16,9 @@ const CREATE_NEW: u16 = 0x600;
 const NEW_RULE: u16 = 32;
 const V4: u8 = 2;
 const V6: u8 = 10;
-/// Equal rules of which earlier versions may have left several.
-const MOST_EQUAL_RULES: usize = 256;
+const MARK: u16 = 10;
+/// Attribute of rules and of routes.
+const TABLE: u16 = 15;
 
 #[derive(Debug, thiserror::Error)]
 #[error("failed to configure routes: cannot {verb} {item}")]
@@ -54,19 +55,50 @@ pub fn add(config: &Config) -> Result<(), Error> {
     })
 }
 
-/// Removes what the configuration does not need; with `all` also what it needs.
-pub fn remove(config: &Config, all: bool) -> Result<(), Error> {
+/// Removes what the configuration does not need, and what the marks needed that rules of ours had: an
+/// `ip rule` for such a mark alone, to a table with our route. Names rules that look like that, and stay.
+pub fn remove(config: &Config, marks: &[u32]) -> Result<(), Error> {
     let mut items = items(config);
-    items.retain(|item| all || !item.is_wanted);
+    let known = |items: &[Item], reply: &[u8]| items.iter().any(|item| item.is(reply));
+    let any = [V4, V6].map(|family| rule(family, config.tproxy_mark, 0, false));
+    change("list", &any, |any, socket| {
+        let family = any.header[0];
+        for reply in any.listed(socket)? {
+            let (mark, table) = (number(&reply, MARK), number(&reply, TABLE));
+            let is_gone = marks.contains(&mark);
+            if !is_gone && mark != config.tproxy_mark || known(&items, &reply) {
+                continue;
+            }
+            let rule = rule(family, mark, table, false);
+            let route = local_route(family, table, false);
+            match is_gone && rule.is(&reply) && route.is_there(socket)? {
+                true => items.extend([rule, route]),
+                false => tracing::warn!("the {} stays, as it may be of others", rule.name),
+            }
+        }
+        Ok(())
+    })?;
+    items.retain(|item| !item.is_wanted);
     change("remove", &items, |item, socket| {
-        for _ in 0..MOST_EQUAL_RULES {
-            match socket.ask(item.message(item.kind + 1, 0)) {
-                Ok(_) => {}
+        let requests = match item.kind {
+            // As it is: a rule of others may begin alike. Earlier versions may have left several.
+            NEW_RULE => {
+                let mut all = item.listed(socket)?;
+                all.retain(|reply| item.is(reply));
+                all.iter()
+                    .map(|reply| Message::new(item.kind + 1, 0, reply))
+                    .collect()
+            }
+            _ => vec![item.message(item.kind + 1, 0)],
+        };
+        for request in requests {
+            match socket.ask(request) {
+                Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(error);
                 }
                 // There is none, which has a number of its own for each kind and family.
-                Err(_) => break,
+                Err(_) => {}
             }
         }
         Ok(())
@@ -116,8 +148,9 @@ fn items(config: &Config) -> Vec<Item> {
     let mut all = vec![passthrough_address(config.has_v6)];
     let is_tproxy = config.mode == Mode::Tproxy && config.inbound != InboundPorts::None;
     for (family, exists) in [(V4, true), (V6, config.has_v6)] {
-        all.push(rule(family, config, is_tproxy && exists));
-        all.push(local_route(family, config, is_tproxy && exists));
+        let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
+        all.push(rule(family, mark, table, is_tproxy && exists));
+        all.push(local_route(family, table, is_tproxy && exists));
     }
     all
 }
@@ -138,11 +171,8 @@ fn passthrough_address(is_wanted: bool) -> Item {
 }
 
 /// Looks packets with the mark up in the table.
-fn rule(family: u8, config: &Config, is_wanted: bool) -> Item {
+fn rule(family: u8, mark: u32, table: u32, is_wanted: bool) -> Item {
     const TO_TABLE: u8 = 1;
-    const MARK: u16 = 10;
-    const TABLE: u16 = 15;
-    let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
     Item {
         name: format!("rule that looks up mark {mark} in table {table}"),
         kind: NEW_RULE,
@@ -156,21 +186,20 @@ fn rule(family: u8, config: &Config, is_wanted: bool) -> Item {
 }
 
 /// Delivers all packets looked up in the table to this machine.
-fn local_route(family: u8, config: &Config, is_wanted: bool) -> Item {
+fn local_route(family: u8, table: u32, is_wanted: bool) -> Item {
     const NEW_ROUTE: u16 = 24;
-    const BY_ADMINISTRATOR: u8 = 4;
+    // pilot-agent adds it as another protocol; none removes that of any.
+    let by_administrator = if is_wanted { 4 } else { 0 };
     const OF_HOST: u8 = 254;
     const LOCAL: u8 = 2;
     const INTERFACE: u16 = 4;
-    const TABLE: u16 = 15;
-    let table = config.tproxy_route_table;
     let header = [
         family,
         0,
         0,
         0,
         0,
-        BY_ADMINISTRATOR,
+        by_administrator,
         OF_HOST,
         LOCAL,
         0,
@@ -192,10 +221,14 @@ fn local_route(family: u8, config: &Config, is_wanted: bool) -> Item {
 
 impl Item {
     fn is_there(&self, socket: &Socket) -> io::Result<bool> {
+        Ok(self.listed(socket)?.iter().any(|reply| self.is(reply)))
+    }
+
+    /// All of its kind and family.
+    fn listed(&self, socket: &Socket) -> io::Result<Vec<Vec<u8>>> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let all = socket.ask(Message::new(self.kind + 2, DUMP, &header))?;
-        Ok(all.iter().any(|reply| self.is(reply)))
+        socket.ask(Message::new(self.kind + 2, DUMP, &header))
     }
 
     fn message(&self, kind: u16, flags: u16) -> Message {
@@ -215,6 +248,26 @@ impl Item {
             parts(attributes).any(|(of, found)| of == *kind && found == value)
         };
         let alike = [0, 1, 7].map(|at| header[at] == self.header[at]);
-        !alike.contains(&false) && self.attributes.iter().all(has)
+        let is_whole = self.kind != NEW_RULE || is_for_mark_alone(header, attributes);
+        !alike.contains(&false) && is_whole && self.attributes.iter().all(has)
     }
+}
+
+/// Whether a rule looks at nothing but the whole mark: neither source, TOS, interfaces, users nor ports.
+fn is_for_mark_alone(header: &[u8], attributes: &[u8]) -> bool {
+    const SELECTORS: [u16; 7] = [3, 12, 17, 20, 22, 23, 24];
+    const INVERTED: u8 = 2;
+    const MASK: u16 = 16;
+    let flags = header[8..12].iter().fold(0, |all, byte| all | byte);
+    let mut others = parts(attributes)
+        .filter(|(kind, value)| SELECTORS.contains(kind) || *kind == MASK && *value != [0xff; 4]);
+    header[2..4] == [0, 0] && flags & INVERTED == 0 && others.next().is_none()
+}
+
+/// An attribute of a rule that the kernel replied; 0 is none.
+fn number(reply: &[u8], kind: u16) -> u32 {
+    let attributes = reply.get(12..).unwrap_or_default();
+    let value = parts(attributes).find(|(of, _)| *of == kind);
+    let value = value.and_then(|(_, value)| value.first_chunk());
+    value.map_or(0, |bytes| u32::from_ne_bytes(*bytes))
 }

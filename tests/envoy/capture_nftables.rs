@@ -121,10 +121,8 @@ fn a_transaction_that_fails_changes_nothing_and_says_why() {
     let output = istio_iptables(0, &format!("{REDIRECT} -g no-such-group"));
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(
-        said.contains("`nft -f -` failed") && said.contains("Group does not exist"),
-        "{said}"
-    );
+    let unknown = "a group of these arguments is \"no-such-group\", expected the name of a group";
+    assert!(said.contains(unknown), "{said}");
     let output = istio_iptables(APPLICATION, REDIRECT);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
@@ -147,6 +145,7 @@ fn an_nft_that_fails_or_prints_garbage_is_named() {
         return;
     }
     namespace::add_address("10.9.0.1/24");
+    capture(REDIRECT);
     let failing = "echo 'Could not process rule: No such file or directory' >&2; exit 1";
     let failed = "failed (exit status: 1): Could not process rule: No such file or directory";
     for (script, words, said) in [

@@ -344,6 +344,208 @@ fn routes_are_there_once_while_they_are_needed() {
     assert_eq!(routes(), ["", ""]);
 }
 
+/// What is left of Istio's rules, with any program.
+fn left() -> String {
+    let nft = Command::new("nft")
+        .args(["list", "ruleset"])
+        .output()
+        .unwrap();
+    let all = KINDS.map(saved).concat() + &String::from_utf8(nft.stdout).unwrap();
+    let is_istios = |line: &&str| line.contains("ISTIO_") || line.contains("istio-proxy");
+    all.lines().filter(is_istios).collect::<Vec<_>>().join("\n")
+}
+
+fn succeed(words: &str) -> String {
+    let (code, printed) = ended(&mut command(words));
+    assert_eq!(code, Some(0), "{words}: {printed}");
+    printed
+}
+
+const BACK_ENDS: [&str; 3] = [
+    "--force-iptables-binary legacy",
+    "--force-iptables-binary nft",
+    "--native-nftables",
+];
+
+#[test]
+fn a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules() {
+    if !is_inside("a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules") {
+        return;
+    }
+    for set_up in BACK_ENDS {
+        for cleanup in [
+            "",
+            BACK_ENDS[0],
+            BACK_ENDS[1],
+            BACK_ENDS[2],
+            "-b 80,x -u no-such-user",
+        ] {
+            succeed(&format!("{OTHER} {set_up}"));
+            assert!(
+                left().contains("15006") || left().contains("istio"),
+                "{set_up}"
+            );
+            namespace::run("ip", &["address", "flush", "dev", "lo", "scope", "global"]);
+            let printed = succeed(&format!("--cleanup-only --dry-run {cleanup}"));
+            let is_named = [
+                "-D OUTPUT -j ISTIO_OUTPUT\n",
+                "delete table inet istio-proxy-nat\n",
+            ];
+            assert!(
+                is_named.iter().any(|named| printed.contains(named)),
+                "{printed}"
+            );
+            let printed = succeed(&format!("--cleanup-only {cleanup}"));
+            assert_eq!(left(), "", "{set_up}, {cleanup}: {printed}");
+            let is_rule_a_line = [
+                "-restore: -D OUTPUT -j ISTIO_OUTPUT\n",
+                "nft: delete table inet istio-proxy-nat\n",
+            ];
+            assert!(
+                is_rule_a_line.iter().any(|line| printed.contains(line)),
+                "{printed}"
+            );
+            namespace::add_address("10.1.1.1/24");
+            namespace::run(
+                "ip",
+                &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"],
+            );
+        }
+    }
+}
+
+#[test]
+fn another_back_end_replaces_the_rules_of_the_one_before() {
+    if !is_inside("another_back_end_replaces_the_rules_of_the_one_before") {
+        return;
+    }
+    for (first, second) in [(0, 2), (1, 2), (2, 0), (2, 1)] {
+        succeed(&format!("{OTHER} {}", BACK_ENDS[first]));
+        succeed(&format!("{SIDECAR} {}", BACK_ENDS[second]));
+        let found = left();
+        assert_eq!(found.contains("istio-proxy"), second == 2, "{found}");
+        assert_eq!(found.contains("ISTIO_"), second != 2, "{found}");
+        succeed("--cleanup-only");
+        assert_eq!(left(), "");
+    }
+}
+
+#[test]
+fn marks_and_tables_of_other_settings_are_removed_and_policy_routing_of_others_stays() {
+    if !is_inside(
+        "marks_and_tables_of_other_settings_are_removed_and_policy_routing_of_others_stays",
+    ) {
+        return;
+    }
+    let lines = |words: &str, of: &str| {
+        let lines = ip(words);
+        let lines = lines.lines().filter(|line| line.contains(of));
+        lines
+            .map(|line| {
+                line.split_once(":\t")
+                    .map_or(line, |(_, rule)| rule)
+                    .trim()
+                    .to_owned()
+            })
+            .collect::<Vec<_>>()
+    };
+    for rule in [
+        "from 10.9.9.0/24 fwmark 0x4d lookup 99",
+        "fwmark 0x4d/0xff lookup 99",
+        "fwmark 0x4d lookup 300",
+        "fwmark 0x539 lookup 200",
+        "fwmark 0x4d ipproto udp lookup 99",
+    ] {
+        namespace::run(
+            "ip",
+            &["rule add", rule].join(" ").split(' ').collect::<Vec<_>>(),
+        );
+    }
+    let others = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
+    let own = "-b * -i * -m TPROXY -t 77 -r 99 -u 2000 -g 2001 --dual-stack";
+    for back_end in BACK_ENDS {
+        for next in [
+            "--cleanup-only",
+            "-b * -i * -m TPROXY -t 78 -r 98 -u 3000 --dual-stack",
+        ] {
+            succeed(&format!("{own} {back_end}"));
+            assert_eq!(lines("-4 rule", "fwmark").len(), others[0].len() + 1);
+            assert_eq!(lines("-6 route show table 99", "local default").len(), 1);
+            let printed = succeed(&format!("{next} {back_end}"));
+            for family in ["-4", "-6"] {
+                assert_eq!(
+                    ip(&format!("{family} route show table 99")),
+                    "",
+                    "{printed}"
+                );
+            }
+            let marked = KINDS.map(saved).concat();
+            assert!(
+                !marked.contains("0x4d") && !marked.contains("-owner 200"),
+                "{marked}"
+            );
+            let stays = "the rule that looks up mark 77 in table 300 stays, as it may be of others";
+            assert!(printed.contains(stays), "{printed}");
+            succeed("--cleanup-only");
+            let found = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
+            assert_eq!(found, others, "{printed}");
+        }
+    }
+    // As pilot-agent leaves them after a change to REDIRECT.
+    namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
+    namespace::run(
+        "ip",
+        &[
+            "route", "add", "local", "default", "dev", "lo", "table", "133",
+        ],
+    );
+    succeed("--cleanup-only");
+    assert_eq!(
+        ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark")),
+        others
+    );
+    assert_eq!(ip("route show table 133"), "");
+}
+
+#[test]
+fn a_return_for_an_interface_stays_and_is_named_unless_the_settings_name_it() {
+    if !is_inside("a_return_for_an_interface_stays_and_is_named_unless_the_settings_name_it") {
+        return;
+    }
+    for kind in KINDS {
+        istio_iptables(kind, "-b * -i * -c eth7");
+        let printed = istio_iptables(kind, "--cleanup-only");
+        let named = "nat: -A OUTPUT -o eth7 -j RETURN stays, as it may be of others";
+        assert!(printed.contains(named), "{printed}");
+        assert!(saved(kind).contains("-A OUTPUT -o eth7 -j RETURN\n"));
+        // They stand in the way of nothing, so the next run takes them for its own.
+        istio_iptables(kind, "-b * -i * -c eth7");
+        istio_iptables(kind, "--cleanup-only -c eth7");
+        assert_eq!(rules(&saved(kind)), [""; 0]);
+    }
+}
+
+#[test]
+fn tables_that_listing_has_made_do_not_make_rules_legacy() {
+    if !is_inside("tables_that_listing_has_made_do_not_make_rules_legacy") {
+        return;
+    }
+    for program in ["iptables-legacy", "ip6tables-legacy"] {
+        namespace::run(program, &["-t", "nat", "-L"]);
+    }
+    succeed(SIDECAR);
+    assert_eq!(rules(&saved("legacy")), [""; 0]);
+    assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
+    // Rules decide.
+    succeed("--cleanup-only");
+    namespace::run(
+        "iptables-legacy",
+        &["-t", "nat", "-A", "OUTPUT", "-j", "RETURN"],
+    );
+    succeed(SIDECAR);
+    assert!(saved("legacy").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
+}
+
 #[test]
 fn one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place() {
     if !is_inside("one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place") {

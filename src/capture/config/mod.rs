@@ -202,7 +202,7 @@ impl Config {
     }
 
     /// The users and groups of the proxy.
-    pub(super) fn proxies(&self) -> impl Iterator<Item = Owner> {
+    pub fn proxies(&self) -> impl Iterator<Item = Owner> {
         let users = self.uids.iter().cloned().map(Owner::User);
         users.chain(self.gids.iter().cloned().map(Owner::Group))
     }

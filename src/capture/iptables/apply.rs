@@ -38,16 +38,17 @@ pub enum Failed {
 /// A change by one pair of programs.
 struct Change {
     programs: Programs,
-    /// What was there.
-    saved: String,
     own: Own,
+    /// The mark that rules of ours had.
+    mark: Option<u32>,
     /// Input of `iptables-restore`.
     text: String,
 }
 
 impl Request<'_> {
-    /// Leaves exactly the rules of the configuration, or none; rules of others stay.
-    pub async fn carry_out(&self) -> Result<(), Failed> {
+    /// Leaves exactly the rules of the configuration, or none; rules of others stay. Returns the marks of
+    /// rules that are gone.
+    pub async fn carry_out(&self) -> Result<Vec<u32>, Failed> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
             if let Err(source) = change.programs.restore(&change.text).await {
@@ -58,21 +59,19 @@ impl Request<'_> {
             }
         }
         if changes.is_empty() {
-            tracing::info!("there is nothing to change");
+            tracing::info!("there is nothing to change in iptables");
         }
-        Ok(())
+        Ok(changes.iter().filter_map(|change| change.mark).collect())
     }
 
     /// What the kernel has, as the programs see it that would be used.
     pub async fn live(&self, family: Family) -> Result<Layout, Failed> {
         let kernel = Kernel::look(family)?;
-        let found = Programs::find(family, self.config.binaries, self.path, kernel);
+        let found = Programs::find(family, self.config.binaries, self.path, kernel).await?;
         match found.first() {
-            Some(programs) if programs.has_tables => {
-                Ok(programs.parse(&programs.save().await?)?.layout())
-            }
-            None if kernel.has_tables() => Err(Error::missing(family, self.path).into()),
-            _ => Ok(Layout::default()),
+            Some(programs) => Ok(programs.parse(&programs.saved)?.layout()),
+            None if !kernel.is_seen_by(&found) => Err(Error::missing(family, self.path).into()),
+            None => Ok(Layout::default()),
         }
     }
 
@@ -99,8 +98,13 @@ impl Request<'_> {
         let exists = family == Family::V4 || self.config.has_v6;
         let is_wanted = exists && !self.is_removal;
         let kernel = Kernel::look(family)?;
-        let found = Programs::find(family, self.config.binaries, self.path, kernel);
-        if found.is_empty() && (is_wanted || exists && kernel.has_tables()) {
+        let binaries = match self.is_removal {
+            true => Binaries::Detected,
+            false => self.config.binaries,
+        };
+        let found = Programs::find(family, binaries, self.path, kernel).await?;
+        let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
+        if found.is_empty() && (is_wanted || is_unseen) {
             return Err(Error::missing(family, self.path));
         }
         for (index, programs) in found.into_iter().enumerate() {
@@ -113,49 +117,50 @@ impl Request<'_> {
                 true => wanted(&rules, family),
                 false => Vec::new(),
             };
-            changes.extend(self.change(family, programs, &new, is_wanted).await?);
+            changes.extend(self.change(family, programs, &new, is_wanted)?);
         }
         Ok(())
     }
 
     /// None if the rules are in place.
-    async fn change(
+    fn change(
         &self,
         family: Family,
         programs: Programs,
         new: &[TableText<'_>],
         is_wanted: bool,
     ) -> Result<Option<Change>, Error> {
-        let saved = match programs.has_tables {
-            true => programs.save().await?,
-            false => String::new(),
-        };
-        let parsed = programs.parse(&saved)?;
-        let own = self.own(family);
+        let saved = programs.parse(&programs.saved)?;
+        let mark = saved.layout().tproxy_mark();
+        let own = self.own(family, mark);
         let goal = match is_wanted {
             true => self.layout(self.config, family),
             false => Layout::default(),
         };
-        if own.of(&parsed).layout() == goal && !(self.is_forced && is_wanted) {
+        if own.of(&saved).layout() == goal && !(self.is_forced && is_wanted) {
             return Ok(None);
         }
-        let text = own.swap(&parsed, new);
+        if !is_wanted {
+            own.name_doubtful(&saved);
+        }
+        let text = own.swap(&saved, new);
         Ok(Some(Change {
             programs,
-            saved,
             own,
+            mark,
             text,
         }))
     }
 
-    /// Ours are all rules that any mode has.
-    fn own(&self, family: Family) -> Own {
-        let config = Config {
-            mode: Mode::Tproxy,
-            has_v6: true,
-            ..self.config.clone()
-        };
-        Own(self.layout(&config, family))
+    /// Ours are all rules that any mode has, with the mark of the configuration or this one.
+    fn own(&self, family: Family, mark: Option<u32>) -> Own {
+        let mut config = self.config.clone();
+        (config.mode, config.has_v6) = (Mode::Tproxy, true);
+        let marks = [Some(config.tproxy_mark), mark];
+        Own::new(marks.into_iter().flatten().map(|mark| {
+            config.tproxy_mark = mark;
+            self.layout(&config, family)
+        }))
     }
 
     fn layout(&self, config: &Config, family: Family) -> Layout {
@@ -168,9 +173,9 @@ impl Request<'_> {
 /// The rules of a family as the programs on `path` print them that see chains of ours.
 pub async fn live(family: Family, path: &str) -> Result<Layout, Failed> {
     let kernel = Kernel::look(family)?;
-    let found = Programs::find(family, Binaries::Detected, path, kernel);
-    for programs in found.iter().filter(|programs| programs.has_tables) {
-        let layout = programs.parse(&programs.save().await?)?.layout();
+    let found = Programs::find(family, Binaries::Detected, path, kernel).await?;
+    for programs in &found {
+        let layout = programs.parse(&programs.saved)?.layout();
         if layout.is_captured() {
             return Ok(layout);
         }
@@ -186,7 +191,7 @@ async fn undo(changes: &[Change]) -> Result<(), Error> {
     for change in changes.iter().rev() {
         let (programs, own) = (&change.programs, &change.own);
         let now = programs.save().await?;
-        let (now, before) = (programs.parse(&now)?, programs.parse(&change.saved)?);
+        let (now, before) = (programs.parse(&now)?, programs.parse(&programs.saved)?);
         if own.of(&now) != own.of(&before) {
             let text = own.swap(&now, &own.again(&before));
             programs.restore(&text).await?;

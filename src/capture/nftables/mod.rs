@@ -15,7 +15,7 @@ use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
-use crate::netlink::nft_tables;
+use crate::netlink::nft_chains;
 
 pub use live::{Live, Malformed};
 
@@ -36,24 +36,46 @@ pub enum Error {
     Malformed(#[from] Malformed),
 }
 
-/// Replaces all our rules by these, at once.
-pub async fn apply(rules: &Rules) -> Result<(), Error> {
-    nft(&["-f", "-"], &transaction(rules)).await.map(drop)
+/// Replaces all our rules by these, at once. Returns the mark of those that are gone.
+pub async fn apply(rules: &Rules) -> Result<Option<u32>, Error> {
+    let applied = carry_out(&transaction(rules)).await;
+    applied.map_err(|error| match error {
+        Error::Program(error) if error.is_missing() => Error::Missing,
+        error => error,
+    })
 }
 
-/// Removes all our rules, at once.
-pub async fn clean() -> Result<(), Error> {
-    nft(&["-f", "-"], &removal()).await.map(drop)
+/// Removes all our rules, at once, if there are any. Returns their mark.
+pub async fn clean() -> Result<Option<u32>, Error> {
+    match has_tables() {
+        true => carry_out(&removal()).await,
+        false => Ok(None),
+    }
+}
+
+async fn carry_out(text: &str) -> Result<Option<u32>, Error> {
+    let before = match has_tables() {
+        // An nft without JSON can change rules all the same.
+        true => live().await.ok(),
+        false => None,
+    };
+    for line in text.lines() {
+        tracing::info!("nft: {line}");
+    }
+    nft(&["-f", "-"], text).await?;
+    Ok(before.and_then(|live| live.v4.tproxy_mark()))
 }
 
 /// Whether the kernel has tables of ours, as far as it tells.
-pub(super) fn has_tables() -> bool {
-    let is_ours = |(_, name): &(u8, String)| {
-        TABLES
-            .iter()
-            .any(|table| table_name(*table) == name.as_str())
+pub fn has_tables() -> bool {
+    const INET: u8 = 1;
+    let is_ours = |(family, name, _): &(u8, String, String)| {
+        *family == INET
+            && TABLES
+                .iter()
+                .any(|table| table_name(*table) == name.as_str())
     };
-    nft_tables().is_ok_and(|tables| tables.iter().any(is_ours))
+    nft_chains().is_ok_and(|chains| chains.iter().any(is_ours))
 }
 
 /// The rules in the kernel.
@@ -64,10 +86,7 @@ pub async fn live() -> Result<Live, Error> {
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
     let result = program::run("nft", arguments, input, LIMIT).await;
-    result.map_err(|error| match error.is_missing() {
-        true => Error::Missing,
-        false => Error::Program(error),
-    })
+    result.map_err(Error::Program)
 }
 
 /// The input of `nft -f -` that removes our tables, whether they exist or not.

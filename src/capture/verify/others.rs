@@ -55,14 +55,14 @@ pub(super) fn differences(wanted: &Layout, found: &Layout, family: Family) -> Ve
             continue;
         };
         let place = (rule.table, rule.chain);
-        let mut lines = entries(found, place).iter();
-        let is_it = |entry: &&Entry| {
-            let Entry::Rule { matches, verdict } = readable(entry) else {
+        let is_it = |entry: &Entry| {
+            let Entry::Rule { matches, verdict } = entry else {
                 return false;
             };
-            matches == rule.matches && verdict == rule.verdict
+            matches == rule.matches && *verdict == rule.verdict
         };
-        let Some(entry) = lines.find(is_it) else {
+        let at = entries(&all, place).iter().position(is_it);
+        let Some(entry) = at.and_then(|at| entries(found, place).get(at)) else {
             continue;
         };
         let rule = line(place, entry);

@@ -32,16 +32,16 @@ pub(in crate::capture) fn ways<'a>(
         if !known.insert((first.rules.clone(), second.rules.clone())) {
             continue;
         }
-        for matches in &rules {
-            let beside = (0..=matches.len()).map(|but| changed(&packet, matches, but));
-            // What arrives over lo was sent.
-            let is_possible =
-                |packet: &Packet| packet.direction != Direction::In || packet.interface != LOOPBACK;
-            let beside = beside.filter(is_possible).take(left);
-            let before = queue.len();
-            queue.extend(beside);
-            left -= queue.len() - before;
-        }
+        // What arrives over lo was sent.
+        let is_possible =
+            |packet: &Packet| packet.direction != Direction::In || packet.interface != LOOPBACK;
+        let from = &packet;
+        let beside = rules
+            .iter()
+            .flat_map(|matches| (0..=matches.len()).map(move |but| changed(from, matches, but)));
+        let before = queue.len();
+        queue.extend(beside.filter(is_possible).take(left));
+        left -= queue.len() - before;
         found.push((packet, first, second));
     }
     found
@@ -101,9 +101,10 @@ fn set(packet: &mut Packet, criterion: &Criterion, holds: bool) {
         Criterion::Source(range) => packet.source.set_ip(address(range, holds)),
         Criterion::Destination(range) => packet.destination.set_ip(address(range, holds)),
         Criterion::Protocol(protocol) => {
-            packet.protocol = match (protocol, holds) {
-                (Protocol::Tcp, true) | (Protocol::Udp, false) => Protocol::Tcp,
-                (Protocol::Udp, true) | (Protocol::Tcp, false) => Protocol::Udp,
+            packet.protocol = match protocol {
+                _ if holds => *protocol,
+                Protocol::Tcp => Protocol::Udp,
+                Protocol::Udp => Protocol::Tcp,
             }
         }
         Criterion::SourcePort(port) => {
@@ -151,18 +152,10 @@ fn address(range: &Cidr, is_in: bool) -> IpAddr {
 }
 
 fn account(id: &Id, is_it: bool) -> Account {
-    match id {
-        Id::Numbers(numbers) if is_it => Account {
-            number: Some(*numbers.start()),
-            name: None,
-        },
-        Id::Numbers(numbers) => Account {
-            number: Some(numbers.end().wrapping_add(1)),
-            name: None,
-        },
-        Id::Name(name) => Account {
-            number: None,
-            name: is_it.then(|| name.clone()),
-        },
-    }
+    let (number, name) = match id {
+        Id::Numbers(numbers) if is_it => (Some(*numbers.start()), None),
+        Id::Numbers(numbers) => (Some(numbers.end().wrapping_add(1)), None),
+        Id::Name(name) => (None, is_it.then(|| name.clone())),
+    };
+    Account { number, name }
 }

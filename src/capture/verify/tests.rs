@@ -239,24 +239,29 @@ fn rules_of_others_divert_what_they_and_ours_match() {
             "-d 10.96.7.0/24 -m owner --gid-owner 1001 -j ACCEPT",
             &not_captured,
         ),
-        (CONFIGS[5], Nat, "-d 10.97.0.0/16 -j ACCEPT", &Nothing),
         (
-            |s| s.service_exclude_cidr = "10.0.0.0/16,10.1.0.0/16".to_owned(),
+            CONFIGS[5],
             Nat,
-            "-d 10.0.0.0/15 -j ACCEPT",
+            "-d 10.97.0.0/16 ! -o lo -j ACCEPT",
             &Nothing,
         ),
         (
             |s| s.service_exclude_cidr = "10.0.0.0/16,10.1.0.0/16".to_owned(),
             Nat,
-            "-d 10.0.0.0/8 -j ACCEPT",
+            "-d 10.0.0.0/15 ! -o lo -j ACCEPT",
+            &Nothing,
+        ),
+        (
+            |s| s.service_exclude_cidr = "10.0.0.0/16,10.1.0.0/16".to_owned(),
+            Nat,
+            "-d 10.0.0.0/8 ! -o lo -j ACCEPT",
             &not_captured,
         ),
         (
             tproxy,
             Mangle,
             "-p tcp -j MARK --set-xmark 0x1/0xffffffff",
-            &Diverts("gets mark 1, expected 1338"),
+            &Diverts("expected that it passes unchanged to port 15006"),
         ),
     ] {
         let named = format!("{}: -A OUTPUT {rule}", table_name(table));

@@ -3,10 +3,13 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
+use std::time::Duration;
 
-use crate::capture::config::Host;
+use crate::capture::config::{Config, Host, OwnerGroups};
+use crate::capture::program;
 use crate::capture::rules::{Family, Id, Owner};
 use crate::dns::forward::resolv_conf::ResolvConf;
+use crate::problem::Problem;
 use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -14,6 +17,8 @@ pub(super) const PASSWD: &str = "/etc/passwd";
 pub(super) const GROUP: &str = "/etc/group";
 /// No list of users or groups is this large.
 const LARGEST_ACCOUNTS: u64 = 16 << 20;
+/// Time limit of the name service.
+const LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -95,6 +100,34 @@ pub(super) fn uid_of(user: &str, passwd: &str) -> Option<u32> {
         let is_named = fields.next() == Some(user);
         fields.nth(1).filter(|_| is_named)?.parse().ok()
     })
+}
+
+/// Names of users and groups that neither this machine's files nor its name service know.
+pub(super) async fn unknown_names(config: &Config) -> Vec<Problem> {
+    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &config.owner_groups;
+    let groups = groups.iter().cloned().map(Owner::Group);
+    let mut unknown = Vec::new();
+    for owner in config.proxies().chain(groups) {
+        let (kind, database, name) = match &owner {
+            Owner::User(Id::Name(name)) => ("user", "passwd", name),
+            Owner::Group(Id::Name(name)) => ("group", "group", name),
+            _ => continue,
+        };
+        let mut is_known = number(&owner).is_some();
+        if !is_known {
+            let found = program::run("getent", &[database, name], "", LIMIT).await;
+            is_known = found.is_ok();
+        }
+        if !is_known {
+            let expected = format!("the name of a {kind} of this machine");
+            unknown.push(Problem::new(
+                format!("a {kind} of these arguments"),
+                name,
+                expected,
+            ));
+        }
+    }
+    unknown
 }
 
 /// The number of a user or group that has a name.

@@ -10,7 +10,7 @@ mod verify;
 use std::io;
 use std::path::Path;
 
-use crate::capture::config::{Config, Invalid};
+use crate::capture::config::{Config, Host, Invalid};
 use crate::capture::iptables::apply::{self, Request};
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
@@ -18,6 +18,7 @@ use crate::capture::verify::live;
 use crate::capture::{iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
 use crate::exit_code::ExitCode;
+use crate::lifecycle::with_causes;
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
 use resolver::{Options, Resolver};
@@ -79,20 +80,42 @@ impl From<String> for Report {
 /// Carries the command out.
 pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Report, Error> {
     let resolver = Resolver { flags, environment };
-    let (settings, options) = (resolver.settings(), resolver.options());
+    let (mut settings, options) = (resolver.settings(), resolver.options());
     let captures_servers = settings.redirect_dns && !settings.capture_all_dns;
-    let (host, family) =
-        machine::host(options.is_dual_stack, captures_servers, &options.envoy_user)?;
-    let (config, warnings) = Config::check(&settings, &host)?;
+    let cleans = options.cleanup_only && !flags.verify && flags.explain.is_none();
+    if cleans {
+        // It asks for no routes.
+        settings.interception_mode.clear();
+    }
+    let (host, family) = match cleans {
+        true => (Host::default(), Family::V4),
+        false => machine::host(options.is_dual_stack, captures_servers, &options.envoy_user)?,
+    };
+    let (config, warnings) = match Config::check(&settings, &host) {
+        Err(invalid) if cleans => {
+            tracing::warn!("{invalid}; rules are removed without these settings");
+            let (flags, environment) = Default::default();
+            let (flags, environment) = (&flags, &environment);
+            Config::check(&Resolver { flags, environment }.settings(), &host)?
+        }
+        checked => checked?,
+    };
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
     if let Some(flow) = &flags.explain {
         return Ok(explain::explain(flow, &config, options.native_nftables)?.into());
     }
+    let unknown = match cleans {
+        true => Vec::new(),
+        false => machine::unknown_names(&config).await,
+    };
+    if !unknown.is_empty() {
+        return Err(Invalid(unknown).into());
+    }
     let request = Request {
         config: &config,
-        is_removal: options.cleanup_only,
+        is_removal: options.cleanup_only || options.native_nftables,
         is_forced: options.force_apply,
         path: &options.path,
         number: machine::number,
@@ -124,21 +147,27 @@ async fn set_up(request: &Request<'_>, options: &Options) -> Result<String, Erro
     if !options.cleanup_only {
         routes::add(config)?;
     }
-    match (options.native_nftables, options.cleanup_only) {
-        (true, true) => nftables::clean().await?,
-        (true, false) => nftables::apply(&Rules::new(config)).await?,
-        (false, _) => request.carry_out().await?,
+    let mut marks = Vec::new();
+    if options.native_nftables && !options.cleanup_only {
+        marks.extend(nftables::apply(&Rules::new(config)).await?);
+        match request.carry_out().await {
+            Ok(gone) => marks.extend(gone),
+            Err(error) => tracing::warn!("rules of iptables may be left: {}", with_causes(&error)),
+        }
+    } else {
+        marks.extend(request.carry_out().await?);
+        marks.extend(nftables::clean().await?);
     }
-    routes::remove(config, options.cleanup_only)?;
+    routes::remove(config, &marks)?;
     Ok(String::new())
 }
 
 async fn dry_run(request: &Request<'_>, options: &Options) -> Result<String, Error> {
     let rules = Rules::new(request.config);
     let text = match (options.native_nftables, options.cleanup_only) {
-        (true, true) => nftables::removal(),
+        (_, true) if nftables::has_tables() => request.preview().await? + &nftables::removal(),
+        (_, true) => request.preview().await?,
         (true, false) => nftables::transaction(&rules),
-        (false, true) => request.preview().await?,
         (false, false) => iptables::dry_run(&rules),
     };
     if let Some(path) = options.dry_run_file.clone() {

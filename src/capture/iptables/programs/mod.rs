@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
+use super::saved::{ISTIO, Saved};
 use crate::capture::config::Binaries;
 use crate::capture::program::{self, Cause};
 use crate::capture::rules::Family;
-use crate::netlink::nft_tables;
+use crate::netlink::nft_chains;
 
 /// How long a program of kind legacy waits for another one.
 const WAIT: &str = "--wait=30";
@@ -52,6 +53,8 @@ pub(super) struct Kernel {
     legacy: bool,
     /// None is a kernel without nftables.
     nft: Option<bool>,
+    /// Whether nftables has chains of Istio's.
+    has_istio: bool,
 }
 
 /// The programs of one kind and family.
@@ -62,20 +65,18 @@ pub(super) struct Programs {
     pub(super) name: String,
     /// False if the kernel says that there are no tables.
     pub(super) has_tables: bool,
+    /// What `iptables-save` prints; empty without tables.
+    pub(super) saved: String,
 }
 
 impl Kernel {
-    pub(super) fn has_tables(self) -> bool {
-        self.legacy || self.nft == Some(true)
-    }
-
-    /// Whether there are programs for each kind of tables it has.
+    /// Whether there are programs for each kind of tables that may have rules of Istio's.
     pub(super) fn is_seen_by(self, programs: &[Programs]) -> bool {
         let has = |kind| {
             let mut kinds = programs.iter().map(|programs| programs.kind);
             kinds.any(|found| found == kind || found == Kind::Unknown)
         };
-        (!self.legacy || has(Kind::Legacy)) && (self.nft != Some(true) || has(Kind::Nft))
+        (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
     pub(super) fn look(family: Family) -> Result<Self, Error> {
@@ -83,19 +84,27 @@ impl Kernel {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),
             Family::V6 => (10, "/proc/thread-self/net/ip6_tables_names"),
         };
-        let is_of_iptables =
-            |(of, name): &(u8, String)| *of == number && NFT_TABLES.contains(&name.as_str());
-        let nft = match nft_tables() {
-            Ok(tables) => Some(tables.iter().any(is_of_iptables)),
+        let mut chains = match nft_chains() {
+            Ok(chains) => Some(chains),
             Err(error) if is_not_supported(&error) => None,
             Err(error) => return Err(Error::Kernel(error)),
         };
+        if let Some(chains) = &mut chains {
+            chains.retain(|(of, table, _)| *of == number && NFT_TABLES.contains(&table.as_str()));
+        }
         let legacy = match fs::read(names) {
             Ok(names) => !names.is_empty(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
             Err(error) => return Err(Error::Kernel(error)),
         };
-        Ok(Self { legacy, nft })
+        let nft = chains.as_ref().map(|chains| !chains.is_empty());
+        let mut chains = chains.iter().flatten();
+        let has_istio = chains.any(|(_, _, name)| name.starts_with(ISTIO));
+        Ok(Self {
+            legacy,
+            nft,
+            has_istio,
+        })
     }
 }
 
@@ -119,8 +128,14 @@ impl Error {
 }
 
 impl Programs {
-    /// The programs of a family in the directories of `path`, one of each kind: the one to use first.
-    pub(super) fn find(family: Family, of: Binaries, path: &str, kernel: Kernel) -> Vec<Self> {
+    /// The programs of a family in the directories of `path`, one of each kind, with what they print: the
+    /// one to use first. Tables of kind legacy count once they have rules: listing creates them.
+    pub(super) async fn find(
+        family: Family,
+        of: Binaries,
+        path: &str,
+        kernel: Kernel,
+    ) -> Result<Vec<Self>, Error> {
         let name = command(family);
         let mut found: Vec<_> = ["-legacy", "-nft", ""]
             .iter()
@@ -131,15 +146,19 @@ impl Programs {
                 Binaries::Nft => found.kind == Kind::Nft,
             })
             .collect();
+        found.sort_by_key(|found| found.kind);
+        found.dedup_by_key(|found| found.kind);
+        for programs in found.iter_mut().filter(|programs| programs.has_tables) {
+            programs.saved = programs.save().await?;
+        }
         found.sort_by_key(|found| match found.kind {
-            Kind::Legacy if kernel.legacy => 0,
+            Kind::Legacy if found.saved.contains("\n-A ") => 0,
             Kind::Nft if kernel.nft.is_some() => 1,
             Kind::Unknown => 2,
             Kind::Legacy => 3,
             Kind::Nft => 4,
         });
-        found.dedup_by_key(|found| found.kind);
-        found
+        Ok(found)
     }
 
     /// The first programs of this name.
@@ -157,6 +176,7 @@ impl Programs {
             kind,
             name,
             has_tables,
+            saved: String::new(),
         })
     }
 
@@ -173,7 +193,9 @@ impl Programs {
             // Versions of kind nft ignore it.
             Kind::Legacy | Kind::Unknown => &["--noflush", WAIT],
         };
-        tracing::info!("running {}-restore with this input:\n{text}", self.name);
+        for line in text.lines() {
+            tracing::info!("{}-restore: {line}", self.name);
+        }
         self.run("restore", arguments, text).await.map(drop)
     }
 
@@ -183,8 +205,8 @@ impl Programs {
         run.await.map_err(Error::Program)
     }
 
-    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<super::saved::Saved<'a>, Error> {
-        super::saved::Saved::parse(text).map_err(|source| Error::Output {
+    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<Saved<'a>, Error> {
+        Saved::parse(text).map_err(|source| Error::Output {
             program: format!("{}-save", self.name),
             source,
         })

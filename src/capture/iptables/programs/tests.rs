@@ -4,11 +4,15 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::*;
 
-/// A directory with programs, given by their names and the files these are links to; empty is none.
-fn directory(programs: &[(&str, &str)]) -> tempfile::TempDir {
+/// A directory with programs, given by their names and the files these are links to; empty is none. They
+/// print this.
+fn directory(programs: &[(&str, &str)], saved: &str) -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     for (name, target) in programs {
         let at = directory.path();
+        let path = at.join(format!("{name}-save"));
+        fs::write(&path, format!("#!/bin/sh\nprintf '{saved}'\n")).expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
         let path = at.join(format!("{name}-restore"));
         match *target {
             "" => fs::write(&path, "").expect("a file"),
@@ -21,8 +25,10 @@ fn directory(programs: &[(&str, &str)]) -> tempfile::TempDir {
     directory
 }
 
-#[test]
-fn legacy_is_chosen_if_it_has_tables_then_nft_then_what_is_there() {
+#[tokio::test]
+async fn legacy_is_chosen_if_it_has_rules_then_nft_then_what_is_there() {
+    const LISTED: &str = "*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n";
+    const RULES: &str = "*nat\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -j RETURN\nCOMMIT\n";
     let debian = [
         ("iptables", "xtables-nft-multi"),
         ("iptables-nft", "xtables-nft-multi"),
@@ -32,27 +38,31 @@ fn legacy_is_chosen_if_it_has_tables_then_nft_then_what_is_there() {
     let only_legacy = [("iptables-legacy", "")];
     let (none, some) = (Some(false), Some(true));
     let (detected, legacy, nft) = (Binaries::Detected, Binaries::Legacy, Binaries::Nft);
-    for (programs, of, has_legacy, has_nft, expected) in [
-        (&debian[..], detected, false, none, "-nft -legacy"),
-        (&debian, detected, true, some, "-legacy -nft"),
-        (&debian, detected, false, None, "-legacy -nft"),
-        (&debian, legacy, false, some, "-legacy"),
-        (&debian, nft, true, none, "-nft"),
-        (&debian[..1], detected, false, none, ""),
-        (&debian[..1], legacy, false, none, "none"),
-        (&plain, detected, true, some, ""),
-        (&plain, nft, false, none, "none"),
-        (&only_legacy, detected, false, none, "-legacy"),
-        (&[], detected, false, none, "none"),
+    for (programs, of, tables, has_nft, expected) in [
+        (&debian[..], detected, "", none, "-nft -legacy"),
+        (&debian, detected, RULES, some, "-legacy -nft"),
+        (&debian, detected, LISTED, none, "-nft -legacy"),
+        (&debian, detected, "", None, "-legacy -nft"),
+        (&debian, legacy, "", some, "-legacy"),
+        (&debian, nft, RULES, none, "-nft"),
+        (&debian[..1], detected, "", none, ""),
+        (&debian[..1], legacy, "", none, "none"),
+        (&plain, detected, RULES, some, ""),
+        (&plain, nft, "", none, "none"),
+        (&only_legacy, detected, "", none, "-legacy"),
+        (&[], detected, "", none, "none"),
     ] {
-        let directory = directory(programs);
+        let has_legacy = !tables.is_empty();
+        let directory = directory(programs, tables);
         let at = directory.path().display();
         let kernel = Kernel {
             legacy: has_legacy,
             nft: has_nft,
+            has_istio: false,
         };
         let path = format!("/nowhere::{at}");
-        let found = Programs::find(Family::V4, of, &path, kernel);
+        let found = Programs::find(Family::V4, of, &path, kernel).await;
+        let found = found.expect("programs");
         let names = found.iter().map(|found| found.name.clone());
         let expected = expected.split(' ').filter(|suffix| *suffix != "none");
         let expected = expected.map(|suffix| format!("{at}/iptables{suffix}"));
@@ -97,6 +107,7 @@ async fn programs_that_misbehave_are_named_with_what_they_did() {
             kind: Kind::Unknown,
             name: name.clone(),
             has_tables: true,
+            saved: String::new(),
         };
         // Paused time passes at once while the program sleeps.
         if script.contains("sleep") {

@@ -7,26 +7,50 @@ use std::fmt::Write;
 
 use super::saved::{ISTIO, Saved, SavedRule, SavedTable, chain_named};
 use super::{TableText, rule, table_name};
-use crate::capture::layout::Layout;
-use crate::capture::rules::Table;
+use crate::address::Cidr;
+use crate::capture::layout::{Entry, Layout};
+use crate::capture::rules::{Chain, Criterion, Id, Match, Owner, Table};
 
 /// All tables. The last one begins to redirect connections, so it comes last, and goes first.
 const ORDER: [&str; 5] = ["security", "filter", "raw", "mangle", "nat"];
 
-/// Which rules in the kernel's own chains are ours, besides jumps.
+/// Which rules in the kernel's own chains are ours, besides jumps, whatever users they are for.
 #[derive(Debug)]
-pub(super) struct Own(pub(super) Layout);
+pub(super) struct Own(Vec<((Table, Chain), Entry)>);
 
 impl Own {
+    pub(super) fn new(layouts: impl Iterator<Item = Layout>) -> Self {
+        let chains = layouts.flat_map(|layout| layout.chains);
+        let builtin = chains.filter(|((_, chain), _)| chain.is_builtin());
+        let rules = builtin.flat_map(|(place, rules)| {
+            let rules = rules.into_iter();
+            rules.map(move |entry| (place, of_any_user(entry)))
+        });
+        Self(rules.collect())
+    }
+
     fn has(&self, table: &SavedTable<'_>, saved: &SavedRule<'_>) -> bool {
         if saved.chain.starts_with(ISTIO) || jumps_to_istio(saved.text) {
             return true;
         }
         let mut tables = Table::ALL.into_iter();
         let of = tables.find(|of| table_name(*of) == table.name);
-        let entries = of.zip(chain_named(saved.chain));
-        let entries = entries.and_then(|place| self.0.chains.get(&place));
-        entries.is_some_and(|entries| entries.contains(&rule::entry(saved.text)))
+        let place = of.zip(chain_named(saved.chain));
+        let entry = of_any_user(rule::entry(saved.text));
+        place.is_some_and(|place| self.0.contains(&(place, entry)))
+    }
+
+    /// Logs rules that stay, and would be ours if their interface was one of --istio-exclude-interfaces.
+    pub(super) fn name_doubtful(&self, saved: &Saved<'_>) {
+        for table in &saved.tables {
+            for rule in table.rules.iter().filter(|rule| !self.has(table, rule)) {
+                let (table, chain, text) = (table.name, rule.chain, rule.text);
+                let words: Vec<_> = text.split(' ').collect();
+                if let ["-i" | "-o", _, "-j", "RETURN"] = words[..] {
+                    tracing::warn!("{table}: -A {chain} {text} stays, as it may be of others");
+                }
+            }
+        }
     }
 
     /// Our part of the tables.
@@ -114,6 +138,20 @@ impl Own {
             false => format!("*{name}\n{text}COMMIT\n"),
         }
     }
+}
+
+/// The rule for another user and loopback range: those of a cleanup may differ.
+fn of_any_user(mut entry: Entry) -> Entry {
+    if let Entry::Rule { matches, .. } = &mut entry {
+        for each in matches {
+            match each {
+                Match::Is(Criterion::Owner(owner)) => *owner = Owner::User(Id::from(0)),
+                Match::Not(Criterion::Destination(range)) => *range = Cidr::low_v6(0),
+                _ => {}
+            }
+        }
+    }
+    entry
 }
 
 /// Whether the target is one of Istio's chains, of any version.

@@ -1,8 +1,7 @@
 //! Texts for `iptables-restore`, from what is there and what is to be.
 
 use super::*;
-use crate::capture::layout::Entry;
-use crate::capture::rules::{Chain, Criterion, Match, Verdict};
+use crate::capture::rules::Verdict;
 
 const OLD: &str = "\
 *nat
@@ -28,7 +27,7 @@ fn own() -> Own {
     layout
         .chains
         .insert((Table::Nat, Chain::Output), vec![entry]);
-    Own(layout)
+    Own::new([layout].into_iter())
 }
 
 #[test]
