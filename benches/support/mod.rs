@@ -10,6 +10,7 @@
 pub mod baseline;
 pub mod dnsperf;
 pub mod last_known_good;
+pub mod names;
 pub mod peer;
 pub mod table;
 

@@ -29,11 +29,11 @@ use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
 #[command(name = "pilot-agent", args_override_self = true)]
 #[command(mut_args(quiet), mut_subcommands(|command| command.mut_args(quiet)))]
 pub struct Cli {
-    #[command(flatten)]
-    pub log: LogFlags,
     /// Prints build information, as the command version does.
     #[arg(long)]
     version: bool,
+    #[command(flatten)]
+    pub log: LogFlags,
     #[command(subcommand)]
     pub command: Option<Command>,
 }

@@ -166,7 +166,7 @@ impl Dns {
     }
 
     /// The table as JSON, if there is one. Takes a while with a large one.
-    pub fn ndsz(&self) -> Option<serde_json::Value> {
+    pub fn ndsz(&self) -> Option<String> {
         let table = self.tables.borrow().clone();
         table.map(|table| table.to_json())
     }

@@ -45,6 +45,7 @@ use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use serde_json::{Value, json};
+use tokio::sync::Mutex;
 
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
@@ -169,6 +170,8 @@ struct Router {
     sources: Arc<Sources>,
     ready: Readiness,
     probes: AppProbes,
+    /// Held while a debug page is made.
+    page: Arc<Mutex<()>>,
 }
 
 impl Router {
@@ -187,6 +190,7 @@ impl Router {
             ready: Readiness::new(config.grpc_bootstrap.clone(), sources.clone()),
             probes: AppProbes::new(config)?,
             sources,
+            page: Arc::default(),
         })
     }
 
@@ -235,15 +239,20 @@ impl Router {
         }
     }
 
-    /// Makes a debug page on another thread, as some take a while.
+    /// Makes a debug page on another thread, as some take a while, one at a time: each thread has memory
+    /// of its own, which glibc keeps.
     async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
         // Without the log line of a probe.
         let ready = match path {
             "/debug/" | "/debug/overview" => self.ready.check().await,
             _ => Ok(()),
         };
-        let sources = self.sources.clone();
-        let made = tokio::task::spawn_blocking(move || make(&sources, ready));
+        let (sources, alone) = (self.sources.clone(), self.page.clone().lock_owned().await);
+        let made = tokio::task::spawn_blocking(move || {
+            // Until the end, also when the client has gone.
+            let _alone = alone;
+            make(&sources, ready)
+        });
         made.await
             .unwrap_or_else(|panic| plain(StatusCode::INTERNAL_SERVER_ERROR, format!("{panic}\n")))
     }
@@ -278,7 +287,7 @@ fn debug_page(path: &str) -> Option<DebugPage> {
             let snapshot = sources.wasm.as_ref().map(Wasm::snapshot);
             reply::json(snapshot.map(|snapshot| json!(snapshot)))
         },
-        "/debug/ndsz" => |sources, _| reply::json(sources.dns.as_ref().and_then(Dns::ndsz)),
+        "/debug/ndsz" => |sources, _| reply::json_text(sources.dns.as_ref().and_then(Dns::ndsz)),
         _ => return None,
     })
 }

@@ -37,7 +37,12 @@ pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body
 
 /// JSON, or 404 and an empty object where there is nothing to show.
 pub(super) fn json(value: Option<Value>) -> Response<Body> {
-    let status = match value {
+    json_text(value.map(|value| value.to_string()))
+}
+
+/// Like [`json`], of what is JSON already.
+pub(super) fn json_text(text: Option<String>) -> Response<Body> {
+    let status = match text {
         Some(_) => StatusCode::OK,
         None => StatusCode::NOT_FOUND,
     };
@@ -45,8 +50,7 @@ pub(super) fn json(value: Option<Value>) -> Response<Body> {
         (CONTENT_TYPE, "application/json"),
         (CACHE_CONTROL, "no-store"),
     ];
-    let value = value.unwrap_or_else(|| Value::Object(serde_json::Map::new()));
-    with(status, value.to_string(), &headers)
+    with(status, text.unwrap_or_else(|| "{}".to_owned()), &headers)
 }
 
 pub(super) fn html(text: String) -> Response<Body> {

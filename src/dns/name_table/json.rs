@@ -1,35 +1,46 @@
 //! The name table as `/debug/ndsz` shows it: what istiod sent, in protobuf's JSON, and the short forms
 //! made of it. Names with a search domain appended are left out, as in pilot-agent.
 
-use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+
+use serde_json::{Value, json};
 
 use super::NameTable;
 use super::host::{Host, without_dot};
 
 impl NameTable {
-    /// All of the table. Takes a while with a large one.
-    pub fn to_json(&self) -> Value {
-        let mut hosts = Map::new();
+    /// All of the table, written host by host: a tree of the whole takes ten times the memory.
+    pub fn to_json(&self) -> String {
+        let (mut page, mut written) = (r#"{"table":{"#.to_owned(), HashSet::new());
+        let mut write = |name: String, info: Value| {
+            if written.contains(&name) {
+                return;
+            }
+            let separator = if written.is_empty() { "" } else { "," };
+            let key = Value::from(name.as_str());
+            page.push_str(&format!("{separator}{key}:{info}"));
+            written.insert(name);
+        };
         for host in self.all() {
-            hosts.insert(text(host.name), info(&host));
+            write(text(host.name), info(&host));
         }
         for host in self.all() {
             for form in self.forms(&host) {
-                let absolute = format!("{form}.");
-                if hosts.contains_key(&absolute) {
-                    continue;
-                }
                 if let Some(found) = self.addresses(form.as_bytes()) {
                     let v4 = found.v4.iter().map(ToString::to_string);
                     let ips: Vec<_> = v4.chain(found.v6.iter().map(ToString::to_string)).collect();
-                    hosts.insert(absolute, json!({ "ips": ips, "registry": "Kubernetes" }));
+                    write(
+                        format!("{form}."),
+                        json!({ "ips": ips, "registry": "Kubernetes" }),
+                    );
                 }
             }
         }
-        if hosts.is_empty() {
-            return json!({});
+        if written.is_empty() {
+            return "{}".to_owned();
         }
-        json!({ "table": hosts })
+        page.push_str("}}");
+        page
     }
 
     /// The names of a host, lower case, without a dot at their end.

@@ -92,7 +92,8 @@ fn shows_what_came_and_the_forms_made_of_it() {
         "page.example.com.": both,
         "www.google.com.": {"ips": ["1.1.1.1"], "registry": "Kubernetes"},
     }});
-    assert_eq!(table.to_json(), expected);
+    let shown: serde_json::Value = serde_json::from_str(&table.to_json()).expect("JSON");
+    assert_eq!(shown, expected);
     let empty = NameTable::build(&[], domains()).expect("a table");
-    assert_eq!(empty.to_json(), serde_json::json!({}));
+    assert_eq!(empty.to_json(), "{}");
 }
