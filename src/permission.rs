@@ -9,8 +9,10 @@ use rustix::process::geteuid;
 /// The error of using `path`; where access was denied, with the owner of the path, or of the first
 /// directory above it that can be looked at, and with the user of this process.
 pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
-    let path = Path::new(".").join(path);
-    let mut above = path.ancestors();
+    let mut above = path.ancestors().map(|at| match at.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => at,
+    });
     let found = match error.kind() {
         io::ErrorKind::PermissionDenied => above.find_map(|at| Some((at, at.metadata().ok()?))),
         _ => None,

@@ -7,6 +7,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use super::config::Config;
 use super::document::document;
 use super::file::{Error, write};
+use crate::permission::explained;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
@@ -22,7 +23,8 @@ pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Sh
     let Some(path) = output else {
         return Ok(Some(text));
     };
-    fs::write(path, text + "\n").map_err(|source| Error::new("write", path, source))?;
+    fs::write(path, text + "\n")
+        .map_err(|source| Error::new("write", path, explained(path, source)))?;
     Ok(None)
 }
 

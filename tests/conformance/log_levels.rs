@@ -25,7 +25,10 @@ async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
         scope["level"].as_str().unwrap().to_owned()
     };
     assert_eq!(request("GET", "debug/logging"), "debug");
-    assert_eq!(request("POST", "debug/logging?level=none"), "none");
+    let silenced = place.run(&["request", &port, "POST", "debug/logging?level=none"]);
+    let said = String::from_utf8_lossy(&silenced.stderr).into_owned();
+    assert!(said.contains("the level is \"none\", expected"), "{said}");
+    assert_eq!(request("POST", "debug/logging?level=error"), "error");
     let before = agent.log().len();
     relays(&place, &mut istiod).await;
     assert_eq!(agent.log()[before..].matches("\txdsproxy\t").count(), 0);
@@ -34,6 +37,6 @@ async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
     assert!(agent.log()[before..].contains("\txdsproxy\t"));
     let path = "debug/logging?scope=xdsproxy&level=error&for=500ms";
     assert_eq!(request("POST", path), "error");
-    agent.logs("log levels set for a while are back").await;
+    agent.logs("log levels set for a while go back").await;
     assert_eq!(request("GET", "debug/logging"), "debug");
 }

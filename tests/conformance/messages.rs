@@ -275,13 +275,13 @@ fn a_user_without_access_is_named_beside_the_owner() {
         (
             "proxy --log_target=proxy/log",
             "cannot open log target proxy/log",
-            "./proxy",
+            "proxy",
             0o755,
         ),
         (
             "bootstrap --output=proxy/out",
             "cannot write proxy/out",
-            "./proxy",
+            "proxy",
             0o755,
         ),
     ] {

@@ -122,7 +122,7 @@ async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
 async fn every_problem_of_a_configuration_is_reported() {
     let istiod = local_istiod().await;
     let broken = Place::of(&istiod).set("PROXY_CONFIG", "a: [1, 2\nb: }");
-    refuses_to_start(&broken, &["PROXY_CONFIG line 2 is "]).await;
+    refuses_to_start(&broken, &["PROXY_CONFIG line 2: "]).await;
     let wrong = Place::of(&istiod)
         .proxy("drainDuration", json!("soon"))
         .proxy("proxyAdminPort", json!(70_000))
