@@ -11,7 +11,6 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
-use super::hot_restart::machine::Method;
 use super::memory;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 
@@ -89,6 +88,16 @@ pub struct Restart {
     pub outcome: Outcome,
     /// What stood in its way.
     pub problem: Option<String>,
+}
+
+/// How one Envoy follows another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Method {
+    /// The successor takes the sockets over from its parent.
+    Hot,
+    /// The next Envoy starts when the one before has ended.
+    Full,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

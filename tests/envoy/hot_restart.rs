@@ -279,7 +279,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
 }
 
 #[tokio::test]
-async fn after_a_successor_was_killed_before_it_served_the_next_restart_overlaps() {
+async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_full_one() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -317,7 +317,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_overlaps
         0,
         "the first with another base id"
     );
-    stage.logs("overlapping restart").await;
+    stage.logs("replaced by a full restart").await;
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
     stage.serves().await;

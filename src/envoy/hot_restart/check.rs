@@ -11,7 +11,6 @@ use http::{Method, Response};
 use serde_json::Value;
 
 use super::Prepare;
-use super::machine::Serving;
 use crate::envoy::admin::Admin;
 use crate::envoy::command::Mode;
 use crate::envoy::instance::Instance;
@@ -28,7 +27,11 @@ pub(in crate::envoy) enum Checked {
     /// What was read cannot be used, for this reason.
     Refused(String),
     /// This can be started.
-    Usable(Serving, Arc<Prepared>),
+    Usable {
+        /// Whether the Envoy that serves has answered at its admin port.
+        is_live: bool,
+        prepared: Arc<Prepared>,
+    },
 }
 
 /// Checks what the Envoy of this epoch would start from, beside the one that serves.
@@ -45,8 +48,10 @@ pub(super) async fn check(
     }
     let prepared = Arc::new(prepared);
     validate(Arc::clone(&prepared), epoch).await?;
-    let serving = serving_state(admin, serving.map(Launch::restart_epoch)).await;
-    Ok(Checked::Usable(serving, prepared))
+    let answer = admin.request(Method::GET, "/server_info").await;
+    let found = answer.ok().as_ref().and_then(serves);
+    let is_live = found.is_some() && found == serving.map(Launch::restart_epoch);
+    Ok(Checked::Usable { is_live, prepared })
 }
 
 /// Has Envoy read what it would start from.
@@ -62,15 +67,6 @@ async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
     match ended {
         Ended::Code(0) => Ok(()),
         ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
-    }
-}
-
-/// The state of the Envoy that serves, which should be the one of this restart epoch.
-async fn serving_state(admin: Admin, epoch: Option<u32>) -> Serving {
-    match admin.request(Method::GET, "/server_info").await {
-        Ok(answer) if serves(&answer).is_some_and(|found| Some(found) == epoch) => Serving::Live,
-        Err(error) if error.is_unconnected() => Serving::WithoutAdminPort,
-        _ => Serving::Unexpected,
     }
 }
 

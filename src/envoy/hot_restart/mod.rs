@@ -31,6 +31,9 @@ use machine::Machine;
 /// How long it may take to notice that a successor serves, on a machine that is busy.
 const NOTICED: Duration = Duration::from_secs(1);
 
+/// How much longer than it should a parent may stay.
+const OVERDUE: Duration = Duration::from_secs(10);
+
 /// What the Envoy of an epoch is started from: the first of what the agent was started with, others
 /// of what there is now. May block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
@@ -150,10 +153,15 @@ impl HotRestart {
     }
 
     /// The successor serves from now on, and ends its parent in time.
-    fn successor_serves(&mut self, stay: Duration) {
+    fn successor_serves(&mut self) {
         let now = Instant::now();
         self.serves_since = Some(now);
-        self.deadline = Some(clock::later(now, stay));
+        self.deadline = Some(clock::later(now, self.stay()));
+    }
+
+    /// How long a parent is left alone.
+    fn stay(&self) -> Duration {
+        OVERDUE.saturating_add(self.limits.parent_shutdown)
     }
 
     /// Whether a parent that has ended did so before its successor ended it.
@@ -179,7 +187,7 @@ mod tests {
         let mut hot_restart = HotRestart::new(Some(limits), Arc::new(|_| Err("nothing".into())));
         assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
-        hot_restart.successor_serves(second * 70);
+        hot_restart.successor_serves();
         assert_eq!(hot_restart.deadline, Some(Instant::now() + second * 70));
         assert!(hot_restart.is_early());
         tokio::time::advance(second * 58).await;

@@ -8,19 +8,17 @@ use std::time::Duration;
 use super::Progress;
 use super::base_id::BaseId;
 use super::check::Checked;
-use super::machine::{Action, Event, Method, Phase, Verdict};
+use super::machine::{Action, Event, Phase, Verdict};
 use crate::envoy::Error;
 use crate::envoy::admin::DrainCall;
 use crate::envoy::command::Mode;
-use crate::envoy::handle::{Outcome, Restart};
+use crate::envoy::handle::{Method, Outcome, Restart};
 use crate::envoy::instance::Instance;
 use crate::envoy::launch::{Launch, Prepared};
 use crate::envoy::machine as life;
 use crate::envoy::supervisor::Supervisor;
 use crate::lifecycle::with_causes;
 
-/// How much longer than it should a parent may stay.
-const OVERDUE: Duration = Duration::from_secs(10);
 /// How long a parent may take to end after its successor has ended as it was asked to.
 const FOLLOWS: Duration = Duration::from_secs(1);
 
@@ -59,7 +57,6 @@ impl Supervisor {
 
     /// An Envoy that was started after another has ended serves.
     fn serves(&mut self) {
-        let stay = self.stay(Method::Hot);
         let hot = &mut self.hot_restart;
         let launch = self.current.launch.as_ref();
         let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
@@ -67,8 +64,8 @@ impl Supervisor {
             tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
             hot.machine.apply(Event::Unshared);
         }
-        if hot.machine.phase() == Phase::Leaving(Method::Hot) {
-            hot.successor_serves(stay);
+        if hot.machine.phase() == Phase::Leaving {
+            hot.successor_serves();
         }
         let method = hot.last.as_ref().and_then(|last| last.method);
         if method == Some(Method::Full) {
@@ -81,8 +78,8 @@ impl Supervisor {
         let hot = &mut self.hot_restart;
         match hot.machine.phase() {
             Phase::Checking => hot.drop_calls(),
-            Phase::Starting(_) | Phase::Failing => {}
-            Phase::Idle | Phase::Leaving(_) | Phase::Clearing => return,
+            Phase::Starting | Phase::Failing => {}
+            Phase::Idle | Phase::Leaving | Phase::Clearing => return,
         }
         hot.prepared = None;
         self.conclude(Outcome::Abandoned, Some(why.to_owned()));
@@ -131,13 +128,13 @@ impl Supervisor {
                 self.conclude(Outcome::Refused, Some(problem));
                 Verdict::Refused
             }
-            Checked::Usable(serving, prepared) => {
+            Checked::Usable { is_live, prepared } => {
                 if self.machine.phase() == life::Phase::Running {
                     self.hot_restart.prepared = Some(prepared);
                 } else {
                     self.abandon("the Envoy that serves drains or has ended");
                 }
-                Verdict::Usable(serving)
+                Verdict::Usable { is_live }
             }
         }
     }
@@ -148,15 +145,15 @@ impl Supervisor {
             Action::Nothing => {}
             Action::Relaunch => self.relaunch(),
             Action::Check => self.check(),
-            Action::Start(method) => {
-                if let Err(error) = self.start_successor(method) {
+            Action::Start => {
+                if let Err(error) = self.start_successor() {
                     self.conclude(Outcome::Failed, Some(with_causes(&error)));
                     return self.apply_hot_restart(Event::SuccessorExited);
                 }
             }
             Action::KillSuccessor => kill(self.hot_restart.successor.as_ref()),
             Action::KillParent => kill(self.hot_restart.parent.as_ref()),
-            Action::Promote(method) => self.promote(method),
+            Action::Promote => self.promote(),
             Action::Replace(end_by) => {
                 tracing::warn!(
                     "Envoy is replaced by a full restart: it ends, then the next starts"
@@ -176,28 +173,19 @@ impl Supervisor {
         self.hot_restart.check(self.count, serving, self.admin);
     }
 
-    fn start_successor(&mut self, method: Method) -> Result<(), Error> {
-        let limits = self.hot_restart.limits;
+    fn start_successor(&mut self) -> Result<(), Error> {
+        let parent_shutdown = self.hot_restart.limits.parent_shutdown;
         let prepared = self.hot_restart.prepared.take();
         let (Some(prepared), Some(serving)) = (prepared, &self.current.launch) else {
             return Ok(());
         };
-        let (launch, how) = match method {
-            Method::Hot => (
-                serving.successor(prepared, limits.parent_shutdown),
-                "hot restart: it takes the sockets over",
-            ),
-            Method::Overlap | Method::Full => (
-                self.first_launch(prepared),
-                "overlapping restart, as hot restart cannot be used: it shares the ports",
-            ),
-        };
+        let launch = serving.successor(prepared, parent_shutdown);
         let epoch = self.count;
-        tracing::info!("starting Envoy epoch {epoch} beside the one that serves ({how})");
+        tracing::info!("starting Envoy epoch {epoch}, which takes the sockets over (hot restart)");
         let successor = self.spawn(launch)?;
         self.hot_restart.await_live(self.admin, &successor.launch);
         self.hot_restart.successor = Some(successor);
-        self.begin_restart(method);
+        self.begin_restart(Method::Hot);
         Ok(())
     }
 
@@ -220,19 +208,15 @@ impl Supervisor {
     }
 
     /// The successor serves; the Envoy before is its parent.
-    fn promote(&mut self, method: Method) {
-        let stay = self.stay(method);
+    fn promote(&mut self) {
         let hot = &mut self.hot_restart;
         hot.drop_calls();
         let (successor, parent) = (hot.successor.take(), self.current.instance.take());
         let (Some(successor), Some(parent)) = (successor, parent) else {
             return;
         };
-        if method == Method::Overlap {
-            // It has lost its admin port, and shares what comes in for as long as it lives.
-            parent.process.terminate();
-        }
-        hot.successor_serves(stay);
+        hot.successor_serves();
+        let stay = hot.stay();
         let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
         hot.parent = Some(parent);
         self.set_current(successor);
@@ -243,19 +227,13 @@ impl Supervisor {
         }
     }
 
-    fn stay(&self, method: Method) -> Duration {
-        match method {
-            Method::Hot => OVERDUE.saturating_add(self.hot_restart.limits.parent_shutdown),
-            Method::Overlap | Method::Full => self.config.limits.terminate,
-        }
-    }
-
     /// The Envoy that serves has ended, and is started again as it was.
     fn relaunch(&mut self) {
-        let stay = self.stay(Method::Hot);
         let hot = &mut self.hot_restart;
         // Until it serves; from then on the parent's time begins anew.
-        hot.deadline = Some(crate::clock::after(hot.limits.live.saturating_add(stay)));
+        hot.deadline = Some(crate::clock::after(
+            hot.limits.live.saturating_add(hot.stay()),
+        ));
         hot.serves_since = None;
         hot.is_relaunch = true;
         tracing::warn!("the Envoy before still lives, so its successor starts again at once");
@@ -297,7 +275,8 @@ impl Supervisor {
         let why = problem.as_deref().unwrap_or_default();
         let result = match outcome {
             Outcome::UnderWay => return,
-            Outcome::Succeeded => restart.method.map_or("full", Method::name),
+            Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
+            Outcome::Succeeded => "full",
             Outcome::Unchanged => {
                 tracing::info!("nothing has changed for Envoy, which goes on");
                 "unchanged"
@@ -309,7 +288,7 @@ impl Supervisor {
             Outcome::Failed => {
                 tracing::error!(
                     "the next Envoy has failed and the one before serves on: {why}; hot restart \
-                     cannot be used until an overlapping or a full restart"
+                     cannot be used until a full restart"
                 );
                 "failed"
             }

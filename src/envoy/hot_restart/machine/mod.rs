@@ -5,23 +5,9 @@
 //! parent, leaves. One restart at a time: what is wanted meanwhile waits until the parent is gone. A
 //! successor that fails is killed and not asked to quit, as it would end its parent. From its start
 //! until it serves it leaves a mark in the memory they share, so after a failure no successor can
-//! use the same base id; the next restart goes another way.
-
-use serde::Serialize;
+//! use the same base id; the next restart is a full one.
 
 use crate::envoy::machine::EndBy;
-
-/// How one Envoy follows another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Method {
-    /// The successor takes the sockets over from its parent.
-    Hot,
-    /// The successor binds the same ports beside the Envoy before.
-    Overlap,
-    /// The next Envoy starts when the one before has ended.
-    Full,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
@@ -52,17 +38,11 @@ pub enum Verdict {
     /// The successor would be what serves already.
     Unchanged,
     Refused,
-    Usable(Serving),
-}
-
-/// The Envoy that serves, by its admin port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Serving {
-    Live,
-    /// It serves and the port is closed: a successor that failed has taken it.
-    WithoutAdminPort,
-    /// The answer is not the one expected.
-    Unexpected,
+    Usable {
+        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
+        /// taken it.
+        is_live: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,11 +51,11 @@ pub enum Action {
     /// Find out whether there is something to start.
     Check,
     /// Start the successor, and look out for [`Event::Live`] for some time.
-    Start(Method),
+    Start,
     KillSuccessor,
     /// The successor is now the Envoy that serves; the one before is its parent, and leaves within
     /// some time.
-    Promote(Method),
+    Promote,
     KillParent,
     /// Start the Envoy that serves again as it was.
     Relaunch,
@@ -88,10 +68,10 @@ pub enum Phase {
     #[default]
     Idle,
     Checking,
-    Starting(Method),
+    Starting,
     Failing,
     /// The parent is about to leave.
-    Leaving(Method),
+    Leaving,
     Clearing,
 }
 
@@ -106,16 +86,6 @@ pub struct Machine {
     /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
     is_relaunched: bool,
-}
-
-impl Method {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Hot => "hot",
-            Self::Overlap => "overlap",
-            Self::Full => "full",
-        }
-    }
 }
 
 impl Machine {
@@ -157,15 +127,15 @@ impl Machine {
             }
             (_, Event::ServingExited) => self.serving_exited(),
             (Checking, Event::Checked(verdict)) => self.checked(verdict),
-            (Starting(method), Event::Live) => self.promote(method),
-            (Starting(_), Event::Deadline) => self.fail(),
-            (Starting(_) | Failing, Event::SuccessorExited) => self.rest(),
-            (Leaving(Method::Hot), Event::ParentExited { early: true }) if self.is_ready => {
+            (Starting, Event::Live) => self.promote(),
+            (Starting, Event::Deadline) => self.fail(),
+            (Starting | Failing, Event::SuccessorExited) => self.rest(),
+            (Leaving, Event::ParentExited { early: true }) if self.is_ready => {
                 self.phase = Idle;
                 self.replace(EndBy::Kill)
             }
-            (Leaving(_) | Clearing, Event::ParentExited { .. }) => self.rest(),
-            (Leaving(_), Event::Deadline) => {
+            (Leaving | Clearing, Event::ParentExited { .. }) => self.rest(),
+            (Leaving, Event::Deadline) => {
                 self.phase = Clearing;
                 Action::KillParent
             }
@@ -196,24 +166,21 @@ impl Machine {
     }
 
     fn checked(&mut self, verdict: Verdict) -> Action {
-        let serving = match verdict {
-            Verdict::Usable(serving) if self.is_ready => serving,
+        match verdict {
+            Verdict::Unchanged | Verdict::Refused => self.rest(),
             // It is still wanted, once an Envoy serves again.
-            Verdict::Usable(_) => return self.want_again(),
-            Verdict::Unchanged | Verdict::Refused => return self.rest(),
-        };
-        let method = match serving {
-            Serving::Live if self.is_continuable => Method::Hot,
-            Serving::WithoutAdminPort => Method::Overlap,
-            Serving::Live | Serving::Unexpected => {
-                self.phase = Phase::Idle;
-                return self.replace(EndBy::Quit);
+            Verdict::Usable { .. } if !self.is_ready => self.want_again(),
+            Verdict::Usable { is_live } if is_live && self.is_continuable => {
+                // The mark is there until the successor serves.
+                self.is_continuable = false;
+                self.phase = Phase::Starting;
+                Action::Start
             }
-        };
-        // The mark is there until the successor serves.
-        self.is_continuable = false;
-        self.phase = Phase::Starting(method);
-        Action::Start(method)
+            Verdict::Usable { .. } => {
+                self.phase = Phase::Idle;
+                self.replace(EndBy::Quit)
+            }
+        }
     }
 
     fn replace(&mut self, end_by: EndBy) -> Action {
@@ -221,11 +188,11 @@ impl Machine {
         Action::Replace(end_by)
     }
 
-    fn promote(&mut self, method: Method) -> Action {
-        self.phase = Phase::Leaving(method);
+    fn promote(&mut self) -> Action {
+        self.phase = Phase::Leaving;
         self.is_continuable = self.can_share;
         self.is_relaunched = false;
-        Action::Promote(method)
+        Action::Promote
     }
 
     fn fail(&mut self) -> Action {
@@ -237,7 +204,7 @@ impl Machine {
         self.is_ready = false;
         self.is_stopped = true;
         match self.phase {
-            Phase::Starting(_) => self.fail(),
+            Phase::Starting => self.fail(),
             Phase::Checking => self.rest(),
             _ => Action::Nothing,
         }
@@ -247,14 +214,14 @@ impl Machine {
         let may_relaunch = self.is_ready && !self.is_stopped && !self.is_relaunched;
         self.is_ready = false;
         match self.phase {
-            Phase::Leaving(Method::Hot) if may_relaunch => {
+            Phase::Leaving if may_relaunch => {
                 self.is_relaunched = true;
                 return Action::Relaunch;
             }
             _ => self.is_continuable = self.can_share,
         }
         match self.phase {
-            Phase::Leaving(_) => {
+            Phase::Leaving => {
                 self.phase = Phase::Clearing;
                 if self.is_stopped {
                     // The Envoy that was asked to end has ended its parent.
@@ -262,7 +229,7 @@ impl Machine {
                 }
                 Action::KillParent
             }
-            Phase::Starting(_) => {
+            Phase::Starting => {
                 self.is_wanted = true;
                 self.fail()
             }

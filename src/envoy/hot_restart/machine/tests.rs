@@ -7,14 +7,10 @@ use Event::{
     Checked, Deadline, Live, ParentExited, Ready, ServingExited, Stop, SuccessorExited, Wanted,
 };
 
-const USABLE: Event = Checked(Verdict::Usable(Serving::Live));
-const WITHOUT_ADMIN_PORT: Event = Checked(Verdict::Usable(Serving::WithoutAdminPort));
-const UNEXPECTED: Event = Checked(Verdict::Usable(Serving::Unexpected));
+const USABLE: Event = Checked(Verdict::Usable { is_live: true });
+const NOT_LIVE: Event = Checked(Verdict::Usable { is_live: false });
 const LEFT: Event = ParentExited { early: false };
 const LEFT_EARLY: Event = ParentExited { early: true };
-const HOT: Action = Action::Start(Method::Hot);
-const OVERLAP: Action = Action::Start(Method::Overlap);
-const PROMOTE: Action = Action::Promote(Method::Hot);
 
 /// Takes a machine through events, each with what it must lead to.
 fn walk(way: &[(Event, Action)]) -> Machine {
@@ -34,9 +30,10 @@ fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
 const STARTED: [(Event, Action); 3] = [
     (Ready, Action::Nothing),
     (Wanted, Action::Check),
-    (USABLE, HOT),
+    (USABLE, Action::Start),
 ];
-const PROMOTED: [(Event, Action); 4] = [STARTED[0], STARTED[1], STARTED[2], (Live, PROMOTE)];
+const PROMOTED: [(Event, Action); 4] =
+    [STARTED[0], STARTED[1], STARTED[2], (Live, Action::Promote)];
 
 #[test]
 fn a_successor_is_checked_started_and_promoted_and_the_parent_leaves() {
@@ -67,7 +64,7 @@ fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
 }
 
 #[test]
-fn after_a_successor_failed_the_next_restart_is_not_a_hot_one() {
+fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() {
     let killed = [
         (Deadline, Action::KillSuccessor),
         (SuccessorExited, Action::Nothing),
@@ -76,26 +73,17 @@ fn after_a_successor_failed_the_next_restart_is_not_a_hot_one() {
         let failed = [&STARTED[..], failure].concat();
         let machine = walk(&failed);
         assert!(!machine.is_continuable);
-        let full = Action::Replace(EndBy::Quit);
-        for (serving_state, expected) in [
-            (USABLE, full),
-            (UNEXPECTED, full),
-            (WITHOUT_ADMIN_PORT, OVERLAP),
-        ] {
-            after(
-                &failed,
-                &[(Wanted, Action::Check), (serving_state, expected)],
-            );
+        for checked in [USABLE, NOT_LIVE] {
+            let full = [
+                (Wanted, Action::Check),
+                (checked, Action::Replace(EndBy::Quit)),
+                (ServingExited, Action::Nothing),
+                (Ready, Action::Nothing),
+                (Wanted, Action::Check),
+                (USABLE, Action::Start),
+            ];
+            after(&failed, &full);
         }
-        let overlapped = [
-            (Wanted, Action::Check),
-            (WITHOUT_ADMIN_PORT, OVERLAP),
-            (Live, Action::Promote(Method::Overlap)),
-            (LEFT, Action::Nothing),
-            (Wanted, Action::Check),
-            (USABLE, HOT),
-        ];
-        after(&failed, &overlapped);
     }
 }
 
@@ -219,13 +207,13 @@ impl World {
                 prop_assert!(self.serving && !self.next && !self.old && !self.is_stopped);
                 self.is_checking = true;
             }
-            Action::Start(_) => {
+            Action::Start => {
                 prop_assert!(self.serving, "no Envoy serves");
                 prop_assert!(!self.next && !self.old, "a third Envoy");
                 self.next = true;
             }
             Action::KillSuccessor => prop_assert!(self.next),
-            Action::Promote(_) => {
+            Action::Promote => {
                 prop_assert!(self.next && self.serving && !self.old);
                 (self.next, self.old) = (false, true);
             }
@@ -250,7 +238,7 @@ proptest! {
     #[test]
     fn there_is_one_successor_at_most_and_no_parent_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
-            Ready, Event::Unready, Event::Unshared, Wanted, USABLE, WITHOUT_ADMIN_PORT, UNEXPECTED,
+            Ready, Event::Unready, Event::Unshared, Wanted, USABLE, NOT_LIVE,
             Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, SuccessorExited, LEFT,
             LEFT_EARLY, ServingExited, Stop,
         ]), 0..40),
