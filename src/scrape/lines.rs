@@ -6,8 +6,8 @@
 //!
 //! Where the formats of source and page differ, types and times change as far as a strict parser
 //! insists: a counter of the text format whose name does not end in `_total`, or whose name before
-//! that is taken, is of type `unknown` in OpenMetrics; text has no exemplars and no types beyond its
-//! own. Names of samples and their values never change.
+//! that is taken, is of type `unknown` in OpenMetrics; text has no exemplars, no types beyond its own
+//! and its times in other units, so they are left out. Names of samples and their values never change.
 
 use std::borrow::Cow;
 use std::mem;
@@ -302,17 +302,13 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
         .unwrap_or(name)
 }
 
-/// A sample of OpenMetrics, whose times are seconds, as one of text, whose times are milliseconds.
+/// A sample of OpenMetrics as one of text, which has no exemplars and other times: without both.
 fn as_text(line: &str, rest: &str) -> Verdict {
     let series = &line[..line.len() - rest.len()];
-    let figures = rest.split('#').next().unwrap_or_default();
-    let mut words = words(figures);
-    let value = words.next().unwrap_or_default();
-    let time = words.next().and_then(|time| time.parse::<f64>().ok());
-    match time {
-        Some(seconds) => Replace(format!("{series} {value} {:.0}\n", seconds * 1000.0)),
-        None if figures.len() < rest.len() => Replace(format!("{series} {value}\n")),
-        None => Pass,
+    let mut words = words(rest);
+    match (words.next(), words.next()) {
+        (Some(value), Some(_)) => Replace(format!("{series} {value}\n")),
+        _ => Pass,
     }
 }
 

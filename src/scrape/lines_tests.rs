@@ -235,7 +235,7 @@ fn openmetrics_becomes_text_without_what_text_has_no_place_for() {
     let page = "# TYPE a counter\n# UNIT a seconds\n# HELP a A.\na_total 1 1.5 # {t=\"# }\"} 1\n\
                 a_total{x=\"# y\"} 2 # {} 1\na_created 5\n# TYPE i info\ni_info{v=\"1\"} 1\n\
                 # TYPE x unknown\nx 1\n# TYPE s summary\ns_count 1\n# EOF\nlate 1\n";
-    let expected = "# TYPE a_total counter\n# HELP a A.\na_total 1 1500\na_total{x=\"# y\"} 2\n\
+    let expected = "# TYPE a_total counter\n# HELP a A.\na_total 1\na_total{x=\"# y\"} 2\n\
                     a_created 5\ni_info{v=\"1\"} 1\n# TYPE x untyped\nx 1\n# TYPE s summary\ns_count 1\n";
     let found = merged(&[(OpenMetrics, page.as_bytes())], Text, true);
     assert_eq!(found, (expected.to_owned(), (0, 0)));

@@ -1,10 +1,7 @@
-//! Who wants which format: what is asked of Envoy and of the application, and what the answer is.
+//! Which format is asked of Envoy and of the application, and which one the answer has.
 //!
-//! The scraper's wishes are passed on as far as they are for text or OpenMetrics, in the order of
-//! its preference, which counts down again from the number that is left. Protobuf is never asked for:
-//! pages of it cannot be joined.
-
-use std::collections::BTreeMap;
+//! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on as they came.
+//! Protobuf is never asked for: pages of it cannot be joined.
 
 use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -16,9 +13,10 @@ use super::source::Origin;
 pub(super) const TIMEOUT: HeaderName =
     HeaderName::from_static("x-prometheus-scrape-timeout-seconds");
 
+const OPEN_METRICS: &str = "application/openmetrics-text";
 const TEXT: &str = "text/plain;version=0.0.4";
-/// Most wishes passed on: their order fits two digits.
-const MOST: usize = 99;
+/// What `*/*` becomes, which has the lowest weight of those that scrapers send.
+const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
 /// What the page says it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +30,10 @@ impl ContentType {
     /// What an application says its page is.
     pub(super) fn of(header: Option<&HeaderValue>) -> Self {
         let text = header.and_then(|header| header.to_str().ok());
-        let Some(entry) = text.and_then(Entry::parse) else {
-            return Self::Text;
-        };
-        match (entry.kind.as_str(), entry.parameter("version")) {
-            ("application/openmetrics-text", Some("1.0.0")) => Self::OpenMetrics1,
-            ("application/openmetrics-text", Some("0.0.1") | None) => Self::OpenMetrics0,
+        let text = text.unwrap_or_default();
+        match (&*kind(text), parameter(text, "version")) {
+            (OPEN_METRICS, Some("1.0.0")) => Self::OpenMetrics1,
+            (OPEN_METRICS, Some("0.0.1") | None) => Self::OpenMetrics0,
             _ => Self::Text,
         }
     }
@@ -58,120 +54,64 @@ impl ContentType {
     }
 }
 
-/// The headers of a request: nothing that was meant for us alone. Envoy speaks text only.
+/// The headers of a request: nothing that was meant for us alone.
 pub(super) fn for_source(origin: Origin, headers: &HeaderMap) -> HeaderMap {
-    let accept = accept(headers, |kind| match (kind, origin) {
-        ("*" | "*/*", _) => Some(TEXT),
-        ("text/*" | "text/plain", _) => Some(""),
-        ("application/openmetrics-text", Origin::Application) => Some(""),
-        ("application/*", Origin::Application) => {
-            Some("application/openmetrics-text;version=0.0.1")
-        }
-        _ => None,
-    });
     let mut passed = HeaderMap::new();
     for name in [USER_AGENT, TIMEOUT] {
         if let Some(value) = headers.get(&name) {
             passed.insert(name, value.clone());
         }
     }
-    if let Ok(accept) = HeaderValue::from_str(&accept) {
+    if let Ok(accept) = HeaderValue::from_str(&accept(origin, headers)) {
         passed.insert(ACCEPT, accept);
     }
     passed.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     passed
 }
 
+/// What of `Accept` is passed on. Envoy speaks text only.
+fn accept(origin: Origin, headers: &HeaderMap) -> String {
+    let is_application = origin == Origin::Application;
+    let passed = members(headers, ACCEPT).filter_map(|member| match &*kind(member) {
+        "text/*" | "text/plain" => Some(member),
+        "*" | "*/*" => Some(ANY),
+        OPEN_METRICS if is_application => Some(member),
+        "application/*" if is_application => Some("application/openmetrics-text;version=0.0.1"),
+        _ => None,
+    });
+    let passed = passed.collect::<Vec<_>>();
+    match &passed[..] {
+        [] => TEXT.to_owned(),
+        passed => passed.join(","),
+    }
+}
+
 /// Whether the scraper accepts gzip.
 pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
-    let entries = entries(headers, ACCEPT_ENCODING);
-    entries.iter().any(|entry| entry.kind == "gzip")
+    let is_refused = |member| parameter(member, "q").is_some_and(|q| q.parse() == Ok(0.0));
+    members(headers, ACCEPT_ENCODING).any(|member| kind(member) == "gzip" && !is_refused(member))
 }
 
-/// A member of a list such as `Accept`.
-#[derive(Clone)]
-struct Entry {
-    kind: String,
-    parameters: BTreeMap<String, String>,
-}
-
-/// `stands_for` says of a media type what it stands for, of those that may pass: nothing is itself.
-fn accept(headers: &HeaderMap, stands_for: impl Fn(&str) -> Option<&'static str>) -> String {
-    let mut passed: Vec<Entry> = Vec::new();
-    for entry in entries(headers, ACCEPT) {
-        let entry = match stands_for(&entry.kind) {
-            Some("") => entry,
-            Some(other) => match Entry::parse(other) {
-                Some(other) if !passed.iter().any(|one| one.is_same(&other)) => other,
-                _ => continue,
-            },
-            None => continue,
-        };
-        passed.push(entry);
-    }
-    passed.truncate(MOST);
-    let width = if passed.len() > 9 { 2 } else { 1 };
-    let count = passed.len();
-    let written = passed.into_iter().enumerate().map(|(index, mut entry)| {
-        let quality = format!("0.{:0width$}", count - index);
-        entry.parameters.insert("q".to_owned(), quality);
-        entry.text()
-    });
-    let list = written.collect::<Vec<_>>().join(",");
-    if list.is_empty() {
-        TEXT.to_owned()
-    } else {
-        list
-    }
-}
-
-/// The members of a header that are wanted at all, the most wanted first.
-fn entries(headers: &HeaderMap, name: HeaderName) -> Vec<Entry> {
+/// The members of a header that is a list.
+fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
     let values = headers.get_all(name).into_iter();
-    let texts: Vec<_> = values.filter_map(|value| value.to_str().ok()).collect();
-    let members = texts.iter().flat_map(|text| text.split(','));
-    let mut entries: Vec<_> = members
-        .filter_map(Entry::parse)
-        .filter(|entry| entry.quality() > 0.0)
-        .collect();
-    entries.sort_by(|a, b| b.quality().total_cmp(&a.quality()));
-    entries
+    let texts = values.filter_map(|value| value.to_str().ok());
+    texts.flat_map(|text| text.split(',')).map(str::trim)
 }
 
-impl Entry {
-    fn parse(text: &str) -> Option<Self> {
-        let mut parts = text.split(';').map(str::trim);
-        let kind = parts.next()?.to_ascii_lowercase();
-        let parameters = parts.filter_map(|part| {
-            let (name, value) = part.split_once('=')?;
-            let name = name.trim().to_ascii_lowercase();
-            Some((name, value.trim().trim_matches('"').to_owned()))
-        });
-        let parameters = parameters.collect();
-        (!kind.is_empty()).then_some(Self { kind, parameters })
-    }
+/// What a member or a media type is without its parameters.
+fn kind(member: &str) -> String {
+    let kind = member.split(';').next().unwrap_or_default();
+    kind.trim().to_ascii_lowercase()
+}
 
-    fn parameter(&self, name: &str) -> Option<&str> {
-        self.parameters.get(name).map(String::as_str)
-    }
-
-    /// How much the entry is wanted, from 0 to 1. What cannot be read is 1.
-    fn quality(&self) -> f64 {
-        let quality = self.parameter("q").and_then(|text| text.parse().ok());
-        quality.filter(|q: &f64| q.is_finite()).unwrap_or(1.0)
-    }
-
-    fn is_same(&self, other: &Self) -> bool {
-        self.kind == other.kind && self.parameter("version") == other.parameter("version")
-    }
-
-    fn text(&self) -> String {
-        let mut text = self.kind.clone();
-        for (name, value) in &self.parameters {
-            text.extend([";", name, "=", value]);
-        }
-        text
-    }
+fn parameter<'a>(member: &'a str, name: &str) -> Option<&'a str> {
+    let mut parameters = member.split(';').skip(1);
+    parameters.find_map(|parameter| {
+        let (found, value) = parameter.split_once('=')?;
+        let is_found = found.trim().eq_ignore_ascii_case(name);
+        is_found.then(|| value.trim().trim_matches('"'))
+    })
 }
 
 #[cfg(test)]
@@ -187,46 +127,32 @@ mod tests {
     fn only_text_is_asked_of_envoy_and_only_text_and_openmetrics_of_the_application() {
         const OM: &str = "application/openmetrics-text";
         for (accept, envoy, application) in [
-            (None, TEXT.to_owned(), TEXT.to_owned()),
-            (Some(""), TEXT.into(), TEXT.into()),
-            (Some(";;,"), TEXT.into(), TEXT.into()),
-            (
-                Some("*/*"),
-                "text/plain;q=0.1;version=0.0.4".into(),
-                "text/plain;q=0.1;version=0.0.4".into(),
-            ),
-            (
-                Some("*"),
-                "text/plain;q=0.1;version=0.0.4".into(),
-                "text/plain;q=0.1;version=0.0.4".into(),
-            ),
+            (None, TEXT, TEXT),
+            (Some(""), TEXT, TEXT),
+            (Some(";;,"), TEXT, TEXT),
+            (Some("*/*"), ANY, ANY),
+            (Some("*"), ANY, ANY),
             (
                 Some("application/*"),
-                TEXT.into(),
-                format!("{OM};q=0.1;version=0.0.1"),
+                TEXT,
+                "application/openmetrics-text;version=0.0.1",
             ),
             (
                 Some("application/vnd.google.protobuf;proto=x;q=0.9"),
-                TEXT.into(),
-                TEXT.into(),
+                TEXT,
+                TEXT,
             ),
-            (Some("text/*"), "text/*;q=0.1".into(), "text/*;q=0.1".into()),
+            (Some("Text/*"), "Text/*", "Text/*"),
             (
                 Some(
                     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
                      application/vnd.google.protobuf;q=0.55,text/plain;version=0.0.4;q=0.4,*/*;q=0.2",
                 ),
-                "text/plain;q=0.1;version=0.0.4".into(),
-                format!(
-                    "{OM};escaping=allow-utf-8;q=0.2;version=1.0.0,text/plain;q=0.1;version=0.0.4"
-                ),
+                "text/plain;version=0.0.4;q=0.4,text/plain;version=0.0.4;q=0.1",
+                "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
+                 text/plain;version=0.0.4;q=0.4,text/plain;version=0.0.4;q=0.1",
             ),
-            (
-                Some("text/plain;q=0.3, application/openmetrics-text;q=0.7"),
-                "text/plain;q=0.1".into(),
-                format!("{OM};q=0.2,text/plain;q=0.1"),
-            ),
-            (Some("text/plain;q=0"), TEXT.into(), TEXT.into()),
+            (Some(OM), TEXT, OM),
         ] {
             let headers = headers(ACCEPT, accept);
             assert_eq!(
@@ -240,16 +166,6 @@ mod tests {
                 "{accept:?}"
             );
         }
-    }
-
-    #[test]
-    fn ten_wishes_keep_their_order() {
-        let wishes: Vec<_> = (0..10).map(|n| format!("text/plain;n={n}")).collect();
-        let headers = headers(ACCEPT, Some(&wishes.join(",")));
-        let asked = for_source(Origin::Envoy, &headers);
-        let asked = asked[ACCEPT].to_str().expect("text");
-        assert!(asked.starts_with("text/plain;n=0;q=0.10,text/plain;n=1;q=0.09,"));
-        assert!(asked.ends_with(",text/plain;n=9;q=0.01"));
     }
 
     #[test]

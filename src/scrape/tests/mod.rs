@@ -73,7 +73,7 @@ fn page(kind: &'static str, body: impl Into<Vec<u8>>) -> u16 {
 async fn a_page_whose_answer_only_go_reads_is_merged() {
     let application = server(|stream, _| {
         let large = "y".repeat(1_000_000);
-        let head = format!("HTTP/1.2 200 OK\r\nfolded: a\r\n b\r\nlarge : {large}\r\n");
+        let head = format!("HTTP/1.0 200 OK\r\nfolded: a\r\n b\r\nlarge : {large}\r\n");
         let _ = send(stream, head.as_bytes()) && send(stream, b"\r\napp 1\n");
     });
     let (scrape, _) = scrape(closed_port(), &[application]);
@@ -222,7 +222,7 @@ async fn requests_carry_what_the_scraper_said_and_no_more() {
     let mut expected = vec![
         "GET /stats/prometheus?usedonly&filter=a%20b HTTP/1.1",
         "accept-encoding: identity",
-        "accept: text/plain;q=0.1;version=0.0.4",
+        "accept: text/plain;version=0.0.4;q=0.1",
         &host,
         "user-agent: Prometheus/3",
         "x-prometheus-scrape-timeout-seconds: 10",
