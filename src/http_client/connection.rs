@@ -96,7 +96,7 @@ impl Connection {
             .allow_spaces_after_header_name_in_responses(true)
             .allow_obsolete_multiline_headers_in_responses(true)
             .ignore_invalid_headers_in_responses(true)
-            .handshake(TokioIo::new(Stream::new(io)));
+            .handshake(TokioIo::new(Stream(io)));
         let (sender, connection) = handshake.await?;
         Ok(Self {
             sender: Sender::Http1(sender),

@@ -3,7 +3,7 @@
 //! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a whole answer
 //! within a deadline and a size; [`Client::send`] returns once the head has arrived and leaves
 //! reading, and the deadline, to its caller. Answers are read as leniently as by Go: heads of up to
-//! 1 MiB, folded headers, spaces before a colon and any version pass, invalid headers are left out.
+//! 1 MiB, folded headers and spaces before a colon pass, invalid headers are left out.
 //!
 //! A connection is driven by the call or the body that waits for it, so dropping these ends it. Where
 //! connections are kept, one is kept once its answer has been read to the end.

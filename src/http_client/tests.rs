@@ -123,23 +123,6 @@ async fn unusual_heads_are_read() {
 }
 
 #[tokio::test]
-async fn any_version_in_the_status_line_is_read() {
-    for version in ["0.9", "1.0", "1.1", "1.2", "2.0", "3.0"] {
-        for client in [Client::default(), keeping()] {
-            let head = format!("HTTP/{version} 404 Not Found\r\ncontent-length: 2\r\n\r\n");
-            let server = Server::start(&[&format!("{head}OK"), &format!("{head}OK")]).await;
-            for _ in 0..2 {
-                let answer = fetch(&client, &server.url).await.expect("an answer");
-                assert_eq!(
-                    (answer.status().as_u16(), &**answer.body()),
-                    (404, &b"OK"[..])
-                );
-            }
-        }
-    }
-}
-
-#[tokio::test]
 async fn answers_beyond_the_limits_are_errors() {
     let head = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(1100 << 10));
     let body = format!("HTTP/1.1 200 OK\r\n\r\n{}", "y".repeat(2 << 20));
