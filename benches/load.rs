@@ -36,8 +36,8 @@ const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 
 /// How long the load lasts, unless an argument has another number of seconds.
 const LOAD: u64 = 60;
-/// After it, so that threads without work have ended.
-const REST: Duration = Duration::from_secs(15);
+/// After it, so that threads without work have ended and free memory has gone back to the kernel.
+const REST: Duration = Duration::from_secs(40);
 const QUESTIONS_PER_SECOND: u32 = 215;
 const REQUESTS_PER_SECOND: u32 = 60;
 const PUSHES_PER_SECOND: u32 = 3;

@@ -1,8 +1,13 @@
 //! The program: reads the command line, starts logging, checks the configuration, runs the agent and
 //! exits with its code.
 
+use std::convert::Infallible;
+#[cfg(target_env = "gnu")]
+use std::ffi::c_int;
 use std::io::{self, Write};
 use std::sync::Arc;
+#[cfg(target_env = "gnu")]
+use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::iptables::{IptablesFlags, Report};
@@ -31,21 +36,42 @@ fn main() -> std::process::ExitCode {
     code.into()
 }
 
+/// How often free memory goes back to the kernel.
+#[cfg(target_env = "gnu")]
+const TRIM_PERIOD: Duration = Duration::from_secs(30);
+
+// SAFETY: both take numbers.
+#[cfg(target_env = "gnu")]
+#[expect(unsafe_code, reason = "the standard library does not have them")]
+unsafe extern "C" {
+    safe fn mallopt(parameter: c_int, value: c_int) -> c_int;
+    safe fn malloc_trim(pad: usize) -> c_int;
+}
+
 /// Has all threads allocate from one arena, and large blocks go back to the kernel when they are freed.
 /// glibc would keep what each thread that makes a page or a table has used (mallopt(3)). Variables would
 /// do the same, but Envoy would inherit them.
 #[cfg(target_env = "gnu")]
 fn limit_malloc() {
-    use std::ffi::c_int;
     const MMAP_THRESHOLD: c_int = -3;
     const ARENA_MAX: c_int = -8;
-    // SAFETY: it takes two numbers, and no other thread runs yet.
-    #[expect(unsafe_code, reason = "the standard library does not have it")]
-    unsafe extern "C" {
-        safe fn mallopt(parameter: c_int, value: c_int) -> c_int;
-    }
     mallopt(ARENA_MAX, 1);
     mallopt(MMAP_THRESHOLD, 128 * 1024);
+}
+
+/// Gives back what is free between blocks in use, which glibc keeps (malloc_trim(3)). Never ends.
+#[cfg(target_env = "gnu")]
+async fn trim_malloc() -> Infallible {
+    loop {
+        tokio::time::sleep(TRIM_PERIOD).await;
+        malloc_trim(0);
+    }
+}
+
+/// Other allocators do without.
+#[cfg(not(target_env = "gnu"))]
+async fn trim_malloc() -> Infallible {
+    std::future::pending().await
 }
 
 fn run(typed: Typed) -> Result<ExitCode, BoxError> {
@@ -148,7 +174,12 @@ fn proxy(
         .ignored
         .extend(unknown.map(|flag| format!("{flag} (this agent does not have it)")));
     let (load, report) = (Arc::new(load), Arc::new(report));
-    block_on(agent::run(config, Settings { load, report }))?
+    block_on(async {
+        tokio::select! {
+            ended = agent::run(config, Settings { load, report }) => ended,
+            never = trim_malloc() => match never {},
+        }
+    })?
 }
 
 /// Runs on this thread: the parent-death signal ends Envoy with the thread that started it.
