@@ -3,9 +3,8 @@
 //!
 //! It works with a running agent and Envoy or without. What cannot be read is named in `errors.txt`, with
 //! the reason; what is too large or takes too long is cut off. Everything passes [`redact`], compressed
-//! at once, so that memory does not grow with what Envoy has: 128 MiB of a file and 16 MiB of the bundle
-//! are read and kept at most. It takes 20 s at most, until it is written, and up to 10 s before if files
-//! hang.
+//! at once, so that memory does not grow with what Envoy has: 16 MiB of a file are kept at most. It takes
+//! 20 s at most, until it is written, and up to 10 s before if files hang.
 
 mod archive;
 mod collector;
@@ -15,25 +14,21 @@ use std::cell::RefCell;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
-use base64::Engine;
-use base64::prelude::BASE64_STANDARD;
+use percent_encoding::percent_decode_str;
 use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::config::environment::{self, Environment};
-use crate::dial::proxy::Proxy;
 use crate::regular_file;
 use archive::File;
 pub(crate) use collector::PATIENCE;
 use collector::{Collector, LIMIT, OF_ENVOY};
-use redact::Form::Lines;
+use redact::Form::{Lines, OwnJson};
 pub use redact::Secrets;
 
-const MAX_BUNDLE: usize = 16 << 20;
-const MAX_TOKEN: u64 = 1 << 20;
-const FOLDER: &str = "support-bundle";
+/// No header of HTTP takes more.
+const MAX_TOKEN: u64 = 64 << 10;
 
 /// Where things are.
 #[derive(Debug)]
@@ -60,8 +55,8 @@ pub struct Bundle {
     pub problems: Vec<String>,
 }
 
-/// Values of the environment that are secret: headers for istiod, passwords of proxies, and what is named
-/// so. With the content of the token's file.
+/// Values of the environment that are secret: headers for istiod, passwords in URLs of proxies, and what is
+/// named so. With the content of the token's file.
 pub async fn known_secrets(
     env: &Environment,
     token: Option<PathBuf>,
@@ -73,19 +68,10 @@ pub async fn known_secrets(
             known.push(value.to_owned());
         }
         if let Some((user, _)) = value.rsplit_once('@')
-            && let Some(proxy) = Proxy::parse(value)
-            && let Some(header) = proxy.authorization
+            && let Some((_, password)) = user.rsplit_once(':')
         {
-            let basic = header
-                .to_str()
-                .unwrap_or_default()
-                .trim_start_matches("Basic ");
-            let decoded = BASE64_STANDARD.decode(basic).unwrap_or_default();
-            let decoded = String::from_utf8_lossy(&decoded);
-            let passwords = [user, &decoded].map(|user| user.rsplit_once(':'));
-            let passwords = passwords.into_iter().flatten();
-            known.extend(passwords.map(|(_, password)| password.to_owned()));
-            known.push(basic.to_owned());
+            known.push(password.to_owned());
+            known.push(percent_decode_str(password).decode_utf8_lossy().into());
         }
     }
     if let Some(path) = token
@@ -96,7 +82,7 @@ pub async fn known_secrets(
     Secrets::new(known)
 }
 
-/// Collects everything. `doctor` gives its answer as text and as JSON.
+/// Collects everything. `doctor` gives its answer, in a time of its own, as text and as JSON.
 pub async fn collect(
     sources: &Sources,
     secrets: Secrets,
@@ -105,12 +91,13 @@ pub async fn collect(
     let collector = Collector {
         secrets: Arc::new(secrets),
         until: crate::clock::after(LIMIT),
-        room: Arc::new(AtomicUsize::new(MAX_BUNDLE)),
         files: RefCell::default(),
         problems: RefCell::default(),
     };
     // Before the large pages, which Envoy makes one after the other.
-    collector.doctor(doctor).await;
+    let (text, json) = doctor.await;
+    collector.text("doctor.txt", Lines, &text);
+    collector.text("doctor.json", OwnJson, &format!("{json:#}"));
     tokio::join!(
         collector.agent(sources),
         collector.pages(sources.admin_port, &OF_ENVOY),
@@ -126,8 +113,8 @@ pub async fn collect(
 }
 
 impl Bundle {
-    pub fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        archive::write(FOLDER, &self.files, out)
+    pub fn write(self, out: &mut impl Write) -> io::Result<()> {
+        archive::write(self.files, out)
     }
 }
 

@@ -11,6 +11,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 
+use memchr::memmem::find;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
@@ -20,7 +21,8 @@ use text::REDACTED;
 pub use text::Secrets;
 
 const MAX_TEXT: usize = 256 << 10;
-const MAX_DEPTH: usize = 120;
+/// How deep in texts JSON is read as such.
+const MAX_NESTING: usize = 4;
 const LEFT_OUT: &[u8] = b"[left out: more than 256 KiB]";
 
 /// What passes.
@@ -42,31 +44,36 @@ pub(super) fn copy(
     if form == Form::Lines {
         return copy_lines(secrets, from, to);
     }
-    let is_judged = form == Form::Json;
-    let copied = copy_json(secrets, (is_judged, false), from, to, 0);
-    copied.map(drop).map_err(io::Error::other)
+    let copied = copy_json(secrets, form == Form::Json, from, to, 0);
+    copied.map_err(|error| match error.is_io() {
+        true => error.into(),
+        false => io::Error::other(format!("it is no JSON: {error}")),
+    })
 }
 
-/// Tells whether the copy is another than the original. It is in JSON at this depth.
+/// Copies JSON, in so many texts within each other. It is read whole if a write fails.
 fn copy_json(
     secrets: &Secrets,
-    (is_judged, is_compact): (bool, bool),
+    is_judged: bool,
     from: &mut dyn Read,
     to: &mut dyn Write,
-    depth: usize,
-) -> Result<bool, serde_json::Error> {
+    nesting: usize,
+) -> Result<(), serde_json::Error> {
     let mut json = serde_json::Deserializer::from_reader(BufReader::new(from));
-    let mut writer = Writer {
-        secrets,
-        is_judged,
-        is_compact,
-        has_hidden: false,
-        to,
+    let node = Node {
+        to: &mut Writer {
+            secrets,
+            is_judged,
+            nesting,
+            to,
+        },
+        member: Member::Other,
+        around: Scope::default(),
+        depth: 0,
+        is_first: None,
     };
-    let node = writer.node(Member::Other, Scope::default(), depth, None);
     node.deserialize(&mut json)?;
-    json.end()?;
-    Ok(writer.has_hidden)
+    json.end()
 }
 
 fn copy_lines(secrets: &Secrets, from: &mut dyn Read, to: &mut dyn Write) -> io::Result<()> {
@@ -92,91 +99,64 @@ fn copy_lines(secrets: &Secrets, from: &mut dyn Read, to: &mut dyn Write) -> io:
 }
 
 impl Secrets {
-    /// The text without its secrets; one that is JSON is read as such. It is in JSON at this depth.
-    fn redact<'t>(&self, text: &'t [u8], depth: usize) -> Cow<'t, [u8]> {
-        let text = self.hide_known(text);
-        if matches!(text.trim_ascii_start().first(), Some(b'{' | b'[')) {
+    /// The text without its secrets; one that is JSON is read as such.
+    fn redact<'t>(&self, text: &'t [u8], nesting: usize) -> Cow<'t, [u8]> {
+        if nesting < MAX_NESTING && matches!(text.trim_ascii_start().first(), Some(b'{' | b'[')) {
             let mut json = Vec::new();
-            match copy_json(self, (true, true), &mut &*text, &mut json, depth) {
-                Ok(true) => return json.into(),
-                Ok(false) => return text,
-                Err(_) => {}
+            if copy_json(self, true, &mut &*text, &mut json, nesting + 1).is_ok() {
+                return match find(&json, REDACTED) {
+                    Some(_) => json.into(),
+                    None => text.into(),
+                };
             }
         }
-        self.hide_patterns(text)
+        self.hide(text)
     }
 }
 
-/// Writes JSON, indented like Envoy's or compact.
+/// Writes JSON, indented like Envoy's.
 struct Writer<'a> {
     secrets: &'a Secrets,
     is_judged: bool,
-    is_compact: bool,
-    has_hidden: bool,
+    nesting: usize,
     to: &'a mut dyn Write,
 }
 
-impl<'w> Writer<'w> {
-    fn node(
-        &mut self,
-        member: Member,
-        around: Scope,
-        depth: usize,
-        is_first: Option<bool>,
-    ) -> Node<'_, 'w> {
-        Node {
-            to: self,
-            member,
-            around,
-            depth,
-            is_first,
-        }
+impl Writer<'_> {
+    /// What cannot be written is noticed by the owner of what is written to.
+    fn put(&mut self, bytes: impl AsRef<[u8]>) {
+        let _ = self.to.write_all(bytes.as_ref());
     }
 
-    fn separate(&mut self, is_first: bool, depth: usize) -> io::Result<()> {
-        if !is_first {
-            self.to.write_all(b",")?;
-        }
-        match self.is_compact {
-            true => Ok(()),
-            false => write!(self.to, "\n{:depth$}", ""),
-        }
+    /// Begins an element.
+    fn element(&mut self, is_first: bool, depth: usize) {
+        let separator = if is_first { "" } else { "," };
+        self.put(format!("{separator}\n{:depth$}", ""));
     }
 
-    fn close(&mut self, end: &[u8], is_empty: bool, depth: usize) -> io::Result<Told> {
+    fn close(&mut self, end: &str, is_empty: bool, depth: usize) {
         if !is_empty {
-            self.separate(true, depth)?;
+            self.element(true, depth);
         }
-        self.to.write_all(end)?;
-        Ok(None)
+        self.put(end);
     }
 
-    fn redacted(&mut self) -> io::Result<()> {
-        self.has_hidden = true;
-        self.to.write_all(&[b"\"", REDACTED, b"\""].concat())
-    }
-
-    fn string(&mut self, text: &str, depth: usize) -> io::Result<()> {
+    fn string(&mut self, text: &str) {
         let redacted = match text.len() > MAX_TEXT {
             true => LEFT_OUT.into(),
-            false => self.secrets.redact(text.as_bytes(), depth),
+            false => self.secrets.redact(text.as_bytes(), self.nesting),
         };
-        self.has_hidden |= *redacted != *text.as_bytes();
-        serde_json::to_writer(&mut *self.to, &String::from_utf8_lossy(&redacted))?;
-        Ok(())
+        self.put(Value::from(String::from_utf8_lossy(&redacted)).to_string());
     }
 }
 
 /// What is known of an object or array.
 #[derive(Clone, Copy, Default)]
 struct Scope {
-    is_object: bool,
     /// It is part of a secret.
     is_secret: bool,
-    /// It is a header, or a list of them.
-    is_header: bool,
     /// A name in it, or around it, says that its values are secret.
-    is_named_secret: bool,
+    hides_values: bool,
 }
 
 /// A name or flag, which says what comes behind it is.
@@ -196,52 +176,34 @@ struct Node<'n, 'w> {
 impl Node<'_, '_> {
     /// Whether the scalar is a secret.
     fn is_hidden(&self) -> bool {
-        let around = self.around;
         match self.member {
-            Member::Secret { .. } => true,
-            Member::Public | Member::Harmless | Member::Name => false,
-            Member::Value => around.is_secret || around.is_header || around.is_named_secret,
-            Member::Matcher => around.is_secret || around.is_named_secret,
-            Member::Other | Member::Key | Member::Headers => around.is_secret,
+            Member::Secret | Member::SecretText => true,
+            Member::Public | Member::Name => false,
+            Member::Value => self.around.is_secret || self.around.hides_values,
+            Member::Other | Member::Key | Member::Headers => self.around.is_secret,
         }
     }
 
-    fn scalar<E: Error>(self, value: &Value) -> Result<Told, E> {
-        let written = match value.is_number() && self.is_hidden() {
-            true => self.to.redacted(),
-            false => write!(self.to.to, "{value}"),
-        };
-        written.map(|()| None).map_err(E::custom)
-    }
-
-    fn text(self, text: &str) -> io::Result<Told> {
-        match self.is_hidden() && !text.is_empty() {
-            true => self.to.redacted()?,
-            false => self.to.string(text, self.depth)?,
+    fn scalar(self, value: &Value) -> Told {
+        let may_hide = value.is_number() || value.as_str().is_some_and(|text| !text.is_empty());
+        match value {
+            _ if may_hide && self.is_hidden() => self.to.put(br#""[redacted]""#),
+            Value::String(text) => self.to.string(text),
+            other => self.to.put(other.to_string()),
         }
         let is_name = matches!(self.member, Member::Name | Member::Key);
-        let is_flag = self.is_first.is_some() && text.starts_with('-');
-        Ok((is_name || is_flag).then(|| text.to_owned()))
+        let is_flag = |text: &str| self.is_first.is_some() && text.starts_with('-');
+        let told = value.as_str().filter(|text| is_name || is_flag(text));
+        told.map(str::to_owned)
     }
 
     /// What is known of the object or array that the value is.
-    fn open<E: Error>(&self, is_object: bool) -> Result<Scope, E> {
-        if self.depth == MAX_DEPTH {
-            return Err(E::custom(format_args!("more than {MAX_DEPTH} levels")));
+    fn scope(&self) -> Scope {
+        let (member, around) = (self.member, self.around);
+        Scope {
+            is_secret: member == Member::Secret || member != Member::Public && around.is_secret,
+            ..around
         }
-        let around = self.around;
-        let is_header = self.member == Member::Headers || !around.is_object && around.is_header;
-        Ok(Scope {
-            is_object,
-            is_secret: match self.member {
-                Member::Public => false,
-                Member::Secret { is_whole } => is_whole || around.is_secret,
-                _ => around.is_secret,
-            },
-            is_header,
-            // Until its name is known.
-            is_named_secret: around.is_named_secret || is_header && is_object,
-        })
     }
 }
 
@@ -250,9 +212,7 @@ impl<'de> DeserializeSeed<'de> for Node<'_, '_> {
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Told, D::Error> {
         if let Some(is_first) = self.is_first {
-            self.to
-                .separate(is_first, self.depth)
-                .map_err(D::Error::custom)?;
+            self.to.element(is_first, self.depth);
         }
         from.deserialize_any(self)
     }
@@ -261,7 +221,7 @@ impl<'de> DeserializeSeed<'de> for Node<'_, '_> {
 macro_rules! scalars {
     ($($visit:ident $number:ty),+) => {
         $(fn $visit<E: Error>(self, value: $number) -> Result<Told, E> {
-            self.scalar(&value.into())
+            Ok(self.scalar(&Value::from(value)))
         })+
     };
 }
@@ -273,58 +233,69 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
         to.write_str("JSON")
     }
 
-    scalars!(visit_bool bool, visit_i64 i64, visit_u64 u64, visit_f64 f64);
+    scalars!(visit_bool bool, visit_i64 i64, visit_u64 u64, visit_f64 f64, visit_str &str);
 
     fn visit_unit<E: Error>(self) -> Result<Told, E> {
-        self.scalar(&Value::Null)
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<Told, E> {
-        self.text(text).map_err(E::custom)
+        Ok(self.scalar(&Value::Null))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<Told, A::Error> {
-        let scope = self.open(false)?;
+        let scope = self.scope();
+        let member = match self.member {
+            Member::Headers => Member::Headers,
+            _ => Member::Other,
+        };
         let (to, depth) = (self.to, self.depth + 1);
-        to.to.write_all(b"[").map_err(Error::custom)?;
+        to.put("[");
         let (mut around, mut is_first) = (scope, true);
-        while let Some(told) =
-            elements.next_element_seed(to.node(Member::Other, around, depth, Some(is_first)))?
-        {
+        while let Some(told) = elements.next_element_seed(Node {
+            to,
+            member,
+            around,
+            depth,
+            is_first: Some(is_first),
+        })? {
             is_first = false;
             let is_flag = |text: String| !text.contains('=') && is_secret(text.as_bytes());
             around.is_secret = scope.is_secret || to.is_judged && told.is_some_and(is_flag);
         }
-        to.close(b"]", is_first, depth - 1).map_err(Error::custom)
+        to.close("]", is_first, depth - 1);
+        Ok(None)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Told, A::Error> {
-        let mut around = self.open(true)?;
+        let (mut around, is_header) = (self.scope(), self.member == Member::Headers);
+        // Until the header's name is known.
+        around.hides_values |= is_header;
         let (to, depth) = (self.to, self.depth + 1);
-        to.to.write_all(b"{").map_err(Error::custom)?;
+        to.put("{");
         let mut is_first = true;
         while let Some(name) = members.next_key::<String>()? {
-            to.separate(is_first, depth).map_err(Error::custom)?;
-            to.string(&name, depth).map_err(Error::custom)?;
-            let separator = if to.is_compact { ":" } else { ": " };
-            to.to
-                .write_all(separator.as_bytes())
-                .map_err(Error::custom)?;
+            to.element(is_first, depth);
+            to.string(&name);
+            to.put(": ");
             is_first = false;
             let member = match to.is_judged {
                 true => Member::of(name.as_bytes()),
                 false => Member::Other,
             };
-            let told = members.next_value_seed(to.node(member, around, depth, None))?;
-            if let Some(name) = told.as_ref().map(String::as_bytes) {
-                let is_header = member == Member::Name && around.is_header;
-                around.is_named_secret &= !is_header;
-                around.is_named_secret |= is_secret_header(name);
-                around.is_named_secret |= is_header && !names::is_standard_header(name);
+            let value = Node {
+                to,
+                member,
+                around,
+                depth,
+                is_first: None,
+            };
+            if let Some(name) = members.next_value_seed(value)? {
+                let name = name.as_bytes();
+                around.hides_values &= !is_header;
+                around.hides_values |= is_secret_header(name);
+                let is_header = is_header || member == Member::Key;
+                around.hides_values |= is_header && !names::is_standard_header(name);
             }
-            around.is_header |= member == Member::Key;
         }
-        to.close(b"}", is_first, depth - 1).map_err(Error::custom)
+        to.close("}", is_first, depth - 1);
+        Ok(None)
     }
 }
 

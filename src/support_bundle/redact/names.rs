@@ -2,52 +2,45 @@
 
 use std::sync::LazyLock;
 
-use Member::{Harmless, Headers, Key, Matcher, Name, Other, Public, Secret, Value};
+use Member::{Headers, Key, Name, Other, Public, Secret, SecretText, Value};
 use regex::{Regex, RegexSet};
 
 /// What a member of an object is, as its name says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Member {
     Other,
-    /// Its scalar is secret, and what an object of that name holds if `is_whole`.
-    Secret {
-        is_whole: bool,
-    },
+    /// Secret, with all that an object of that name holds.
+    Secret,
+    /// Secret, unless it is an object.
+    SecretText,
     /// Public, also as a part of a secret.
     Public,
-    /// Public if it is a text.
-    Harmless,
     /// A name or key that says what a value beside it is.
     Name,
     Key,
+    /// Such a value, or what one is compared with.
     Value,
-    /// What a value is compared with, or a value of several kinds.
-    Matcher,
     /// One header or several.
     Headers,
 }
 
 /// Names in lower case and without punctuation. The first that matches decides.
-const NAMES: [(&str, Member); 12] = [
+const NAMES: [(&str, Member); 10] = [
     ("name|headername", Name),
     ("key", Key),
-    ("value|rawvalue", Value),
     (
-        "(exact|prefix|suffix|contains|regex)(match)?|stringvalue|inlinestring|inlinebytes",
-        Matcher,
+        "(raw|string)?value|(exact|prefix|suffix|contains|regex)(match)?|inlinestring|inlinebytes",
+        Value,
     ),
     (
-        "certificatechain|trustedca|validationcontext|sdsconfig|ocspstaple|crl",
+        "certificatechain|trustedca|validationcontext|sdsconfig|ocspstaple|crl|type|filename|path|\
+         versioninfo|lastupdated|clustername",
         Public,
-    ),
-    (
-        "type|filename|path|versioninfo|lastupdated|clustername",
-        Harmless,
     ),
     // Keys of JSON web tokens are not always public ones; users are those of basic authentication.
     (
         "(local)?jwks|users|(basic|proxy|redis)?auths?|(xds|ca)header.*",
-        Secret { is_whole: true },
+        Secret,
     ),
     // Files, members of Envoy's configuration, and variables that Kubernetes sets for each service.
     (
@@ -63,11 +56,11 @@ const NAMES: [(&str, Member); 12] = [
          topology)keys?",
         Other,
     ),
-    (".*(authorization|cookie).*", Secret { is_whole: false }),
+    (".*(authorization|cookie).*", SecretText),
     (
         ".*(password|passwd|passphrase|secret|token|credential|privatekey|apikey|accesskey|pkcs12|\
          connectionstring|sessionid).*|.*(keys?|pass|pwd)",
-        Secret { is_whole: true },
+        Secret,
     ),
     (".*(headers?|headerstoadd|initialmetadata)", Headers),
 ];
@@ -83,7 +76,7 @@ impl Member {
         static ALL: LazyLock<Result<RegexSet, regex::Error>> =
             LazyLock::new(|| RegexSet::new(NAMES.map(|(names, _)| format!("^({names})$"))));
         let Ok(all) = &*ALL else {
-            return Secret { is_whole: true };
+            return Secret;
         };
         let first = all.matches(&plain(name)).iter().next();
         first.map_or(Other, |index| NAMES[index].1)
@@ -92,7 +85,7 @@ impl Member {
 
 /// Whether a value of this name is secret.
 pub(crate) fn is_secret(name: &[u8]) -> bool {
-    matches!(Member::of(name), Secret { .. })
+    matches!(Member::of(name), Secret | SecretText)
 }
 
 /// Whether this is the name of a header that holds no secret.

@@ -450,7 +450,7 @@ fn a_hostile_text_takes_no_longer_than_another() {
 
 #[test]
 fn what_is_no_json_does_not_pass_for_it() {
-    let deep = "[".repeat(MAX_DEPTH + 1);
+    let deep = "[".repeat(1000);
     for wrong in [
         "<html>",
         "no healthy upstream",
@@ -521,7 +521,7 @@ fn planted() -> impl Strategy<Value = (String, Vec<u8>, Form)> {
 }
 
 fn has(text: &[u8], part: &str) -> bool {
-    memchr::memmem::find(text, part.as_bytes()).is_some()
+    find(text, part.as_bytes()).is_some()
 }
 
 proptest! {
