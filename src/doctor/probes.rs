@@ -1,31 +1,23 @@
-//! Readiness, application probes, scrape targets, and the health check of a machine's workload.
+//! Readiness, application probes, and the health check of a machine's workload.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use bytes::Bytes;
 use futures_util::future::join_all;
-use http::{HeaderMap, HeaderValue, Request, StatusCode, header};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 
 use super::report::Check;
 use super::{PROBE_LIMIT, Subject, get};
 use crate::config::Config;
 use crate::health::Health;
-use crate::http_client::{self, Client, Redirects, http_url};
 use crate::lifecycle::with_causes;
 use crate::probe::{self, Kind, Probe};
 
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let (readiness, application, targets) = tokio::join!(
-        readiness(subject),
-        application(subject.config),
-        targets(subject.config),
-    );
+    let (mut checks, application) = tokio::join!(readiness(subject), application(subject.config));
     let workload = subject.running.and_then(|running| running.health.as_ref());
-    let mut checks = readiness;
     checks.extend(application);
-    checks.extend(targets);
     checks.extend(workload.map(health));
     checks
 }
@@ -126,46 +118,17 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
         Err(error) => format!("{what}: {}", with_causes(&error)),
     };
     let remedy = "see the application's log; the probe is that of its container in the pod";
-    let (level, meaning): (fn(String, String) -> Check, _) = match path.rsplit('/').next() {
-        Some("livez") => (
-            Check::error,
-            "success; the kubelet restarts the container otherwise",
-        ),
-        Some("readyz") => (Check::error, "success; the pod is not ready otherwise"),
+    let check = match path.rsplit('/').next() {
+        Some("livez") => Check::error(path, problem)
+            .expected("success; the kubelet restarts the container otherwise"),
+        Some("readyz") => {
+            Check::error(path, problem).expected("success; the pod is not ready otherwise")
+        }
         // It does not matter any more after one success.
-        _ => (
-            Check::warning,
-            "success, unless the container has started already",
-        ),
+        _ => Check::warning(path, problem)
+            .expected("success, unless the container has started already"),
     };
-    level(path.to_owned(), problem)
-        .expected(meaning)
-        .remedy(remedy)
-}
-
-/// The pages of the application that the merged metrics contain. Bodies are not read.
-async fn targets(config: &Config) -> Vec<Check> {
-    let client = &Client::new(http_client::Config {
-        redirects: Redirects::Follow,
-        ..http_client::Config::default()
-    });
-    let targets = config.scrape.targets.iter().map(|target| async move {
-        let url = format!("http://localhost:{}{}", target.port, target.path);
-        let asked = async {
-            let mut request = Request::new(Bytes::new());
-            *request.uri_mut() = http_url(&url)?;
-            client.send_within(request, PROBE_LIMIT).await
-        };
-        let found = match asked.await {
-            Ok(answer) if answer.status().is_success() => return Check::ok("scrape target", url),
-            Ok(answer) => format!("{url}: status {}", answer.status().as_u16()),
-            Err(error) => format!("{url}: {}", with_causes(&error)),
-        };
-        Check::warning("scrape target", found)
-            .expected("a page of metrics; the merged page is without it")
-            .remedy("correct the pod's prometheus.io/port and prometheus.io/path, or start the application")
-    });
-    join_all(targets).await
+    check.remedy(remedy)
 }
 
 /// What istiod is told of a machine's workload.

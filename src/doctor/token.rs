@@ -1,8 +1,9 @@
 //! The token for istiod, and the roots istiod is verified with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 
+use futures_util::future::join_all;
 use http::HeaderValue;
 
 use super::certificates::{Facts, latest};
@@ -27,11 +28,13 @@ const MOUNTED: &str = "mount the config map istio-ca-root-cert of the pod's name
                        writes: kubectl get configmap istio-ca-root-cert";
 
 /// What the group found.
+#[derive(Default)]
 pub(super) struct Found {
-    pub(super) checks: Vec<Check>,
+    checks: Vec<Check>,
     /// As calls send it.
     pub(super) authorization: Option<HeaderValue>,
-    has_no_roots: bool,
+    /// Whether istiod cannot be verified.
+    pub(super) has_no_roots: bool,
     /// Of a token that names none that istiod is known to expect.
     foreign_audiences: Option<Vec<String>>,
 }
@@ -40,16 +43,15 @@ pub(super) struct Found {
 pub(super) async fn read(subject: Subject<'_>) -> Found {
     let config = subject.config;
     let authorities = [Some(&config.istiod), config.ca_istiod.as_ref()];
-    let mut roots: Vec<_> = authorities
-        .into_iter()
-        .flatten()
-        .filter_map(roots_of)
-        .collect();
+    let roots = authorities.into_iter().flatten();
+    let roots = roots.filter_map(|config| match &config.security {
+        Security::Plaintext => None,
+        Security::Tls(tls) => Some(tls.roots.clone()),
+    });
+    let mut roots: Vec<_> = roots.collect();
     roots.dedup();
-    let (mut found, roots) = tokio::join!(
-        read_token(config),
-        futures_util::future::join_all(roots.into_iter().map(check_roots))
-    );
+    let checks_of_roots = join_all(roots.into_iter().map(check_roots));
+    let (mut found, roots) = tokio::join!(read_token(config), checks_of_roots);
     let roots: Vec<_> = roots.into_iter().flatten().collect();
     found.has_no_roots = roots.iter().any(|check| check.level == Level::Error);
     found.checks.extend(roots);
@@ -60,11 +62,6 @@ impl Found {
     /// Whether istiod would refuse what the agent shows.
     pub(super) fn has_errors(&self) -> bool {
         self.checks.iter().any(|check| check.level == Level::Error)
-    }
-
-    /// Whether istiod cannot be verified.
-    pub(super) fn has_no_roots(&self) -> bool {
-        self.has_no_roots
     }
 
     /// The checks, now that it is known whether istiod accepts the token.
@@ -84,153 +81,72 @@ impl Found {
     }
 }
 
-fn roots_of(config: &crate::istiod::Config) -> Option<Roots> {
-    match &config.security {
-        Security::Plaintext => None,
-        Security::Tls(tls) => Some(tls.roots.clone()),
-    }
-}
-
 async fn read_token(config: &Config) -> Found {
-    let mut found = Found {
-        checks: Vec::new(),
-        authorization: None,
-        has_no_roots: false,
-        foreign_audiences: None,
+    let mut found = Found::default();
+    let Security::Tls(tls) = &config.istiod.security else {
+        let why = "not sent: istiod does not authenticate plaintext connections";
+        found.checks.push(Check::skipped("token", why));
+        return found;
     };
-    let path = match (&config.istiod.security, &config.istiod.token) {
-        (Security::Plaintext, _) => {
-            let why = "not sent: istiod does not authenticate plaintext connections";
-            found.checks.push(Check::skipped("token", why));
-            return found;
-        }
-        (_, Source::None) => return found,
-        (_, Source::Mock) => {
+    let path = match &config.istiod.token {
+        Source::None => return found,
+        Source::Mock => {
             found.authorization = Some(HeaderValue::from_static(token::MOCK));
             let mock = "the one of CREDENTIAL_FETCHER_TYPE=Mock";
             found.checks.push(Check::ok("token", mock));
             return found;
         }
-        (_, Source::File(path)) => path.clone(),
+        Source::File(path) => path.clone(),
     };
-    let (file, client) = (path.clone(), client_certificate(config));
-    let read = aside(move || {
-        let client = client.and_then(|chain| regular_file::read(&chain, LARGEST).ok());
-        let leaf = client.and_then(|pem| Facts::of_pem(&pem).into_iter().next());
-        // The agent sends the token in place of one that has expired.
-        let has_client = leaf.is_some_and(|leaf| leaf.not_after > SystemTime::now());
-        (token::read(&file), has_client)
-    });
-    let (token, has_client) = match read.await {
-        Ok(read) => read,
-        Err(late) => (Err(format!("{}: {late}", path.display())), false),
-    };
-    let token = match token {
-        Ok(token) => token,
-        Err(problem) if has_client => {
-            let instead = format!("{problem}; the client certificate is used");
-            found.checks.push(Check::skipped("token", instead));
-            return found;
-        }
-        Err(problem) => {
-            let check = Check::error("token", problem);
-            found
-                .checks
-                .push(check.expected("a token").remedy(PROJECTED));
-            return found;
+    let (file, shown) = (path.clone(), path.display());
+    let read = aside(move || token::read(&file)).await;
+    let mut check = match read.unwrap_or_else(|late| Err(format!("{shown}: {late}"))) {
+        Err(problem) => Check::error("token", problem)
+            .expected("a token")
+            .remedy(PROJECTED),
+        Ok(token) => {
+            found.authorization = Some(token.header);
+            let google = config.google_token.as_ref();
+            let audience = google.map_or(AUDIENCE, |token| &token.audience);
+            let audiences = token.claims.as_ref().map(Claims::audiences);
+            found.foreign_audiences = audiences
+                .filter(|all| !all.contains(&audience))
+                .map(|all| all.into_iter().map(str::to_owned).collect());
+            match token.claims {
+                Some(claims) => life(&path, &claims),
+                None => Check::warning("token", format!("{shown} holds no JSON web token"))
+                    .expected("one signed by Kubernetes")
+                    .remedy(PROJECTED),
+            }
         }
     };
-    found.authorization = Some(token.header);
-    let Some(claims) = token.claims else {
-        let problem = format!("{} holds no JSON web token", path.display());
-        let check = Check::warning("token", problem).expected("one signed by Kubernetes");
-        found.checks.push(check.remedy(PROJECTED));
-        return found;
-    };
-    found.checks.push(life(&path, &claims, has_client));
-    found.checks.extend(issued(&claims));
-    found.checks.extend(account(&claims, config));
-    let audience = config
-        .google_token
-        .as_ref()
-        .map(|token| token.audience.as_str());
-    let audiences = claims.audiences();
-    if !audiences.contains(&audience.unwrap_or(AUDIENCE)) {
-        let audiences = audiences.into_iter().map(str::to_owned).collect();
-        found.foreign_audiences = Some(audiences);
+    if check.level == Level::Error && tls.client.is_some() {
+        check.level = Level::Skipped;
+        check.found += "; the client certificate is used";
     }
+    found.checks.push(check);
     found
 }
 
-/// The file of the client certificate, which authenticates the agent as well.
-fn client_certificate(config: &Config) -> Option<PathBuf> {
-    match &config.istiod.security {
-        Security::Plaintext => None,
-        Security::Tls(tls) => tls.client.as_ref().map(|client| client.chain.clone()),
-    }
-}
-
-fn life(path: &Path, claims: &Claims, has_client: bool) -> Check {
-    let now = Clock::system().now();
+fn life(path: &Path, claims: &Claims) -> Check {
+    let (path, now) = (path.display(), Clock::system().now());
     let Some(expiry) = claims.expiry() else {
-        return Check::ok("token", format!("{}, without expiry", path.display()));
+        return Check::ok("token", format!("{path}, without expiry"));
     };
-    let (path, at) = (path.display(), rfc3339(expiry));
+    let at = rfc3339(expiry);
     match expiry.duration_since(now) {
-        Ok(left) => Check::ok(
-            "token",
-            format!(
-                "{path} expires in {}, at {at}",
-                approximate(left.as_secs_f64())
-            ),
-        ),
+        Ok(left) => {
+            let left = approximate(left.as_secs_f64());
+            Check::ok("token", format!("{path} expires in {left}, at {at}"))
+        }
         Err(late) => {
-            let ago = approximate(late.duration().as_secs_f64());
-            let found = format!(
-                "{path} expired {ago} ago, at {at}; it is {} here",
-                rfc3339(now)
-            );
-            let check = match has_client {
-                true => Check::skipped("token", found + "; the client certificate is used"),
-                false => Check::error("token", found),
-            };
-            check.expected("a token that is valid").remedy(RENEWED)
+            let (ago, now) = (approximate(late.duration().as_secs_f64()), rfc3339(now));
+            let found = format!("{path} expired {ago} ago, at {at}; it is {now} here");
+            Check::error("token", found)
+                .expected("a token that is valid")
+                .remedy(RENEWED)
         }
     }
-}
-
-/// The clock against the time the token was issued at, with a minute for a clock that is set often.
-fn issued(claims: &Claims) -> Option<Check> {
-    let now = Clock::system().now();
-    let issued = claims.issued()?;
-    let ahead = issued
-        .duration_since(now)
-        .ok()
-        .filter(|ahead| ahead.as_secs() > 60)?;
-    let found = format!(
-        "the token was issued at {}, {} from now",
-        rfc3339(issued),
-        approximate(ahead.as_secs_f64())
-    );
-    let remedy = "set the clock of this machine, as certificates are refused as not valid yet";
-    Some(
-        Check::warning("clock", found)
-            .expected("a time in the past")
-            .remedy(remedy),
-    )
-}
-
-/// The account of the token against the one that is configured.
-fn account(claims: &Claims, config: &Config) -> Option<Check> {
-    let identity = &config.secrets.renewal.identity;
-    let subject = claims.subject()?.strip_prefix("system:serviceaccount:")?;
-    let expected = format!("{}:{}", identity.namespace, identity.service_account);
-    let is_foreign = subject != expected && !identity.service_account.is_empty();
-    is_foreign.then(|| {
-        let remedy = "set POD_NAMESPACE and SERVICE_ACCOUNT to the account of the token";
-        let check = Check::warning("account of the token", subject);
-        check.expected(expected).remedy(remedy)
-    })
 }
 
 async fn check_roots(roots: Roots) -> Vec<Check> {
@@ -245,10 +161,8 @@ async fn check_roots(roots: Roots) -> Vec<Check> {
             Roots::File(path) => regular_file::read(path, LARGEST).ok(),
             Roots::System(_) => None,
         };
-        Ok((
-            store.len(),
-            pem.map(|pem| Facts::of_pem(&pem)).unwrap_or_default(),
-        ))
+        let facts = pem.map(|pem| Facts::of_pem(&pem));
+        Ok((store.len(), facts.unwrap_or_default()))
     });
     let (count, facts) = match read.await.unwrap_or_else(Err) {
         Ok(found) => found,

@@ -10,8 +10,6 @@ use std::path::{Path, PathBuf};
 use crate::metrics;
 
 const KILLS: &str = "oom_kill";
-/// Version 1 has a number of about this size where there is no limit.
-const NO_LIMIT: u64 = 1 << 62;
 
 /// Bytes a process has in memory now; none if it is gone.
 pub(crate) fn resident(pid: i32) -> Option<u64> {
@@ -22,60 +20,26 @@ pub(crate) fn resident(pid: i32) -> Option<u64> {
 /// How many processes of this control group the kernel has killed for want of memory. None where it
 /// does not count them.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
-    files(root).iter().find_map(|files| count(&files.kills))
-}
-
-/// What the kernel says about this process' control group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ControlGroup {
-    /// The most bytes of memory it may have. None is no limit.
-    pub(crate) limit: Option<u64>,
-    /// Processes that were killed for want of memory.
-    pub(crate) kills: u64,
-}
-
-impl ControlGroup {
-    /// None where there is no control group of memory.
-    pub(crate) fn read(root: &Path) -> Option<Self> {
-        files(root).into_iter().find_map(|files| {
-            let limit = fs::read_to_string(&files.limit).ok()?;
-            let limit = limit.trim().parse().ok();
-            Some(Self {
-                limit: limit.filter(|limit| *limit < NO_LIMIT),
-                kills: count(&files.kills).unwrap_or_default(),
-            })
-        })
-    }
-}
-
-/// Files of a control group.
-struct Files {
-    kills: PathBuf,
-    limit: PathBuf,
+    files(root).iter().find_map(|file| count(file))
 }
 
 /// Where those of this process may be, by the lines of `/proc/self/cgroup`. A container that sees the
 /// machine's path may have its own group mounted at the top.
-fn files(root: &Path) -> Vec<Files> {
+fn files(root: &Path) -> Vec<PathBuf> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let files = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;
         let (controllers, path) = rest.split_once(':')?;
-        let (top, kills, limit) = match controllers {
-            "" => ("sys/fs/cgroup", "memory.events", "memory.max"),
-            _ if controllers.split(',').any(|name| name == "memory") => (
-                "sys/fs/cgroup/memory",
-                "memory.oom_control",
-                "memory.limit_in_bytes",
-            ),
+        let (top, kills) = match controllers {
+            "" => ("sys/fs/cgroup", "memory.events"),
+            _ if controllers.split(',').any(|name| name == "memory") => {
+                ("sys/fs/cgroup/memory", "memory.oom_control")
+            }
             _ => return None,
         };
         let top = root.join(top);
         let directories = [top.join(path.trim_matches('/')), top];
-        Some(directories.map(|directory| Files {
-            kills: directory.join(kills),
-            limit: directory.join(limit),
-        }))
+        Some(directories.map(|directory| directory.join(kills)))
     });
     files.flatten().collect()
 }
@@ -130,65 +94,9 @@ mod tests {
     }
 
     #[test]
-    fn limit_and_kills_of_either_version_are_read() {
-        let one = "0::/\n";
-        let other = "2:cpu:/\n3:memory:/pod\n";
-        for (groups, directory, limit, events, expected) in [
-            (
-                one,
-                "",
-                ("memory.max", "max\n"),
-                ("memory.events", "oom_kill 0\n"),
-                (None, 0),
-            ),
-            (
-                one,
-                "",
-                ("memory.max", "4096\n"),
-                ("memory.events", "oom_kill 2\n"),
-                (Some(4096), 2),
-            ),
-            (
-                one,
-                "",
-                ("memory.max", "\u{fffd}"),
-                ("memory.events", "?"),
-                (None, 0),
-            ),
-            (
-                other,
-                "memory/pod",
-                ("memory.limit_in_bytes", "8192\n"),
-                ("memory.oom_control", "oom_kill 1\n"),
-                (Some(8192), 1),
-            ),
-            (
-                other,
-                "memory",
-                ("memory.limit_in_bytes", "9223372036854771712\n"),
-                ("memory.oom_control", "under_oom 0\n"),
-                (None, 0),
-            ),
-        ] {
-            let root = tempfile::tempdir().expect("a directory");
-            let group = root.path().join("sys/fs/cgroup").join(directory);
-            fs::create_dir_all(&group).expect("made");
-            fs::create_dir_all(root.path().join("proc/self")).expect("made");
-            fs::write(root.path().join("proc/self/cgroup"), groups).expect("written");
-            for (file, text) in [limit, events] {
-                fs::write(group.join(file), text).expect("written");
-            }
-            let (limit, kills) = expected;
-            let read = ControlGroup::read(root.path());
-            assert_eq!(read, Some(ControlGroup { limit, kills }), "{groups}");
-        }
-    }
-
-    #[test]
     fn a_machine_without_control_groups_has_no_count() {
         let root = tempfile::tempdir().expect("a directory");
         assert_eq!(oom_kills(root.path()), None);
-        assert_eq!(ControlGroup::read(root.path()), None);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::ClientConfig;
+use rustls::{CertificateError, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
@@ -22,6 +22,9 @@ use crate::clock::{self, Clock, rfc3339};
 use crate::dial::{self, Dialer};
 use crate::executor::Executor;
 use crate::lifecycle::with_causes;
+
+/// Where a refusal is explained.
+pub const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
 
 /// Bounds of dials.
 #[derive(Clone, Copy, Debug)]
@@ -95,6 +98,55 @@ impl Cause {
         }
     }
 
+    /// What an operator may do about it.
+    pub fn remedy(&self) -> &'static str {
+        const RUNNING: &str =
+            "is istiod ready, and is it its port? kubectl get pods,endpoints -n istio-system";
+        const POLICY: &str =
+            "a NetworkPolicy, a firewall or a security group may drop packets to it";
+        match self {
+            Self::Connect(dial::Error::Connect { source, .. }) => match source.kind() {
+                io::ErrorKind::ConnectionRefused => RUNNING,
+                _ if self.is_without_route() => {
+                    "the pod needs an address of that family, or the name others"
+                }
+                _ => POLICY,
+            },
+            Self::TimedOut { doing, .. } if doing.starts_with("connecting") => POLICY,
+            Self::TimedOut { .. } => RUNNING,
+            Self::Proxy { .. } => {
+                "allow it in the proxy, or name istiod in NO_PROXY so that it is dialed directly"
+            }
+            Self::Handshake { source, .. } => {
+                match source.get_ref().and_then(|error| error.downcast_ref()) {
+                    Some(rustls::Error::InvalidCertificate(refused)) => of_certificate(refused),
+                    Some(rustls::Error::InvalidMessage(_)) => {
+                        "it is not istiod's TLS port (15012); for plaintext (15010) set \
+                         controlPlaneAuthPolicy: NONE"
+                    }
+                    Some(rustls::Error::AlertReceived(_)) => LOG,
+                    _ => RUNNING,
+                }
+            }
+            Self::Alpn { .. } | Self::NotHttp2 { .. } => {
+                "it is not istiod's gRPC port (15012, or 15010 in plaintext): look at \
+                 discoveryAddress, and at load balancers between, which must pass HTTP/2"
+            }
+            Self::Tls(_) | Self::Address { .. } | Self::Connect(_) | Self::Stopping => "",
+        }
+    }
+
+    /// Whether this machine cannot reach addresses of that family.
+    pub fn is_without_route(&self) -> bool {
+        use io::ErrorKind::{AddrNotAvailable, NetworkUnreachable};
+        match self {
+            Self::Connect(dial::Error::Connect { source, .. }) => {
+                matches!(source.kind(), NetworkUnreachable | AddrNotAvailable)
+            }
+            _ => false,
+        }
+    }
+
     /// The cause without the address, which is another at another dial of the same name.
     pub(super) fn without_address(&self) -> String {
         match self {
@@ -104,6 +156,23 @@ impl Cause {
             | Self::NotHttp2 { to, .. } => self.to_string().replace(&to.to_string(), "istiod"),
             Self::TimedOut { .. } => "timed out".to_owned(),
             _ => self.to_string(),
+        }
+    }
+}
+
+fn of_certificate(refused: &CertificateError) -> &'static str {
+    use CertificateError as E;
+    match refused {
+        E::NotValidForName | E::NotValidForNameContext { .. } => {
+            "set discoveryAddress to one of the certificate's names, or ISTIOD_SAN to the name expected"
+        }
+        E::NotValidYet | E::NotValidYetContext { .. } | E::Expired | E::ExpiredContext { .. } => {
+            "compare the clock of this machine (date -u) with that of others; else renew istiod's \
+             certificate, or the authority's that signed it"
+        }
+        _ => {
+            "compare the roots for istiod with the config map istio-ca-root-cert of its cluster; \
+             discoveryAddress may lead to another mesh, or through what ends TLS"
         }
     }
 }

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 pub use connection::Connection;
-pub use dial::{Cause, DialError, Limits};
+pub use dial::{Cause, DialError, LOG, Limits};
 use hosts::Hosts;
 pub(crate) use hosts::MAX_SILENCE;
 use status::{Record, Status};

@@ -2,14 +2,11 @@
 
 use std::time::Duration;
 
-use rustls::pki_types::{CertificateDer, ServerName};
-
+use super::Config;
 use super::connection::Connection;
-use super::dial::{Bound, Cause, dial, dial_with};
-use super::{Config, Security, tls};
+use super::dial::{Cause, dial};
 use crate::dial::Dialer;
 use crate::executor::ConnectionTasks;
-use crate::unverified_tls;
 
 /// A connection of its own. It ends when this is dropped.
 #[derive(Debug)]
@@ -32,27 +29,4 @@ pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Cause> {
         connection,
         _tasks: tasks,
     })
-}
-
-/// The certificate a peer shows that failed verification. None if it shows none.
-pub async fn unverified_certificate(
-    config: &Config,
-    limit: Duration,
-) -> Option<CertificateDer<'static>> {
-    let Security::Tls(tls) = &config.security else {
-        return None;
-    };
-    let prepared = tls::Prepared {
-        config: unverified_tls::config(true).ok()?,
-        without_client: None,
-        name: ServerName::try_from(tls.server_name.clone()).ok()?,
-    };
-    let tasks = ConnectionTasks::default();
-    let dialer = Dialer::default();
-    let bound = Bound::new(limit);
-    let config = config.clone().into();
-    let open = dial_with(&config, Some(prepared), &dialer, tasks.executor(), bound).await;
-    let (connection, _) = open.ok()?;
-    let tls = connection.about().tls.as_ref()?;
-    tls.peer_certificate.clone()
 }

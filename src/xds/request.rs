@@ -162,7 +162,7 @@ impl ErrorDetail {
 }
 
 /// Why Envoy refuses a resource, without dumps of it: they are long, and may hold credentials.
-pub(crate) fn without_dumps(message: &str) -> String {
+fn without_dumps(message: &str) -> String {
     let (mut reason, mut rest) = (String::new(), message);
     while let Some((before, dump)) = rest.split_once(DUMP) {
         reason.push_str(before);

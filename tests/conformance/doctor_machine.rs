@@ -1,4 +1,4 @@
-//! `pilot-agent doctor` beside faults of the machine: DNS, limits, disks and capture, and beside all that
+//! `pilot-agent doctor` beside faults of the machine: DNS, disks and capture, and beside all that
 //! hangs.
 //!
 //! Rows that take root are run under `NETNS_TESTS` only.
@@ -105,20 +105,8 @@ async fn each_fault_of_dns_is_the_first_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_limits_and_disks_is_the_first_error() {
+async fn each_fault_of_disks_and_capture_is_the_first_error() {
     let mut rows = Rows::default();
-    rows.add("no open files left", async {
-        let istiod = answering_istiod().await;
-        let place = Place::of(&istiod);
-        let agent = place.start().await;
-        agent.logs("generated new workload certificate").await;
-        agent.limit_descriptors(agent.descriptors() as u64 + 10);
-        SetUp::new(
-            place,
-            (agent, istiod),
-            &["open files of the agent", "LimitNOFILE"],
-        )
-    });
     rows.add("kept configuration that others may read", async {
         let istiod = answering_istiod().await;
         let place = Place::of(&istiod).set("ISTIO_AGENT_KEEP_CONFIG", "kept");
@@ -151,13 +139,6 @@ async fn each_fault_of_limits_and_disks_is_the_first_error() {
         )
     });
     if has_root() {
-        rows.add("no inotify instances left", async {
-            let no_more = "echo 0 > /proc/sys/user/max_inotify_instances";
-            let (place, istiod) = in_namespace(&["--user", "--map-root-user"], no_more).await;
-            let place = place.set("DISABLE_ENVOY", "false");
-            let says = &["inotify", "max_user_instances", "without which Envoy"];
-            SetUp::new(place, istiod, says)
-        });
         for (option, says) in [
             ("ro", "Read-only file system"),
             ("size=1M", "1024 KiB free"),

@@ -147,12 +147,7 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     let port = application.port;
     let probers =
         json!({ "/app-health/cart/readyz": { "httpGet": { "port": port, "path": "/" } } });
-    let target = json!({ "port": port.to_string() });
-    let (pod, control_plane) = ready(&[
-        ("ISTIO_KUBE_APP_PROBERS", &probers.to_string()),
-        ("ISTIO_PROMETHEUS_ANNOTATIONS", &target.to_string()),
-    ])
-    .await;
+    let (pod, control_plane) = ready(&[("ISTIO_KUBE_APP_PROBERS", &probers.to_string())]).await;
     // An open stream shows that istiod accepts it.
     pod.replace_token(&control_plane.token_for("another-audience"));
     let (report, _) = diagnosed(&pod).await;
@@ -164,7 +159,7 @@ async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     for group in ["sockets", "Envoy", "probes"] {
         let of_group = checks.iter().filter(|(name, _)| *name == group);
         let of_group: Vec<_> = of_group.map(|(_, check)| check).collect();
-        assert!(of_group.len() > 2, "{report:#}");
+        assert!(of_group.len() > 1, "{report:#}");
         for check in of_group {
             assert_eq!(check["level"], "ok", "{report:#}");
         }
@@ -177,7 +172,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
         return;
     }
     let own = std::process::id().to_string();
-    let rows: [LocalBoxFuture<'_, Row>; 9] = [
+    let rows: [LocalBoxFuture<'_, Row>; 7] = [
         Box::pin(async {
             let (pod, control_plane) = ready(&[]).await;
             let other = replaced(&pod, XDS);
@@ -209,17 +204,6 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
                 "a directory as XDS",
                 pod,
                 &["XDS socket", XDS, "a directory"],
-            )
-            .with(control_plane)
-        }),
-        Box::pin(async {
-            let binary = json!({ "binaryPath": "/nonexistent/envoy" }).to_string();
-            let (mut pod, control_plane) = pod(&[], &[("PROXY_CONFIG", &binary)]).await;
-            ended(&mut pod, None).await;
-            Row::new(
-                "no Envoy",
-                pod,
-                &["program", "/nonexistent/envoy", "binaryPath"],
             )
             .with(control_plane)
         }),
@@ -258,16 +242,6 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_the_first_error() {
             kill_process(pod.envoy_pid().unwrap(), Signal::STOP).unwrap();
             let says = ["admin port", "no answer from 127.0.0.1:", "Envoy hangs"];
             Row::new("hung Envoy", pod, &says).with(control_plane)
-        }),
-        Box::pin(async {
-            let application = Backend::start().await;
-            let port = application.port;
-            let status = json!({ "statusPort": port }).to_string();
-            let (mut pod, control_plane) = pod(&[], &[("PROXY_CONFIG", &status)]).await;
-            ended(&mut pod, None).await;
-            let says = [&format!("no agent listens on port {port}"), "statusPort"];
-            Row::new("status port of another process", pod, &says)
-                .with((control_plane, application))
         }),
     ];
     assert_rows(rows).await;
@@ -335,31 +309,14 @@ async fn each_fault_of_envoys_configuration_is_the_first_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_probe_of_the_application_is_the_first_error_and_a_refused_scrape_a_warning() {
+async fn a_failed_probe_of_the_application_is_the_first_error() {
     if envoy_binary().is_none() {
         return;
     }
     let port = free_port();
     let address = format!("127.0.0.1:{port}");
     let probers = json!({ "/app-health/cart/readyz": { "tcpSocket": { "port": port } } });
-    let target = json!({ "port": port.to_string() }).to_string();
-    let variables = [
-        ("ISTIO_KUBE_APP_PROBERS", &*probers.to_string()),
-        ("ISTIO_PROMETHEUS_ANNOTATIONS", &target),
-    ];
-    let (pod, _control_plane) = ready(&variables).await;
-    let (report, _) = diagnosed(&pod).await;
-    let checks = checks(&report);
-    let scrape = checks
-        .iter()
-        .find(|(_, check)| check["name"] == "scrape target");
-    let (_, scrape) = scrape.unwrap();
-    assert_eq!(scrape["level"], "warning", "{report:#}");
-    let found = scrape["found"].as_str().unwrap();
-    assert!(
-        found.contains(&format!("localhost:{port}/metrics: cannot connect")),
-        "{found}"
-    );
+    let (pod, _control_plane) = ready(&[("ISTIO_KUBE_APP_PROBERS", &probers.to_string())]).await;
     let says = ["/app-health/cart/readyz", &address, "the pod is not ready"];
     Row::new("failed readiness probe", pod, &says)
         .assert()

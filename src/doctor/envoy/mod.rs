@@ -2,10 +2,6 @@
 
 mod waits;
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-
 use serde_json::Value;
 
 use super::report::{Check, Level};
@@ -41,17 +37,12 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         }
     };
     let admin = format!("http://{admin}");
-    let (mut checks, server, waits, refused) = tokio::join!(
-        process,
-        page(&admin, "/server_info"),
-        waits::checks(&admin),
-        async {
-            match subject.running {
-                Some(running) => nacks(&running.discovery.snapshot()),
-                None => waits::refused_listeners(&admin).await,
-            }
-        },
-    );
+    let (mut checks, server, waits) =
+        tokio::join!(process, page(&admin, "/server_info"), waits::checks(&admin),);
+    let refused = subject
+        .running
+        .map(|running| nacks(&running.discovery.snapshot()));
+    let refused = refused.into_iter().flatten();
     let is_down = handle.is_none() || checks.iter().any(|check| check.level == Level::Error);
     let server = match server {
         Ok(server) => server,
@@ -116,11 +107,11 @@ fn process(report: &Report) -> Vec<Check> {
                 .remedy("none if the pod is to end")
         }
         State::Exited => {
-            let how = crash.map_or_else(|| "ended".to_owned(), |crash| format!("{crash}"));
-            let next = report.restart.map_or(
-                "; it is not started again",
-                |_| "; it is started again soon",
-            );
+            let how = crash.map_or_else(|| "ended".to_owned(), Crash::to_string);
+            let next = match report.restart {
+                Some(_) => "; it is started again soon",
+                None => "; it is not started again",
+            };
             return vec![
                 Check::error(NAME, format!("Envoy has ended: {how}{next}"))
                     .expected("a running Envoy")
@@ -129,45 +120,23 @@ fn process(report: &Report) -> Vec<Check> {
         }
     };
     std::iter::once(check)
-        .chain(crash.map(|it| crashed(it, Check::warning)))
+        .chain(crash.map(|it| crashed(it, Level::Warning)))
         .collect()
 }
 
-/// What tells of Envoy where no agent runs it: its program and the record of its last crash.
+/// The record of the last crash, where no agent runs Envoy.
 async fn outside(config: &Config) -> Vec<Check> {
-    let (directory, binary) = (config.directory.clone(), config.command.binary.clone());
-    let found = aside(move || (program(binary), Crash::read(&directory))).await;
-    let (program, crash) = match found {
-        Ok(found) => found,
-        Err(late) => return vec![Check::error("program", late)],
-    };
-    let crash = match crash {
-        Ok(crash) => crash.map(|crash| crashed(&crash, Check::error)),
-        Err(error) => Some(Check::warning("last crash", with_causes(&error))),
-    };
-    std::iter::once(program).chain(crash).collect()
-}
-
-fn program(binary: PathBuf) -> Check {
-    const NAME: &str = "program";
-    let path = binary.display();
-    if binary.components().count() == 1 {
-        return Check::skipped(NAME, format!("{path} is looked for in PATH"));
+    let directory = config.directory.clone();
+    match aside(move || Crash::read(&directory)).await {
+        Ok(Ok(crash)) => Vec::from_iter(crash.map(|crash| crashed(&crash, Level::Error))),
+        Ok(Err(error)) => vec![Check::warning("last crash", with_causes(&error))],
+        Err(late) => vec![Check::error("last crash", late)],
     }
-    let found = match fs::metadata(&binary) {
-        Ok(file) if file.is_file() && file.permissions().mode() & 0o111 != 0 => {
-            return Check::ok(NAME, path);
-        }
-        Ok(_) => "no executable file".to_owned(),
-        Err(error) => error.to_string(),
-    };
-    Check::error(NAME, format!("{path}: {found}"))
-        .expected("Envoy")
-        .remedy("correct ProxyConfig.binaryPath or the image")
 }
 
-fn crashed(crash: &Crash, level: fn(String, String) -> Check) -> Check {
-    level("last crash".to_owned(), format!("{}: {crash}", crash.when)).remedy(remedy(Some(crash)))
+fn crashed(crash: &Crash, level: Level) -> Check {
+    let found = format!("{}: {crash}", crash.when);
+    Check::new("last crash", level, found).remedy(remedy(Some(crash)))
 }
 
 fn remedy(crash: Option<&Crash>) -> &'static str {
@@ -221,9 +190,11 @@ fn state(admin: &str, server: &Value, has_cause: bool) -> Check {
         _ => "none if the pod is to end",
     };
     let level = if has_cause {
-        Check::warning
+        Level::Warning
     } else {
-        Check::error
+        Level::Error
     };
-    level(NAME, found).expected("LIVE").remedy(waits)
+    Check::new(NAME, level, found)
+        .expected("LIVE")
+        .remedy(waits)
 }

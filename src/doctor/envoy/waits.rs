@@ -6,89 +6,71 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use serde_json::Value;
 
 use super::super::report::Check;
-use super::{NACK, PROBE_LIMIT, page};
-use crate::xds::request::without_dumps;
+use super::{PROBE_LIMIT, page};
 
 /// Until what was found is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
 /// How many are named.
 const MOST_NAMED: usize = 5;
 
-/// Targets of listeners that are not ready.
-const LISTENERS: &str = "/init_dump?mask=listener";
-const CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
-const SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
-const REFUSED: &str = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details";
-
-#[derive(Clone, Copy)]
-enum Kind {
-    Listeners,
-    Clusters,
-    Secrets,
+/// A list of what waits.
+struct Wait {
+    name: &'static str,
+    page: &'static str,
+    names: fn(&Value) -> BTreeSet<String>,
+    remedy: &'static str,
 }
+
+const WAITS: [Wait; 3] = [
+    Wait {
+        name: "warming listeners",
+        page: "/init_dump?mask=listener",
+        names: listeners,
+        remedy: "secret: does it exist, may the proxy's account read it; route: does istiod send it \
+                 (`istioctl proxy-status`)",
+    },
+    Wait {
+        name: "warming clusters",
+        page: "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name",
+        names: |dump| names(dump, "/cluster/name"),
+        remedy: "they wait for endpoints (EDS), a secret or a name: does istiod send them \
+                 (`istioctl proxy-status`)",
+    },
+    Wait {
+        name: "missing secrets",
+        page: "/config_dump?resource=dynamic_warming_secrets&mask=name",
+        names: |dump| names(dump, "/name"),
+        remedy: "does the secret exist, and may the proxy's account read it; for default and ROOTCA see \
+                 the certificate",
+    },
+];
 
 pub(super) async fn checks(admin: &str) -> Vec<Check> {
-    let (listeners, clusters, secrets) = tokio::join!(
-        check(Kind::Listeners, admin),
-        check(Kind::Clusters, admin),
-        check(Kind::Secrets, admin),
-    );
-    vec![listeners, clusters, secrets]
+    join_all(WAITS.iter().map(|wait| check(wait, admin))).await
 }
 
-/// Listeners whose last update Envoy has refused, as Envoy tells.
-pub(super) async fn refused_listeners(admin: &str) -> Vec<Check> {
-    let answer = page(admin, REFUSED).await.unwrap_or_default();
-    let refused = entries(&answer, "configs").filter_map(|listener| {
-        let details = listener["error_state"]["details"].as_str()?;
-        let found = format!("{}: {}", text(&listener["name"]), without_dumps(details));
-        Some(
-            Check::error("refused listener", found)
-                .expected("one that Envoy accepts")
-                .remedy(NACK),
-        )
-    });
-    refused.take(MOST_NAMED).collect()
-}
-
-async fn check(kind: Kind, admin: &str) -> Check {
+async fn check(wait: &Wait, admin: &str) -> Check {
+    let look = async || page(admin, wait.page).await.map(|dump| (wait.names)(&dump));
     let looking = async {
-        let first = look(kind, admin).await?;
+        let first = look().await?;
         if first.is_empty() {
             return Ok(first);
         }
         tokio::time::sleep(PAUSE).await;
-        Ok(&first & &look(kind, admin).await?)
+        Ok(&first & &look().await?)
     };
     let found = tokio::time::timeout(PROBE_LIMIT, looking).await;
-    let found = found.unwrap_or_else(|_| Err(format!("no answer within {PROBE_LIMIT:?}")));
-    let (name, remedy) = match kind {
-        Kind::Listeners => (
-            "warming listeners",
-            "secret: does it exist, may the proxy's account read it; route: does istiod send it \
-             (`istioctl proxy-status`)",
-        ),
-        Kind::Clusters => (
-            "warming clusters",
-            "they wait for endpoints (EDS), a secret or a name: does istiod send them \
-             (`istioctl proxy-status`)",
-        ),
-        Kind::Secrets => (
-            "missing secrets",
-            "does the secret exist, and may the proxy's account read it; for default and ROOTCA see \
-             the certificate",
-        ),
-    };
-    match found {
-        Ok(found) if found.is_empty() => Check::ok(name, "none"),
-        Ok(found) => Check::error(name, listed(&found))
+    match found.unwrap_or_else(|_| Err(format!("no answer within {PROBE_LIMIT:?}"))) {
+        Ok(found) if found.is_empty() => Check::ok(wait.name, "none"),
+        Ok(found) => Check::error(wait.name, listed(&found))
             .expected("none")
-            .remedy(remedy),
+            .remedy(wait.remedy),
         // Too much is cut off there, and said so.
-        Err(why) => Check::warning(name, why).expected("a list of them"),
+        Err(why) => Check::warning(wait.name, why).expected("a list of them"),
     }
 }
 
@@ -99,14 +81,6 @@ fn listed(found: &BTreeSet<String>) -> String {
         0 => named.join("; "),
         more => format!("{}; and {more} more", named.join("; ")),
     }
-}
-
-async fn look(kind: Kind, admin: &str) -> Result<BTreeSet<String>, String> {
-    Ok(match kind {
-        Kind::Listeners => listeners(&page(admin, LISTENERS).await?),
-        Kind::Clusters => names(&page(admin, CLUSTERS).await?, "/cluster/name"),
-        Kind::Secrets => names(&page(admin, SECRETS).await?, "/name"),
-    })
 }
 
 /// Each listener with what it waits for.
