@@ -36,35 +36,31 @@ const SET_UP: &str = "read the log of istio-init, or of istio-cni on the node, a
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
-    // Gateways are given a mode as well.
-    if !node.id.starts_with("sidecar~") {
-        return vec![Check::skipped(NAME, "only a sidecar's traffic is captured")];
-    }
-    let mode = node.metadata.get("INTERCEPTION_MODE");
-    match mode.and_then(Value::as_str) {
-        Some("REDIRECT" | "TPROXY") => {}
-        Some(mode) => {
-            let why = format!("interception mode {mode}: traffic is not captured");
-            return vec![Check::skipped(NAME, why)];
-        }
-        None => {
-            let why = "ISTIO_META_INTERCEPTION_MODE is not set: traffic may be captured or not";
-            return vec![Check::skipped(NAME, why)];
-        }
+    let mode = node
+        .metadata
+        .get("INTERCEPTION_MODE")
+        .and_then(Value::as_str);
+    let why = match mode {
+        // Gateways are given a mode as well.
+        _ if !node.id.starts_with("sidecar~") => "only a sidecar's traffic is captured",
+        Some("REDIRECT" | "TPROXY") => "",
+        Some(mode) => &format!("interception mode {mode}: traffic is not captured"),
+        None => "ISTIO_META_INTERCEPTION_MODE is not set: traffic may be captured or not",
+    };
+    if !why.is_empty() {
+        return vec![Check::skipped(NAME, why)];
     }
     let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
-    let has_two = subject.config.bootstrap.dual_stack && {
-        let is_other = |address: &IpAddr| address.is_ipv6() != is_first_v6;
-        node.addresses.iter().any(is_other)
-    };
-    let families = match (has_two, is_first_v6) {
-        (true, _) => vec![Family::V4, Family::V6],
-        (false, true) => vec![Family::V6],
-        (false, false) => vec![Family::V4],
-    };
-    let checks = families
-        .into_iter()
-        .map(|family| of_family(subject, family));
+    let families = [Family::V4, Family::V6].into_iter().filter(|family| {
+        let is_v6 = *family == Family::V6;
+        let has = || {
+            node.addresses
+                .iter()
+                .any(|address| address.is_ipv6() == is_v6)
+        };
+        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && has()
+    });
+    let checks = families.map(|family| of_family(subject, family));
     join_all(checks).await.into_iter().flatten().collect()
 }
 

@@ -1,5 +1,6 @@
 //! The workload certificate, its files, and the streams that ask for secrets.
 
+use std::collections::BTreeSet;
 use std::time::SystemTime;
 
 use super::certificates::{Facts, chain, latest};
@@ -7,12 +8,12 @@ use super::report::{Check, Level};
 use super::{Running, Subject, aside};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
+use crate::istiod::LOG;
 use crate::sds::{Consumer, Consumers};
 use crate::secrets::name::{DEFAULT, Name};
 use crate::secrets::{Secret, SecretState, Secrets, Subscription};
 
 const WORKLOAD: &str = "workload certificate";
-const LOG: &str = "istiod logs why: kubectl logs -n istio-system deployment/istiod";
 const MOUNTED: &str = "mount the files again, or have their issuer renew them";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
@@ -102,10 +103,8 @@ fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Ve
     let identity = config.secrets.renewal.identity.to_string();
     let problem = state.problem.as_ref().map(|problem| {
         let (failures, next) = (problem.failures, rfc3339(problem.next_attempt));
-        format!(
-            "{} ({failures} failures, next attempt at {next})",
-            problem.cause()
-        )
+        let cause = problem.cause();
+        format!("{cause} ({failures} failures, next attempt at {next})")
     });
     let Some(Secret::Certificate(certificate)) = certificate else {
         let check = match problem {
@@ -118,9 +117,8 @@ fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Ve
     let mut checks = Vec::new();
     let facts = Facts::of_pem(certificate.chain_pem());
     if let Some(leaf) = facts.first().filter(|leaf| !leaf.names.contains(&identity)) {
-        let remedy = "set TRUST_DOMAIN to that of the mesh";
         let check = Check::warning("identity", leaf).expected(&identity);
-        checks.push(check.remedy(remedy));
+        checks.push(check.remedy("set TRUST_DOMAIN to that of the mesh"));
     }
     checks.push(match (problem, state.dates) {
         (Some(problem), _) => Check::warning("renewal", problem).remedy(LOG),
@@ -143,12 +141,11 @@ fn consumers(
         let why = "no stream is open: Envoy opens one for each secret that its configuration names";
         return vec![Check::skipped(name, why)];
     }
-    let mut served: Vec<_> = all.iter().flat_map(|it| it.served.clone()).collect();
-    served.sort_unstable();
-    served.dedup();
-    let found = match served.is_empty() {
-        true => "none is there yet".to_owned(),
-        false => format!("served on {} streams: {}", all.len(), served.join(", ")),
+    let served = all.iter().flat_map(|consumer| &consumer.served);
+    let served: Vec<_> = BTreeSet::from_iter(served).into_iter().cloned().collect();
+    let found = match &*served.join(", ") {
+        "" => "none is there yet".to_owned(),
+        served => format!("served on {} streams: {served}", all.len()),
     };
     let files = served
         .iter()

@@ -1,6 +1,7 @@
 //! What an operator wants to know of a certificate.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -22,7 +23,7 @@ use crate::trust_anchors;
 /// The part of its life a certificate that is renewed in time never gets to.
 const LAST_TENTH: f64 = 0.1;
 
-const MOST_NAMES: usize = 8;
+const MAX_NAMES: usize = 8;
 
 const CLOCK: &str = "compare the clock of this machine (date -u) with that of others";
 
@@ -86,16 +87,9 @@ impl Facts {
 impl fmt::Display for Facts {
     /// By its names, or its subject where it has none.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.names.is_empty() {
-            true => f.write_str(&self.subject),
-            false => {
-                let shown = self.names.iter().take(MOST_NAMES).map(String::as_str);
-                f.write_str(&shown.collect::<Vec<_>>().join(", "))?;
-                match self.names.len().saturating_sub(MOST_NAMES) {
-                    0 => Ok(()),
-                    more => write!(f, " and {more} more"),
-                }
-            }
+        match self.names.get(..MAX_NAMES).unwrap_or(&self.names) {
+            [] => f.write_str(&self.subject),
+            names => f.write_str(&names.join(", ")),
         }
     }
 }
@@ -139,12 +133,12 @@ pub(super) fn chain(
         ) => Level::Warning,
         _ => Level::Error,
     };
-    let links = facts.iter().take(MOST_NAMES).map(|link| {
+    let links = facts.iter().take(MAX_NAMES).map(|link| {
         let (issuer, end) = (&link.issuer, rfc3339(link.not_after));
         format!("{link} (issued by {issuer}, valid until {end})")
     });
     let links = Vec::from_iter(links).join(", ");
-    let roots = Facts::of_pem(roots).into_iter().take(MOST_NAMES);
+    let roots = Facts::of_pem(roots).into_iter().take(MAX_NAMES);
     let roots = Vec::from_iter(roots.map(|root| root.subject)).join("; ");
     Check::new(what, level, format!("peers refuse {links}: {why}"))
         .expected(format!("a valid chain to a root of the mesh: {roots}"))
@@ -172,10 +166,11 @@ fn names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let names = names.map(|names| names.value.general_names.as_slice());
     let text = |name: &GeneralName<'_>| match name {
         GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
-        GeneralName::IPAddress(bytes) => match bytes.len() {
-            4 => Some(std::net::Ipv4Addr::from(<[u8; 4]>::try_from(*bytes).ok()?).to_string()),
-            _ => Some(std::net::Ipv6Addr::from(<[u8; 16]>::try_from(*bytes).ok()?).to_string()),
-        },
+        GeneralName::IPAddress(bytes) => {
+            let v4 = <[u8; 4]>::try_from(*bytes).map(IpAddr::from);
+            let v6 = <[u8; 16]>::try_from(*bytes).map(IpAddr::from);
+            Some(v4.or(v6).ok()?.to_string())
+        }
         _ => None,
     };
     names.unwrap_or_default().iter().filter_map(text).collect()

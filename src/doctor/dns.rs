@@ -12,8 +12,10 @@ use crate::dns::forward::{Forwarder, Unanswered, is_own};
 use crate::dns::{self, Transport};
 use crate::metrics::Registry;
 
+const RESOLVERS: &str = "name the resolvers of the cluster or the network in dnsConfig.nameservers of the \
+                         pod, or in a file of ISTIO_AGENT_RESOLV_CONF";
 /// Resolvers that are asked. The forwarder takes no more either.
-const MOST_RESOLVERS: usize = 16;
+const MAX_RESOLVERS: usize = 16;
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
@@ -55,19 +57,13 @@ async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> 
     let found = match read.and_then(|read| read.map_err(|error| error.to_string())) {
         Ok(found) => found,
         Err(error) => {
-            return vec![
-                Check::error(name, error)
-                    .expected("a file with the pod's resolvers")
-                    .remedy(
-                        "names outside of the mesh are not resolved: \
-                         see dnsPolicy and dnsConfig of the pod",
-                    ),
-            ];
+            let check = Check::error(name, error).expected("a file with the pod's resolvers");
+            return vec![check.remedy(RESOLVERS)];
         }
     };
     let is_own = |server: &SocketAddr| is_own(&config.forwarder.own_addresses, *server);
     let (own, mut servers): (Vec<_>, Vec<_>) = found.nameservers.iter().partition(|it| is_own(it));
-    servers.truncate(MOST_RESOLVERS);
+    servers.truncate(MAX_RESOLVERS);
     let mut checks = vec![file(name, &found, &own, servers.len())];
     let transport = match found.use_tcp {
         true => Transport::Tcp,
@@ -91,29 +87,23 @@ fn file(name: String, found: &ResolvConf, own: &[SocketAddr], others: usize) -> 
         [] => "no search domain".to_owned(),
         domains => format!("search domains {}", domains.join(" ")),
     };
-    let remedy = "name the resolvers of the cluster or the network in dnsConfig.nameservers of the \
-                  pod, or in a file of ISTIO_AGENT_RESOLV_CONF";
-    match (own, others) {
-        ([], 0) => Check::error(name, "names no resolver")
-            .expected("nameserver lines")
-            .remedy(remedy),
-        ([first, ..], 0) => Check::error(
-            name,
-            format!("a loop: its only resolver, {first}, is this agent"),
-        )
-        .expected("resolvers to forward to")
-        .remedy(remedy),
+    let check = match (own, others) {
+        ([], 0) => Check::error(name, "names no resolver").expected("nameserver lines"),
+        ([first, ..], 0) => {
+            let found = format!("a loop: its only resolver, {first}, is this agent");
+            Check::error(name, found).expected("resolvers to forward to")
+        }
         ([first, ..], _) => {
             Check::warning(name, format!("resolver {first} is this agent, left out"))
                 .expected("resolvers to forward to")
-                .remedy(remedy)
         }
         _ if !found.unusable.is_empty() => {
             Check::warning(name, format!("{:?}, left out", found.unusable[0]))
                 .expected("nameserver and an address")
         }
-        _ => Check::ok(name, format!("{others} resolvers, {search}")),
-    }
+        _ => return Check::ok(name, format!("{others} resolvers, {search}")),
+    };
+    check.remedy(RESOLVERS)
 }
 
 /// What one resolver answers. While others do, it is asked last.

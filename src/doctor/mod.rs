@@ -111,11 +111,10 @@ pub fn report_of_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Che
         ),
         Err(problems) => (String::new(), configuration::unusable(problems)),
     };
-    let named = |name: &str, checks| Group {
-        name: name.to_owned(),
-        checks,
-    };
-    let groups = vec![named("agent", before), named("configuration", checks)];
+    let groups = vec![
+        Group::new("agent", before),
+        Group::new("configuration", checks),
+    ];
     Report::new(node, groups)
 }
 
@@ -125,14 +124,8 @@ async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
     let found = token::read(subject).await;
     let (istiod, accepted) = istiod::checks(subject, &found, until).await;
     [
-        Group {
-            name: "token and roots".to_owned(),
-            checks: found.into_checks(accepted),
-        },
-        Group {
-            name: "istiod".to_owned(),
-            checks: istiod,
-        },
+        Group::new("token and roots", found.into_checks(accepted)),
+        Group::new("istiod", istiod),
     ]
 }
 
@@ -170,18 +163,13 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
 }
 
 /// Makes the checks of a group, within the limit.
-async fn group(name: &'static str, checks: impl Future<Output = Vec<Check>>) -> Group {
+async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
+    let late = format!("not finished within {LIMIT:?}");
     let checks = tokio::time::timeout(LIMIT, checks).await;
-    let late = |_| {
-        vec![Check::error(
-            "checks",
-            format!("not finished within {LIMIT:?}"),
-        )]
-    };
-    Group {
-        name: name.to_owned(),
-        checks: checks.unwrap_or_else(late),
-    }
+    Group::new(
+        name,
+        checks.unwrap_or_else(|_| vec![Check::error("checks", late)]),
+    )
 }
 
 #[cfg(test)]

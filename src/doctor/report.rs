@@ -46,6 +46,13 @@ pub enum Level {
     Error,
 }
 
+impl Group {
+    pub(super) fn new(name: &str, checks: Vec<Check>) -> Self {
+        let name = name.to_owned();
+        Self { name, checks }
+    }
+}
+
 impl Check {
     pub fn ok(name: impl Into<String>, found: impl fmt::Display) -> Self {
         Self::new(name, Level::Ok, found)
