@@ -228,6 +228,10 @@ fn texts(secret: &str) -> Vec<String> {
         format!("headers {{ name: \"x-tenant\" string_match {{ exact: \"{secret}\" }} }}"),
         format!("headers {{\\n name: \\\"x-tenant\\\"\\n prefix_match: \\\"{secret}\\\"\\n}}"),
         format!("header {{ key: \"x-tenant\" value: \"{secret}\" }}"),
+        format!(
+            "headers {{ name: \"x-tenant\" invert_match: true string_match {{ exact: \"{secret}\" }} }}"
+        ),
+        format!("name: \"x-api-key\" safe_regex {{ google_re2 {{ }} regex: \"{secret}\" }}"),
         format!("sent Bearer {secret}"),
         format!("Negotiate {secret}"),
     ]

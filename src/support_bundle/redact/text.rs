@@ -50,7 +50,7 @@ const PARTS: [(&str, &str); 5] = [
     ("HEADER", r"(?P<header>[\w:-]+)"),
     (
         "MATCHER",
-        r"\w*(?:match|regex|exact|prefix|suffix|contains)",
+        r"(?:\w*(?:match|regex|exact|prefix|suffix|contains)|google_re2|true)",
     ),
     ("SEP", r"(?:\\n|\W)+"),
     (
