@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
-use istio_agent::cli::iptables::{IptablesFlags, Report};
+use istio_agent::cli::iptables::Report;
 use istio_agent::cli::{
     self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, show,
     support_bundle, version, wait,
@@ -130,15 +130,16 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Version(flags)) => print(&version::text(&flags, &Environment::of_process())?),
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
-        Some(Command::Iptables(flags)) => capture(&flags, &log),
-        Some(Command::CleanIptables(flags)) => capture(&flags.clean(), &log),
+        Some(Command::Iptables(_)) => capture(&typed.flags, false, &log),
+        Some(Command::CleanIptables(_)) => capture(&typed.flags, true, &log),
         Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
     }
 }
 
-fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> {
+fn capture(flags: &[Flag], is_cleanup: bool, log: &LogFlags) -> Result<ExitCode, BoxError> {
     logging::init(log.options()?)?;
-    match block_on(iptables::run(flags, &Environment::of_process()))? {
+    let environment = Environment::of_process();
+    match block_on(iptables::run(flags, is_cleanup, &environment))? {
         Ok(Report { text, code }) => {
             if !text.is_empty() {
                 print(text.trim_end())?;
@@ -146,8 +147,8 @@ fn capture(flags: &IptablesFlags, log: &LogFlags) -> Result<ExitCode, BoxError> 
             Ok(code)
         }
         Err(error) => {
-            fail(&error);
-            Ok(error.exit_code())
+            fail(error.as_ref());
+            Ok(iptables::exit_code(&error))
         }
     }
 }

@@ -60,19 +60,23 @@ fn configs() -> impl Strategy<Value = Config> {
     (proxy, inbound, outbound, dns, groups).prop_map(|(proxy, inbound, outbound, dns, groups)| {
         let settings = settings(|s| {
             (s.proxy_uid, s.proxy_gid) = (proxy.0, proxy.1);
-            s.interception_mode = proxy.2.to_owned();
-            (s.inbound_ports, s.local_exclude_ports) = (inbound.0, inbound.1);
-            (s.exclude_interfaces, s.kube_virt_interfaces) = (inbound.2, inbound.3);
-            (s.service_cidr, s.service_exclude_cidr) = (outbound.0, outbound.1);
-            (s.outbound_ports, s.local_outbound_ports_exclude) = (outbound.2, outbound.3);
+            s.istio_inbound_interception_mode = proxy.2.to_owned();
+            (s.istio_inbound_ports, s.istio_local_exclude_ports) = (inbound.0, inbound.1);
+            (s.istio_exclude_interfaces, s.kube_virt_interfaces) = (inbound.2, inbound.3);
+            (s.istio_service_cidr, s.istio_service_exclude_cidr) = (outbound.0, outbound.1);
+            (s.istio_outbound_ports, s.istio_local_outbound_ports_exclude) =
+                (outbound.2, outbound.3);
             [
                 s.redirect_dns,
                 s.capture_all_dns,
                 s.drop_invalid,
                 s.protect_admin,
             ] = dns.0;
-            (s.owner_groups, s.owner_groups_exclude) = (groups.0, groups.1);
-            s.loopback_cidr = groups.2.to_owned();
+            (
+                s.istio_outbound_owner_groups,
+                s.istio_outbound_owner_groups_exclude,
+            ) = (groups.0, groups.1);
+            s.istio_outbound_ipv4_loopback_cidr = groups.2.to_owned();
         });
         let host = Host {
             has_v6: proxy.3,

@@ -87,7 +87,7 @@ fn a_wrong_flow_is_refused_with_what_was_found_and_expected() {
 #[test]
 fn a_decision_is_explained_with_its_rules() {
     let (config, _) = checked(|s| {
-        (s.service_cidr, s.inbound_ports) = ("*".to_owned(), "*".to_owned());
+        (s.istio_service_cidr, s.istio_inbound_ports) = ("*".to_owned(), "*".to_owned());
     });
     let layout = Layout::new(&Rules::new(&config), Family::V4);
     let mut packet = Packet {

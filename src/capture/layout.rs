@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::{
-    Chain, Criterion, Family, Id, Match, Owner, Place, Rule, Rules, Table, Verdict,
-};
+use super::rules::{Chain, Criterion, Family, Match, Owner, Place, Rule, Rules, Table, Verdict};
 
 /// Rules that are wanted, or that a machine has. Equal rules are equal entries, however they were written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -85,7 +83,12 @@ impl Layout {
         })
     }
 
-    fn rules(&self, table: Table, chain: Chain) -> impl Iterator<Item = (&[Match], Verdict)> {
+    /// The rules of a chain that are of the model.
+    pub(super) fn rules(
+        &self,
+        table: Table,
+        chain: Chain,
+    ) -> impl Iterator<Item = (&[Match], Verdict)> {
         let entries = self.chains.get(&(table, chain)).into_iter().flatten();
         entries.filter_map(|entry| match entry {
             Entry::Rule { matches, verdict } => Some((matches.as_slice(), *verdict)),
@@ -95,13 +98,8 @@ impl Layout {
 
     /// What each rule matches.
     pub fn matches(&self) -> impl Iterator<Item = &[Match]> {
-        self.chains
-            .values()
-            .flatten()
-            .filter_map(|entry| match entry {
-                Entry::Rule { matches, .. } => Some(matches.as_slice()),
-                Entry::Foreign(_) => None,
-            })
+        let places = self.chains.keys();
+        places.flat_map(|(table, chain)| self.rules(*table, *chain).map(|(matches, _)| matches))
     }
 
     /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.
@@ -111,14 +109,11 @@ impl Layout {
                 continue;
             };
             for each in &mut *matches {
-                let (Match::Is(Criterion::Owner(owner)) | Match::Not(Criterion::Owner(owner))) =
-                    each
-                else {
-                    continue;
-                };
-                let found = number(owner);
-                let (Owner::User(id) | Owner::Group(id)) = owner;
-                if let (Id::Name(_), Some(found)) = (&id, found) {
+                let (Match::Is(criterion) | Match::Not(criterion)) = each;
+                if let Criterion::Owner(owner) = criterion
+                    && let Some(found) = number(owner)
+                {
+                    let (Owner::User(id) | Owner::Group(id)) = owner;
                     *id = found.into();
                 }
             }
@@ -178,8 +173,8 @@ mod tests {
     #[test]
     fn inserted_rules_stand_where_the_kernel_puts_them() {
         let (config, _) = checked(|settings| {
-            settings.interception_mode = "TPROXY".to_owned();
-            settings.inbound_ports = "*".to_owned();
+            settings.istio_inbound_interception_mode = "TPROXY".to_owned();
+            settings.istio_inbound_ports = "*".to_owned();
         });
         let layout = Layout::new(&Rules::new(&config), Family::V4);
         let inbound = &layout.chains[&(Table::Mangle, Chain::Inbound)];

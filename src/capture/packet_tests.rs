@@ -5,6 +5,7 @@ use super::*;
 use crate::capture::config::tests::settings;
 use crate::capture::config::{Config, Host, Settings};
 use crate::capture::explain::{Flow, Sender};
+use crate::capture::layout::Entry;
 use crate::capture::rules::{Family, Rules};
 
 /// Rules for both families.
@@ -17,7 +18,7 @@ fn rules(change: impl FnOnce(&mut Settings)) -> Fixture {
         ..Host::default()
     };
     let all = |s: &mut Settings| {
-        (s.service_cidr, s.inbound_ports) = ("*".to_owned(), "*".to_owned());
+        (s.istio_service_cidr, s.istio_inbound_ports) = ("*".to_owned(), "*".to_owned());
         change(s);
     };
     let (config, _) = Config::check(&settings(all), &host).expect("a configuration");
@@ -26,7 +27,7 @@ fn rules(change: impl FnOnce(&mut Settings)) -> Fixture {
 }
 
 fn tproxy(settings: &mut Settings) {
-    settings.interception_mode = "TPROXY".to_owned();
+    settings.istio_inbound_interception_mode = "TPROXY".to_owned();
 }
 
 /// The first packet of a flow, over eth0 unless the flow says more.
@@ -95,12 +96,12 @@ fn applications_are_captured_and_the_proxy_passes() {
 fn ports_ranges_interfaces_and_groups_decide() {
     let fixture = rules(|s| {
         let text = str::to_owned;
-        (s.inbound_ports, s.outbound_ports) = (text("80,81"), text("9000"));
-        s.local_outbound_ports_exclude = text("9090");
-        s.service_cidr = text("10.0.0.0/8,2001:db8::/32");
-        s.service_exclude_cidr = text("10.1.0.0/16");
-        (s.exclude_interfaces, s.kube_virt_interfaces) = (text("net+"), text("vm0"));
-        s.owner_groups = text("1000,1001");
+        (s.istio_inbound_ports, s.istio_outbound_ports) = (text("80,81"), text("9000"));
+        s.istio_local_outbound_ports_exclude = text("9090");
+        s.istio_service_cidr = text("10.0.0.0/8,2001:db8::/32");
+        s.istio_service_exclude_cidr = text("10.1.0.0/16");
+        (s.istio_exclude_interfaces, s.kube_virt_interfaces) = (text("net+"), text("vm0"));
+        s.istio_outbound_owner_groups = text("1000,1001");
     });
     fixture.assert(&[
         ("in,tcp,81", Redirected(15006)),
@@ -152,7 +153,7 @@ fn dns_goes_to_the_agent_and_zones_keep_the_proxys_apart() {
 fn tproxy_takes_new_connections_and_diverts_known_ones() {
     let fixture = rules(|s| {
         tproxy(s);
-        s.local_exclude_ports = "15021".to_owned();
+        s.istio_local_exclude_ports = "15021".to_owned();
     });
     fixture.assert(&[
         ("in,tcp,80", Tproxied(15006)),

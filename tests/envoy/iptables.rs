@@ -208,7 +208,7 @@ fn a_failure_midway_leaves_the_rules_of_before() {
             let before = saved(kind);
             let (code, printed) = ended(command(OTHER).env("PATH", path.clone() + ":/bin"));
             assert_eq!(code, Some(1), "{printed}");
-            let cause = format!("xtables version problem: `{path}/{fake} --noflush");
+            let cause = format!("`{path}/{fake} --noflush");
             assert!(printed.contains(&cause), "{printed}");
             assert!(printed.contains("no such table"), "{printed}");
             assert_eq!(rules(&saved(kind)), rules(&before), "{kind}: {old}");

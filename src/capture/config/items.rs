@@ -1,6 +1,8 @@
 //! Reads single settings and items of lists, and collects what is wrong with them.
 
-use super::{Binaries, Mode};
+use std::fmt;
+
+use super::{Kind, Mode};
 use crate::address::Cidr;
 use crate::capture::rules::{Id, Ports};
 use crate::problem::Diagnostics;
@@ -9,111 +11,110 @@ use crate::problem::Diagnostics;
 const LONGEST_INTERFACE: usize = 15;
 /// Longest name of a user or group.
 const LONGEST_NAME: usize = 255;
-const LOOPBACK: Cidr = Cidr::v4(127, 0, 0, 1, 32);
+
+/// The name of a setting and its text.
+type Setting<'a> = (&'a str, &'a str);
 
 /// The reader, with the problems found so far. A value with a problem is replaced by any other.
 #[derive(Debug, Default)]
 pub(super) struct Items(pub(super) Diagnostics);
 
 impl Items {
+    fn problem(&mut self, (name, found): Setting<'_>, expected: &str) {
+        self.0.problem(flag(name), found, expected);
+    }
+
+    pub(super) fn warn(&mut self, (name, found): Setting<'_>, expected: &str) {
+        self.0.warn(flag(name), found, expected);
+    }
+
     fn each<T>(
         &mut self,
-        subject: &str,
-        list: &str,
+        (name, list): Setting<'_>,
         expected: &str,
         read: impl Fn(&str) -> Option<T>,
     ) -> Vec<T> {
-        let items = list
-            .split(',')
-            .map(str::trim)
-            .filter(|item| !item.is_empty());
+        let items = list.split(',').map(str::trim);
         let mut found = Vec::new();
-        for item in items {
+        for item in items.filter(|item| !item.is_empty()) {
             match read(item) {
                 Some(value) => found.push(value),
-                None => self
-                    .0
-                    .problem(format!("an item of {subject}"), item, expected),
+                None => {
+                    let subject = format!("an item of {}", flag(name));
+                    self.0.problem(subject, item, expected);
+                }
             }
         }
         found
     }
 
-    pub(super) fn port(&mut self, subject: &str, text: &str) -> u16 {
-        let port = number(text).and_then(|port| u16::try_from(port).ok());
-        port.filter(|port| *port != 0).unwrap_or_else(|| {
-            self.0.problem(subject, text, "a port from 1 to 65535");
-            0
-        })
+    pub(super) fn number<T>(&mut self, setting: Setting<'_>, max: T) -> T
+    where
+        T: TryFrom<u32> + Default + fmt::Display,
+    {
+        let found = number(setting.1).filter(|found| *found != 0);
+        found
+            .and_then(|found| found.try_into().ok())
+            .unwrap_or_else(|| {
+                self.problem(setting, &format!("a decimal number from 1 to {max}"));
+                T::default()
+            })
     }
 
-    pub(super) fn ports(&mut self, subject: &str, list: &str) -> Vec<Ports> {
+    pub(super) fn ports(&mut self, list: Setting<'_>) -> Vec<Ports> {
         let expected = "a port from 0 to 65535 or a range such as 8000:9000";
-        self.each(subject, list, expected, ports)
+        self.each(list, expected, ports)
     }
 
-    pub(super) fn number(&mut self, subject: &str, text: &str) -> u32 {
-        number(text).filter(|found| *found != 0).unwrap_or_else(|| {
-            let expected = "a decimal number from 1 to 4294967295";
-            self.0.problem(subject, text, expected);
-            0
-        })
-    }
-
-    pub(super) fn ids(&mut self, subject: &str, list: &str) -> Vec<Id> {
+    pub(super) fn ids(&mut self, list: Setting<'_>) -> Vec<Id> {
         let expected = "a number from 0 to 4294967294, a range such as 1000-2000, or a name";
-        self.each(subject, list, expected, id)
+        self.each(list, expected, id)
     }
 
-    pub(super) fn interfaces(&mut self, subject: &str, list: &str) -> Vec<String> {
-        let expected = "the name of a network interface";
-        self.each(subject, list, expected, |item| {
-            is_interface(item).then(|| item.to_owned())
-        })
+    pub(super) fn interfaces(&mut self, list: Setting<'_>) -> Vec<String> {
+        let name = |item: &str| is_interface(item).then(|| item.to_owned());
+        self.each(list, "the name of a network interface", name)
     }
 
-    pub(super) fn ranges(&mut self, subject: &str, list: &str) -> Vec<Cidr> {
+    pub(super) fn ranges(&mut self, list: Setting<'_>) -> Vec<Cidr> {
         let expected = "a range of addresses such as 10.0.0.0/8 or 2001:db8::/32";
-        self.each(subject, list, expected, Cidr::parse)
+        self.each(list, expected, Cidr::parse)
     }
 
-    pub(super) fn loopback(&mut self, text: &str) -> Cidr {
+    pub(super) fn loopback(&mut self, setting: Setting<'_>) -> Cidr {
         let is_loopback = |range: &Cidr| {
             range.address.is_ipv4() && range.address.is_loopback() && range.prefix >= 8
         };
-        Cidr::parse(text).filter(is_loopback).unwrap_or_else(|| {
-            let subject = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR";
-            let expected = "a range within 127.0.0.0/8";
-            self.0.problem(subject, text, expected);
-            LOOPBACK
+        let range = Cidr::parse(setting.1).filter(is_loopback);
+        range.unwrap_or_else(|| {
+            self.problem(setting, "a range within 127.0.0.0/8");
+            Cidr::v4(127, 0, 0, 1, 32)
         })
     }
 
-    pub(super) fn mode(&mut self, text: &str) -> Mode {
-        match text {
+    pub(super) fn mode(&mut self, setting: Setting<'_>) -> Mode {
+        match setting.1 {
             "TPROXY" => return Mode::Tproxy,
             "" | "REDIRECT" => {}
-            _ => {
-                let expected = "REDIRECT or TPROXY; it is taken as REDIRECT";
-                self.0
-                    .warn("--istio-inbound-interception-mode", text, expected);
-            }
+            _ => self.warn(setting, "REDIRECT or TPROXY; it is taken as REDIRECT"),
         }
         Mode::Redirect
     }
 
-    pub(super) fn binaries(&mut self, text: &str) -> Binaries {
-        match text {
-            "" => Binaries::Detected,
-            "legacy" => Binaries::Legacy,
-            "nft" => Binaries::Nft,
-            _ => {
-                let expected = "legacy, nft or nothing";
-                self.0.problem("--force-iptables-binary", text, expected);
-                Binaries::Detected
-            }
+    pub(super) fn kind(&mut self, setting: Setting<'_>) -> Option<Kind> {
+        match setting.1 {
+            "legacy" => return Some(Kind::Legacy),
+            "nft" => return Some(Kind::Nft),
+            "" => {}
+            _ => self.problem(setting, "legacy, nft or nothing"),
         }
+        None
     }
+}
+
+/// The flag of a setting.
+fn flag(name: &str) -> String {
+    format!("--{}", name.replace('_', "-"))
 }
 
 /// A decimal number without a sign.

@@ -7,42 +7,97 @@ pub(super) mod items;
 
 use std::net::IpAddr;
 
+use clap::Args;
+
 use super::rules::{Id, Owner, Ports};
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
 use items::Items;
 
-/// Owner groups whose traffic is captured, at most.
-const MOST_OWNER_GROUPS: usize = 64;
 const PROXY_UID: &str = "1337";
 
-/// Settings as texts; lists are separated by commas. Named after their flags.
-#[derive(Clone, Debug)]
+/// The name of a setting with its text.
+macro_rules! of {
+    ($settings:ident.$name:ident) => {
+        (stringify!($name), $settings.$name.as_str())
+    };
+}
+
+/// Settings as texts; lists are separated by commas. They are flags of `istio-iptables`.
+#[derive(Args, Clone, Debug)]
 pub struct Settings {
+    /// Port that outbound TCP connections are redirected to.
+    #[arg(short = 'p', long, value_name = "PORT", default_value = "15001")]
     pub envoy_port: String,
+    /// Port that inbound TCP connections are redirected to.
+    #[arg(short = 'z', long, value_name = "PORT", default_value = "15006")]
     pub inbound_capture_port: String,
+    /// Port of HBONE, which is not redirected.
+    #[arg(short = 'e', long, value_name = "PORT", default_value = "15008")]
     pub inbound_tunnel_port: String,
+    /// Users whose traffic is not captured; empty is that of --envoy-user, or else 1337.
+    #[arg(short = 'u', long, value_name = "USERS", default_value_t)]
     pub proxy_uid: String,
+    /// Groups whose traffic is not captured; empty is the value of --proxy-uid.
+    #[arg(short = 'g', long, value_name = "GROUPS", default_value_t)]
     pub proxy_gid: String,
-    pub interception_mode: String,
-    pub inbound_ports: String,
-    pub local_exclude_ports: String,
-    pub exclude_interfaces: String,
-    pub service_cidr: String,
-    pub service_exclude_cidr: String,
-    pub outbound_ports: String,
-    pub local_outbound_ports_exclude: String,
+    /// How inbound connections reach Envoy: REDIRECT or TPROXY.
+    #[arg(short = 'm', long, value_name = "MODE", default_value_t)]
+    pub istio_inbound_interception_mode: String,
+    /// Inbound ports to capture: a list, or * for all; empty is none.
+    #[arg(short = 'b', long, value_name = "PORTS", default_value_t)]
+    pub istio_inbound_ports: String,
+    /// Inbound ports not to capture when all are.
+    #[arg(short = 'd', long, value_name = "PORTS", default_value_t)]
+    pub istio_local_exclude_ports: String,
+    /// Network interfaces whose traffic is not captured.
+    #[arg(short = 'c', long, value_name = "NAMES", default_value_t)]
+    pub istio_exclude_interfaces: String,
+    /// Outbound ranges to capture: a list, or * for all; empty is none.
+    #[arg(short = 'i', long, value_name = "RANGES", default_value_t)]
+    pub istio_service_cidr: String,
+    /// Outbound ranges not to capture.
+    #[arg(short = 'x', long, value_name = "RANGES", default_value_t)]
+    pub istio_service_exclude_cidr: String,
+    /// Outbound TCP ports to capture, whatever the address.
+    #[arg(short = 'q', long, value_name = "PORTS", default_value_t)]
+    pub istio_outbound_ports: String,
+    /// Outbound ports not to capture.
+    #[arg(short = 'o', long, value_name = "PORTS", default_value_t)]
+    pub istio_local_outbound_ports_exclude: String,
+    /// Interfaces of virtual machines, whose traffic to the pod is outbound.
+    #[arg(short = 'k', long, value_name = "NAMES", default_value_t)]
     pub kube_virt_interfaces: String,
-    pub tproxy_mark: String,
-    pub tproxy_route_table: String,
+    /// Mark of inbound packets in mode TPROXY.
+    #[arg(short = 't', long, value_name = "NUMBER", default_value = "1337")]
+    pub istio_inbound_tproxy_mark: String,
+    /// Routing table of marked packets in mode TPROXY.
+    #[arg(short = 'r', long, value_name = "NUMBER", default_value = "133")]
+    pub istio_inbound_tproxy_route_table: String,
+    /// Captures DNS to the servers of /etc/resolv.conf.
+    #[arg(long)]
     pub redirect_dns: bool,
+    /// Captures DNS to any server, with --redirect-dns.
+    #[arg(long)]
     pub capture_all_dns: bool,
+    /// Drops packets that conntrack calls invalid.
+    #[arg(long)]
     pub drop_invalid: bool,
+    /// Lets only root and the users of --proxy-uid connect to Envoy's admin port over loopback.
+    #[arg(long)]
     pub protect_admin: bool,
+    /// Kind of iptables: legacy or nft; empty is detected.
+    #[arg(long, value_name = "KIND", default_value_t)]
     pub force_iptables_binary: String,
-    pub loopback_cidr: String,
-    pub owner_groups: String,
-    pub owner_groups_exclude: String,
+    /// Loopback range of IPv4.
+    #[arg(long, default_value = "127.0.0.1/32")]
+    pub istio_outbound_ipv4_loopback_cidr: String,
+    /// Groups whose outbound traffic is captured: a list, or * for all.
+    #[arg(long, default_value = "*")]
+    pub istio_outbound_owner_groups: String,
+    /// Groups whose outbound traffic is not captured when that of all is.
+    #[arg(long, default_value_t)]
+    pub istio_outbound_owner_groups_exclude: String,
 }
 
 /// What the machine says.
@@ -91,10 +146,9 @@ pub enum DnsCapture {
     Servers(Vec<IpAddr>),
 }
 
-/// The programs that load rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Binaries {
-    Detected,
+/// The kinds of iptables, which do not see each other's rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
     Legacy,
     Nft,
 }
@@ -128,7 +182,8 @@ pub struct Config {
     pub loopback: Cidr,
     pub tproxy_mark: u32,
     pub tproxy_route_table: u32,
-    pub binaries: Binaries,
+    /// The kind of iptables to use; None is detected.
+    pub kind: Option<Kind>,
 }
 
 /// All problems of a configuration.
@@ -163,41 +218,41 @@ impl Config {
         };
         Self {
             has_v6: host.has_v6,
-            mode: items.mode(&settings.interception_mode),
-            outbound_port: items.port("--envoy-port", &settings.envoy_port),
-            inbound_port: items.port("--inbound-capture-port", &settings.inbound_capture_port),
-            tunnel_port: items.port("--inbound-tunnel-port", &settings.inbound_tunnel_port),
-            uids: items.ids("--proxy-uid", &uid),
-            gids: items.ids("--proxy-gid", gid),
-            inbound: inbound(settings, items),
-            exclude_interfaces: items
-                .interfaces("--istio-exclude-interfaces", &settings.exclude_interfaces),
-            virtual_interfaces: items
-                .interfaces("--kube-virt-interfaces", &settings.kube_virt_interfaces),
-            include_ranges: match settings.service_cidr.as_str() {
-                "*" => OutboundRanges::All,
-                list => OutboundRanges::Only(items.ranges("--istio-service-cidr", list)),
+            mode: items.mode(of!(settings.istio_inbound_interception_mode)),
+            outbound_port: items.number(of!(settings.envoy_port), u16::MAX),
+            inbound_port: items.number(of!(settings.inbound_capture_port), u16::MAX),
+            tunnel_port: items.number(of!(settings.inbound_tunnel_port), u16::MAX),
+            uids: items.ids(("proxy_uid", &uid)),
+            gids: items.ids(("proxy_gid", gid)),
+            inbound: match settings.istio_inbound_ports.as_str() {
+                "" => InboundPorts::None,
+                "*" => InboundPorts::AllBut(items.ports(of!(settings.istio_local_exclude_ports))),
+                _ => InboundPorts::Only(items.ports(of!(settings.istio_inbound_ports))),
             },
-            exclude_ranges: items.ranges(
-                "--istio-service-exclude-cidr",
-                &settings.service_exclude_cidr,
-            ),
-            include_outbound_ports: items.ports("--istio-outbound-ports", &settings.outbound_ports),
-            exclude_outbound_ports: items.ports(
-                "--istio-local-outbound-ports-exclude",
-                &settings.local_outbound_ports_exclude,
-            ),
-            owner_groups: owner_groups(settings, items),
+            exclude_interfaces: items.interfaces(of!(settings.istio_exclude_interfaces)),
+            virtual_interfaces: items.interfaces(of!(settings.kube_virt_interfaces)),
+            include_ranges: match settings.istio_service_cidr.as_str() {
+                "*" => OutboundRanges::All,
+                _ => OutboundRanges::Only(items.ranges(of!(settings.istio_service_cidr))),
+            },
+            exclude_ranges: items.ranges(of!(settings.istio_service_exclude_cidr)),
+            include_outbound_ports: items.ports(of!(settings.istio_outbound_ports)),
+            exclude_outbound_ports: items.ports(of!(settings.istio_local_outbound_ports_exclude)),
+            owner_groups: match settings.istio_outbound_owner_groups.as_str() {
+                "*" => {
+                    let excluded = of!(settings.istio_outbound_owner_groups_exclude);
+                    OwnerGroups::AllBut(items.ids(excluded))
+                }
+                _ => OwnerGroups::Only(items.ids(of!(settings.istio_outbound_owner_groups))),
+            },
             dns: dns(settings, host, items),
             drop_invalid: settings.drop_invalid,
             protect_admin: settings.protect_admin,
-            loopback: items.loopback(&settings.loopback_cidr),
-            tproxy_mark: items.number("--istio-inbound-tproxy-mark", &settings.tproxy_mark),
-            tproxy_route_table: items.number(
-                "--istio-inbound-tproxy-route-table",
-                &settings.tproxy_route_table,
-            ),
-            binaries: items.binaries(&settings.force_iptables_binary),
+            loopback: items.loopback(of!(settings.istio_outbound_ipv4_loopback_cidr)),
+            tproxy_mark: items.number(of!(settings.istio_inbound_tproxy_mark), u32::MAX),
+            tproxy_route_table: items
+                .number(of!(settings.istio_inbound_tproxy_route_table), u32::MAX),
+            kind: items.kind(of!(settings.force_iptables_binary)),
         }
     }
 
@@ -216,40 +271,13 @@ impl Config {
     }
 }
 
-fn inbound(settings: &Settings, items: &mut Items) -> InboundPorts {
-    match settings.inbound_ports.as_str() {
-        "" => InboundPorts::None,
-        "*" => {
-            let excluded = &settings.local_exclude_ports;
-            InboundPorts::AllBut(items.ports("--istio-local-exclude-ports", excluded))
-        }
-        list => InboundPorts::Only(items.ports("--istio-inbound-ports", list)),
-    }
-}
-
-fn owner_groups(settings: &Settings, items: &mut Items) -> OwnerGroups {
-    if settings.owner_groups == "*" {
-        let subject = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE";
-        return OwnerGroups::AllBut(items.ids(subject, &settings.owner_groups_exclude));
-    }
-    let subject = "ISTIO_OUTBOUND_OWNER_GROUPS";
-    let included = items.ids(subject, &settings.owner_groups);
-    if included.len() > MOST_OWNER_GROUPS {
-        let found = format!("a list of {} groups", included.len());
-        items
-            .0
-            .problem(subject, found, format!("at most {MOST_OWNER_GROUPS}"));
-    }
-    OwnerGroups::Only(included)
-}
-
 fn dns(settings: &Settings, host: &Host, items: &mut Items) -> Option<DnsCapture> {
     match (settings.redirect_dns, settings.capture_all_dns) {
         (false, _) => None,
         (true, true) => Some(DnsCapture::All),
         (true, false) if host.nameservers.is_empty() => {
             let expected = "a server in resolv.conf, or --capture-all-dns; DNS is not captured";
-            items.0.warn("--redirect-dns", "true", expected);
+            items.warn(("redirect_dns", "true"), expected);
             None
         }
         (true, false) => Some(DnsCapture::Servers(host.nameservers.clone())),

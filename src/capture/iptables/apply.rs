@@ -2,10 +2,10 @@
 //!
 //! Each table of each family changes at once; the kernel offers no more. What fails midway is undone.
 
-use super::programs::{Error, Kernel, Kind, Programs};
+use super::programs::{Error, Kernel, Programs};
 use super::swap::Own;
-use super::{TableText, wanted};
-use crate::capture::config::{Binaries, Config, Mode};
+use super::wanted;
+use crate::capture::config::{Config, Kind, Mode};
 use crate::capture::layout::Layout;
 use crate::capture::rules::{Family, Owner, Rules};
 
@@ -23,22 +23,9 @@ pub struct Request<'a> {
     pub number: fn(&Owner) -> Option<u32>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Failed {
-    #[error(transparent)]
-    AsBefore(#[from] Error),
-    #[error("rules are set up in part, because undoing them failed as well ({undoing})")]
-    InPart {
-        undoing: Error,
-        #[source]
-        source: Error,
-    },
-}
-
 /// A change by one pair of programs.
 struct Change {
     programs: Programs,
-    own: Own,
     /// The mark that rules of ours had.
     mark: Option<u32>,
     /// Input of `iptables-restore`.
@@ -48,13 +35,16 @@ struct Change {
 impl Request<'_> {
     /// Leaves exactly the rules of the configuration, or none; rules of others stay. Returns the marks of
     /// rules that are gone.
-    pub async fn carry_out(&self) -> Result<Vec<u32>, Failed> {
+    pub async fn carry_out(&self) -> Result<Vec<u32>, Error> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
-            if let Err(source) = change.programs.restore(&change.text).await {
+            if let Err(source) = change.programs.restore(&change.text, "--noflush").await {
                 return Err(match undo(&changes[..=index]).await {
-                    Ok(()) => source.into(),
-                    Err(undoing) => Failed::InPart { undoing, source },
+                    Ok(()) => source,
+                    Err(undoing) => Error::InPart {
+                        undoing: undoing.into(),
+                        source: source.into(),
+                    },
                 });
             }
         }
@@ -64,19 +54,8 @@ impl Request<'_> {
         Ok(changes.iter().filter_map(|change| change.mark).collect())
     }
 
-    /// What the kernel has, as the programs see it that would be used.
-    pub async fn live(&self, family: Family) -> Result<Layout, Failed> {
-        let kernel = Kernel::look(family)?;
-        let found = Programs::find(family, self.config.binaries, self.path, kernel).await?;
-        match found.first() {
-            Some(programs) => Ok(programs.parse(&programs.saved)?.layout()),
-            None if !kernel.is_seen_by(&found) => Err(Error::missing(family, self.path).into()),
-            None => Ok(Layout::default()),
-        }
-    }
-
     /// What would be given to which program.
-    pub async fn preview(&self) -> Result<String, Failed> {
+    pub async fn preview(&self) -> Result<String, Error> {
         let changes = self.plan().await?;
         let texts = changes.iter().map(|change| {
             let Change { programs, text, .. } = change;
@@ -86,67 +65,51 @@ impl Request<'_> {
     }
 
     async fn plan(&self) -> Result<Vec<Change>, Error> {
+        let rules = Rules::new(self.config);
         let mut changes = Vec::new();
         for family in [Family::V4, Family::V6] {
-            self.plan_family(family, &mut changes).await?;
+            let exists = family == Family::V4 || self.config.has_v6;
+            let is_wanted = exists && !self.is_removal;
+            let kernel = Kernel::look(family)?;
+            let kind = self.config.kind.filter(|_| !self.is_removal);
+            let found = Programs::find(family, kind, self.path, kernel).await?;
+            let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
+            if found.is_empty() && (is_wanted || is_unseen) {
+                return Err(Error::missing(family, self.path));
+            }
+            for (index, programs) in found.into_iter().enumerate() {
+                // Others have nothing, or what is left of earlier runs.
+                let rules = (is_wanted && index == 0).then_some(&rules);
+                if index == 0 || programs.kind.is_some() {
+                    changes.extend(self.change(family, programs, rules)?);
+                }
+            }
         }
         Ok(changes)
     }
 
-    async fn plan_family(&self, family: Family, changes: &mut Vec<Change>) -> Result<(), Error> {
-        let rules = Rules::new(self.config);
-        let exists = family == Family::V4 || self.config.has_v6;
-        let is_wanted = exists && !self.is_removal;
-        let kernel = Kernel::look(family)?;
-        let binaries = match self.is_removal {
-            true => Binaries::Detected,
-            false => self.config.binaries,
-        };
-        let found = Programs::find(family, binaries, self.path, kernel).await?;
-        let is_unseen = self.is_removal && !kernel.is_seen_by(&found);
-        if found.is_empty() && (is_wanted || is_unseen) {
-            return Err(Error::missing(family, self.path));
-        }
-        for (index, programs) in found.into_iter().enumerate() {
-            // Others have nothing, or what is left of earlier runs.
-            let is_wanted = is_wanted && index == 0;
-            if !is_wanted && (!programs.has_tables || index > 0 && programs.kind == Kind::Unknown) {
-                continue;
-            }
-            let new = match is_wanted {
-                true => wanted(&rules, family),
-                false => Vec::new(),
-            };
-            changes.extend(self.change(family, programs, &new, is_wanted)?);
-        }
-        Ok(())
-    }
-
-    /// None if the rules are in place.
+    /// The change to these rules, or to none of ours. None if there is nothing to change.
     fn change(
         &self,
         family: Family,
         programs: Programs,
-        new: &[TableText<'_>],
-        is_wanted: bool,
+        rules: Option<&Rules>,
     ) -> Result<Option<Change>, Error> {
         let saved = programs.parse(&programs.saved)?;
         let mark = saved.layout().tproxy_mark();
         let own = self.own(family, mark);
-        let goal = match is_wanted {
-            true => self.layout(self.config, family),
-            false => Layout::default(),
-        };
-        if own.of(&saved).layout() == goal && !(self.is_forced && is_wanted) {
+        let goal = rules.map(|rules| self.layout(rules, family));
+        let is_there = own.of(&saved).layout() == goal.unwrap_or_default();
+        if is_there && !(self.is_forced && rules.is_some()) {
             return Ok(None);
         }
-        if !is_wanted {
+        if rules.is_none() {
             own.name_doubtful(&saved);
         }
-        let text = own.swap(&saved, new);
+        let new = rules.map(|rules| wanted(rules, family));
+        let text = own.swap(&saved, &new.unwrap_or_default());
         Ok(Some(Change {
             programs,
-            own,
             mark,
             text,
         }))
@@ -159,21 +122,21 @@ impl Request<'_> {
         let marks = [Some(config.tproxy_mark), mark];
         Own::new(marks.into_iter().flatten().map(|mark| {
             config.tproxy_mark = mark;
-            self.layout(&config, family)
+            self.layout(&Rules::new(&config), family)
         }))
     }
 
-    fn layout(&self, config: &Config, family: Family) -> Layout {
-        let mut layout = Layout::new(&Rules::new(config), family);
+    fn layout(&self, rules: &Rules, family: Family) -> Layout {
+        let mut layout = Layout::new(rules, family);
         layout.resolve(self.number);
         layout
     }
 }
 
-/// The rules of a family as the programs on `path` print them that see chains of ours.
-pub async fn live(family: Family, path: &str) -> Result<Layout, Failed> {
+/// The rules of a family, as programs on `path` print them that see chains of ours, if any do.
+pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layout, Error> {
     let kernel = Kernel::look(family)?;
-    let found = Programs::find(family, Binaries::Detected, path, kernel).await?;
+    let found = Programs::find(family, kind, path, kernel).await?;
     for programs in &found {
         let layout = programs.parse(&programs.saved)?.layout();
         if layout.is_captured() {
@@ -182,20 +145,24 @@ pub async fn live(family: Family, path: &str) -> Result<Layout, Failed> {
     }
     match kernel.is_seen_by(&found) {
         true => Ok(Layout::default()),
-        false => Err(Error::missing(family, path).into()),
+        false => Err(Error::missing(family, path)),
     }
 }
 
-/// Puts back what was there.
+/// Puts the tables back as they were.
 async fn undo(changes: &[Change]) -> Result<(), Error> {
-    for change in changes.iter().rev() {
-        let (programs, own) = (&change.programs, &change.own);
+    for Change { programs, text, .. } in changes.iter().rev() {
         let now = programs.save().await?;
-        let (now, before) = (programs.parse(&now)?, programs.parse(&programs.saved)?);
-        if own.of(&now) != own.of(&before) {
-            let text = own.swap(&now, &own.again(&before));
-            programs.restore(&text).await?;
+        if programs.parse(&now)? == programs.parse(&programs.saved)? {
+            continue;
         }
+        let mut before = programs.saved.clone();
+        for table in text.lines().filter(|line| line.starts_with('*')) {
+            if !before.lines().any(|line| line == table) {
+                before += &format!("{table}\nCOMMIT\n");
+            }
+        }
+        programs.restore(&before, "--counters").await?;
     }
     Ok(())
 }

@@ -6,10 +6,11 @@ mod rule;
 pub mod saved;
 mod swap;
 
+pub use programs::Error;
 pub(in crate::capture) use rule::entry;
 pub(in crate::capture) use swap::jumps_to_istio;
 
-use std::fmt::{self, Write};
+use std::fmt;
 use std::ops::RangeInclusive;
 
 use crate::capture::packet::Matched;
@@ -19,10 +20,9 @@ use crate::capture::rules::{
 
 /// What a dry run prints: each command, or the input of a command that has one.
 pub fn dry_run(rules: &Rules) -> String {
-    let save_v6 = if rules.has_v6() {
-        "ip6tables-save\n"
-    } else {
-        ""
+    let save_v6 = match rules.has_v6() {
+        true => "ip6tables-save\n",
+        false => "",
     };
     let (v4, v6) = (restore(rules, Family::V4), restore(rules, Family::V6));
     format!("iptables-save\nip6tables-save\n{v4}{v6}iptables-save\n{save_v6}")
@@ -30,32 +30,25 @@ pub fn dry_run(rules: &Rules) -> String {
 
 /// The input of a family's `iptables-restore --noflush`, for tables without these chains.
 pub fn restore(rules: &Rules, family: Family) -> String {
-    let mut text = String::new();
-    for table in wanted(rules, family) {
-        // A String takes any text.
-        let _ = writeln!(text, "* {}", table.name);
-        for chain in table.chains {
-            let _ = writeln!(text, "-N {chain}");
-        }
-        for line in table.lines {
-            let _ = writeln!(text, "{line}");
-        }
-        text.push_str("COMMIT\n");
-    }
-    text
+    let tables = wanted(rules, family).into_iter().map(|table| {
+        let chains = table.chains.iter().map(|chain| format!("-N {chain}"));
+        let lines: Vec<_> = chains.chain(table.lines).collect();
+        format!("* {}\n{}\nCOMMIT\n", table.name, lines.join("\n"))
+    });
+    tables.collect()
 }
 
 /// What a table is to have in the end, besides rules of others.
 #[derive(Debug)]
-struct TableText<'a> {
-    name: &'a str,
-    chains: Vec<&'a str>,
+struct TableText {
+    name: &'static str,
+    chains: Vec<&'static str>,
     /// What `iptables-restore` adds rules by.
     lines: Vec<String>,
 }
 
 /// The tables that have rules.
-fn wanted(rules: &Rules, family: Family) -> Vec<TableText<'static>> {
+fn wanted(rules: &Rules, family: Family) -> Vec<TableText> {
     let tables = Table::ALL.into_iter().map(|table| {
         let rules = rules.of(family).filter(|rule| rule.table == table);
         let rules: Vec<_> = rules.collect();
@@ -135,30 +128,33 @@ fn write_rule(f: &mut fmt::Formatter<'_>, matches: &[Match], verdict: Verdict) -
 
 /// Writes a criterion; `not` stands before its option.
 fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> fmt::Result {
-    match criterion {
-        Criterion::InInterface(name) => write!(f, "{not} -i {name}"),
-        Criterion::OutInterface(name) => write!(f, "{not} -o {name}"),
-        Criterion::Source(range) => write!(f, "{not} -s {range}"),
-        Criterion::Destination(range) => write!(f, "{not} -d {range}"),
-        Criterion::Protocol(Protocol::Tcp) => write!(f, "{not} -p tcp"),
-        Criterion::Protocol(Protocol::Udp) => write!(f, "{not} -p udp"),
-        Criterion::SourcePort(port) => write!(f, "{not} --sport {port}"),
-        Criterion::DestinationPort(ports) => match ports.as_slice() {
-            [ports] => write!(f, "{not} --dport {}", range(ports, ':')),
-            ports => {
-                let ports: Vec<_> = ports.iter().map(|each| range(each, ':')).collect();
-                write!(f, " -m multiport{not} --dports {}", ports.join(","))
+    let (module, option, value) = match criterion {
+        Criterion::InInterface(name) => ("", "-i", name.clone()),
+        Criterion::OutInterface(name) => ("", "-o", name.clone()),
+        Criterion::Source(range) => ("", "-s", range.to_string()),
+        Criterion::Destination(range) => ("", "-d", range.to_string()),
+        Criterion::Protocol(Protocol::Tcp) => ("", "-p", "tcp".to_owned()),
+        Criterion::Protocol(Protocol::Udp) => ("", "-p", "udp".to_owned()),
+        Criterion::SourcePort(port) => ("", "--sport", port.to_string()),
+        Criterion::DestinationPort(ports) => {
+            let texts: Vec<_> = ports.iter().map(|ports| range(ports, ':')).collect();
+            match texts.len() {
+                1 => ("", "--dport", texts.concat()),
+                _ => (" -m multiport", "--dports", texts.join(",")),
             }
-        },
-        Criterion::Owner(Owner::User(id)) => write!(f, " -m owner{not} --uid-owner {id}"),
-        Criterion::Owner(Owner::Group(id)) => write!(f, " -m owner{not} --gid-owner {id}"),
-        Criterion::StateInvalid => write!(f, " -m conntrack{not} --ctstate INVALID"),
-        Criterion::StateRelatedOrEstablished => {
-            write!(f, " -m conntrack{not} --ctstate RELATED,ESTABLISHED")
         }
-        Criterion::Mark(mark) => write!(f, " -m mark{not} --mark {mark}"),
-        Criterion::ConnectionMark(mark) => write!(f, " -m connmark{not} --mark {mark}"),
-    }
+        Criterion::Owner(Owner::User(id)) => (" -m owner", "--uid-owner", id.to_string()),
+        Criterion::Owner(Owner::Group(id)) => (" -m owner", "--gid-owner", id.to_string()),
+        Criterion::StateInvalid => (" -m conntrack", "--ctstate", "INVALID".to_owned()),
+        Criterion::StateRelatedOrEstablished => (
+            " -m conntrack",
+            "--ctstate",
+            "RELATED,ESTABLISHED".to_owned(),
+        ),
+        Criterion::Mark(mark) => (" -m mark", "--mark", mark.to_string()),
+        Criterion::ConnectionMark(mark) => (" -m connmark", "--mark", mark.to_string()),
+    };
+    write!(f, "{module}{not} {option} {value}")
 }
 
 fn is_udp(matches: &[Match]) -> bool {

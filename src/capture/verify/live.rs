@@ -1,9 +1,10 @@
 //! Reads what this machine has, and compares it with what a configuration asks for.
 
 use super::{Finding, Kind, compare};
-use crate::capture::iptables::apply::{self, Failed, Request};
+use crate::capture::iptables;
+use crate::capture::iptables::apply::{self, Request};
 use crate::capture::layout::Layout;
-use crate::capture::nftables::{self, Live};
+use crate::capture::nftables;
 use crate::capture::routes;
 use crate::capture::rules::{Family, Rules};
 
@@ -11,7 +12,7 @@ use crate::capture::rules::{Family, Rules};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
-    Iptables(#[from] Failed),
+    Iptables(#[from] iptables::Error),
     #[error(transparent)]
     Nftables(#[from] nftables::Error),
     #[error(transparent)]
@@ -21,47 +22,45 @@ pub enum Error {
 /// The rules of a family, however they were set up. `path` has the directories of programs, separated
 /// by colons.
 pub async fn rules(family: Family, path: &str) -> Result<Layout, Error> {
-    if !nftables::has_tables() {
-        return Ok(apply::live(family, path).await?);
-    }
-    Ok(nftables::live().await?.of(family).clone())
+    Ok(match nftables::has_tables() {
+        true => nftables::live().await?.of(family).clone(),
+        false => apply::live(family, None, path).await?,
+    })
 }
 
 /// The differences of rules and routes, by iptables or, if `is_native`, by nft. Changes nothing.
 pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Error> {
-    let rules = Rules::new(request.config);
-    let [v4, v6] = [Family::V4, Family::V6];
-    let (versions, found) = match is_native {
-        true => (vec![nftables::wanted(&rules)], nftables::live().await?),
-        false => {
-            let found = Live {
-                v4: request.live(v4).await?,
-                v6: request.live(v6).await?,
-            };
-            let versions = [rules, Rules::earlier(request.config)].map(|rules| Live {
-                v4: Layout::new(&rules, v4),
-                v6: Layout::new(&rules, v6),
-            });
-            (versions.into(), found)
-        }
+    let config = request.config;
+    let versions = [Rules::new(config), Rules::earlier(config)];
+    let native = match is_native {
+        true => Some((nftables::wanted(&versions[0]), nftables::live().await?)),
+        false => None,
     };
     let mut findings = Vec::new();
-    for family in [v4, v6] {
-        let mut versions: Vec<_> = versions
-            .iter()
-            .map(|live| live.of(family).clone())
-            .collect();
+    for family in [Family::V4, Family::V6] {
+        let (mut versions, found) = match &native {
+            Some((wanted, found)) => (vec![wanted.of(family).clone()], found.of(family).clone()),
+            None => (
+                versions
+                    .iter()
+                    .map(|rules| Layout::new(rules, family))
+                    .collect(),
+                apply::live(family, config.kind, request.path).await?,
+            ),
+        };
         for wanted in &mut versions {
             wanted.resolve(request.number);
         }
-        findings.extend(compare(&versions, found.of(family), family));
+        findings.extend(compare(&versions, &found, family));
     }
-    for (family, detail) in routes::missing(request.config)? {
-        findings.push(Finding {
-            family,
-            kind: Kind::Route,
-            detail,
-        });
-    }
+    findings.extend(
+        routes::missing(config)?
+            .into_iter()
+            .map(|(family, detail)| Finding {
+                family,
+                kind: Kind::Route,
+                detail,
+            }),
+    );
     Ok(findings)
 }

@@ -1,11 +1,10 @@
 //! `--explain`: completes a flow by what this machine says, and sends it through the rules.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::Path;
 
 use if_addrs::Interface;
 
-use super::machine::{self, Error};
+use super::machine::{self, Error, accounts, entry};
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
@@ -61,8 +60,8 @@ fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
 
 /// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.
 fn direction(sender: &Sender) -> Direction {
-    let users = machine::accounts(Path::new(machine::PASSWD));
-    let groups = machine::accounts(Path::new(machine::GROUP));
+    let users = accounts(machine::PASSWD);
+    let groups = accounts(machine::GROUP);
     let primary = entry(&sender.user, &users).and_then(|fields| fields.get(3)?.parse().ok());
     let primary = primary.map(|number| Account {
         number: Some(number),
@@ -84,16 +83,6 @@ fn complete(account: Account, accounts: &str) -> Account {
         number: account.number.or_else(|| fields[2].parse().ok()),
         name: account.name.or_else(|| Some(fields[0].to_owned())),
     }
-}
-
-/// The fields of a user or group: a name, a password, a number, …
-fn entry<'a>(account: &Account, accounts: &'a str) -> Option<Vec<&'a str>> {
-    let lines = accounts.lines().map(|line| line.split(':').collect());
-    let mut entries = lines.filter(|fields: &Vec<_>| fields.len() > 2);
-    entries.find(|fields| match (account.number, &account.name) {
-        (Some(number), _) => fields[2] == number.to_string(),
-        (None, name) => Some(fields[0]) == name.as_deref(),
-    })
 }
 
 #[cfg(test)]

@@ -1,116 +1,69 @@
-//! The flags of `istio-iptables`, as given on the command line.
+//! The flags of `istio-iptables`, and the variables behind them.
+//!
+//! A flag that is not given comes from its variables. One that does not parse is ignored, as in
+//! pilot-agent.
 
 use std::time::Duration;
 
-use clap::{ArgAction, Args};
+use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 
+use crate::capture::config::Settings;
 use crate::capture::explain::Flow;
-use crate::config::environment::Value;
-use crate::config::flags::truth;
+use crate::config::environment::{Environment, Value};
+use crate::config::flags::{Flag, truth};
 use crate::duration;
 
-/// The flags as given on the command line.
-#[derive(Args, Clone, Debug, Default)]
+/// The settings of the rules, and what to do with them.
+#[derive(Args, Clone, Debug)]
+#[command(mut_args(switch))]
 pub struct IptablesFlags {
     /// Words, which pilot-agent ignores too.
     #[arg(hide = true)]
     ignored: Vec<String>,
-    /// Port that outbound TCP connections are redirected to (15001).
-    #[arg(short = 'p', long, value_name = "PORT")]
-    pub envoy_port: Option<String>,
-    /// Port that inbound TCP connections are redirected to (15006).
-    #[arg(short = 'z', long, value_name = "PORT")]
-    pub inbound_capture_port: Option<String>,
-    /// Port of HBONE, which is not redirected (15008).
-    #[arg(short = 'e', long, value_name = "PORT")]
-    pub inbound_tunnel_port: Option<String>,
-    /// Users whose traffic is not captured; empty is that of ENVOY_USER, or else 1337.
-    #[arg(short = 'u', long, value_name = "USERS")]
-    pub proxy_uid: Option<String>,
-    /// Groups whose traffic is not captured; empty is the value of --proxy-uid.
-    #[arg(short = 'g', long, value_name = "GROUPS")]
-    pub proxy_gid: Option<String>,
-    /// How inbound connections reach Envoy: REDIRECT or TPROXY.
-    #[arg(short = 'm', long, value_name = "MODE")]
-    pub istio_inbound_interception_mode: Option<String>,
-    /// Inbound ports to capture: a list, or * for all; empty is none.
-    #[arg(short = 'b', long, value_name = "PORTS")]
-    pub istio_inbound_ports: Option<String>,
-    /// Inbound ports not to capture when all are.
-    #[arg(short = 'd', long, value_name = "PORTS")]
-    pub istio_local_exclude_ports: Option<String>,
-    /// Network interfaces whose traffic is not captured.
-    #[arg(short = 'c', long, value_name = "NAMES")]
-    pub istio_exclude_interfaces: Option<String>,
-    /// Outbound ranges to capture: a list, or * for all; empty is none.
-    #[arg(short = 'i', long, value_name = "RANGES")]
-    pub istio_service_cidr: Option<String>,
-    /// Outbound ranges not to capture.
-    #[arg(short = 'x', long, value_name = "RANGES")]
-    pub istio_service_exclude_cidr: Option<String>,
-    /// Outbound TCP ports to capture, whatever the address.
-    #[arg(short = 'q', long, value_name = "PORTS")]
-    pub istio_outbound_ports: Option<String>,
-    /// Outbound ports not to capture.
-    #[arg(short = 'o', long, value_name = "PORTS")]
-    pub istio_local_outbound_ports_exclude: Option<String>,
-    /// Interfaces of virtual machines, whose traffic to the pod is outbound.
-    #[arg(short = 'k', long, value_name = "NAMES")]
-    pub kube_virt_interfaces: Option<String>,
-    /// Mark of inbound packets in mode TPROXY (1337).
-    #[arg(short = 't', long, value_name = "NUMBER")]
-    pub istio_inbound_tproxy_mark: Option<String>,
-    /// Routing table of marked packets in mode TPROXY (133).
-    #[arg(short = 'r', long, value_name = "NUMBER")]
-    pub istio_inbound_tproxy_route_table: Option<String>,
+    #[command(flatten)]
+    pub settings: Settings,
     /// Prints the rules and changes nothing.
-    #[arg(short = 'n', long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub dry_run: Option<bool>,
-    /// Port that --run-validation connects to (15002).
-    #[arg(long, value_name = "PORT")]
-    pub iptables_probe_port: Option<u16>,
-    /// Time limit of --run-validation (5s).
-    #[arg(long, value_name = "DURATION", value_parser = time)]
-    pub probe_timeout: Option<Duration>,
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
+    /// File that a dry run writes the rules to as well.
+    #[arg(long, value_name = "PATH", default_value_t)]
+    pub dry_run_file_path: String,
+    /// User whose traffic is not captured unless --proxy-uid is given.
+    #[arg(long, value_name = "USER", default_value = "istio-proxy")]
+    pub envoy_user: String,
+    /// Port that --run-validation connects to.
+    #[arg(long, value_name = "PORT", default_value_t = 15002)]
+    pub iptables_probe_port: u16,
+    /// Time limit of --run-validation.
+    #[arg(long, value_name = "DURATION", value_parser = time, default_value = "5s")]
+    pub probe_timeout: Duration,
     /// Checks the configuration and sets up nothing.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub skip_rule_apply: Option<bool>,
+    #[arg(long)]
+    pub skip_rule_apply: bool,
     /// Checks with a connection that traffic is captured; to be run as --proxy-uid. Exits with 126 if not.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub run_validation: Option<bool>,
-    /// Captures DNS to the servers of /etc/resolv.conf.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub redirect_dns: Option<bool>,
-    /// Captures DNS to any server, with --redirect-dns.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub capture_all_dns: Option<bool>,
-    /// Drops packets that conntrack calls invalid.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub drop_invalid: Option<bool>,
-    /// Lets only root and the users of --proxy-uid connect to Envoy's admin port over loopback.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub protect_admin: Option<bool>,
+    #[arg(long)]
+    pub run_validation: bool,
     /// Looks past the first address of the pod for one of IPv6.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub dual_stack: Option<bool>,
+    #[arg(long)]
+    pub dual_stack: bool,
     /// Without effect: only the CNI plugin, another program, enters namespaces.
-    #[arg(long, value_name = "PATH")]
-    pub network_namespace: Option<String>,
+    #[arg(long, value_name = "PATH", default_value_t)]
+    pub network_namespace: String,
     /// Without effect: only for the CNI plugin, another program.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub cni_mode: Option<bool>,
+    #[arg(long)]
+    pub cni_mode: bool,
     /// Without effect: rules that differ are always replaced.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub reconcile: Option<bool>,
+    #[arg(long)]
+    pub reconcile: bool,
     /// Removes the rules and sets up none.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub cleanup_only: Option<bool>,
+    #[arg(long)]
+    pub cleanup_only: bool,
     /// Sets up rules even if they seem to be in place.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub force_apply: Option<bool>,
+    #[arg(long)]
+    pub force_apply: bool,
     /// Uses nftables instead of iptables.
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = truth, action = ArgAction::Set)]
-    pub native_nftables: Option<bool>,
+    #[arg(long)]
+    pub native_nftables: bool,
     /// Says what happens to a flow and why, and changes nothing. A flow is
     /// out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or
     /// in,PROTOCOL,[SOURCE,][ADDRESS:]PORT[,INTERFACE]: out,tcp,1337,10.0.0.5:443.
@@ -120,19 +73,66 @@ pub struct IptablesFlags {
     /// if traffic may not be captured.
     #[arg(long)]
     pub verify: bool,
-    /// Kind of iptables: legacy or nft; empty is detected.
-    #[arg(long, value_name = "KIND")]
-    pub force_iptables_binary: Option<String>,
 }
 
-impl IptablesFlags {
-    /// These flags with `--cleanup-only`.
-    pub fn clean(mut self) -> Self {
-        self.cleanup_only = Some(true);
-        self
+/// A switch may have a value, as in pilot-agent.
+fn switch(flag: Arg) -> Arg {
+    match flag.get_action() {
+        ArgAction::SetTrue => flag
+            .action(ArgAction::Set)
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_value("false")
+            .default_missing_value("true")
+            .hide_default_value(true)
+            .value_parser(truth),
+        _ => flag,
     }
 }
 
 fn time(text: &str) -> Result<Duration, String> {
     duration::parse(text).ok_or_else(|| format!("expected {}", Duration::EXPECTED))
+}
+
+/// The variables of a flag, the strongest last.
+pub(super) fn variables(flag: &str) -> Vec<String> {
+    let own = flag.to_uppercase().replace('-', "_");
+    let stronger = match flag {
+        "envoy-port" | "explain" | "verify" | "help" => return Vec::new(),
+        "protect-admin" => return vec![format!("ISTIO_AGENT_{own}")],
+        "redirect-dns" => "ISTIO_META_DNS_CAPTURE",
+        "drop-invalid" => "INVALID_DROP",
+        "dual-stack" => "ISTIO_DUAL_STACK",
+        _ => return vec![own],
+    };
+    vec![own, stronger.to_owned()]
+}
+
+fn command() -> Command {
+    IptablesFlags::augment_args(Command::new("istio-iptables")).args_override_self(true)
+}
+
+/// What is given, after what variables say: a later argument replaces an earlier one.
+pub(super) fn arguments(given: &[Flag], environment: &Environment) -> Vec<String> {
+    let (command, mut arguments) = (command(), Vec::new());
+    for name in command.get_arguments().filter_map(Arg::get_long) {
+        let variables = variables(name);
+        let variables = variables.iter().filter_map(|name| environment.text(name));
+        let given = given
+            .iter()
+            .filter(|flag| flag.name == name && flag.is_given);
+        for value in variables.chain(given.map(|flag| flag.value.as_str())) {
+            let argument = format!("--{name}={value}");
+            let alone = command.clone().try_get_matches_from(["", &argument]);
+            arguments.extend(alone.is_ok().then_some(argument));
+        }
+    }
+    arguments
+}
+
+impl IptablesFlags {
+    pub(super) fn read(arguments: &[String]) -> Result<Self, clap::Error> {
+        let line = [""].into_iter().chain(arguments.iter().map(String::as_str));
+        Self::from_arg_matches(&command().try_get_matches_from(line)?)
+    }
 }

@@ -5,7 +5,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
-use crate::capture::config::{Config, Host, OwnerGroups};
+use super::IptablesFlags;
+use crate::capture::config::{Config, Host, Invalid, OwnerGroups};
+use crate::capture::packet::Account;
 use crate::capture::program;
 use crate::capture::rules::{Family, Id, Owner};
 use crate::dns::forward::resolv_conf::ResolvConf;
@@ -21,7 +23,7 @@ const LARGEST_ACCOUNTS: u64 = 16 << 20;
 const LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(super) enum Error {
     #[error("no valid local IP address found")]
     NoAddress,
     #[error("cannot list the addresses of this machine")]
@@ -31,26 +33,19 @@ pub enum Error {
 }
 
 /// What the machine says that this runs on, and the family of its first address.
-pub(super) fn host(
-    is_dual_stack: bool,
-    captures_servers: bool,
-    envoy_user: &str,
-) -> Result<(Host, Family), Error> {
+pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Error> {
     let interfaces = interfaces()?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let (first, has_v6) = families(addresses, is_dual_stack).ok_or(Error::NoAddress)?;
-    let nameservers = match captures_servers {
-        true => {
-            ResolvConf::read(Path::new(RESOLV_CONF))
-                .map_err(Error::ResolvConf)?
-                .nameservers
-        }
-        false => Vec::new(),
+    let (first, has_v6) = families(addresses, flags.dual_stack).ok_or(Error::NoAddress)?;
+    let settings = &flags.settings;
+    let servers = match settings.redirect_dns && !settings.capture_all_dns {
+        true => ResolvConf::read(Path::new(RESOLV_CONF)).map(|file| file.nameservers),
+        false => Ok(Vec::new()),
     };
     let host = Host {
         has_v6,
-        nameservers: captured(&nameservers),
-        envoy_uid: uid_of(envoy_user, &accounts(Path::new(PASSWD))),
+        nameservers: captured(&servers.map_err(Error::ResolvConf)?),
+        envoy_uid: uid_of(&flags.envoy_user, &accounts(PASSWD)),
     };
     Ok((host, first))
 }
@@ -60,8 +55,8 @@ pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Error> {
 }
 
 /// The text of a list of users or groups; empty if it cannot be read.
-pub(super) fn accounts(path: &Path) -> String {
-    let content = regular_file::read(path, LARGEST_ACCOUNTS).unwrap_or_default();
+pub(super) fn accounts(path: &str) -> String {
+    let content = regular_file::read(Path::new(path), LARGEST_ACCOUNTS).unwrap_or_default();
     String::from_utf8_lossy(&content).into_owned()
 }
 
@@ -93,17 +88,27 @@ pub(super) fn captured(servers: &[SocketAddr]) -> Vec<IpAddr> {
     captured.map(SocketAddr::ip).collect()
 }
 
-/// The number of a user in the text of `/etc/passwd`.
-pub(super) fn uid_of(user: &str, passwd: &str) -> Option<u32> {
-    passwd.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let is_named = fields.next() == Some(user);
-        fields.nth(1).filter(|_| is_named)?.parse().ok()
+/// The fields of a user or group: a name, a password, a number, …
+pub(super) fn entry<'a>(account: &Account, accounts: &'a str) -> Option<Vec<&'a str>> {
+    let lines = accounts.lines().map(|line| line.split(':').collect());
+    let mut entries = lines.filter(|fields: &Vec<_>| fields.len() > 2);
+    entries.find(|fields| match (account.number, &account.name) {
+        (Some(number), _) => fields[2] == number.to_string(),
+        (None, name) => Some(fields[0]) == name.as_deref(),
     })
 }
 
-/// Names of users and groups that neither this machine's files nor its name service know.
-pub(super) async fn unknown_names(config: &Config) -> Vec<Problem> {
+/// The number of a user or group in the text of such a file.
+pub(super) fn uid_of(name: &str, accounts: &str) -> Option<u32> {
+    let account = Account {
+        number: None,
+        name: Some(name.to_owned()),
+    };
+    entry(&account, accounts)?[2].parse().ok()
+}
+
+/// Finds names of users and groups that neither this machine's files nor its name service know.
+pub(super) async fn check_names(config: &Config) -> Result<(), Invalid> {
     let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &config.owner_groups;
     let groups = groups.iter().cloned().map(Owner::Group);
     let mut unknown = Vec::new();
@@ -113,31 +118,28 @@ pub(super) async fn unknown_names(config: &Config) -> Vec<Problem> {
             Owner::Group(Id::Name(name)) => ("group", "group", name),
             _ => continue,
         };
-        let mut is_known = number(&owner).is_some();
-        if !is_known {
-            let found = program::run("getent", &[database, name], "", LIMIT).await;
-            is_known = found.is_ok();
-        }
-        if !is_known {
+        let is_listed = number(&owner).is_some();
+        if !is_listed
+            && program::run("getent", &[database, name], "", LIMIT)
+                .await
+                .is_err()
+        {
+            let subject = format!("a {kind} of these arguments");
             let expected = format!("the name of a {kind} of this machine");
-            unknown.push(Problem::new(
-                format!("a {kind} of these arguments"),
-                name,
-                expected,
-            ));
+            unknown.push(Problem::new(subject, name, expected));
         }
     }
-    unknown
+    match unknown.is_empty() {
+        true => Ok(()),
+        false => Err(Invalid(unknown)),
+    }
 }
 
 /// The number of a user or group that has a name.
 pub(super) fn number(owner: &Owner) -> Option<u32> {
-    let (path, id) = match owner {
-        Owner::User(id) => (PASSWD, id),
-        Owner::Group(id) => (GROUP, id),
-    };
-    match id {
-        Id::Name(name) => uid_of(name, &accounts(Path::new(path))),
-        Id::Numbers(_) => None,
+    match owner {
+        Owner::User(Id::Name(name)) => uid_of(name, &accounts(PASSWD)),
+        Owner::Group(Id::Name(name)) => uid_of(name, &accounts(GROUP)),
+        _ => None,
     }
 }

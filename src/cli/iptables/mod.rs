@@ -3,63 +3,28 @@
 mod explain;
 mod flags;
 mod machine;
-mod report;
-mod resolver;
-mod verify;
 
-use std::io;
 use std::path::Path;
 
-use crate::capture::config::{Config, Host, Invalid};
-use crate::capture::iptables::apply::{self, Request};
+use crate::capture::config::{Config, Host, Mode};
+use crate::capture::iptables::apply::Request;
+use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
-use crate::capture::verify::live;
+use crate::capture::verify::{Finding, live};
 use crate::capture::{iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
+use crate::config::flags::Flag;
 use crate::exit_code::ExitCode;
-use crate::lifecycle::with_causes;
+use crate::lifecycle::{BoxError, with_causes};
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
-use resolver::{Options, Resolver};
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(transparent)]
-    Invalid(#[from] Invalid),
-    #[error(transparent)]
-    Machine(#[from] machine::Error),
-    #[error(transparent)]
-    Nftables(#[from] nftables::Error),
-    #[error(transparent)]
-    Verify(#[from] live::Error),
-    #[error(transparent)]
-    Lock(#[from] lock::Error),
-    #[error(transparent)]
-    Routes(#[from] routes::Error),
-    #[error(transparent)]
-    Iptables(#[from] apply::Failed),
-    #[error(
-        "iptables validation failed, the pod is not ready for Istio: {0}. It has to run as the user of \
-         --proxy-uid. With Istio CNI, the pod may have started before its node was ready: with \
-         cni.repair.deletePods=true it is deleted and starts again, otherwise delete it, so that it \
-         starts on a node where istio-cni runs"
-    )]
-    Validation(validation::Error),
-    #[error("cannot write {path:?}, which DRY_RUN_FILE_PATH names")]
-    DryRunFile {
-        path: String,
-        #[source]
-        source: io::Error,
-    },
-}
-
-impl Error {
-    pub fn exit_code(&self) -> ExitCode {
-        match self {
-            Self::Validation(_) => ExitCode::NotCaptured,
-            _ => ExitCode::CaptureFailed,
-        }
+/// The exit code of an error. The CNI plugin knows that of a validation.
+pub fn exit_code(error: &BoxError) -> ExitCode {
+    match error.is::<validation::Error>() {
+        true => ExitCode::NotCaptured,
+        false => ExitCode::CaptureFailed,
     }
 }
 
@@ -77,26 +42,24 @@ impl From<String> for Report {
     }
 }
 
-/// Carries the command out.
-pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Report, Error> {
-    let resolver = Resolver { flags, environment };
-    let (mut settings, options) = (resolver.settings(), resolver.options());
-    let captures_servers = settings.redirect_dns && !settings.capture_all_dns;
-    let cleans = options.cleanup_only && !flags.verify && flags.explain.is_none();
-    if cleans {
-        // It asks for no routes.
-        settings.interception_mode.clear();
-    }
+/// Carries the command out, or `istio-clean-iptables`.
+pub async fn run(
+    given: &[Flag],
+    is_cleanup: bool,
+    environment: &Environment,
+) -> Result<Report, BoxError> {
+    let arguments = flags::arguments(given, environment);
+    let mut flags = IptablesFlags::read(&arguments)?;
+    flags.cleanup_only |= is_cleanup;
+    let cleans = flags.cleanup_only && !flags.verify && flags.explain.is_none();
     let (host, family) = match cleans {
         true => (Host::default(), Family::V4),
-        false => machine::host(options.is_dual_stack, captures_servers, &options.envoy_user)?,
+        false => machine::host(&flags)?,
     };
-    let (config, warnings) = match Config::check(&settings, &host) {
+    let (mut config, warnings) = match Config::check(&flags.settings, &host) {
         Err(invalid) if cleans => {
             tracing::warn!("{invalid}; rules are removed without these settings");
-            let (flags, environment) = Default::default();
-            let (flags, environment) = (&flags, &environment);
-            Config::check(&Resolver { flags, environment }.settings(), &host)?
+            Config::check(&IptablesFlags::read(&[])?.settings, &host)?
         }
         checked => checked?,
     };
@@ -104,51 +67,76 @@ pub async fn run(flags: &IptablesFlags, environment: &Environment) -> Result<Rep
         tracing::warn!("{warning}");
     }
     if let Some(flow) = &flags.explain {
-        return Ok(explain::explain(flow, &config, options.native_nftables)?.into());
+        return Ok(explain::explain(flow, &config, flags.native_nftables)?.into());
     }
-    let unknown = match cleans {
-        true => Vec::new(),
-        false => machine::unknown_names(&config).await,
-    };
-    if !unknown.is_empty() {
-        return Err(Invalid(unknown).into());
+    if cleans {
+        // It asks for no routes.
+        config.mode = Mode::Redirect;
+    } else {
+        machine::check_names(&config).await?;
     }
     let request = Request {
         config: &config,
-        is_removal: options.cleanup_only || options.native_nftables,
-        is_forced: options.force_apply,
-        path: &options.path,
+        is_removal: flags.cleanup_only || flags.native_nftables,
+        is_forced: flags.force_apply,
+        path: environment.text("PATH").unwrap_or(PATH),
         number: machine::number,
     };
     if flags.verify {
-        return verify::verify(&request, options.native_nftables).await;
+        return verify(&request, flags.native_nftables).await;
     }
-    if !options.dry_run {
-        report::configuration(&settings, &options, &config);
+    if !flags.dry_run {
+        tracing::info!("Istio config: {}; {host:?}", arguments.join(" "));
     }
-    let text = match options.skip_rule_apply {
-        true => String::new(),
-        false => set_up(&request, &options).await?,
+    let text = match (flags.skip_rule_apply, flags.dry_run) {
+        (true, _) => String::new(),
+        (false, true) => dry_run(&request, &flags).await?,
+        (false, false) => set_up(&request, &flags).await?,
     };
-    if options.run_validation {
-        validate(&config, &options, family).await?;
+    if flags.run_validation {
+        let probe = Probe {
+            family,
+            ports: [config.outbound_port, config.inbound_port],
+            destination: flags.iptables_probe_port,
+            limit: flags.probe_timeout,
+        };
+        probe.run().await?;
+        tracing::info!("traffic is captured");
     }
     Ok(text.into())
 }
 
-/// Does with the rules what is asked for. Returns what a dry run prints.
-async fn set_up(request: &Request<'_>, options: &Options) -> Result<String, Error> {
-    if options.dry_run {
-        return dry_run(request, options).await;
-    }
+/// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.
+async fn verify(request: &Request<'_>, is_native: bool) -> Result<Report, BoxError> {
+    let findings = live::findings(request, is_native).await?;
+    let misleads = findings.iter().any(Finding::misleads);
+    let summary = match (findings.is_empty(), misleads) {
+        (true, _) => "The rules are those that these arguments ask for: traffic is captured.",
+        (false, false) => {
+            "Traffic is captured as these arguments ask; these differences do not keep it from that:"
+        }
+        (false, true) => "Traffic may not be captured as these arguments ask:",
+    };
+    let lines = findings.iter().map(|finding| format!("\n  {finding}"));
+    Ok(Report {
+        text: summary.to_owned() + &lines.collect::<String>(),
+        code: match misleads {
+            true => ExitCode::CaptureDiffers,
+            false => ExitCode::Success,
+        },
+    })
+}
+
+/// Sets rules and routes up, or removes them.
+async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, BoxError> {
     let config = request.config;
     let _lock = lock::acquire().await?;
     // Marked packets are lost without their routes, but these take none by themselves.
-    if !options.cleanup_only {
+    if !flags.cleanup_only {
         routes::add(config)?;
     }
     let mut marks = Vec::new();
-    if options.native_nftables && !options.cleanup_only {
+    if flags.native_nftables && !flags.cleanup_only {
         marks.extend(nftables::apply(&Rules::new(config)).await?);
         match request.carry_out().await {
             Ok(gone) => marks.extend(gone),
@@ -162,31 +150,23 @@ async fn set_up(request: &Request<'_>, options: &Options) -> Result<String, Erro
     Ok(String::new())
 }
 
-async fn dry_run(request: &Request<'_>, options: &Options) -> Result<String, Error> {
+/// What would be given to the programs.
+async fn dry_run(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, BoxError> {
     let rules = Rules::new(request.config);
-    let text = match (options.native_nftables, options.cleanup_only) {
+    let text = match (flags.native_nftables, flags.cleanup_only) {
         (_, true) if nftables::has_tables() => request.preview().await? + &nftables::removal(),
         (_, true) => request.preview().await?,
         (true, false) => nftables::transaction(&rules),
         (false, false) => iptables::dry_run(&rules),
     };
-    if let Some(path) = options.dry_run_file.clone() {
-        let written = replace_file(Path::new(&path), text.as_bytes(), 0o644);
-        written.map_err(|source| Error::DryRunFile { path, source })?;
+    let path = &flags.dry_run_file_path;
+    if !path.is_empty() {
+        let written = replace_file(Path::new(path), text.as_bytes(), 0o644);
+        written.map_err(|error| {
+            format!("cannot write {path:?}, which --dry-run-file-path names: {error}")
+        })?;
     }
     Ok(text)
-}
-
-async fn validate(config: &Config, options: &Options, family: Family) -> Result<(), Error> {
-    let probe = Probe {
-        family,
-        ports: [config.outbound_port, config.inbound_port],
-        destination: options.probe_port,
-        limit: options.probe_timeout,
-    };
-    probe.run().await.map_err(Error::Validation)?;
-    tracing::info!("traffic is captured");
-    Ok(())
 }
 
 #[cfg(test)]

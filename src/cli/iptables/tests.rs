@@ -15,26 +15,33 @@ use super::*;
 use crate::capture::config::{Host, Settings};
 use crate::capture::iptables::saved::Saved;
 use crate::capture::layout::Layout;
-use crate::capture::rules::Family;
+use crate::capture::rules::{Family, Id, Owner};
 use crate::cli::{Command, Refused, parse};
 
-fn flags(line: &str) -> IptablesFlags {
+/// The flags of a command line.
+fn given(line: &str) -> Vec<Flag> {
     let words = line.split(' ').filter(|word| !word.is_empty());
     let words = words.map(|word| word.trim_matches('\'').to_owned());
     let line = ["pilot-agent".to_owned()].into_iter().chain(words);
-    match parse(line).expect("a command line").cli.command {
-        Some(Command::Iptables(flags)) => *flags,
-        other => panic!("{other:?}"),
-    }
+    let typed = parse(line).expect("a command line");
+    assert!(matches!(typed.cli.command, Some(Command::Iptables(_))));
+    typed.flags
+}
+
+fn flags(line: &str, variables: &[(&str, &str)]) -> IptablesFlags {
+    let environment = variables.iter().copied().collect();
+    let arguments = flags::arguments(&given(line), &environment);
+    IptablesFlags::read(&arguments).expect("flags")
 }
 
 fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
-    let environment = variables.iter().copied().collect();
-    let resolver = Resolver {
-        flags: &flags(line),
-        environment: &environment,
-    };
-    resolver.settings()
+    flags(line, variables).settings
+}
+
+/// The number of all users and groups with a name.
+fn root(owner: &Owner) -> Option<u32> {
+    let (Owner::User(id) | Owner::Group(id)) = owner;
+    matches!(id, Id::Name(_)).then_some(0)
 }
 
 /// The header of a golden file, and the configuration it asks for.
@@ -104,7 +111,7 @@ fn rules_are_read_from_a_kernel_as_they_were_written() {
         for (family, program) in [(Family::V4, "iptables"), (Family::V6, "ip6tables")] {
             let mut wanted = Layout::new(&rules, family);
             // Users and groups with names that every machine has.
-            wanted.resolve(|_| Some(0));
+            wanted.resolve(root);
             let text = iptables::restore(&rules, family);
             let words = text.split(' ').map(|word| match word {
                 "envoy" | "mesh" | "web" | "backup" | "java" | "ftp" => "root",
@@ -137,7 +144,7 @@ fn rules_of_nft_are_read_from_a_kernel_as_they_were_written() {
             text = text.replace(&format!("\"{name}\""), "\"root\"");
         }
         for layout in [&mut wanted.v4, &mut wanted.v6] {
-            layout.resolve(|_| Some(0));
+            layout.resolve(root);
         }
         let Some(listed) = in_namespace("nft -f - && nft -j list ruleset", &text) else {
             return;
@@ -193,7 +200,10 @@ fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first(
     let none = [("ENVOY_PORT", "1"), ("ISTIO_OUTBOUND_OWNER_GROUPS", "")];
     let found = settings("istio-iptables", &none);
     assert_eq!(
-        (found.envoy_port.as_str(), found.owner_groups.as_str()),
+        (
+            found.envoy_port.as_str(),
+            found.istio_outbound_owner_groups.as_str()
+        ),
         ("15001", "")
     );
 }
@@ -210,7 +220,7 @@ fn the_lines_of_istios_templates_and_scripts_are_understood() {
          --force-iptables-binary nft",
         "istio-iptables --cleanup-only proxy",
     ] {
-        flags(line);
+        given(line);
     }
     for line in [
         "--old",
@@ -230,25 +240,20 @@ async fn a_dry_run_writes_the_file_of_its_variable() {
     let path = folder.path().join("rules");
     let file = path.to_str().expect("text").to_owned();
     let environment = [("DRY_RUN_FILE_PATH", file)].into_iter().collect();
-    match run(&flags("istio-iptables -n -i *"), &environment).await {
+    match run(&given("istio-iptables -n -i *"), false, &environment).await {
         Ok(report) => assert_eq!(fs::read_to_string(&path).expect("a file"), report.text),
-        // A machine without a network.
-        Err(Error::Machine(machine::Error::NoAddress)) => {}
-        Err(other) => panic!("{other}"),
+        Err(error) => {
+            let is_without_network = matches!(
+                error.downcast_ref::<machine::Error>(),
+                Some(machine::Error::NoAddress)
+            );
+            assert!(is_without_network, "{error}");
+        }
     }
 }
 
 #[test]
 fn what_to_do_with_the_rules_is_read_from_flags_and_variables() {
-    let options = |line: &str, variables: &[(&str, &str)]| {
-        let environment = variables.iter().copied().collect();
-        let flags = flags(line);
-        let resolver = Resolver {
-            flags: &flags,
-            environment: &environment,
-        };
-        resolver.options()
-    };
     let variables = [
         ("RECONCILE", "true"),
         ("FORCE_APPLY", "1"),
@@ -257,40 +262,43 @@ fn what_to_do_with_the_rules_is_read_from_flags_and_variables() {
         ("IPTABLES_PROBE_PORT", "15"),
         ("PROBE_TIMEOUT", "90s"),
     ];
-    let found = options("istio-iptables", &variables);
+    let found = flags("istio-iptables", &variables);
     assert!(found.reconcile && found.force_apply && found.cni_mode);
     assert_eq!(found.network_namespace, "/proc/1/ns/net");
-    assert_eq!((found.probe_port, found.probe_timeout.as_secs()), (15, 90));
+    assert_eq!(
+        (found.iptables_probe_port, found.probe_timeout.as_secs()),
+        (15, 90)
+    );
     let line = "istio-iptables --reconcile=false --iptables-probe-port 16 --probe-timeout 1m";
-    let found = options(line, &variables);
+    let found = flags(line, &variables);
     assert!(!found.reconcile && found.force_apply);
-    assert_eq!((found.probe_port, found.probe_timeout.as_secs()), (16, 60));
+    assert_eq!(
+        (found.iptables_probe_port, found.probe_timeout.as_secs()),
+        (16, 60)
+    );
     for ignored in [
         &[] as &[_],
         &[("IPTABLES_PROBE_PORT", "65536"), ("PROBE_TIMEOUT", "5")],
     ] {
-        let found = options("istio-iptables", ignored);
+        let found = flags("istio-iptables", ignored);
         assert_eq!(
-            (found.probe_port, found.probe_timeout.as_secs()),
+            (found.iptables_probe_port, found.probe_timeout.as_secs()),
             (15002, 5)
         );
     }
 }
 
 #[test]
-fn istio_clean_iptables_is_cleanup_only_as_a_command_and_as_a_program() {
+fn istio_clean_iptables_is_a_command_and_a_program() {
     for line in [
         "pilot-agent istio-clean-iptables -u 5",
         "/usr/local/bin/istio-clean-iptables -u 5",
-        "istio-iptables -u 5 --cleanup-only",
     ] {
-        let flags = match parse(line.split(' ').map(str::to_owned)).map(|typed| typed.cli.command) {
-            Ok(Some(Command::CleanIptables(flags))) => flags.clean(),
-            Ok(Some(Command::Iptables(flags))) => *flags,
-            other => panic!("{line}: {other:?}"),
-        };
-        assert_eq!(flags.cleanup_only, Some(true), "{line}");
-        assert_eq!(flags.proxy_uid.as_deref(), Some("5"), "{line}");
+        let typed = parse(line.split(' ').map(str::to_owned)).expect(line);
+        let command = typed.cli.command;
+        assert!(matches!(command, Some(Command::CleanIptables(_))), "{line}");
+        let arguments = flags::arguments(&typed.flags, &Environment::default());
+        assert_eq!(arguments, ["--proxy-uid=5"]);
     }
 }
 

@@ -28,37 +28,23 @@ pub(super) struct SavedRule<'a> {
     pub(super) text: &'a str,
 }
 
-/// A text that `iptables-save` does not print.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unreadable {
-    #[error("line {number} is {line:?}, expected a table, chain, rule or COMMIT")]
-    Line { number: usize, line: String },
-    #[error("it ends without COMMIT")]
-    Cut,
-}
-
 impl<'a> Saved<'a> {
-    pub fn parse(text: &'a str) -> Result<Self, Unreadable> {
+    /// Reads the program's output. An error is the line that it does not print, or the last one if more
+    /// would follow.
+    pub fn parse(text: &'a str) -> Result<Self, &'a str> {
         let (mut tables, mut open) = (Vec::new(), None);
-        for (index, line) in text.lines().enumerate() {
-            let line = line.trim_end();
-            if line.is_empty() || line.starts_with('#') {
-                continue;
-            }
-            let unreadable = || Unreadable::Line {
-                number: index + 1,
-                line: line.chars().take(80).collect(),
-            };
+        let lines = text.lines().map(str::trim_end);
+        for line in lines.filter(|line| !line.is_empty() && !line.starts_with('#')) {
             match (line.strip_prefix('*'), &mut open) {
                 (Some(name), None) => open = Some(SavedTable::new(name)),
                 (None, Some(_)) if line == "COMMIT" => tables.extend(open.take()),
-                (None, Some(table)) => table.add(line).ok_or_else(unreadable)?,
-                _ => return Err(unreadable()),
+                (None, Some(table)) => table.add(line).ok_or(line)?,
+                _ => return Err(line),
             }
         }
         match open {
             None => Ok(Self { tables }),
-            Some(_) => Err(Unreadable::Cut),
+            Some(_) => Err(text.lines().next_back().unwrap_or_default()),
         }
     }
 

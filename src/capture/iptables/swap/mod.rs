@@ -3,8 +3,6 @@
 //! Ours are all in chains whose names start like Istio's, the jumps to these, and what the configuration
 //! puts into the kernel's own chains. Rules of others stay as they are.
 
-use std::fmt::Write;
-
 use super::saved::{ISTIO, Saved, SavedRule, SavedTable, chain_named};
 use super::{TableText, rule, table_name};
 use crate::address::Cidr;
@@ -66,29 +64,9 @@ impl Own {
         own
     }
 
-    /// Our part of the tables, as it is to become again.
-    pub(super) fn again<'a>(&self, saved: &Saved<'a>) -> Vec<TableText<'a>> {
-        let own = |table: &SavedTable<'a>| {
-            let mut lines = Vec::new();
-            for chain in &table.chains {
-                let rules = table.rules.iter().filter(|rule| rule.chain == *chain);
-                for (index, rule) in rules.enumerate().filter(|(_, rule)| self.has(table, rule)) {
-                    lines.push(format!("-I {chain} {} {}", index + 1, rule.text));
-                }
-            }
-            let chains = table.chains.iter().filter(|chain| chain.starts_with(ISTIO));
-            TableText {
-                name: table.name,
-                chains: chains.copied().collect(),
-                lines,
-            }
-        };
-        saved.tables.iter().map(own).collect()
-    }
-
     /// The input of `iptables-restore --noflush` that leaves these tables in place of all that is ours.
     /// Empty if there is nothing to do. Each table changes at once.
-    pub(super) fn swap(&self, saved: &Saved<'_>, new: &[TableText<'_>]) -> String {
+    pub(super) fn swap(&self, saved: &Saved<'_>, new: &[TableText]) -> String {
         let mut order = ORDER;
         if new.iter().all(|table| table.lines.is_empty()) {
             order.reverse();
@@ -105,33 +83,27 @@ impl Own {
         &self,
         name: &str,
         old: Option<&SavedTable<'_>>,
-        new: Option<&TableText<'_>>,
+        new: Option<&TableText>,
     ) -> String {
-        let mut text = String::new();
+        let (mut text, mut stale) = (String::new(), Vec::new());
         let chains: &[_] = new.map_or(&[], |new| &new.chains);
-        let lines: &[_] = new.map_or(&[], |new| &new.lines);
-        let mut stale = Vec::new();
-        // A String takes any text.
         if let Some(old) = old {
-            let rules = old
-                .rules
-                .iter()
-                .filter(|rule| !rule.chain.starts_with(ISTIO));
-            for rule in rules.filter(|rule| self.has(old, rule)) {
-                let _ = writeln!(text, "-D {} {}", rule.chain, rule.text);
+            let ours = old.rules.iter().filter(|rule| self.has(old, rule));
+            for rule in ours.filter(|rule| !rule.chain.starts_with(ISTIO)) {
+                text += &format!("-D {} {}\n", rule.chain, rule.text);
             }
             let own = old.chains.iter().filter(|chain| chain.starts_with(ISTIO));
             stale.extend(own.filter(|chain| !chains.contains(chain)));
         }
         // That empties a chain that exists.
         for chain in chains.iter().chain(stale.iter().copied()) {
-            let _ = writeln!(text, ":{chain} - [0:0]");
+            text += &format!(":{chain} - [0:0]\n");
         }
-        for line in lines {
-            let _ = writeln!(text, "{line}");
+        for line in new.iter().flat_map(|new| &new.lines) {
+            text += &format!("{line}\n");
         }
         for chain in stale {
-            let _ = writeln!(text, "-X {chain}");
+            text += &format!("-X {chain}\n");
         }
         match text.is_empty() {
             true => text,

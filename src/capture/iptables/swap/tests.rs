@@ -57,24 +57,6 @@ COMMIT
 }
 
 #[test]
-fn what_was_there_returns_to_its_place() {
-    let saved = Saved::parse(OLD).expect("a text");
-    assert_eq!(
-        own().swap(&Saved::default(), &own().again(&saved)),
-        "\
-*nat
-:ISTIO_OUTPUT - [0:0]
-:ISTIO_OLD - [0:0]
--I OUTPUT 2 -o eth1 -j RETURN
--I OUTPUT 4 -j ISTIO_OUTPUT
--I ISTIO_OUTPUT 1 -j ISTIO_OLD
--I OTHER 2 -g ISTIO_OLD
-COMMIT
-"
-    );
-}
-
-#[test]
 fn the_table_that_redirects_comes_last_and_goes_first() {
     let text = |name| format!("*{name}\n:ISTIO_OUTPUT - [0:0]\nCOMMIT\n");
     let old = text("mangle") + &text("nat") + &text("raw");
