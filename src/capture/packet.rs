@@ -7,7 +7,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow::{self, Break, Continue};
 
-use super::layout::{Entry, Layout};
+use super::layout::Layout;
 use super::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
 
 pub(super) const LOOPBACK: &str = "lo";
@@ -102,42 +102,42 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
     let mut walk = Walk {
         layout,
         packet: packet.clone(),
-        hook: if is_sent {
-            Chain::Output
-        } else {
-            Chain::Prerouting
+        hook: match is_sent {
+            true => Chain::Output,
+            false => Chain::Prerouting,
         },
         is_translated: packet.state != State::New,
-        is_refused: false,
-        trace: Trace {
-            decision: Decision::Untouched,
-            rules: Vec::new(),
-            mark: packet.mark,
-            connection_mark: packet.connection_mark,
-            zone: None,
-        },
+        decision: Decision::Untouched,
+        rules: Vec::new(),
+        zone: None,
     };
     walk.tables();
     let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;
-    if is_sent && is_local && !walk.is_refused {
+    if is_sent && is_local && !walk.is_refused() {
         walk.hook = Chain::Prerouting;
         walk.packet.interface = LOOPBACK.to_owned();
         walk.tables();
     }
-    walk.trace
+    Trace {
+        decision: walk.decision,
+        rules: walk.rules,
+        mark: walk.packet.mark,
+        connection_mark: walk.packet.connection_mark,
+        zone: walk.zone,
+    }
 }
 
 struct Walk<'a> {
     layout: &'a Layout,
-    /// With the destination it has by now.
+    /// With the destination and marks it has by now.
     packet: Packet,
     /// OUTPUT or PREROUTING.
     hook: Chain,
     /// Whether conntrack knows the destination: from then on nat rules see no packet of the connection.
     is_translated: bool,
-    /// Whether it was dropped or rejected.
-    is_refused: bool,
-    trace: Trace<'a>,
+    decision: Decision,
+    rules: Vec<Matched<'a>>,
+    zone: Option<u16>,
 }
 
 impl<'a> Walk<'a> {
@@ -148,71 +148,65 @@ impl<'a> Walk<'a> {
             }
             // What ends the way through one table does not keep the packet from the next.
             let _ = self.chain(table, self.hook, 0);
-            if self.is_refused {
+            if self.is_refused() {
                 return;
             }
         }
     }
 
+    fn is_refused(&self) -> bool {
+        matches!(self.decision, Decision::Dropped | Decision::Rejected)
+    }
+
     /// Breaks if the packet leaves the table.
     fn chain(&mut self, table: Table, chain: Chain, depth: usize) -> ControlFlow<()> {
-        let entries = self.layout.chains.get(&(table, chain));
-        for entry in entries.into_iter().flatten() {
-            let Entry::Rule { matches, verdict } = entry else {
-                continue;
-            };
+        for (matches, verdict) in self.layout.rules(table, chain) {
             if !matches.iter().all(|each| self.holds(each)) {
                 continue;
             }
-            let count = self.trace.rules.len();
-            self.trace.rules.push(Matched {
+            let count = self.rules.len();
+            self.rules.push(Matched {
                 table,
                 chain,
                 matches,
-                verdict: *verdict,
+                verdict,
             });
             match verdict {
                 Verdict::Return => return Continue(()),
                 Verdict::Jump(target) if depth < DEEPEST_JUMP => {
-                    self.chain(table, *target, depth + 1)?;
-                    if self.trace.rules.len() == count + 1 {
-                        self.trace.rules.pop();
+                    self.chain(table, target, depth + 1)?;
+                    if self.rules.len() == count + 1 {
+                        self.rules.pop();
                     }
                 }
-                verdict => self.carry_out(*verdict)?,
+                verdict => self.carry_out(verdict)?,
             }
         }
         Continue(())
     }
 
     fn carry_out(&mut self, verdict: Verdict) -> ControlFlow<()> {
+        let packet = &mut self.packet;
         match verdict {
+            Verdict::SetMark(mark) => packet.mark = mark,
+            Verdict::SaveMark => packet.connection_mark = packet.mark,
+            Verdict::RestoreMark => packet.mark = packet.connection_mark,
+            Verdict::Zone(zone) => self.zone = self.zone.or(Some(zone)),
             Verdict::Return | Verdict::Jump(_) => {}
-            Verdict::Accept => return Break(()),
-            Verdict::Drop => return self.refuse(Decision::Dropped),
-            Verdict::Reject => return self.refuse(Decision::Rejected),
-            Verdict::Redirect(port) => {
-                self.redirect(port);
+            last => {
+                match last {
+                    Verdict::Drop => self.decision = Decision::Dropped,
+                    Verdict::Reject => self.decision = Decision::Rejected,
+                    Verdict::Redirect(port) => self.redirect(port),
+                    Verdict::Tproxy { port, mark } => {
+                        (self.decision, packet.mark) = (Decision::Tproxied(port), mark);
+                    }
+                    _ => {}
+                }
                 return Break(());
-            }
-            Verdict::Tproxy { port, mark } => {
-                self.trace.decision = Decision::Tproxied(port);
-                self.trace.mark = mark;
-                return Break(());
-            }
-            Verdict::SetMark(mark) => self.trace.mark = mark,
-            Verdict::SaveMark => self.trace.connection_mark = self.trace.mark,
-            Verdict::RestoreMark => self.trace.mark = self.trace.connection_mark,
-            Verdict::Zone(zone) => {
-                self.trace.zone.get_or_insert(zone);
             }
         }
         Continue(())
-    }
-
-    fn refuse(&mut self, decision: Decision) -> ControlFlow<()> {
-        (self.trace.decision, self.is_refused) = (decision, true);
-        Break(())
     }
 
     /// What was sent goes to a loopback address. What arrived goes to the address of its interface, which
@@ -224,27 +218,19 @@ impl<'a> Walk<'a> {
         };
         self.packet.destination = SocketAddr::new(loopback, port);
         // A socket that TPROXY has assigned stays.
-        if self.trace.decision == Decision::Untouched {
-            self.trace.decision = Decision::Redirected(port);
+        if self.decision == Decision::Untouched {
+            self.decision = Decision::Redirected(port);
         }
     }
 
     fn holds(&self, each: &Match) -> bool {
-        match each {
-            Match::Is(criterion) => self.fits(criterion),
-            Match::Not(criterion) => !self.fits(criterion),
-        }
-    }
-
-    fn fits(&self, criterion: &Criterion) -> bool {
-        let is_output = self.hook == Chain::Output;
-        match criterion {
-            Criterion::InInterface(_) if is_output => false,
-            Criterion::OutInterface(_) | Criterion::Owner(_) if !is_output => false,
-            Criterion::Mark(mark) => self.trace.mark == *mark,
-            Criterion::ConnectionMark(mark) => self.trace.connection_mark == *mark,
-            other => self.packet.fits(other),
-        }
+        let (Match::Is(criterion) | Match::Not(criterion)) = each;
+        let is_known = match criterion {
+            Criterion::InInterface(_) => self.hook == Chain::Prerouting,
+            Criterion::OutInterface(_) | Criterion::Owner(_) => self.hook == Chain::Output,
+            _ => true,
+        };
+        (is_known && self.packet.fits(criterion)) == matches!(each, Match::Is(_))
     }
 }
 

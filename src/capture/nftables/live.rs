@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::{TABLES, chain_name, hook, table_name};
@@ -27,93 +27,7 @@ pub struct Malformed(#[from] serde_json::Error);
 
 #[derive(Deserialize)]
 struct Ruleset {
-    nftables: Vec<Object>,
-}
-
-/// Has one of its members; other kinds of objects have none.
-#[derive(Deserialize)]
-struct Object {
-    chain: Option<ChainObject>,
-    rule: Option<RuleObject>,
-}
-
-#[derive(Deserialize)]
-struct ChainObject {
-    family: String,
-    table: String,
-    name: String,
-    #[serde(rename = "type")]
-    kind: Option<String>,
-    hook: Option<String>,
-    prio: Option<i64>,
-    policy: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct RuleObject {
-    family: String,
-    table: String,
-    chain: String,
-    #[serde(default)]
-    expr: Value,
-}
-
-/// What rules of ours consist of. Anything else makes a rule foreign.
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase", deny_unknown_fields)]
-enum Statement {
-    Match {
-        op: String,
-        left: Key,
-        right: Value,
-    },
-    Counter(IgnoredAny),
-    Return(()),
-    Accept(()),
-    Drop(()),
-    Jump {
-        target: String,
-    },
-    Redirect {
-        port: u16,
-    },
-    Tproxy {
-        family: String,
-        port: u16,
-    },
-    Mangle {
-        key: Key,
-        value: Operand,
-    },
-    Reject {
-        #[serde(rename = "type")]
-        kind: String,
-    },
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase", deny_unknown_fields)]
-enum Key {
-    Meta { key: String },
-    Ct { key: String },
-    Payload { protocol: String, field: String },
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Operand {
-    Number(u32),
-    Key(Key),
-}
-
-impl Key {
-    fn name(&self) -> (&str, &str) {
-        match self {
-            Self::Meta { key } => ("meta", key),
-            Self::Ct { key } => ("ct", key),
-            Self::Payload { protocol, field } => (protocol, field),
-        }
-    }
+    nftables: Vec<Value>,
 }
 
 impl Live {
@@ -128,50 +42,44 @@ impl Live {
     pub fn parse(text: &[u8]) -> Result<Self, Malformed> {
         let Ruleset { nftables } = serde_json::from_slice(text)?;
         let mut live = Self::default();
-        for object in nftables {
-            if let Some(chain) = object.chain {
-                live.add_chain(chain);
+        for object in &nftables {
+            // Other kinds of objects have neither.
+            let (chain, rule) = (&object["chain"], &object["rule"]);
+            if let Some((table, name)) = table_of(chain).zip(chain["name"].as_str()) {
+                live.add_chain(table, name, chain);
             }
-            if let Some(rule) = object.rule {
-                live.add_rule(&rule);
+            let place = table_of(rule).zip(rule["chain"].as_str().and_then(chain_named));
+            if let Some(place) = place {
+                live.add_rule(place, &rule["expr"]);
             }
         }
         Ok(live)
     }
 
-    fn add_chain(&mut self, object: ChainObject) {
-        let Some(table) = table_named(&object.family, &object.table) else {
-            return;
-        };
-        let found = (object.kind.as_deref(), object.hook.as_deref(), object.prio);
-        let expected = |chain| match hook(table, chain) {
+    fn add_chain(&mut self, table: Table, name: &str, object: &Value) {
+        let text = |member: &str| object[member].as_str();
+        let found = (text("type"), text("hook"), object["prio"].as_i64());
+        let expected = |chain: Chain| match hook(table, chain) {
             Some((kind, hook, priority)) => (Some(kind), Some(hook), Some(priority)),
             None => (None, None, None),
         };
-        let drops = object.policy.is_some_and(|policy| policy != "accept");
-        let chain = chain_named(&object.name).filter(|chain| !drops && expected(*chain) == found);
+        let drops = text("policy").is_some_and(|policy| policy != "accept");
+        let chain = chain_named(name).filter(|chain| !drops && expected(*chain) == found);
         for layout in [&mut self.v4, &mut self.v6] {
             match chain {
                 Some(chain) => drop(layout.chains.entry((table, chain)).or_default()),
-                None => layout.unknown_chains.push((table, object.name.clone())),
+                None => layout.unknown_chains.push((table, name.to_owned())),
             }
         }
     }
 
-    fn add_rule(&mut self, object: &RuleObject) {
-        let Some(table) = table_named(&object.family, &object.table) else {
-            return;
-        };
-        let Some(chain) = chain_named(&object.chain) else {
-            return;
-        };
-        let statements = Vec::deserialize(&object.expr).ok();
-        let (family, entry) = match statements.and_then(rule) {
+    fn add_rule(&mut self, place: (Table, Chain), expr: &Value) {
+        let (family, entry) = match rule(expr) {
             Some((family, matches, verdict)) => (family, Entry::rule(matches, verdict)),
-            None => (None, Entry::Foreign(object.expr.to_string())),
+            None => (None, Entry::Foreign(expr.to_string())),
         };
         for (of, layout) in [(Family::V4, &mut self.v4), (Family::V6, &mut self.v6)] {
-            let rules = layout.chains.get_mut(&(table, chain));
+            let rules = layout.chains.get_mut(&place);
             if let Some(rules) = rules.filter(|_| family.is_none_or(|family| family == of)) {
                 rules.push(entry.clone());
             }
@@ -179,54 +87,80 @@ impl Live {
     }
 }
 
-fn table_named(family: &str, name: &str) -> Option<Table> {
-    let mut tables = TABLES.into_iter().filter(|_| family == "inet");
-    tables.find(|table| table_name(*table) == name)
+/// The table of a chain or rule, if it is ours.
+fn table_of(object: &Value) -> Option<Table> {
+    let mut tables = TABLES.into_iter().filter(|_| object["family"] == "inet");
+    tables.find(|table| object["table"] == table_name(*table))
 }
 
 fn chain_named(name: &str) -> Option<Chain> {
-    Chain::ALL
-        .into_iter()
-        .find(|chain| chain_name(*chain) == name)
+    let is_named = |chain: &Chain| chain_name(*chain) == name;
+    Chain::ALL.into_iter().find(is_named)
 }
 
-/// The rule in terms of the model, with its family if it is for one only.
-fn rule(mut statements: Vec<Statement>) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
-    statements.retain(|statement| !matches!(statement, Statement::Counter(_)));
-    let is_match = |statement: &Statement| matches!(statement, Statement::Match { .. });
-    let count = statements.iter().take_while(|each| is_match(each)).count();
-    let rest = statements.split_off(count);
-    let (verdict, mut matches) = (verdict(&rest)?, Vec::new());
-    let mut family = match rest.as_slice() {
-        [Statement::Tproxy { family, .. }, ..] => family_named(family),
-        _ => None,
-    };
-    for statement in statements {
-        let Statement::Match { op, left, right } = statement else {
-            return None;
-        };
-        let (of, field) = left.name();
-        let of = match (of, field) {
-            ("meta", "nfproto") => right.as_str()?,
-            _ => of,
-        };
-        if let Some(of) = family_named(of)
-            && family.replace(of).is_some_and(|family| family != of)
-        {
-            return None;
-        }
-        if let Some(protocol) = protocol_named(of) {
-            // A port is one of TCP or of UDP.
-            matches.push(Match::Is(Criterion::Protocol(protocol)));
-        }
-        match op.as_str() {
-            "==" if field == "nfproto" => {}
-            "==" | "in" => matches.push(Match::Is(criterion(left.name(), &right)?)),
-            "!=" => matches.push(Match::Not(criterion(left.name(), &right)?)),
-            _ => return None,
+/// The rule in terms of the model, with its family if it is for one only. None is a rule with anything
+/// the model has not.
+fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
+    let (mut families, mut matches, mut actions) = (Vec::new(), Vec::new(), Vec::new());
+    for statement in expr.as_array()? {
+        match single(statement)? {
+            ("counter", _) => {}
+            ("match", condition) if actions.is_empty() => {
+                let [op, left, right] = members(condition, ["op", "left", "right"])?;
+                let left = key(left)?;
+                let of = match left.1 {
+                    "nfproto" => right.as_str()?,
+                    _ => left.0,
+                };
+                families.extend(family_named(of));
+                // A port is one of TCP or of UDP.
+                matches.extend(protocol_named(of).map(|of| Match::Is(Criterion::Protocol(of))));
+                match op.as_str()? {
+                    "==" if left.1 == "nfproto" => {}
+                    "==" | "in" => matches.push(Match::Is(criterion(left, right)?)),
+                    "!=" => matches.push(Match::Not(criterion(left, right)?)),
+                    _ => return None,
+                }
+            }
+            action => actions.push(action),
         }
     }
-    Some((family, matches, verdict))
+    let verdict = verdict(&actions)?;
+    if let Verdict::Tproxy { .. } = verdict {
+        families.extend(family_named(actions[0].1["family"].as_str()?));
+    }
+    families.dedup();
+    (families.len() < 2).then_some((families.first().copied(), matches, verdict))
+}
+
+/// The only member of an object.
+fn single(value: &Value) -> Option<(&str, &Value)> {
+    let object = value.as_object().filter(|object| object.len() == 1)?;
+    object
+        .iter()
+        .next()
+        .map(|(name, value)| (name.as_str(), value))
+}
+
+/// The members of an object that has no others, which would change its meaning.
+fn members<'a, const N: usize>(value: &'a Value, names: [&str; N]) -> Option<[&'a Value; N]> {
+    let object = value.as_object()?;
+    (object.len() == N).then(|| names.map(|name| &value[name]))
+}
+
+/// What is compared or set.
+fn key(value: &Value) -> Option<(&str, &str)> {
+    match single(value)? {
+        (of @ ("meta" | "ct"), value) => {
+            let [key] = members(value, ["key"])?;
+            Some((of, key.as_str()?))
+        }
+        ("payload", value) => {
+            let [protocol, field] = members(value, ["protocol", "field"])?;
+            Some((protocol.as_str()?, field.as_str()?))
+        }
+        _ => None,
+    }
 }
 
 fn family_named(name: &str) -> Option<Family> {
@@ -308,31 +242,37 @@ fn cidr(value: &Value) -> Option<Cidr> {
     Cidr::parse(&format!("{address}/{length}"))
 }
 
-fn verdict(statements: &[Statement]) -> Option<Verdict> {
-    use Statement::{Accept, Drop, Jump, Mangle, Redirect, Reject, Return, Tproxy};
-    Some(match statements {
-        [Return(())] => Verdict::Return,
-        [Accept(())] => Verdict::Accept,
-        [Drop(())] => Verdict::Drop,
-        [Reject { kind }] if kind == "tcp reset" => Verdict::Reject,
-        [Jump { target }] => Verdict::Jump(chain_named(target)?),
-        [Redirect { port }] => Verdict::Redirect(*port),
-        [Mangle { key, value }] => match (key.name(), value) {
-            (("meta", "mark"), Operand::Number(mark)) => Verdict::SetMark(*mark),
-            (("ct", "zone"), Operand::Number(zone)) => Verdict::Zone(u16::try_from(*zone).ok()?),
-            (("ct", "mark"), Operand::Key(from)) if from.name() == ("meta", "mark") => {
-                Verdict::SaveMark
+fn verdict(actions: &[(&str, &Value)]) -> Option<Verdict> {
+    Some(match actions {
+        [("return", Value::Null)] => Verdict::Return,
+        [("accept", Value::Null)] => Verdict::Accept,
+        [("drop", Value::Null)] => Verdict::Drop,
+        [("reject", how)] if **how == json!({"type": "tcp reset"}) => Verdict::Reject,
+        [("jump", to)] => {
+            let [target] = members(to, ["target"])?;
+            Verdict::Jump(chain_named(target.as_str()?)?)
+        }
+        [("redirect", to)] => {
+            let [port] = members(to, ["port"])?;
+            Verdict::Redirect(number(port)?)
+        }
+        [("mangle", change)] => {
+            let [key, value] = members(change, ["key", "value"])?;
+            match (self::key(key)?, self::key(value)) {
+                (("meta", "mark"), None) => Verdict::SetMark(number(value)?),
+                (("ct", "zone"), None) => Verdict::Zone(number(value)?),
+                (("ct", "mark"), Some(("meta", "mark"))) => Verdict::SaveMark,
+                (("meta", "mark"), Some(("ct", "mark"))) => Verdict::RestoreMark,
+                _ => return None,
             }
-            (("meta", "mark"), Operand::Key(from)) if from.name() == ("ct", "mark") => {
-                Verdict::RestoreMark
-            }
-            _ => return None,
-        },
-        [Tproxy { port, .. }, mark @ Mangle { .. }, Accept(())] => {
-            let Some(Verdict::SetMark(mark)) = verdict(std::slice::from_ref(mark)) else {
+        }
+        [("tproxy", to), mark, ("accept", Value::Null)] => {
+            let [_, port] = members(to, ["family", "port"])?;
+            let Verdict::SetMark(mark) = verdict(&[*mark])? else {
                 return None;
             };
-            Verdict::Tproxy { port: *port, mark }
+            let port = number(port)?;
+            Verdict::Tproxy { port, mark }
         }
         _ => return None,
     })

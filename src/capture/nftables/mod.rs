@@ -6,15 +6,17 @@
 mod live;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::{self, Write};
+use std::fmt;
 use std::time::Duration;
 
-use super::iptables::range;
+use super::iptables::{self, range};
+
 use super::layout::Layout;
 use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
+use crate::address::Cidr;
 use crate::netlink::nft_chains;
 
 pub use live::{Live, Malformed};
@@ -38,11 +40,7 @@ pub enum Error {
 
 /// Replaces all our rules by these, at once. Returns the mark of those that are gone.
 pub async fn apply(rules: &Rules) -> Result<Option<u32>, Error> {
-    let applied = carry_out(&transaction(rules)).await;
-    applied.map_err(|error| match error {
-        Error::Program(error) if error.is_missing() => Error::Missing,
-        error => error,
-    })
+    carry_out(&transaction(rules)).await
 }
 
 /// Removes all our rules, at once, if there are any. Returns their mark.
@@ -69,13 +67,11 @@ async fn carry_out(text: &str) -> Result<Option<u32>, Error> {
 /// Whether the kernel has tables of ours, as far as it tells.
 pub fn has_tables() -> bool {
     const INET: u8 = 1;
-    let is_ours = |(family, name, _): &(u8, String, String)| {
-        *family == INET
-            && TABLES
-                .iter()
-                .any(|table| table_name(*table) == name.as_str())
-    };
-    nft_chains().is_ok_and(|chains| chains.iter().any(is_ours))
+    let tables = TABLES.map(table_name);
+    nft_chains().is_ok_and(|chains| {
+        let mut chains = chains.iter();
+        chains.any(|(family, table, _)| *family == INET && tables.contains(table))
+    })
 }
 
 /// The rules in the kernel.
@@ -86,7 +82,10 @@ pub async fn live() -> Result<Live, Error> {
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
     let result = program::run("nft", arguments, input, LIMIT).await;
-    result.map_err(Error::Program)
+    result.map_err(|error| match error.is_missing() {
+        true => Error::Missing,
+        false => Error::Program(error),
+    })
 }
 
 /// The input of `nft -f -` that removes our tables, whether they exist or not.
@@ -105,9 +104,8 @@ pub fn transaction(rules: &Rules) -> String {
     for table in TABLES {
         let rules: Vec<_> = rules.iter().filter(|rule| rule.table == table).collect();
         let name = table_name(table);
-        // A String takes any text.
         if !rules.is_empty() {
-            let _ = writeln!(text, "add table inet {name}");
+            text += &format!("add table inet {name}\n");
         }
         let targets = rules.iter().filter_map(|rule| match rule.verdict {
             Verdict::Jump(chain) => Some(chain),
@@ -118,21 +116,22 @@ pub fn transaction(rules: &Rules) -> String {
             let hook = hook(table, chain).map_or_else(String::new, |(kind, hook, priority)| {
                 format!(" {{ type {kind} hook {hook} priority {priority} ; }}")
             });
-            let _ = writeln!(text, "add chain inet {name} {}{hook}", chain_name(chain));
+            text += &format!("add chain inet {name} {}{hook}\n", chain_name(chain));
         }
         let mut lengths = BTreeMap::<_, usize>::new();
         for rule in rules {
-            let chain = chain_name(rule.chain);
-            let length = lengths.entry(chain).or_default();
-            let _ = match rule.place {
-                Place::At(number) if number <= *length => writeln!(
-                    text,
-                    "insert rule inet {name} {chain} index {} {}",
-                    number - 1,
-                    Statements(rule)
-                ),
-                _ => writeln!(text, "add rule inet {name} {chain} {}", Statements(rule)),
+            let length = lengths.entry(rule.chain).or_default();
+            let (verb, index) = match rule.place {
+                Place::At(number) if number <= *length => {
+                    ("insert", format!("index {} ", number - 1))
+                }
+                _ => ("add", String::new()),
             };
+            let chain = chain_name(rule.chain);
+            text += &format!(
+                "{verb} rule inet {name} {chain} {index}{}\n",
+                Statements(rule)
+            );
             *length += 1;
         }
     }
@@ -186,15 +185,13 @@ struct Statements<'a>(&'a Rule);
 impl fmt::Display for Statements<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(rule) = self;
-        if rule.family == Some(Family::V6) && rule.matches.is_empty() {
+        let is_v6 = rule.family == Some(Family::V6);
+        if is_v6 && rule.matches.is_empty() {
             f.write_str("meta nfproto ipv6 ")?;
         }
         let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
-        let protocol = if rule.matches.contains(&udp) {
-            "udp"
-        } else {
-            "tcp"
-        };
+        let is_udp = rule.matches.contains(&udp);
+        let protocol = if is_udp { "udp" } else { "tcp" };
         for each in &rule.matches {
             match each {
                 Match::Is(criterion) => write_match(f, protocol, "", criterion)?,
@@ -202,14 +199,8 @@ impl fmt::Display for Statements<'_> {
             }
         }
         if let Verdict::Tproxy { port, mark } = rule.verdict {
-            let family = match rule.family {
-                Some(Family::V6) => "ip6",
-                _ => "ip",
-            };
-            return write!(
-                f,
-                "tproxy {family} to :{port} meta mark set {mark} counter accept"
-            );
+            let family = if is_v6 { "ip6" } else { "ip" };
+            write!(f, "tproxy {family} to :{port} meta mark set {mark} ")?;
         }
         f.write_str("counter ")?;
         match rule.verdict {
@@ -234,7 +225,7 @@ fn write_match(
     not: &str,
     criterion: &Criterion,
 ) -> fmt::Result {
-    let address = |range: &crate::address::Cidr| match range.family() {
+    let address = |range: &Cidr| match range.family() {
         Family::V4 => "ip",
         Family::V6 => "ip6",
     };
@@ -280,13 +271,8 @@ fn owner(id: &Id) -> String {
     }
 }
 
-fn table_name(table: Table) -> &'static str {
-    match table {
-        Table::Filter => "istio-proxy-filter",
-        Table::Mangle => "istio-proxy-mangle",
-        Table::Nat => "istio-proxy-nat",
-        Table::Raw => "istio-proxy-raw",
-    }
+fn table_name(table: Table) -> String {
+    format!("istio-proxy-{}", iptables::table_name(table))
 }
 
 /// The type, hook and priority of a chain that the kernel calls.
@@ -305,20 +291,8 @@ fn hook(table: Table, chain: Chain) -> Option<(&'static str, &'static str, i64)>
     })
 }
 
-fn chain_name(chain: Chain) -> &'static str {
-    match chain {
-        Chain::Prerouting => "prerouting",
-        Chain::Output => "output",
-        Chain::Inbound => "istio-inbound",
-        Chain::InRedirect => "istio-in-redirect",
-        Chain::IstioOutput => "istio-output",
-        Chain::Redirect => "istio-redirect",
-        Chain::OutputDns => "istio-output-dns",
-        Chain::Divert => "istio-divert",
-        Chain::Tproxy => "istio-tproxy",
-        Chain::Drop => "istio-drop",
-        Chain::ProtectAdmin => "istio-protect-admin",
-    }
+fn chain_name(chain: Chain) -> String {
+    iptables::chain_name(chain).to_lowercase().replace('_', "-")
 }
 
 #[cfg(test)]
