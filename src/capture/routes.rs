@@ -41,106 +41,86 @@ struct Item {
 
 /// Adds what the configuration needs, where it is missing.
 pub fn add(config: &Config) -> Result<(), Error> {
-    let mut items = items(config);
-    items.retain(|item| item.is_wanted);
-    change("add", &items, |item, socket| {
+    let socket = open()?;
+    for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel takes a rule any number of times.
-        if item.kind == NEW_RULE && item.is_there(socket)? {
-            return Ok(());
+        if item.kind == NEW_RULE && item.is_there(&socket)? {
+            continue;
         }
         match socket.ask(item.message(item.kind, CREATE_NEW)) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            other => other.map(drop),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            other => drop(other.map_err(|source| item.error("add", source))?),
         }
-    })
+    }
+    Ok(())
 }
 
 /// Removes what the configuration does not need, and what the marks needed that rules of ours had: an
 /// `ip rule` for such a mark alone, to a table with our route. Names rules that look like that, and stay.
 pub fn remove(config: &Config, marks: &[u32]) -> Result<(), Error> {
+    let socket = open()?;
     let mut items = items(config);
-    let known = |items: &[Item], reply: &[u8]| items.iter().any(|item| item.is(reply));
-    let any = [V4, V6].map(|family| rule(family, config.tproxy_mark, 0, false));
-    change("list", &any, |any, socket| {
-        let family = any.header[0];
-        for reply in any.listed(socket)? {
+    for family in [V4, V6] {
+        for reply in rule(family, 0, 0, false).listed(&socket)? {
             let (mark, table) = (number(&reply, MARK), number(&reply, TABLE));
             let is_gone = marks.contains(&mark);
-            if !is_gone && mark != config.tproxy_mark || known(&items, &reply) {
+            let is_known = items.iter().any(|item| item.is(&reply));
+            if is_known || !is_gone && mark != config.tproxy_mark {
                 continue;
             }
             let rule = rule(family, mark, table, false);
             let route = local_route(family, table, false);
-            match is_gone && rule.is(&reply) && route.is_there(socket)? {
+            match is_gone && rule.is(&reply) && route.is_there(&socket)? {
                 true => items.extend([rule, route]),
                 false => tracing::warn!("the {} stays, as it may be of others", rule.name),
             }
         }
-        Ok(())
-    })?;
-    items.retain(|item| !item.is_wanted);
-    change("remove", &items, |item, socket| {
-        let requests = match item.kind {
+    }
+    for item in items.iter().filter(|item| !item.is_wanted) {
+        let mut requests = vec![item.message(item.kind + 1, 0)];
+        if item.kind == NEW_RULE {
             // As it is: a rule of others may begin alike. Earlier versions may have left several.
-            NEW_RULE => {
-                let mut all = item.listed(socket)?;
-                all.retain(|reply| item.is(reply));
-                all.iter()
-                    .map(|reply| Message::new(item.kind + 1, 0, reply))
-                    .collect()
-            }
-            _ => vec![item.message(item.kind + 1, 0)],
-        };
+            let all = item
+                .listed(&socket)?
+                .into_iter()
+                .filter(|reply| item.is(reply));
+            requests = all
+                .map(|reply| Message::new(item.kind + 1, 0, &reply))
+                .collect();
+        }
         for request in requests {
             match socket.ask(request) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    return Err(error);
+                    return Err(item.error("remove", error));
                 }
                 // There is none, which has a number of its own for each kind and family.
                 Err(_) => {}
             }
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 /// Names what the configuration needs and the machine has not.
 pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
-    let mut items = items(config);
-    items.retain(|item| item.is_wanted);
+    let socket = open()?;
     let mut missing = Vec::new();
-    change("list", &items, |item, socket| {
-        if !item.is_there(socket)? {
-            let family = match item.header[0] {
-                V4 => Family::V4,
-                _ => Family::V6,
-            };
-            missing.push((family, item.name.clone()));
+    for item in items(config).into_iter().filter(|item| item.is_wanted) {
+        if !item.is_there(&socket)? {
+            let is_v4 = item.header[0] == V4;
+            missing.push((if is_v4 { Family::V4 } else { Family::V6 }, item.name));
         }
-        Ok(())
-    })?;
+    }
     Ok(missing)
 }
 
-fn change(
-    verb: &'static str,
-    items: &[Item],
-    mut carry_out: impl FnMut(&Item, &Socket) -> io::Result<()>,
-) -> Result<(), Error> {
-    let error = |item: &str, source| Error {
-        verb,
-        item: item.to_owned(),
+fn open() -> Result<Socket, Error> {
+    Socket::open(None).map_err(|source| Error {
+        verb: "open",
+        item: "a netlink socket".to_owned(),
         source,
-    };
-    let Some(first) = items.first() else {
-        return Ok(());
-    };
-    let socket = Socket::open(None).map_err(|source| error(&first.name, source))?;
-    for item in items {
-        carry_out(item, &socket).map_err(|source| error(&item.name, source))?;
-    }
-    Ok(())
+    })
 }
 
 /// All that a configuration may need.
@@ -158,14 +138,12 @@ fn items(config: &Config) -> Vec<Item> {
 fn passthrough_address(is_wanted: bool) -> Item {
     const NEW_ADDRESS: u16 = 20;
     const ADDRESS: u16 = 1;
-    let six = Ipv6Addr::from_bits(6).octets().to_vec();
-    let mut header = vec![V6, 128, 0, 0];
-    header.extend(LO.to_ne_bytes());
+    let header = [[V6, 128, 0, 0], LO.to_ne_bytes()];
     Item {
         name: "address ::6/128 of lo".to_owned(),
         kind: NEW_ADDRESS,
-        header,
-        attributes: vec![(ADDRESS, six)],
+        header: header.concat(),
+        attributes: vec![(ADDRESS, Ipv6Addr::from_bits(6).octets().to_vec())],
         is_wanted,
     }
 }
@@ -176,7 +154,7 @@ fn rule(family: u8, mark: u32, table: u32, is_wanted: bool) -> Item {
     Item {
         name: format!("rule that looks up mark {mark} in table {table}"),
         kind: NEW_RULE,
-        header: vec![family, 0, 0, 0, 0, 0, 0, TO_TABLE, 0, 0, 0, 0],
+        header: [[family, 0, 0, 0], [0, 0, 0, TO_TABLE], [0; 4]].concat(),
         attributes: vec![
             (MARK, mark.to_ne_bytes().to_vec()),
             (TABLE, table.to_ne_bytes().to_vec()),
@@ -193,24 +171,15 @@ fn local_route(family: u8, table: u32, is_wanted: bool) -> Item {
     const OF_HOST: u8 = 254;
     const LOCAL: u8 = 2;
     const INTERFACE: u16 = 4;
-    let header = [
-        family,
-        0,
-        0,
-        0,
-        0,
-        by_administrator,
-        OF_HOST,
-        LOCAL,
-        0,
-        0,
-        0,
-        0,
-    ];
     Item {
         name: format!("local default route in table {table}"),
         kind: NEW_ROUTE,
-        header: header.to_vec(),
+        header: [
+            [family, 0, 0, 0],
+            [0, by_administrator, OF_HOST, LOCAL],
+            [0; 4],
+        ]
+        .concat(),
         attributes: vec![
             (INTERFACE, LO.to_ne_bytes().to_vec()),
             (TABLE, table.to_ne_bytes().to_vec()),
@@ -220,15 +189,21 @@ fn local_route(family: u8, table: u32, is_wanted: bool) -> Item {
 }
 
 impl Item {
-    fn is_there(&self, socket: &Socket) -> io::Result<bool> {
+    fn error(&self, verb: &'static str, source: io::Error) -> Error {
+        let item = self.name.clone();
+        Error { verb, item, source }
+    }
+
+    fn is_there(&self, socket: &Socket) -> Result<bool, Error> {
         Ok(self.listed(socket)?.iter().any(|reply| self.is(reply)))
     }
 
     /// All of its kind and family.
-    fn listed(&self, socket: &Socket) -> io::Result<Vec<Vec<u8>>> {
+    fn listed(&self, socket: &Socket) -> Result<Vec<Vec<u8>>, Error> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        socket.ask(Message::new(self.kind + 2, DUMP, &header))
+        let listed = socket.ask(Message::new(self.kind + 2, DUMP, &header));
+        listed.map_err(|source| self.error("list", source))
     }
 
     fn message(&self, kind: u16, flags: u16) -> Message {

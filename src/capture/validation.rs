@@ -6,12 +6,13 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
+use futures_util::future::select_all;
 use rustix::net::sockopt;
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::time::{interval, timeout};
 
 use super::rules::Family;
 
@@ -32,64 +33,58 @@ pub struct Probe {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot listen on any of {0}")]
-    Listen(String),
-    #[error(
-        "no connection of user {user} to {destination} was redirected to {listeners} within {limit:?}"
-    )]
-    NotCaptured {
-        user: u32,
-        destination: SocketAddr,
-        listeners: String,
-        limit: Duration,
-    },
+#[error(
+    "iptables validation failed, the pod is not ready for Istio: {cause}. It has to run as the user of \
+     --proxy-uid. With Istio CNI, the pod may have started before its node was ready: with \
+     cni.repair.deletePods=true it is deleted and starts again, otherwise delete it, so that it \
+     starts on a node where istio-cni runs"
+)]
+pub struct Error {
+    cause: String,
 }
 
 impl Probe {
     /// Connects until a connection is captured, or the limit is reached.
     pub async fn run(&self) -> Result<(), Error> {
-        let (here, destination) = match self.family {
-            Family::V4 => (
-                Ipv4Addr::LOCALHOST.into(),
-                Ipv4Addr::new(127, 0, 0, 6).into(),
-            ),
+        let (here, destination): (IpAddr, IpAddr) = match self.family {
+            Family::V4 => (Ipv4Addr::LOCALHOST.into(), [127, 0, 0, 6].into()),
             Family::V6 => (Ipv6Addr::LOCALHOST.into(), Ipv6Addr::from(6).into()),
         };
-        let addresses = self.ports.map(|port| SocketAddr::new(here, port));
-        let listeners = format!("{} or {}", addresses[0], addresses[1]);
-        let [outbound, inbound] = addresses.map(listen);
-        if outbound.is_none() && inbound.is_none() {
-            return Err(Error::Listen(listeners));
-        }
         let destination = SocketAddr::new(destination, self.destination);
-        let source = SocketAddr::new(here, 0);
+        let addresses = self.ports.map(|port| SocketAddr::new(here, port));
+        let names = format!("{} or {}", addresses[0], addresses[1]);
+        let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
+        if listeners.is_empty() {
+            let cause = format!("cannot listen on any of {names}");
+            return Err(Error { cause });
+        }
+        let arrivals = listeners
+            .iter()
+            .map(|listener| Box::pin(self.accept(listener)));
         let captured = async {
             tokio::select! {
-                () = self.accept(outbound.as_ref()) => {}
-                () = self.accept(inbound.as_ref()) => {}
-                never = connect(source, destination) => match never {},
+                _ = select_all(arrivals) => {}
+                never = connect(SocketAddr::new(here, 0), destination) => match never {},
             }
         };
-        timeout(self.limit, captured)
-            .await
-            .map_err(|_| Error::NotCaptured {
-                user: rustix::process::geteuid().as_raw(),
-                destination,
-                listeners,
-                limit: self.limit,
-            })
+        timeout(self.limit, captured).await.map_err(|_| {
+            let (user, limit) = (rustix::process::geteuid().as_raw(), self.limit);
+            let cause = format!(
+                "no connection of user {user} to {destination} was redirected to {names} within {limit:?}"
+            );
+            Error { cause }
+        })
     }
 
     /// Returns once the connection arrives. Others are closed.
-    async fn accept(&self, listener: Option<&TcpListener>) {
-        let Some(listener) = listener else {
-            return std::future::pending().await;
-        };
+    async fn accept(&self, listener: &TcpListener) {
         loop {
             let accepted = async {
                 let (stream, _) = listener.accept().await?;
-                original_destination(self.family, &stream)
+                io::Result::Ok(match self.family {
+                    Family::V4 => sockopt::ip_original_dst(stream)?.port(),
+                    Family::V6 => sockopt::ipv6_original_dst(stream)?.port(),
+                })
             };
             match accepted.await {
                 Ok(found) if found == self.destination => return,
@@ -113,7 +108,8 @@ fn listen(address: SocketAddr) -> Option<TcpListener> {
         socket.bind(address)?;
         socket.listen(16)
     };
-    bind()
+    let listener = bind();
+    listener
         .inspect_err(|error| tracing::warn!("cannot listen on {address}: {error}"))
         .ok()
 }
@@ -128,7 +124,6 @@ fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
 /// Opens one connection after the other.
 async fn connect(source: SocketAddr, destination: SocketAddr) -> Infallible {
     let mut ticks = interval(PERIOD);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let opened = async {
@@ -140,12 +135,4 @@ async fn connect(source: SocketAddr, destination: SocketAddr) -> Infallible {
             tracing::debug!("cannot connect to {destination}: {error}");
         }
     }
-}
-
-/// The port a captured connection was opened to.
-fn original_destination(family: Family, stream: &TcpStream) -> io::Result<u16> {
-    Ok(match family {
-        Family::V4 => sockopt::ip_original_dst(stream)?.port(),
-        Family::V6 => sockopt::ipv6_original_dst(stream)?.port(),
-    })
 }
