@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
-use istio_agent::cli::iptables::Report;
 use istio_agent::cli::{
     self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, show,
     support_bundle, version, wait,
@@ -140,7 +139,7 @@ fn capture(flags: &[Flag], is_cleanup: bool, log: &LogFlags) -> Result<ExitCode,
     logging::init(log.options()?)?;
     let environment = Environment::of_process();
     match block_on(iptables::run(flags, is_cleanup, &environment))? {
-        Ok(Report { text, code }) => {
+        Ok((text, code)) => {
             if !text.is_empty() {
                 print(text.trim_end())?;
             }

@@ -38,11 +38,15 @@ impl FromStr for Flow {
 
     fn from_str(text: &str) -> Result<Self, Problem> {
         let fields: Vec<_> = text.split(',').map(str::trim).collect();
-        let (is_sent, protocol, fields) = match fields.as_slice() {
-            [direction, protocol, fields @ ..] => (is_sent(direction)?, *protocol, fields),
-            _ => return Err(Problem::new("--explain", text, GRAMMAR)),
+        let [direction, protocol, fields @ ..] = fields.as_slice() else {
+            return Err(Problem::new("--explain", text, GRAMMAR));
         };
-        let protocol = match protocol {
+        let is_sent = match *direction {
+            "out" => true,
+            "in" => false,
+            other => return Err(problem("direction", other, "out or in")),
+        };
+        let protocol = match *protocol {
             "tcp" => Protocol::Tcp,
             "udp" => Protocol::Udp,
             other => return Err(problem("protocol", other, "tcp or udp")),
@@ -79,14 +83,6 @@ fn problem(field: &str, found: &str, expected: &str) -> Problem {
     Problem::new(format!("the {field} of --explain"), found, expected)
 }
 
-fn is_sent(direction: &str) -> Result<bool, Problem> {
-    match direction {
-        "out" => Ok(true),
-        "in" => Ok(false),
-        other => Err(problem("direction", other, "out or in")),
-    }
-}
-
 fn sender(text: &str) -> Result<Sender, Problem> {
     let (user, group) = match text.split_once('/') {
         Some((user, group)) => (user, Some(account(group)?)),
@@ -97,18 +93,17 @@ fn sender(text: &str) -> Result<Sender, Problem> {
 }
 
 fn account(text: &str) -> Result<Account, Problem> {
-    let mut account = Account::default();
-    match items::id(text) {
+    let (number, name) = match items::id(text) {
         Some(Id::Numbers(numbers)) if numbers.start() == numbers.end() => {
-            account.number = Some(*numbers.start());
+            (Some(*numbers.start()), None)
         }
-        Some(Id::Name(name)) if !name.is_empty() => account.name = Some(name),
+        Some(Id::Name(name)) if !name.is_empty() => (None, Some(name)),
         _ => {
             let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
             return Err(problem("user", text, expected));
         }
-    }
-    Ok(account)
+    };
+    Ok(Account { number, name })
 }
 
 fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
@@ -128,13 +123,12 @@ fn target_of(text: &str, is_sent: bool) -> Result<(Option<IpAddr>, u16), Problem
         false => "PORT or ADDRESS:PORT, such as 8080, 10.0.0.5:8080 or [2001:db8::5]:8080",
     };
     let port = text.parse().ok().filter(|_| !is_sent);
-    let target = port.map_or_else(
-        || {
-            let whole: SocketAddr = text.parse().ok()?;
-            Some((Some(whole.ip()), whole.port()))
-        },
-        |port| Some((None, port)),
-    );
+    let whole = || {
+        text.parse()
+            .ok()
+            .map(|whole: SocketAddr| (Some(whole.ip()), whole.port()))
+    };
+    let target = port.map(|port| (None, port)).or_else(whole);
     let target = target.filter(|(_, port)| *port != 0);
     target.ok_or_else(|| problem("destination", text, expected))
 }

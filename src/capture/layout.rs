@@ -24,6 +24,25 @@ pub enum Entry {
     Foreign(String),
 }
 
+/// The chains that rules are in or jump to, with the rules in their final order.
+pub(super) fn chains<'a>(
+    rules: impl IntoIterator<Item = &'a Rule>,
+) -> BTreeMap<(Table, Chain), Vec<&'a Rule>> {
+    let mut chains = BTreeMap::<_, Vec<&Rule>>::new();
+    for rule in rules {
+        let chain = chains.entry((rule.table, rule.chain)).or_default();
+        let at = match rule.place {
+            Place::Last => chain.len(),
+            Place::At(number) => chain.len().min(number - 1),
+        };
+        chain.insert(at, rule);
+        if let Verdict::Jump(target) = rule.verdict {
+            chains.entry((rule.table, target)).or_default();
+        }
+    }
+    chains
+}
+
 impl Layout {
     /// What a machine has after these rules were added to empty tables.
     pub fn new(rules: &Rules, family: Family) -> Self {
@@ -32,25 +51,13 @@ impl Layout {
 
     /// What a machine has of a family after these rules were added to empty tables of both.
     pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
-        let mut chains = BTreeMap::<_, Vec<&Rule>>::new();
-        for rule in rules {
-            let chain = chains.entry((rule.table, rule.chain)).or_default();
-            let at = match rule.place {
-                Place::Last => chain.len(),
-                Place::At(number) => chain.len().min(number - 1),
-            };
-            chain.insert(at, rule);
-            if let Verdict::Jump(target) = rule.verdict {
-                chains.entry((rule.table, target)).or_default();
-            }
-        }
         let entries = |rules: Vec<&Rule>| {
             let rules = rules.into_iter();
             let rules = rules.filter(|rule| rule.family.is_none_or(|of| of == family));
             let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
             entries.collect()
         };
-        let chains = chains.into_iter();
+        let chains = chains(rules).into_iter();
         Self {
             chains: chains.map(|(name, rules)| (name, entries(rules))).collect(),
             unknown_chains: Vec::new(),

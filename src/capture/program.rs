@@ -1,7 +1,7 @@
 //! Runs helper programs: bounded in time and output.
 
 use std::io::{self, Seek, Write};
-use std::process::{ExitStatus, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use rustix::process::Pid;
@@ -23,26 +23,12 @@ const LONGEST_MESSAGE: usize = 2000;
 #[error("`{command}` {cause}")]
 pub struct Error {
     command: String,
-    pub cause: Cause,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum Cause {
-    #[error("cannot be run: {0}")]
-    Start(io::Error),
-    #[error("cannot be given its input, or its output cannot be read: {0}")]
-    Transfer(io::Error),
-    #[error("did not end within {} s", .0.as_secs())]
-    Late(Duration),
-    #[error("printed more than {LARGEST_OUTPUT} bytes")]
-    Large,
-    #[error("failed ({status}): {message}")]
-    Failed { status: ExitStatus, message: String },
+    pub cause: io::Error,
 }
 
 impl Error {
     pub fn is_missing(&self) -> bool {
-        matches!(&self.cause, Cause::Start(error) if error.kind() == io::ErrorKind::NotFound)
+        self.cause.kind() == io::ErrorKind::NotFound
     }
 }
 
@@ -55,36 +41,37 @@ pub async fn run(
     limit: Duration,
 ) -> Result<Vec<u8>, Error> {
     let execution = timeout(limit, execute(program, arguments, input));
-    let result = execution.await.unwrap_or(Err(Cause::Late(limit)));
+    let late = || format!("did not end within {} s", limit.as_secs());
+    let result = execution
+        .await
+        .unwrap_or_else(|_| Err(io::Error::other(late())));
     result.map_err(|cause| Error {
         command: [&[program], arguments].concat().join(" "),
         cause,
     })
 }
 
-async fn execute(program: &str, arguments: &[&str], input: &str) -> Result<Vec<u8>, Cause> {
+async fn execute(program: &str, arguments: &[&str], input: &str) -> io::Result<Vec<u8>> {
     let mut child = Command::new(program)
         .args(arguments)
         .env("LC_ALL", "C")
-        .stdin(whole(input).map_err(Cause::Transfer)?)
+        .stdin(whole(input)?)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
-        .map_err(Cause::Start)?;
+        .map_err(|error| io::Error::new(error.kind(), format!("cannot be run: {error}")))?;
     let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
     let _claim = pid.map(Claim::new);
     let (output, message) = (child.stdout.take(), child.stderr.take());
     let (output, message) = tokio::try_join!(read(output), read(message))?;
-    let status = child.wait().await.map_err(Cause::Transfer)?;
+    let status = child.wait().await?;
     if status.success() {
         return Ok(output);
     }
     let message = String::from_utf8_lossy(&message);
-    Err(Cause::Failed {
-        status,
-        message: message.trim().chars().take(LONGEST_MESSAGE).collect(),
-    })
+    let message: String = message.trim().chars().take(LONGEST_MESSAGE).collect();
+    Err(io::Error::other(format!("failed ({status}): {message}")))
 }
 
 /// The input as a file in memory. A pipe would end early if the agent is killed, and the program take the
@@ -97,13 +84,13 @@ fn whole(input: &str) -> io::Result<Stdio> {
     Ok(file.into())
 }
 
-async fn read(pipe: Option<impl AsyncRead + Unpin>) -> Result<Vec<u8>, Cause> {
+async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     if let Some(pipe) = pipe {
         let mut pipe = pipe.take(LARGEST_OUTPUT + 1);
-        let size = pipe.read_to_end(&mut text).await;
-        if size.map_err(Cause::Transfer)? as u64 > LARGEST_OUTPUT {
-            return Err(Cause::Large);
+        if pipe.read_to_end(&mut text).await? as u64 > LARGEST_OUTPUT {
+            let text = format!("printed more than {LARGEST_OUTPUT} bytes");
+            return Err(io::Error::other(text));
         }
     }
     Ok(text)

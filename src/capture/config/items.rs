@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::{Kind, Mode};
 use crate::address::Cidr;
-use crate::capture::rules::{Id, Ports};
+use crate::capture::types::{Id, Ports};
 use crate::problem::Diagnostics;
 
 /// The kernel's limit, without the final zero byte.

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 
 use clap::Args;
 
-use super::rules::{Id, Owner, Ports};
+use super::types::{Id, Owner, Ports};
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
 use items::Items;

@@ -11,12 +11,12 @@ pub(in crate::capture) use rule::entry;
 pub(in crate::capture) use swap::jumps_to_istio;
 
 use std::fmt;
-use std::ops::RangeInclusive;
 
 use crate::capture::packet::Matched;
 use crate::capture::rules::{
-    Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
+    Chain, Criterion, Family, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
+use crate::capture::types::range;
 
 /// What a dry run prints: each command, or the input of a command that has one.
 pub fn dry_run(rules: &Rules) -> String {
@@ -159,27 +159,6 @@ fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> 
 
 fn is_udp(matches: &[Match]) -> bool {
     matches.contains(&Match::Is(Criterion::Protocol(Protocol::Udp)))
-}
-
-/// A single number, or the first and the last of a range.
-pub(super) fn range<T: fmt::Display + PartialEq>(
-    numbers: &RangeInclusive<T>,
-    separator: char,
-) -> String {
-    let (first, last) = (numbers.start(), numbers.end());
-    match first == last {
-        true => first.to_string(),
-        false => format!("{first}{separator}{last}"),
-    }
-}
-
-impl fmt::Display for Id {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Numbers(numbers) => f.write_str(&range(numbers, '-')),
-            Self::Name(name) => f.write_str(name),
-        }
-    }
 }
 
 pub(in crate::capture) fn table_name(table: Table) -> &'static str {

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::{TABLES, chain_name, hook, table_name};
+use super::{chain_name, hook, table_name};
 use crate::address::Cidr;
 use crate::capture::layout::{Entry, Layout};
 use crate::capture::rules::{
@@ -20,10 +20,6 @@ pub struct Live {
     pub v4: Layout,
     pub v6: Layout,
 }
-
-#[derive(Debug, thiserror::Error)]
-#[error("`nft -j list ruleset` printed something else than a rule set")]
-pub struct Malformed(#[from] serde_json::Error);
 
 #[derive(Deserialize)]
 struct Ruleset {
@@ -39,7 +35,7 @@ impl Live {
     }
 
     /// Reads the program's output. A chain of ours that the kernel does not call as it should is unknown.
-    pub fn parse(text: &[u8]) -> Result<Self, Malformed> {
+    pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
         let Ruleset { nftables } = serde_json::from_slice(text)?;
         let mut live = Self::default();
         for object in &nftables {
@@ -89,7 +85,9 @@ impl Live {
 
 /// The table of a chain or rule, if it is ours.
 fn table_of(object: &Value) -> Option<Table> {
-    let mut tables = TABLES.into_iter().filter(|_| object["family"] == "inet");
+    let mut tables = Table::ALL
+        .into_iter()
+        .filter(|_| object["family"] == "inet");
     tables.find(|table| object["table"] == table_name(*table))
 }
 
@@ -187,8 +185,8 @@ fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
         ("meta", "l4proto") if right == 6 => Criterion::Protocol(Protocol::Tcp),
         ("meta", "l4proto") if right == 17 => Criterion::Protocol(Protocol::Udp),
         ("meta", "l4proto") => Criterion::Protocol(protocol_named(right.as_str()?)?),
-        ("meta", "skuid") => Criterion::Owner(Owner::User(id(right)?)),
-        ("meta", "skgid") => Criterion::Owner(Owner::Group(id(right)?)),
+        ("meta", "skuid") => Criterion::Owner(Owner::User(Id::Numbers(range(right)?))),
+        ("meta", "skgid") => Criterion::Owner(Owner::Group(Id::Numbers(range(right)?))),
         ("meta", "mark") => Criterion::Mark(number(right)?),
         ("ct", "mark") => Criterion::ConnectionMark(number(right)?),
         ("ct", "state") if right == "invalid" => Criterion::StateInvalid,
@@ -220,10 +218,6 @@ fn range<T: DeserializeOwned + Copy>(value: &Value) -> Option<RangeInclusive<T>>
         None => number(value).map(|number| (number, number))?,
     };
     Some(first..=last)
-}
-
-fn id(value: &Value) -> Option<Id> {
-    range(value).map(Id::Numbers)
 }
 
 fn ports(value: &Value) -> Option<Vec<Ports>> {

@@ -5,24 +5,23 @@
 
 mod live;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
-use super::iptables::{self, range};
+use super::iptables;
 
-use super::layout::Layout;
+use super::layout::{self, Layout};
 use super::program;
 use super::rules::{
     Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
+use super::types::range;
 use crate::address::Cidr;
 use crate::netlink::nft_chains;
 
-pub use live::{Live, Malformed};
+pub use live::Live;
 
-/// Tables in the order of the transaction.
-const TABLES: [Table; 4] = [Table::Nat, Table::Mangle, Table::Raw, Table::Filter];
 /// Time limit of `nft`.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -34,8 +33,8 @@ pub enum Error {
     Missing,
     #[error(transparent)]
     Program(program::Error),
-    #[error(transparent)]
-    Malformed(#[from] Malformed),
+    #[error("`nft -j list ruleset` printed something else than a rule set")]
+    Malformed(#[from] serde_json::Error),
 }
 
 /// Replaces all our rules by these, at once. Returns the mark of those that are gone.
@@ -67,7 +66,7 @@ async fn carry_out(text: &str) -> Result<Option<u32>, Error> {
 /// Whether the kernel has tables of ours, as far as it tells.
 pub fn has_tables() -> bool {
     const INET: u8 = 1;
-    let tables = TABLES.map(table_name);
+    let tables = Table::ALL.map(table_name);
     nft_chains().is_ok_and(|chains| {
         let mut chains = chains.iter();
         chains.any(|(family, table, _)| *family == INET && tables.contains(table))
@@ -90,7 +89,7 @@ async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
 
 /// The input of `nft -f -` that removes our tables, whether they exist or not.
 pub fn removal() -> String {
-    let lines = TABLES.map(|table| {
+    let lines = Table::ALL.map(|table| {
         let table = table_name(table);
         format!("add table inet {table}\ndelete table inet {table}\n")
     });
@@ -100,39 +99,24 @@ pub fn removal() -> String {
 /// The input of `nft -f -` that replaces our tables.
 pub fn transaction(rules: &Rules) -> String {
     let rules = shared(rules);
+    let chains = layout::chains(&rules);
     let mut text = removal();
-    for table in TABLES {
-        let rules: Vec<_> = rules.iter().filter(|rule| rule.table == table).collect();
-        let name = table_name(table);
-        if !rules.is_empty() {
-            text += &format!("add table inet {name}\n");
-        }
-        let targets = rules.iter().filter_map(|rule| match rule.verdict {
-            Verdict::Jump(chain) => Some(chain),
-            _ => None,
+    let tables: BTreeSet<_> = chains.keys().map(|(table, _)| *table).collect();
+    for table in tables {
+        text += &format!("add table inet {}\n", table_name(table));
+    }
+    for (table, chain) in chains.keys() {
+        let hook = hook(*table, *chain).map_or_else(String::new, |(kind, hook, priority)| {
+            format!(" {{ type {kind} hook {hook} priority {priority} ; }}")
         });
-        let chains: BTreeSet<_> = rules.iter().map(|rule| rule.chain).chain(targets).collect();
-        for chain in chains {
-            let hook = hook(table, chain).map_or_else(String::new, |(kind, hook, priority)| {
-                format!(" {{ type {kind} hook {hook} priority {priority} ; }}")
-            });
-            text += &format!("add chain inet {name} {}{hook}\n", chain_name(chain));
-        }
-        let mut lengths = BTreeMap::<_, usize>::new();
+        let (table, chain) = (table_name(*table), chain_name(*chain));
+        text += &format!("add chain inet {table} {chain}{hook}\n");
+    }
+    for ((table, chain), rules) in &chains {
+        let (table, chain) = (table_name(*table), chain_name(*chain));
         for rule in rules {
-            let length = lengths.entry(rule.chain).or_default();
-            let (verb, index) = match rule.place {
-                Place::At(number) if number <= *length => {
-                    ("insert", format!("index {} ", number - 1))
-                }
-                _ => ("add", String::new()),
-            };
-            let chain = chain_name(rule.chain);
-            text += &format!(
-                "{verb} rule inet {name} {chain} {index}{}\n",
-                Statements(rule)
-            );
-            *length += 1;
+            let statements = Statements(rule);
+            text += &format!("add rule inet {table} {chain} {statements}\n");
         }
     }
     text

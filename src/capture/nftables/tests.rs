@@ -138,7 +138,7 @@ fn output_that_is_no_rule_set_is_an_error_of_its_own() {
         "{\"nftables\": [",
         "\u{0}",
     ] {
-        let error = Live::parse(text.as_bytes()).expect_err(text);
+        let error = Error::from(Live::parse(text.as_bytes()).expect_err(text));
         let expected = "`nft -j list ruleset` printed something else than a rule set";
         assert_eq!(error.to_string(), expected);
     }

@@ -5,9 +5,8 @@ mod build;
 mod dns;
 mod earlier;
 
-use std::ops::RangeInclusive;
-
 use super::config::Config;
+pub use super::types::{Id, Owner, Ports};
 use crate::address::Cidr;
 
 /// The agent's DNS port.
@@ -66,22 +65,6 @@ pub enum Chain {
 pub enum Protocol {
     Tcp,
     Udp,
-}
-
-/// Consecutive ports, or a single one.
-pub type Ports = RangeInclusive<u16>;
-
-/// Users or groups: consecutive numbers, or a name that the rule's loader resolves.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Id {
-    Numbers(RangeInclusive<u32>),
-    Name(String),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Owner {
-    User(Id),
-    Group(Id),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -214,11 +197,5 @@ impl Chain {
     /// Whether the kernel has this chain by itself.
     pub fn is_builtin(self) -> bool {
         matches!(self, Self::Prerouting | Self::Output)
-    }
-}
-
-impl From<u32> for Id {
-    fn from(number: u32) -> Self {
-        Self::Numbers(number..=number)
     }
 }

@@ -47,27 +47,22 @@ pub(super) fn differences(wanted: &Layout, found: &Layout, family: Family) -> Ve
     }
     let mut examples = BTreeMap::new();
     for (packet, expected, way) in packets::ways([&ours, &all], family) {
-        let Some(difference) = difference(&packet, &expected, &way) else {
-            continue;
-        };
-        let mut rules = way.rules.iter();
-        let Some(rule) = rules.find(|rule| !expected.rules.contains(rule)) else {
+        let of_others = way.rules.iter().find(|rule| !expected.rules.contains(rule));
+        let difference = difference(&packet, &expected, &way);
+        let Some((difference, rule)) = difference.zip(of_others) else {
             continue;
         };
         let place = (rule.table, rule.chain);
-        let is_it = |entry: &Entry| {
-            let Entry::Rule { matches, verdict } = entry else {
-                return false;
-            };
-            matches == rule.matches && *verdict == rule.verdict
+        let read = Entry::Rule {
+            matches: rule.matches.to_vec(),
+            verdict: rule.verdict,
         };
-        let at = entries(&all, place).iter().position(is_it);
-        let Some(entry) = at.and_then(|at| entries(found, place).get(at)) else {
-            continue;
-        };
-        let rule = line(place, entry);
-        let example = || format!("{rule}: {packet} {difference}");
-        examples.entry(rule.clone()).or_insert_with(example);
+        let at = entries(&all, place).iter().position(|entry| *entry == read);
+        if let Some(entry) = at.and_then(|at| entries(found, place).get(at)) {
+            let rule = line(place, entry);
+            let example = format!("{rule}: {packet} {difference}");
+            examples.entry(rule).or_insert(example);
+        }
     }
     let examples = examples.into_values();
     let examples = examples.map(|example| (Kind::Diverts, example));

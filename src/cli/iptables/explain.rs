@@ -4,19 +4,20 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use if_addrs::Interface;
 
-use super::machine::{self, Error, accounts, entry};
+use super::machine::{self, accounts, entry};
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
 use crate::capture::nftables;
 use crate::capture::packet::{Account, Direction, Packet, State, simulate};
 use crate::capture::rules::{Family, Rules};
+use crate::lifecycle::BoxError;
 
 /// The interface of other machines, unless the flow names one.
 const INTERFACE: &str = "eth0";
 
 /// Says what the rules of these arguments do with a flow.
-pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, Error> {
+pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, BoxError> {
     let packet = packet(flow, &machine::interfaces()?);
     let rules = Rules::new(config);
     let family = match packet.destination {

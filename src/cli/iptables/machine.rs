@@ -1,6 +1,5 @@
 //! What the rules depend on besides settings: the machine's addresses, DNS servers and users.
 
-use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use crate::capture::packet::Account;
 use crate::capture::program;
 use crate::capture::rules::{Family, Id, Owner};
 use crate::dns::forward::resolv_conf::ResolvConf;
+use crate::lifecycle::BoxError;
 use crate::problem::Problem;
 use crate::regular_file;
 
@@ -22,36 +22,35 @@ const LARGEST_ACCOUNTS: u64 = 16 << 20;
 /// Time limit of the name service.
 const LIMIT: Duration = Duration::from_secs(10);
 
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    #[error("no valid local IP address found")]
-    NoAddress,
-    #[error("cannot list the addresses of this machine")]
-    Addresses(#[source] io::Error),
-    #[error("failed to load {RESOLV_CONF}")]
-    ResolvConf(#[source] io::Error),
-}
-
 /// What the machine says that this runs on, and the family of its first address.
-pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Error> {
+pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), BoxError> {
     let interfaces = interfaces()?;
     let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let (first, has_v6) = families(addresses, flags.dual_stack).ok_or(Error::NoAddress)?;
+    let (first, has_v6) =
+        families(addresses, flags.dual_stack).ok_or("no valid local IP address found")?;
     let settings = &flags.settings;
     let servers = match settings.redirect_dns && !settings.capture_all_dns {
-        true => ResolvConf::read(Path::new(RESOLV_CONF)).map(|file| file.nameservers),
-        false => Ok(Vec::new()),
+        true => {
+            ResolvConf::read(Path::new(RESOLV_CONF))
+                .map_err(|error| format!("failed to load {RESOLV_CONF}: {error}"))?
+                .nameservers
+        }
+        false => Vec::new(),
     };
     let host = Host {
         has_v6,
-        nameservers: captured(&servers.map_err(Error::ResolvConf)?),
+        nameservers: captured(&servers),
         envoy_uid: uid_of(&flags.envoy_user, &accounts(PASSWD)),
     };
     Ok((host, first))
 }
 
-pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Error> {
-    if_addrs::get_if_addrs().map_err(Error::Addresses)
+pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, BoxError> {
+    let interfaces = if_addrs::get_if_addrs();
+    Ok(
+        interfaces
+            .map_err(|error| format!("cannot list the addresses of this machine: {error}"))?,
+    )
 }
 
 /// The text of a list of users or groups; empty if it cannot be read.

@@ -28,26 +28,13 @@ pub fn exit_code(error: &BoxError) -> ExitCode {
     }
 }
 
-/// The text for standard output, and the exit code.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
-    pub text: String,
-    pub code: ExitCode,
-}
-
-impl From<String> for Report {
-    fn from(text: String) -> Self {
-        let code = ExitCode::Success;
-        Self { text, code }
-    }
-}
-
-/// Carries the command out, or `istio-clean-iptables`.
+/// Carries the command out, or `istio-clean-iptables`. Returns the text for standard output, and the exit
+/// code.
 pub async fn run(
     given: &[Flag],
     is_cleanup: bool,
     environment: &Environment,
-) -> Result<Report, BoxError> {
+) -> Result<(String, ExitCode), BoxError> {
     let arguments = flags::arguments(given, environment);
     let mut flags = IptablesFlags::read(&arguments)?;
     flags.cleanup_only |= is_cleanup;
@@ -67,7 +54,8 @@ pub async fn run(
         tracing::warn!("{warning}");
     }
     if let Some(flow) = &flags.explain {
-        return Ok(explain::explain(flow, &config, flags.native_nftables)?.into());
+        let text = explain::explain(flow, &config, flags.native_nftables)?;
+        return Ok((text, ExitCode::Success));
     }
     if cleans {
         // It asks for no routes.
@@ -103,28 +91,29 @@ pub async fn run(
         probe.run().await?;
         tracing::info!("traffic is captured");
     }
-    Ok(text.into())
+    Ok((text, ExitCode::Success))
 }
 
 /// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.
-async fn verify(request: &Request<'_>, is_native: bool) -> Result<Report, BoxError> {
+async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), BoxError> {
     let findings = live::findings(request, is_native).await?;
     let misleads = findings.iter().any(Finding::misleads);
-    let summary = match (findings.is_empty(), misleads) {
-        (true, _) => "The rules are those that these arguments ask for: traffic is captured.",
-        (false, false) => {
-            "Traffic is captured as these arguments ask; these differences do not keep it from that:"
-        }
-        (false, true) => "Traffic may not be captured as these arguments ask:",
+    let (summary, code) = match (findings.is_empty(), misleads) {
+        (true, _) => (
+            "The rules are those that these arguments ask for: traffic is captured.",
+            ExitCode::Success,
+        ),
+        (false, false) => (
+            "Traffic is captured as these arguments ask; these differences do not keep it from that:",
+            ExitCode::Success,
+        ),
+        (false, true) => (
+            "Traffic may not be captured as these arguments ask:",
+            ExitCode::CaptureDiffers,
+        ),
     };
     let lines = findings.iter().map(|finding| format!("\n  {finding}"));
-    Ok(Report {
-        text: summary.to_owned() + &lines.collect::<String>(),
-        code: match misleads {
-            true => ExitCode::CaptureDiffers,
-            false => ExitCode::Success,
-        },
-    })
+    Ok((summary.to_owned() + &lines.collect::<String>(), code))
 }
 
 /// Sets rules and routes up, or removes them.
