@@ -39,7 +39,7 @@ pub fn restore(rules: &Rules, family: Family) -> String {
 }
 
 /// What a table is to have in the end, besides rules of others.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct TableText {
     name: &'static str,
     chains: Vec<&'static str>,
@@ -55,7 +55,7 @@ fn wanted(rules: &Rules, family: Family) -> Vec<TableText> {
         TableText {
             name: table_name(table),
             chains: chains(&rules).into_iter().map(chain_name).collect(),
-            lines: rules.iter().map(|rule| Line(rule).to_string()).collect(),
+            lines: rules.iter().map(|rule| line(rule)).collect(),
         }
     });
     tables.filter(|table| !table.lines.is_empty()).collect()
@@ -76,58 +76,48 @@ fn chains(rules: &[&Rule]) -> Vec<Chain> {
     found
 }
 
-/// A rule as a line.
-struct Line<'a>(&'a Rule);
-
-impl fmt::Display for Line<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(rule) = self;
-        let chain = chain_name(rule.chain);
-        match rule.place {
-            Place::Last => write!(f, "-A {chain}")?,
-            Place::At(number) => write!(f, "-I {chain} {number}")?,
-        }
-        write_rule(f, &rule.matches, rule.verdict)
+/// A rule as the line that adds it.
+fn line(rule: &Rule) -> String {
+    let (chain, text) = (chain_name(rule.chain), text(&rule.matches, rule.verdict));
+    match rule.place {
+        Place::Last => format!("-A {chain}{text}"),
+        Place::At(number) => format!("-I {chain} {number}{text}"),
     }
 }
 
 /// As the line that appends it.
 impl fmt::Display for Matched<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "-A {}", chain_name(self.chain))?;
-        write_rule(f, self.matches, self.verdict)
+        let text = text(self.matches, self.verdict);
+        write!(f, "-A {}{text}", chain_name(self.chain))
     }
 }
 
-fn write_rule(f: &mut fmt::Formatter<'_>, matches: &[Match], verdict: Verdict) -> fmt::Result {
-    for each in matches {
-        match each {
-            Match::Is(criterion) => write_match(f, "", criterion)?,
-            Match::Not(criterion) => write_match(f, " !", criterion)?,
-        }
-    }
-    f.write_str(" -j ")?;
-    match verdict {
-        Verdict::Return => f.write_str("RETURN"),
-        Verdict::Accept => f.write_str("ACCEPT"),
-        Verdict::Drop => f.write_str("DROP"),
-        Verdict::Reject => f.write_str("REJECT --reject-with tcp-reset"),
-        Verdict::Jump(chain) => f.write_str(chain_name(chain)),
+fn text(matches: &[Match], verdict: Verdict) -> String {
+    let is_udp = matches.contains(&Match::Is(Criterion::Protocol(Protocol::Udp)));
+    let target = match verdict {
+        Verdict::Return => "RETURN".to_owned(),
+        Verdict::Accept => "ACCEPT".to_owned(),
+        Verdict::Drop => "DROP".to_owned(),
+        Verdict::Reject => "REJECT --reject-with tcp-reset".to_owned(),
+        Verdict::Jump(chain) => chain_name(chain).to_owned(),
         // Istio abbreviates the option for UDP.
-        Verdict::Redirect(port) if is_udp(matches) => write!(f, "REDIRECT --to-port {port}"),
-        Verdict::Redirect(port) => write!(f, "REDIRECT --to-ports {port}"),
+        Verdict::Redirect(port) if is_udp => format!("REDIRECT --to-port {port}"),
+        Verdict::Redirect(port) => format!("REDIRECT --to-ports {port}"),
         Verdict::Tproxy { port, mark } => {
-            write!(f, "TPROXY --tproxy-mark {mark}/0xffffffff --on-port {port}")
+            format!("TPROXY --tproxy-mark {mark}/0xffffffff --on-port {port}")
         }
-        Verdict::SetMark(mark) => write!(f, "MARK --set-mark {mark}"),
-        Verdict::SaveMark => f.write_str("CONNMARK --save-mark"),
-        Verdict::RestoreMark => f.write_str("CONNMARK --restore-mark"),
-        Verdict::Zone(zone) => write!(f, "CT --zone {zone}"),
-    }
+        Verdict::SetMark(mark) => format!("MARK --set-mark {mark}"),
+        Verdict::SaveMark => "CONNMARK --save-mark".to_owned(),
+        Verdict::RestoreMark => "CONNMARK --restore-mark".to_owned(),
+        Verdict::Zone(zone) => format!("CT --zone {zone}"),
+    };
+    let matches: String = matches.iter().map(condition).collect();
+    format!("{matches} -j {target}")
 }
 
-/// Writes a criterion; `not` stands before its option.
-fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> fmt::Result {
+fn condition(of: &Match) -> String {
+    let (Match::Is(criterion) | Match::Not(criterion)) = of;
     let (module, option, value) = match criterion {
         Criterion::InInterface(name) => ("", "-i", name.clone()),
         Criterion::OutInterface(name) => ("", "-o", name.clone()),
@@ -154,11 +144,10 @@ fn write_match(f: &mut fmt::Formatter<'_>, not: &str, criterion: &Criterion) -> 
         Criterion::Mark(mark) => (" -m mark", "--mark", mark.to_string()),
         Criterion::ConnectionMark(mark) => (" -m connmark", "--mark", mark.to_string()),
     };
-    write!(f, "{module}{not} {option} {value}")
-}
-
-fn is_udp(matches: &[Match]) -> bool {
-    matches.contains(&Match::Is(Criterion::Protocol(Protocol::Udp)))
+    match of {
+        Match::Is(_) => format!("{module} {option} {value}"),
+        Match::Not(_) => format!("{module} ! {option} {value}"),
+    }
 }
 
 pub(in crate::capture) fn table_name(table: Table) -> &'static str {

@@ -6,7 +6,6 @@
 mod live;
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::time::Duration;
 
 use super::iptables;
@@ -115,7 +114,7 @@ pub fn transaction(rules: &Rules) -> String {
     for ((table, chain), rules) in &chains {
         let (table, chain) = (table_name(*table), chain_name(*chain));
         for rule in rules {
-            let statements = Statements(rule);
+            let statements = statements(rule);
             text += &format!("add rule inet {table} {chain} {statements}\n");
         }
     }
@@ -164,78 +163,69 @@ fn shared(rules: &Rules) -> Vec<Rule> {
 }
 
 /// A rule without its chain.
-struct Statements<'a>(&'a Rule);
-
-impl fmt::Display for Statements<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(rule) = self;
-        let is_v6 = rule.family == Some(Family::V6);
-        if is_v6 && rule.matches.is_empty() {
-            f.write_str("meta nfproto ipv6 ")?;
-        }
-        let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
-        let is_udp = rule.matches.contains(&udp);
-        let protocol = if is_udp { "udp" } else { "tcp" };
-        for each in &rule.matches {
-            match each {
-                Match::Is(criterion) => write_match(f, protocol, "", criterion)?,
-                Match::Not(criterion) => write_match(f, protocol, "!= ", criterion)?,
-            }
-        }
-        if let Verdict::Tproxy { port, mark } = rule.verdict {
-            let family = if is_v6 { "ip6" } else { "ip" };
-            write!(f, "tproxy {family} to :{port} meta mark set {mark} ")?;
-        }
-        f.write_str("counter ")?;
-        match rule.verdict {
-            Verdict::Return => f.write_str("return"),
-            Verdict::Accept | Verdict::Tproxy { .. } => f.write_str("accept"),
-            Verdict::Drop => f.write_str("drop"),
-            Verdict::Reject => f.write_str("reject with tcp reset"),
-            Verdict::Jump(chain) => write!(f, "jump {}", chain_name(chain)),
-            Verdict::Redirect(port) => write!(f, "redirect to :{port}"),
-            Verdict::SetMark(mark) => write!(f, "meta mark set {mark}"),
-            Verdict::SaveMark => f.write_str("ct mark set mark"),
-            Verdict::RestoreMark => f.write_str("meta mark set ct mark"),
-            Verdict::Zone(zone) => write!(f, "ct zone set {zone}"),
-        }
+fn statements(rule: &Rule) -> String {
+    let is_v6 = rule.family == Some(Family::V6);
+    let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
+    let is_udp = rule.matches.contains(&udp);
+    let protocol = if is_udp { "udp" } else { "tcp" };
+    let matches = rule.matches.iter().map(|each| match each {
+        Match::Is(criterion) => condition(protocol, "", criterion),
+        Match::Not(criterion) => condition(protocol, "!= ", criterion),
+    });
+    let mut text: String = matches.collect();
+    if is_v6 && rule.matches.is_empty() {
+        text += "meta nfproto ipv6 ";
+    }
+    if let Verdict::Tproxy { port, mark } = rule.verdict {
+        let family = if is_v6 { "ip6" } else { "ip" };
+        text += &format!("tproxy {family} to :{port} meta mark set {mark} ");
+    }
+    text += "counter ";
+    text + &match rule.verdict {
+        Verdict::Return => "return".to_owned(),
+        Verdict::Accept | Verdict::Tproxy { .. } => "accept".to_owned(),
+        Verdict::Drop => "drop".to_owned(),
+        Verdict::Reject => "reject with tcp reset".to_owned(),
+        Verdict::Jump(chain) => format!("jump {}", chain_name(chain)),
+        Verdict::Redirect(port) => format!("redirect to :{port}"),
+        Verdict::SetMark(mark) => format!("meta mark set {mark}"),
+        Verdict::SaveMark => "ct mark set mark".to_owned(),
+        Verdict::RestoreMark => "meta mark set ct mark".to_owned(),
+        Verdict::Zone(zone) => format!("ct zone set {zone}"),
     }
 }
 
-/// Writes a criterion of a rule for this protocol; `not` stands before its value.
-fn write_match(
-    f: &mut fmt::Formatter<'_>,
-    protocol: &str,
-    not: &str,
-    criterion: &Criterion,
-) -> fmt::Result {
+/// A criterion of a rule for this protocol; `not` stands before its value.
+fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
     let address = |range: &Cidr| match range.family() {
         Family::V4 => "ip",
         Family::V6 => "ip6",
     };
     match criterion {
         // Any interface, which nftables cannot spell.
-        Criterion::InInterface(name) | Criterion::OutInterface(name) if name == "+" => Ok(()),
-        Criterion::InInterface(name) => write!(f, "iifname {not}{} ", interface(name)),
-        Criterion::OutInterface(name) => write!(f, "oifname {not}{} ", interface(name)),
-        Criterion::Source(range) => write!(f, "{} saddr {not}{range} ", address(range)),
-        Criterion::Destination(range) => write!(f, "{} daddr {not}{range} ", address(range)),
-        Criterion::Protocol(Protocol::Tcp) => write!(f, "meta l4proto {not}tcp "),
-        Criterion::Protocol(Protocol::Udp) => write!(f, "meta l4proto {not}udp "),
-        Criterion::SourcePort(port) => write!(f, "{protocol} sport {not}{port} "),
+        Criterion::InInterface(name) | Criterion::OutInterface(name) if name == "+" => {
+            String::new()
+        }
+        Criterion::InInterface(name) => format!("iifname {not}{} ", interface(name)),
+        Criterion::OutInterface(name) => format!("oifname {not}{} ", interface(name)),
+        Criterion::Source(range) => format!("{} saddr {not}{range} ", address(range)),
+        Criterion::Destination(range) => format!("{} daddr {not}{range} ", address(range)),
+        Criterion::Protocol(Protocol::Tcp) => format!("meta l4proto {not}tcp "),
+        Criterion::Protocol(Protocol::Udp) => format!("meta l4proto {not}udp "),
+        Criterion::SourcePort(port) => format!("{protocol} sport {not}{port} "),
         Criterion::DestinationPort(ports) => {
             let texts: Vec<_> = ports.iter().map(|ports| range(ports, '-')).collect();
             match texts.as_slice() {
-                [port] => write!(f, "{protocol} dport {not}{port} "),
-                ports => write!(f, "{protocol} dport {not}{{ {} }} ", ports.join(", ")),
+                [port] => format!("{protocol} dport {not}{port} "),
+                ports => format!("{protocol} dport {not}{{ {} }} ", ports.join(", ")),
             }
         }
-        Criterion::Owner(Owner::User(id)) => write!(f, "skuid {not}{} ", owner(id)),
-        Criterion::Owner(Owner::Group(id)) => write!(f, "skgid {not}{} ", owner(id)),
-        Criterion::StateInvalid => write!(f, "ct state {not}invalid "),
-        Criterion::StateRelatedOrEstablished => write!(f, "ct state {not}related,established "),
-        Criterion::Mark(mark) => write!(f, "mark {not}{mark} "),
-        Criterion::ConnectionMark(mark) => write!(f, "ct mark {not}{mark} "),
+        Criterion::Owner(Owner::User(id)) => format!("skuid {not}{} ", owner(id)),
+        Criterion::Owner(Owner::Group(id)) => format!("skgid {not}{} ", owner(id)),
+        Criterion::StateInvalid => format!("ct state {not}invalid "),
+        Criterion::StateRelatedOrEstablished => format!("ct state {not}related,established "),
+        Criterion::Mark(mark) => format!("mark {not}{mark} "),
+        Criterion::ConnectionMark(mark) => format!("ct mark {not}{mark} "),
     }
 }
 

@@ -5,12 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use if_addrs::Interface;
 
 use super::machine::{self, accounts, entry};
+use crate::address::Cidr;
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
 use crate::capture::nftables;
 use crate::capture::packet::{Account, Direction, Packet, State, simulate};
-use crate::capture::rules::{Family, Rules};
+use crate::capture::rules::Rules;
 use crate::lifecycle::BoxError;
 
 /// The interface of other machines, unless the flow names one.
@@ -20,10 +21,7 @@ const INTERFACE: &str = "eth0";
 pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, BoxError> {
     let packet = packet(flow, &machine::interfaces()?);
     let rules = Rules::new(config);
-    let family = match packet.destination {
-        SocketAddr::V4(_) => Family::V4,
-        SocketAddr::V6(_) => Family::V6,
-    };
+    let family = Cidr::from(packet.destination.ip()).family();
     let layout = match is_native {
         true => nftables::wanted(&rules).of(family).clone(),
         false => Layout::new(&rules, family),

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::IptablesFlags;
+use crate::address::Cidr;
 use crate::capture::config::{Config, Host, Invalid, OwnerGroups};
 use crate::capture::packet::Account;
 use crate::capture::program;
@@ -46,11 +47,8 @@ pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), BoxError> {
 }
 
 pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, BoxError> {
-    let interfaces = if_addrs::get_if_addrs();
-    Ok(
-        interfaces
-            .map_err(|error| format!("cannot list the addresses of this machine: {error}"))?,
-    )
+    let failed = |error| format!("cannot list the addresses of this machine: {error}");
+    Ok(if_addrs::get_if_addrs().map_err(failed)?)
 }
 
 /// The text of a list of users or groups; empty if it cannot be read.
@@ -72,10 +70,7 @@ pub(super) fn families(
     let mut families = addresses
         .map(|address| address.to_canonical())
         .filter(|address| !address.is_loopback() && !is_local(address))
-        .map(|address| match address {
-            IpAddr::V4(_) => Family::V4,
-            IpAddr::V6(_) => Family::V6,
-        });
+        .map(|address| Cidr::from(address).family());
     let first = families.next()?;
     let has_other = is_dual_stack && families.any(|family| family == Family::V6);
     Some((first, first == Family::V6 || has_other))

@@ -79,7 +79,7 @@ impl<'a> Saved<'a> {
 }
 
 impl<'a> SavedTable<'a> {
-    fn new(name: &'a str) -> Self {
+    pub(super) fn new(name: &'a str) -> Self {
         Self {
             name,
             chains: Vec::new(),

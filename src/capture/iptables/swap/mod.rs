@@ -54,13 +54,10 @@ impl Own {
     /// Our part of the tables.
     pub(super) fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
         let mut own = saved.clone();
-        for table in &mut own.tables {
-            let all = table.clone();
-            table.rules.retain(|rule| self.has(&all, rule));
+        for (table, all) in own.tables.iter_mut().zip(&saved.tables) {
+            table.rules.retain(|rule| self.has(all, rule));
             table.chains.retain(|chain| chain.starts_with(ISTIO));
         }
-        own.tables
-            .retain(|table| !table.rules.is_empty() || !table.chains.is_empty());
         own
     }
 
@@ -74,32 +71,24 @@ impl Own {
         let texts = order.iter().map(|name| {
             let old = saved.tables.iter().find(|table| table.name == *name);
             let new = new.iter().find(|table| table.name == *name);
-            self.swap_table(name, old, new)
+            let (no_table, nothing) = (SavedTable::new(name), TableText::default());
+            self.swap_table(old.unwrap_or(&no_table), new.unwrap_or(&nothing))
         });
         texts.collect()
     }
 
-    fn swap_table(
-        &self,
-        name: &str,
-        old: Option<&SavedTable<'_>>,
-        new: Option<&TableText>,
-    ) -> String {
-        let (mut text, mut stale) = (String::new(), Vec::new());
-        let chains: &[_] = new.map_or(&[], |new| &new.chains);
-        if let Some(old) = old {
-            let ours = old.rules.iter().filter(|rule| self.has(old, rule));
-            for rule in ours.filter(|rule| !rule.chain.starts_with(ISTIO)) {
-                text += &format!("-D {} {}\n", rule.chain, rule.text);
-            }
-            let own = old.chains.iter().filter(|chain| chain.starts_with(ISTIO));
-            stale.extend(own.filter(|chain| !chains.contains(chain)));
-        }
+    fn swap_table(&self, old: &SavedTable<'_>, new: &TableText) -> String {
+        let ours = old.rules.iter().filter(|rule| self.has(old, rule));
+        let builtin = ours.filter(|rule| !rule.chain.starts_with(ISTIO));
+        let deleted = builtin.map(|rule| format!("-D {} {}\n", rule.chain, rule.text));
+        let mut text: String = deleted.collect();
+        let mut stale = old.chains.clone();
+        stale.retain(|chain| chain.starts_with(ISTIO) && !new.chains.contains(chain));
         // That empties a chain that exists.
-        for chain in chains.iter().chain(stale.iter().copied()) {
+        for chain in new.chains.iter().chain(&stale) {
             text += &format!(":{chain} - [0:0]\n");
         }
-        for line in new.iter().flat_map(|new| &new.lines) {
+        for line in &new.lines {
             text += &format!("{line}\n");
         }
         for chain in stale {
@@ -107,7 +96,7 @@ impl Own {
         }
         match text.is_empty() {
             true => text,
-            false => format!("*{name}\n{text}COMMIT\n"),
+            false => format!("*{}\n{text}COMMIT\n", old.name),
         }
     }
 }
