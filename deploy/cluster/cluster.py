@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""A Kubernetes with istiod on this machine, in namespaces of its own: `cluster.py stop FOLDER` ends it."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from images import Layout
+from programs import programs, say
+
+HERE = pathlib.Path(__file__).resolve().parent
+CONFIG = HERE / "config"
+OURS, GO, APPLICATION = "localhost/agent-ours:1", "localhost/agent-go:1", "localhost/application:1"
+COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "unshare": "util-linux",
+            "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "openssl": "openssl",
+            "conntrack": "conntrack", "/usr/lib/cni/ptp": "containernetworking-plugins"}
+
+
+class Cluster:
+    """Everything of it is in one folder and ends with one process."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.kubectl = folder / "kubectl"
+
+    def first(self):
+        """The id of the namespaces' first process, or None."""
+        try:
+            pid = int((self.folder / "pid").read_text())
+            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        return pid if str(HERE / "node").encode() in command else None
+
+    def start(self, agent, istiod="istio"):
+        """Starts it with the agent of an OCI layout and an istiod."""
+        if problems := missing():
+            sys.exit("\n".join(f"cluster: {problem}" for problem in problems))
+        if self.first():
+            sys.exit(f"cluster: one runs in {self.folder} already; make cluster-stop ends it")
+        istio, kubernetes, tools = programs("istio"), programs("kubernetes"), programs("tools")
+        control_plane = programs(istiod)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        (self.folder / "programs").mkdir(parents=True)
+        for program in (*kubernetes.iterdir(), *tools.iterdir(), istio / "istioctl"):
+            (self.folder / "programs" / program.name).symlink_to(program)
+        self.certificates()
+        images(Layout(self.folder / "images"), agent, istio, control_plane, tools)
+        (self.folder / "kubectl").write_text(
+            f"#!/bin/sh\nexec nsenter --target $(cat {self.folder}/pid) --net --wd=\"$PWD\" "
+            f"{kubernetes}/kubectl --kubeconfig {self.folder}/kubeconfig \"$@\"\n")
+        self.kubectl.chmod(0o755)
+        self.boot()
+        self.install(istio, control_plane)
+
+    def certificates(self):
+        """One authority, a certificate of the node and API server, and one of the administrator."""
+        def openssl(*words, **more):
+            subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True, **more)
+
+        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                "-days", "30", "-subj", "/CN=cluster", "-keyout", "ca.key", "-out", "ca.crt")
+        openssl("genrsa", "-out", "accounts.key", "2048")
+        names = ("DNS:kubernetes.default.svc,DNS:kubernetes.default.svc.cluster.local,DNS:node,"
+                 "IP:10.96.0.1,IP:10.99.0.1")
+        for name, subject in (("node", "/CN=node"), ("admin", "/O=system:masters/CN=admin")):
+            openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                    "-days", "30", "-subj", subject, "-addext", f"subjectAltName={names}",
+                    "-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.crt", "-CAkey", "ca.key",
+                    "-keyout", f"{name}.key", "-out", f"{name}.crt")
+        # In YAML, which JSON is; kubectl outside and controllers inside find the files beside it.
+        (self.folder / "kubeconfig").write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "cluster",
+            "clusters": [{"name": "cluster", "cluster": {
+                "server": "https://10.99.0.1:6443", "certificate-authority": "ca.crt"}}],
+            "users": [{"name": "admin", "user": {
+                "client-certificate": "admin.crt", "client-key": "admin.key"}}],
+            "contexts": [{"name": "cluster", "context": {"cluster": "cluster", "user": "admin"}}]}))
+
+    def boot(self):
+        with open(self.folder / "node.log", "wb") as log:
+            process = subprocess.Popen(
+                ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--net", "--ipc",
+                 HERE / "node", self.folder, self.folder / "programs", CONFIG],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until("the namespaces exist", lambda: process.poll() is not None or children.read_text())
+        (self.folder / "pid").write_text(children.read_text().strip())
+        until("Kubernetes has started", lambda: (self.folder / "started").exists() or not self.first())
+        if not self.first():
+            raise SystemExit(f"cluster: it has not started: {(self.folder / 'node.log').read_text()}")
+        self.run("apply", "-f", CONFIG / "base.yaml")
+        self.run("wait", "--for=create", "node/node", "--timeout=60s")
+        self.run("wait", "--for=condition=Ready", "node/node", "--timeout=60s")
+
+    def install(self, istio, control_plane):
+        """Istio's charts with the values of config/istio.yaml, and others if given as istioctl takes them."""
+        self.manifests = (istio / "istioctl", "manifest", "generate", "--manifests", control_plane / "manifests",
+                          "--filename", CONFIG / "istio.yaml")
+        self.run("apply", "--server-side", "-f", istio / "gateway-api-crd.yaml")
+        self.set_mesh()
+        self.run("-n", "istio-system", "rollout", "status", "deploy/istiod", "--timeout=120s")
+
+    def set_mesh(self, *values):
+        words = [word for value in values for word in ("--set", f"values.{value}")]
+        rendered = subprocess.run([*self.manifests, *words], check=True, capture_output=True, text=True).stdout
+        self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
+
+    def run(self, *words, **more):
+        done = subprocess.run([self.kubectl, *words], capture_output=True, text=True, **more)
+        if done.returncode:
+            raise RuntimeError(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
+        return done.stdout
+
+    def stop(self):
+        """Ends the first process, and with it all others, all mounts and networks; control groups stay."""
+        if pid := self.first():
+            os.kill(pid, signal.SIGKILL)
+            until("all processes have ended", lambda: not pathlib.Path(f"/proc/{pid}").exists())
+        for root in pathlib.Path("/sys/fs/cgroup").glob("**/kubepods"):
+            for folder, _, _ in os.walk(root, topdown=False):
+                until(f"{folder} is empty", lambda: removed(folder), 10)
+        for folder in ("lib", "images"):
+            shutil.rmtree(self.folder / folder, ignore_errors=True)
+
+
+def images(layout, agent, istio, control_plane, tools):
+    layout.add("localhost/pause:1", {"/pause": tools / "pause"}, Entrypoint=["/pause"])
+    layout.add("localhost/istiod:1", {"/usr/local/bin/pilot-discovery": control_plane / "pilot-discovery"},
+               Entrypoint=["/usr/local/bin/pilot-discovery"], User="1337:1337")
+    layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
+    layout.add(OURS, {}, agent)
+    # Go's agent looks for iptables by these names.
+    links = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
+             for action in ("", "-save", "-restore")}
+    layout.add(GO, {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
+                    "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}, agent)
+
+
+def missing():
+    """What this machine lacks, by name."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        return ["root and Linux are needed: containers and network namespaces are made"]
+    problems = [f"{command} is missing: install {package}" for command, package in COMMANDS.items()
+                if not shutil.which(command)]
+    if any(pathlib.Path("/sys/fs/cgroup").glob("**/kubepods")):
+        problems.append("/sys/fs/cgroup has kubepods: another kubelet runs here")
+    return problems
+
+
+def removed(folder):
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
+
+
+def until(what, check, limit=120):
+    deadline = time.monotonic() + limit
+    while not (value := check()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {limit} s in vain until {what}")
+        time.sleep(0.1)
+    return value
+
+
+if __name__ == "__main__":
+    Cluster(pathlib.Path(sys.argv[1]).resolve()).stop()

@@ -1,0 +1,68 @@
+"""The programs of a cluster, built once from Go modules and kept by version, outside the clone."""
+
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+MODULES = pathlib.Path(__file__).resolve().parent / "programs"
+CACHE = pathlib.Path(os.environ.get("ISTIO_AGENT_CACHE") or pathlib.Path(
+    os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "istio-agent")
+MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3"}
+STAGES = {
+    "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
+    "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent"],
+              ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
+               "istio.io/istio/istioctl/cmd/istioctl"]],
+    "istio/april": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
+    "tools": [["./...", "tool"]],
+}
+# What the charts, Go's agent and the Gateway API need of Istio's module.
+ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
+               "tests/integration/pilot/testdata/gateway-api-crd.yaml"]
+
+
+def programs(name):
+    """The folder with the programs of a module; they are built if that has not been done."""
+    folder, _, variant = name.partition("/")
+    module = MODULES / folder
+    mod = module / f"{variant or 'go'}.mod"
+    version = re.search(rf"^(?:require )?\t?{MODULE[folder]} (v\S+)", mod.read_text(), re.MULTILINE)[1]
+    pinned = b"".join(path.read_bytes() for path in (mod, mod.with_suffix(".sum")))
+    digest = hashlib.sha256(pinned + repr(STAGES[name]).encode()).hexdigest()[:8]
+    built = CACHE / f"{folder}-{version}-{digest}"
+    if not built.exists():
+        build(module, mod, version, STAGES[name], built)
+    return built
+
+
+def build(module, mod, version, stages, built):
+    say(f"building {built.name}; this happens once on a machine, and can take minutes")
+    go = shutil.which("go", path=f"{os.environ['PATH']}:/usr/local/go/bin") or sys.exit(
+        "cluster: Go is needed, to build Kubernetes and istiod")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    fresh = pathlib.Path(tempfile.mkdtemp(prefix=f"{built.name}.", dir=CACHE))
+    environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -mod=readonly"}
+    in_module = {"cwd": module, "env": environment, "check": True}
+    try:
+        for flags in stages:
+            flags = [flag.format(version=version) for flag in flags]
+            subprocess.run([go, "build", f"-modfile={mod}", "-trimpath", "-ldflags=-s -w",
+                            "-o", f"{fresh}/", *flags], **in_module)
+        if module.name == "istio":
+            source = subprocess.run([go, "list", f"-modfile={mod}", "-m", "-f", "{{.Dir}}", "istio.io/istio"],
+                                    capture_output=True, text=True, **in_module).stdout.strip()
+            for file in ISTIO_FILES:
+                subprocess.run(["cp", "-r", "--no-preserve=mode", f"{source}/{file}", fresh], check=True)
+        fresh.chmod(0o755)
+        fresh.rename(built)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def say(text):
+    print(f"cluster: {text}", file=sys.stderr, flush=True)

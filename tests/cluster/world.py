@@ -1,0 +1,146 @@
+"""What cases share: kubectl, applications with either agent beside them, and load that counts failures."""
+
+import json
+import subprocess
+import time
+
+OURS, GO = "ours", "go"
+LIMIT = "90s"
+
+
+class Failed(Exception):
+    """A case does not hold."""
+
+
+class World:
+    """A namespace of a cluster. `cluster` is the one that the command made, or None for a user's."""
+
+    def __init__(self, kubectl, namespace, image, application, cluster=None):
+        self.command, self.namespace, self.cluster = kubectl, namespace, cluster
+        # The mesh's own agent needs no annotation.
+        self.images = {OURS: image, GO: None}
+        self.application = application
+
+    def kubectl(self, *words, fails=False, **more):
+        done = subprocess.run([*self.command, "-n", self.namespace, *map(str, words)],
+                              capture_output=True, text=True, timeout=180, **more)
+        if done.returncode and not fails:
+            raise Failed(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, *words):
+        return json.loads(self.kubectl("get", *words, "-o", "json"))
+
+    def apply(self, *resources):
+        self.kubectl("apply", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": resources}))
+
+    def template(self, name, agent, annotations=None, labels=None, app=None, spec=None):
+        """A pod with the application, as a Deployment or Job has it."""
+        annotations = dict(annotations or {})
+        if self.images[agent]:
+            annotations["sidecar.istio.io/proxyImage"] = self.images[agent]
+        container = {
+            "name": "app", "image": self.application, "args": ["serve"],
+            "readinessProbe": {"httpGet": {"path": "/health", "port": 8080}, "periodSeconds": 1},
+            # Clients hear of an ended pod later than the pod does.
+            "lifecycle": {"preStop": {"sleep": {"seconds": 5}}}} | (app or {})
+        return {"metadata": {"annotations": annotations, "labels": {"app": name} | (labels or {})},
+                "spec": {"terminationGracePeriodSeconds": 20, "containers": [container]} | (spec or {})}
+
+    def deploy(self, name, agent, replicas=1, **template):
+        """A Deployment and its Service; it need not be ready yet."""
+        self.apply(
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {
+                "selector": {"app": name}, "ports": [
+                    {"name": "http", "port": 8080}, {"name": "grpc", "port": 8081}, {"name": "tcp", "port": 8082}]}},
+            {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {
+                "replicas": replicas, "selector": {"matchLabels": {"app": name}},
+                "strategy": {"rollingUpdate": {"maxUnavailable": 0}},
+                "template": self.template(name, agent, **template)}})
+        return name
+
+    def rolled_out(self, *names):
+        for name in names:
+            self.kubectl("rollout", "status", f"deploy/{name}", f"--timeout={LIMIT}")
+
+    def swap(self, name, agent):
+        """Gives a Deployment another agent by annotation, and waits until old pods are gone."""
+        old = self.pods(name)
+        self.kubectl("patch", f"deploy/{name}", "-p", json.dumps({"spec": {"template": {"metadata": {
+            "annotations": {"sidecar.istio.io/proxyImage": self.images[agent]}}}}}))
+        self.rolled_out(name)
+        self.gone(old)
+
+    def pods(self, name):
+        return [pod["metadata"]["name"] for pod in self.get("pods", "-l", f"app={name}")["items"]
+                if not pod["metadata"].get("deletionTimestamp")]
+
+    def gone(self, pods):
+        self.kubectl("wait", "--for=delete", f"--timeout={LIMIT}", *(f"pod/{pod}" for pod in pods), fails=True)
+
+    def exec(self, target, *words, container="app", **more):
+        return self.kubectl("exec", target, "-c", container, "--", *words, **more)
+
+    def call(self, client, url):
+        """What the application said to a client's application."""
+        return json.loads(self.exec(f"deploy/{client}", "/application", "get", url))
+
+    def agent_of(self, target):
+        """Which agent runs in the sidecar."""
+        return OURS if "istio-agent" in self.exec(target, "pilot-agent", "version", container="istio-proxy") else GO
+
+    def until(self, what, check, limit=60):
+        """Waits until a check is true and returns its value; a failed kubectl is not."""
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                if value := check():
+                    return value
+                why = ""
+            except (Failed, ValueError) as error:
+                why = f": {error}"
+            if time.monotonic() > deadline:
+                raise Failed(f"waited {limit} s in vain until {what}{why}")
+            time.sleep(0.3)
+
+
+class Load:
+    """Requests from the applications of Deployments while the block runs; `told` has what each saw."""
+
+    def __init__(self, world, url, *clients):
+        self.world, self.url, self.clients = world, url, clients
+        self.told = {}
+
+    def __enter__(self):
+        for client in self.clients:
+            self.world.until(f"{client} reaches {self.url}", lambda: self.world.call(client, self.url))
+        self.running = {client: subprocess.Popen(
+            [*self.world.command, "-n", self.world.namespace, "exec", "-i", f"deploy/{client}", "-c", "app", "--",
+             "/application", "load", self.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for client in self.clients}
+        time.sleep(1)
+        return self
+
+    def __exit__(self, kind, *_):
+        time.sleep(0 if kind else 1)
+        for client, process in self.running.items():
+            output, errors = process.communicate(timeout=30)
+            if process.returncode and not kind:
+                raise Failed(f"the load of {client} ended: {errors.decode()}")
+            if not process.returncode:
+                self.told[client] = json.loads(output)
+
+    def failed(self):
+        return {client: told["failed"] for client, told in self.told.items() if told["failed"]}
+
+    def expect_none_failed(self):
+        if failed := self.failed():
+            raise Failed("failed requests: " + "; ".join(
+                f"{client}: {len(some)} of {self.told[client]['sent']}: {', '.join(some[:4])}"
+                for client, some in failed.items()))
+        return f"{sum(told['sent'] for told in self.told.values())} requests, none failed"
+
+
+def expect(what, wanted, found):
+    if wanted != found:
+        raise Failed(f"{what}: expected {wanted!r}, found {found!r}")
