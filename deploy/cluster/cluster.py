@@ -15,7 +15,9 @@ from programs import programs, say
 
 HERE = pathlib.Path(__file__).resolve().parent
 CONFIG = HERE / "config"
-OURS, GO, APPLICATION = "localhost/agent-ours:1", "localhost/agent-go:1", "localhost/application:1"
+# Two names of each agent's image, for a change from one to the other.
+OURS_NAMES, GO_NAMES = (tuple(f"localhost/agent-{agent}:{tag}" for tag in (1, 2)) for agent in ("ours", "go"))
+APPLICATION = "localhost/application:1"
 COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "unshare": "util-linux",
             "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "openssl": "openssl",
             "conntrack": "conntrack", "/usr/lib/cni/ptp": "containernetworking-plugins"}
@@ -47,14 +49,15 @@ class Cluster:
         control_plane = programs(istiod)
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / "programs").mkdir(parents=True)
-        for program in (*kubernetes.iterdir(), *tools.iterdir(), istio / "istioctl"):
+        for program in (*kubernetes.iterdir(), *tools.iterdir()):
             (self.folder / "programs" / program.name).symlink_to(program)
         self.certificates()
         images(Layout(self.folder / "images"), agent, istio, control_plane, tools)
-        (self.folder / "kubectl").write_text(
-            f"#!/bin/sh\nexec nsenter --target $(cat {self.folder}/pid) --net --wd=\"$PWD\" "
-            f"{kubernetes}/kubectl --kubeconfig {self.folder}/kubeconfig \"$@\"\n")
-        self.kubectl.chmod(0o755)
+        for program in (kubernetes / "kubectl", istio / "istioctl"):
+            wrapper = self.folder / program.name
+            wrapper.write_text(f"#!/bin/sh\nexec nsenter --target $(cat {self.folder}/pid) --net --wd=\"$PWD\" "
+                               f"{program} --kubeconfig {self.folder}/kubeconfig \"$@\"\n")
+            wrapper.chmod(0o755)
         self.boot()
         self.install(istio, control_plane)
 
@@ -117,6 +120,17 @@ class Cluster:
             raise RuntimeError(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
         return done.stdout
 
+    @property
+    def istioctl(self):
+        return [self.folder / "istioctl"]
+
+    @staticmethod
+    def other(image):
+        return f"{image[:-1]}{3 - int(image[-1])}"
+
+    def inside(self, *command):
+        subprocess.run(["nsenter", "--target", str(self.first()), "--all", *command], check=True, capture_output=True)
+
     def stop(self):
         """Ends the first process, and with it all others, all mounts and networks; control groups stay."""
         if pid := self.first():
@@ -134,12 +148,14 @@ def images(layout, agent, istio, control_plane, tools):
     layout.add("localhost/istiod:1", {"/usr/local/bin/pilot-discovery": control_plane / "pilot-discovery"},
                Entrypoint=["/usr/local/bin/pilot-discovery"], User="1337:1337")
     layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
-    layout.add(OURS, {}, agent)
+    for name in OURS_NAMES:
+        layout.add(name, {}, agent)
     # Go's agent looks for iptables by these names.
     links = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
              for action in ("", "-save", "-restore")}
-    layout.add(GO, {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
-                    "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}, agent)
+    for name in GO_NAMES:
+        layout.add(name, {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
+                          "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}, agent)
 
 
 def missing():

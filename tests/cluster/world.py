@@ -1,6 +1,7 @@
 """What cases share: kubectl, applications with either agent beside them, and load that counts failures."""
 
 import json
+import shutil
 import subprocess
 import time
 
@@ -10,6 +11,10 @@ LIMIT = "90s"
 
 class Failed(Exception):
     """A case does not hold."""
+
+
+class Skipped(Exception):
+    """A case cannot run here."""
 
 
 class World:
@@ -88,6 +93,61 @@ class World:
     def agent_of(self, target):
         """Which agent runs in the sidecar."""
         return OURS if "istio-agent" in self.exec(target, "pilot-agent", "version", container="istio-proxy") else GO
+
+    def container(self, pod, name):
+        status = self.get(f"pod/{pod}")["status"]
+        return next(one for part in ("containerStatuses", "initContainerStatuses")
+                    for one in status.get(part, []) if one["name"] == name)
+
+    def injected(self):
+        """A pod without annotations, as the webhook returns it; nothing is created."""
+        template = self.template("injected", GO)
+        return json.loads(self.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=json.dumps(
+            {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+             "metadata": template["metadata"] | {"name": "injected"}})))
+
+    def mesh_image(self):
+        """The image that pods get without annotation."""
+        return next(one["image"] for part in ("initContainers", "containers")
+                    for one in self.injected()["spec"].get(part, []) if one["name"] == "istio-proxy")
+
+    def other_image(self, agent):
+        """Another image of the same agent where there is one, else the mesh's."""
+        return self.cluster.other(self.images[agent] or self.mesh_image()) if self.cluster else self.mesh_image()
+
+    def istioctl(self, *words, **more):
+        command = self.cluster.istioctl if self.cluster else ["istioctl", *self.command[1:]]
+        if not shutil.which(command[0]):
+            raise Skipped("needs istioctl")
+        done = subprocess.run([*command, "-n", self.namespace, *words], capture_output=True, text=True, timeout=120, **more)
+        if done.returncode:
+            raise Failed(f"istioctl {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def scale_istiod(self, replicas):
+        words = ["-n", "istio-system", "deploy/istiod"]
+        self.kubectl("scale", *words, f"--replicas={replicas}")
+        self.kubectl("rollout", "status", *words, f"--timeout={LIMIT}")
+        if not replicas:
+            self.kubectl("wait", "-n", "istio-system", "--for=delete", "pod", "-l", "app=istiod", f"--timeout={LIMIT}")
+
+    def kill(self, pod, container):
+        """Kills a container's first process, as the kernel does for want of memory."""
+        name = self.container(pod, container)["containerID"].partition("://")[2]
+        self.cluster.inside("ctr", "--namespace", "k8s.io", "task", "kill", "--signal", "SIGKILL", name)
+
+    def describe(self, folder):
+        """Keeps what says why a case has failed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, words in {"pods": ["get", "pods", "-o", "wide"], "events": ["get", "events", "--sort-by=.lastTimestamp"],
+                            "pods.yaml": ["get", "pods", "-o", "yaml"],
+                            "istiod.log": ["logs", "-n", "istio-system", "deploy/istiod", "--tail=3000"]}.items():
+            (folder / name).write_text(self.kubectl(*words, fails=True))
+        for pod in self.get("pods")["items"]:
+            name = pod["metadata"]["name"]
+            for previous in ("", "--previous"):
+                if log := self.kubectl("logs", name, "-c", "istio-proxy", *previous.split(), fails=True):
+                    (folder / f"{name}{previous}.log").write_text(log)
 
     def until(self, what, check, limit=60):
         """Waits until a check is true and returns its value; a failed kubectl is not."""

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"os"
@@ -32,6 +33,8 @@ func main() {
 		}
 		os.Stdout.Write(body)
 	case "healthy": // a probe by a command
+	case "wait":
+		time.Sleep(math.MaxInt64)
 	}
 }
 
