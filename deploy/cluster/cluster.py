@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Kubernetes with istiod on this machine, in namespaces of its own: `cluster.py stop FOLDER` ends it."""
+"""A Kubernetes with istiod on this machine, in namespaces of its own: `cluster.py FOLDER` ends it."""
 
 import json
 import os
@@ -51,6 +51,7 @@ class Cluster:
         (self.folder / "programs").mkdir(parents=True)
         for program in (*kubernetes.iterdir(), *tools.iterdir()):
             (self.folder / "programs" / program.name).symlink_to(program)
+        (self.folder / "istiod").symlink_to(control_plane)
         self.certificates()
         images(Layout(self.folder / "images"), agent, istio, control_plane, tools)
         for program in (kubernetes / "kubectl", istio / "istioctl"):
@@ -59,7 +60,7 @@ class Cluster:
                                f"{program} --kubeconfig {self.folder}/kubeconfig \"$@\"\n")
             wrapper.chmod(0o755)
         self.boot()
-        self.install(istio, control_plane)
+        self.install(istio)
 
     def certificates(self):
         """One authority, a certificate of the node and API server, and one of the administrator."""
@@ -101,17 +102,17 @@ class Cluster:
         self.run("wait", "--for=create", "node/node", "--timeout=60s")
         self.run("wait", "--for=condition=Ready", "node/node", "--timeout=60s")
 
-    def install(self, istio, control_plane):
-        """Istio's charts with the values of config/istio.yaml, and others if given as istioctl takes them."""
-        self.manifests = (istio / "istioctl", "manifest", "generate", "--manifests", control_plane / "manifests",
-                          "--filename", CONFIG / "istio.yaml")
+    def install(self, istio):
         self.run("apply", "--server-side", "-f", istio / "gateway-api-crd.yaml")
         self.set_mesh()
         self.run("-n", "istio-system", "rollout", "status", "deploy/istiod", "--timeout=120s")
 
     def set_mesh(self, *values):
+        """Applies Istio's charts with config/istio.yaml and other values, as istioctl takes them."""
         words = [word for value in values for word in ("--set", f"values.{value}")]
-        rendered = subprocess.run([*self.manifests, *words], check=True, capture_output=True, text=True).stdout
+        rendered = subprocess.run(
+            [self.folder / "istioctl", "manifest", "generate", "--manifests", self.folder / "istiod/manifests",
+             "--filename", CONFIG / "istio.yaml", *words], check=True, capture_output=True, text=True).stdout
         self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
 
     def run(self, *words, **more):

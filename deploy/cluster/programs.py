@@ -32,7 +32,8 @@ def programs(name):
     module = MODULES / folder
     mod = module / f"{variant or 'go'}.mod"
     version = re.search(rf"^(?:require )?\t?{MODULE[folder]} (v\S+)", mod.read_text(), re.MULTILINE)[1]
-    pinned = b"".join(path.read_bytes() for path in (mod, mod.with_suffix(".sum")))
+    sources = (mod, mod.with_suffix(".sum"), *sorted(module.glob("*/*.go")))
+    pinned = b"".join(path.read_bytes() for path in sources)
     digest = hashlib.sha256(pinned + repr(STAGES[name]).encode()).hexdigest()[:8]
     built = CACHE / f"{folder}-{version}-{digest}"
     if not built.exists():

@@ -6,6 +6,7 @@ import subprocess
 import time
 
 OURS, GO = "ours", "go"
+ISTIOD = ("-n", "istio-system", "deploy/istiod")
 LIMIT = "90s"
 
 
@@ -125,9 +126,8 @@ class World:
         return done.stdout
 
     def scale_istiod(self, replicas):
-        words = ["-n", "istio-system", "deploy/istiod"]
-        self.kubectl("scale", *words, f"--replicas={replicas}")
-        self.kubectl("rollout", "status", *words, f"--timeout={LIMIT}")
+        self.kubectl("scale", *ISTIOD, f"--replicas={replicas}")
+        self.kubectl("rollout", "status", *ISTIOD, f"--timeout={LIMIT}")
         if not replicas:
             self.kubectl("wait", "-n", "istio-system", "--for=delete", "pod", "-l", "app=istiod", f"--timeout={LIMIT}")
 

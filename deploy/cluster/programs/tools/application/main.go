@@ -32,6 +32,15 @@ func main() {
 			os.Exit(1)
 		}
 		os.Stdout.Write(body)
+	case "copy": // copy FROM TO
+		data, err := os.ReadFile(os.Args[2])
+		if err == nil {
+			err = os.WriteFile(os.Args[3], data, 0o644)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
 	case "healthy": // a probe by a command
 	case "wait":
 		time.Sleep(math.MaxInt64)
