@@ -15,7 +15,7 @@ install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-def
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image pods release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build image cluster cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -61,10 +61,13 @@ package: deb ## Builds the packages for machines, a .deb and an .rpm.
 	@$(call install,cargo-generate-rpm,0.21.1)
 	@$(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
 
-pods: $(if $(IMAGE),,image) ## Runs pods of all kinds with the image, as root; IMAGE= is another one.
-	@python3 -B tests/pods/main.py --image $(or $(IMAGE),$(target)/image/oci) \
-	  --binaries $(target)/release --folder $(target)/pods --grpc $(target)/pods-grpc \
-	  --proxyv2 "$(PROXYV2)" --rendered "$(RENDERED_PODS)"
+cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs a Kubernetes with istiod and the suite in it, as root; or CONTEXT= of yours with IMAGE=.
+	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
+	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
+	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(filter-out 0,$(KEEP)),--keep)
+
+cluster-stop: ## Ends what `make cluster KEEP=1` left running.
+	@python3 -B deploy/cluster/cluster.py $(target)/cluster
 
 demo: envoy ## Runs the agent, three Envoys and a control plane on this machine; KEEP=1 leaves it running.
 	@cargo build --profile $(PROFILE) --locked

@@ -341,6 +341,19 @@ def kept_configuration_serves_while_istiod_is_away_and_hands_over_when_it_is_bac
     return f"{before.expect_none_failed()}; served {took:.1f} s after the kill; {after.expect_none_failed()}"
 
 
+@case(1, gate=True)
+def the_sidecar_with_this_agent_takes_less_memory(world):
+    """What the kubelet charges to the two clients' sidecars, which have made the same requests."""
+    node = world.get("pods", "-l", f"app={CLIENTS[0]}")["items"][0]["spec"]["nodeName"]
+    pods = json.loads(world.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))["pods"]
+    held = {client: container["memory"]["workingSetBytes"] / 1e6 for client in CLIENTS for pod in pods
+            if pod["podRef"]["name"] in world.pods(client) for container in pod["containers"]
+            if container["name"] == "istio-proxy"}
+    if held[CLIENTS[0]] >= held[CLIENTS[1]]:
+        raise Failed(f"working sets in MB: {held}")
+    return ", ".join(f"{client}: {megabytes:.1f} MB" for client, megabytes in held.items())
+
+
 @case(9, gate=True)
 def a_sidecar_is_upgraded_in_place_and_its_application_runs_on(world, agent=OURS):
     url = shop(world, "in-place", agent)

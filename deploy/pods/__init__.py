@@ -1,1 +1,0 @@
-"""Runs pods on this machine as a kubelet would, without Kubernetes: see README.md."""
