@@ -15,7 +15,7 @@ install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-def
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build image cluster cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build local-istiod image cluster cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -23,8 +23,12 @@ help: ## Lists these commands.
 envoy: ## Finds or fetches an Envoy.
 	@deploy/envoy/get-envoy >/dev/null
 
-build: ## Builds the agent as it ships, and local-istiod beside it.
-	@cargo build --release --locked
+build: ## Builds the agent as it ships, and its symbols in target/release/pilot-agent.debug.
+	@cargo build --release --locked --bin pilot-agent
+	@deploy/split-symbols $(target)/release/pilot-agent
+
+local-istiod: ## Builds the control plane of demo and tests.
+	@cargo build --locked --package local-istiod
 
 image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
 	@envoy="$$(deploy/envoy/get-envoy)"; \
@@ -39,11 +43,13 @@ release: image package ## Leaves archive, packages, image and checksums in targe
 	$(MAKE) aarch64 PROFILE=release; agents+=($(target)/$(aarch64)/release/pilot-agent); fi; \
 	deploy/release $(target)/dist $(target)/image $(target)/debian/*.deb $(target)/generate-rpm/*.rpm -- "$${agents[@]}"
 
-aarch64: build ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
+aarch64: local-istiod ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
 	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
 	@CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	cargo build --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64)
-	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/release/local-istiod
+	@if [[ $(PROFILE) == release ]]; then \
+	OBJCOPY=aarch64-linux-gnu-objcopy deploy/split-symbols $(target)/$(aarch64)/release/pilot-agent; fi
+	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/debug/local-istiod
 
 deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if GitHub can be reached.
 	@$(call install,cargo-deny,0.20.2)
@@ -69,10 +75,11 @@ cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs a Kubernetes with istiod and t
 cluster-stop: ## Ends what `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster
 
-demo: envoy ## Runs the agent, three Envoys and a control plane on this machine; KEEP=1 leaves it running.
-	@cargo build --profile $(PROFILE) --locked
+demo: envoy local-istiod ## Runs the agent, three Envoys and a control plane on this machine; KEEP=1 leaves it running.
+	@cargo build --profile $(PROFILE) --locked --bin pilot-agent
 	@envoy="$$(deploy/envoy/get-envoy)"; \
-	$(demo) --binaries $(target)/$(PROFILE:dev=debug) --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
+	$(demo) --agent $(target)/$(PROFILE:dev=debug)/pilot-agent --istiod $(target)/debug/local-istiod \
+	  --envoy "$$envoy" $(if $(filter-out 0,$(KEEP)),--keep)
 
 demo-stop: ## Ends what `make demo KEEP=1` left running.
 	@$(demo) --stop

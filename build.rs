@@ -1,5 +1,4 @@
-//! Compiles `proto/` without `protoc`, into messages, and into descriptors by which JSON is read; and
-//! leaves unwind tables out of releases.
+//! Compiles `proto/` without `protoc`, into messages, and into descriptors by which JSON is read.
 
 #![expect(
     clippy::disallowed_methods,
@@ -12,12 +11,6 @@ use std::{env, fs};
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
-    // A release neither unwinds nor, stripped, can print a backtrace; the standard library's tables for
-    // both would make it 0.6 MB larger.
-    if env::var("PROFILE")? == "release" {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/.cargo/no-unwind-tables.ld");
-        println!("cargo::rustc-link-arg-bins=-Wl,-T,{script}");
-    }
     println!("cargo::rerun-if-changed=proto");
     let files = ["security/v1alpha1/ca.proto", "grpc/health/v1/health.proto"];
     let own = protox::compile(files, ["proto"])?;

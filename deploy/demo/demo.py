@@ -36,7 +36,7 @@ def main():
     the_mesh = None
     keep = False
     try:
-        the_mesh = mesh.Mesh(options.binaries.resolve(), options.envoy.resolve(), root)
+        the_mesh = mesh.Mesh(options.agent.resolve(), options.istiod.resolve(), options.envoy.resolve(), root)
         Story(the_mesh, options.keep).tell()
         keep = options.keep
         return 0
@@ -56,7 +56,9 @@ def main():
 
 def parse_options():
     parser = argparse.ArgumentParser(description="Shows the agent at work on this machine.")
-    parser.add_argument("--binaries", type=pathlib.Path, default=pathlib.Path("target/debug"))
+    debug = pathlib.Path("target/debug")
+    parser.add_argument("--agent", type=pathlib.Path, default=debug / "pilot-agent")
+    parser.add_argument("--istiod", type=pathlib.Path, default=debug / "local-istiod")
     parser.add_argument("--envoy", type=pathlib.Path, default=pathlib.Path("envoy"))
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("target/demo"))
     parser.add_argument("--keep", action="store_true", help="leave all running at the end")
@@ -313,7 +315,7 @@ class Story:
         megabytes = lambda size: f"{size / 1e6:.1f} MB"
         rows = [[w.name, *map(megabytes, w.memory())] for w in self.workloads]
         screen.table(["resident", "agent", "Envoy"], rows)
-        if self.mesh.binaries.name == "debug":
+        if self.mesh.agent.parent.name == "debug":
             screen.done("the agent is a debug build: `make demo PROFILE=release` shows what ships")
 
     def ask_doctor(self):

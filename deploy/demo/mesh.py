@@ -34,8 +34,8 @@ def identity(account):
 class Mesh:
     """Paths, ports and processes of one run."""
 
-    def __init__(self, binaries, envoy_binary, root):
-        self.binaries, self.envoy_binary, self.root = binaries, envoy_binary, root
+    def __init__(self, agent, istiod, envoy_binary, root):
+        self.agent, self.istiod_binary, self.envoy_binary, self.root = agent, istiod, envoy_binary, root
         self.register = root.with_suffix(".running.json")
         self.was_kept = processes.end_kept(self.register)
         shutil.rmtree(root, ignore_errors=True)
@@ -53,7 +53,7 @@ class Mesh:
     def start_istiod(self):
         port, folder = self.ports["istiod"], self.root / "istiod"
         command = [
-            self.binaries / "local-istiod", "--listen", f"127.0.0.1:{port}",
+            self.istiod_binary, "--listen", f"127.0.0.1:{port}",
             "--resources", folder / "resources", "--out", folder / "out",
             "--state", folder / "state", "--trust-domain", TRUST_DOMAIN,
             "--max-cert-ttl", f"{CERTIFICATE_SECONDS}s"]
@@ -132,7 +132,7 @@ class Workload:
         self.variables = self.environment(settings) | environment
         self.agent = mesh.family.start(
             f"the {name}'s agent",
-            [str(mesh.binaries / "pilot-agent"), "proxy", "sidecar",
+            [str(mesh.agent), "proxy", "sidecar",
              "--log_output_level=default:info"],
             self.folder, self.variables, mesh.log(f"{name}-agent-and-envoy"))
         self.envoy_pid = None
@@ -197,7 +197,7 @@ class Workload:
 
     def diagnose(self):
         """The report of `pilot-agent doctor`, and its exit code: 0 without errors and warnings."""
-        command = [str(self.mesh.binaries / "pilot-agent"), "doctor"]
+        command = [str(self.mesh.agent), "doctor"]
         try:
             done = subprocess.run(command, cwd=self.folder, env=self.variables, timeout=10,
                                   capture_output=True, text=True)
