@@ -18,7 +18,7 @@ aarch64 := aarch64-unknown-linux-gnu
 .PHONY: help envoy build local-istiod image cluster cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
-	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
 
 envoy: ## Finds or fetches an Envoy.
 	@deploy/envoy/get-envoy >/dev/null
