@@ -1,5 +1,5 @@
 //! Finds out what is wrong with a sidecar: checks configuration, token, istiod, certificates, sockets,
-//! Envoy, capture, DNS, probes and disk, and says what to do.
+//! Envoy, capture, DNS and probes, and says what to do.
 //!
 //! The checks run side by side, in the agent with what its modules know, or in a process of their own
 //! with what can be seen from outside. A report takes at most [`LIMIT`], whatever hangs. Nothing is
@@ -10,7 +10,6 @@ mod certificate;
 mod certificates;
 mod configuration;
 mod discovery;
-mod disk;
 mod dns;
 mod envoy;
 mod istiod;
@@ -84,8 +83,6 @@ pub async fn report(
         return report;
     };
     let subject = Subject { config, running };
-    // All the others rest on it.
-    let machine = group("disk", disk::checks(subject));
     let others = async {
         <[Group; 6]>::from(tokio::join!(
             group("certificate", certificate::checks(subject)),
@@ -96,9 +93,9 @@ pub async fn report(
             group("probes", probes::checks(subject)),
         ))
     };
-    let (machine, control_plane, others) = tokio::join!(machine, control_plane(subject), others);
+    let (control_plane, others) = tokio::join!(control_plane(subject), others);
     let groups = report.groups.drain(..);
-    let groups = groups.chain([machine]).chain(control_plane).chain(others);
+    let groups = groups.chain(control_plane).chain(others);
     Report::new(report.node, groups.collect())
 }
 

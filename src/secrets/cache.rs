@@ -136,14 +136,6 @@ impl CertificateCache {
     }
 }
 
-/// Fails if no certificate can be cached below `parent`. Changes nothing.
-pub(crate) fn check(parent: &Path) -> io::Result<()> {
-    match Directory::private(parent, DIRECTORY, false) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => check_in_memory(Directory::open(parent)?),
-    }
-}
-
 fn check_in_memory(directory: impl AsFd) -> io::Result<()> {
     let file_system = rustix::fs::fstatfs(directory)?;
     // The type is a small number in a word whose width depends on the machine.

@@ -6,7 +6,7 @@
 //! authority's roots. [`files`] are the other source, a [`Subscription`] reads both, and [`output`]
 //! writes both to a directory.
 
-pub(crate) mod cache;
+mod cache;
 pub mod certificate;
 #[cfg(test)]
 pub(crate) mod fake_authority;

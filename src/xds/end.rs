@@ -131,9 +131,9 @@ impl End {
         }
     }
 
-    /// Envoy is served what is kept, and istiod is there again. Envoy connects anew.
+    /// Envoy has been served what is kept. It connects anew.
     pub(crate) fn handed_over() -> Self {
-        let why = "istiod is there again: Envoy's next stream is relayed to it";
+        let why = "Envoy has what is kept: its next stream is relayed to istiod";
         tracing::info!(target: "xdsproxy", "{why}");
         Self::new(Side::Agent, true, &Status::unavailable(why))
     }
@@ -142,12 +142,6 @@ impl End {
     pub(crate) fn unanswered() -> Self {
         let why = format!("no answer to a request within {MAX_SILENCE:?}");
         Self::new(Side::Istiod, false, &Status::unavailable(why))
-    }
-
-    /// Istiod's stream is open and without a response.
-    pub(crate) fn silent() -> Self {
-        let why = "istiod does not answer: Envoy's next stream is served what is kept";
-        Self::new(Side::Agent, true, &Status::unavailable(why))
     }
 
     /// What is kept cannot be served.

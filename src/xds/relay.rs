@@ -36,10 +36,11 @@ use super::intercept::{Interceptors, Outcome};
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
-use super::observe::Observer;
+use super::observe::{Observer, Source};
 use super::response::Captured;
 use super::stream::StreamState;
 use crate::backoff::Backoff;
+use crate::clock::later;
 use crate::istiod::{Closed, Connection, Istiod, MAX_SILENCE};
 
 /// How many bytes of requests are kept for an istiod that has not answered yet. A first round of
@@ -118,7 +119,7 @@ impl IstiodSide {
     }
 
     /// Waits for the next event or the end. Cancel safe.
-    async fn next(&mut self, settling_since: Option<Instant>) -> Result<IstiodEvent, End> {
+    async fn next(&mut self) -> Result<IstiodEvent, End> {
         match self {
             Self::Connecting(connection) => match connection.await {
                 Ok(connection) => Ok(IstiodEvent::Connected(connection)),
@@ -137,7 +138,7 @@ impl IstiodSide {
                     None => Err(End::istiod(HeaderMap::new())),
                 }
             }
-            Self::Kept(replay) => replay.next(settling_since).await.map(IstiodEvent::Data),
+            Self::Kept(replay) => replay.next().await.map(IstiodEvent::Data),
         }
     }
 }
@@ -171,6 +172,7 @@ struct Session<'a> {
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
     /// Since when Envoy lets a response wait.
     waiting_since: Option<Instant>,
+    began: Instant,
     istiod: IstiodSide,
     /// What istiod's stream is on, once there is one.
     connection: Option<Connection>,
@@ -210,6 +212,7 @@ impl<'a> Session<'a> {
             envoy,
             to_envoy,
             waiting_since: None,
+            began: Instant::now(),
             istiod: IstiodSide::connect(relay.istiod.clone(), Duration::ZERO),
             connection: None,
             left: Box::pin(pending()),
@@ -236,11 +239,8 @@ impl<'a> Session<'a> {
     async fn relay(&mut self) -> Result<Infallible, End> {
         let mut stopped = pin!(self.relay.stop.cancelled());
         let mut envoy_gone = pin!(self.to_envoy.closed());
-        if self.due().is_some_and(|due| due <= Instant::now()) {
-            self.serve_kept()?;
-        }
         loop {
-            let (due, settling_since) = (self.due(), self.state.recorder.settling_since());
+            let due = self.due();
             let silent_at = self
                 .owed_since
                 .and_then(|since| since.checked_add(MAX_SILENCE));
@@ -275,9 +275,8 @@ impl<'a> Session<'a> {
                     let report = self.state.health_report(&health);
                     let _ = self.to_istiod.as_ref().map(|to_istiod| to_istiod.send(report));
                 }
-                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept()?,
-                () = self.state.recorder.has_room() => {}
-                event = self.istiod.next(settling_since), if self.state.wants_responses() => {
+                Some(()) = OptionFuture::from(due.map(sleep_until)) => self.serve_kept(),
+                event = self.istiod.next(), if self.state.wants_responses() => {
                     self.owed_since = None;
                     let done = event.and_then(|event| self.istiod_event(event));
                     done.or_else(|end| self.istiod_done(end, false))?;
@@ -383,34 +382,24 @@ impl<'a> Session<'a> {
 
     /// When Envoy is to be served what is kept, if istiod does not answer before.
     fn due(&self) -> Option<Instant> {
-        match (&self.istiod, &self.relay.kept) {
-            (IstiodSide::Kept(_), _) | (_, None) => None,
-            (_, Some(envoy)) => envoy.due(),
-        }
+        let envoy = self.relay.kept.as_ref().filter(|_| self.held.is_some())?;
+        Some(later(self.began, envoy.patience()?))
     }
 
-    /// Answers Envoy from what is kept. A stream of istiod's that has not answered ends, and the next
-    /// one is served.
-    fn serve_kept(&mut self) -> Result<(), End> {
+    /// Answers Envoy from what is kept, if anything is.
+    fn serve_kept(&mut self) {
         let kept = self.relay.kept.as_ref();
         let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
-            return Ok(());
+            return;
         };
-        if self.held.is_none() {
-            return Err(End::silent());
-        }
         let envoy = envoy.clone();
         let queue = self.queue();
         (self.held, self.held_bytes) = (None, 0);
         (self.connection, self.left) = (None, Box::pin(pending()));
-        let Relay {
-            protocol, istiod, ..
-        } = self.relay;
-        let replay = Replay::start(envoy, *protocol, queue, istiod.clone());
-        self.istiod = IstiodSide::Kept(replay);
+        self.istiod = IstiodSide::Kept(Replay::start(envoy, queue));
         self.state.recorder.stop();
+        self.state.source = Source::Kept;
         self.relay.observer.serves_kept(self.relay.id);
-        Ok(())
     }
 
     /// Hands Envoy the next bytes.

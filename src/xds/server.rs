@@ -143,7 +143,7 @@ impl Discovery {
             max_request_bytes: self.0.config.max_request_bytes,
             health: self.0.health.clone(),
             kept: (peer.pid().filter(|_| is_envoy))
-                .and_then(|pid| Some(self.0.config.kept.as_ref()?.envoy_cache(pid))),
+                .and_then(|pid| self.0.config.kept.as_ref()?.envoy_cache(pid, protocol)),
             stop,
         };
         let accepted = match protocol {

@@ -11,7 +11,7 @@ use super::Protocol;
 use super::end::End;
 use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
 use super::last_known_good::{EnvoyCache, Recorder};
-use super::observe::Observer;
+use super::observe::{Observer, Source};
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 
@@ -44,6 +44,8 @@ pub(super) struct StreamState {
     between: VecDeque<Bytes>,
     /// Responses that wait for their interceptor.
     pub(super) captured: VecDeque<Captured>,
+    /// Where responses come from.
+    pub(super) source: Source,
     pub(super) recorder: Recorder,
 }
 
@@ -69,7 +71,8 @@ impl StreamState {
             to_envoy: VecDeque::new(),
             between: VecDeque::new(),
             captured: VecDeque::new(),
-            recorder: Recorder::new(kept, id, protocol),
+            source: Source::Istiod,
+            recorder: Recorder::new(kept, id),
         }
     }
 
@@ -131,7 +134,7 @@ impl StreamState {
                     );
                 }
                 self.recorder.passed(&received);
-                self.observer.received(received, self.recorder.source());
+                self.observer.received(received, self.source);
             }
             // Without resources there is nothing to consume, and istiod gets no ACK, as from
             // pilot-agent. What Envoy subscribes to may be a removal, which the interceptor has to see.
@@ -150,7 +153,7 @@ impl StreamState {
         let response = &captured.received;
         match outcome {
             Outcome::Accepted => {
-                self.recorder.consumed(captured);
+                self.recorder.replaced(response, &captured.message, true);
                 self.answer(response, None);
             }
             Outcome::Rejected(problem) => {
@@ -164,7 +167,7 @@ impl StreamState {
                 self.answer(response, Some(&problem));
             }
             Outcome::Forward(message) | Outcome::ForwardAnd(message, _) => {
-                self.recorder.rewritten(response, &message);
+                self.recorder.replaced(response, &message, false);
                 self.between.push_back(frame(&message));
                 self.send_rewritten();
             }

@@ -29,16 +29,15 @@ struct Workload {
 }
 
 /// A workload that keeps configuration and certificates.
-async fn workload(binary: &Path, delta: bool, control_plane: &ControlPlane) -> Workload {
+async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
     let kept = memory();
     let directory = kept.path().to_str().unwrap();
-    let (delta, dns) = (delta.to_string(), format!("127.0.0.1:{}", free_port()));
+    let dns = format!("127.0.0.1:{}", free_port());
     let settings = Settings {
         envoy: Some(binary),
         environment: &[
             ("ISTIO_AGENT_KEEP_CONFIG", directory),
             ("ISTIO_AGENT_KEEP_CERTS", directory),
-            ("ISTIO_DELTA_XDS", &delta),
             ("ISTIO_META_DNS_CAPTURE", "true"),
             ("DNS_PROXY_ADDR", &dns),
         ],
@@ -121,7 +120,8 @@ fn client(port: u16, server: u16, mark: &str) -> Vec<Value> {
     ]
 }
 
-async fn two_workloads_start_without_a_control_plane(delta: bool) {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_workloads_start_without_a_control_plane() {
     let Some(binary) = envoy_binary() else { return };
     let (port, tls_port) = (free_port(), free_port());
     let server_istiod = ControlPlane::of(&[secured_listener("server", tls_port)]).await;
@@ -131,8 +131,8 @@ async fn two_workloads_start_without_a_control_plane(delta: bool) {
         .await;
     let client_istiod = client_istiod.replace(server_istiod.keys.clone()).await;
     client_istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
-    let mut server = workload(&binary, delta, &server_istiod).await;
-    let mut client_pod = workload(&binary, delta, &client_istiod).await;
+    let mut server = workload(&binary, &server_istiod).await;
+    let mut client_pod = workload(&binary, &client_istiod).await;
     marked(port, "0").await;
     keeps(&server.pod, &["Listener", "Cluster"]).await;
     let types = [
@@ -178,16 +178,6 @@ async fn two_workloads_start_without_a_control_plane(delta: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_workloads_start_without_a_control_plane_in_delta() {
-    two_workloads_start_without_a_control_plane(true).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_workloads_start_without_a_control_plane_in_sotw() {
-    two_workloads_start_without_a_control_plane(false).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     let Some(binary) = envoy_binary() else { return };
     let (port, answering_port) = (free_port(), free_port());
@@ -199,7 +189,7 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
         all
     };
     let mut control_plane = ControlPlane::of(&of("0")).await;
-    let mut workload = workload(&binary, true, &control_plane).await;
+    let mut workload = workload(&binary, &control_plane).await;
     marked(port, "0").await;
     keeps(
         &workload.pod,
@@ -225,14 +215,15 @@ async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
     load.assert_flawless();
 }
 
-async fn an_envoy_that_refuses_what_was_kept_is_handed_over(delta: bool) {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_refuses_what_was_kept_is_handed_over() {
     let Some(binary) = envoy_binary() else { return };
     let (port, logs) = (free_port(), memory());
     let file = logs.path().join("there/access.log");
     fs::create_dir(file.parent().unwrap()).unwrap();
     let logged = logged(answering("logged", port), file.to_str().unwrap(), "line\n");
     let control_plane = ControlPlane::of(&[logged]).await;
-    let mut workload = workload(&binary, delta, &control_plane).await;
+    let mut workload = workload(&binary, &control_plane).await;
     eventually("an answer", async || get(port).await.ok()).await;
     keeps(&workload.pod, &["Listener", "Cluster"]).await;
     let dead = control_plane.kill().await;
@@ -258,21 +249,11 @@ async fn an_envoy_that_refuses_what_was_kept_is_handed_over(delta: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_envoy_that_refuses_what_was_kept_is_handed_over_in_delta() {
-    an_envoy_that_refuses_what_was_kept_is_handed_over(true).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_envoy_that_refuses_what_was_kept_is_handed_over_in_sotw() {
-    an_envoy_that_refuses_what_was_kept_is_handed_over(false).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_control_plane_that_takes_the_stream_and_answers_nothing_counts_as_away() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
-    let mut workload = workload(&binary, true, &control_plane).await;
+    let mut workload = workload(&binary, &control_plane).await;
     keeps(&workload.pod, &["Listener", "Cluster"]).await;
     let _silent = control_plane.kill().await.revive_silent().await;
     workload.pod.kill_and_restart(|| ()).await;

@@ -224,11 +224,11 @@ impl Table {
     }
 }
 
-fn now() -> SystemTime {
+pub(super) fn now() -> SystemTime {
     Clock::system().now()
 }
 
-fn unix_seconds(at: SystemTime) -> f64 {
+pub(super) fn unix_seconds(at: SystemTime) -> f64 {
     let since = at.duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default().as_secs_f64()
 }

@@ -111,11 +111,11 @@ impl Walker {
         }
     }
 
-    /// Like [`Walker::new`], for [`Walker::find`].
-    pub(super) fn of_names(protocol: Protocol, length: u64) -> Self {
+    /// Like [`Walker::new`] of a delta response, for [`Walker::find`].
+    pub(super) fn of_names(length: u64) -> Self {
         Self {
             name: Some(hasher()),
-            ..Self::new(protocol, length)
+            ..Self::new(Protocol::Delta, length)
         }
     }
 
@@ -224,10 +224,7 @@ impl Walker {
                     |fields| fields.resource_type.get_or_insert_default()
                 }
                 (Protocol::Delta, 1, 2) if !has_type => return Ok(self.enter(end)),
-                (Protocol::Sotw, 1, 2) if finds_names => return Ok(self.enter(end)),
-                (Protocol::Sotw, 2, 1) | (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, 6)
-                    if finds_names =>
-                {
+                (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, 6) if finds_names => {
                     self.name = Some(hasher());
                     return Ok(Step::Name(end));
                 }

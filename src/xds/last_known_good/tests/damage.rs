@@ -15,21 +15,20 @@ use super::super::writer::Coverage;
 use super::{
     CLUSTER, IDENTITY, Resources, assert_kept, file, keep, kept, resources, response, writer,
 };
-use crate::xds::Protocol;
 use crate::xds::intercept::frame;
 
 /// A file with two responses of clusters.
 fn file_of_two(parent: &Path) -> Resources {
-    let mut writer = writer(parent, Protocol::Delta);
+    let mut writer = writer(parent);
     let first: Resources = (0..40)
         .map(|i| (format!("name {i}"), "1".repeat(30)))
         .collect();
-    let first = response(Protocol::Delta, "1", &first, &[]);
+    let first = response("1", &first, &[]);
     keep(&mut writer, "1", &first, Coverage::All);
     let second = resources(&[("a", "2")]);
-    let second = response(Protocol::Delta, "2", &second, &["name 3".to_owned()]);
+    let second = response("2", &second, &["name 3".to_owned()]);
     keep(&mut writer, "2", &second, Coverage::Part);
-    let found = kept(parent, Protocol::Delta).unwrap().unwrap();
+    let found = kept(parent).unwrap().unwrap();
     assert_eq!(found.len(), 40);
     found
 }
@@ -42,7 +41,7 @@ fn a_file_truncated_at_any_byte_is_not_used() {
     let opened = fs::OpenOptions::new().write(true).open(&path).unwrap();
     for length in (0..opened.metadata().unwrap().len()).rev() {
         opened.set_len(length).unwrap();
-        kept(parent.path(), Protocol::Delta).unwrap_err();
+        kept(parent.path()).unwrap_err();
     }
 }
 
@@ -65,12 +64,12 @@ fn a_file_with_changed_bytes_is_not_used_and_ends_no_writer() {
             *byte ^= fastrand::u8(1..);
         }
         fs::write(&path, &damaged).unwrap();
-        kept(parent.path(), Protocol::Delta).unwrap_err();
+        kept(parent.path()).unwrap_err();
     }
-    let mut writer = writer(parent.path(), Protocol::Delta);
-    let bytes = response(Protocol::Delta, "3", &found, &[]);
+    let mut writer = writer(parent.path());
+    let bytes = response("3", &found, &[]);
     keep(&mut writer, "3", &bytes, Coverage::All);
-    assert_kept(parent.path(), Protocol::Delta, Some(&found));
+    assert_kept(parent.path(), Some(&found));
 }
 
 #[test]
@@ -92,19 +91,19 @@ fn no_name_in_a_file_and_none_of_an_earlier_format_is_a_path() {
         let sum = crc32fast::hash(json.to_string().as_bytes());
         fs::write(directory.join("manifest"), format!("{sum:08x}\n{json}")).unwrap();
         // A header of the present format with more members.
-        let header = serde_json::json!({"format": 3, "identity": name, "version": name, "accepted": 0,
-            "start": u64::MAX, "length": u64::MAX, "crc": 0, "first": u64::MAX, "name": name, "file": name});
+        let header = serde_json::json!({"identity": name, "version": name, "accepted": 0,
+            "place": {"start": 0, "end": u64::MAX}, "crc": 0, "first": u64::MAX, "name": name, "file": name});
         let text = format!("{:4092}", header.to_string());
         let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
         fs::write(file(parent.path()), [&sum, text.as_bytes()].concat()).unwrap();
         fs::set_permissions(file(parent.path()), PermissionsExt::from_mode(0o600)).unwrap();
-        kept(parent.path(), Protocol::Delta).unwrap_err();
-        let mut writer = writer(parent.path(), Protocol::Delta);
-        let bytes = response(Protocol::Delta, "1", &resources(&[("a", "1")]), &[]);
+        kept(parent.path()).unwrap_err();
+        let mut writer = writer(parent.path());
+        let bytes = response("1", &resources(&[("a", "1")]), &[]);
         keep(&mut writer, "1", &bytes, Coverage::All);
         assert_eq!(fs::read_to_string(&outside).unwrap(), "untouched");
         let expected = resources(&[("a", "1")]);
-        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+        assert_kept(parent.path(), Some(&expected));
     }
 }
 
@@ -113,18 +112,16 @@ proptest! {
     fn arbitrary_files_do_no_harm(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("0");
-        // With its head, so that the walk comes to the fields.
         for content in [&bytes[..], &frame(&bytes)] {
-            let header = serde_json::json!({"format": 3, "identity": "", "version": "", "accepted": 0,
-                "start": 4096, "length": content.len(), "crc": crc32fast::hash(content), "first": 0});
+            let place = 4096..4096 + content.len();
+            let header = serde_json::json!({"identity": "", "version": "", "accepted": 0,
+                "place": place, "crc": crc32fast::hash(content), "first": 0});
             let text = format!("{:4092}", header.to_string());
             let sum = crc32fast::hash(text.as_bytes()).to_be_bytes();
             fs::write(&path, [&sum, text.as_bytes(), content].concat()).unwrap();
             let file = fs::File::open(&path).unwrap();
             let header = Header::read(&file).unwrap();
-            for protocol in [Protocol::Sotw, Protocol::Delta] {
-                let _ = Index::read(protocol, &header, file.try_clone().unwrap());
-            }
+            let _ = Index::read(&header, file);
         }
     }
 }
@@ -157,10 +154,10 @@ fn generation(number: u64) -> Resources {
 fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
     if let Ok(arguments) = std::env::var(KEEPER) {
         let (first, parent) = arguments.split_once(' ').unwrap();
-        let mut writer = writer(Path::new(parent), Protocol::Delta);
+        let mut writer = writer(Path::new(parent));
         println!("{KEEPER}");
         for number in first.parse().unwrap().. {
-            let whole = response(Protocol::Delta, "whole", &generation(number), &[]);
+            let whole = response("whole", &generation(number), &[]);
             let coverage = match number % 5 {
                 0 => Coverage::All,
                 _ => Coverage::Initial,
@@ -168,7 +165,7 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
             keep(&mut writer, "whole", &whole, coverage);
             for part in 0..3 {
                 let content = resources(&[("part", &format!("{number} {part}"))]);
-                let part = response(Protocol::Delta, "part", &content, &[]);
+                let part = response("part", &content, &[]);
                 keep(&mut writer, "part", &part, Coverage::Part);
             }
         }
@@ -199,7 +196,7 @@ fn after_a_kill_at_any_moment_the_store_is_one_that_was_committed() {
         )));
         process.kill().unwrap();
         process.wait().unwrap();
-        let Some(mut found) = kept(parent.path(), Protocol::Delta).unwrap() else {
+        let Some(mut found) = kept(parent.path()).unwrap() else {
             assert_eq!(newest, 0);
             continue;
         };

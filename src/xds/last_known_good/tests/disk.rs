@@ -33,28 +33,27 @@ impl Drop for Mount {
 
 /// Hands a response in, and its ACK.
 fn keep_one(writer: &mut Writer, nonce: &str, content: &str) {
-    let bytes = response(Protocol::Delta, nonce, &resources(&[("a", content)]), &[]);
+    let bytes = response(nonce, &resources(&[("a", content)]), &[]);
     keep(writer, nonce, &bytes, Coverage::All);
 }
 
 #[test]
-fn on_a_full_disk_a_type_is_not_kept_until_there_is_space() {
-    // One lets the agent see the end of the space, the other the end of the files.
-    for (options, large) in [("size=66m", 4 << 20), ("size=66m,nr_inodes=2", 1)] {
+fn on_a_full_disk_nothing_is_kept_until_there_is_space() {
+    // One has no space for a response, the other no files.
+    for options in ["size=2m", "size=2m,nr_inodes=4"] {
         let Some(mount) = Mount::new(options) else {
             return;
         };
         let parent = mount.0.path();
-        let mut writer = writer(parent, Protocol::Delta);
-        if large > 1 {
-            keep_one(&mut writer, "1", "1");
-        }
-        keep_one(&mut writer, "2", &"2".repeat(large));
-        assert_kept(parent, Protocol::Delta, None);
-        assert_eq!(writer.status.failures.get(), 1, "{options}");
+        let mut writer = writer(parent);
+        keep_one(&mut writer, "1", "1");
+        keep_one(&mut writer, "2", &"2".repeat(4 << 20));
+        assert_kept(parent, None);
+        assert_eq!(writer.shared.failures.get(), 1, "{options}");
         assert!(mount.mount("remount,size=100m,nr_inodes=100"));
+        begin(&mut writer, 1, 1, IDENTITY);
         keep_one(&mut writer, "3", "3");
-        assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "3")])));
+        assert_kept(parent, Some(&resources(&[("a", "3")])));
     }
 }
 
@@ -64,30 +63,30 @@ fn on_a_disk_that_becomes_read_only_the_last_response_that_counted_stays() {
         return;
     };
     let parent = mount.0.path();
-    keep_one(&mut writer(parent, Protocol::Delta), "1", "1");
+    keep_one(&mut writer(parent), "1", "1");
     assert!(mount.mount("remount,ro"));
-    keep_one(&mut writer(parent, Protocol::Delta), "2", "2");
+    keep_one(&mut writer(parent), "2", "2");
     let directory = Directory::open(&parent.join(DIRECTORY)).unwrap();
     assert!(directory.exists("Cluster"));
     assert!(mount.mount("remount,rw"));
-    assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "1")])));
-    keep_one(&mut writer(parent, Protocol::Delta), "3", "3");
-    assert_kept(parent, Protocol::Delta, Some(&resources(&[("a", "3")])));
+    assert_kept(parent, Some(&resources(&[("a", "1")])));
+    keep_one(&mut writer(parent), "3", "3");
+    assert_kept(parent, Some(&resources(&[("a", "3")])));
 }
 
 #[test]
 fn a_directory_that_vanishes_is_made_anew_for_the_next_stream() {
     let parent = tempfile::tempdir().unwrap();
-    let mut writer = writer(parent.path(), Protocol::Delta);
+    let mut writer = writer(parent.path());
     keep_one(&mut writer, "1", "1");
     fs::remove_dir_all(parent.path().join(DIRECTORY)).unwrap();
     keep_one(&mut writer, "2", "2");
-    assert_kept(parent.path(), Protocol::Delta, None);
-    assert_eq!(writer.status.failures.get(), 1);
-    begin(&mut writer, 1, 1, IDENTITY, Protocol::Delta);
+    assert_kept(parent.path(), None);
+    assert_eq!(writer.shared.failures.get(), 1);
+    begin(&mut writer, 1, 1, IDENTITY);
     keep_one(&mut writer, "3", "3");
     let expected = resources(&[("a", "3")]);
-    assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+    assert_kept(parent.path(), Some(&expected));
 }
 
 #[test]
@@ -112,13 +111,8 @@ fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_ou
             }
         });
         for number in 0..500 {
-            keep_one(
-                &mut writer(parent.path(), Protocol::Delta),
-                "1",
-                &number.to_string(),
-            );
-            let _ = check(parent.path());
-            let _ = kept(parent.path(), Protocol::Delta);
+            keep_one(&mut writer(parent.path()), "1", &number.to_string());
+            let _ = kept(parent.path());
         }
         is_over.store(true, Ordering::Relaxed);
     });
@@ -134,23 +128,12 @@ fn a_directory_exchanged_with_a_link_in_a_loop_has_nothing_written_or_removed_ou
 }
 
 #[test]
-fn without_space_for_it_a_response_is_refused() {
-    let parent = tempfile::tempdir().unwrap();
-    let directory = Directory::open(parent.path()).unwrap();
-    writer::has_space(&directory, 0).unwrap();
-    let error = writer::has_space(&directory, u64::MAX >> 1).unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-}
-
-#[test]
 fn what_another_user_can_write_and_links_are_not_used() {
     let parent = tempfile::tempdir().unwrap();
-    keep_one(&mut writer(parent.path(), Protocol::Delta), "1", "1");
+    keep_one(&mut writer(parent.path()), "1", "1");
     let directory = parent.path().join(DIRECTORY);
     let refused = |what: &str| {
-        let error = kept(parent.path(), Protocol::Delta)
-            .expect_err(what)
-            .to_string();
+        let error = kept(parent.path()).expect_err(what).to_string();
         assert!(
             ["expected", "symbolic", "Not a directory"]
                 .iter()
@@ -158,10 +141,7 @@ fn what_another_user_can_write_and_links_are_not_used() {
             "{what}: {error}"
         );
     };
-    let entries = fs::read_dir(&directory).unwrap();
-    let mut paths: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
-    paths.push(directory.clone());
-    for path in paths {
+    for path in [file(parent.path()), directory.clone()] {
         let mode = fs::metadata(&path).unwrap().permissions();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o777)).unwrap();
         refused("mode");
@@ -170,8 +150,8 @@ fn what_another_user_can_write_and_links_are_not_used() {
             lchown(&path, Some(1), None).unwrap();
             refused("owner");
             if path == directory {
-                let writer = writer(parent.path(), Protocol::Delta);
-                assert_eq!(writer.status.failures.get(), 1);
+                let writer = writer(parent.path());
+                assert_eq!(writer.shared.failures.get(), 1);
             }
             lchown(&path, Some(0), None).unwrap();
         }
@@ -182,5 +162,5 @@ fn what_another_user_can_write_and_links_are_not_used() {
         fs::remove_file(&path).unwrap();
         fs::rename(&aside, &path).unwrap();
     }
-    assert!(kept(parent.path(), Protocol::Delta).unwrap().is_some());
+    assert!(kept(parent.path()).unwrap().is_some());
 }

@@ -1,13 +1,18 @@
 //! What a stream hands to the writer.
 
-use envoy_types::pb::envoy::config::core::v3::Node;
-use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
+use std::collections::HashMap;
 
-use futures_util::FutureExt;
+use envoy_types::pb::envoy::config::core::v3::{Extension, Node};
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 
+use envoy_types::pb::google::protobuf::{Struct, Value, value::Kind};
+
+use tokio::time::Instant;
+
+use super::super::recorder::Subscription;
 use super::*;
+use crate::xds::Protocol;
 use crate::xds::request::RequestReader;
-use crate::xds::response::Captured;
 
 #[test]
 fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
@@ -20,9 +25,9 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
     };
     let (kept_handle, writing) = LastKnownGood::new(config, &Registry::default());
     let thread = std::thread::spawn(writing);
-    let mut recorder = Recorder::new(Some(kept_handle.envoy_cache(1)), 1, Protocol::Delta);
+    let mut recorder = Recorder::new(kept_handle.envoy_cache(1, Protocol::Delta), 1);
     let clusters = resources(&[("a", "1"), ("b", "2")]);
-    let bytes = response(Protocol::Delta, "1", &clusters, &[]);
+    let bytes = response("1", &clusters, &[]);
     let received = |type_url: &str| Received {
         type_url: type_url.into(),
         version: "v".into(),
@@ -31,179 +36,119 @@ fn a_message_that_the_agent_consumes_while_another_passes_is_kept_beside_it() {
         bytes: bytes.len() as u64 - 5,
         consumer: Consumer::Envoy,
     };
-    let mut requests = RequestReader::new(Protocol::Delta, 1000);
-    let request = |nonce: &str| {
-        frame(
-            &DeltaDiscoveryRequest {
-                node: Some(Node::default()),
-                type_url: CLUSTER.into(),
-                response_nonce: nonce.into(),
-                ..Default::default()
-            }
-            .encode_to_vec(),
-        )
-    };
-    requests
-        .feed(request(""), |request| recorder.requested(&request))
-        .unwrap();
+    request(&mut recorder, CLUSTER, "", &[]);
     recorder.begins(CLUSTER);
-    recorder.passes(&bytes.slice(..20));
-    recorder.consumed(&Captured {
-        interceptor: 0,
-        received: received(TABLE),
-        message: bytes.slice(5..),
-    });
-    recorder.passes(&bytes.slice(20..));
+    recorder.passes(&bytes.slice(..2));
+    recorder.replaced(&received(TABLE), &bytes.slice(5..), true);
+    recorder.passes(&bytes.slice(2..));
     recorder.passed(&received(CLUSTER));
-    requests
-        .feed(request("1"), |request| recorder.requested(&request))
-        .unwrap();
+    request(&mut recorder, CLUSTER, "1", &[]);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .build();
     runtime.unwrap().block_on(recorder.flush());
     drop((recorder, kept_handle));
     thread.join().unwrap();
-    assert_eq!(
-        kept(parent.path(), Protocol::Delta).unwrap(),
-        Some(clusters)
-    );
+    assert_kept(parent.path(), Some(&clusters));
     let directory = Directory::private(parent.path(), DIRECTORY, false).unwrap();
     let (_, header) = writer::open(&directory, TABLE).unwrap();
-    assert_eq!(header.length, bytes.len() as u64);
+    assert_eq!(header.length(), bytes.len() as u64 - 5);
 }
 
-/// A recorder whose batches go to the receiver.
-fn recorder() -> (Recorder, EnvoyCache, mpsc::Receiver<Batch>) {
+/// An Envoy whose streams' batches go to the receiver.
+fn envoy(parent: &Path) -> (EnvoyCache, mpsc::Receiver<Batch>) {
     let (batches, received) = mpsc::channel(2);
-    let config = Config {
-        directory: PathBuf::new(),
-        max_age: Duration::MAX,
-        after: Duration::from_secs(5),
-    };
     let kept = LastKnownGood {
         batches,
-        ..LastKnownGood::new(config, &Registry::default()).0
+        ..handle(parent)
     };
-    let envoy = kept.envoy_cache(1);
-    let recorder = Recorder::new(Some(envoy.clone()), 1, Protocol::Sotw);
-    (recorder, envoy, received)
+    (kept.envoy_cache(1, Protocol::Delta).unwrap(), received)
 }
 
-fn request(recorder: &mut Recorder, type_url: &str, nonce: &str) {
-    let message = DiscoveryRequest {
+/// Has Envoy, which holds these resources, send a request.
+fn request(recorder: &mut Recorder, type_url: &str, nonce: &str, held: &[&str]) {
+    let held = held.iter().map(|name| ((*name).to_owned(), "1".to_owned()));
+    let message = DeltaDiscoveryRequest {
         node: Some(Node::default()),
         type_url: type_url.into(),
         response_nonce: nonce.into(),
+        initial_resource_versions: held.collect(),
         ..Default::default()
     };
-    RequestReader::new(Protocol::Sotw, 1000)
+    RequestReader::new(Protocol::Delta, 1000)
         .feed(frame(&message.encode_to_vec()), |request| {
             recorder.requested(&request);
         })
         .unwrap();
 }
 
-#[tokio::test(start_paused = true)]
-async fn an_envoy_that_takes_its_time_after_an_answer_does_not_count_as_waiting() {
-    let (mut recorder, envoy, _batches) = recorder();
-    let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
-    let seconds = |n| tokio::time::sleep(Duration::from_secs(n));
-    assert_eq!(envoy.due(), None);
-    request(&mut recorder, CLUSTER, "");
-    let begin = Instant::now();
-    assert_eq!(envoy.due(), Some(begin + Duration::from_secs(5)));
-    seconds(4).await;
-    recorder.begins(CLUSTER);
-    recorder.passes(&bytes);
-    assert_eq!(envoy.due(), Some(begin + Duration::from_secs(9)));
-    recorder.passed(&received("1", &bytes));
-    assert_eq!(envoy.due(), None);
-    request(&mut recorder, CLUSTER, "1");
-    seconds(10).await;
-    assert_eq!(envoy.due(), None);
-    request(&mut recorder, "endpoints", "");
-    assert_eq!(envoy.due(), Some(Instant::now() + Duration::from_secs(5)));
+#[test]
+fn what_comes_by_sotw_is_not_kept() {
+    let kept = handle(Path::new(""));
+    assert!(kept.envoy_cache(1, Protocol::Sotw).is_none());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_frozen_disk_delays_discovery_by_one_second_in_all() {
-    let (mut first, envoy, mut batches) = recorder();
-    let mut second = Recorder::new(Some(envoy), 2, Protocol::Sotw);
-    let bytes = response(Protocol::Sotw, "1", &resources(&[("a", "1")]), &[]);
+    let parent = tempfile::tempdir().unwrap();
+    let (envoy, mut batches) = envoy(parent.path());
+    let shared = envoy.kept.shared.clone();
+    let recorder = |stream| Recorder::new(Some(envoy.clone()), stream);
+    let mut recorders = [recorder(1), recorder(2)];
     let large = Bytes::from(vec![0; 64 << 10]);
-    let begin = Instant::now();
+    let start = Instant::now();
     for number in 0..200 {
         let nonce = number.to_string();
-        for recorder in [&mut first, &mut second] {
-            request(recorder, CLUSTER, &nonce);
+        if number == 100 {
+            recorders[1] = recorder(3);
+        }
+        for recorder in &mut recorders {
+            request(recorder, CLUSTER, &nonce, &[]);
             recorder.begins(CLUSTER);
             for _ in 0..5 {
                 recorder.passes(&large);
                 recorder.flush().await;
             }
-            recorder.passed(&received(&nonce, &bytes));
+            recorder.passed(&received(&nonce, &large));
             recorder.flush().await;
         }
     }
-    assert_eq!(begin.elapsed(), Duration::from_secs(1));
-    assert!(first.has_room().now_or_never().is_none());
-    // The disk follows again: what was missed is told first, and only whole responses follow.
-    let mut told = Vec::new();
-    for _ in 0..4 {
-        let (stream, ops) = batches.try_recv().unwrap();
-        assert_eq!(first.has_room().now_or_never().is_some(), told.is_empty());
-        let ops = ops.iter().map(|(_, op)| match op {
-            WriteOp::Begin(_) => 'B',
-            WriteOp::Bytes(_) => 'b',
-            WriteOp::Complete(..) => 'c',
-            WriteOp::Answered { .. } => 'a',
-            WriteOp::Lost => 'l',
-            WriteOp::End => 'e',
-        });
-        told.push((stream, ops.collect::<String>()));
-        first.flush().await;
-        second.flush().await;
+    assert_eq!(start.elapsed(), Duration::from_secs(1));
+    assert!(recorders.iter().all(|recorder| recorder.pending.is_empty()));
+    // The disk follows again.
+    let mut writer = Writer::new(shared);
+    while let Ok(batch) = batches.try_recv() {
+        writer.take(batch);
     }
-    let expected = [(1, "Bab"), (1, "b"), (1, "l"), (2, "Bl")];
-    assert_eq!(told, expected.map(|(stream, ops)| (stream, ops.to_owned())));
-    first.begins(CLUSTER);
-    first.passes(&large);
-    first.flush().await;
-    assert!(matches!(
-        batches.try_recv().unwrap().1[..],
-        [(_, WriteOp::Bytes(_))]
-    ));
+    assert_kept(parent.path(), None);
+    let clusters = resources(&[("a", "1")]);
+    let bytes = response("1", &clusters, &[]);
+    let mut next = recorder(4);
+    request(&mut next, CLUSTER, "", &[]);
+    next.begins(CLUSTER);
+    next.passes(&bytes);
+    next.passed(&received("1", &bytes));
+    request(&mut next, CLUSTER, "1", &[]);
+    next.flush().await;
+    writer.take(batches.try_recv().unwrap());
+    assert_kept(parent.path(), Some(&clusters));
 }
 
-/// The operations of a delta stream whose Envoy names these resources when it begins.
+/// The operations of a stream whose Envoy names these resources when it begins.
 fn ops_of(held: &[&str]) -> Vec<WriteOp> {
-    let (_, envoy, _) = recorder();
-    let mut recorder = Recorder::new(Some(envoy), 1, Protocol::Delta);
-    let request = DeltaDiscoveryRequest {
-        node: Some(Node::default()),
-        type_url: CLUSTER.into(),
-        initial_resource_versions: held
-            .iter()
-            .map(|name| ((*name).to_owned(), "1".to_owned()))
-            .collect(),
-        ..Default::default()
-    };
-    let mut requests = RequestReader::new(Protocol::Delta, 1000);
-    let request = frame(&request.encode_to_vec());
-    requests
-        .feed(request, |it| recorder.requested(&it))
-        .unwrap();
+    let (envoy, _) = envoy(Path::new(""));
+    let mut recorder = Recorder::new(Some(envoy), 1);
+    request(&mut recorder, CLUSTER, "", held);
     for nonce in ["1", "2"] {
-        let bytes = response(Protocol::Delta, nonce, &resources(&[("c", nonce)]), &[]);
+        let bytes = response(nonce, &resources(&[("c", nonce)]), &[]);
         recorder.begins(CLUSTER);
         recorder.passes(&bytes);
         recorder.passed(&received(nonce, &bytes));
-        recorder.push(CLUSTER, answered(nonce, true).remove(0));
+        request(&mut recorder, CLUSTER, nonce, &[]);
     }
     let pending = std::mem::take(&mut recorder.pending).into_iter();
     let ops = pending.map(|(_, op)| op);
-    ops.filter(|op| !matches!(op, WriteOp::Begin(_))).collect()
+    ops.filter(|op| !matches!(op, WriteOp::Begin(..))).collect()
 }
 
 #[test]
@@ -215,23 +160,22 @@ fn what_a_reconnecting_envoy_does_not_name_is_dropped_at_the_ack_of_the_first_re
         (&[], &[("c", "1")]),
     ] {
         let parent = tempfile::tempdir().unwrap();
-        let mut writer = writer(parent.path(), Protocol::Delta);
-        let bytes = response(Protocol::Delta, "0", &three, &[]);
-        keep(&mut writer, "0", &bytes, Coverage::All);
+        let mut writer = writer(parent.path());
+        keep(&mut writer, "0", &response("0", &three, &[]), Coverage::All);
         let mut ops = ops_of(held).into_iter();
         for op in ops.by_ref() {
-            assert_kept(parent.path(), Protocol::Delta, Some(&three));
-            let is_ack = matches!(op, WriteOp::Answered { .. });
+            assert_kept(parent.path(), Some(&three));
+            let is_ack = matches!(op, WriteOp::Answered(..));
             take(&mut writer, 1, vec![op]);
             if is_ack {
                 break;
             }
         }
         let mut expected = resources(expected);
-        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+        assert_kept(parent.path(), Some(&expected));
         take(&mut writer, 1, ops.collect());
         expected.insert("c".into(), "2".into());
-        assert_kept(parent.path(), Protocol::Delta, Some(&expected));
+        assert_kept(parent.path(), Some(&expected));
     }
 }
 
@@ -242,8 +186,58 @@ fn a_reconnecting_envoy_of_which_nothing_is_kept_has_kept_what_is_as_much_as_it_
         (&["a", "b"], None),
     ] {
         let parent = tempfile::tempdir().unwrap();
-        let mut writer = writer(parent.path(), Protocol::Delta);
+        let mut writer = writer(parent.path());
         take(&mut writer, 1, ops_of(held));
-        assert_kept(parent.path(), Protocol::Delta, expected.as_ref());
+        assert_kept(parent.path(), expected.as_ref());
+    }
+}
+
+fn identity(id: &str, labels: usize) -> String {
+    let value = |text: String| Value {
+        kind: Some(Kind::StringValue(text)),
+    };
+    // A new map has another order.
+    let fields: HashMap<_, _> = (0..labels)
+        .map(|i| (format!("label {i}"), value(i.to_string())))
+        .collect();
+    let node = Node {
+        id: id.into(),
+        metadata: Some(Struct { fields }),
+        extensions: vec![Extension {
+            name: fastrand::u64(..).to_string(),
+            ..Default::default()
+        }],
+        ..Default::default()
+    };
+    let message = DeltaDiscoveryRequest {
+        node: Some(node),
+        ..Default::default()
+    };
+    let read = Subscription::decode(&message.encode_to_vec()[..]).unwrap();
+    read.identity().unwrap()
+}
+
+#[test]
+fn the_identity_is_that_of_id_and_metadata_whatever_the_order_of_maps() {
+    let first = identity("a", 30);
+    for _ in 0..5 {
+        assert_eq!(identity("a", 30), first);
+    }
+    assert_ne!(identity("b", 30), first);
+    assert_ne!(identity("a", 29), first);
+}
+
+#[test]
+fn a_request_without_a_node_has_no_identity() {
+    let read = Subscription::decode(&[][..]).unwrap();
+    assert_eq!(read.identity(), None);
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_a_request_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+        if let Ok(read) = Subscription::decode(Bytes::from(bytes)) {
+            let _ = read.identity();
+        }
     }
 }
