@@ -165,7 +165,7 @@ variables! {
     CREDENTIAL_FETCHER_TYPE: String = "JWT", "Source of tokens: JWT (a file), GoogleComputeEngine or Mock.", Same;
     PROXY_CONFIG_XDS_AGENT: bool = "false", "Takes further roots from istiod's ProxyConfig.", Same;
     KUBERNETES_SERVICE_HOST: String = "", "Set by Kubernetes: files of OUTPUT_CERTS are readable by all.", Same;
-    ISTIO_AGENT_KEEP_CONFIG: String = "", "Directory that keeps the configuration Envoy has accepted across a restart of the container; empty is none.", Own;
+    ISTIO_AGENT_KEEP_CONFIG: String = "", "Directory that keeps the configuration Envoy has accepted, by delta, across a restart of the container; empty is none.", Own;
     ISTIO_AGENT_KEEP_CONFIG_AFTER: Duration = "5s", "How long a new Envoy waits for istiod before it is served the kept configuration.", Own;
     ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "Kept configuration is not served if its last response was accepted longer ago.", Own;
     ISTIO_AGENT_KEEP_CERTS: String = "", "Directory in memory that keeps key and certificate across a restart of the container; empty is none.", Own;

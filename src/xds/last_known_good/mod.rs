@@ -36,9 +36,9 @@ const DIRECTORY: &str = "istio-agent-config";
 /// The types that are kept. What follows the last dot is the name of the file.
 const TYPES: [Type; 8] = [
     CLUSTER,
-    ENDPOINTS,
+    "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
     LISTENER,
-    ROUTES,
+    "type.googleapis.com/envoy.config.route.v3.RouteConfiguration",
     EXTENSION,
     "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig",
     "type.googleapis.com/istio.networking.nds.v1.NameTable",
@@ -49,8 +49,6 @@ const TYPES: [Type; 8] = [
 type Type = &'static str;
 
 const CLUSTER: Type = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
-const ENDPOINTS: Type = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
-const ROUTES: Type = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 
 /// As it came it may hold pull secrets of Wasm modules.
 const EXTENSION: Type = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
@@ -76,14 +74,17 @@ pub struct LastKnownGood {
     batches: mpsc::Sender<Batch>,
 }
 
+/// How many were before it, and whether it is to be served no more.
+type Envoy = (usize, Arc<AtomicBool>);
+
 /// What streams, their threads and the writer share.
 #[derive(Debug)]
 struct Shared {
     config: Config,
     /// What is kept.
     types: Mutex<BTreeMap<Type, Header>>,
-    /// The number of each so far, by the id of its process, and whether it is to be served no more.
-    envoys: Mutex<BTreeMap<i32, (usize, Arc<AtomicBool>)>>,
+    /// By the ids of their processes.
+    envoys: Mutex<BTreeMap<i32, Envoy>>,
     /// Whether a recorder has found the writer too slow, until the writer goes on.
     is_stalled: AtomicBool,
     /// Locked while Envoy is served.
@@ -129,7 +130,8 @@ impl LastKnownGood {
                 "Streams of Envoy that were served from the kept configuration",
             ),
         });
-        let families: [(_, _, fn(&Header) -> u64); 2] = [
+        type Value = fn(&Header) -> u64;
+        let families: [(_, _, Value); 2] = [
             (
                 "istio_agent_xds_kept_bytes",
                 "Bytes of discovery responses kept for an Envoy that istiod does not answer",
@@ -162,8 +164,7 @@ impl LastKnownGood {
     /// What is kept for the Envoy of this process. It is kept for delta only.
     pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
         if protocol == Protocol::Sotw {
-            let why = "configuration that comes by SotW is not kept, expected ISTIO_DELTA_XDS=true";
-            tracing::warn!(target: "xdsproxy", "{why}");
+            tracing::warn!(target: "xdsproxy", "SotW is not kept, expected ISTIO_DELTA_XDS=true");
             return None;
         }
         let mut envoys = self.shared.envoys.lock();

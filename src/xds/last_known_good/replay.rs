@@ -1,8 +1,6 @@
 //! Answers the requests of an Envoy from what is kept, on a thread of its own.
 //!
-//! A subscription gets the kept resources it names; ACKs and NACKs get no answer. Envoy starts only
-//! when it has endpoints for each cluster and routes for each listener, so where these are kept in
-//! general but not those of one name, it gets empty ones.
+//! A subscription gets the kept resources it names; ACKs and NACKs get no answer.
 
 use std::collections::HashMap;
 use std::io;
@@ -10,8 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryResponse, Resource};
-use envoy_types::pb::google::protobuf::Any;
+use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryResponse;
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -19,7 +16,7 @@ use tokio::time::timeout;
 use super::file::{BLOCK, Index};
 use super::recorder::Subscription;
 use super::writer::open;
-use super::{CLUSTER, DIRECTORY, ENDPOINTS, EnvoyCache, LastKnownGood, ROUTES, Shared, TYPES};
+use super::{CLUSTER, DIRECTORY, EnvoyCache, LastKnownGood, Shared, TYPES};
 use crate::directory::Directory;
 use crate::xds::end::End;
 use crate::xds::observe::{now, unix_seconds};
@@ -140,23 +137,16 @@ impl Type {
         let is_first = !std::mem::replace(&mut self.is_subscribed, true);
         let is_all =
             is_first && request.names.is_empty() || request.names.iter().any(|it| it == "*");
-        let (mut places, mut resources) = (Vec::new(), Vec::new());
-        let may_be_empty = [ENDPOINTS, ROUTES].contains(&&*request.type_url);
-        for name in request.names.iter().filter(|_| !is_all) {
-            match self.index.resources.get(&digest(name)).cloned() {
-                Some(place) => places.push(place),
-                None if may_be_empty => resources.push(empty(&request.type_url, name)),
-                None => {}
-            }
-        }
-        if is_all {
-            places.extend(self.index.resources.values().cloned());
-        } else if places.is_empty() && resources.is_empty() {
+        let kept = |name: &Bytes| self.index.resources.get(&digest(name)).cloned();
+        let places: Vec<_> = match is_all {
+            true => self.index.resources.values().cloned().collect(),
+            false => request.names.iter().filter_map(kept).collect(),
+        };
+        if places.is_empty() && !is_all {
             return Ok(());
         }
         let rest = DeltaDiscoveryResponse {
             system_version_info: self.version.clone(),
-            resources,
             type_url: request.type_url.clone(),
             nonce: "kept".to_owned(),
             ..Default::default()
@@ -171,18 +161,5 @@ impl Type {
         send(&[&[0], &length.to_be_bytes()[..]].concat())?;
         self.index.copy(places, &mut send)?;
         rest.chunks(BLOCK).try_for_each(send)
-    }
-}
-
-/// A resource that has nothing but its name, the first field of those that Envoy cannot start without.
-fn empty(type_url: &str, name: &[u8]) -> Resource {
-    let name = String::from_utf8_lossy(name).into_owned();
-    let mut value = Vec::new();
-    prost::encoding::string::encode(1, &name, &mut value);
-    let type_url = type_url.to_owned();
-    Resource {
-        name,
-        resource: Some(Any { type_url, value }),
-        ..Default::default()
     }
 }
