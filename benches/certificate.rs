@@ -158,7 +158,7 @@ async fn whole(target: &Target, round: usize) -> f64 {
         ttl: DAY,
         grace_ratio: 0.5,
         grace_jitter: 0.0,
-        least_pause: secrets::LEAST_PAUSE,
+        least_pause: secrets::MIN_PAUSE,
         spread_by: String::new(),
         cache: None,
     };

@@ -15,7 +15,7 @@ use tokio::time::MissedTickBehavior;
 /// How long systemd may take to accept a message.
 const LIMIT: Duration = Duration::from_secs(5);
 /// However short the time of the watchdog is, the agent does more than answer it.
-const SHORTEST: Duration = Duration::from_millis(10);
+const MIN: Duration = Duration::from_millis(10);
 
 /// Where systemd listens, and how often it expects to hear from the agent.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ impl Config {
             None => return None,
         };
         // Half the time, as systemd recommends.
-        let period = watchdog.map(|watchdog| crate::duration::scaled(watchdog, 0.5).max(SHORTEST));
+        let period = watchdog.map(|watchdog| crate::duration::scaled(watchdog, 0.5).max(MIN));
         Some(Self {
             socket: socket.ok()?,
             period,

@@ -15,7 +15,7 @@ use crate::replace_file::replace_file;
 const AHEAD: Duration = Duration::from_secs(25 * 60);
 
 /// How long a token is used at the least, and one that does not say when it expires.
-const LEAST: Duration = Duration::from_secs(5 * 60);
+const MIN: Duration = Duration::from_secs(5 * 60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
@@ -63,7 +63,7 @@ async fn refresh(
     replace_file(&config.path, token.as_bytes(), 0o640)?;
     let expiry = token::expiry(token.as_bytes());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
-    Ok(left.unwrap_or_default().max(LEAST))
+    Ok(left.unwrap_or_default().max(MIN))
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ const FILES: &str = "file-credential";
 const PAUSE: Duration = Duration::from_secs(30);
 
 /// Bounds of the pause while it is not healthy.
-const SHORTEST: Duration = Duration::from_secs(1);
+const MIN: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(10);
 
 /// The process that serves the workload's secrets.
@@ -145,11 +145,11 @@ pub(super) fn watch_health(
 }
 
 async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
-    let mut backoff = Backoff::new(SHORTEST, LONGEST);
+    let mut backoff = Backoff::new(MIN, LONGEST);
     loop {
         let pause = match is_healthy {
             true => PAUSE,
-            false => SHORTEST.max(backoff.next_wait()),
+            false => MIN.max(backoff.next_wait()),
         };
         tokio::time::sleep(pause).await;
         let health = probe::health(&socket).await;

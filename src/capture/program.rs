@@ -15,9 +15,9 @@ use crate::lifecycle::Claim;
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Largest output of a program, in bytes.
-const LARGEST_OUTPUT: u64 = 64 << 20;
+const MAX_OUTPUT: u64 = 64 << 20;
 /// Longest part of a program's message in an error, in characters.
-const LONGEST_MESSAGE: usize = 2000;
+const MAX_MESSAGE: usize = 2000;
 
 #[derive(Debug, thiserror::Error)]
 #[error("`{command}` {cause}")]
@@ -70,7 +70,7 @@ async fn execute(program: &str, arguments: &[&str], input: &str) -> io::Result<V
         return Ok(output);
     }
     let message = String::from_utf8_lossy(&message);
-    let message: String = message.trim().chars().take(LONGEST_MESSAGE).collect();
+    let message: String = message.trim().chars().take(MAX_MESSAGE).collect();
     Err(io::Error::other(format!("failed ({status}): {message}")))
 }
 
@@ -87,9 +87,9 @@ fn whole(input: &str) -> io::Result<Stdio> {
 async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     if let Some(pipe) = pipe {
-        let mut pipe = pipe.take(LARGEST_OUTPUT + 1);
-        if pipe.read_to_end(&mut text).await? as u64 > LARGEST_OUTPUT {
-            let text = format!("printed more than {LARGEST_OUTPUT} bytes");
+        let mut pipe = pipe.take(MAX_OUTPUT + 1);
+        if pipe.read_to_end(&mut text).await? as u64 > MAX_OUTPUT {
+            let text = format!("printed more than {MAX_OUTPUT} bytes");
             return Err(io::Error::other(text));
         }
     }

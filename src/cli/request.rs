@@ -19,7 +19,7 @@ use crate::http_client::{self, Client, http_url};
 const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
 const LIMIT: Duration = Duration::from_secs(60);
 /// What is quoted of the body that comes with an error.
-const LONGEST_QUOTE: usize = 64 << 10;
+const MAX_QUOTE: usize = 64 << 10;
 
 #[derive(Args, Clone, Debug)]
 pub struct RequestFlags {
@@ -91,7 +91,7 @@ async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Resul
     let status = head.status;
     if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
         let mut quote = BytesMut::new();
-        body.read_into(&mut quote, LONGEST_QUOTE).await?;
+        body.read_into(&mut quote, MAX_QUOTE).await?;
         let body = String::from_utf8_lossy(&quote).into_owned();
         return Err(Error::Status { status, body });
     }

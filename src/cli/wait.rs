@@ -16,8 +16,8 @@ use crate::http_client::{self, Client, http_url};
 use crate::lifecycle::with_causes;
 
 /// Bounds of the pause on loopback.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
-const LONGEST_LOCAL_PAUSE: Duration = Duration::from_millis(100);
+const MIN_PAUSE: Duration = Duration::from_millis(10);
+const MAX_LOCAL_PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Args, Clone, Debug)]
 pub struct WaitFlags {
@@ -92,12 +92,12 @@ fn is_loopback(url: &Uri) -> bool {
 }
 
 fn pause(flags: &WaitFlags, local: bool, waited: Duration) -> Duration {
-    let period = Duration::from_millis(flags.period_millis.into()).max(SHORTEST_PAUSE);
+    let period = Duration::from_millis(flags.period_millis.into()).max(MIN_PAUSE);
     if !local {
         return period;
     }
     scaled(waited, 0.1)
-        .clamp(SHORTEST_PAUSE, LONGEST_LOCAL_PAUSE)
+        .clamp(MIN_PAUSE, MAX_LOCAL_PAUSE)
         .min(period)
 }
 

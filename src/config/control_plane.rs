@@ -17,8 +17,8 @@ use crate::trust_anchors::SystemRoots;
 use crate::xds::last_known_good;
 
 /// The shortest interval of pings gRPC clients use; servers treat more pings as an attack.
-const LEAST_INTERVAL: Duration = Duration::from_secs(10);
-const LEAST_TIMEOUT: Duration = Duration::from_secs(1);
+const MIN_INTERVAL: Duration = Duration::from_secs(10);
+const MIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 const TOKEN: &str = "./var/run/secrets/tokens/istio-token";
 const ISTIOD_ROOT: &str = "./var/run/secrets/istio/root-cert.pem";
@@ -85,8 +85,8 @@ impl Sources<'_> {
             },
             metadata: self.metadata("XDS_HEADER_"),
             keepalive: Keepalive {
-                interval: self.at_least(&variables::GRPC_KEEPALIVE_INTERVAL, LEAST_INTERVAL),
-                timeout: self.at_least(&variables::GRPC_KEEPALIVE_TIMEOUT, LEAST_TIMEOUT),
+                interval: self.at_least(&variables::GRPC_KEEPALIVE_INTERVAL, MIN_INTERVAL),
+                timeout: self.at_least(&variables::GRPC_KEEPALIVE_TIMEOUT, MIN_TIMEOUT),
             },
             limits: Limits::default(),
             others: Vec::new(),

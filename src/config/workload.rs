@@ -41,7 +41,7 @@ impl Sources<'_> {
                 ttl: self.ttl(),
                 grace_ratio: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO),
                 grace_jitter: self.ratio(&variables::SECRET_GRACE_PERIOD_RATIO_JITTER),
-                least_pause: secrets::LEAST_PAUSE,
+                least_pause: secrets::MIN_PAUSE,
                 spread_by: node_id.to_owned(),
                 cache: self
                     .text(&variables::ISTIO_AGENT_KEEP_CERTS)

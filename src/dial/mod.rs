@@ -27,7 +27,7 @@ use tokio::time::{Instant, sleep};
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 /// How long a failure counts against an address.
 const REMEMBERED: Duration = Duration::from_secs(60);
-const MOST_REMEMBERED: usize = 64;
+const MAX_REMEMBERED: usize = 64;
 
 /// Opens connections. Clones share the memory of failures.
 #[derive(Clone, Debug, Default)]
@@ -171,7 +171,7 @@ impl Dialer {
     pub fn failed(&self, address: SocketAddr) {
         let mut failures = self.failures.lock();
         failures.retain(|(failed, since)| *failed != address && since.elapsed() < REMEMBERED);
-        if failures.len() == MOST_REMEMBERED {
+        if failures.len() == MAX_REMEMBERED {
             failures.remove(0);
         }
         failures.push((address, Instant::now()));

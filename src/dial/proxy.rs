@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use crate::address::Cidr;
 
 /// The longest head of an answer, in bytes.
-const LONGEST_HEAD: usize = 16 << 10;
+const MAX_HEAD: usize = 16 << 10;
 
 /// A proxy that is spoken to in plaintext.
 #[derive(Clone, PartialEq, Eq)]
@@ -96,7 +96,7 @@ impl Proxy {
         let mut head = Vec::new();
         // By bytes, as those behind the head are the tunnel's.
         while !head.ends_with(b"\r\n\r\n") {
-            if head.len() == LONGEST_HEAD {
+            if head.len() == MAX_HEAD {
                 return Err(io::Error::other("the head of its answer does not end"));
             }
             head.push(stream.read_u8().await?);
@@ -307,7 +307,7 @@ mod tests {
             request,
             "CONNECT [fd00::1]:1 HTTP/1.1\r\nHost: [fd00::1]:1\r\nProxy-Authorization: Basic dTpw\r\n\r\n"
         );
-        let endless = "x".repeat(LONGEST_HEAD + 1);
+        let endless = "x".repeat(MAX_HEAD + 1);
         for (answer, expected) in [
             (
                 "HTTP/1.1 407 Proxy Authentication Required\r\n\r\n",

@@ -99,7 +99,7 @@ async fn an_address_that_failed_is_tried_last_for_a_minute() {
     for port in 0..1000 {
         dialer.failed(([10, 0, 0, 1], port).into());
     }
-    assert_eq!(dialer.failures.lock().len(), MOST_REMEMBERED);
+    assert_eq!(dialer.failures.lock().len(), MAX_REMEMBERED);
 }
 
 #[tokio::test]

@@ -43,7 +43,7 @@ pub const LIMIT: Duration = Duration::from_millis(2200);
 /// What one request, dial, lookup or read may take, so that the others of its group are reported.
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
 /// The largest answer that is read: a report, or a list of what Envoy waits for.
-const LARGEST_ANSWER: usize = 1 << 20;
+const MAX_ANSWER: usize = 1 << 20;
 
 /// The threads that file work may hold at once.
 static THREADS: Semaphore = Semaphore::const_new(32);
@@ -156,7 +156,7 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = http_url(url)?;
     let client = Client::default();
-    client.fetch(request, limit, LARGEST_ANSWER).await
+    client.fetch(request, limit, MAX_ANSWER).await
 }
 
 /// Makes the checks of a group, within the limit.

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// In characters.
-const LONGEST_TEXT: usize = 1000;
+const MAX_TEXT: usize = 1000;
 
 /// The answer of all checks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -78,7 +78,7 @@ impl Check {
             name: name.into(),
             level,
             // An error may quote what another process has sent.
-            found: found.to_string().chars().take(LONGEST_TEXT).collect(),
+            found: found.to_string().chars().take(MAX_TEXT).collect(),
             expected: String::new(),
             remedy: String::new(),
         }
@@ -183,6 +183,6 @@ mod tests {
     #[test]
     fn a_text_of_another_process_is_cut() {
         let check = Check::error("a", "é".repeat(5000));
-        assert_eq!(check.found.chars().count(), LONGEST_TEXT);
+        assert_eq!(check.found.chars().count(), MAX_TEXT);
     }
 }

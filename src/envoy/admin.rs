@@ -14,7 +14,7 @@ use super::warn;
 use crate::http_client;
 
 /// Enough for every answer but a full `/config_dump`.
-const LARGEST_ANSWER: usize = 16 << 20;
+const MAX_ANSWER: usize = 16 << 20;
 /// How often a starting Envoy is asked, and for how long that often.
 const PERIOD: Duration = Duration::from_millis(25);
 const OFTEN: Duration = Duration::from_secs(5);
@@ -70,7 +70,7 @@ impl Admin {
         let request = request.body(Bytes::new());
         let request = request.map_err(|_| http_client::Error::Url { found: uri })?;
         let client = http_client::Client::default();
-        Ok(client.fetch(request, self.limit, LARGEST_ANSWER).await?)
+        Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
     /// Drains Envoy's listeners, of a sidecar the inbound ones, as the workload may still call out. A

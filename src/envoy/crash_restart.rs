@@ -10,7 +10,7 @@ use super::process::Ended;
 use crate::backoff::Backoff;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
 /// At most `restarts` within `within`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Restarts {
             pause: Duration::ZERO,
             budget,
             past: Vec::new(),
-            backoff: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
+            backoff: Backoff::new(FIRST_PAUSE, MAX_PAUSE),
         }
     }
 

@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 
 /// As many links as the kernel follows.
-const MOST_LINKS: usize = 40;
+const MAX_LINKS: usize = 40;
 
 /// Calls `visit` with the directory and the name of everything that decides where an absolute path
 /// leads: each link, the file at the end, or the first component that is missing. Plain directories are
@@ -31,7 +31,7 @@ pub(super) fn walk(path: &Path, mut visit: impl FnMut(&Path, OsString)) {
         }
         match target {
             Ok(None) => at = next,
-            Ok(Some(_)) if links == MOST_LINKS => return,
+            Ok(Some(_)) if links == MAX_LINKS => return,
             Ok(Some(target)) => {
                 links += 1;
                 if target.is_absolute() {

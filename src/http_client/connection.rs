@@ -25,9 +25,9 @@ use crate::executor::ConnectionTasks;
 const LONGEST_IDLE: Duration = Duration::from_secs(90);
 const MOST_IDLE: usize = 32;
 /// A MiB of headers, and the status line.
-const LARGEST_HEAD: u32 = (1 << 20) + (8 << 10);
+const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
 /// As many as a `HeaderMap` holds; hyper panics beyond.
-const MOST_HEADERS: usize = 24 << 10;
+const MAX_HEADERS: usize = 24 << 10;
 
 pub(super) struct Connection {
     sender: Sender,
@@ -91,8 +91,8 @@ impl Connection {
         proxy: Option<Proxy>,
     ) -> hyper::Result<Self> {
         let handshake = http1::Builder::new()
-            .max_buf_size(LARGEST_HEAD as usize)
-            .max_headers(MOST_HEADERS)
+            .max_buf_size(MAX_HEAD as usize)
+            .max_headers(MAX_HEADERS)
             .allow_spaces_after_header_name_in_responses(true)
             .allow_obsolete_multiline_headers_in_responses(true)
             .ignore_invalid_headers_in_responses(true)
@@ -110,7 +110,7 @@ impl Connection {
     ) -> hyper::Result<Self> {
         let tasks = ConnectionTasks::default();
         let handshake = http2::Builder::new(tasks.executor())
-            .max_header_list_size(LARGEST_HEAD)
+            .max_header_list_size(MAX_HEAD)
             .handshake(TokioIo::new(io));
         let (sender, connection) = handshake.await?;
         Ok(Self {

@@ -27,9 +27,9 @@ use crate::dial::{self, Dialer};
 use connection::{Connection, Pool};
 pub use redirect::Redirects;
 
-const MOST_REDIRECTS: usize = 10;
+const MAX_REDIRECTS: usize = 10;
 /// What is read of a body that is not wanted, so that the server does not see its answer cut off.
-const LONGEST_DISCARDED: usize = 10 << 20;
+const MAX_DISCARDED: usize = 10 << 20;
 
 /// How a client connects and what it accepts.
 #[derive(Clone, Debug)]
@@ -93,7 +93,7 @@ pub enum Error {
         found: String,
         expected: &'static str,
     },
-    #[error("stopped after {MOST_REDIRECTS} redirects, the last by {authority}")]
+    #[error("stopped after {MAX_REDIRECTS} redirects, the last by {authority}")]
     Redirects { authority: String },
     #[error("the answer of {authority} has more than {limit} bytes")]
     TooLarge { authority: String, limit: usize },
@@ -151,7 +151,7 @@ impl Client {
     /// Sends a request, whose URI is absolute, and follows redirects as configured. The Host header
     /// is taken from the URI if there is none.
     pub async fn send(&self, mut request: Request<Bytes>) -> Result<Response<Body>, Error> {
-        for _ in 0..=MOST_REDIRECTS {
+        for _ in 0..=MAX_REDIRECTS {
             let mut response = self.send_once(&request).await?;
             if !self.config.redirects.follow(&mut request, &response)? {
                 return Ok(response);
@@ -314,7 +314,7 @@ impl Body {
     /// Reads what is left, up to 10 MiB, so that the server does not see its answer cut off and the
     /// connection can be kept.
     pub async fn discard(&mut self) {
-        let mut left = LONGEST_DISCARDED;
+        let mut left = MAX_DISCARDED;
         while let Some(Ok(chunk)) = self.chunk().await {
             match left.checked_sub(chunk.len()) {
                 Some(rest) => left = rest,

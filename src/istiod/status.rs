@@ -12,7 +12,7 @@ use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Counter, Registry};
 
 /// How much of an error is kept, in characters: it may quote a certificate's names.
-const LONGEST_ERROR: usize = 1024;
+const MAX_ERROR: usize = 1024;
 
 /// The connection and the dials since the agent's start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -95,7 +95,7 @@ impl Record {
     }
 
     pub(super) fn failed(&self, error: &str) {
-        let error = error.chars().take(LONGEST_ERROR).collect();
+        let error = error.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
         self.dials.lock().last_error = Some(Failure { at, error });
     }

@@ -2,7 +2,7 @@
 //!
 //! Envoy's access log fills the same pipe, and the thread that logs also serves. A line for which
 //! there is no room is therefore queued, and another thread writes the queue until it is empty. Lines
-//! beyond [`MOST_QUEUED`] bytes are dropped, which a line says afterwards.
+//! beyond [`MAX_QUEUED`] bytes are dropped, which a line says afterwards.
 //!
 //! The descriptor is Envoy's as well and cannot be made non-blocking: if Envoy takes the room between
 //! the poll and the write, the write blocks after all.
@@ -20,7 +20,7 @@ use tracing::Level;
 use super::levels::DEFAULT;
 use super::line::{Content, Line};
 
-const MOST_QUEUED: usize = 256 << 10;
+const MAX_QUEUED: usize = 256 << 10;
 /// A pipe that polls as writable takes so many bytes at once.
 const PIPE_BUF: usize = 4 << 10;
 
@@ -97,7 +97,7 @@ impl Output {
 impl Queue {
     fn add(&mut self, line: &[u8]) {
         // A line that follows none is queued whatever its length: some of it may be written already.
-        if !self.lines.is_empty() && self.lines.len() + line.len() > MOST_QUEUED {
+        if !self.lines.is_empty() && self.lines.len() + line.len() > MAX_QUEUED {
             self.dropped += 1;
         } else {
             self.lines.extend_from_slice(line);
@@ -151,7 +151,7 @@ mod tests {
         let output = Output::new(File::from(OwnedFd::from(writer)), false);
         let line = |number: usize| format!("{number:0999}\n");
         // More than the pipe and what is kept hold together.
-        let count = 2 * (MOST_QUEUED + (64 << 10)) / 1000;
+        let count = 2 * (MAX_QUEUED + (64 << 10)) / 1000;
         (0..count).for_each(|number| output.write(line(number).as_bytes()));
         let mut read = BufReader::new(&mut reader).lines();
         let (mut came, mut dropped) = (0, 0);
@@ -174,10 +174,7 @@ mod tests {
             }
         }
         assert_eq!(came + dropped, count);
-        assert!(
-            came * 1000 > MOST_QUEUED && dropped > 0,
-            "{came}, {dropped}"
-        );
+        assert!(came * 1000 > MAX_QUEUED && dropped > 0, "{came}, {dropped}");
         finish(Duration::from_secs(60));
         let mut bytes = [0; 100];
         output.write(b"again\n");
@@ -189,7 +186,7 @@ mod tests {
     fn a_line_longer_than_a_pipe_arrives_whole() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let output = Output::new(File::from(OwnedFd::from(writer)), false);
-        let line = "x".repeat(2 * MOST_QUEUED) + "\n";
+        let line = "x".repeat(2 * MAX_QUEUED) + "\n";
         output.write(line.as_bytes());
         let mut read = vec![0; line.len()];
         reader.read_exact(&mut read).expect("bytes");

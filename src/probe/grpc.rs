@@ -11,7 +11,7 @@ use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
 
 /// More than the one number an answer consists of.
-const LARGEST_ANSWER: usize = 4 << 10;
+const MAX_ANSWER: usize = 4 << 10;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -46,7 +46,7 @@ pub(super) async fn check(
     let origin = Uri::from_static("http://localhost");
     let channel = tower::service_fn(move |request| sender.send_request(request));
     let answer = HealthClient::with_origin(channel, origin)
-        .max_decoding_message_size(LARGEST_ANSWER)
+        .max_decoding_message_size(MAX_ANSWER)
         .check(request)
         .await
         .map_err(Error::Call)?

@@ -13,7 +13,7 @@ use super::Outcome;
 use crate::http_client::{Client, Error};
 
 /// What of a body is passed on.
-const LONGEST_BODY: usize = 10 << 10;
+const MAX_BODY: usize = 10 << 10;
 /// Time kept back from reading the body, so that the status arrives within the probe's timeout.
 const RESERVE: Duration = Duration::from_millis(1);
 
@@ -61,7 +61,7 @@ pub(super) async fn get(
     let (head, mut body) = client.send(request).await?.into_parts();
     let mut beginning = BytesMut::new();
     let reading = async {
-        if body.read_into(&mut beginning, LONGEST_BODY).await.is_ok() {
+        if body.read_into(&mut beginning, MAX_BODY).await.is_ok() {
             body.discard().await;
         }
     };

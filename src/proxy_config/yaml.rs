@@ -31,7 +31,7 @@ pub enum Tree {
 }
 
 /// Most values that aliases may repeat.
-const MOST_REPEATED: usize = 10_000;
+const MAX_REPEATED: usize = 10_000;
 
 /// Deepest nesting of values. Each level takes up to 32 KB of stack without optimization; ProxyConfig
 /// needs eight levels.
@@ -49,7 +49,7 @@ pub fn object(
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEEPEST },
         duplicate_keys: DuplicateKeyPolicy::LastWins,
-        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MOST_REPEATED },
+        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_REPEATED },
     };
     let mut node = serde_saphyr::from_str_with_options::<Node>(text, options)
         .map_err(|error| problem(origin, &error))?;

@@ -47,7 +47,7 @@ const ASIDE: usize = 512 << 10;
 const SETTLING: f64 = 0.1;
 /// The part of the scraper's time that is left for the page's way back, and the least of it.
 const WAY_BACK: f64 = 0.05;
-const LEAST_WAY_BACK: Duration = Duration::from_millis(50);
+const MIN_WAY_BACK: Duration = Duration::from_millis(50);
 /// Longest time a scraper can ask for.
 const LONGEST: Duration = Duration::from_secs(3600);
 
@@ -158,7 +158,7 @@ impl Inner {
             Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST)
         });
         let time = time.min(LONGEST);
-        let way_back = scaled(time, WAY_BACK).max(LEAST_WAY_BACK);
+        let way_back = scaled(time, WAY_BACK).max(MIN_WAY_BACK);
         time.saturating_sub(way_back).max(scaled(time, 0.5))
     }
 

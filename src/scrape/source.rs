@@ -25,7 +25,7 @@ const ENCODED: usize = 512;
 /// How much decoded data is handed on together.
 const DECODED: usize = 32 << 10;
 /// Most that is decoded of a page.
-const MOST_DECODED: u64 = 64 << 20;
+const MAX_DECODED: u64 = 64 << 20;
 
 /// Why a source is not on the page, or not all of it.
 #[derive(Debug, thiserror::Error)]
@@ -201,7 +201,7 @@ impl Source {
             _ => None,
         };
         if decoder.is_some() {
-            self.limit = self.limit.min(MOST_DECODED);
+            self.limit = self.limit.min(MAX_DECODED);
         }
         let content_type = head.headers.get(CONTENT_TYPE);
         self.content_type = Some(ContentType::of(content_type));

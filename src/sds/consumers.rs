@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::clock::Clock;
 
 /// How many names of a stream are kept. Envoy opens a stream for each secret.
-pub(super) const MOST_NAMES: usize = 16;
+pub(super) const MAX_NAMES: usize = 16;
 
 /// The open streams. Clones share them.
 #[derive(Clone, Debug, Default)]

@@ -12,10 +12,10 @@ use super::metrics::Metrics;
 use crate::secrets::name::{Name, UnknownName, escaped};
 
 /// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
-const MOST_NAMES: usize = 10_000;
+const MAX_NAMES: usize = 10_000;
 
 /// How many bytes of Envoy's reason for a NACK are logged.
-const LONGEST_REASON: usize = 1024;
+const MAX_REASON: usize = 1024;
 
 /// The type of a leading request that asks for nothing, as some xDS clients send it.
 const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
@@ -68,18 +68,18 @@ impl StreamContext {
     /// Logs and counts a NACK.
     pub(super) fn nack(&self, error: &rpc::Status) {
         let (id, code) = (self.id, error.code);
-        let reason = escaped(&error.message, LONGEST_REASON);
+        let reason = escaped(&error.message, MAX_REASON);
         self.metrics.rejects.inc();
         self.entry.change(|it| it.refused = Some(reason.clone()));
         tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
     }
 
     pub(super) fn check_count(&self, names: usize) -> Result<(), Status> {
-        if names <= MOST_NAMES {
+        if names <= MAX_NAMES {
             return Ok(());
         }
         Err(Status::resource_exhausted(format!(
-            "{names} names in one request, expected at most {MOST_NAMES}"
+            "{names} names in one request, expected at most {MAX_NAMES}"
         )))
     }
 
@@ -103,9 +103,9 @@ impl StreamContext {
         if !self.unknown.insert(hasher.finish()) {
             return Ok(());
         }
-        if self.unknown.len() > MOST_NAMES {
+        if self.unknown.len() > MAX_NAMES {
             return Err(Status::resource_exhausted(format!(
-                "more than {MOST_NAMES} unknown names on one stream"
+                "more than {MAX_NAMES} unknown names on one stream"
             )));
         }
         tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);

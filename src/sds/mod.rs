@@ -47,7 +47,7 @@ use sotw::StateOfTheWorld;
 use stream::{Stream, Waits};
 
 /// The largest request taken. Envoy's have a few hundred bytes.
-const LARGEST_REQUEST: usize = 4 * 1024 * 1024;
+const MAX_REQUEST: usize = 4 * 1024 * 1024;
 
 /// How long a fetch may wait for the secret.
 const FETCH_LIMIT: Duration = Duration::from_secs(10);
@@ -116,8 +116,7 @@ impl Service {
             "Starting SDS server for {what}, will listen on {:?}",
             listener.path()
         );
-        let server =
-            SecretDiscoveryServiceServer::new(self).max_decoding_message_size(LARGEST_REQUEST);
+        let server = SecretDiscoveryServiceServer::new(self).max_decoding_message_size(MAX_REQUEST);
         let server = TowerToHyperService::new(server);
         listener.serve(server, shutdown).await;
     }

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
 use super::Service;
-use super::consumers::MOST_NAMES;
+use super::consumers::MAX_NAMES;
 use super::context::StreamContext;
 use super::resource::{Lookup, Resource, SecretOptions};
 use crate::clock::{Clock, after, rfc3339};
@@ -149,7 +149,7 @@ impl<P: Protocol> Stream<P> {
     /// Records what the client has and waits for.
     fn record(&self, is_answered: bool) {
         let (mut served, mut waits) = (Vec::new(), Vec::new());
-        for name in self.protocol.names().into_iter().take(MOST_NAMES) {
+        for name in self.protocol.names().into_iter().take(MAX_NAMES) {
             let waits_for = match self.secrets.get(&name) {
                 SecretState::Available(_) => {
                     served.push(name.to_string());

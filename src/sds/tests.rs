@@ -262,7 +262,7 @@ async fn large_requests_are_refused() {
     let mut fixture = start(Answer::Signed).await;
     let mut stream = fixture.subscribe("default").await;
     stream.next().await;
-    stream.send(&"x".repeat(LARGEST_REQUEST), "").await;
+    stream.send(&"x".repeat(MAX_REQUEST), "").await;
     assert_eq!(stream.end().await.code(), Code::OutOfRange);
     let page = fixture.registry.render();
     assert!(page.contains("istio_agent_pilot_total_xds_internal_errors 1\n"));

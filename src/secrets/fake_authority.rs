@@ -73,7 +73,7 @@ pub(crate) fn config() -> Config {
         ttl: Duration::from_secs(24 * 3600),
         grace_ratio: 0.5,
         grace_jitter: 0.0,
-        least_pause: crate::secrets::LEAST_PAUSE,
+        least_pause: crate::secrets::MIN_PAUSE,
         spread_by: String::new(),
         cache: None,
     }

@@ -72,7 +72,7 @@ pub struct Config {
 }
 
 /// The bounds an authority can live with.
-pub const LEAST_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
+pub const MIN_PAUSE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(5);
 
 /// Reads the latest secrets. Each clone waits for changes on its own.
 #[derive(Clone, Debug)]

@@ -37,15 +37,15 @@ const SYSTEM: &str = "system";
     "unknown secret name \"{shown}\", expected default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>"
 )]
 pub struct UnknownName {
-    /// The name, escaped and cut at [`LONGEST_SHOWN`] bytes.
+    /// The name, escaped and cut at [`MAX_SHOWN`] bytes.
     pub shown: String,
 }
 
 /// How many bytes of a foreign name appear in a message.
-const LONGEST_SHOWN: usize = 256;
+const MAX_SHOWN: usize = 256;
 
 /// The longest path the kernel takes, without its terminating zero.
-const LONGEST_PATH: usize = 4095;
+const MAX_PATH: usize = 4095;
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,7 +69,7 @@ impl std::str::FromStr for Name {
             _ => file(text),
         };
         name.ok_or_else(|| UnknownName {
-            shown: escaped(text, LONGEST_SHOWN),
+            shown: escaped(text, MAX_SHOWN),
         })
     }
 }
@@ -92,7 +92,7 @@ fn file(text: &str) -> Option<Name> {
 /// The path, if it can be one. A tilde separates paths, so none holds it; control characters would
 /// break a line of the log.
 fn checked_path(text: &str) -> Option<&str> {
-    let fits = (1..=LONGEST_PATH).contains(&text.len());
+    let fits = (1..=MAX_PATH).contains(&text.len());
     let odd = |c: char| c == '~' || c.is_control();
     (fits && !text.contains(odd)).then_some(text)
 }
@@ -134,7 +134,7 @@ mod tests {
             assert_eq!(text.parse().as_ref(), Ok(&name), "{text}");
             assert_eq!(name.to_string(), text);
         }
-        let long = format!("file-root:{}", "x".repeat(LONGEST_PATH + 1));
+        let long = format!("file-root:{}", "x".repeat(MAX_PATH + 1));
         for text in [
             "",
             "Default",
@@ -176,7 +176,7 @@ mod tests {
             let text = format!("{prefix}{rest}{tilde}{more}");
             match text.parse::<Name>() {
                 Ok(name) => prop_assert_eq!(name.to_string(), text),
-                Err(error) => prop_assert!(error.shown.len() <= LONGEST_SHOWN + 3),
+                Err(error) => prop_assert!(error.shown.len() <= MAX_SHOWN + 3),
             }
         }
     }
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(error.shown, "a\\nb");
         for long in ["é".repeat(5_000), format!("a{}", "é".repeat(5_000))] {
             let error = long.parse::<Name>().expect_err("is unknown");
-            assert!(error.shown.len() <= LONGEST_SHOWN + '…'.len_utf8());
+            assert!(error.shown.len() <= MAX_SHOWN + '…'.len_utf8());
             assert!(error.shown.ends_with('…'));
         }
     }

@@ -15,7 +15,7 @@ use super::x509::{self, system_time};
 use crate::clock::rfc3339;
 
 /// More than any chain or bundle of roots that Envoy is given.
-const MOST_CERTIFICATES: usize = 100;
+const MAX_CERTIFICATES: usize = 100;
 
 /// The secrets at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -90,7 +90,7 @@ fn certificates(pem: &[u8], now: SystemTime) -> Vec<Certificate> {
     CertificateDer::pem_slice_iter(pem)
         .flatten()
         .filter_map(|der| certificate(&der, now))
-        .take(MOST_CERTIFICATES)
+        .take(MAX_CERTIFICATES)
         .collect()
 }
 

@@ -93,7 +93,7 @@ impl<C: Ca> Renewal<C> {
                 Err(error) => {
                     let mut wait = retries.next_wait(&error, self.remaining());
                     if self.falls_back_to_rsa(&error, retries.failures) {
-                        wait = schedule::LEAST_WAIT;
+                        wait = schedule::MIN_WAIT;
                     }
                     self.report(error, retries.failures, wait);
                     self.clock.sleep_until_due(self.clock.after(wait)).await;
@@ -272,7 +272,7 @@ impl<C: Ca> Renewal<C> {
         if not_after <= issued {
             // By its own clock the certificate is new, or the authority is wrong and may mend soon.
             let life = left(not_after, workload.certificate.not_before());
-            let end = issued.checked_add(life.min(schedule::LONGEST_DOUBTFUL));
+            let end = issued.checked_add(life.min(schedule::MAX_DOUBTFUL));
             not_after = end.unwrap_or(issued);
         }
         let due = schedule::renewal_time(issued, not_after, ratio, least_pause);

@@ -35,7 +35,7 @@ impl Retries {
             true => wait,
             false => Backoff::new(cap, cap).next_wait(),
         };
-        wait.max(schedule::LEAST_WAIT)
+        wait.max(schedule::MIN_WAIT)
     }
 }
 

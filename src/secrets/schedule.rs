@@ -13,13 +13,13 @@ use crate::duration::scaled;
 pub(super) const RETRY_BASE: Duration = Duration::from_millis(500);
 
 /// No two attempts are closer than this.
-pub(super) const LEAST_WAIT: Duration = Duration::from_millis(100);
+pub(super) const MIN_WAIT: Duration = Duration::from_millis(100);
 
 /// The longest a renewal is put off that new roots of the mesh ask for.
-const LONGEST_SPREAD: Duration = Duration::from_secs(600);
+const MAX_SPREAD: Duration = Duration::from_secs(600);
 
 /// The life taken for that of a certificate which has expired when it comes, at most.
-pub(super) const LONGEST_DOUBTFUL: Duration = Duration::from_secs(120);
+pub(super) const MAX_DOUBTFUL: Duration = Duration::from_secs(120);
 
 /// Ceiling of the waits while the certificate in hand has long to live.
 const RETRY_CAP: Duration = Duration::from_secs(60);
@@ -45,7 +45,7 @@ pub(super) fn drawn(spread_by: &str, random: f64) -> f64 {
 /// How long to put off a renewal that is due in the whole mesh at the same moment: `drawn` (0 to 1) of
 /// a tenth of what is left.
 pub(super) fn spread(remaining: Duration, drawn: f64) -> Duration {
-    scaled(scaled(remaining, 0.1).min(LONGEST_SPREAD), drawn)
+    scaled(scaled(remaining, 0.1).min(MAX_SPREAD), drawn)
 }
 
 /// When `ratio` of the life between `created` and `not_after` is left.
@@ -80,14 +80,14 @@ pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::secrets::LEAST_PAUSE;
+    use crate::secrets::MIN_PAUSE;
 
     const HOUR: Duration = Duration::from_secs(3600);
     const MINUTE: Duration = Duration::from_secs(60);
 
     fn delay(ratio: f64, life: Duration) -> Duration {
         let created = SystemTime::UNIX_EPOCH + HOUR;
-        renewal_time(created, created + life, ratio, &LEAST_PAUSE)
+        renewal_time(created, created + life, ratio, &MIN_PAUSE)
             .duration_since(created)
             .expect("is not before the creation")
     }
@@ -116,7 +116,7 @@ mod tests {
             assert_eq!(delay(ratio, life), expected, "{ratio} of {life:?}");
         }
         let created = SystemTime::UNIX_EPOCH + HOUR;
-        let expired = renewal_time(created, SystemTime::UNIX_EPOCH, 0.5, &LEAST_PAUSE);
+        let expired = renewal_time(created, SystemTime::UNIX_EPOCH, 0.5, &MIN_PAUSE);
         assert_eq!(expired, created + Duration::from_secs(1));
     }
 

@@ -14,7 +14,7 @@ use crate::request_path;
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
 /// Kubernetes has 32 bits for them.
-const MOST_SECONDS: u64 = u32::MAX as u64;
+const MAX_SECONDS: u64 = u32::MAX as u64;
 /// The kubelet's default.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
 /// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
@@ -179,7 +179,7 @@ fn timeout(prober: &Map<String, Value>) -> Result<Option<Duration>, String> {
     let Some(value) = member(prober, NAME) else {
         return Ok(None);
     };
-    let seconds = value.as_u64().filter(|seconds| *seconds <= MOST_SECONDS);
+    let seconds = value.as_u64().filter(|seconds| *seconds <= MAX_SECONDS);
     let expected = "a whole number of seconds, or 0 for the default";
     let seconds = seconds.ok_or_else(|| problem(NAME, value, expected))?;
     Ok((seconds != 0).then(|| Duration::from_secs(seconds)))

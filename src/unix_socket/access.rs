@@ -11,7 +11,7 @@ use tokio::net::UnixStream;
 use crate::metrics::Counter;
 
 /// How many refused users are remembered.
-const MOST_USERS: usize = 1024;
+const MAX_USERS: usize = 1024;
 
 /// The user that stands for all that a user namespace does not have (user_namespaces(7)).
 const OVERFLOW: u32 = 65534;
@@ -51,7 +51,7 @@ impl Access {
             return true;
         }
         self.refusals.inc();
-        if self.refused.len() < MOST_USERS && self.refused.insert(user) {
+        if self.refused.len() < MAX_USERS && self.refused.insert(user) {
             let users: Vec<_> = self.users.iter().map(u32::to_string).collect();
             tracing::warn!(
                 "refused user {user} (process {}) on {}; further refusals of it are only counted; \

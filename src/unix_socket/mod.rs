@@ -34,7 +34,7 @@ use access::Access;
 use authority::valid_authority;
 
 /// Longest path `sockaddr_un` can hold, without its terminating zero (unix(7)).
-const LONGEST_PATH: usize = 107;
+const MAX_PATH: usize = 107;
 
 /// Pilot-agent's limit on streams of one connection.
 const MAX_CONCURRENT_STREAMS: u32 = 100_000;
@@ -47,7 +47,7 @@ const STREAM_WINDOW: u32 = 4 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 8 * 1024 * 1024;
 
 /// How many connections are served at once. Envoy has one or two for each of its threads at the most.
-const MOST_CONNECTIONS: usize = 2048;
+const MAX_CONNECTIONS: usize = 2048;
 
 /// How long the first byte may take. Envoy sends its preface at once.
 const FIRST_BYTE: Duration = Duration::from_secs(10);
@@ -72,7 +72,7 @@ pub struct Peer(Option<i32>);
 /// Why a socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    #[error("socket path {path} has {length} bytes, more than the {LONGEST_PATH} a socket address holds", path = .path.display())]
+    #[error("socket path {path} has {length} bytes, more than the {MAX_PATH} a socket address holds", path = .path.display())]
     PathTooLong { path: PathBuf, length: usize },
     #[error("another process answers on {path}, its id is {pid}", path = .path.display())]
     Live { path: PathBuf, pid: i32 },
@@ -89,7 +89,7 @@ pub enum BindError {
 /// Binds `path`, in a directory that is made if missing (mode 0750).
 pub fn bind(path: &Path) -> Result<Listener, BindError> {
     let length = path.as_os_str().len();
-    if length > LONGEST_PATH {
+    if length > MAX_PATH {
         let path = path.to_owned();
         return Err(BindError::PathTooLong { path, length });
     }
@@ -108,7 +108,7 @@ pub fn bind(path: &Path) -> Result<Listener, BindError> {
         listener,
         path: path.to_owned(),
         access: None,
-        connections: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
+        connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
         is_full: false,
     })
 }
@@ -180,7 +180,7 @@ impl Listener {
     }
 
     /// Serves HTTP/2 without TLS until `shutdown`, then waits for the streams to end. Closes a
-    /// connection whose first byte is late, and those beyond [`MOST_CONNECTIONS`].
+    /// connection whose first byte is late, and those beyond [`MAX_CONNECTIONS`].
     pub async fn serve<S, B>(mut self, service: S, shutdown: CancellationToken)
     where
         S: hyper::service::Service<
@@ -258,7 +258,7 @@ impl Listener {
         let permit = self.connections.clone().try_acquire_owned().ok();
         if permit.is_none() && !self.is_full {
             tracing::warn!(
-                "{} has the most connections it serves, {MOST_CONNECTIONS}; further ones are closed",
+                "{} has the most connections it serves, {MAX_CONNECTIONS}; further ones are closed",
                 self.path.display()
             );
         }

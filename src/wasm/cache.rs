@@ -16,7 +16,7 @@ use aws_lc_rs::digest::{Context, SHA256, digest};
 
 use super::fetch::download::{PREFIX, SUFFIX};
 use super::fetch::{Download, hexadecimal};
-use super::request::LONGEST_FETCH;
+use super::request::MAX_FETCH;
 use crate::clock::Clock;
 use crate::regular_file;
 
@@ -131,7 +131,7 @@ impl Cache {
                 Ok(found)
                     if name.starts_with(PREFIX)
                         && name.ends_with(SUFFIX)
-                        && is_older(found.modified()?, LONGEST_FETCH) =>
+                        && is_older(found.modified()?, MAX_FETCH) =>
                 {
                     fs::remove_file(path)?;
                 }

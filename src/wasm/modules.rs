@@ -1,6 +1,6 @@
 //! Takes modules from the cache, or has them fetched.
 //!
-//! A module is fetched once however many resources ask for it, and [`MOST_FETCHES`] are fetched at a
+//! A module is fetched once however many resources ask for it, and [`MAX_FETCHES`] are fetched at a
 //! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
 //! wait that grows; until then, those who ask get its error.
 
@@ -24,11 +24,11 @@ use crate::backoff::Backoff;
 use crate::clock::after;
 use crate::executor::Executor;
 
-const MOST_FETCHES: usize = 4;
+const MAX_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.
 const FIRST_WAIT: Duration = Duration::from_secs(2);
-const LONGEST_WAIT: Duration = Duration::from_secs(300);
-const SHORTEST_WAIT: Duration = Duration::from_secs(1);
+const MAX_WAIT: Duration = Duration::from_secs(300);
+const MIN_WAIT: Duration = Duration::from_secs(1);
 /// The time the disk has to find a module, or take one in.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
 
@@ -56,7 +56,7 @@ impl Modules {
             config,
             cache: Arc::new(sync::Mutex::new(cache)),
             executor,
-            slots: Semaphore::new(MOST_FETCHES),
+            slots: Semaphore::new(MAX_FETCHES),
             resources: Mutex::default(),
             fetches: Mutex::default(),
             metrics,
@@ -84,7 +84,7 @@ impl Modules {
         if let Ok(Some(module)) = known {
             return Ok(module.path);
         }
-        let mut backoff = Backoff::new(FIRST_WAIT, LONGEST_WAIT);
+        let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
         if let Some(Err(failure)) = last {
             if Instant::now() < failure.retry_at {
                 return Err(failure);
@@ -100,7 +100,7 @@ impl Modules {
         found.map(|module| module.path).map_err(|error| {
             let failure = Failure {
                 error: error.to_string(),
-                retry_at: after(backoff.next_wait().max(SHORTEST_WAIT)),
+                retry_at: after(backoff.next_wait().max(MIN_WAIT)),
                 backoff,
             };
             self.set(name, request, Err(failure.clone()));

@@ -19,7 +19,7 @@ pub(super) const RESOURCE_VERSION: &str = "ISTIO_META_WASM_PLUGIN_RESOURCE_VERSI
 /// The time limit of a fetch without one of its own.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(5);
 /// That of any fetch.
-pub(super) const LONGEST_FETCH: Duration = Duration::from_secs(3600);
+pub(super) const MAX_FETCH: Duration = Duration::from_secs(3600);
 
 /// A module as a filter's configuration asks for it.
 pub(crate) struct Request {
@@ -149,7 +149,7 @@ fn time_limit(limit: protobuf::Duration) -> Duration {
         }
         _ => Duration::ZERO,
     };
-    limit.min(LONGEST_FETCH)
+    limit.min(MAX_FETCH)
 }
 
 fn hash(value: impl Hash) -> u64 {

@@ -12,7 +12,7 @@ use super::cache::Module;
 use crate::backoff::Backoff;
 
 /// Delta does not always say which resources are gone. Those converted last are remembered.
-pub(super) const MOST_RESOURCES: usize = 1000;
+pub(super) const MAX_RESOURCES: usize = 1000;
 
 /// By name of a resource.
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ impl Resources {
     ) {
         let last = self.0.shift_remove(name);
         let last = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
-        if self.0.len() >= MOST_RESOURCES {
+        if self.0.len() >= MAX_RESOURCES {
             self.0.shift_remove_index(0);
         }
         let resource = Resource {

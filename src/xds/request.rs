@@ -13,7 +13,7 @@ use super::Protocol;
 pub(crate) const HEAD: usize = 5;
 
 /// How much is kept of the reason of a NACK, which may list every resource of a response.
-const LONGEST_REASON: usize = 1024;
+const MAX_REASON: usize = 1024;
 
 /// How a dump of a resource begins and ends in a reason of Envoy's.
 const DUMP: &str = "goo.gle/debug";
@@ -156,7 +156,7 @@ impl ErrorDetail {
     /// Its beginning, without dumps of resources.
     fn reason(self) -> String {
         let reason = without_dumps(&String::from_utf8_lossy(&self.message));
-        let kept = reason.len().min(LONGEST_REASON);
+        let kept = reason.len().min(MAX_REASON);
         String::from_utf8_lossy(&reason.as_bytes()[..kept]).into_owned()
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A newer stream of an Envoy replaces its older one, of either protocol, which ends with OK. Two Envoys,
 //! as during a hot restart, have a stream each. Other clients, such as gRPC applications, may have
-//! [`MOST_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Among them are Envoys
+//! [`MAX_OTHERS`] streams at once; a further one ends with RESOURCE_EXHAUSTED. Among them are Envoys
 //! that are no child of the agent, which a header tells: a wrapper or another container runs them. Every
 //! stream reports the health of the workload. Other methods are UNIMPLEMENTED. Request headers are not
 //! forwarded to istiod.
@@ -34,7 +34,7 @@ use crate::metrics::Registry;
 use crate::unix_socket::{Listener, Peer};
 
 /// How many streams clients other than Envoy may have at once.
-pub const MOST_OTHERS: usize = 64;
+pub const MAX_OTHERS: usize = 64;
 
 /// Envoy sets this header in calls of its own; libraries of gRPC do not.
 const OF_ENVOY: &str = "x-envoy-internal";
@@ -91,7 +91,7 @@ impl Discovery {
             observer,
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
-            others: Arc::new(Semaphore::new(MOST_OTHERS)),
+            others: Arc::new(Semaphore::new(MAX_OTHERS)),
             is_full: AtomicBool::new(false),
             relays: TaskTracker::new(),
             shutdown,
@@ -130,7 +130,7 @@ impl Discovery {
         } else if let Some(permit) = self.permit() {
             (&self.0.upstream.of_others, Some(permit))
         } else {
-            let found = format!("{MOST_OTHERS} streams of clients other than Envoy are open");
+            let found = format!("{MAX_OTHERS} streams of clients other than Envoy are open");
             return ended(&Status::resource_exhausted(found));
         };
         let relay = Relay {
@@ -179,7 +179,7 @@ impl Discovery {
         if permit.is_none() && !was_full {
             tracing::warn!(
                 target: "xdsproxy",
-                "{MOST_OTHERS} streams of clients other than Envoy are open; further ones are refused"
+                "{MAX_OTHERS} streams of clients other than Envoy are open; further ones are refused"
             );
         }
         permit

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use istio_agent::xds::Protocol;
-use istio_agent::xds::server::MOST_OTHERS;
+use istio_agent::xds::server::MAX_OTHERS;
 use tonic::Code;
 
 use crate::relay::{BOTH, request, response};
@@ -14,8 +14,8 @@ async fn streams_of_several_clients_live_side_by_side_and_beside_envoys_up_to_a_
     let mut bench = Bench::start().await;
     let mut streams = Vec::new();
     // The last one is of Envoy, and evicts none.
-    for number in 0..=MOST_OTHERS {
-        let is_envoy = number == MOST_OTHERS;
+    for number in 0..=MAX_OTHERS {
+        let is_envoy = number == MAX_OTHERS;
         bench.is_envoy.store(is_envoy, Ordering::Relaxed);
         let client = bench.envoy(BOTH[number % 2].0).await;
         client.send_raw(framed(&request(BOTH[number % 2].0, CLUSTER)));

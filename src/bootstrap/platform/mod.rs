@@ -27,7 +27,7 @@ pub use gcp::known as known_google;
 const LIMIT: Duration = Duration::from_secs(5);
 /// The link-local address of every cloud's metadata service.
 const SERVICE: &str = "169.254.169.254";
-const LARGEST_ANSWER: usize = 1 << 20;
+const MAX_ANSWER: usize = 1 << 20;
 
 /// Members of node metadata by name; none is empty.
 pub type Metadata = BTreeMap<String, String>;
@@ -100,7 +100,7 @@ async fn request(
         .body(Bytes::new())
         .ok()?;
     let client = Client::default();
-    let answer = client.fetch(request, limit, LARGEST_ANSWER).await;
+    let answer = client.fetch(request, limit, MAX_ANSWER).await;
     let answer = answer.inspect_err(|error| {
         let error = with_causes(error);
         tracing::debug!(error, path, "a metadata service did not answer");

@@ -23,7 +23,7 @@ use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertific
 use crate::proto::istio_v1_auth::{IstioCertificateRequest, IstioCertificateResponse};
 
 /// More than any chain needs.
-const LARGEST_ANSWER: usize = 4 << 20;
+const MAX_ANSWER: usize = 4 << 20;
 
 /// How often the limit of an answer doubles at most: from 10 s to 80 s, more than istiod waits for a
 /// signer of the cluster (60 s).
@@ -96,7 +96,7 @@ impl IstioCa {
         *request.metadata_mut() = MetadataMap::from_headers(self.istiod.headers());
         request.set_timeout(limit);
         IstioCertificateServiceClient::with_origin(call(connection), self.istiod.uri("/"))
-            .max_decoding_message_size(LARGEST_ANSWER)
+            .max_decoding_message_size(MAX_ANSWER)
             .create_certificate(request)
             .await
             .map(tonic::Response::into_inner)

@@ -8,9 +8,9 @@ use crate::capture::types::{Id, Ports};
 use crate::problem::Diagnostics;
 
 /// The kernel's limit, without the final zero byte.
-const LONGEST_INTERFACE: usize = 15;
+const MAX_INTERFACE: usize = 15;
 /// Longest name of a user or group.
-const LONGEST_NAME: usize = 255;
+const MAX_NAME: usize = 255;
 
 /// The name of a setting and its text.
 type Setting<'a> = (&'a str, &'a str);
@@ -134,7 +134,7 @@ fn ports(item: &str) -> Option<Ports> {
 }
 
 pub(in crate::capture) fn is_interface(item: &str) -> bool {
-    item.len() <= LONGEST_INTERFACE
+    item.len() <= MAX_INTERFACE
         && !item.starts_with(['-', '!'])
         && item.bytes().all(|byte| byte.is_ascii_graphic())
         && !item.contains(['/', '"', '\'', '\\'])
@@ -150,7 +150,6 @@ pub(in crate::capture) fn id(item: &str) -> Option<Id> {
         return is_of_users.then_some(Id::Numbers(numbers));
     }
     let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte);
-    let is_name =
-        item.len() <= LONGEST_NAME && !item.starts_with('-') && item.bytes().all(is_of_name);
+    let is_name = item.len() <= MAX_NAME && !item.starts_with('-') && item.bytes().all(is_of_name);
     is_name.then(|| Id::Name(item.to_owned()))
 }

@@ -19,7 +19,7 @@ const RESOLV_CONF: &str = "/etc/resolv.conf";
 pub(super) const PASSWD: &str = "/etc/passwd";
 pub(super) const GROUP: &str = "/etc/group";
 /// No list of users or groups is this large.
-const LARGEST_ACCOUNTS: u64 = 16 << 20;
+const MAX_ACCOUNTS: u64 = 16 << 20;
 /// Time limit of the name service.
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -53,7 +53,7 @@ pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, BoxError> {
 
 /// The text of a list of users or groups; empty if it cannot be read.
 pub(super) fn accounts(path: &str) -> String {
-    let content = regular_file::read(Path::new(path), LARGEST_ACCOUNTS).unwrap_or_default();
+    let content = regular_file::read(Path::new(path), MAX_ACCOUNTS).unwrap_or_default();
     String::from_utf8_lossy(&content).into_owned()
 }
 

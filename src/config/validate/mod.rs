@@ -16,7 +16,7 @@ use crate::{address, duration};
 const NOT_EMPTY: &str = "a string that is not empty";
 
 /// The least values of members of `connectionSettings`. HTTP/2 has a least size of windows.
-const LEAST: [(&str, i64); 7] = [
+const MIN: [(&str, i64); 7] = [
     ("listenerPerConnectionBufferLimitBytes", 0),
     ("clusterPerConnectionBufferLimitBytes", 0),
     ("httpMaxConcurrentStreams", 1),
@@ -155,7 +155,7 @@ impl Rules<'_> {
 
     fn connections(&mut self, settings: &ConnectionSettings) {
         let settings = settings.members(Secrets::Shown);
-        for (name, least) in LEAST {
+        for (name, least) in MIN {
             let value = settings.get(name).and_then(Value::as_i64);
             self.at_least(&format!("connectionSettings.{name}"), value, least);
         }

@@ -16,7 +16,7 @@ use crate::clock::later;
 /// Unanswered queries that make a server a failing one: single packets get lost.
 const MISSES: u32 = 3;
 
-const SHORTEST: Duration = Duration::from_secs(1);
+const MIN: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(30);
 
 /// How long one query may try a failing server on behalf of all.
@@ -78,7 +78,7 @@ impl Health {
         if state.until.is_none() {
             tracing::info!(target: "dns", "upstream failure: DNS server {server} {why}; asking it last");
         }
-        let pause = SHORTEST.saturating_mul(1 << doublings.min(5));
+        let pause = MIN.saturating_mul(1 << doublings.min(5));
         state.until = Some(later(now, pause.min(LONGEST)));
     }
 }

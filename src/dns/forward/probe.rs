@@ -17,7 +17,7 @@ const TRY: Duration = Duration::from_millis(500);
 const TRIES: u32 = 3;
 
 /// Longest domain that has room for a label of ours.
-const LONGEST_DOMAIN: usize = 200;
+const MAX_DOMAIN: usize = 200;
 
 /// Why a server does not answer.
 #[derive(Debug, thiserror::Error)]
@@ -75,7 +75,7 @@ fn question(domain: &str) -> Vec<u8> {
     let own = format!("istio-agent-{:016x}", fastrand::u64(..));
     let domain = domain.trim_end_matches('.');
     let is_label = |label: &str| (1..=63).contains(&label.len());
-    let is_domain = domain.len() <= LONGEST_DOMAIN && domain.split('.').all(is_label);
+    let is_domain = domain.len() <= MAX_DOMAIN && domain.split('.').all(is_label);
     let labels = [own.as_str()].into_iter();
     let mut bytes = vec![0, 0, wire::RD, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for label in labels.chain(domain.split('.').filter(|_| is_domain)) {

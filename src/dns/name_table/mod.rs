@@ -29,7 +29,7 @@ const LARGEST: usize = 1 << 30;
 
 /// Hosts that count for one name, the first ones. Without a limit, a table in which all hosts share
 /// a name would take time with the square of their number.
-const MOST_OF_ONE_NAME: usize = 8;
+const MAX_OF_ONE_NAME: usize = 8;
 
 /// A name table with its index. It never changes.
 #[derive(Debug)]
@@ -294,14 +294,14 @@ impl NameTable {
         let hash = self.hasher.hash_one(name.as_slice());
         let same = names.iter_hash(hash).copied();
         let same = same.filter(|there| self.resolve(*there).1.is(&name));
-        let same: SmallVec<[_; MOST_OF_ONE_NAME]> = same.collect();
+        let same: SmallVec<[_; MAX_OF_ONE_NAME]> = same.collect();
         let again = same
             .iter()
             .find(|there| precedence(there) == precedence(&new));
         let last = same.iter().max_by_key(|there| precedence(there));
         let replaced = match (again, last) {
             (Some(again), _) => Some(again),
-            (None, Some(last)) if same.len() == MOST_OF_ONE_NAME => {
+            (None, Some(last)) if same.len() == MAX_OF_ONE_NAME => {
                 if precedence(last) < precedence(&new) {
                     return;
                 }

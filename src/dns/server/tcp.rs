@@ -1,8 +1,8 @@
 //! DNS over TCP: a task per connection, answers as they become ready, as RFC 7766 allows.
 //!
-//! A connection has at most [`MOST_FORWARDED`] queries that wait for resolvers; the next is read when one
+//! A connection has at most [`MAX_FORWARDED`] queries that wait for resolvers; the next is read when one
 //! is answered. A silent connection is closed, sooner before its first query. While there are
-//! [`MOST_CONNECTIONS`], new ones wait in the kernel.
+//! [`MAX_CONNECTIONS`], new ones wait in the kernel.
 
 use std::io;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport};
 use crate::lifecycle::Tasks;
 
-const MOST_CONNECTIONS: usize = 256;
-const MOST_FORWARDED: usize = 64;
+const MAX_CONNECTIONS: usize = 256;
+const MAX_FORWARDED: usize = 64;
 /// How long a new connection may be silent.
 const FIRST: Duration = Duration::from_secs(2);
 /// How long it may be later, and how long it may take to read an answer.
@@ -50,7 +50,7 @@ pub(super) async fn serve<F: Forward>(
                     tracing::debug!(target: "dns", "a DNS connection ended: {error}");
                 }
             }
-            accepted = listener.accept(), if connections.len() < MOST_CONNECTIONS => match accepted {
+            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
                 Ok((stream, _)) => {
                     // Answers are small and come one by one. Without it they come later.
                     let _ = stream.set_nodelay(true);
@@ -70,7 +70,7 @@ impl<F: Forward> Connection<F> {
     fn new(stream: TcpStream, shared: Arc<Shared<F>>) -> Self {
         Self {
             stream,
-            pending: Pending::new(shared.clone(), Transport::Tcp, MOST_FORWARDED),
+            pending: Pending::new(shared.clone(), Transport::Tcp, MAX_FORWARDED),
             shared,
             received: BytesMut::new(),
             out: Vec::new(),

@@ -5,7 +5,7 @@
 //! after each that is sent, which wakes the thread for nothing. An answer the kernel has no room for is
 //! lost, as UDP may lose it anywhere; clients ask again.
 //!
-//! Beyond [`MOST_FORWARDED`] queries that wait for resolvers, the next fails at once, so its client can
+//! Beyond [`MAX_FORWARDED`] queries that wait for resolvers, the next fails at once, so its client can
 //! ask another resolver.
 
 use std::io;
@@ -25,7 +25,7 @@ use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
 
 /// Most queries that wait for resolvers.
-const MOST_FORWARDED: usize = 1024;
+const MAX_FORWARDED: usize = 1024;
 /// Queries answered before other tasks have their turn.
 const BATCH: usize = 64;
 
@@ -40,7 +40,7 @@ struct Server<F> {
 pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>) -> io::Result<()> {
     let socket = watch(socket)?;
     let mut server = Server {
-        pending: Pending::new(shared.clone(), Transport::Udp, MOST_FORWARDED),
+        pending: Pending::new(shared.clone(), Transport::Udp, MAX_FORWARDED),
         shared,
         // One byte more tells what is too long.
         query: vec![0; usize::from(OWN_UDP) + 1].into(),

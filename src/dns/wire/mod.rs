@@ -26,7 +26,7 @@ pub(crate) const AUTHORITIES: usize = 8;
 pub(crate) const ADDITIONALS: usize = 10;
 
 /// What every client takes by UDP.
-pub(crate) const LEAST_UDP: usize = 512;
+pub(crate) const MIN_UDP: usize = 512;
 
 pub(crate) const A: u16 = 1;
 pub(crate) const CNAME: u16 = 5;

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use super::{
-    ADDITIONALS, ANSWERS, AUTHORITIES, FLAGS, FORMERR, HEADER, LEAST_UDP, NOTIMP, OPCODE, OPT, QR,
+    ADDITIONALS, ANSWERS, AUTHORITIES, FLAGS, FORMERR, HEADER, MIN_UDP, NOTIMP, OPCODE, OPT, QR,
     QUESTIONS, REFUSED, question_end, records, u16_at,
 };
 
@@ -47,7 +47,7 @@ impl Question {
         // What a packet has room for, headers deducted.
         const MOST: usize = 65_507;
         let size = self.edns.map_or(0, |edns| usize::from(edns.udp_size));
-        size.clamp(LEAST_UDP, MOST)
+        size.clamp(MIN_UDP, MOST)
     }
 
     /// The name in the query, as it came: labels and the root label.

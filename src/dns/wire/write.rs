@@ -5,7 +5,7 @@
 
 use super::question::Edns;
 use super::{
-    AA, ADDITIONALS, ANSWERS, AUTHORITIES, CD, CODE, FLAGS, HEADER, IN, LEAST_UDP, NOERROR, OPCODE,
+    AA, ADDITIONALS, ANSWERS, AUTHORITIES, CD, CODE, FLAGS, HEADER, IN, MIN_UDP, NOERROR, OPCODE,
     OPT, OWN_UDP, QR, QUESTIONS, Question, RA, RCODE, RD, Section, TC, put, question_end, records,
 };
 
@@ -143,7 +143,7 @@ fn push_opt(out: &mut Vec<u8>, extended_rcode: u8, dnssec_ok: bool) {
 pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(message);
-    let limit = limit.max(LEAST_UDP);
+    let limit = limit.max(MIN_UDP);
     if message.len() <= limit {
         return;
     }

@@ -15,7 +15,7 @@ use super::{PROBE_LIMIT, page};
 /// Until what was found is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
 /// How many are named.
-const MOST_NAMED: usize = 5;
+const MAX_NAMED: usize = 5;
 
 /// A list of what waits.
 struct Wait {
@@ -75,8 +75,8 @@ async fn check(wait: &Wait, admin: &str) -> Check {
 }
 
 fn listed(found: &BTreeSet<String>) -> String {
-    let named: Vec<_> = found.iter().take(MOST_NAMED).map(String::as_str).collect();
-    let more = found.len().saturating_sub(MOST_NAMED);
+    let named: Vec<_> = found.iter().take(MAX_NAMED).map(String::as_str).collect();
+    let more = found.len().saturating_sub(MAX_NAMED);
     match more {
         0 => named.join("; "),
         more => format!("{}; and {more} more", named.join("; ")),
@@ -87,7 +87,7 @@ fn listed(found: &BTreeSet<String>) -> String {
 fn listeners(dump: &Value) -> BTreeSet<String> {
     let waiting = entries(dump, "unready_targets_dumps").filter_map(|waits| {
         let targets = entries(waits, "target_names").map(|name| target(text(name)));
-        let targets: Vec<_> = targets.take(MOST_NAMED).collect();
+        let targets: Vec<_> = targets.take(MAX_NAMED).collect();
         let name = listener(text(&waits["name"]));
         // Without a target it waits for the other listeners only.
         let waits = !targets.is_empty();

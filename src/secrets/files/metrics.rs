@@ -1,6 +1,6 @@
 //! Counters of secrets from files: pilot-agent's two totals, and failures and reloads by secret.
 //!
-//! A gateway may have thousands of secrets: the first [`MOST_LABELS`] have their own series, the others
+//! A gateway may have thousands of secrets: the first [`MAX_LABELS`] have their own series, the others
 //! share one.
 
 use std::collections::HashSet;
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::source::Source;
 use crate::metrics::{Counter, Counters, Gauges, Registry};
 
-const MOST_LABELS: usize = 100;
+const MAX_LABELS: usize = 100;
 
 #[derive(Debug)]
 pub(super) struct Metrics {
@@ -70,7 +70,7 @@ impl Metrics {
 
     fn label(&self, source: &Source) -> String {
         let mut labels = self.labels.lock();
-        if labels.len() < MOST_LABELS {
+        if labels.len() < MAX_LABELS {
             labels.insert(source.clone());
         }
         match labels.contains(source) {

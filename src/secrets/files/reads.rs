@@ -13,7 +13,7 @@ use tokio::task::JoinError;
 const MOST: usize = 16;
 
 /// How many more may hang.
-const MOST_SLOW: usize = 64;
+const MAX_SLOW: usize = 64;
 
 /// A read that takes longer hangs.
 const SLOW: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ impl Reads {
     pub(super) const fn new() -> Self {
         Self {
             running: Semaphore::const_new(MOST),
-            slow: Semaphore::const_new(MOST_SLOW),
+            slow: Semaphore::const_new(MAX_SLOW),
         }
     }
 
@@ -86,7 +86,7 @@ mod tests {
             });
         }
         for round in 1..=8 {
-            let expected = (round * MOST).min(MOST + MOST_SLOW);
+            let expected = (round * MOST).min(MOST + MAX_SLOW);
             for _ in 0..20_000 {
                 if begun.load(Ordering::Relaxed) >= expected {
                     break;

@@ -13,7 +13,7 @@ use super::source::{FileError, Source};
 use crate::secrets::{Secret, SecretState};
 
 /// More than the largest gateway has.
-pub(super) const MOST_SOURCES: usize = 10_000;
+pub(super) const MAX_SOURCES: usize = 10_000;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
@@ -57,7 +57,7 @@ impl Table {
     }
 
     pub(super) fn state(&self, source: &Source) -> SecretState {
-        let too_many = || FileError::TooMany { most: MOST_SOURCES };
+        let too_many = || FileError::TooMany { most: MAX_SOURCES };
         let inner = self.inner.lock();
         match inner.entries.get(source) {
             Some(entry) => entry.state.clone(),
@@ -72,7 +72,7 @@ impl Table {
             entry.subscribers += 1;
             return true;
         }
-        if inner.entries.len() >= MOST_SOURCES {
+        if inner.entries.len() >= MAX_SOURCES {
             return false;
         }
         let entry = Entry {

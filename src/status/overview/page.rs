@@ -14,7 +14,7 @@ use crate::logging::Entry;
 use crate::secrets::observe::{Certificate, Secret, Snapshot};
 
 /// A bundle of roots may be long; the JSON has all.
-const MOST_CERTIFICATES: usize = 5;
+const MAX_CERTIFICATES: usize = 5;
 
 /// Classes of the style sheet.
 pub(super) const GOOD: &str = "good";
@@ -277,7 +277,7 @@ fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
         @if certificates.is_empty() {
             tr { td { (secret.name) } td { (badge(BAD, "not there yet")) } td {} }
         }
-        @for (index, certificate) in certificates.iter().take(MOST_CERTIFICATES).enumerate() {
+        @for (index, certificate) in certificates.iter().take(MAX_CERTIFICATES).enumerate() {
             @let renewal = secret.next_renewal.as_ref().filter(|_| index == 0);
             tr {
                 td {
@@ -292,8 +292,8 @@ fn secret_rows(secret: &Secret, renewal_fails: bool) -> Markup {
                 }
             }
         }
-        @if certificates.len() > MOST_CERTIFICATES {
-            tr { td { "and " (certificates.len() - MOST_CERTIFICATES) " more" } td {} td {} }
+        @if certificates.len() > MAX_CERTIFICATES {
+            tr { td { "and " (certificates.len() - MAX_CERTIFICATES) " more" } td {} td {} }
         }
     }
 }

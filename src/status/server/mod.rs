@@ -1,7 +1,7 @@
 //! The listener of the status port, and bounds on its connections.
 //!
 //! HTTP/1.1 on both address families. A client that has shut down its sending side gets its answer; one
-//! that is gone cannot be told from it, so its request is carried out too. A connection beyond [`MOST_CONNECTIONS`] closes the one that
+//! that is gone cannot be told from it, so its request is carried out too. A connection beyond [`MAX_CONNECTIONS`] closes the one that
 //! has been idle longest, so that a flood of idle ones does not lock out the kubelet. The head of the
 //! first request must arrive within [`FIRST_HEAD`], that of a later one within [`IDLE`]. A connection
 //! whose client reads nothing of an answer for [`UNREAD`] is closed.
@@ -29,9 +29,9 @@ use super::{Caller, Router, reply};
 use crate::lifecycle::CancellationToken;
 
 /// The kubelet, Prometheus and Envoy need a handful.
-const MOST_CONNECTIONS: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 /// Heads beyond this are refused with 431.
-const LARGEST_HEAD: usize = 64 << 10;
+const MAX_HEAD: usize = 64 << 10;
 const FIRST_HEAD: Duration = Duration::from_secs(10);
 /// Longer than the pause between two probes or scrapes.
 const IDLE: Duration = Duration::from_secs(300);
@@ -147,7 +147,7 @@ impl Connections {
         router: &Arc<Router>,
         stop: &CancellationToken,
     ) {
-        while self.open.len() >= MOST_CONNECTIONS {
+        while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
         let now = (Phase::BeforeFirstRequest, Instant::now());
@@ -197,8 +197,8 @@ async fn serve_connection(
         .timer(TokioTimer::new())
         .half_close(true)
         .header_read_timeout(IDLE)
-        .max_header_size(LARGEST_HEAD)
-        .max_buf_size(LARGEST_HEAD);
+        .max_header_size(MAX_HEAD)
+        .max_buf_size(MAX_HEAD);
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
     let no_request = async {
         sleep(FIRST_HEAD).await;

@@ -78,7 +78,7 @@ async fn both_families_are_served_and_connections_are_kept() {
 #[tokio::test]
 async fn a_head_that_is_too_large_is_refused() {
     let port = port().await;
-    let head = format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(LARGEST_HEAD));
+    let head = format!("GET / HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(MAX_HEAD));
     let answer = asked(&mut port.connect().await, head.as_bytes()).await;
     assert!(answer.contains(" 431 ") || answer.is_empty(), "{answer}");
     let answer = asked(&mut port.connect().await, b"nonsense\r\n\r\n").await;
@@ -208,7 +208,7 @@ async fn a_connection_whose_client_does_not_read_the_answer_is_closed() {
 async fn a_flood_of_idle_connections_does_not_lock_out_the_kubelet() {
     let port = port().await;
     let mut flood = Vec::new();
-    for _ in 0..2 * MOST_CONNECTIONS {
+    for _ in 0..2 * MAX_CONNECTIONS {
         flood.push(port.connect().await);
         if flood.len() % 100 == 0 {
             let mut kubelet = port.connect().await;

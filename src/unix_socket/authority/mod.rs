@@ -26,10 +26,10 @@ const READ: usize = 8 << 10;
 
 /// How many bytes a header block has at the most, encoded and decoded, by the rules of
 /// SETTINGS_MAX_HEADER_LIST_SIZE. Encoded again it is smaller, and fits into a frame.
-const LARGEST_BLOCK: usize = 16 << 10;
+const MAX_BLOCK: usize = 16 << 10;
 
 /// How large the table of headers may be that both sides keep: HTTP/2's default.
-const LARGEST_TABLE: usize = 4096;
+const MAX_TABLE: usize = 4096;
 
 /// Length, type, flags and stream of a frame (RFC 9113, section 4.1).
 const HEAD: usize = 9;
@@ -128,7 +128,7 @@ type Fields = Vec<(Vec<u8>, Vec<u8>)>;
 impl Default for Headers {
     fn default() -> Self {
         let mut decoder = Decoder::new();
-        decoder.set_max_allowed_table_size(LARGEST_TABLE);
+        decoder.set_max_allowed_table_size(MAX_TABLE);
         Self {
             input: BytesMut::new(),
             passing: PREFACE,
@@ -176,8 +176,8 @@ impl Headers {
                     ));
                 }
             }
-            if seen + size > LARGEST_BLOCK {
-                return Err(format!("a header block of more than {LARGEST_BLOCK} bytes"));
+            if seen + size > MAX_BLOCK {
+                return Err(format!("a header block of more than {MAX_BLOCK} bytes"));
             }
             let Some(payload) = self.input.get(seen + HEAD..seen + size) else {
                 return Ok(false);
@@ -300,15 +300,15 @@ fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
     let mut size = 0;
     let decoded = decoder.decode_with_cb(block, |name, value| {
         size += name.len() + value.len() + 32;
-        if size <= LARGEST_BLOCK {
+        if size <= MAX_BLOCK {
             fields.push((name.into_owned(), value.into_owned()));
         }
     });
     decoded.map_err(|error| format!("a header block that cannot be decoded: {error}"))?;
-    match size <= LARGEST_BLOCK {
+    match size <= MAX_BLOCK {
         true => Ok(fields),
         false => Err(format!(
-            "{size} bytes of headers, expected {LARGEST_BLOCK} at most"
+            "{size} bytes of headers, expected {MAX_BLOCK} at most"
         )),
     }
 }

@@ -170,9 +170,9 @@ fn a_valid_authority_or_none_leaves_every_byte_as_it_is() {
             frame(CONTINUATION, 0, 3, &[]),
         ]
         .concat(),
-        frame(HEADERS, END_HEADERS, 1, &[0x83; LARGEST_BLOCK]),
+        frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK]),
         // Small on the wire.
-        frame(HEADERS, END_HEADERS, 1, &[0x83; LARGEST_BLOCK / 32]),
+        frame(HEADERS, END_HEADERS, 1, &[0x83; MAX_BLOCK / 32]),
     ] {
         cases.push(connection(&[first, bad.clone()]));
     }
@@ -275,7 +275,7 @@ fn what_cannot_be_replaced_ends_the_connection() {
             "a frame of type 0 within a header block",
         ),
         (
-            frame(HEADERS, END_HEADERS, 3, &[0x83; LARGEST_BLOCK]),
+            frame(HEADERS, END_HEADERS, 3, &[0x83; MAX_BLOCK]),
             "a header block of more than",
         ),
         (

@@ -16,7 +16,7 @@ use crate::lifecycle::with_causes;
 
 /// Waits between attempts are drawn from zero to 750 ms, 1.5 s, 3 s, …
 const FIRST_WAIT: Duration = Duration::from_millis(750);
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 
 /// A client for the requests of one fetch.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Server {
         request: &Request<Bytes>,
         is_final: impl Fn(&http_client::Error) -> bool,
     ) -> Result<Response<Body>, http_client::Error> {
-        let mut backoff = Backoff::new(FIRST_WAIT, LONGEST_WAIT);
+        let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
         let mut attempt = 1;
         loop {
             let sent = self.client.send_within(request.clone(), self.request_limit);

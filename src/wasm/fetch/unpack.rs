@@ -10,13 +10,13 @@ use flate2::read::MultiGzDecoder;
 
 /// What a module begins with. Its version follows.
 const MAGIC: &[u8] = b"\0asm";
-const SHORTEST: usize = 8;
+const MIN: usize = 8;
 const GZIP: &[u8] = &[0x1f, 0x8b];
 /// Where the header of an archive says what it is.
 const USTAR: std::ops::Range<usize> = 257..262;
 const HEADER: u64 = 512;
 /// gzip in tar in gzip, with one to spare.
-const MOST_LAYERS: u32 = 4;
+const MAX_LAYERS: u32 = 4;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
@@ -41,7 +41,7 @@ pub(super) struct Unpacking<'a> {
 impl Unpacking<'_> {
     /// Writes the module in `input`, and returns its size and SHA-256.
     pub(super) fn unpack(&mut self, input: &mut dyn Read) -> Result<(u64, String), Error> {
-        self.layer(input, MOST_LAYERS)
+        self.layer(input, MAX_LAYERS)
     }
 
     fn layer(&mut self, input: &mut dyn Read, left: u32) -> Result<(u64, String), Error> {
@@ -49,7 +49,7 @@ impl Unpacking<'_> {
         input.take(HEADER).read_to_end(&mut begin)?;
         let mut whole = Cursor::new(&begin).chain(input);
         let input: &mut dyn Read = &mut whole;
-        if begin.starts_with(MAGIC) && begin.len() >= SHORTEST {
+        if begin.starts_with(MAGIC) && begin.len() >= MIN {
             self.module(input)
         } else if begin.starts_with(GZIP) && left > 0 {
             let (input, limit) = (MultiGzDecoder::new(input), self.limit);

@@ -1,6 +1,6 @@
 //! Records per type URL what the relay has passed on, for `/debug/xdsz` and the metrics.
 //!
-//! The relay reports each message to its [`Observer`] when it is complete. Up to [`MOST_TYPES`] types
+//! The relay reports each message to its [`Observer`] when it is complete. Up to [`MAX_TYPES`] types
 //! have a record of their own; further ones, and those without a usable name, share one. A response
 //! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
 
@@ -29,13 +29,13 @@ pub use snapshot::{
 };
 
 /// How many types have a record of their own. A mesh has about ten.
-const MOST_TYPES: usize = 64;
+const MAX_TYPES: usize = 64;
 
 /// A type with a longer name is counted with the others.
-const LONGEST_TYPE: usize = 256;
+const MAX_TYPE: usize = 256;
 
 /// How much is kept of a version, a nonce or the reason of an end, in bytes.
-const LONGEST_TEXT: usize = 256;
+const MAX_TEXT: usize = 256;
 
 const OTHER: &str = "other";
 
@@ -214,8 +214,8 @@ impl Observer {
 impl Table {
     /// The entry of a type, or that of all others.
     fn of(&mut self, type_url: &str) -> &mut Type {
-        let is_named = (1..=LONGEST_TYPE).contains(&type_url.len());
-        let has_room = self.types.len() < MOST_TYPES;
+        let is_named = (1..=MAX_TYPE).contains(&type_url.len());
+        let has_room = self.types.len() < MAX_TYPES;
         let name = match is_named && (has_room || self.types.contains_key(type_url)) {
             true => type_url,
             false => OTHER,
@@ -235,7 +235,7 @@ pub(super) fn unix_seconds(at: SystemTime) -> f64 {
 
 /// What is kept of a text.
 fn beginning(text: &str) -> &str {
-    let end = (0..=LONGEST_TEXT.min(text.len())).rfind(|&end| text.is_char_boundary(end));
+    let end = (0..=MAX_TEXT.min(text.len())).rfind(|&end| text.is_char_boundary(end));
     &text[..end.unwrap_or(0)]
 }
 

@@ -1,7 +1,7 @@
 //! The record of one type: how much of it came, the last response, and its ACK or NACK.
 //!
 //! A response waits for the request that carries its nonce. One that a newer response displaces goes
-//! on waiting, up to [`MOST_UNANSWERED`] of a type.
+//! on waiting, up to [`MAX_UNANSWERED`] of a type.
 
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime};
@@ -14,7 +14,7 @@ use crate::clock::rfc3339;
 use crate::xds::response::Received;
 
 /// How many responses of a type may wait for their ACK before the oldest is forgotten.
-pub(super) const MOST_UNANSWERED: usize = 8;
+pub(super) const MAX_UNANSWERED: usize = 8;
 
 /// One type, since the agent's start.
 #[derive(Debug, Default)]
@@ -57,7 +57,7 @@ impl Type {
         };
         let before = self.last.replace(push);
         if let Some(before) = before.filter(|push| !push.seen.answered) {
-            if self.unanswered.len() == MOST_UNANSWERED {
+            if self.unanswered.len() == MAX_UNANSWERED {
                 self.unanswered.pop_front();
             }
             self.unanswered.push_back(before);

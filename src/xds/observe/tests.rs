@@ -3,7 +3,7 @@ use tonic::Status;
 
 use std::time::Duration;
 
-use super::seen::MOST_UNANSWERED;
+use super::seen::MAX_UNANSWERED;
 use super::*;
 use crate::xds::response::Consumer;
 
@@ -118,12 +118,12 @@ fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
     }
     observer.answered("type 1", &long, None);
     let snapshot = observer.snapshot();
-    assert_eq!(snapshot.types.len(), MOST_TYPES + 1);
-    assert_eq!(snapshot.types[OTHER].responses, 2000 - MOST_TYPES as u64);
+    assert_eq!(snapshot.types.len(), MAX_TYPES + 1);
+    assert_eq!(snapshot.types[OTHER].responses, 2000 - MAX_TYPES as u64);
     let last = snapshot.types["type 1"].last_response.clone().unwrap();
-    assert_eq!((last.nonce.len(), last.answered), (LONGEST_TEXT, true));
+    assert_eq!((last.nonce.len(), last.answered), (MAX_TEXT, true));
     let table = observer.table.lock();
-    assert_eq!(table.types["type 0"].unanswered.len(), MOST_UNANSWERED);
+    assert_eq!(table.types["type 0"].unanswered.len(), MAX_UNANSWERED);
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn ends_of_streams_are_counted_once_for_each_side() {
     let snapshot = observer.snapshot();
     assert!(snapshot.stream.is_none());
     assert_eq!(snapshot.streams, 2);
-    assert_eq!(snapshot.last_end.unwrap().reason.len(), LONGEST_TEXT);
+    assert_eq!(snapshot.last_end.unwrap().reason.len(), MAX_TEXT);
     let page = registry.render();
     for line in [
         "istio_agent_istiod_connection_terminations{type=\"cancelled\"} 1\n",

@@ -17,7 +17,7 @@ use super::wire::{Malformed, Walker};
 /// The most bytes held of a message without a disposition yet, or of one that is intercepted.
 ///
 /// Large enough for any name table; a limit at all, so that istiod cannot fill the pod's memory.
-const LARGEST_HELD: usize = 256 * 1024 * 1024;
+const MAX_HELD: usize = 256 * 1024 * 1024;
 
 /// What comes out of istiod's stream.
 #[derive(Clone, Debug)]
@@ -170,9 +170,9 @@ impl ResponseReader {
     }
 
     fn hold(&mut self, bytes: &[u8]) -> Result<(), Status> {
-        if self.held.len() + bytes.len() > LARGEST_HELD {
+        if self.held.len() + bytes.len() > MAX_HELD {
             return Err(Status::resource_exhausted(format!(
-                "istiod sent over {LARGEST_HELD} bytes in one message that the agent must hold whole"
+                "istiod sent over {MAX_HELD} bytes in one message that the agent must hold whole"
             )));
         }
         self.held.extend_from_slice(bytes);

@@ -16,10 +16,10 @@ use smallvec::SmallVec;
 use super::Protocol;
 
 /// Longest string kept. No control plane sends a longer type URL or nonce.
-const LONGEST_STRING: u64 = 16 * 1024;
+const MAX_STRING: u64 = 16 * 1024;
 
 /// The most bytes a field's tag and the length or number behind it take: two varints.
-const LONGEST_HEADER: usize = 20;
+const MAX_HEADER: usize = 20;
 
 /// The bytes are no protobuf message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -179,7 +179,7 @@ impl Walker {
     /// Reads the header of a field, or what `bytes` have of it. Returns how many of them it took.
     fn header(&mut self, bytes: &[u8]) -> Result<usize, Malformed> {
         let known = self.held.len();
-        let longest = (self.inner_end() - self.at).min((LONGEST_HEADER - known) as u64);
+        let longest = (self.inner_end() - self.at).min((MAX_HEADER - known) as u64);
         let now = within(longest, bytes);
         self.held.extend_from_slice(&bytes[..now]);
         let mut rest = &self.held[..];
@@ -231,7 +231,7 @@ impl Walker {
                 _ => return Ok(Step::Skip(end)),
             },
         };
-        if length > LONGEST_STRING {
+        if length > MAX_STRING {
             return Err(Malformed("a type URL, version or nonce over 16 KiB"));
         }
         Ok(Step::Keep(end, place))

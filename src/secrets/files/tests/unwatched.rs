@@ -99,7 +99,7 @@ async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
     let directory = tempfile::tempdir().unwrap();
     let table = Arc::new(Table::default());
     let files = files_in(&directory, table.clone());
-    let many = (0..table::MOST_SOURCES).map(|n| Name::FileRoot(n.to_string()));
+    let many = (0..table::MAX_SOURCES).map(|n| Name::FileRoot(n.to_string()));
     let mut greedy = files.subscribe();
     greedy.want(many.collect());
     let name = Name::SystemRoots;

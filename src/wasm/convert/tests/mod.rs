@@ -24,7 +24,7 @@ use envoy_types::pb::google::protobuf;
 use prost_types::Struct;
 
 use super::*;
-use crate::wasm::request::{LONGEST_FETCH, PULL_POLICY, PULL_SECRET, RESOURCE_VERSION, TIME_LIMIT};
+use crate::wasm::request::{MAX_FETCH, PULL_POLICY, PULL_SECRET, RESOURCE_VERSION, TIME_LIMIT};
 
 const HTTP: &str = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm";
 const NETWORK: &str = "type.googleapis.com/envoy.extensions.filters.network.wasm.v3.Wasm";
@@ -244,7 +244,7 @@ fn the_request_says_what_to_fetch_and_with_which_rules() {
         (-1, 0, Duration::ZERO),
         (1, -1, Duration::ZERO),
         (1, 5, Duration::from_nanos(1_000_000_005)),
-        (i64::MAX, i32::MAX, LONGEST_FETCH),
+        (i64::MAX, i32::MAX, MAX_FETCH),
     ] {
         let limited = edit(&|remote| {
             let timeout = protobuf::Duration { seconds, nanos };

@@ -21,7 +21,7 @@ use reference::{Reference, sha256};
 use registry::Registry;
 
 /// Registries take manifests of up to 4 MiB.
-const LARGEST_MANIFEST: usize = 4 << 20;
+const MAX_MANIFEST: usize = 4 << 20;
 
 /// An image whose manifest is known.
 #[derive(Debug)]
@@ -105,7 +105,7 @@ impl Registry {
     async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
         let path = format!("manifests/{version}");
         let mut response = self.get(&path, manifest::ACCEPT).await?;
-        let body = response.body_mut().collect(LARGEST_MANIFEST).await;
+        let body = response.body_mut().collect(MAX_MANIFEST).await;
         let manifest = Manifest::parse(&body.map_err(|error| with_causes(&error))?)?;
         match sha256(version) {
             Some(digest) if digest != manifest.digest => {

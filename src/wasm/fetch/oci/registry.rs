@@ -14,7 +14,7 @@ use crate::lifecycle::with_causes;
 use crate::wasm::fetch::server::{Server, get};
 use crate::wasm::fetch::{Config, secret};
 
-const LARGEST_TOKEN: usize = 1 << 20;
+const MAX_TOKEN: usize = 1 << 20;
 /// How docker, and registries made for it, name a client.
 const CLIENT_ID: &str = "istio-agent";
 
@@ -185,7 +185,7 @@ impl Registry {
         if !status.is_success() {
             return Err(format!("token server {name} answers with {status}"));
         }
-        let body = response.body_mut().collect(LARGEST_TOKEN).await;
+        let body = response.body_mut().collect(MAX_TOKEN).await;
         // The error of the parser would show a part of the token.
         let token: Option<Token> = serde_json::from_slice(&body.map_err(failed)?).ok();
         let token = token.and_then(|token| token.token.or(token.access_token));
