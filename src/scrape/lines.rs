@@ -305,10 +305,12 @@ fn short_name<'t>(name: &'t str, seen: &Seen) -> &'t str {
 /// A sample of OpenMetrics as one of text, which has no exemplars and other times: without both.
 fn as_text(line: &str, rest: &str) -> Verdict {
     let series = &line[..line.len() - rest.len()];
-    let mut words = words(rest);
-    match (words.next(), words.next()) {
-        (Some(value), Some(_)) => Replace(format!("{series} {value}\n")),
-        _ => Pass,
+    let figures = rest.split('#').next().unwrap_or_default();
+    let mut words = words(figures);
+    let value = words.next().unwrap_or_default();
+    match words.next().is_none() && figures.len() == rest.len() {
+        true => Pass,
+        false => Replace(format!("{series} {value}\n")),
     }
 }
 
