@@ -7,8 +7,8 @@ use crate::metrics::Registry;
 use crate::problem::Problem;
 use crate::regular_file;
 
-/// The Istio release whose behaviour this agent follows.
-const FOLLOWED: &str = "1.32.0";
+/// The newest release of Istio, which istiod is told where no image says otherwise.
+const FOLLOWED: &str = "1.31.0";
 
 /// The file beside the binary with the version of Istio whose Envoy the image has. The build of the
 /// image writes it.

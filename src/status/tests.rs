@@ -28,7 +28,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
     let (istiod, _) = crate::istiod::new(istiod, &metrics, CancellationToken::new());
     Sources {
         node: "node".to_owned(),
-        istio_version: "1.32.0".to_owned(),
+        istio_version: "1.31.0".to_owned(),
         milestones: Milestones::start(),
         stop,
         envoy: None,

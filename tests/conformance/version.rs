@@ -39,7 +39,7 @@ fn istiod_is_told_the_version_of_metadata_or_of_the_image_or_of_the_build() {
     std::fs::write(&root, "").unwrap();
     let file = folder.path().join("pilot-agent.istio-version");
     for (content, variable, expected) in [
-        (None, "", "1.32.0"),
+        (None, "", "1.31.0"),
         (None, "1.27.1", "1.27.1"),
         (Some("1.28.3\n"), "", "1.28.3"),
         (Some("1.28.3\n"), "1.27.1", "1.27.1"),

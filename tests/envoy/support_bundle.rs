@@ -154,7 +154,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         }
     }
     for (name, expected) in [
-        ("versions.txt", "agent: 1.32.0"),
+        ("versions.txt", "agent: 1.31.0"),
         ("doctor.txt", "configuration"),
         ("doctor.json", "\"groups\""),
         ("config.json", "\"value\": \"default:info,xdsproxy:debug\""),
