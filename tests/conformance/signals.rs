@@ -78,11 +78,12 @@ async fn signals_that_do_not_end_pilot_agent_do_not_end_the_agent_and_have_their
         let answer = ask(place.status_port(), "GET /metrics").await;
         assert_eq!(answer.status, 200, "after signal {number}");
     }
-    let running = running_in(&place.path(""));
-    let envoy = running
-        .iter()
-        .find(|(_, name)| name.starts_with("fake-envoy"));
-    let (envoy, _) = envoy.unwrap();
+    let envoy = || {
+        let mut running = running_in(&place.path("")).into_iter();
+        running.find(|(_, name)| name.starts_with("fake-envoy"))
+    };
+    eventually("the start of Envoy", || envoy().is_some()).await;
+    let (envoy, _) = envoy().unwrap();
     let status = format!("/proc/{}/status", envoy.as_raw_nonzero());
     let status = std::fs::read_to_string(status).unwrap();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
