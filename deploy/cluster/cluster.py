@@ -11,13 +11,14 @@ import sys
 import time
 
 from images import Layout
-from programs import programs, say
+from programs import ISTIODS, programs, say
 
 HERE = pathlib.Path(__file__).resolve().parent
 CONFIG = HERE / "config"
 # Two names of each agent's image, for a change from one to the other.
 OURS_NAMES, GO_NAMES = (tuple(f"localhost/agent-{agent}:{tag}" for tag in (1, 2)) for agent in ("ours", "go"))
 APPLICATION = "localhost/application:1"
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
 COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "unshare": "util-linux",
             "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "openssl": "openssl",
             "conntrack": "conntrack", "/usr/lib/cni/ptp": "containernetworking-plugins"}
@@ -62,21 +63,24 @@ class Cluster:
         self.boot()
         self.install(istio)
 
+    def openssl(self, *words):
+        subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
+
+    def authority(self, name):
+        """A new root, as the texts of its certificate and key."""
+        self.openssl("req", "-x509", *NEW_KEY, "-subj", f"/O=cluster/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt")
+        return tuple((self.folder / f"{name}.{part}").read_text() for part in ("crt", "key"))
+
     def certificates(self):
         """One authority, a certificate of the node and API server, and one of the administrator."""
-        def openssl(*words, **more):
-            subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True, **more)
-
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                "-days", "30", "-subj", "/CN=cluster", "-keyout", "ca.key", "-out", "ca.crt")
-        openssl("genrsa", "-out", "accounts.key", "2048")
+        self.authority("ca")
+        self.openssl("genrsa", "-out", "accounts.key", "2048")
         names = ("DNS:kubernetes.default.svc,DNS:kubernetes.default.svc.cluster.local,DNS:node,"
                  "IP:10.96.0.1,IP:10.99.0.1")
         for name, subject in (("node", "/CN=node"), ("admin", "/O=system:masters/CN=admin")):
-            openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                    "-days", "30", "-subj", subject, "-addext", f"subjectAltName={names}",
-                    "-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.crt", "-CAkey", "ca.key",
-                    "-keyout", f"{name}.key", "-out", f"{name}.crt")
+            self.openssl("req", "-x509", *NEW_KEY, "-subj", subject, "-addext", f"subjectAltName={names}",
+                         "-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.crt", "-CAkey", "ca.key",
+                         "-keyout", f"{name}.key", "-out", f"{name}.crt")
         # In YAML, which JSON is; kubectl outside and controllers inside find the files beside it.
         (self.folder / "kubeconfig").write_text(json.dumps({
             "apiVersion": "v1", "kind": "Config", "current-context": "cluster",
@@ -107,13 +111,24 @@ class Cluster:
         self.set_mesh()
         self.run("-n", "istio-system", "rollout", "status", "deploy/istiod", "--timeout=120s")
 
-    def set_mesh(self, *values):
-        """Applies Istio's charts with config/istio.yaml and other values, as istioctl takes them."""
+    def set_mesh(self, *values, istiod=None):
+        """Applies the charts of an istiod, else of the one at the start, with config/istio.yaml and other values."""
+        if istiod:
+            values = (*values, f"pilot.image={istiod_image(istiod)}")
         words = [word for value in values for word in ("--set", f"values.{value}")]
+        manifests = (programs(istiod) if istiod else self.folder / "istiod") / "manifests"
         rendered = subprocess.run(
-            [self.folder / "istioctl", "manifest", "generate", "--manifests", self.folder / "istiod/manifests",
+            [self.folder / "istioctl", "manifest", "generate", "--manifests", manifests,
              "--filename", CONFIG / "istio.yaml", *words], check=True, capture_output=True, text=True).stdout
         self.run("apply", "--server-side", "--force-conflicts", "-f", "-", input=rendered)
+
+    def another_istiod(self):
+        """The istiod that it was not started with, built and known to the node."""
+        name = next(name for name in ISTIODS if programs(name) != (self.folder / "istiod").resolve())
+        layout = Layout(self.folder / "another")
+        add_istiod(layout, istiod_image(name), programs(name))
+        self.inside("sh", "-c", "tar -C /run/cluster/another -c . | ctr --namespace k8s.io images import -")
+        return name
 
     def run(self, *words, **more):
         done = subprocess.run([self.kubectl, *words], capture_output=True, text=True, **more)
@@ -146,8 +161,7 @@ class Cluster:
 
 def images(layout, agent, istio, control_plane, tools):
     layout.add("localhost/pause:1", {"/pause": tools / "pause"}, Entrypoint=["/pause"])
-    layout.add("localhost/istiod:1", {"/usr/local/bin/pilot-discovery": control_plane / "pilot-discovery"},
-               Entrypoint=["/usr/local/bin/pilot-discovery"], User="1337:1337")
+    add_istiod(layout, "localhost/istiod:1", control_plane)
     layout.add(APPLICATION, {"/application": tools / "application"}, Entrypoint=["/application"])
     for name in OURS_NAMES:
         layout.add(name, {}, agent)
@@ -157,6 +171,15 @@ def images(layout, agent, istio, control_plane, tools):
     for name in GO_NAMES:
         layout.add(name, {"/usr/local/bin/pilot-agent": istio / "pilot-agent",
                           "/var/lib/istio/envoy/envoy_bootstrap_tmpl.json": istio / "envoy_bootstrap.json", **links}, agent)
+
+
+def istiod_image(name):
+    return f"localhost/istiod:{name.replace('/', '-')}"
+
+
+def add_istiod(layout, image, control_plane):
+    layout.add(image, {"/usr/local/bin/pilot-discovery": control_plane / "pilot-discovery"},
+               Entrypoint=["/usr/local/bin/pilot-discovery"], User="1337:1337")
 
 
 def missing():

@@ -21,6 +21,7 @@ STAGES = {
     "istio/april": [["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery"]],
     "tools": [["./...", "tool"]],
 }
+ISTIODS = ["istio", "istio/april"]
 # What the charts, Go's agent and the Gateway API need of Istio's module.
 ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
                "tests/integration/pilot/testdata/gateway-api-crd.yaml"]

@@ -1,11 +1,17 @@
 """The cases: each function is a claim. It returns what it has measured, or raises Failed or Skipped."""
 
+import base64
+import hashlib
+import io
 import json
+import pathlib
+import re
 import subprocess
+import tarfile
 import tempfile
 import time
 
-from world import GO, ISTIOD, OURS, Failed, Load, expect
+from world import GO, ISTIOD, OURS, Failed, Load, Skipped, expect
 
 CASES = []
 CLIENTS = ("client-ours", "client-go")
@@ -25,6 +31,10 @@ def shop(world, name, agent, **template):
     return f"http://{name}:8080/"
 
 
+def resource(version, kind, name, **spec):
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
 @case(1, gate=True)
 def the_annotation_swaps_agents_both_ways_and_no_request_fails(world):
     url = shop(world, "shop", GO)
@@ -42,12 +52,66 @@ def the_charts_value_swaps_every_pod_and_back_and_no_request_fails(world):
         for agent, image in ((OURS, world.images[OURS]), (GO, world.mesh_image())):
             world.cluster.set_mesh(f"global.proxy.image={image}", f"global.proxy_init.image={image}")
             world.until("the webhook injects it", lambda: image in images_of(world.injected()))
-            old = world.pods("shop")
-            world.kubectl("rollout", "restart", "deploy/shop")
-            world.rolled_out("shop")
-            world.gone(old)
+            world.restart("shop")
             expect("agent of the new pod", agent, world.agent_of("deploy/shop"))
     return load.expect_none_failed()
+
+
+@case(2)
+def pods_deleted_evicted_rolled_out_and_scaled_fail_no_request(world, agent=OURS):
+    url = shop(world, "crowd", agent, replicas=2)
+    with Load(world, url, *CLIENTS) as load:
+        for end in (delete, evict):
+            pod = world.pods("crowd")[0]
+            end(world, pod)
+            world.gone([pod])
+            world.rolled_out("crowd")
+        world.restart("crowd")
+        for replicas in (4, 1):
+            world.kubectl("scale", "deploy/crowd", f"--replicas={replicas}")
+            world.rolled_out("crowd")
+        world.until("one pod is left", lambda: len(world.get("pods", "-l", "app=crowd")["items"]) == 1)
+    world.kubectl("delete", "deploy/crowd", "--wait=false")
+    return load.expect_none_failed()
+
+
+def delete(world, pod):
+    world.kubectl("delete", f"pod/{pod}", "--wait=false")
+
+
+def evict(world, pod):
+    world.kubectl("create", "--raw", f"/api/v1/namespaces/{world.namespace}/pods/{pod}/eviction", "-f", "-", input=json.dumps(
+        {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": world.namespace}}))
+
+
+@case(2, own=True)
+def istiod_restarted_scaled_to_nothing_and_of_another_version_fails_no_request(world, agent=OURS):
+    url = shop(world, "steady", agent)
+    with Load(world, url, *CLIENTS) as load:
+        world.kubectl("rollout", "restart", *ISTIOD)
+        world.rolled_out_istiod()
+        configuration_flows(world, "steady")
+        world.scale_istiod(0)
+        time.sleep(5)
+        world.scale_istiod(1)
+        configuration_flows(world, "steady")
+        for version in (world.cluster.another_istiod(), None):
+            world.cluster.set_mesh(istiod=version)
+            world.rolled_out_istiod()
+            configuration_flows(world, "steady")
+    return load.expect_none_failed()
+
+
+def configuration_flows(world, client):
+    """A service made now is known to a client soon, and is removed again."""
+    name = f"new-{time.time_ns()}"
+    world.apply(service(name, 80))
+    world.until("a new service is known", lambda: name in world.admin(f"deploy/{client}", "clusters"))
+    world.kubectl("delete", f"service/{name}")
+
+
+def service(name, port, **spec):
+    return resource("v1", "Service", name, ports=[{"name": "http", "port": port}], **spec)
 
 
 def images_of(pod):
@@ -77,8 +141,7 @@ def pods_of_every_kind_capture_traffic_both_ways_with_mutual_tls(world, agent=OU
 @case(3, gate=True, own=True)
 def a_dual_stack_pod_captures_both_families(world, agent=OURS):
     dual = {"annotations": config(ISTIO_DUAL_STACK="true"), "spec": {"runtimeClassName": "dual-stack"}}
-    world.apply({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "six"}, "spec": {
-        "ipFamilies": ["IPv6"], "selector": {"app": "dual"}, "ports": [{"name": "http", "port": 8080}]}})
+    world.apply(service("six", 8080, ipFamilies=["IPv6"], selector={"app": "dual"}))
     world.deploy("dual-client", agent, **dual)
     told = kinds(world, agent, {"dual": dual}, keep=True)
     world.rolled_out("dual-client")
@@ -113,11 +176,11 @@ def the_proxy_runs_as_another_user(world, agent=OURS):
         return kinds(world, agent, {"user": {}})
     finally:
         world.cluster.set_mesh()
-        world.kubectl("rollout", "status", *ISTIOD, "--timeout=90s")
+        world.rolled_out_istiod()
 
 
-def identity(world):
-    return f"URI=spiffe://cluster.local/ns/{world.namespace}/sa/default"
+def identity(world, account="default"):
+    return f"URI=spiffe://cluster.local/ns/{world.namespace}/sa/{account}"
 
 
 def kinds(world, agent, templates, keep=False):
@@ -247,6 +310,47 @@ def a_pod_whose_application_never_starts_is_deleted_without_delay(world, agent=O
     return f"gone after {time.monotonic() - begun:.0f} s"
 
 
+OUTSIDE = {"sidecar.istio.io/inject": "false"}
+
+
+@case(5)
+def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_without_a_failed_request(world, agent=OURS):
+    if not world.kubectl("get", "gatewayclass/istio", fails=True):
+        raise Skipped("needs the Gateway API")
+    shop(world, "shop", GO)
+    world.deploy("outside", GO, labels=OUTSIDE)
+    world.deploy("gateway", agent, annotations={"inject.istio.io/templates": "gateway"},
+                 spec={"containers": [{"name": "istio-proxy", "image": "auto", "imagePullPolicy": "IfNotPresent"}]})
+    # istiod makes its Deployment and Service, with what is noted at the Gateway itself.
+    api = resource("gateway.networking.k8s.io/v1", "Gateway", "api", gatewayClassName="istio",
+                   listeners=[{"name": "http", "port": 8080, "protocol": "HTTP"}])
+    api["metadata"] |= {"labels": {"app": "api-istio"}, "annotations": {
+        "sidecar.istio.io/proxyImage": world.images[agent] or world.mesh_image()}}
+    world.apply(
+        api,
+        resource("networking.istio.io/v1", "Gateway", "gateway", selector={"app": "gateway"}, servers=[
+            {"hosts": ["*"], "port": {"name": "http", "number": 8080, "protocol": "HTTP"}}]),
+        resource("networking.istio.io/v1", "VirtualService", "gateway", hosts=["*"], gateways=["gateway"], http=[
+            {"route": [{"destination": {"host": "shop", "port": {"number": 8080}}}]}]),
+        resource("gateway.networking.k8s.io/v1", "HTTPRoute", "api", parentRefs=[{"name": "api"}],
+                 rules=[{"backendRefs": [{"name": "shop", "port": 8080}]}]))
+    world.kubectl("wait", "--for=create", "deploy/api-istio", "--timeout=30s")
+    accounts = {"gateway": "default", "api-istio": "api-istio"}
+    world.rolled_out("outside", *accounts)
+    told = []
+    for gateway, account in accounts.items():
+        url = f"http://{gateway}:8080/"
+        with Load(world, url, "outside") as load:
+            world.until("its agent is this one", lambda: world.agent_of(f"deploy/{gateway}") == agent)
+            expect("account that calls", identity(world, account), world.call("outside", url)["caller"].rpartition(";")[2])
+            world.restart(gateway)
+        told.append(f"{gateway}: {load.expect_none_failed()}")
+    # With the Deployment of the Gateway, which another run makes again.
+    world.kubectl("delete", "--cascade=foreground", "gateways.gateway.networking.k8s.io/api", "httproutes/api",
+                  "gateways.networking.istio.io/gateway", "virtualservices/gateway", "deploy/gateway", "deploy/outside")
+    return "; ".join(told)
+
+
 @case(6, gate=True)
 def a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways(world, agent=OURS):
     group = {"apiVersion": "networking.istio.io/v1", "kind": "WorkloadGroup",
@@ -254,8 +358,7 @@ def a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways(world,
                  "metadata": {"labels": {"app": "machine"}}, "template": {"serviceAccount": "default"},
                  "probe": {"periodSeconds": 1, "failureThreshold": 1, "httpGet": {"path": "/health", "port": 8080}}}}
     url = shop(world, "shop", GO)
-    world.apply(group, {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "machine"}, "spec": {
-        "selector": {"app": "machine"}, "ports": [{"name": "http", "port": 8080}]}})
+    world.apply(group, service("machine", 8080, selector={"app": "machine"}))
     with tempfile.TemporaryDirectory() as folder:
         # Istio's own tool writes what a machine gets.
         with open(f"{folder}/group.json", "w", encoding="utf-8") as file:
@@ -316,6 +419,83 @@ def machine(world, agent, variables):
                 {"name": "app", "image": world.application, "args": ["serve"], "securityContext": {"runAsUser": 1000}}]}}
 
 
+@case(7)
+def wasm_modules_by_http_and_from_a_registry_run_and_a_wrong_digest_fails_open_or_closed(world, agent=OURS):
+    url = shop(world, "filtered", agent)
+    digests = serve_modules(world)
+    run = lambda: sorted(world.call(CLIENTS[0], url)["wasm"].split())
+    with Load(world, url, *CLIENTS) as load:
+        for mark, digest in digests.items():
+            plugin(world, mark, digest)
+        world.until("both modules run", lambda: run() == ["http", "oci"])
+        plugin(world, "http", "0" * 64, "FAIL_OPEN")
+        world.until("requests pass by the module that is wrong", lambda: run() == ["oci"])
+    plugin(world, "oci", "0" * 64)
+    world.until("requests are refused for want of a module", lambda: refused(world, url))
+    plugin(world, "oci", digests["oci"])
+    world.until("the right digest ends it", lambda: run() == ["oci"])
+    world.kubectl("delete", "wasmplugins/http", "wasmplugins/oci", "deploy/modules", "deploy/filtered", "--wait=false")
+    return load.expect_none_failed()
+
+
+def plugin(world, mark, digest, strategy="FAIL_CLOSE"):
+    host = f"modules.{world.namespace}:8080"
+    url = {"http": f"http://{host}/v2/http.wasm", "oci": f"oci://{host}/oci:1"}[mark]
+    world.apply(resource("extensions.istio.io/v1alpha1", "WasmPlugin", mark, url=url, sha256=digest,
+                         failStrategy=strategy, selector={"matchLabels": {"app": "filtered"}}))
+
+
+def refused(world, url):
+    try:
+        world.call(CLIENTS[0], url)
+    except Failed as why:
+        return "status 403" in str(why)
+
+
+def serve_modules(world):
+    """Two modules, one by its URL and one in a registry, and their digests."""
+    digest = lambda data: hashlib.sha256(data).hexdigest()
+    oci, nothing = module("oci"), b"{}"
+    layers = [{"mediaType": f"application/vnd.module.wasm.{kind}", "digest": f"sha256:{digest(data)}", "size": len(data)}
+              for kind, data in (("content.layer.v1+wasm", oci), ("config.v1+json", nothing))]
+    manifest = json.dumps({"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+                           "config": layers[1], "layers": layers}).encode()
+    files = {"http.wasm": module("http"), "oci/manifests/1": manifest,
+             **{f"oci/blobs/{layer['digest']}": data for layer, data in zip(layers, (oci, nothing))}}
+    world.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "modules"}, "binaryData": {
+        f"file-{number}": base64.b64encode(data).decode() for number, data in enumerate(files.values())}})
+    shop(world, "modules", GO, labels=OUTSIDE, app={"volumeMounts": [{"name": "files", "mountPath": "/v2"}]},
+         spec={"volumes": [{"name": "files", "configMap": {"name": "modules", "items": [
+             {"key": f"file-{number}", "path": path} for number, path in enumerate(files)]}}]})
+    return {"http": digest(files["http.wasm"]), "oci": digest(manifest)}
+
+
+def module(mark):
+    """A module for the ABI of proxies that adds the header `x-wasm` to requests."""
+    name = lambda text: bytes([len(text)]) + text.encode()
+    constant = lambda number: bytes([0x41, number])
+    call_and_drop = b"\x10\x00\x1a"
+    add = b"".join(map(constant, (0, 0, 6, 6, len(mark)))) + call_and_drop
+    # By name: how many numbers each takes and returns, and what it does.
+    functions = {
+        "proxy_abi_version_0_2_1": (0, 0, b""), "_initialize": (0, 0, b""), "malloc": (1, 1, constant(0)),
+        "proxy_on_context_create": (2, 0, b""), "proxy_on_vm_start": (2, 1, constant(1)),
+        "proxy_on_configure": (2, 1, constant(1)), "proxy_on_request_headers": (3, 1, add + constant(0))}
+
+    def section(number, *items):
+        data = bytes([len(items)]) + b"".join(items)
+        return bytes([number, len(data) & 127 | 128, len(data) >> 7]) + data
+    shape = lambda takes, returns, _: b"\x60" + bytes([takes]) + b"\x7f" * takes + bytes([returns]) + b"\x7f" * returns
+    return b"\0asm\1\0\0\0" + b"".join((
+        section(1, shape(5, 1, None), *(shape(*one) for one in functions.values())),
+        section(2, name("env") + name("proxy_add_header_map_value") + b"\0\0"),
+        section(3, *(bytes([number]) for number in range(1, len(functions) + 1))),
+        section(5, b"\0\1"),
+        section(7, name("memory") + b"\2\0", *(name(one) + bytes([0, number]) for number, one in enumerate(functions, 1))),
+        section(10, *(bytes([len(code) + 2, 0]) + code + b"\x0b" for _, _, code in functions.values())),
+        section(11, b"\0" + constant(0) + b"\x0b" + name("x-wasm" + mark))))
+
+
 @case(8, gate=True, own=True)
 def kept_configuration_serves_while_istiod_is_away_and_hands_over_when_it_is_back(world, agent=OURS):
     annotations = config(ISTIO_AGENT_KEEP_CONFIG="/var/run/istio-agent", ISTIO_AGENT_KEEP_CERTS="/var/run/istio-agent") | {
@@ -369,3 +549,139 @@ def a_sidecar_is_upgraded_in_place_and_its_application_runs_on(world, agent=OURS
     longest = max(told["seconds"] for told in load.told.values())
     counts = ", ".join(f"{len(told['failed'])} of {told['sent']} requests of {client}" for client, told in load.told.items())
     return f"cut for {longest:.2f} s: {counts} failed"
+
+
+# Of one pod, or of one build: serial numbers, times and Istio's version.
+OWN = re.compile(r"\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT\S+|\(RDS .*\)|unknown|\b1\.\d+\.\d+")
+
+
+@case(10)
+def istioctl_works_and_says_the_same_of_both_agents(world):
+    pods = [world.pods(client)[0] for client in CLIENTS]
+    # So that there is an extension; it has no module and is passed by.
+    world.apply(resource("extensions.istio.io/v1alpha1", "WasmPlugin", "none", url="http://127.0.0.1:1/none",
+                         failStrategy="FAIL_OPEN"))
+    kinds = ("cluster", "listener", "route", "endpoint", "secret", "bootstrap", "ecds", "all", "log")
+    try:
+        for words in (("proxy-status",), ("x", "describe", "pod"), *(("proxy-config", kind) for kind in kinds)):
+            same_of_both(world, pods, *words)
+    finally:
+        world.kubectl("delete", "wasmplugins/none")
+    for pod in pods:
+        for level in ("debug", "warning"):
+            levels = world.istioctl("proxy-config", "log", pod, "--level", f"http:{level}")
+            expect("level", True, f" http: {level}" in levels)
+        expect("pod in the list", True, pod in world.istioctl("proxy-status"))
+    world.istioctl("analyze")
+    with tempfile.TemporaryDirectory() as folder:
+        world.istioctl("bug-report", "--include", world.namespace, "--dir", f"{folder}/work", "--output-dir", folder)
+        with tarfile.open(f"{folder}/bug-report.tar.gz") as tar:
+            files = [{name.partition(pod)[2] for name in tar.getnames() if f"/{pod}/" in name} for pod in pods]
+    expect("files of a bug report", files[1] or "some", files[0])
+    return f"{len(files[0])} files of each pod in the bug report"
+
+
+def same_of_both(world, pods, *words):
+    def said(pod):
+        text = world.istioctl(*words, pod)
+        if "bootstrap" in words:
+            whole = json.loads(text)["bootstrap"]
+            return {part: value for part, value in whole.items() if part not in ("node", "statsConfig")}
+        for name in (pod, *CLIENTS):
+            text = text.replace(name, "NAME")
+        # The original destination of a connection is an endpoint for some seconds.
+        return sorted(OWN.sub("", line).split() for line in text.splitlines() if not re.search(r"HEALTHY.* inbound\|", line))
+    world.until(f"istioctl {' '.join(words)} says the same of both", lambda: (one := said(pods[0])) and one == said(pods[1]))
+
+
+@case(10)
+def the_agents_own_commands_and_pages_answer_in_a_pod(world):
+    pod = world.pods(CLIENTS[0])[0]
+    expect("faults found by the doctor", "errors: 0", world.exec(pod, "pilot-agent", "doctor", container="istio-proxy")
+           .splitlines()[-1].partition(",")[0])
+    command = [*world.command, "-n", world.namespace]
+    bundle = subprocess.run([*command, "exec", pod, "-c", "istio-proxy", "--", "pilot-agent", "support-bundle"],
+                            capture_output=True, check=True, timeout=60).stdout
+    with tarfile.open(fileobj=io.BytesIO(bundle)) as tar:
+        files = {pathlib.PurePath(name).name for name in tar.getnames()}
+    if missing := {"doctor.txt", "overview.json", "config_dump.json", "log.txt"} - files:
+        raise Failed(f"the support bundle lacks {missing}")
+    with subprocess.Popen([*command, "port-forward", pod, "18020:15020"], stdout=subprocess.PIPE) as forward:
+        forward.stdout.readline()
+        try:
+            page, overview = (world.kubectl("--server", "http://127.0.0.1:18020", "get", "--raw", f"/debug/{path}")
+                              for path in ("", "overview"))
+        finally:
+            forward.terminate()
+    expect("page", True, page.startswith("<!DOCTYPE html>") and f"{pod}.{world.namespace}" in page)
+    expect("readiness", True, json.loads(overview)["ready"])
+    return f"{len(files)} files in the support bundle"
+
+
+
+@case(11)
+def a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails(world, agent=OURS):
+    host = f"strict.{world.namespace}.svc.cluster.local"
+    world.deploy("proxyless", agent, annotations={"inject.istio.io/templates": "grpc-agent"})
+    shop(world, "strict", GO)
+    world.apply(
+        resource("security.istio.io/v1", "PeerAuthentication", "strict", selector={"matchLabels": {"app": "strict"}},
+                 mtls={"mode": "STRICT"}),
+        resource("networking.istio.io/v1", "DestinationRule", "strict", host=host,
+                 trafficPolicy={"tls": {"mode": "ISTIO_MUTUAL"}}))
+    world.rolled_out("proxyless")
+    url = f"xds:///{host}:8081"
+    with Load(world, url, "proxyless") as load:
+        world.restart("strict")
+    expect("agent", agent, world.agent_of("deploy/proxyless"))
+    expect("security", "tls", world.call("proxyless", url)["security"])
+    world.kubectl("delete", "deploy/proxyless", "deploy/strict", "--wait=false")
+    return load.expect_none_failed()
+
+
+@case(12, own=True)
+def the_root_is_rotated_by_cacerts_and_no_request_fails(world, agent=OURS):
+    """In the three steps that Istio names: both roots are trusted, the new one signs, the old one is trusted no longer."""
+    short = {"annotations": config(SECRET_TTL="60s")}
+    clients = [world.deploy(f"rotating-{name}", name, **short) for name in (OURS, GO)]
+    url = shop(world, "rotated", agent, **short)
+    world.rolled_out(*clients)
+    secret = world.get("-n", "istio-system", "secret/istio-ca-secret")["data"]
+    old = [base64.b64decode(secret[f"ca-{part}.pem"]).decode() for part in ("cert", "key")]
+    new = world.cluster.authority("rotated")
+    with Load(world, url, *clients) as load:
+        try:
+            for (certificate, key), roots in ((old, [old, new]), (new, [old, new]), (new, [new])):
+                cacerts(world, certificate, key, [root for root, _ in roots])
+                for target in ("rotated", *clients):
+                    world.until(f"{target} has the roots and a certificate of the one that signs",
+                                lambda: has_roots(world, target, len(roots), certificate), 120)
+        finally:
+            world.kubectl("delete", "-n", "istio-system", "secret/cacerts", fails=True)
+            world.kubectl("rollout", "restart", *ISTIOD)
+            world.rolled_out_istiod()
+    world.kubectl("delete", "deploy", "--wait=false", "rotated", *clients)
+    return load.expect_none_failed()
+
+
+def cacerts(world, certificate, key, roots):
+    files = {"ca-cert.pem": certificate, "ca-key.pem": key, "cert-chain.pem": certificate, "root-cert.pem": "".join(roots)}
+    world.kubectl("-n", "istio-system", "apply", "-f", "-", input=json.dumps(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "cacerts"}, "stringData": files}))
+    world.kubectl("rollout", "restart", *ISTIOD)
+    world.rolled_out_istiod()
+
+
+def has_roots(world, target, number, signing):
+    """Whether Envoy trusts so many roots, and its own certificate has this issuer."""
+    dump = json.loads(world.admin(f"deploy/{target}", "config_dump?resource=dynamic_active_secrets"))
+    secrets = {one["name"]: one["secret"] for one in dump["configs"]}
+    pem = lambda name, *members: base64.b64decode(secrets[name][members[0]][members[1]]["inline_bytes"]).decode()
+    expect("roots", number, pem("ROOTCA", "validation_context", "trusted_ca").count("BEGIN"))
+    expect("issuer", named(signing, "subject"), named(pem("default", "tls_certificate", "certificate_chain"), "issuer"))
+    return True
+
+
+def named(pem, part):
+    done = subprocess.run(["openssl", "x509", "-noout", f"-{part}"], input=pem, capture_output=True, text=True, check=True)
+    return done.stdout.partition("=")[2]

@@ -12,6 +12,8 @@ sys.path.insert(0, str(HERE.parent.parent / "deploy" / "cluster"))
 
 import cases
 from cluster import APPLICATION, OURS_NAMES, Cluster
+from compare import Comparison
+from programs import ISTIODS
 from world import GO, OURS, Failed, Skipped, World
 
 
@@ -20,11 +22,14 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="logs, and the cluster that is made")
     parser.add_argument("--layout", type=pathlib.Path, help="the image, for a cluster that is made: an OCI layout")
     parser.add_argument("--suite", choices=["all", "gate", "none"], default="all")
-    parser.add_argument("--istiod", choices=["istio", "istio/april"], default="istio")
+    parser.add_argument("--istiod", choices=ISTIODS, default=ISTIODS[0])
     parser.add_argument("--context", help="a context of the user's kubeconfig, in place of a cluster that is made")
     parser.add_argument("--image", help="the image, as that cluster's nodes know it")
     parser.add_argument("--application", help="the image of the suite's application, likewise")
     parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--write", type=pathlib.Path, help="compares with Go's agent instead, and writes this page")
+    parser.add_argument("--agent", type=pathlib.Path, help="the agent, to be compared outside a pod")
+    parser.add_argument("--envoy", type=pathlib.Path, help="its Envoy")
     parser.add_argument("--keep", action="store_true", help="leaves the cluster running")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -62,6 +67,8 @@ def suite(world, options):
         for client, agent in zip(cases.CLIENTS, (OURS, GO)):
             world.deploy(client, agent)
         world.rolled_out(*cases.CLIENTS)
+        if options.write:
+            return Comparison(world, options).all()
         failed = [run(world, number, claim, options) for number, gate, own, claim in cases.CASES
                   if (gate or options.suite == "all") and options.only in claim.__name__ and not skipped(world, own, claim)]
     finally:

@@ -77,6 +77,13 @@ class World:
         self.rolled_out(name)
         self.gone(old)
 
+    def restart(self, name):
+        """Replaces the pods of a Deployment, and waits until the old ones are gone."""
+        old = self.pods(name)
+        self.kubectl("rollout", "restart", f"deploy/{name}")
+        self.rolled_out(name)
+        self.gone(old)
+
     def pods(self, name):
         return [pod["metadata"]["name"] for pod in self.get("pods", "-l", f"app={name}")["items"]
                 if not pod["metadata"].get("deletionTimestamp")]
@@ -125,9 +132,16 @@ class World:
             raise Failed(f"istioctl {' '.join(words)}: {done.stderr.strip()}")
         return done.stdout
 
+    def admin(self, target, path, method="GET"):
+        """What Envoy's admin interface says, asked through the agent."""
+        return self.exec(target, "pilot-agent", "request", method, path, container="istio-proxy")
+
+    def rolled_out_istiod(self):
+        self.kubectl("rollout", "status", *ISTIOD, f"--timeout={LIMIT}")
+
     def scale_istiod(self, replicas):
         self.kubectl("scale", *ISTIOD, f"--replicas={replicas}")
-        self.kubectl("rollout", "status", *ISTIOD, f"--timeout={LIMIT}")
+        self.rolled_out_istiod()
         if not replicas:
             self.kubectl("wait", "-n", "istio-system", "--for=delete", "pod", "-l", "app=istiod", f"--timeout={LIMIT}")
 

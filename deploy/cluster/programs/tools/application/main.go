@@ -3,6 +3,7 @@ package main
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -10,13 +11,18 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/credentials/xds"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/peer"
+	_ "google.golang.org/grpc/xds"
 )
 
 func main() {
@@ -25,7 +31,7 @@ func main() {
 		serve()
 	case "load": // load URL: two connections kept and two new ones at a time, until standard input ends
 		load(os.Args[2])
-	case "get": // get URL: prints the answer
+	case "get": // get URL: prints the answer; xds:///HOST:PORT asks for gRPC's health check without Envoy
 		body, err := (&client{url: os.Args[2]}).get()
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -68,7 +74,15 @@ func serve() {
 		time.Sleep(wait)
 		from, _, _ := net.SplitHostPort(r.RemoteAddr)
 		json.NewEncoder(w).Encode(map[string]string{
-			"pod": pod, "from": from, "caller": r.Header.Get("X-Forwarded-Client-Cert")})
+			"pod": pod, "from": from, "caller": r.Header.Get("X-Forwarded-Client-Cert"),
+			"wasm": strings.Join(r.Header.Values("X-Wasm"), " ")})
+	})
+	// A registry of the files that are mounted here.
+	http.HandleFunc("/v2/", func(w http.ResponseWriter, r *http.Request) {
+		if strings.Contains(r.URL.Path, "/manifests/") {
+			w.Header().Set("Content-Type", "application/vnd.oci.image.manifest.v1+json")
+		}
+		http.ServeFile(w, r, r.URL.Path)
 	})
 	http.HandleFunc("/health", func(w http.ResponseWriter, r *http.Request) {
 		if unhealthy.Load() {
@@ -94,9 +108,13 @@ type client struct {
 	kept       bool
 	connection net.Conn
 	reader     *bufio.Reader
+	channel    *grpc.ClientConn
 }
 
 func (c *client) get() (body []byte, err error) {
+	if strings.HasPrefix(c.url, "xds:") {
+		return c.check()
+	}
 	request, err := http.NewRequest("GET", c.url, nil)
 	if err != nil {
 		return nil, err
@@ -134,6 +152,33 @@ func (c *client) get() (body []byte, err error) {
 	}
 	closes = err != nil || response.Close
 	return body, err
+}
+
+func (c *client) check() ([]byte, error) {
+	if c.channel == nil {
+		credentials, err := xds.NewClientCredentials(xds.ClientOptions{FallbackCreds: insecure.NewCredentials()})
+		if err != nil {
+			return nil, err
+		}
+		if c.channel, err = grpc.NewClient(c.url, grpc.WithTransportCredentials(credentials)); err != nil {
+			return nil, err
+		}
+	}
+	if !c.kept {
+		defer func() {
+			c.channel.Close()
+			c.channel = nil
+		}()
+	}
+	within, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	var server peer.Peer
+	_, err := grpc_health_v1.NewHealthClient(c.channel).Check(
+		within, &grpc_health_v1.HealthCheckRequest{}, grpc.Peer(&server))
+	if err != nil {
+		return nil, err
+	}
+	return json.Marshal(map[string]string{"pod": server.Addr.String(), "security": server.AuthInfo.AuthType()})
 }
 
 func load(url string) {

@@ -1,0 +1,467 @@
+"""Both agents in one cluster, side by side or in turns, and the page that says what was measured."""
+
+import base64
+import contextlib
+import ctypes
+import datetime
+import inspect
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+
+import cases
+from programs import programs
+from world import GO, ISTIOD, OURS, Failed, Load, Skipped
+
+AGENTS = (GO, OURS)
+HOSTS = 3000
+OUTAGE = 20
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+DISCOVERY = "istiod.istio-system.svc"
+HEADINGS = {"memory": "Memory", "processor": "Processor time", "start": "Start, outside a pod",
+            "istiod": "istiod", "trouble": "Trouble", "cases": "Failed requests in each case"}
+NOTES = {
+    "memory": "The working set is what the kubelet charges to the container. Private memory is a process's own, without pages "
+              "that it shares with others of the node, such as those of its program.",
+    "start": "In a pod the kubelet's probes, which ask once a second, decide when it is ready.",
+    "cases": "Each case of `make cluster` with either agent in the server's pod, called by pods with both.",
+}
+
+
+class Page:
+    """Rows of figures; what is better is computed, not typed. A file has them for a run that repeats some of the cases."""
+
+    def __init__(self, file, goes_on):
+        self.file = file
+        self.rows = json.loads(file.read_text()) if goes_on else {key: {} for key in HEADINGS}
+
+    def figures(self, heading, what, unit, of, more=False):
+        medians = {agent: statistics.median(of[agent]) for agent in AGENTS}
+        less, greater = sorted(medians.values())
+        ratio = greater / less if less else float("inf")
+        best = OURS if (medians[OURS] > medians[GO]) == more else GO
+        verdict = "as good" if ratio < 1.1 else f"{'**pilot-agent**' if best == GO else ''} {'more' if more else 'less'}"
+        if ratio >= 1.1 and less:
+            verdict += f": {ratio:.1f} times"
+        self.text(heading, f"{what}, {unit}", {agent: spread(of[agent]) for agent in AGENTS}, verdict.strip())
+
+    def text(self, heading, what, of, verdict=""):
+        self.rows[heading][what] = f"| {what} | {of[GO]} | {of[OURS]} | {verdict} |"
+        self.file.write_text(json.dumps(self.rows))
+        print(self.rows[heading][what], flush=True)
+
+    def written(self, head):
+        parts = [head]
+        for key, rows in self.rows.items():
+            table = ["| | pilot-agent | this agent | this agent's is |", "|---|---|---|---|", *rows.values()]
+            parts += [f"## {HEADINGS[key]}", *([NOTES[key]] if key in NOTES else []), "\n".join(table)]
+        return "\n\n".join(parts) + "\n"
+
+
+def spread(values):
+    digits = lambda value: f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    shown = digits(statistics.median(values))
+    return shown if len(values) < 2 else f"{shown} ({digits(min(values))} to {digits(max(values))})"
+
+
+def in_turns(rounds, measure):
+    """Figures of both agents, one after the other, in each round."""
+    of = {agent: [] for agent in AGENTS}
+    for _ in range(rounds):
+        for agent in AGENTS:
+            of[agent].append(measure(agent))
+    return of
+
+
+class Comparison:
+    def __init__(self, world, options):
+        self.world, self.options = world, options
+        self.page = Page(options.folder.with_suffix(".json"), bool(options.only))
+        self.cluster = world.cluster
+        self.binaries = {GO: programs("istio") / "pilot-agent", OURS: options.agent.resolve()}
+        self.envoy = options.envoy.resolve()
+        self.enter()
+
+    def enter(self):
+        """From here on this process, and what it starts, has the cluster's network, with the name of istiod in it."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = self.world.get("-n", "istio-system", "service/istiod")["spec"]["clusterIP"]
+        hosts = self.cluster.folder / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost\n{address} {DISCOVERY}\n")
+        with open(f"/proc/{self.cluster.first()}/ns/net", "rb") as file:
+            if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS):
+                raise OSError(ctypes.get_errno(), "the network of the cluster")
+        run("mount", "--make-rprivate", "/")
+        run("mount", "--bind", hosts, "/etc/hosts")
+        run("mount", "--bind", pathlib.Path(cases.__file__).parents[2] / "deploy/cluster/config/resolv.conf", "/etc/resolv.conf")
+
+    def all(self):
+        if not self.options.only:
+            self.start()
+            self.capture()
+            self.expired_token()
+            self.full_disk()
+            self.pods()
+            self.names()
+        self.cases()
+        self.options.write.write_text(self.page.written(self.head()))
+
+    def head(self):
+        model = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+        node = self.world.get("nodes")["items"][0]["status"]["nodeInfo"]
+        return f"""# Comparison with pilot-agent
+
+`make compare` has written this page: nothing in it is typed by hand. Both agents ran in one cluster, on the same pods and files,
+at the same time or in turns. A figure is a median, with the lowest and the highest where it was measured more than once.
+Differences below 10 % count as none.
+
+| | |
+|---|---|
+| date | {datetime.datetime.now(datetime.timezone.utc):%d %B %Y} |
+| machine | {os.cpu_count()} cores{' (' + model[1] + ')' if model else ''}, {memory} GB, Linux {node['kernelVersion']} |
+| Kubernetes | {node['kubeletVersion']}, {node['containerRuntimeVersion']} |
+| istiod, pilot-agent | {programs('istio').name.rpartition('-')[0].removeprefix('istio-')} |
+| this agent | {re.search('agent version: (.*)', run(self.binaries[OURS], 'version'))[1]} |
+| Envoy | {re.search(r'version: [0-9a-f]+/([0-9.]+)', run(self.envoy, '--version'))[1]} |"""
+
+    def start(self):
+        def measure(agent):
+            with Alone(self, agent) as alone:
+                return alone.until(alone.sockets), alone.until(lambda: alone.said("generated new workload certificate")), alone.until(ready)
+        of = in_turns(10, measure)
+        for position, what in enumerate(("until both sockets listen", "until the first certificate", "until Envoy is ready")):
+            self.page.figures("start", what, "ms", {agent: [1e3 * each[position] for each in of[agent]] for agent in AGENTS})
+
+    def capture(self):
+        words = ("istio-iptables", "-p", "15001", "-z", "15006", "-u", "1337", "-m", "REDIRECT", "-i", "*", "-x", "", "-b", "*",
+                 "-d", "15090,15021,15020")
+
+        def measure(agent):
+            with tempfile.NamedTemporaryFile() as network:
+                run("unshare", f"--net={network.name}", "sh", "-c", "ip link set lo up && ip address add 10.99.9.9/32 dev lo")
+                begun = time.monotonic()
+                process = subprocess.Popen(["nsenter", f"--net={network.name}", self.binaries[agent], *words],
+                                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                output = process.stdout.read()
+                _, status, usage = os.wait4(process.pid, 0)
+                took = time.monotonic() - begun
+                run("umount", network.name)
+            if status:
+                raise Failed(f"istio-iptables: {output.decode()[-500:]}")
+            return took, usage.ru_utime + usage.ru_stime
+        of = in_turns(10, measure)
+        self.page.figures("start", "capture set up by iptables", "ms", {agent: [1e3 * each[0] for each in of[agent]] for agent in AGENTS})
+        self.page.figures("processor", "capture set up by iptables, with its programs", "ms",
+                          {agent: [1e3 * each[1] for each in of[agent]] for agent in AGENTS})
+
+    def expired_token(self):
+        def measure(agent):
+            with Alone(self, agent, token=self.token(expired=True)) as alone:
+                time.sleep(OUTAGE)
+                alone.put_token(self.token())
+                begun = time.monotonic()
+                alone.until(lambda: alone.said("generated new workload certificate"))
+                return time.monotonic() - begun
+        self.page.figures("trouble", f"from a good token, after {OUTAGE} s with an expired one, to a certificate", "s", in_turns(3, measure))
+
+    def full_disk(self):
+        def measure(agent):
+            with Alone(self, agent, full=True) as alone:
+                try:
+                    return f"ready after {alone.until(ready, 20):.1f} s"
+                except Failed:
+                    code = alone.process.poll()
+                    return "not ready" if code is None else f"ends with {code}: `{alone.lines[-1][1][-160:].strip()}`"
+        self.page.text("trouble", "start with a full disk below its files", {agent: measure(agent) for agent in AGENTS})
+
+    def token(self, expired=False):
+        if not expired:
+            return self.world.kubectl("create", "token", "default", "--audience=istio-ca").strip()
+        encode = lambda data: base64.urlsafe_b64encode(data).rstrip(b"=")
+        head, claims, _ = self.token().split(".")
+        claims = json.loads(base64.urlsafe_b64decode(claims + "=="))
+        claims |= {"exp": int(time.time()) - 60, "iat": int(time.time()) - 3600, "nbf": int(time.time()) - 3600}
+        signed = head.encode() + b"." + encode(json.dumps(claims).encode())
+        signature = subprocess.run(["openssl", "dgst", "-sha256", "-sign", self.cluster.folder / "accounts.key"],
+                                   input=signed, capture_output=True, check=True).stdout
+        return (signed + b"." + encode(signature)).decode()
+
+    def pods(self):
+        """A pod of each, beside each other."""
+        pods = {}
+        for agent in AGENTS:
+            self.world.deploy(f"measured-{agent}", agent, annotations=cases.USUAL)
+        for agent in AGENTS:
+            self.world.rolled_out(f"measured-{agent}")
+            pods[agent] = Pod(self.world, self.world.pods(f"measured-{agent}")[0])
+        time.sleep(20)
+        used = self.used(pods, 60)
+        self.page.figures("processor", "in a minute at rest", "ms", used)
+        self.memory("at rest", pods)
+        self.page.figures("istiod", "connections of an agent", "at rest", {agent: [pods[agent].connections()] for agent in AGENTS})
+        for agent in AGENTS:
+            with Load(self.world, f"http://measured-{agent}:8080/", *cases.CLIENTS):
+                time.sleep(20)
+        self.memory("after load", pods)
+        self.outages(pods)
+        self.hosts(0, HOSTS, 80)
+        for agent in AGENTS:
+            self.world.until("the hosts are known", lambda: pods[agent].knows(f"host-{HOSTS - 1}.test"))
+        time.sleep(20)
+        self.memory(f"with {HOSTS:,} further hosts", pods)
+        before = self.processors(pods)
+        for number in range(30):
+            self.hosts(0, 1000, 81 + number)
+            time.sleep(1)
+        after = self.processors(pods)
+        self.page.figures("processor", f"of 30 changes of 1,000 of {HOSTS:,} hosts each", "ms", {
+            agent: [after[agent] - before[agent]] for agent in AGENTS})
+        self.memory("after those changes", pods)
+        crashed = {}
+        for agent in AGENTS:
+            with Load(self.world, f"http://measured-{agent}:8080/", cases.CLIENTS[0]) as load:
+                os.kill(pods[agent].process("envoy"), signal.SIGKILL)
+                time.sleep(8)
+            told = load.told[cases.CLIENTS[0]]
+            crashed[agent] = f"cut for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
+        self.page.text("trouble", "Envoy killed in a pod, under load", crashed)
+        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in AGENTS))
+
+    def memory(self, when, pods):
+        time.sleep(15)
+        node = self.world.get("nodes")["items"][0]["metadata"]["name"]
+        summary = json.loads(self.world.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))["pods"]
+        held = {pod["podRef"]["name"]: container["memory"]["workingSetBytes"] / 1e6
+                for pod in summary for container in pod["containers"] if container["name"] == "istio-proxy"}
+        self.page.figures("memory", f"working set {when}", "MB", {agent: [held[pods[agent].name]] for agent in AGENTS})
+        for what, program in (("the agent", "pilot-agent"), ("its Envoy", "envoy")):
+            self.page.figures("memory", f"private memory of {what} {when}", "MB", {agent: [pods[agent].private(program)] for agent in AGENTS})
+
+    def processors(self, pods):
+        return {agent: pods[agent].used() for agent in AGENTS}
+
+    def used(self, pods, seconds):
+        before = self.processors(pods)
+        time.sleep(seconds)
+        after = self.processors(pods)
+        return {agent: [after[agent] - before[agent]] for agent in AGENTS}
+
+    def hosts(self, first, last, port):
+        """Makes or changes some hosts, as many in a ServiceEntry as it takes."""
+        self.world.apply(*({"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": {"name": f"hosts-{number}"}, "spec": {
+            "hosts": [f"host-{one}.test" for one in range(number, number + 250)], "addresses": [f"240.0.1.{1 + number // 250}"],
+            "ports": [{"name": "http", "number": port, "protocol": "HTTP"}], "resolution": "STATIC",
+            "endpoints": [{"address": "10.99.0.1"}]}} for number in range(first, last, 250)))
+
+    def outages(self, pods):
+        dials, flows = ({agent: [] for agent in AGENTS} for _ in range(2))
+        for _ in range(3):
+            for pod in pods.values():
+                run("iptables", "-t", "raw", "-A", "PREROUTING", "-s", pod.address, "-p", "tcp", "--dport", "15012", "--syn")
+            self.world.scale_istiod(0)
+            time.sleep(OUTAGE)
+            name = f"back-{time.time_ns()}"
+            self.world.apply(cases.service(name, 80))
+            self.world.kubectl("scale", *ISTIOD, "--replicas=1")
+            until(reachable, "istiod can be reached", 60)
+            back, known = time.monotonic(), {}
+
+            def watch(agent):
+                until(lambda: pods[agent].knows(name), f"{name} is known", 90)
+                known[agent] = time.monotonic() - back
+            threads = [threading.Thread(target=watch, args=[agent]) for agent in AGENTS]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            counted = run("iptables", "-t", "raw", "-nvxL", "PREROUTING")
+            run("iptables", "-t", "raw", "-F", "PREROUTING")
+            for agent in AGENTS:
+                flows[agent].append(known[agent])
+                dials[agent].append(int(re.search(rf"^\s*(\d+) .* {pods[agent].address} ", counted, re.MULTILINE)[1]))
+            self.world.rolled_out_istiod()
+        self.page.figures("istiod", f"from istiod reachable, after {OUTAGE} s and more, to configuration in Envoy", "s", flows)
+        self.page.figures("istiod", "dials of an agent in such an outage", "connections tried", dials)
+
+    def names(self):
+        """Questions for names of the table, to agents outside a pod."""
+        with tempfile.NamedTemporaryFile("w") as questions:
+            questions.writelines(f"host-{number}.test A\n" for number in range(HOSTS))
+            questions.flush()
+
+            def measure(agent):
+                with Alone(self, agent, ISTIO_META_DNS_CAPTURE="true", DNS_PROXY_ADDR="127.0.0.1:15053") as alone:
+                    alone.until(ready)
+                    alone.until(lambda: "240.0.1" in run("dig", "+short", "+tries=1", "@127.0.0.1", "-p", "15053", f"host-{HOSTS - 1}.test"))
+                    before = used(alone.process.pid)
+                    told = run("dnsperf", "-s", "127.0.0.1", "-p", "15053", "-d", questions.name, "-l", "5")
+                    spent = used(alone.process.pid) - before
+                    number = lambda name: float(re.search(rf"{name}:\s+([\d.]+)", told)[1])
+                    return number("Queries per second"), 1e3 * spent / number("Queries completed")
+            of = in_turns(3, measure)
+        self.world.kubectl("delete", "serviceentry", "--all")
+        self.page.figures("processor", "DNS: answers from the table", "a second", {agent: [each[0] for each in of[agent]] for agent in AGENTS}, more=True)
+        self.page.figures("processor", "DNS: of an answer", "µs", {agent: [each[1] for each in of[agent]] for agent in AGENTS})
+
+    def cases(self):
+        for _, _, _, claim in cases.CASES:
+            if "agent" in inspect.signature(claim).parameters and self.options.only in claim.__name__:
+                told = {}
+                for agent in AGENTS:
+                    try:
+                        told[agent] = claim(self.world, agent=agent) or "holds"
+                    except Skipped as why:
+                        told[agent] = f"not run: {why}"
+                    except (Failed, RuntimeError, OSError, LookupError, ValueError) as why:
+                        told[agent] = f"**fails**: {str(why)[:300]}"
+                    self.world.until("ended pods are gone", lambda: not any(
+                        pod["metadata"].get("deletionTimestamp") for pod in self.world.get("pods")["items"]), 120)
+                self.page.text("cases", claim.__name__.replace("_", " "), {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
+
+
+class Pod:
+    """A pod's sidecar, seen from the node."""
+
+    def __init__(self, world, name):
+        self.world, self.name = world, name
+        self.address = world.get(f"pod/{name}")["status"]["podIP"]
+
+    def process(self, program="pilot-agent"):
+        container = self.world.container(self.name, "istio-proxy")["containerID"].partition("://")[2]
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if (folder / "comm").read_text().strip() == program and container in (folder / "cgroup").read_text():
+                    return int(folder.name)
+            except OSError:
+                continue
+        raise Failed(f"no {program} in {self.name}")
+
+    def private(self, program):
+        maps = pathlib.Path(f"/proc/{self.process(program)}/smaps_rollup").read_text()
+        return sum(int(kilobytes) for kilobytes in re.findall(r"Private_\w+:\s+(\d+)", maps)) * 1024 / 1e6
+
+    def used(self):
+        return used(self.process())
+
+    def connections(self):
+        """Established ones to port 15012."""
+        tables = "".join(pathlib.Path(f"/proc/{self.process()}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+        return len(re.findall(r":3AA4 01 ", tables))
+
+    def knows(self, name):
+        return name in run("nsenter", f"--net=/proc/{self.process()}/ns/net", "curl", "--silent",
+                           f"http://127.0.0.1:15000/config_dump?resource=dynamic_active_clusters&name_regex=.*{name}.*")
+
+
+class Alone:
+    """An agent outside a pod, with what one has, in a folder of its own."""
+
+    def __init__(self, comparison, agent, token=None, full=False, **variables):
+        self.folder = pathlib.Path(tempfile.mkdtemp())
+        self.full = full
+        for place in ("var/run/secrets/tokens", "var/run/secrets/istio", "etc/istio/proxy"):
+            (self.folder / place).mkdir(parents=True)
+        if full:
+            run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", self.folder / "etc/istio/proxy")
+            subprocess.run(["dd", "if=/dev/zero", f"of={self.folder}/etc/istio/proxy/full"], stderr=subprocess.DEVNULL, check=False)
+        world = comparison.world
+        root = world.get("configmap/istio-ca-root-cert")["data"]["root-cert.pem"]
+        (self.folder / "var/run/secrets/istio/root-cert.pem").write_text(root)
+        self.put_token(token or comparison.token())
+        template = programs("istio") / "envoy_bootstrap.json"
+        environment = {
+            "PATH": os.environ["PATH"], "POD_NAME": "alone", "POD_NAMESPACE": world.namespace, "INSTANCE_IP": "10.99.0.1",
+            "SERVICE_ACCOUNT": "default", "ISTIO_META_CLUSTER_ID": "Kubernetes", "ISTIO_META_MESH_ID": "cluster.local", "TRUST_DOMAIN": "cluster.local",
+            "CA_ADDR": f"{DISCOVERY}:15012", "PROXY_CONFIG": json.dumps(
+                {"discoveryAddress": f"{DISCOVERY}:15012", "binaryPath": str(comparison.envoy)})} | variables
+        if agent == GO:
+            environment["ISTIO_BOOTSTRAP"] = str(template)
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(
+            [comparison.binaries[agent], "proxy", "sidecar", "--domain", f"{world.namespace}.svc.cluster.local", "--proxyLogLevel=warning"],
+            cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.lines = [(self.begun, "")]
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line))
+
+    def put_token(self, token):
+        place = self.folder / "var/run/secrets/tokens/istio-token"
+        place.with_suffix(".new").write_text(token)
+        place.with_suffix(".new").rename(place)
+
+    def said(self, text):
+        return any(text in line for _, line in list(self.lines))
+
+    def sockets(self):
+        for place in ("etc/istio/proxy/XDS", "var/run/secrets/workload-spiffe-uds/socket"):
+            with socket.socket(socket.AF_UNIX) as one:
+                # A path of a socket is at most 108 bytes.
+                one.connect(str(self.folder / place))
+        return True
+
+    def until(self, check, limit=60):
+        """Seconds since the start."""
+        until(lambda: check() or self.process.poll() is not None and not time.sleep(0.2), "the agent has done it", limit)
+        if self.process.poll() is not None:
+            raise Failed(f"the agent has ended: {''.join(line for _, line in self.lines[-5:])}")
+        return time.monotonic() - self.begun
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.reader.join()
+        if self.full:
+            run("umount", self.folder / "etc/istio/proxy")
+        shutil.rmtree(self.folder)
+
+
+def ready():
+    with urllib.request.urlopen("http://127.0.0.1:15021/healthz/ready", timeout=1) as response:
+        return response.status == 200
+
+
+def reachable():
+    with socket.create_connection((DISCOVERY, 15012), 1):
+        return True
+
+
+def until(check, what, limit):
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            if check():
+                return
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            raise Failed(f"waited {limit} s in vain until {what}")
+        time.sleep(0.001)
+
+
+def used(pid):
+    """Processor time of a process, without its children, in ms."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1e3 / os.sysconf("SC_CLK_TCK")
+
+
+def run(*words):
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout
