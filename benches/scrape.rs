@@ -22,7 +22,7 @@ use support::table::Table;
 use support::{block_on, median};
 use tokio::net::TcpStream;
 
-#[path = "../tests/scrape/server.rs"]
+#[path = "../tests/integration/scrape/server.rs"]
 #[allow(dead_code, reason = "the tests use the rest")]
 mod server;
 mod support;

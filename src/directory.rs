@@ -21,7 +21,7 @@ use crate::regular_file;
 use crate::replace_file::replace_at;
 
 /// The largest file read, many times a chain of certificates.
-const LARGEST: u64 = 1 << 20;
+const MAX_FILE: u64 = 1 << 20;
 
 /// The permissions of group and others.
 const OTHERS: u32 = 0o077;
@@ -90,10 +90,6 @@ impl Directory {
         names.collect()
     }
 
-    pub(crate) fn exists(&self, name: &str) -> bool {
-        statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW).err() != Some(Errno::NOENT)
-    }
-
     /// The target of the link `name`; None if it is none.
     pub(crate) fn link_target(&self, name: &str) -> Option<String> {
         readlinkat(&self.0, name, Vec::new())
@@ -114,14 +110,14 @@ impl Directory {
 
     /// Reads the file `name` of our own.
     pub(crate) fn read(&self, name: &str) -> io::Result<Zeroizing<Vec<u8>>> {
-        regular_file::read_open(self.own_file(name, OFlags::RDONLY)?, LARGEST)
+        regular_file::read_open(self.own_file(name, OFlags::RDONLY)?, MAX_FILE)
     }
 
     /// Like [`Directory::read`], of a file that only we have access to.
     pub(crate) fn read_private(&self, name: &str) -> io::Result<Zeroizing<Vec<u8>>> {
         let file = self.own_file(name, OFlags::RDONLY)?;
         check_private(name, &file)?;
-        regular_file::read_open(file, LARGEST)
+        regular_file::read_open(file, MAX_FILE)
     }
 
     /// Opens the file `name`, which only we have access to, for reading and writing.

@@ -11,6 +11,8 @@ pub mod config;
 
 pub mod doctor;
 
+pub mod preflight;
+
 pub mod support_bundle;
 
 pub mod capture;

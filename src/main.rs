@@ -19,7 +19,7 @@ use istio_agent::config::environment::Environment;
 use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
-use istio_agent::{agent, logging};
+use istio_agent::{agent, logging, preflight};
 
 fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]
@@ -108,7 +108,15 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
                 true => print(&serde_json::to_string_pretty(&report)?)?,
                 false => print(&report.to_string())?,
             };
-            Ok(doctor::exit_code(&report))
+            Ok(doctor::exit_code(report.level))
+        }
+        Some(Command::Preflight(flags)) => {
+            let report = preflight::report(&flags.read()?)?;
+            match flags.json {
+                true => print(&serde_json::to_string_pretty(&report)?)?,
+                false => print(&report.to_string())?,
+            };
+            Ok(doctor::exit_code(report.level))
         }
         Some(Command::SupportBundle(flags)) => {
             let environment = Environment::of_process();

@@ -51,7 +51,7 @@ pub(crate) fn read_open(file: File, largest: u64) -> io::Result<Zeroizing<Vec<u8
 }
 
 /// Like [`read`], beside the runtime's thread.
-pub(crate) async fn read_aside(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
+pub(crate) async fn read_blocking(path: PathBuf, largest: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     tokio::task::spawn_blocking(move || read(&path, largest))
         .await
         .map_err(io::Error::other)?
@@ -67,7 +67,7 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, "12345").unwrap();
         assert_eq!(
-            read_aside(path.clone(), 5).await.unwrap().as_slice(),
+            read_blocking(path.clone(), 5).await.unwrap().as_slice(),
             b"12345"
         );
         let text = |path: &Path| read(path, 4).unwrap_err().to_string();

@@ -41,7 +41,7 @@ type Stamp = (i64, Vec<Option<(u64, u64, SystemTime)>>);
 static READ: Mutex<Vec<(SystemRoots, Stamp, Arc<RootCertStore>)>> = Mutex::new(Vec::new());
 
 /// Many times the size of an operating system's bundle.
-pub(crate) const LARGEST: u64 = 16 << 20;
+pub(crate) const MAX_PEM: u64 = 16 << 20;
 
 /// Where the operating systems keep their bundle; the first that exists is used.
 pub const SYSTEM_BUNDLES: [&str; 8] = [
@@ -97,7 +97,7 @@ impl SystemRoots {
         let mut anchors = Anchors::default();
         let mut problems = Vec::new();
         for path in &self.files {
-            match regular_file::read(path, LARGEST) {
+            match regular_file::read(path, MAX_PEM) {
                 Ok(pem) => {
                     anchors.add(&pem, now);
                     break;
@@ -109,7 +109,7 @@ impl SystemRoots {
             match entries(directory) {
                 Ok(paths) => {
                     // Other files lie there, too.
-                    let read = |path: PathBuf| regular_file::read(&path, LARGEST).ok();
+                    let read = |path: PathBuf| regular_file::read(&path, MAX_PEM).ok();
                     let pems = paths.into_iter().filter_map(read);
                     pems.for_each(|pem| anchors.add(&pem, now));
                 }
@@ -155,7 +155,7 @@ pub(crate) async fn load(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
 /// Like [`load`]. Blocks.
 pub(crate) fn read(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
     match roots {
-        Roots::File(path) => match regular_file::read(path, LARGEST) {
+        Roots::File(path) => match regular_file::read(path, MAX_PEM) {
             Ok(pem) => parse(path, &pem, SystemTime::now()).map(Arc::new),
             Err(error) => Err(format!(
                 "cannot read root certificates from {}: {error}",

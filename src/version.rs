@@ -13,7 +13,7 @@ const FOLLOWED: &str = "1.31.0";
 /// The file beside the binary with the version of Istio whose Envoy the image has. The build of the
 /// image writes it.
 const OF_IMAGE: &str = "pilot-agent.istio-version";
-const LONGEST: u64 = 64;
+const MAX_LENGTH: u64 = 64;
 
 pub const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -43,7 +43,7 @@ fn beside(program: &Path) -> Result<String, Problem> {
         let expected = format!("a version such as {FOLLOWED}, or no such file");
         Problem::new(path.display().to_string(), found, expected)
     };
-    let content = match regular_file::read(&path, LONGEST) {
+    let content = match regular_file::read(&path, MAX_LENGTH) {
         Ok(content) => content,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(FOLLOWED.to_owned()),
         Err(error) => return Err(unusable(error.to_string())),

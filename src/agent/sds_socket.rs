@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_secs(30);
 
 /// Bounds of the pause while it is not healthy.
 const MIN: Duration = Duration::from_secs(1);
-const LONGEST: Duration = Duration::from_secs(10);
+const MAX: Duration = Duration::from_secs(10);
 
 /// The process that serves the workload's secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,7 +145,7 @@ pub(super) fn watch_health(
 }
 
 async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
-    let mut backoff = Backoff::new(MIN, LONGEST);
+    let mut backoff = Backoff::new(MIN, MAX);
     loop {
         let pause = match is_healthy {
             true => PAUSE,

@@ -85,11 +85,6 @@ impl Agent {
         let Some(config) = self.config.secrets.output.clone() else {
             return;
         };
-        if files.are_in(&config.directory) {
-            let directory = config.directory.display();
-            tracing::warn!("nothing is written to {directory}: secrets are read from there");
-            return;
-        }
         let writing = output::run(config, secrets, files.clone());
         self.spawn_until_shutdown("certificate output", writing);
     }

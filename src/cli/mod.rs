@@ -8,6 +8,7 @@ pub mod absent;
 pub mod completion;
 pub mod doctor;
 pub mod iptables;
+pub mod preflight;
 pub mod request;
 pub mod show;
 pub mod support_bundle;
@@ -49,6 +50,8 @@ pub enum Command {
     Bootstrap(show::BootstrapFlags),
     /// Says what is wrong with this sidecar; exits with 1 for warnings, 2 for errors.
     Doctor(doctor::DoctorFlags),
+    /// Says what differs with this agent for pods of a file; exits with 1 for warnings, 2 for errors.
+    Preflight(preflight::PreflightFlags),
     /// Collects the doctor's answer, configuration, pages and rules in a .tar.gz without secrets.
     SupportBundle(support_bundle::SupportBundleFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
-use super::Sources;
-use super::environment::{self as variables, Variable};
+use super::Loader;
+use super::environment::{self as variables, Environment, Variable};
 use crate::address;
-use crate::dial::proxy::Proxy;
+use crate::dial::proxy::{Proxies, Proxy};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
+use crate::problem::Problem;
 use crate::trust_anchors::SystemRoots;
 use crate::xds::last_known_good;
 
@@ -47,7 +48,7 @@ pub(super) fn addresses(text: &str) -> Vec<String> {
     addresses
 }
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// The connection for discovery, and the one for certificates if there is one and it differs.
     ///
     /// Problems of the latter are kept apart if another process `may_serve` the workload's secrets,
@@ -271,24 +272,20 @@ impl Sources<'_> {
         let named = named.filter(|path| !path.as_os_str().is_empty());
         match (self.text(variable).as_deref(), client, named) {
             (Some("SYSTEM"), ..) => tls::Roots::System(self.system_roots()),
-            (Some(file), ..) => self.existing(name, file.into()),
-            _ if mounted => self.existing("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into()),
+            (Some(file), ..) => self.root_file(name, file.into(), true),
+            _ if mounted => self.root_file("PILOT_CERT_PROVIDER", MOUNTED_ROOT.into(), true),
             (_, Some(client), _) => {
-                let root = client.join("root-cert.pem");
                 // Discovery reads it when it dials. The authority reports it if it is needed.
-                if name == variables::XDS_ROOT_CA.name {
-                    self.expected_later("PROV_CERT", root)
-                } else {
-                    self.existing("PROV_CERT", root)
-                }
+                let is_needed = name != variables::XDS_ROOT_CA.name;
+                self.root_file("PROV_CERT", client.join("root-cert.pem"), is_needed)
             }
-            (.., Some(named)) => self.existing("TLS_CLIENT_ROOT_CERT", named),
+            (.., Some(named)) => self.root_file("TLS_CLIENT_ROOT_CERT", named, true),
             _ if self.get(&variables::PILOT_CERT_PROVIDER) == "none" => {
                 let expected = format!("another provider, or {name}, as roots are needed");
                 self.problem("PILOT_CERT_PROVIDER", "none", expected);
                 tls::Roots::System(self.system_roots())
             }
-            _ => self.existing(CONFIG_MAP, ISTIOD_ROOT.into()),
+            _ => self.root_file(CONFIG_MAP, ISTIOD_ROOT.into(), true),
         }
     }
 
@@ -298,25 +295,15 @@ impl Sources<'_> {
         SystemRoots::new(&file, &self.get(&variables::SSL_CERT_DIR))
     }
 
-    fn expected_later(&mut self, name: &str, file: PathBuf) -> tls::Roots {
+    /// A file of roots, which must exist now if `is_needed`.
+    fn root_file(&mut self, name: &str, file: PathBuf, is_needed: bool) -> tls::Roots {
         let path = file.display().to_string();
-        if !self.is_file(&path) {
-            let subject = format!("root file for istiod ({name})");
-            self.warn(
-                &subject,
-                path,
-                "a file of root certificates by the first call",
-            );
-        }
-        tls::Roots::File(file)
-    }
-
-    fn existing(&mut self, name: &str, file: PathBuf) -> tls::Roots {
-        let path = file.display().to_string();
-        if !self.is_file(&path) {
-            let expected = "an existing file of root certificates".to_owned();
-            let subject = format!("root file for istiod ({name})");
-            self.problem(&subject, &path, expected);
+        let subject = format!("root file for istiod ({name})");
+        if is_needed && !self.is_file(&path) {
+            self.problem(&subject, &path, "an existing file of root certificates");
+        } else if !self.is_file(&path) {
+            let expected = "a file of root certificates by the first call";
+            self.warn(&subject, path, expected);
         }
         tls::Roots::File(file)
     }
@@ -324,4 +311,29 @@ impl Sources<'_> {
     fn is_file(&self, path: &str) -> bool {
         self.root.join(path).is_file()
     }
+}
+
+/// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
+pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
+    let mut proxy = |variable: &Variable<String>| {
+        let proxy = Proxy::parse(&of_either_case(env, variable)?);
+        if proxy.is_none() {
+            let expected = "http://host:port; no proxy is used";
+            warnings.push(Problem::new(variable.name, "(not shown)", expected));
+        }
+        proxy
+    };
+    Proxies {
+        http: proxy(&variables::HTTP_PROXY),
+        https: proxy(&variables::HTTPS_PROXY),
+        excluded: of_either_case(env, &variables::NO_PROXY).unwrap_or_default(),
+    }
+}
+
+/// A variable that is also read by its name in lower case, unless it is empty.
+fn of_either_case(env: &Environment, variable: &Variable<String>) -> Option<String> {
+    let lower = variable.name.to_ascii_lowercase();
+    let texts = [variable.name, &lower].map(|name| env.text(name));
+    let mut texts = texts.into_iter().flatten();
+    texts.find(|text| !text.is_empty()).map(str::to_owned)
 }

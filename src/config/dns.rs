@@ -7,7 +7,7 @@
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use super::Sources;
+use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
 use crate::dns::forward::resolv_conf::ResolvConf;
@@ -23,7 +23,7 @@ pub struct DnsParameters {
     pub forwarder: forward::Config,
 }
 
-impl Sources<'_> {
+impl Loader<'_> {
     pub(super) fn dns(&mut self) -> Option<DnsParameters> {
         let captures = self.get(&variables::ISTIO_META_DNS_CAPTURE);
         let serves = self.get(&variables::ISTIO_META_ENABLE_DNS_SERVER);

@@ -28,6 +28,8 @@ pub(super) struct Documents<'a> {
     /// The working directory, against which paths resolve.
     pub(super) root: &'a Path,
     pub(super) annotations: &'a Pairs,
+    /// Whether names are looked up.
+    pub(super) resolves: bool,
 }
 
 impl Documents<'_> {
@@ -40,7 +42,9 @@ impl Documents<'_> {
             merged.config.service_cluster = Some(flags.service_cluster.clone());
             merged.set_origin("serviceCluster", "--serviceCluster");
         }
-        statsd::resolve(&mut merged);
+        if self.resolves {
+            statsd::resolve(&mut merged);
+        }
         validate::check(&mut merged);
         self.late_annotations(&mut merged);
         self.discovery_addresses(&mut merged);

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::environment as variables;
 use super::pod::NodeType;
-use super::{READABLE_YAML, Sources};
+use super::{Loader, READABLE_YAML};
 use crate::bootstrap;
 use crate::compliance::Policy;
 use crate::dns::listen;
@@ -41,7 +41,7 @@ const RESERVE: Duration = Duration::from_secs(5);
 /// The default grace period in Kubernetes.
 const USUAL_GRACE: Duration = Duration::from_secs(30);
 
-impl Sources<'_> {
+impl Loader<'_> {
     pub(super) fn envoy(&mut self, bootstrap: &bootstrap::Config) -> Option<envoy::Config> {
         if self.get(&variables::DISABLE_ENVOY) {
             return None;
@@ -58,7 +58,7 @@ impl Sources<'_> {
             limits: Limits {
                 drain_call: ADMIN_CALL,
                 drain: self.drain(bootstrap.exit_on_zero_connections),
-                long_requests: self.outlast(),
+                long_requests: self.in_flight_grace(),
                 quit: QUIT,
                 terminate: TERMINATE,
                 kill: KILL,
@@ -132,8 +132,8 @@ impl Sources<'_> {
         Some(time).filter(|time| !time.is_zero())
     }
 
-    /// How long requests may outlast a drain of fixed length.
-    fn outlast(&mut self) -> Duration {
+    /// How long in-flight requests may continue after a drain of fixed length.
+    fn in_flight_grace(&mut self) -> Duration {
         let wanted = self.get(&variables::ISTIO_AGENT_LAST_REQUESTS);
         let is_set = self.env.is_set(&variables::ISTIO_AGENT_LAST_REQUESTS);
         let drain = self.proxy_config.termination_drain_time();
@@ -145,9 +145,9 @@ impl Sources<'_> {
         }
     }
 
-    /// The statistics Envoy must keep for requests to outlast the drain.
+    /// The statistics Envoy must keep for in-flight requests to continue after the drain.
     pub(super) fn statistics_of_requests(&mut self, until_idle: bool) -> Vec<String> {
-        if until_idle || self.outlast().is_zero() || self.get(&variables::DISABLE_ENVOY) {
+        if until_idle || self.in_flight_grace().is_zero() || self.get(&variables::DISABLE_ENVOY) {
             return Vec::new();
         }
         let inbound_only = self.flags.kind == NodeType::Sidecar;

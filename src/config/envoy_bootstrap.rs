@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Number, Value};
 
-use super::Sources;
+use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
 use crate::bootstrap::{self, StatsConfig, grpc, node, platform};
@@ -19,7 +19,7 @@ const PREFIX: &str = "sidecar.istio.io/";
 /// Envoy's default flush interval.
 const FLUSH: Duration = Duration::from_secs(5);
 
-impl Sources<'_> {
+impl Loader<'_> {
     pub(super) fn bootstrap(
         &mut self,
         xds_socket: &Path,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue, header};
 
-use super::Sources;
+use super::Loader;
 use crate::health::{Check, Config};
 use crate::probe::{self, Kind, Probe};
 use crate::proxy_config::{Grpc, HttpGet, ReadinessProbe, TcpSocket};
@@ -16,7 +16,7 @@ use crate::proxy_config::{Grpc, HttpGet, ReadinessProbe, TcpSocket};
 const MEMBER: &str = "readinessProbe";
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// None without a `readinessProbe`.
     pub(super) fn health(&mut self) -> Option<Config> {
         let given = self.proxy_config.readiness_probe.clone()?;
@@ -51,23 +51,15 @@ impl Sources<'_> {
             http_headers,
         }) = given.http_get
         {
-            let headers = self.headers(
-                http_headers
-                    .into_iter()
-                    .map(|header| (header.name, header.value.0)),
-            );
+            let headers = http_headers.into_iter();
+            let headers = self.headers(headers.map(|header| (header.name, header.value.0)));
+            let path = Some(path).filter(|path| !path.is_empty());
             let kind = Kind::Http {
                 is_https: scheme.eq_ignore_ascii_case("https"),
-                path: if path.is_empty() {
-                    "/".to_owned()
-                } else {
-                    path
-                },
+                path: path.unwrap_or_else(|| "/".to_owned()),
             };
-            return Some(Check::Probe(
-                probe(self.host(host), self.port("httpGet", port), kind),
-                headers,
-            ));
+            let probe = probe(self.host(host), self.port("httpGet", port), kind);
+            return Some(Check::Probe(probe, headers));
         }
         if let Some(TcpSocket { host, port }) = given.tcp_socket {
             let probe = probe(self.host(host), self.port("tcpSocket", port), Kind::Tcp);

@@ -6,6 +6,7 @@
 //! Envoy's, so that several agents can run side by side.
 
 mod control_plane;
+pub mod described;
 mod dns;
 mod effective;
 pub mod environment;
@@ -17,12 +18,10 @@ mod merged;
 mod mesh_file;
 mod node;
 pub mod pod;
-mod proxies;
 pub mod report;
 mod secret_files;
 mod statsd;
 mod status;
-mod systemd;
 mod threads;
 mod validate;
 mod wasm;
@@ -47,7 +46,7 @@ pub use dns::DnsParameters;
 use effective::Documents;
 use environment::Environment;
 use flags::{LogFlags, ProxyFlags};
-use merged::Merged;
+use merged::{Merged, Origins};
 use pod::{Interface, Pairs};
 pub use secret_files::{AbsentSocket, SecretSources};
 pub use workload::WorkloadCertificate;
@@ -124,12 +123,14 @@ impl fmt::Display for Unusable {
 }
 
 /// The inputs of the configuration, and the problems found in them.
-struct Sources<'a> {
+struct Loader<'a> {
     flags: &'a ProxyFlags,
     env: &'a Environment,
     /// The working directory, against which paths resolve.
     root: &'a Path,
     proxy_config: ProxyConfig,
+    /// Where its members were set.
+    origins: Origins,
     policy: Policy,
     labels: Option<Pairs>,
     annotations: Pairs,
@@ -152,6 +153,17 @@ pub fn load(
     load_with(flags, log, env, root, pod::interfaces())
 }
 
+/// Reads the configuration of a machine with these interfaces.
+pub(crate) fn load_with(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    env: &Environment,
+    root: &Path,
+    interfaces: io::Result<Vec<Interface>>,
+) -> Result<Config, Vec<Problem>> {
+    Loader::read(flags, env, root, interfaces).config(log)
+}
+
 /// The status port of the agent that runs in `root`. That agent reports problems of its
 /// configuration.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
@@ -169,66 +181,7 @@ fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents
         env,
         root,
         annotations: &annotations,
-    })
-}
-
-/// Reads the configuration of a machine with these interfaces.
-pub(crate) fn load_with(
-    flags: &ProxyFlags,
-    log: &LogFlags,
-    env: &Environment,
-    root: &Path,
-    interfaces: io::Result<Vec<Interface>>,
-) -> Result<Config, Vec<Problem>> {
-    let mut sources = Sources::read(flags, env, root, interfaces);
-    let sds_socket = sources.sds_socket();
-    let xds_socket = Path::new(&sources.proxy_config.config_path).join("XDS");
-    let secret_sources = sources.secret_sources(&sds_socket);
-    let may_serve =
-        secret_sources.absent_socket != AbsentSocket::Serve || root.join(&sds_socket).exists();
-    let (istiod, ca_istiod) = sources.control_plane(secret_sources.has_authority(), may_serve);
-    let bootstrap = sources.bootstrap(&xds_socket, &sds_socket, log.as_json);
-    let secrets = sources.workload_certificate(&bootstrap.node.id);
-    let grpc = sources.grpc(&xds_socket);
-    let max_request_bytes = sources.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
-    let config = Config {
-        istiod,
-        ca_istiod,
-        secrets,
-        secret_sources,
-        google_token: sources.google_token(),
-        may_dump_core: sources.get(&environment::ISTIO_AGENT_CORE_DUMP),
-        xds_socket,
-        sds_socket,
-        // More than the address space is the same as no limit.
-        max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
-        envoy: sources.envoy(&bootstrap),
-        has_custom_bootstrap: !sources.proxy_config.custom_config_file.is_empty(),
-        status: sources.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
-        systemd: sources.systemd(),
-        health: sources.health(),
-        grpc,
-        scrape: sources.scrape(&bootstrap),
-        bootstrap,
-        platform: sources.platform(),
-        dns: sources.dns(),
-        wasm: sources.wasm(),
-        kept: sources.kept(),
-        inputs: sources.inputs(),
-        jwt_policy: sources.get(&environment::JWT_POLICY),
-        cluster_id: sources.get(&environment::ISTIO_META_CLUSTER_ID),
-        authority_problems: Vec::new(),
-        warnings: Vec::new(),
-        ignored: ignored(env),
-    };
-    let (notes, authority_problems) = (sources.notes, sources.authority_problems);
-    if !notes.problems.is_empty() {
-        return Err([notes.problems, authority_problems].concat());
-    }
-    Ok(Config {
-        authority_problems,
-        warnings: notes.warnings,
-        ..config
+        resolves: true,
     })
 }
 
@@ -292,7 +245,7 @@ impl Config {
     }
 }
 
-impl<'a> Sources<'a> {
+impl<'a> Loader<'a> {
     fn read(
         flags: &'a ProxyFlags,
         env: &'a Environment,
@@ -306,11 +259,27 @@ impl<'a> Sources<'a> {
             env,
             root,
             annotations: &annotations,
+            resolves: true,
         };
+        let mut merged = documents.merge(flags);
+        merged.notes.warnings.splice(..0, warnings);
+        Self::of(flags, env, root, interfaces, merged, labels, annotations)
+    }
+
+    fn of(
+        flags: &'a ProxyFlags,
+        env: &'a Environment,
+        root: &'a Path,
+        interfaces: io::Result<Vec<Interface>>,
+        merged: Merged,
+        labels: Option<Pairs>,
+        annotations: Pairs,
+    ) -> Self {
         let Merged {
-            config, mut notes, ..
-        } = documents.merge(flags);
-        notes.warnings.splice(..0, warnings);
+            config,
+            origins,
+            mut notes,
+        } = merged;
         let interfaces = interfaces.unwrap_or_else(|error| {
             let expected = "a list of them, going on without";
             notes.warn("network interfaces", error.to_string(), expected);
@@ -335,15 +304,74 @@ impl<'a> Sources<'a> {
             env,
             root,
             proxy_config: config,
+            origins,
             policy,
             labels,
             addresses,
             own_addresses: own_addresses.into_iter().collect(),
             namespace,
-            proxies: proxies::read(env, warnings),
+            proxies: control_plane::proxies(env, warnings),
             annotations,
             notes,
             authority_problems: Vec::new(),
+        }
+    }
+
+    /// The configuration, or every problem of it.
+    fn config(mut self, log: &LogFlags) -> Result<Config, Vec<Problem>> {
+        let config = self.build(log);
+        let (notes, authority_problems) = (self.notes, self.authority_problems);
+        if !notes.problems.is_empty() {
+            return Err([notes.problems, authority_problems].concat());
+        }
+        Ok(Config {
+            authority_problems,
+            warnings: notes.warnings,
+            ..config
+        })
+    }
+
+    /// Builds the configuration of each module; only of use if no problem was found.
+    fn build(&mut self, log: &LogFlags) -> Config {
+        let sds_socket = self.sds_socket();
+        let xds_socket = Path::new(&self.proxy_config.config_path).join("XDS");
+        let secret_sources = self.secret_sources(&sds_socket);
+        let may_serve = secret_sources.absent_socket != AbsentSocket::Serve
+            || self.root.join(&sds_socket).exists();
+        let (istiod, ca_istiod) = self.control_plane(secret_sources.has_authority(), may_serve);
+        let bootstrap = self.bootstrap(&xds_socket, &sds_socket, log.as_json);
+        let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
+        let grpc = self.grpc(&xds_socket);
+        let max_request_bytes = self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
+        Config {
+            istiod,
+            ca_istiod,
+            secrets,
+            secret_sources,
+            google_token: self.google_token(),
+            may_dump_core: self.get(&environment::ISTIO_AGENT_CORE_DUMP),
+            xds_socket,
+            sds_socket,
+            // More than the address space is the same as no limit.
+            max_request_bytes: usize::try_from(max_request_bytes).unwrap_or(usize::MAX),
+            envoy: self.envoy(&bootstrap),
+            has_custom_bootstrap: !self.proxy_config.custom_config_file.is_empty(),
+            status: self.status(grpc.as_ref().map(|grpc| grpc.path.clone())),
+            systemd: self.systemd(),
+            health: self.health(),
+            grpc,
+            scrape: self.scrape(&bootstrap),
+            bootstrap,
+            platform: self.platform(),
+            dns: self.dns(),
+            wasm: self.wasm(),
+            kept: self.kept(),
+            inputs: self.inputs(),
+            jwt_policy: self.get(&environment::JWT_POLICY),
+            cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
+            authority_problems: Vec::new(),
+            warnings: Vec::new(),
+            ignored: ignored(self.env),
         }
     }
 
@@ -356,15 +384,24 @@ impl<'a> Sources<'a> {
         Some(self.get(variable)).filter(|text| !text.is_empty())
     }
 
+    /// The entries of a list with commas.
+    fn list(&mut self, variable: &environment::Variable<String>) -> Vec<String> {
+        let text = self.get(variable);
+        let entries = text.split(',').map(str::trim);
+        entries
+            .filter(|entry| !entry.is_empty())
+            .map(str::to_owned)
+            .collect()
+    }
+
     /// Numbers of users; None is every user.
     fn users(&mut self, variable: &environment::Variable<String>) -> Option<BTreeSet<u32>> {
         let given = self.get(variable);
         if given == "any" {
             return None;
         }
-        let numbers = given.split(',').map(str::trim);
-        let numbers = numbers.filter(|user| !user.is_empty());
-        let users: Result<_, _> = numbers.map(str::parse).collect();
+        let numbers = self.list(variable);
+        let users: Result<_, _> = numbers.iter().map(|user| user.parse()).collect();
         if users.is_err() {
             let expected = "numbers of users, separated by commas, or any";
             self.problem(variable.name, &given, expected);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::Sources;
+use super::Loader;
 use super::environment as variables;
 use super::pod::Pairs;
 use crate::address;
@@ -25,7 +25,7 @@ const NAME_LABELS: [&str; 3] = [
     "service.istio.io/canonical-name",
 ];
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// The domain in which the pod looks for services.
     pub(super) fn domain(&self) -> String {
         match self.flags.domain.as_str() {

@@ -6,11 +6,10 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::effective::Documents;
 use super::environment::{Environment, Row, TABLE};
 use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
-use super::{Problem, load, pod_pairs};
+use super::{Loader, Problem, pod};
 
 /// Name, value and origin.
 type Setting = (String, Value, String);
@@ -30,26 +29,21 @@ pub fn report(
     env: &Environment,
     root: &Path,
 ) -> Report {
-    let mut lost = Vec::new();
-    let annotations = pod_pairs(root, "annotations", &mut lost).unwrap_or_default();
-    let documents = Documents {
-        env,
-        root,
-        annotations: &annotations,
-    };
-    let merged = documents.merge(flags);
-    let (warnings, problems) = match load(flags, log, env, root) {
+    let loader = Loader::read(flags, env, root, pod::interfaces());
+    let members = loader.proxy_config.printable().into_iter();
+    let members = members.map(|(name, value)| {
+        let origin = loader.origins.of(&name).to_owned();
+        (name, value, origin)
+    });
+    let (members, found) = (members.collect(), loader.notes.warnings.clone());
+    let (warnings, problems) = match loader.config(log) {
         // Whether another process serves the workload's secrets is known when the agent starts.
         Ok(config) => {
             let warnings = [config.warnings, config.authority_problems];
             (warnings.concat(), Vec::new())
         }
-        Err(problems) => ([lost, merged.notes.warnings.clone()].concat(), problems),
+        Err(problems) => (found, problems),
     };
-    let members = merged.config.printable().into_iter().map(|(name, value)| {
-        let origin = merged.origin(&name).to_owned();
-        (name, value, origin)
-    });
     // This variable is shown member by member.
     let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
     let flags = all.iter().filter(|flag| !flag.is_hidden);
@@ -59,7 +53,7 @@ pub fn report(
     });
     Report {
         sections: [
-            ("proxyConfig", members.collect()),
+            ("proxyConfig", members),
             ("variables", rows.map(|row| variable(row, env)).collect()),
             ("flags", flags.collect()),
         ],

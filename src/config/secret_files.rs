@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::Sources;
+use super::Loader;
 use super::environment as variables;
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
@@ -56,7 +56,7 @@ impl SecretSources {
     }
 }
 
-impl Sources<'_> {
+impl Loader<'_> {
     pub(super) fn secret_sources(&mut self, socket: &Path) -> SecretSources {
         let lists = self.get(&variables::PILOT_ENABLE_CA_CRL);
         SecretSources {
@@ -87,12 +87,8 @@ impl Sources<'_> {
             return Some(workload_files(MOUNTED, NAMES, true));
         }
         // Files the agent writes itself are not a source.
-        let absolute = |path: &str| std::path::absolute(path).ok();
-        let canonical = |path: &str| std::fs::canonicalize(path).ok();
-        let is_output = self.text(&variables::OUTPUT_CERTS).is_some_and(|output| {
-            absolute(&output) == absolute(LEGACY)
-                || canonical(LEGACY).is_some_and(|legacy| Some(legacy) == canonical(&output))
-        });
+        let output = self.text(&variables::OUTPUT_CERTS);
+        let is_output = output.is_some_and(|output| is_same(Path::new(&output), LEGACY.as_ref()));
         (mounted || !is_output).then(|| workload_files(LEGACY, NAMES, mounted))
     }
 
@@ -158,6 +154,14 @@ fn workload_files(directory: &str, names: [&str; 3], is_only_source: bool) -> fi
         roots,
         is_only_source,
     }
+}
+
+/// Whether two paths are of one directory.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
+    let absolute = |path: &Path| std::path::absolute(path).ok();
+    let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+    absolute(one) == absolute(other)
+        || canonical(one).is_some_and(|one| Some(one) == canonical(other))
 }
 
 /// The first bundle if none exists yet.

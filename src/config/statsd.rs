@@ -33,7 +33,7 @@ where
     }
     match within(limit, host.to_owned(), look_up) {
         Ok(ip) => {
-            let origin = format!("{}, looked up", merged.origin(NAME));
+            let origin = format!("{}, looked up", merged.origins.of(NAME));
             merged.config.statsd_udp_address = SocketAddr::new(ip, port).to_string();
             merged.set_origin(NAME, &origin);
         }

@@ -1,10 +1,11 @@
-//! The configuration of the status port, the application's probes, and the merged metrics. Only sidecars
-//! have an application to scrape.
+//! The configuration of the status port, the application's probes, the merged metrics, and what systemd
+//! is told. Only sidecars have an application to scrape.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use super::Sources;
+use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
 use crate::bootstrap::{self, StatsConfig};
@@ -12,6 +13,7 @@ use crate::probe;
 use crate::scrape::targets::{self, Target};
 use crate::scrape::{self, Hidden};
 use crate::status::{self, Probers};
+use crate::systemd;
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
 /// The status port of an agent without a configured one.
@@ -24,7 +26,7 @@ const GAUGES: [(&str, &str); 4] = [
     ("envoy_listener_", "downstream_cx_active"),
 ];
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// None while the port is switched off.
     pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
@@ -96,47 +98,41 @@ impl Sources<'_> {
             Vec::new()
         })
     }
+
+    /// None if systemd did not start the agent, or expects no message of it.
+    pub(super) fn systemd(&mut self) -> Option<systemd::Config> {
+        let socket = self.text(&variables::NOTIFY_SOCKET)?;
+        let watchdog = self.watchdog();
+        let config = systemd::Config::new(&socket, watchdog);
+        if config.is_none() {
+            let expected = "a path, or an abstract name after @; systemd is not notified";
+            self.warn(variables::NOTIFY_SOCKET.name, socket, expected);
+        }
+        config
+    }
+
+    fn watchdog(&mut self) -> Option<Duration> {
+        let name = variables::WATCHDOG_USEC.name;
+        let found = self.text(&variables::WATCHDOG_USEC)?;
+        let process = self.text(&variables::WATCHDOG_PID);
+        if process.is_some_and(|process| process != std::process::id().to_string()) {
+            return None;
+        }
+        let time = found.parse().ok().filter(|time| *time > 0);
+        if time.is_none() {
+            self.warn(name, found, "microseconds; the watchdog is not answered");
+        }
+        time.map(Duration::from_micros)
+    }
 }
 
-/// The families Envoy keeps for the agent alone: those of the wait for last requests that no pattern
-/// of the operator's may include.
+/// The families Envoy keeps for the agent alone, which an operator's own statistics may include.
 fn hidden(choice: &StatsConfig) -> Vec<Hidden> {
-    let may_be_included = |start: &str, gauge: &str| {
-        let scope = start.trim_start_matches("envoy_").trim_end_matches('_');
-        let prefixes = choice.prefixes.iter().map(String::as_str);
-        let suffixes = choice.suffixes.iter().map(String::as_str);
-        let mut prefixes =
-            prefixes.map(|prefix| prefix.starts_with(scope) || scope.starts_with(prefix));
-        let mut suffixes =
-            suffixes.map(|suffix| suffix.ends_with(gauge) || gauge.ends_with(suffix));
-        let mut expressions = choice.expressions.iter();
-        prefixes.any(|fits| fits)
-            || suffixes.any(|fits| fits)
-            || expressions.any(|expression| may_match(expression, gauge))
-    };
-    if choice.of_requests.is_empty() {
+    let own = [&choice.prefixes, &choice.suffixes, &choice.expressions];
+    if choice.of_requests.is_empty() || own.iter().any(|patterns| !patterns.is_empty()) {
         return Vec::new();
     }
-    let gauges = GAUGES.into_iter();
-    let hidden = gauges.filter(|(start, gauge)| !may_be_included(start, gauge));
-    hidden.map(|(start, end)| Hidden { start, end }).collect()
-}
-
-/// Whether an expression may include a gauge of a listener's or a connection manager's: not if it has
-/// a word that is not in their names.
-fn may_match(expression: &str, gauge: &str) -> bool {
-    const SCOPES: [&str; 5] = ["http", "listener", "inbound", "outbound", "digit"];
-    let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-    let mut words = words.filter(|word| word.len() > 3).peekable();
-    let is_scope = |word: &str| {
-        let mut scopes = SCOPES.iter();
-        scopes.any(|scope| word.starts_with(scope) || scope.contains(word))
-    };
-    let fits = |word: &str| gauge.contains(word) || is_scope(word);
-    match expression.contains('|') && words.peek().is_some() {
-        true => words.any(fits),
-        false => words.all(fits),
-    }
+    GAUGES.map(|(start, end)| Hidden { start, end }).to_vec()
 }
 
 #[cfg(test)]
@@ -174,50 +170,18 @@ mod tests {
     }
 
     #[test]
-    fn gauges_of_the_wait_for_last_requests_are_hidden_unless_the_operator_may_include_them() {
-        let [requests, http, buffered, listeners] = [true; 4];
-        for (prefixes, suffixes, expressions, expected) in [
-            ("", "", "", [requests, http, buffered, listeners]),
-            (
-                "cluster.",
-                "rq_total",
-                r".*circuit_breakers.*,upstream_(rq|cx)_retry",
-                [true; 4],
-            ),
-            ("http.inbound", "", "", [false, false, false, listeners]),
-            (
-                "",
-                "downstream_rq_active",
-                "",
-                [false, http, buffered, listeners],
-            ),
-            ("", "_active", "", [false, false, buffered, false]),
-            ("listener", "", "", [requests, http, buffered, false]),
-            (
-                "",
-                "",
-                r"http\.inbound.*downstream_rq_.*",
-                [false, http, buffered, listeners],
-            ),
-            ("", "", r".*(upstream|downstream)_cx.*", [false; 4]),
-            ("", "", ".*", [false; 4]),
-        ] {
-            let list = |text: &str| -> Vec<String> {
-                let parts = text.split(',').filter(|part| !part.is_empty());
-                parts.map(str::to_owned).collect()
-            };
-            let choice = StatsConfig {
-                prefixes: list(prefixes),
-                suffixes: list(suffixes),
-                expressions: list(expressions),
-                of_requests: list("x"),
-                ..StatsConfig::default()
-            };
-            let hidden = hidden(&choice);
-            let found = GAUGES.map(|(start, end)| hidden.contains(&Hidden { start, end }));
-            assert_eq!(found, expected, "{prefixes} {suffixes} {expressions}");
-        }
+    fn gauges_of_the_wait_for_last_requests_are_hidden_without_statistics_of_the_operators() {
+        let waits = || StatsConfig {
+            of_requests: vec!["x".to_owned()],
+            ..StatsConfig::default()
+        };
+        assert_eq!(hidden(&waits()).len(), GAUGES.len());
         assert!(hidden(&StatsConfig::default()).is_empty());
+        let mut own = [(); 3].map(|()| waits());
+        own[0].prefixes.push("http.inbound".to_owned());
+        own[1].suffixes.push("rq_active".to_owned());
+        own[2].expressions.push(".*".to_owned());
+        assert!(own.iter().all(|choice| hidden(choice).is_empty()));
     }
 
     #[test]
@@ -229,6 +193,43 @@ mod tests {
                 "false"
             };
             assert_eq!(machine(&[(name, value)]).config().scrape.envoy_port, None);
+        }
+    }
+
+    #[test]
+    fn systemd_is_notified_at_the_socket_it_names_and_its_watchdog_if_it_is_for_this_process() {
+        let own: &str = std::process::id().to_string().leak();
+        for (socket, time, process, expected, warned) in [
+            ("", "2000000", "", None, None),
+            ("/run/notify", "", "", Some("None"), None),
+            ("@notify", "2000000", "", Some("Some(1s)"), None),
+            ("/run/notify", "2000000", own, Some("Some(1s)"), None),
+            ("/run/notify", "2000000", "0", Some("None"), None),
+            (
+                "/run/notify",
+                "1min",
+                "",
+                Some("None"),
+                Some("WATCHDOG_USEC"),
+            ),
+            ("/run/notify", "0", "", Some("None"), Some("WATCHDOG_USEC")),
+            ("notify", "", "", None, Some("NOTIFY_SOCKET")),
+        ] {
+            let config = machine(&[
+                ("NOTIFY_SOCKET", socket),
+                ("WATCHDOG_USEC", time),
+                ("WATCHDOG_PID", process),
+            ])
+            .config();
+            let found = config.systemd.map(|systemd| format!("{systemd:?}"));
+            let period = found
+                .as_deref()
+                .and_then(|text| text.split_once("period: "));
+            let period = period.map(|(_, period)| period.trim_end_matches(" }"));
+            assert_eq!(period, expected, "{socket} {time} {process}");
+            let subjects: Vec<_> = config.warnings.iter().map(|w| &*w.subject).collect();
+            let warned: Vec<_> = warned.into_iter().collect();
+            assert_eq!(subjects, warned, "{socket} {time} {process}");
         }
     }
 }

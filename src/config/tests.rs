@@ -427,3 +427,35 @@ fn unknown_authorities_fetchers_and_policies_are_reported() {
     let config = machine(&[("COMPLIANCE_POLICY", "pqc")]).config();
     assert_eq!(tls(&config.istiod).policy, Policy::Pqc);
 }
+
+#[test]
+fn proxies_are_read_in_either_case_for_istiod_and_for_modules() {
+    let config = machine(&[
+        ("http_proxy", "plain:1"),
+        ("HTTPS_PROXY", ""),
+        ("https_proxy", "http://u:p@tls:2"),
+        ("HTTP_PROXY", "upper:3"),
+        ("no_proxy", "direct.test"),
+    ])
+    .config();
+    let fetch = config.wasm.expect("enabled").fetch;
+    let found = |has_tls, host| {
+        let proxy = fetch.proxies.find(has_tls, host, 1);
+        proxy.map(|proxy| proxy.host.clone())
+    };
+    assert_eq!(found(false, "a.test").as_deref(), Some("upper"));
+    assert_eq!(found(true, "a.test").as_deref(), Some("tls"));
+    assert_eq!(found(true, "direct.test"), None);
+    assert_eq!(config.istiod.proxy.map(|proxy| proxy.port), Some(2));
+}
+
+#[test]
+fn a_proxy_that_cannot_be_used_is_a_warning_without_its_text() {
+    let config = machine(&[("HTTPS_PROXY", "socks5://u:hush@proxy:1")]).config();
+    let warnings = config.warnings.iter();
+    let texts: Vec<_> = warnings.map(ToString::to_string).collect();
+    let about = texts.iter().filter(|text| text.contains("HTTPS_PROXY"));
+    assert_eq!(about.count(), 1, "{texts:?}");
+    assert!(!texts.concat().contains("hush"), "{texts:?}");
+    assert!(config.istiod.proxy.is_none());
+}

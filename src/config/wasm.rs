@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Sources;
+use super::Loader;
 use super::environment::{self as variables, Value, Variable};
 use crate::address::Cidr;
 use crate::wasm::{Config, FetchConfig};
@@ -10,7 +10,7 @@ use crate::wasm::{Config, FetchConfig};
 /// Where pilot-agent keeps modules: the volume `istio-data` of the pod.
 const DIRECTORY: &str = "./var/lib/istio/data";
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// None if Envoy is left to fetch modules itself.
     pub(super) fn wasm(&mut self) -> Option<Config> {
         if !self.get(&variables::ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION) {
@@ -41,16 +41,6 @@ impl Sources<'_> {
             requires_digest: self.get(&variables::ISTIO_AGENT_WASM_REQUIRE_DIGEST),
             allowed: self.list(&variables::ISTIO_AGENT_WASM_ALLOWED_REGISTRIES),
         })
-    }
-
-    /// The entries of a list with commas.
-    fn list(&mut self, variable: &Variable<String>) -> Vec<String> {
-        let text = self.get(variable);
-        let entries = text.split(',').map(str::trim);
-        entries
-            .filter(|entry| !entry.is_empty())
-            .map(str::to_owned)
-            .collect()
     }
 
     /// The variable; its default instead of zero, as in pilot-agent.

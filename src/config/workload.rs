@@ -1,9 +1,11 @@
 //! The workload's identity and the parameters of its certificates.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
-use super::Sources;
 use super::environment as variables;
+use super::secret_files::is_same;
+use super::{Loader, SecretSources};
 use crate::ca::key::{Encoding, KeyType, RSA_SIZES};
 use crate::identity::SpiffeId;
 use crate::sds::key_provider::Kind;
@@ -21,9 +23,13 @@ pub struct WorkloadCertificate {
     pub mesh_roots: bool,
 }
 
-impl Sources<'_> {
+impl Loader<'_> {
     /// `node_id` is what renewals are spread by.
-    pub(super) fn workload_certificate(&mut self, node_id: &str) -> WorkloadCertificate {
+    pub(super) fn workload_certificate(
+        &mut self,
+        node_id: &str,
+        sources: &SecretSources,
+    ) -> WorkloadCertificate {
         let (key_type, falls_back_to_rsa) = self.key_type();
         WorkloadCertificate {
             renewal: secrets::Config {
@@ -48,14 +54,23 @@ impl Sources<'_> {
                     .map(Into::into),
             },
             cert_signer: self.get(&variables::ISTIO_META_CERT_SIGNER),
-            output: self.output(),
+            output: self.output(sources),
             mesh_roots: self.get(&variables::PROXY_CONFIG_XDS_AGENT),
         }
     }
 
-    fn output(&mut self) -> Option<output::Config> {
+    fn output(&mut self, sources: &SecretSources) -> Option<output::Config> {
+        let directory = PathBuf::from(self.text(&variables::OUTPUT_CERTS)?);
+        let source = sources.files.workload.as_ref();
+        let source = source.and_then(|files| files.chain.parent());
+        if source.is_some_and(|source| is_same(source, &directory)) {
+            let directory = directory.display();
+            let text = format!("nothing is written to {directory}: secrets are read from there");
+            self.warn(variables::OUTPUT_CERTS.name, text, "");
+            return None;
+        }
         Some(output::Config {
-            directory: self.text(&variables::OUTPUT_CERTS)?.into(),
+            directory,
             readable_by_all: self.text(&variables::KUBERNETES_SERVICE_HOST).is_some(),
         })
     }

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use super::certificates::{Facts, chain, latest};
 use super::report::{Check, Level};
-use super::{Running, Subject, aside};
+use super::{Running, Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
 use crate::istiod::LOG;
@@ -74,7 +74,7 @@ async fn own(
     };
     let (is_only_source, names) = (files.is_only_source, [&files.chain, &files.roots]);
     let names = names.map(|path| path.display().to_string());
-    let read = match aside(move || files.read()).await {
+    let read = match run_blocking(move || files.read()).await {
         Ok(read) => read,
         Err(late) if is_only_source && secrets[0].is_none() => {
             return (secrets, vec![Check::error(&names[0], late)]);

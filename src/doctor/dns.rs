@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use futures_util::future::join_all;
 
 use super::report::Check;
-use super::{PROBE_LIMIT, Running, Subject, aside};
+use super::{PROBE_LIMIT, Running, Subject, run_blocking};
 use crate::config::DnsParameters;
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{Forwarder, Unanswered, is_own};
@@ -53,7 +53,7 @@ async fn server(address: SocketAddr) -> Check {
 async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> {
     let path = config.forwarder.resolv_conf.clone();
     let name = path.display().to_string();
-    let read = aside(move || ResolvConf::read(&path)).await;
+    let read = run_blocking(move || ResolvConf::read(&path)).await;
     let found = match read.and_then(|read| read.map_err(|error| error.to_string())) {
         Ok(found) => found,
         Err(error) => {
@@ -128,7 +128,7 @@ fn resolver(
     };
     let check = check.expected("an answer");
     match error {
-        Unanswered::Circle => check.remedy(
+        Unanswered::ForwardingLoop => check.remedy(
             "a loop: queries of the agent must not be captured; see --proxy-uid of istio-init",
         ),
         Unanswered::Late | Unanswered::Failed(_) => check.remedy(format!(
@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(level(Ok("SERVFAIL"), true), Level::Warning);
         assert_eq!(level(Err(Unanswered::Late), true), Level::Warning);
         assert_eq!(level(Err(Unanswered::Late), false), Level::Error);
-        let circle = resolver(server, Err(Unanswered::Circle), false);
+        let circle = resolver(server, Err(Unanswered::ForwardingLoop), false);
         assert!(
             circle.to_string().contains("leads back to this agent"),
             "{circle}"

@@ -127,7 +127,9 @@ async fn control_plane(subject: Subject<'_>) -> [Group; 2] {
 }
 
 /// Does file work on another thread, as disks hang; an error after [`PROBE_LIMIT`].
-async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
     aside_within(PROBE_LIMIT, &THREADS, work).await
 }
 

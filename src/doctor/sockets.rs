@@ -6,7 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use super::report::Check;
-use super::{Subject, aside};
+use super::{Subject, run_blocking};
 use crate::config::{AbsentSocket, Config};
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
@@ -73,7 +73,7 @@ fn owner_of_secrets(config: &Config, found: &Found) -> Owner {
 
 async fn look(path: &Path) -> Found {
     let socket = path.to_owned();
-    match aside(move || look_at(&socket)).await {
+    match run_blocking(move || look_at(&socket)).await {
         Ok(Ok((pid, process))) => Found::Listener {
             pid,
             process,

@@ -8,14 +8,14 @@ use http::HeaderValue;
 
 use super::certificates::{Facts, latest};
 use super::report::{Check, Level};
-use super::{Subject, aside};
+use super::{Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
 use crate::duration::approximate;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source};
 use crate::regular_file;
-use crate::trust_anchors::{self, LARGEST, Roots};
+use crate::trust_anchors::{self, MAX_PEM, Roots};
 
 /// What istiod expects unless its variable `TOKEN_AUDIENCES` says otherwise.
 const AUDIENCE: &str = "istio-ca";
@@ -99,7 +99,7 @@ async fn read_token(config: &Config) -> Found {
         Source::File(path) => path.clone(),
     };
     let (file, shown) = (path.clone(), path.display());
-    let read = aside(move || token::read(&file)).await;
+    let read = run_blocking(move || token::read(&file)).await;
     let mut check = match read.unwrap_or_else(|late| Err(format!("{shown}: {late}"))) {
         Err(problem) => Check::error("token", problem)
             .expected("a token")
@@ -155,10 +155,10 @@ async fn check_roots(roots: Roots) -> Vec<Check> {
         Roots::File(path) => path.display().to_string(),
         Roots::System(_) => "the system".to_owned(),
     };
-    let read = aside(move || {
+    let read = run_blocking(move || {
         let store = trust_anchors::read(&roots)?;
         let pem = match &roots {
-            Roots::File(path) => regular_file::read(path, LARGEST).ok(),
+            Roots::File(path) => regular_file::read(path, MAX_PEM).ok(),
             Roots::System(_) => None,
         };
         let facts = pem.map(|pem| Facts::of_pem(&pem));

@@ -17,7 +17,7 @@ use crate::replace_file::replace_file;
 
 const NAME: &str = "envoy-crash.json";
 /// No agent writes a larger file.
-const LARGEST: u64 = 64 << 10;
+const MAX_RECORD: u64 = 64 << 10;
 
 /// An end that was not requested, or not in this way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl Crash {
     /// The record an earlier agent has left in `directory`.
     pub fn read(directory: &Path) -> Result<Option<Self>, Error> {
         on_file("read", directory, |path| {
-            let content = regular_file::read(path, LARGEST)?;
+            let content = regular_file::read(path, MAX_RECORD)?;
             Ok(Some(serde_json::from_slice(&content)?))
         })
     }

@@ -5,29 +5,44 @@
 //! reading, and the deadline, to its caller. Answers are read as leniently as by Go: heads of up to
 //! 1 MiB, folded headers and spaces before a colon pass, invalid headers are left out.
 //!
-//! A connection is driven by the call or the body that waits for it, so dropping these ends it. Where
-//! connections are kept, one is kept once its answer has been read to the end.
+//! Dropping the call or the body that waits for a connection ends it. Where connections are kept, one
+//! is kept once its whole answer has arrived.
 
-mod connection;
 mod redirect;
 mod stream;
 
+use std::error::Error as StdError;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, Uri, header};
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
+use hyper_util::client::legacy;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
+use tower::util::BoxCloneSyncService;
 
 use crate::dial::proxy::{Proxies, Proxy};
 use crate::dial::{self, Dialer};
-use connection::{Connection, Pool};
+use crate::executor::ConnectionTasks;
 pub use redirect::Redirects;
+use stream::Stream;
 
 const MAX_REDIRECTS: usize = 10;
+/// How long an idle connection is kept. Probes and scrapes come more often.
+const MAX_IDLE_TIME: Duration = Duration::from_secs(90);
+/// In each pool.
+const MAX_IDLE: usize = 32;
+const MAX_POOLS: usize = 32;
+/// A MiB of headers, and the status line.
+const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
+/// As many as a `HeaderMap` holds; hyper panics beyond.
+const MAX_HEADERS: usize = 24 << 10;
 /// What is read of a body that is not wanted, so that the server does not see its answer cut off.
 const MAX_DISCARDED: usize = 10 << 20;
 
@@ -46,20 +61,33 @@ pub struct Config {
 }
 
 /// Sends requests. Clones share kept connections and the memory of failed addresses.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Client {
-    config: Config,
-    pool: Pool,
+    config: Arc<Config>,
+    /// Those with kept connections, the newest first.
+    pools: Arc<Mutex<Vec<(Endpoint, Pool)>>>,
+    tasks: Arc<ConnectionTasks>,
 }
 
-/// The body of an answer, and the connection it arrives on.
+/// Where a connection leads to, and the host that requests name if it is another.
+type Endpoint = (Option<Scheme>, Option<Authority>, Option<Authority>);
+
+type Pool = legacy::Client<Connector, Full<Bytes>>;
+
+type Connector = BoxCloneSyncService<Uri, TokioIo<Stream>, ConnectError>;
+
+/// Why there is no connection; the request that learns of it takes the error out.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot connect")]
+struct ConnectError(Mutex<Option<Error>>);
+
+/// The body of an answer.
 #[derive(Debug)]
 pub struct Body {
     incoming: Incoming,
-    uri: Uri,
-    /// None after the end.
-    connection: Option<Connection>,
-    pool: Option<Pool>,
+    authority: String,
+    /// Those of its connection end with the last that holds them.
+    _tasks: Arc<ConnectionTasks>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +113,7 @@ pub enum Error {
     Broken {
         authority: String,
         #[source]
-        source: hyper::Error,
+        source: Box<dyn StdError + Send + Sync>,
     },
     #[error("{authority} redirects to {found:?}, expected {expected}")]
     Redirect {
@@ -113,10 +141,19 @@ impl Default for Config {
     }
 }
 
+impl Default for Client {
+    fn default() -> Self {
+        Self::new(Config::default())
+    }
+}
+
 impl Client {
     pub fn new(config: Config) -> Self {
-        let pool = Pool::default();
-        Self { config, pool }
+        Self {
+            config: Arc::new(config),
+            pools: Arc::default(),
+            tasks: Arc::default(),
+        }
     }
 
     /// Sends a request and reads the answer, all within `limit`.
@@ -162,64 +199,132 @@ impl Client {
         Err(Error::Redirects { authority })
     }
 
-    /// Sends the request on a kept connection, if one still works, or on a new one.
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
         let uri = request.uri();
-        let mut request = request.clone();
-        if !request.headers().contains_key(header::HOST) {
-            let host = HeaderValue::from_str(&host_and_port(uri)).map_err(|_| unusable(uri))?;
-            request.headers_mut().insert(header::HOST, host);
-        }
+        let (host, port, is_tls) = self.config.target(uri)?;
+        let mut request = request.clone().map(Full::new);
+        let headers = request.headers_mut();
         if !self.config.keeps_connections {
-            let close = HeaderValue::from_static("close");
-            request.headers_mut().insert(header::CONNECTION, close);
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
-        while let Some(mut kept) = self.pool.take(uri).await {
-            // The server may close it just as the request arrives; then another one is tried.
-            if let Ok(response) = kept.send(request.clone()).await {
-                return Ok(self.answer(response, uri, kept));
+        if !is_tls && let Some(proxy) = self.config.proxies.find(false, host, port) {
+            let authorization = proxy.authorization.clone();
+            headers.extend(authorization.map(|value| (header::PROXY_AUTHORIZATION, value)));
+        }
+        let mut sent = self.request(request.clone()).await;
+        if self.config.keeps_connections && sent.as_ref().is_err_and(|error| !error.is_connect()) {
+            // The server may close a kept one just as the request arrives.
+            sent = self.request(request).await;
+        }
+        let authority = host_and_port(uri);
+        match sent {
+            Ok(response) => Ok(response.map(|incoming| Body {
+                incoming,
+                authority,
+                _tasks: self.tasks.clone(),
+            })),
+            Err(error) => {
+                let source = error.source();
+                let reason = source.and_then(|source| source.downcast_ref::<ConnectError>());
+                let reason = reason.and_then(|reason| reason.0.lock().take());
+                let source = error.into();
+                Err(reason.unwrap_or(Error::Broken { authority, source }))
             }
         }
-        // TLS makes this future large, which kept connections and their callers need not hold.
-        let mut connection = Box::pin(self.connect(uri)).await?;
-        let response = connection.send(request).await;
-        let response = response.map_err(|source| broken(uri, source))?;
-        Ok(self.answer(response, uri, connection))
     }
 
-    fn answer(
+    async fn request(
         &self,
-        response: Response<Incoming>,
-        uri: &Uri,
-        connection: Connection,
-    ) -> Response<Body> {
-        response.map(|incoming| Body {
-            incoming,
-            uri: uri.clone(),
-            connection: Some(connection),
-            pool: self.config.keeps_connections.then(|| self.pool.clone()),
-        })
+        mut request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, legacy::Error> {
+        let target = request.uri().clone();
+        let host = request.headers().get(header::HOST);
+        let host = host.and_then(|host| host.to_str().ok()?.parse().ok());
+        let is_other = |host: &Authority| {
+            target.scheme() == Some(&Scheme::HTTPS) && Some(host) != target.authority()
+        };
+        let host = host.filter(is_other);
+        let pool = self.pool(&target, host.clone());
+        if host.is_some() {
+            // HTTP/2 has the host in the URI.
+            let mut parts = target.into_parts();
+            parts.authority = host;
+            *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+        }
+        pool.request(request).await
     }
 
-    async fn connect(&self, uri: &Uri) -> Result<Connection, Error> {
-        let (default_port, tls) = match (uri.scheme_str(), &self.config.tls) {
-            (Some("http"), _) => (80, None),
-            (Some("https"), Some(config)) => (443, Some(config.clone())),
+    fn pool(&self, target: &Uri, host: Option<Authority>) -> Pool {
+        let endpoint = (target.scheme().cloned(), target.authority().cloned(), host);
+        let mut pools = self.pools.lock();
+        if let Some((_, pool)) = pools.iter().find(|(known, _)| *known == endpoint) {
+            return pool.clone();
+        }
+        let pool = self.new_pool(target.clone());
+        if self.config.keeps_connections {
+            pools.truncate(MAX_POOLS - 1);
+            pools.insert(0, (endpoint, pool.clone()));
+        }
+        pool
+    }
+
+    /// A pool whose connections lead to `target`, whatever the URI of a request says.
+    fn new_pool(&self, target: Uri) -> Pool {
+        let config = self.config.clone();
+        let kept = if config.keeps_connections {
+            MAX_IDLE
+        } else {
+            0
+        };
+        let connector = tower::service_fn(move |_| {
+            let (config, target) = (config.clone(), target.clone());
+            async move {
+                let connected = config.connect(&target).await.map(TokioIo::new);
+                connected.map_err(|error| ConnectError(Mutex::new(Some(error))))
+            }
+        });
+        legacy::Client::builder(self.tasks.executor())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(MAX_IDLE_TIME)
+            .pool_max_idle_per_host(kept)
+            .http1_max_buf_size(MAX_HEAD as usize)
+            .http1_max_headers(MAX_HEADERS)
+            .http1_allow_spaces_after_header_name_in_responses(true)
+            .http1_allow_obsolete_multiline_headers_in_responses(true)
+            .http1_ignore_invalid_headers_in_responses(true)
+            .http2_max_header_list_size(MAX_HEAD)
+            .build(BoxCloneSyncService::new(connector))
+    }
+}
+
+impl Config {
+    /// Host and port of a URL, and whether it asks for TLS.
+    fn target<'a>(&self, uri: &'a Uri) -> Result<(&'a str, u16, bool), Error> {
+        let (default_port, is_tls) = match uri.scheme_str() {
+            Some("http") => (80, false),
+            Some("https") if self.tls.is_some() => (443, true),
             _ => return Err(unusable(uri)),
         };
         let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        if host.is_empty() {
-            return Err(unusable(uri));
+        match host.is_empty() {
+            true => Err(unusable(uri)),
+            false => Ok((host, uri.port_u16().unwrap_or(default_port), is_tls)),
         }
-        let port = uri.port_u16().unwrap_or(default_port);
-        let proxy = self.config.proxies.find(tls.is_some(), host, port);
+    }
+
+    async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
+        let (host, port, is_tls) = self.target(uri)?;
+        let proxy = self.proxies.find(is_tls, host, port);
         let stream = match proxy {
-            None => self.config.dialer.connect(host, port).await?,
+            None => self.dialer.connect(host, port).await?,
             Some(proxy) => self.reach(proxy, uri, host, port).await?,
         };
-        let Some(tls) = tls else {
-            let connection = Connection::http1(stream, proxy.cloned()).await;
-            return connection.map_err(|source| broken(uri, source));
+        let Some(tls) = self.tls.clone().filter(|_| is_tls) else {
+            return Ok(Stream {
+                io: Box::new(stream),
+                is_proxied: proxy.is_some(),
+                is_http2: false,
+            });
         };
         let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
         let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
@@ -227,11 +332,12 @@ impl Client {
             authority: host_and_port(uri),
             source,
         })?;
-        let connection = match stream.get_ref().1.alpn_protocol() {
-            Some(b"h2") => Connection::http2(stream).await,
-            _ => Connection::http1(stream, None).await,
-        };
-        connection.map_err(|source| broken(uri, source))
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+        Ok(Stream {
+            io: Box::new(stream),
+            is_proxied: false,
+            is_http2,
+        })
     }
 
     /// Connects to a proxy, and for `https` through it to the host.
@@ -242,16 +348,15 @@ impl Client {
         host: &str,
         port: u16,
     ) -> Result<TcpStream, Error> {
-        let dialer = &self.config.dialer;
         if let Ok(address) = host.parse() {
-            dialer.check(address)?;
+            self.dialer.check(address)?;
         }
         let failed = |source| Error::Proxy {
             proxy: proxy.clone(),
             authority: host_and_port(uri),
             source,
         };
-        let stream = dialer.connect(&proxy.host, proxy.port).await;
+        let stream = self.dialer.connect(&proxy.host, proxy.port).await;
         let mut stream = stream.map_err(|error| failed(std::io::Error::other(error)))?;
         if uri.scheme_str() == Some("https") {
             let tunnel = proxy.tunnel(&mut stream, host, port).await;
@@ -265,24 +370,18 @@ impl Body {
     /// The next bytes of the body. None at its end.
     pub async fn chunk(&mut self) -> Option<Result<Bytes, Error>> {
         loop {
-            let connection = self.connection.as_mut()?;
-            match connection.drive(self.incoming.frame()).await {
-                Some(Ok(frame)) => {
-                    // Trailers are left out.
+            match self.incoming.frame().await? {
+                // Trailers are left out.
+                Ok(frame) => {
                     if let Ok(data) = frame.into_data() {
                         return Some(Ok(data));
                     }
                 }
-                Some(Err(source)) => {
-                    self.connection = None;
-                    return Some(Err(broken(&self.uri, source)));
-                }
-                None => {
-                    let connection = self.connection.take()?;
-                    if let Some(pool) = &self.pool {
-                        pool.put(&self.uri, connection);
-                    }
-                    return None;
+                Err(error) => {
+                    return Some(Err(Error::Broken {
+                        authority: self.authority.clone(),
+                        source: error.into(),
+                    }));
                 }
             }
         }
@@ -293,7 +392,7 @@ impl Body {
         let mut whole = BytesMut::new();
         self.read_into(&mut whole, limit + 1).await?;
         if whole.len() > limit {
-            let authority = host_and_port(&self.uri);
+            let authority = self.authority.clone();
             return Err(Error::TooLarge { authority, limit });
         }
         Ok(whole.freeze())
@@ -344,11 +443,6 @@ fn host_and_port(uri: &Uri) -> String {
 fn unusable(uri: &Uri) -> Error {
     let found = uri.to_string();
     Error::Url { found }
-}
-
-fn broken(uri: &Uri, source: hyper::Error) -> Error {
-    let authority = host_and_port(uri);
-    Error::Broken { authority, source }
 }
 
 #[cfg(test)]

@@ -1,17 +1,37 @@
-//! The bytes of a connection in small portions, as hyper's buffer for a body grows with them, up to the
-//! size of the largest head.
+//! A connection to a server or proxy, in plaintext or TLS. It is read in small portions, as hyper's
+//! buffer for a body grows with them, up to the size of the largest head.
 
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 const PORTION: usize = 32 << 10;
 
-pub(super) struct Stream<S>(pub(super) S);
+pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<S: AsyncRead + Unpin> AsyncRead for Stream<S> {
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+pub(super) struct Stream {
+    pub(super) io: Box<dyn Io>,
+    /// Whether it leads to a proxy that forwards requests.
+    pub(super) is_proxied: bool,
+    pub(super) is_http2: bool,
+}
+
+impl Connection for Stream {
+    fn connected(&self) -> Connected {
+        let connected = Connected::new().proxy(self.is_proxied);
+        match self.is_http2 {
+            true => connected.negotiated_h2(),
+            false => connected,
+        }
+    }
+}
+
+impl AsyncRead for Stream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -19,27 +39,27 @@ impl<S: AsyncRead + Unpin> AsyncRead for Stream<S> {
     ) -> Poll<io::Result<()>> {
         let size = buffer.remaining().min(PORTION);
         let mut portion = ReadBuf::new(buffer.initialize_unfilled_to(size));
-        ready!(Pin::new(&mut self.0).poll_read(context, &mut portion))?;
+        ready!(Pin::new(&mut self.io).poll_read(context, &mut portion))?;
         let count = portion.filled().len();
         buffer.advance(count);
         Poll::Ready(Ok(()))
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Stream<S> {
+impl AsyncWrite for Stream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(context, bytes)
+        Pin::new(&mut self.io).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(context)
+        Pin::new(&mut self.io).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(context)
+        Pin::new(&mut self.io).poll_shutdown(context)
     }
 }

@@ -155,6 +155,29 @@ async fn the_deadline_covers_head_and_body() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_given_up_ends_its_connection() {
+    for client in [Client::default(), keeping()] {
+        for answer in ["", "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nOK"] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+            let url = format!("http://{}/", listener.local_addr().expect("an address"));
+            let serving = async {
+                let (mut stream, _) = listener.accept().await.expect("a connection");
+                let mut request = [0; 4096];
+                let length = stream.read(&mut request).await.expect("a request");
+                assert!(length > 0);
+                let written = stream.write_all(answer.as_bytes()).await;
+                written.expect("written");
+                stream.read(&mut request).await
+            };
+            let serving = tokio::time::timeout(LIMIT * 2, serving);
+            let (fetched, end) = tokio::join!(fetch(&client, &url), serving);
+            assert!(matches!(fetched, Err(Error::Late { .. })), "{fetched:?}");
+            assert!(matches!(end, Ok(Ok(0) | Err(_))), "{end:?}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_connection_is_kept_when_its_answer_was_read_to_the_end() {
     const ANSWER: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK";
@@ -200,7 +223,13 @@ async fn a_connection_that_was_idle_for_90_s_is_not_used_again() {
 
 #[tokio::test]
 async fn at_most_32_idle_connections_are_kept() {
-    let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"; 2]).await;
+    // Larger than what is read ahead of the caller.
+    let body = "y".repeat(256 << 10);
+    let answer = format!(
+        "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let server = Server::start(&[&answer, &answer]).await;
     let client = keeping();
     let mut connections = 0;
     for kept in [0, 32] {
@@ -211,7 +240,12 @@ async fn at_most_32_idle_connections_are_kept() {
         connections += 40 - kept;
         assert_eq!(server.connections(), connections);
         for mut answer in answers {
-            answer.body_mut().collect(2).await.expect("a body");
+            let read = answer.body_mut().collect(body.len()).await;
+            assert_eq!(read.expect("a body"), body);
+        }
+        // The tasks of the connections put them back.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
         }
     }
 }
@@ -332,7 +366,7 @@ async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it
         };
         let client = Client::new(Config {
             proxies,
-            ..client.config.clone()
+            ..(*client.config).clone()
         });
         let error = fetch(&client, "https://modules.test/").await;
         let text = crate::lifecycle::with_causes(&error.expect_err("refused"));

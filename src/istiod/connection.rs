@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::frames::{self, Peer};
+use super::frames::{self, Http2State};
 use super::status::Connected;
 use super::{Body, Config};
 use crate::executor::Executor;
@@ -98,7 +98,7 @@ impl fmt::Debug for Connection {
 /// Runs an open connection. Must be polled for the connection to work.
 pub(super) struct Driver {
     running: Running,
-    peer: watch::Receiver<Peer>,
+    peer: watch::Receiver<Http2State>,
 }
 
 type Running =
@@ -123,7 +123,7 @@ pub(super) async fn open(
         .await
         .map_err(|error| error.to_string())?;
     let ended = {
-        let answered = peer.wait_for(|peer| *peer != Peer::Silent);
+        let answered = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings);
         tokio::select! {
             biased;
             _ = answered => false,
@@ -132,10 +132,12 @@ pub(super) async fn open(
     };
     let first = peer.borrow().clone();
     match first {
-        Peer::Speaks if !ended => {}
-        Peer::Speaks | Peer::Silent => return Err("it closed the connection".to_owned()),
-        Peer::Leaves => return Err("it sent GOAWAY at once".to_owned()),
-        Peer::Lost(reason) => return Err(reason),
+        Http2State::Ready if !ended => {}
+        Http2State::Ready | Http2State::AwaitingSettings => {
+            return Err("it closed the connection".to_owned());
+        }
+        Http2State::GoingAway => return Err("it sent GOAWAY at once".to_owned()),
+        Http2State::Closed(reason) => return Err(reason),
     }
     let about = Arc::new(about);
     let left = CancellationToken::new();
@@ -169,8 +171,8 @@ impl Driver {
         };
         match (ended, &*self.peer.borrow()) {
             (Err(error), _) => error.to_string(),
-            (Ok(()), Peer::Lost(reason)) => reason.clone(),
-            (Ok(()), Peer::Leaves) => "it sent GOAWAY".to_owned(),
+            (Ok(()), Http2State::Closed(reason)) => reason.clone(),
+            (Ok(()), Http2State::GoingAway) => "it sent GOAWAY".to_owned(),
             (Ok(()), _) => "no longer used".to_owned(),
         }
     }

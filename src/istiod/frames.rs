@@ -14,21 +14,21 @@ const HEADER: usize = 9;
 const SETTINGS: u8 = 0x4;
 const GOAWAY: u8 = 0x7;
 
-/// What the peer has shown so far.
+/// The state of an HTTP/2 connection, as the frames of its peer show it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Peer {
-    Silent,
+pub(super) enum Http2State {
+    AwaitingSettings,
     /// Its first frame was SETTINGS, as RFC 9113, section 3.4 demands.
-    Speaks,
+    Ready,
     /// It sent GOAWAY: streams may finish, new ones are refused.
-    Leaves,
+    GoingAway,
     /// The connection is lost, for this reason.
-    Lost(String),
+    Closed(String),
 }
 
-impl Peer {
+impl Http2State {
     pub(super) fn takes_streams(&self) -> bool {
-        *self == Self::Speaks
+        *self == Self::Ready
     }
 }
 
@@ -36,7 +36,9 @@ impl Peer {
 pub(super) type Inspected<T> = Join<Reader<ReadHalf<T>>, WriteHalf<T>>;
 
 /// Wraps a byte stream, and reports what its peer shows.
-pub(super) fn inspect<T: AsyncRead + AsyncWrite>(io: T) -> (Inspected<T>, watch::Receiver<Peer>) {
+pub(super) fn inspect<T: AsyncRead + AsyncWrite>(
+    io: T,
+) -> (Inspected<T>, watch::Receiver<Http2State>) {
     let (read, write) = tokio::io::split(io);
     let (reader, seen) = Reader::new(read);
     (tokio::io::join(reader, write), seen)
@@ -46,7 +48,7 @@ pub(super) fn inspect<T: AsyncRead + AsyncWrite>(io: T) -> (Inspected<T>, watch:
 #[derive(Debug)]
 pub(super) struct Reader<T> {
     inner: T,
-    peer: watch::Sender<Peer>,
+    peer: watch::Sender<Http2State>,
     header: [u8; HEADER],
     /// How many bytes of `header` are known.
     known: usize,
@@ -55,8 +57,8 @@ pub(super) struct Reader<T> {
 }
 
 impl<T> Reader<T> {
-    fn new(inner: T) -> (Self, watch::Receiver<Peer>) {
-        let (peer, seen) = watch::channel(Peer::Silent);
+    fn new(inner: T) -> (Self, watch::Receiver<Http2State>) {
+        let (peer, seen) = watch::channel(Http2State::AwaitingSettings);
         let reader = Self {
             inner,
             peer,
@@ -68,9 +70,9 @@ impl<T> Reader<T> {
         (reader, seen)
     }
 
-    fn saw(&self, news: Peer) {
+    fn saw(&self, news: Http2State) {
         self.peer.send_if_modified(|peer| {
-            let changed = *peer != news && !matches!(peer, Peer::Lost(_));
+            let changed = *peer != news && !matches!(peer, Http2State::Closed(_));
             if changed {
                 *peer = news;
             }
@@ -101,13 +103,13 @@ impl<T> Reader<T> {
         self.known = 0;
         self.payload_left = u32::from_be_bytes([0, high, middle, low]) as usize;
         match (self.started, kind) {
-            (false, SETTINGS) => self.saw(Peer::Speaks),
+            (false, SETTINGS) => self.saw(Http2State::Ready),
             (false, _) => {
                 let found = self.header.escape_ascii();
                 let reason = format!("it answered \"{found}\" instead of HTTP/2");
-                self.saw(Peer::Lost(reason));
+                self.saw(Http2State::Closed(reason));
             }
-            (true, GOAWAY) => self.saw(Peer::Leaves),
+            (true, GOAWAY) => self.saw(Http2State::GoingAway),
             (true, _) => {}
         }
         self.started = true;
@@ -125,9 +127,11 @@ impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
         let room = buf.remaining();
         let result = ready!(Pin::new(&mut this.inner).poll_read(cx, buf));
         match &result {
-            Err(error) => this.saw(Peer::Lost(error.to_string())),
+            Err(error) => this.saw(Http2State::Closed(error.to_string())),
             Ok(()) if buf.filled().len() > before => this.read(&buf.filled()[before..]),
-            Ok(()) if room > 0 => this.saw(Peer::Lost("it closed the connection".to_owned())),
+            Ok(()) if room > 0 => {
+                this.saw(Http2State::Closed("it closed the connection".to_owned()))
+            }
             Ok(()) => {}
         }
         Poll::Ready(result)
@@ -146,13 +150,15 @@ mod tests {
     }
 
     /// What the peer has shown after each step.
-    fn seen(bytes: &[u8], step: usize) -> Vec<Peer> {
+    fn seen(bytes: &[u8], step: usize) -> Vec<Http2State> {
         let (mut reader, peer) = Reader::new(());
         let after = bytes.chunks(step).map(|chunk| {
             reader.read(chunk);
             peer.borrow().clone()
         });
-        let mut seen: Vec<_> = after.filter(|peer| *peer != Peer::Silent).collect();
+        let mut seen: Vec<_> = after
+            .filter(|peer| *peer != Http2State::AwaitingSettings)
+            .collect();
         seen.dedup();
         seen
     }
@@ -167,14 +173,18 @@ mod tests {
         ]
         .concat();
         for step in [1, 2, 8, 9, 10, 4096] {
-            assert_eq!(seen(&bytes, step), [Peer::Speaks, Peer::Leaves], "{step}");
+            assert_eq!(
+                seen(&bytes, step),
+                [Http2State::Ready, Http2State::GoingAway],
+                "{step}"
+            );
         }
-        assert_eq!(seen(&bytes, bytes.len()), [Peer::Leaves]);
+        assert_eq!(seen(&bytes, bytes.len()), [Http2State::GoingAway]);
     }
 
     #[test]
     fn names_what_came_instead_of_http2() {
-        let expected = Peer::Lost("it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned());
+        let expected = Http2State::Closed("it answered \"HTTP/1.1 \" instead of HTTP/2".to_owned());
         assert_eq!(seen(b"HTTP/1.1 400 Bad Request\r\n", 5), [expected]);
     }
 
@@ -187,7 +197,7 @@ mod tests {
                 .await
                 .unwrap();
         }
-        let expected = Peer::Lost("it closed the connection".to_owned());
+        let expected = Http2State::Closed("it closed the connection".to_owned());
         assert_eq!(*seen.borrow(), expected);
     }
 }

@@ -17,7 +17,7 @@ use zeroize::Zeroizing;
 use crate::compliance::Policy;
 use crate::regular_file;
 pub use crate::trust_anchors::Roots;
-use crate::trust_anchors::{self, LARGEST, not_after, seconds};
+use crate::trust_anchors::{self, MAX_PEM, not_after, seconds};
 
 /// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,7 +89,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
         }
     };
     let path = client.key.display();
-    let pem = regular_file::read_aside(client.key.clone(), LARGEST).await;
+    let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM).await;
     let pem = pem.map_err(|error| format!("cannot read the client key {path}: {error}"))?;
     let key = PrivateKeyDer::from_pem_slice(&pem)
         .map_err(|error| format!("client key {path} is no PEM private key: {error}"))?;
@@ -117,7 +117,7 @@ async fn chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
         let path = path.display();
         format!("cannot parse the cert chain, using token instead: {path}: {why}")
     };
-    let pem = regular_file::read_aside(path.to_owned(), LARGEST)
+    let pem = regular_file::read_blocking(path.to_owned(), MAX_PEM)
         .await
         .map_err(|error| unusable(error.to_string()))?;
     let chain = CertificateDer::pem_slice_iter(&pem)

@@ -21,7 +21,7 @@ use crate::file_watch::FileWatch;
 use crate::regular_file;
 
 /// Larger files are no tokens, but given by mistake.
-const LARGEST: u64 = 64 * 1024;
+const MAX_TOKEN: u64 = 64 * 1024;
 
 /// Where tokens come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,7 +119,7 @@ impl Reader {
 
 /// The token, or why there is none. Blocks.
 pub(crate) fn read(path: &Path) -> Result<Token, String> {
-    let content = regular_file::read(path, LARGEST);
+    let content = regular_file::read(path, MAX_TOKEN);
     let content = content.map_err(|error| format!("{}: {error}", path.display()))?;
     let path = path.display();
     let token = content.trim_ascii();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tracing::Level;
 use tracing::field::{Field, Visit};
 
-use super::levels::DEFAULT;
+use super::levels::{DEFAULT, name};
 use crate::clock;
 
 /// Message and labels of an event.
@@ -89,7 +89,7 @@ impl Line {
 
     fn text(&self) -> String {
         let time = timestamp(self.time);
-        let mut line = format!("{time}\t{}\t", level_name(self.level));
+        let mut line = format!("{time}\t{}\t", name(self.level));
         let scope = (self.scope != DEFAULT).then_some(self.scope);
         for column in scope.into_iter().chain(self.caller.as_deref()) {
             line += column;
@@ -102,7 +102,7 @@ impl Line {
 
     fn json(&self) -> String {
         let mut members = Map::new();
-        members.insert("level".into(), level_name(self.level).into());
+        members.insert("level".into(), name(self.level).into());
         members.insert("time".into(), timestamp(self.time).into());
         if self.scope != DEFAULT {
             members.insert("scope".into(), self.scope.into());
@@ -130,15 +130,6 @@ fn printable(text: &str) -> String {
         }
     }
     line
-}
-
-pub(super) fn level_name(level: Level) -> &'static str {
-    match level {
-        Level::ERROR => "error",
-        Level::WARN => "warn",
-        Level::INFO => "info",
-        _ => "debug",
-    }
 }
 
 /// `YYYY-MM-DDThh:mm:ss.uuuuuuZ`. Times before 1970 read as 1970.

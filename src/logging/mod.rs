@@ -5,12 +5,10 @@
 //! scope (not for `default`), caller (if configured), message, labels, first the labels of spans
 //! around the event. Levels can be set at run time. Logging never blocks on a slow reader, see [`output`]. Files are not rotated.
 
-mod in_force;
 mod levels;
 mod line;
 mod output;
 mod recent;
-mod ring;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -25,14 +23,12 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::permission::explained;
-use in_force::{CHANGES, InForce};
-pub use in_force::{Scope, Temporary};
-use levels::{Levels, scope_of};
+use levels::{CHANGES, InForce, Levels, scope_of};
+pub use levels::{Scope, Temporary};
 use line::{Content, Line};
 use output::Output;
 pub use recent::Entry;
-use recent::Recent;
-use ring::Ring;
+use recent::{LastLines, Recent};
 
 /// The `--log_*` flags.
 #[derive(Clone, Debug, Default)]
@@ -92,7 +88,7 @@ pub fn check_levels(flag: &str) -> Result<(), Error> {
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
 static RECENT: Recent = Recent::new();
-static LAST_LINES: Ring = Ring::new();
+static LAST_LINES: LastLines = LastLines::new();
 static LEVELS: OnceLock<InForce> = OnceLock::new();
 
 /// The warnings and errors logged last, the newest first.

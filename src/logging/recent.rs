@@ -1,7 +1,4 @@
-//! The warnings and errors logged last, for `/debug/overview`.
-//!
-//! A line that repeats moves to the end and is counted, so that it does not displace others. The
-//! number of lines and the length of each are bounded.
+//! What was logged last: warnings and errors for `/debug/overview`, and all lines for `/debug/log`.
 
 use std::collections::VecDeque;
 
@@ -9,11 +6,14 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tracing::Level;
 
-use super::line::{Line, level_name, timestamp};
+use super::levels::name;
+use super::line::{Line, timestamp};
 
-/// How many lines are kept, and how much of each, in characters.
-const MOST: usize = 50;
-const LONGEST: usize = 1000;
+/// How many warnings and errors are kept, and how much of each, in characters.
+const MAX_ENTRIES: usize = 50;
+const MAX_MESSAGE: usize = 1000;
+/// Of the last lines.
+const MAX_BYTES: usize = 64 << 10;
 
 /// A warning or an error, and when it was logged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -27,7 +27,8 @@ pub struct Entry {
     pub last: String,
 }
 
-/// The lines logged last.
+/// The warnings and errors logged last. One that repeats moves to the end and is counted, so that it does
+/// not displace others.
 #[derive(Debug)]
 pub(super) struct Recent(Mutex<VecDeque<Entry>>);
 
@@ -41,8 +42,8 @@ impl Recent {
         if line.level > Level::WARN {
             return;
         }
-        let (level, scope, time) = (level_name(line.level), line.scope, timestamp(line.time));
-        let message: String = line.content.text(' ').chars().take(LONGEST).collect();
+        let (level, scope, time) = (name(line.level), line.scope, timestamp(line.time));
+        let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
         let mut entries = self.0.lock();
         let is_same = |entry: &Entry| {
             (entry.level, entry.scope, &*entry.message) == (level, scope, &*message)
@@ -51,7 +52,7 @@ impl Recent {
         let earlier = earlier.and_then(|index| entries.remove(index));
         let (times, first) =
             earlier.map_or_else(|| (0, time.clone()), |entry| (entry.times, entry.first));
-        if entries.len() == MOST {
+        if entries.len() == MAX_ENTRIES {
             entries.pop_front();
         }
         entries.push_back(Entry {
@@ -68,6 +69,34 @@ impl Recent {
     pub(super) fn entries(&self) -> Vec<Entry> {
         let entries = self.0.lock();
         entries.iter().rev().cloned().collect()
+    }
+}
+
+/// The lines logged last, as text.
+pub(super) struct LastLines(Mutex<VecDeque<u8>>);
+
+impl LastLines {
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(VecDeque::new()))
+    }
+
+    /// Adds a line. One that is longer than all may be is left out.
+    pub(super) fn add(&self, line: &str) {
+        let mut lines = self.0.lock();
+        while !lines.is_empty() && lines.len() + line.len() > MAX_BYTES {
+            let first = lines.iter().position(|byte| *byte == b'\n');
+            let first = first.map_or(lines.len(), |end| end + 1);
+            lines.drain(..first);
+        }
+        if line.len() <= MAX_BYTES {
+            lines.extend(line.as_bytes());
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        let lines = self.0.lock();
+        let (first, second) = lines.as_slices();
+        String::from_utf8_lossy(&[first, second].concat()).into_owned()
     }
 }
 
@@ -112,13 +141,36 @@ mod tests {
     #[test]
     fn the_number_of_lines_and_their_length_are_bounded() {
         let recent = Recent::new();
-        for number in 0..2 * MOST {
-            add(&recent, &format!("{number} {}", "ü".repeat(LONGEST)), 1);
+        for number in 0..2 * MAX_ENTRIES {
+            add(&recent, &format!("{number} {}", "ü".repeat(MAX_MESSAGE)), 1);
         }
         let entries = recent.entries();
-        assert_eq!(entries.len(), MOST);
+        assert_eq!(entries.len(), MAX_ENTRIES);
         assert!(entries[0].message.starts_with("99 "));
-        let is_cut = |entry: &Entry| entry.message.chars().count() == LONGEST;
+        let is_cut = |entry: &Entry| entry.message.chars().count() == MAX_MESSAGE;
         assert!(entries.iter().all(is_cut));
+    }
+
+    #[test]
+    fn the_last_64_kib_of_whole_lines_are_kept() {
+        let lines = LastLines::new();
+        for number in 0..10_000 {
+            lines.add(&format!("line {number}\n"));
+        }
+        lines.add(&"x".repeat(MAX_BYTES + 1));
+        let text = lines.text();
+        assert!(text.is_empty());
+        for number in 0..10_000 {
+            lines.add(&format!("line {number}\n"));
+        }
+        let text = lines.text();
+        assert!(
+            text.len() <= MAX_BYTES && text.len() > MAX_BYTES - 20,
+            "{}",
+            text.len()
+        );
+        assert!(text.ends_with("line 9998\nline 9999\n"));
+        assert!(text.starts_with("line "));
+        assert!(lines.0.lock().capacity() <= MAX_BYTES);
     }
 }

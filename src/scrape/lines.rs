@@ -21,7 +21,7 @@ use super::sample::{Sample, is_plausible, name_length, unquote, words};
 use super::seen::Seen;
 
 /// Longest line that passes.
-const LONGEST: usize = 1 << 20;
+const MAX_LINE: usize = 1 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
@@ -37,7 +37,7 @@ pub(super) struct Lines {
     is_thorough: bool,
     /// The beginning of a line whose end is still to come.
     partial: Vec<u8>,
-    /// Whether the line that is to end is longer than [`LONGEST`].
+    /// Whether the line that is to end is longer than [`MAX_LINE`].
     is_too_long: bool,
     /// The name of the last sample.
     name: String,
@@ -113,7 +113,7 @@ impl Lines {
         if self.is_too_long || part.is_empty() {
             return;
         }
-        if self.partial.len() + part.len() > LONGEST + 1 {
+        if self.partial.len() + part.len() > MAX_LINE + 1 {
             self.partial = Vec::new();
             self.is_too_long = true;
             self.malformed += 1;
@@ -148,7 +148,7 @@ impl Lines {
             return Drop;
         }
         let verdict = match std::str::from_utf8(line) {
-            Ok(line) if line.len() <= LONGEST => self.judge_text(line, seen),
+            Ok(line) if line.len() <= MAX_LINE => self.judge_text(line, seen),
             _ => None,
         };
         verdict.unwrap_or_else(|| {

@@ -168,7 +168,11 @@ fn malformed_lines_are_left_out_and_counted() {
 #[test]
 fn a_line_over_1_mib_is_skipped_and_the_rest_passes() {
     let long = |length: usize| format!("a{{x=\"{}\"}} 1", "y".repeat(length - 9));
-    for (length, is_kept) in [(LONGEST, true), (LONGEST + 1, false), (3 * LONGEST, false)] {
+    for (length, is_kept) in [
+        (MAX_LINE, true),
+        (MAX_LINE + 1, false),
+        (3 * MAX_LINE, false),
+    ] {
         let line = long(length) + "\n";
         let page = format!("before 1\n{line}after 1\n");
         for size in [usize::MAX, 100_000, 65_536] {

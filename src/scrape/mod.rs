@@ -49,7 +49,7 @@ const SETTLING: f64 = 0.1;
 const WAY_BACK: f64 = 0.05;
 const MIN_WAY_BACK: Duration = Duration::from_millis(50);
 /// Longest time a scraper can ask for.
-const LONGEST: Duration = Duration::from_secs(3600);
+const MAX_TIME: Duration = Duration::from_secs(3600);
 
 /// What is scraped, and within which limits.
 #[derive(Clone, Debug)]
@@ -155,9 +155,9 @@ impl Inner {
             seconds
         });
         let time = asked.map_or(self.config.timeout, |seconds| {
-            Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST)
+            Duration::try_from_secs_f64(seconds).unwrap_or(MAX_TIME)
         });
-        let time = time.min(LONGEST);
+        let time = time.min(MAX_TIME);
         let way_back = scaled(time, WAY_BACK).max(MIN_WAY_BACK);
         time.saturating_sub(way_back).max(scaled(time, 0.5))
     }

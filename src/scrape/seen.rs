@@ -1,6 +1,6 @@
 //! Remembers which families are declared on a page and which series earlier sources have.
 //!
-//! Both are kept as 64-bit hashes, at most [`MOST`] each. Beyond that, a family may be declared again
+//! Both are kept as 64-bit hashes, at most [`MAX_NAMES`] each. Beyond that, a family may be declared again
 //! and a series may be there twice: Prometheus then takes one of its samples.
 
 use std::collections::HashSet;
@@ -9,7 +9,7 @@ use std::hash::{BuildHasher, RandomState};
 use super::sample::Sample;
 
 /// What a hash set of 2^15 places holds.
-const MOST: usize = 7 << 12;
+const MAX_NAMES: usize = 7 << 12;
 
 #[derive(Default)]
 pub(super) struct Seen {
@@ -30,13 +30,13 @@ impl Seen {
     }
 
     pub(super) fn remembers(&self) -> bool {
-        !self.is_last && self.earlier.len() + self.present.len() < MOST
+        !self.is_last && self.earlier.len() + self.present.len() < MAX_NAMES
     }
 
     /// Notes a HELP, TYPE or UNIT line. False if the page has one for that family.
     pub(super) fn declare(&mut self, keyword: &str, name: &str) -> bool {
         let key = self.state.hash_one((keyword, name));
-        if self.declared.len() < MOST {
+        if self.declared.len() < MAX_NAMES {
             self.declared.insert(key)
         } else {
             !self.declared.contains(&key)

@@ -1,6 +1,6 @@
 //! Stream context: what SotW and delta streams have in common.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use envoy_types::pb::envoy::config::core::v3::Node;
@@ -9,6 +9,7 @@ use tonic::{Code, Status};
 
 use super::consumers::Entry;
 use super::metrics::Metrics;
+use super::names::Names;
 use crate::secrets::name::{Name, UnknownName, escaped};
 
 /// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
@@ -20,6 +21,9 @@ const MAX_REASON: usize = 1024;
 /// The type of a leading request that asks for nothing, as some xDS clients send it.
 const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
+/// Names that are not served, each with the reason.
+pub(super) type Unserved = Vec<(String, String)>;
+
 #[derive(Debug)]
 pub(super) struct StreamContext {
     pub(super) id: u64,
@@ -29,6 +33,7 @@ pub(super) struct StreamContext {
     /// Whether a request has named the node.
     has_node: bool,
     pub(super) entry: Entry,
+    pub(super) names: Names,
     /// Hashes of the unknown names that were logged.
     unknown: HashSet<u64>,
 }
@@ -41,6 +46,7 @@ impl StreamContext {
             metrics,
             serves_workload,
             has_node: false,
+            names: Names::default(),
             unknown: HashSet::new(),
         }
     }
@@ -83,6 +89,19 @@ impl StreamContext {
         )))
     }
 
+    /// The names of a request that are served on this socket, and the others with the reason.
+    pub(super) fn parse_all(&self, texts: &[String]) -> Result<(BTreeSet<Name>, Unserved), Status> {
+        self.check_count(texts.len())?;
+        let (mut served, mut unserved) = (BTreeSet::new(), Unserved::new());
+        for text in texts {
+            match self.parse(text) {
+                Ok(name) => drop(served.insert(name)),
+                Err(error) => unserved.push((text.clone(), error)),
+            }
+        }
+        Ok((served, unserved))
+    }
+
     /// The name, or why it is not served on this socket.
     pub(super) fn parse(&self, text: &str) -> Result<Name, String> {
         let name = text
@@ -96,19 +115,21 @@ impl StreamContext {
         }
     }
 
-    /// Logs an unserved name, each once.
-    pub(super) fn report_unserved(&mut self, text: &str, error: &str) -> Result<(), Status> {
-        let mut hasher = DefaultHasher::new();
-        text.hash(&mut hasher);
-        if !self.unknown.insert(hasher.finish()) {
-            return Ok(());
+    /// Logs unserved names, each once.
+    pub(super) fn report(&mut self, unserved: &Unserved) -> Result<(), Status> {
+        for (text, error) in unserved {
+            let mut hasher = DefaultHasher::new();
+            text.hash(&mut hasher);
+            if !self.unknown.insert(hasher.finish()) {
+                continue;
+            }
+            if self.unknown.len() > MAX_NAMES {
+                return Err(Status::resource_exhausted(format!(
+                    "more than {MAX_NAMES} unknown names on one stream"
+                )));
+            }
+            tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);
         }
-        if self.unknown.len() > MAX_NAMES {
-            return Err(Status::resource_exhausted(format!(
-                "more than {MAX_NAMES} unknown names on one stream"
-            )));
-        }
-        tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);
         Ok(())
     }
 

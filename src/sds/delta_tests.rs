@@ -62,7 +62,8 @@ impl<P: Protocol> Tested<P> {
             version: "v".to_owned(),
             nonce: "n".to_owned(),
         };
-        self.protocol.answer(&lookup, is_batching, id)
+        self.protocol
+            .answer(&mut self.context.names, &lookup, is_batching, id)
     }
 
     /// Answers until nothing is due.
@@ -160,7 +161,7 @@ fn names_wait_for_each_other_only_while_batching() {
         .apply(&subscribe(&["file-root:a", "file-root:b"]))
         .expect("is fine");
     assert_eq!(next(&mut delta, &table, true), Default::default());
-    assert_eq!(delta.protocol.unanswered().count(), 2);
+    assert_eq!(delta.context.names.unanswered().count(), 2);
     assert_eq!(next(&mut delta, &table, false).0, ["file-root:a"]);
 }
 

@@ -12,6 +12,7 @@ mod delta;
 mod delta_tests;
 pub mod key_provider;
 mod metrics;
+mod names;
 mod resource;
 mod sotw;
 #[cfg(test)]

@@ -30,7 +30,7 @@ pub struct SecretOptions {
     pub crl: Option<PathBuf>,
 }
 
-/// The public part of a resource.
+/// The public part of a resource. Streams compare versions at every change of any secret.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Version {
     pem: Bytes,

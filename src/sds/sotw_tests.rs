@@ -100,7 +100,8 @@ impl Stream {
             version: "now/1".to_owned(),
             nonce: nonce.to_owned(),
         };
-        self.protocol.answer(&lookup, true, id)
+        self.protocol
+            .answer(&mut self.context.names, &lookup, true, id)
     }
 }
 
@@ -257,10 +258,10 @@ async fn a_request_waits_until_there_is_a_secret() {
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
     assert!(!is_due(&mut stream, &nothing));
-    assert_eq!(stream.protocol.unanswered().count(), 2);
+    assert_eq!(stream.context.names.unanswered().count(), 2);
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
-    assert_eq!(stream.protocol.unanswered().count(), 0);
+    assert_eq!(stream.context.names.unanswered().count(), 0);
     assert!(!is_due(&mut stream, &nothing), "a withdrawal is not a push");
 }
 

@@ -4,7 +4,6 @@
 //! A stream whose secret is not there yet stays open until it is. Names asked for together are answered
 //! together, unless the files of some take long. The rules of the protocol are in a [`Protocol`].
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,6 +15,7 @@ use tonic::{Status, Streaming};
 use super::Service;
 use super::consumers::MAX_NAMES;
 use super::context::StreamContext;
+use super::names::Names;
 use super::resource::{Lookup, Resource, SecretOptions};
 use crate::clock::{Clock, after, rfc3339};
 use crate::secrets::files::source::FileError;
@@ -41,16 +41,11 @@ pub(super) trait Protocol: Default + Send + 'static {
     fn apply(&mut self, context: &mut StreamContext, request: &Self::Request)
     -> Result<(), Status>;
 
-    /// The names subscribed to.
-    fn names(&self) -> BTreeSet<Name>;
-
-    /// The names that were not answered yet.
-    fn unanswered(&self) -> impl Iterator<Item = &Name>;
-
     /// The response that is due, if any; it counts as sent. While batching, names just asked for wait
     /// for files that are being read.
     fn answer(
         &mut self,
+        names: &mut Names,
         lookup: &Lookup<'_>,
         is_batching: bool,
         id: impl FnOnce() -> ResponseId,
@@ -97,7 +92,8 @@ impl<P: Protocol> Stream<P> {
     pub(super) fn apply(&mut self, request: &P::Request) -> Result<(), Status> {
         self.context.metrics.received(request);
         self.protocol.apply(&mut self.context, request)?;
-        self.secrets.want(self.protocol.names());
+        self.secrets
+            .want(self.context.names.iter().cloned().collect());
         let waits = self.waits();
         if waits.reading {
             self.batch_until = Some(after(BATCH_LIMIT));
@@ -114,7 +110,7 @@ impl<P: Protocol> Stream<P> {
 
     pub(super) fn waits(&self) -> Waits {
         let mut waits = Waits::default();
-        for name in self.protocol.unanswered() {
+        for name in self.context.names.unanswered() {
             match self.secrets.get(name) {
                 SecretState::Unsigned => waits.authority = true,
                 SecretState::Reading => waits.reading = true,
@@ -141,7 +137,8 @@ impl<P: Protocol> Stream<P> {
             nonce: random_uuid(),
         };
         let is_batching = self.batch_until.is_some();
-        let answer = self.protocol.answer(&lookup, is_batching, id);
+        let names = &mut self.context.names;
+        let answer = self.protocol.answer(names, &lookup, is_batching, id);
         self.record(answer.is_some());
         answer
     }
@@ -149,8 +146,8 @@ impl<P: Protocol> Stream<P> {
     /// Records what the client has and waits for.
     fn record(&self, is_answered: bool) {
         let (mut served, mut waits) = (Vec::new(), Vec::new());
-        for name in self.protocol.names().into_iter().take(MAX_NAMES) {
-            let waits_for = match self.secrets.get(&name) {
+        for name in self.context.names.iter().take(MAX_NAMES) {
+            let waits_for = match self.secrets.get(name) {
                 SecretState::Available(_) => {
                     served.push(name.to_string());
                     continue;
@@ -243,12 +240,17 @@ fn lookup<'a>(
     options: &'a SecretOptions,
     crl_exists: bool,
 ) -> SecretState<Resource<'a>> {
-    secrets.get(name).map(|secret| Resource {
-        secret,
-        options,
-        // A CRL is of one authority: other roots are used without.
-        has_crl: crl_exists && secrets.are_own_roots(name),
-    })
+    match secrets.get(name) {
+        SecretState::Unsigned => SecretState::Unsigned,
+        SecretState::Reading => SecretState::Reading,
+        SecretState::Unusable(error) => SecretState::Unusable(error),
+        SecretState::Available(secret) => SecretState::Available(Resource {
+            secret,
+            options,
+            // A CRL is of one authority: other roots are used without.
+            has_crl: crl_exists && secrets.are_own_roots(name),
+        }),
+    }
 }
 
 /// A UUID of version 4. It tells responses apart and is no secret.

@@ -167,29 +167,29 @@ impl Certificate {
     }
 
     /// What is odd about the certificate without being a reason to refuse it.
-    pub(super) fn oddities(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
-        let mut oddities = Vec::new();
+    pub(super) fn unusual_fields(&self, identity: &SpiffeId, now: SystemTime) -> Vec<String> {
+        let mut unusual_fields = Vec::new();
         if !self.is_issued_to(identity) {
-            oddities.push(format!(
+            unusual_fields.push(format!(
                 "it is issued to {:?}, we asked for {identity}",
                 self.leaf.uris
             ));
         }
         if self.not_after() <= now {
-            oddities.push(format!(
+            unusual_fields.push(format!(
                 "it is valid until {}, it is now {}: the clocks differ",
                 rfc3339(self.not_after()),
                 rfc3339(now)
             ));
         }
         if self.not_before() > now {
-            oddities.push(format!(
+            unusual_fields.push(format!(
                 "it is valid from {}, it is now {}: the clocks differ",
                 rfc3339(self.not_before()),
                 rfc3339(now)
             ));
         }
-        oddities
+        unusual_fields
     }
 }
 

@@ -16,9 +16,7 @@ pub mod name;
 pub mod observe;
 pub mod output;
 pub mod renewal;
-mod retries;
 mod schedule;
-mod subscription;
 #[cfg(test)]
 mod tests;
 mod trust;
@@ -40,11 +38,11 @@ use crate::identity::SpiffeId;
 use crate::metrics::Registry;
 use cache::CertificateCache;
 pub use certificate::{Roots, Secret};
+pub use files::{SecretState, Subscription};
 use metrics::Metrics;
 use name::Name;
 use observe::{Dates, Snapshot};
 use renewal::{IssueError, Renewal};
-pub use subscription::{SecretState, Subscription};
 pub use trust::BundleError;
 use trust::MeshBundle;
 pub(crate) use x509::system_time;
@@ -132,7 +130,7 @@ pub fn new<C: Ca>(
         state,
         metrics: Metrics::new(registry),
         authority_roots: Mutex::default(),
-        mesh: secrets.mesh.subscribe(),
+        mesh: secrets.mesh.clone(),
         cache,
     };
     (secrets, renewal.run())

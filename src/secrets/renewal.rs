@@ -17,8 +17,9 @@ use super::cache::CertificateCache;
 use super::certificate::{CertificateError, Workload};
 use super::metrics::Metrics;
 use super::observe::Dates;
-use super::retries::Retries;
-use super::{Config, Problem, Roots, State, schedule};
+use super::schedule::{self, Retries};
+use super::trust::MeshBundle;
+use super::{Config, Problem, Roots, State};
 use crate::ca::key::{KeyError, KeyType};
 use crate::ca::{Ca, SignError, csr};
 use crate::clock::{Clock, rfc3339};
@@ -36,6 +37,17 @@ pub enum IssueError {
     Silent,
     #[error("unusable answer of the certificate authority")]
     Certificate(#[from] CertificateError),
+}
+
+impl IssueError {
+    /// Whether the cause may pass by itself within seconds.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Sign(error) => error.may_pass(),
+            Self::Silent | Self::Interrupted(_) => true,
+            Self::Request(_) | Self::Certificate(_) => false,
+        }
+    }
 }
 
 /// Limit of one request to the authority, far above the limit of its client.
@@ -57,7 +69,7 @@ pub(super) struct Renewal<C> {
     pub(super) state: watch::Sender<State>,
     pub(super) metrics: Metrics,
     pub(super) authority_roots: Mutex<Option<Roots>>,
-    pub(super) mesh: watch::Receiver<Option<Roots>>,
+    pub(super) mesh: MeshBundle,
     pub(super) cache: Option<CertificateCache>,
 }
 
@@ -72,7 +84,7 @@ impl<C: Ca> Renewal<C> {
 
     async fn keep_fresh(&self) {
         let mut retries = Retries::new();
-        let mut mesh = self.mesh.clone();
+        let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
             let is_first = mesh.borrow_and_update().is_none();
             self.wait_for_renewal(due, &mut mesh, is_first).await;
@@ -91,7 +103,7 @@ impl<C: Ca> Renewal<C> {
                     self.wait_for_renewal(due, &mut mesh, is_first).await;
                 }
                 Err(error) => {
-                    let mut wait = retries.next_wait(&error, self.remaining());
+                    let mut wait = retries.next_wait(error.may_pass(), self.remaining());
                     if self.falls_back_to_rsa(&error, retries.failures) {
                         wait = schedule::MIN_WAIT;
                     }
@@ -113,12 +125,8 @@ impl<C: Ca> Renewal<C> {
         loop {
             tokio::select! {
                 () = self.clock.sleep_until_due(due) => break,
-                changed = mesh.changed() => {
-                    if changed.is_err() {
-                        // No other bundle can come.
-                        self.clock.sleep_until_due(due).await;
-                        break;
-                    }
+                // Not an error: this task holds the bundle.
+                _ = mesh.changed() => {
                     // The certificate is as new as the first bundle.
                     if !std::mem::take(&mut is_first) {
                         due = due.min(self.clock.after(self.spread()));
@@ -193,8 +201,11 @@ impl<C: Ca> Renewal<C> {
         if self.remaining().is_some() {
             workload = workload.unexpired(now)?;
         }
-        for oddity in workload.certificate.oddities(&self.config.identity, now) {
-            tracing::warn!(target: "cache", "resource:default is used although {oddity}");
+        for field in workload
+            .certificate
+            .unusual_fields(&self.config.identity, now)
+        {
+            tracing::warn!(target: "cache", "resource:default is used although {field}");
         }
         tracing::info!(
             target: "cache",
@@ -285,8 +296,8 @@ impl<C: Ca> Renewal<C> {
     /// alone Envoy would refuse its own peers.
     fn merged_roots(&self) -> Option<Roots> {
         let authority = self.authority_roots.lock().clone()?;
-        Some(match &*self.mesh.borrow() {
-            Some(mesh) => authority.with(mesh),
+        Some(match self.mesh.latest() {
+            Some(mesh) => authority.with(&mesh),
             None => authority,
         })
     }
@@ -300,7 +311,7 @@ impl<C: Ca> Renewal<C> {
 
     /// Publishes each trust bundle of the mesh.
     async fn follow_mesh_bundle(&self) {
-        let mut mesh = self.mesh.clone();
+        let mut mesh = self.mesh.subscribe();
         while mesh.changed().await.is_ok() {
             self.state.send_if_modified(|state| {
                 let merged = self.merged_roots();

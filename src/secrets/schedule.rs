@@ -7,10 +7,11 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::RangeInclusive;
 use std::time::{Duration, SystemTime};
 
+use crate::backoff::Backoff;
 use crate::duration::scaled;
 
 /// Ceiling of the first wait after a failure.
-pub(super) const RETRY_BASE: Duration = Duration::from_millis(500);
+const RETRY_BASE: Duration = Duration::from_millis(500);
 
 /// No two attempts are closer than this.
 pub(super) const MIN_WAIT: Duration = Duration::from_millis(100);
@@ -75,6 +76,36 @@ pub(super) fn retry_cap(remaining: Option<Duration>) -> Duration {
     remaining.map_or(RETRY_CAP_WITHOUT_CERTIFICATE, |left| {
         scaled(left, 0.1).clamp(RETRY_BASE, RETRY_CAP)
     })
+}
+
+/// The failures since the last success.
+pub(super) struct Retries {
+    pub(super) failures: u32,
+    backoff: Backoff,
+}
+
+impl Retries {
+    pub(super) fn new() -> Self {
+        Self {
+            failures: 0,
+            backoff: Backoff::new(RETRY_BASE, RETRY_BASE),
+        }
+    }
+
+    /// How long to wait after one more failure, with `remaining` of the certificate's life. A failure
+    /// that does not pass by itself is retried at the longest wait.
+    pub(super) fn next_wait(&mut self, may_pass: bool, remaining: Option<Duration>) -> Duration {
+        self.failures = self.failures.saturating_add(1);
+        let cap = retry_cap(remaining);
+        self.backoff.set_cap(cap);
+        let wait = self.backoff.next_wait();
+        let wait = if may_pass {
+            wait
+        } else {
+            Backoff::new(cap, cap).next_wait()
+        };
+        wait.max(MIN_WAIT)
+    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::{Body, reply};
 use crate::{duration, logging};
 
-const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
+const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Debug, thiserror::Error)]
 enum Error {
@@ -20,7 +20,9 @@ enum Error {
     Member(String),
     #[error("the query has no level")]
     NoLevel,
-    #[error("for is {0:?}, expected a duration such as 10m, more than 0 and at most {LONGEST:?}")]
+    #[error(
+        "for is {0:?}, expected a duration such as 10m, more than 0 and at most {MAX_PERIOD:?}"
+    )]
     Period(String),
 }
 
@@ -58,6 +60,6 @@ fn set(query: &str) -> Result<(), Error> {
 fn read_period(text: &str) -> Result<Duration, Error> {
     let period = duration::parse(text);
     period
-        .filter(|period| !period.is_zero() && *period <= LONGEST)
+        .filter(|period| !period.is_zero() && *period <= MAX_PERIOD)
         .ok_or_else(|| Error::Period(text.to_owned()))
 }

@@ -25,8 +25,6 @@
 //! is told to stop.
 
 mod access;
-mod app_probe;
-mod control;
 mod logging;
 mod overview;
 mod path;
@@ -40,6 +38,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ::http::{Method, Request, Response, StatusCode};
 use bytes::Bytes;
@@ -51,20 +50,23 @@ use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::health::Health;
 use crate::istiod::Istiod;
-use crate::lifecycle::{BoxError, CancellationToken, Stop};
+use crate::lifecycle::{BoxError, CancellationToken, Stop, Urgency};
 use crate::metrics::Registry;
 use crate::probe;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
 use access::{Access, Caller};
-use app_probe::AppProbes;
 use overview::Overview;
+use probers::AppProbes;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
 use reply::plain;
 pub use server::{BindError, Listener, bind};
 use startup::Milestones;
+
+/// Longer than Envoy's admin port may take to answer.
+const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// The body of every answer.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
@@ -223,13 +225,14 @@ impl Router {
             }
             "/stats/prometheus" | "/metrics" => (self.sources.scrape)(head).await,
             "/metrics/agent" => reply::metrics(&self.sources.metrics),
-            "/quitquitquit" if head.method == Method::POST => control::quit(&self.sources.stop),
-            "/drain" if head.method == Method::POST => control::drain(&self.sources).await,
-            "/drain" if head.method == Method::GET => control::progress(&self.sources),
+            "/quitquitquit" if head.method == Method::POST => quit(&self.sources.stop),
+            "/drain" if head.method == Method::POST => drain(&self.sources).await,
+            "/drain" if head.method == Method::GET => progress(&self.sources),
             "/quitquitquit" | "/drain" => reply::method_not_allowed(),
             page if page.starts_with("/app-health/") || page.starts_with("/app-lifecycle/") => {
                 self.probes.answer(page, &head.headers).await
             }
+            "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
             page if let Some(make) = self.sources.page(page) => reply::json(Some(make().await)),
             page => match debug_page(page) {
@@ -258,35 +261,59 @@ impl Router {
     }
 }
 
+/// Ends the agent once the answer has been sent.
+fn quit(stop: &Stop) -> Response<Body> {
+    let asking = AskOnDrop(stop.clone());
+    plain(StatusCode::OK, "OK").map(|body| reply::holding(body, asking))
+}
+
+/// Has Envoy drain its listeners, if there is an Envoy.
+async fn drain(sources: &Sources) -> Response<Body> {
+    if let Some(envoy) = &sources.envoy
+        && tokio::time::timeout(DRAIN_LIMIT, envoy.drain())
+            .await
+            .is_err()
+    {
+        tracing::warn!(
+            "/drain: Envoy has not been told within {DRAIN_LIMIT:?}; answering all the same"
+        );
+    }
+    plain(StatusCode::OK, "OK")
+}
+
+fn progress(sources: &Sources) -> Response<Body> {
+    let asked = sources.stop.requested().borrow().clone();
+    let report = sources.envoy.as_ref().map(Envoy::snapshot);
+    reply::json(Some(json!({
+        "asked": format!("{:?}", asked.urgency).to_lowercase(),
+        "cause": asked.cause,
+        "envoy": report,
+    })))
+}
+
+/// Asks the agent to end when it is dropped.
+struct AskOnDrop(Stop);
+
+impl Drop for AskOnDrop {
+    fn drop(&mut self) {
+        self.0.request(Urgency::Terminate, "/quitquitquit called");
+    }
+}
+
 /// Makes a page from the sources and, for the overview, the result of a readiness check.
 type DebugPage = fn(&Sources, Result<(), String>) -> Response<Body>;
 
 fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" => |sources, ready| reply::html(Overview::new(sources, ready).html()),
-        "/debug/overview" => |sources, ready| {
-            let overview = Overview::new(sources, ready);
-            reply::json(Some(json!(overview)))
-        },
+        "/debug/overview" => |sources, ready| reply::json(Some(Overview::new(sources, ready))),
         "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::last_lines()),
-        "/debug/envoy" => |sources, _| {
-            let envoy = sources.envoy.as_ref();
-            reply::json(envoy.map(|envoy| json!(envoy.snapshot())))
-        },
-        "/debug/istiod" => |sources, _| reply::json(Some(json!(sources.istiod.status()))),
-        "/debug/certs" => |sources, _| {
-            let secrets = sources.secrets.as_ref();
-            reply::json(secrets.map(|secrets| json!(secrets.snapshot())))
-        },
-        "/debug/health" => |sources, _| {
-            let health = sources.health.as_ref();
-            reply::json(health.map(|health| json!(health)))
-        },
-        "/debug/xdsz" => |sources, _| reply::json(Some(json!(sources.discovery.snapshot()))),
-        "/debug/wasm" => |sources, _| {
-            let snapshot = sources.wasm.as_ref().map(Wasm::snapshot);
-            reply::json(snapshot.map(|snapshot| json!(snapshot)))
-        },
+        "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),
+        "/debug/istiod" => |sources, _| reply::json(Some(sources.istiod.status())),
+        "/debug/certs" => |sources, _| reply::json(sources.secrets.as_ref().map(Secrets::snapshot)),
+        "/debug/health" => |sources, _| reply::json(sources.health.as_ref()),
+        "/debug/xdsz" => |sources, _| reply::json(Some(sources.discovery.snapshot())),
+        "/debug/wasm" => |sources, _| reply::json(sources.wasm.as_ref().map(Wasm::snapshot)),
         "/debug/ndsz" => |sources, _| reply::json_text(sources.dns.as_ref().and_then(Dns::ndsz)),
         _ => return None,
     })

@@ -1,14 +1,19 @@
-//! `ISTIO_KUBE_APP_PROBERS`: the application's probes by path, as JSON the injector writes.
+//! Application probes, which the injector has the kubelet send to the status port. The path names the
+//! prober; the application's status and body are passed back.
 //!
+//! `ISTIO_KUBE_APP_PROBERS` has them by path, as JSON the injector writes.
 //! Names of members are matched in any case, as in Go. Every problem is reported with its path.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use ::http::{HeaderMap, HeaderName, HeaderValue};
+use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+use bytes::Bytes;
 use serde_json::{Map, Value};
 
-use crate::probe::{Kind, Probe};
+use super::{Body, Config, reply};
+use crate::lifecycle::with_causes;
+use crate::probe::{Client, Kind, Probe};
 use crate::request_path;
 
 /// What the port is expected to be.
@@ -81,6 +86,57 @@ impl Probers {
     /// The probes with their paths, without hooks.
     pub fn probes(&self) -> impl Iterator<Item = (&String, &Prober)> {
         self.0.iter().filter(|(path, _)| !path.starts_with(HOOKS))
+    }
+}
+
+pub(super) struct AppProbes {
+    client: Client,
+    probers: Probers,
+    /// The host of all probes.
+    host: String,
+    status_port: u16,
+}
+
+impl AppProbes {
+    pub(super) fn new(config: Config) -> Result<Self, rustls::Error> {
+        Ok(Self {
+            client: Client::new(config.probes)?,
+            probers: config.probers,
+            host: config.application,
+            status_port: config.port,
+        })
+    }
+
+    pub(super) async fn answer(&self, path: &str, headers: &HeaderMap) -> Response<Body> {
+        let Some(prober) = self.probers.get(path) else {
+            tracing::error!(target: "probes", "Prober does not exists url {path}");
+            let text = format!("app prober config does not exists for {path}\n");
+            return reply::refusal(StatusCode::BAD_REQUEST, text);
+        };
+        let probe = prober.probe(path, &self.host);
+        let headers = self.headers(headers, prober.port);
+        match self.client.probe(&probe, &headers).await {
+            Ok(outcome) => reply::bytes(outcome.status, outcome.body),
+            Err(error) => {
+                let why = with_causes(&error);
+                tracing::error!(target: "probes", "Request to probe app failed: {why}, path = {path}");
+                reply::bytes(StatusCode::INTERNAL_SERVER_ERROR, Bytes::new())
+            }
+        }
+    }
+
+    /// The kubelet's headers, in which `Host` gets the application's port for the status port.
+    fn headers(&self, headers: &HeaderMap, port: u16) -> HeaderMap {
+        const HOST: HeaderName = header::HOST;
+        let mut headers = headers.clone();
+        let host = headers.get(HOST).and_then(|host| host.to_str().ok());
+        let ours = format!(":{}", self.status_port);
+        if let Some(name) = host.and_then(|host| host.strip_suffix(&ours))
+            && let Ok(host) = HeaderValue::from_str(&format!("{name}:{port}"))
+        {
+            headers.insert(HOST, host);
+        }
+        headers
     }
 }
 

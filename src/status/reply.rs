@@ -7,7 +7,8 @@ use ::http::header::{
 use ::http::{HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::json;
 
 use super::Body;
 use crate::metrics::Registry;
@@ -36,8 +37,8 @@ pub(super) fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Body
 }
 
 /// JSON, or 404 and an empty object where there is nothing to show.
-pub(super) fn json(value: Option<Value>) -> Response<Body> {
-    json_text(value.map(|value| value.to_string()))
+pub(super) fn json(value: Option<impl Serialize>) -> Response<Body> {
+    json_text(value.map(|value| json!(value).to_string()))
 }
 
 /// Like [`json`], of what is JSON already.

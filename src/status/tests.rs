@@ -132,7 +132,7 @@ async fn each_path_has_its_methods_and_callers() {
             404,
             "404 page not found\n",
         ),
-        ("GET /", THERE, 404, "404 page not found\n"),
+        ("GET /", THERE, 404, "404 page not found: see /debug/\n"),
     ] {
         let (found, text, _) = asked(&router, line, from).await;
         assert_eq!((found, text.as_str()), (status, body), "{line} from {from}");

@@ -147,7 +147,7 @@ impl Collector {
         for path in paths {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let name = format!("bootstrap/{name}");
-            let read = regular_file::read_aside(path, MAX_SETTINGS);
+            let read = regular_file::read_blocking(path, MAX_SETTINGS);
             let read = in_time(self.until, read).await;
             match read.and_then(|read| read.map_err(Error::Content)) {
                 Ok(text) => match serde_saphyr::from_slice::<Value>(&text) {

@@ -75,7 +75,7 @@ pub async fn known_secrets(
         }
     }
     if let Some(path) = token
-        && let Ok(Ok(token)) = timeout(PATIENCE, regular_file::read_aside(path, MAX_TOKEN)).await
+        && let Ok(Ok(token)) = timeout(PATIENCE, regular_file::read_blocking(path, MAX_TOKEN)).await
     {
         known.push(String::from_utf8_lossy(&token).into_owned());
     }

@@ -109,12 +109,12 @@ impl Cache {
     }
 
     /// Removes modules unused for longer than `expiry`, and those unused longest while all together
-    /// have more than `most_bytes`, but none in `used`. Returns how many are left.
+    /// have more than `max_bytes`, but none in `used`. Returns how many are left.
     pub(super) fn tidy(
         &mut self,
         used: &HashSet<PathBuf>,
         expiry: Duration,
-        most_bytes: u64,
+        max_bytes: u64,
     ) -> io::Result<usize> {
         let now = Clock::system().now();
         let is_older = |time, limit| now.duration_since(time).is_ok_and(|age| age > limit);
@@ -143,7 +143,7 @@ impl Cache {
         modules.sort();
         let mut total: u64 = modules.iter().map(|(_, size, _)| size).sum();
         modules.retain(|(last_use, size, path)| {
-            let is_over = total > most_bytes || is_older(*last_use, expiry);
+            let is_over = total > max_bytes || is_older(*last_use, expiry);
             let is_left = used.contains(path) || !is_over || !self.remove(path);
             total -= if is_left { 0 } else { *size };
             is_left

@@ -10,7 +10,6 @@ mod fetch;
 mod metrics;
 mod modules;
 mod request;
-mod state;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -28,8 +27,8 @@ pub(crate) use convert::wire;
 pub use fetch::Config as FetchConfig;
 use metrics::Metrics;
 use modules::Modules;
+pub use modules::Snapshot;
 use request::{Request, Unusable};
-pub use state::Snapshot;
 
 /// Settings of modules.
 #[derive(Clone, Debug)]

@@ -4,13 +4,15 @@
 //! time. A fetch goes on when those who asked for it are gone. A failed one is tried again after a
 //! wait that grows; until then, those who ask get its error.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use indexmap::IndexMap;
 use parking_lot::Mutex;
+use serde::Serialize;
 use tokio::sync::{self, Semaphore, watch};
 use tokio::time::{Instant, timeout};
 
@@ -19,7 +21,6 @@ use super::cache::{Cache, Module};
 use super::fetch::Error;
 use super::metrics::Metrics;
 use super::request::Request;
-use super::state::{Failure, Resources, Snapshot};
 use crate::backoff::Backoff;
 use crate::clock::after;
 use crate::executor::Executor;
@@ -31,6 +32,52 @@ const MAX_WAIT: Duration = Duration::from_secs(300);
 const MIN_WAIT: Duration = Duration::from_secs(1);
 /// The time the disk has to find a module, or take one in.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
+
+/// Delta does not always say which resources are gone. Those converted last are remembered.
+pub(super) const MAX_RESOURCES: usize = 1000;
+
+/// What came of the modules that resources asked for last, by name of the resource. It holds no secret.
+#[derive(Debug, Default)]
+struct Resources(IndexMap<String, Resource>);
+
+#[derive(Debug)]
+struct Resource {
+    /// [`Request::id`].
+    request: u64,
+    url: String,
+    since: Instant,
+    result: Result<Module, Failure>,
+}
+
+/// Why a resource is without its module.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    pub(super) error: String,
+    /// When to ask again.
+    pub(super) retry_at: Instant,
+    backoff: Backoff,
+}
+
+/// The state of all modules.
+#[derive(Clone, Debug, Serialize)]
+pub struct Snapshot {
+    pub resources: Vec<ResourceSnapshot>,
+    /// URLs of fetches under way.
+    pub fetching: Vec<String>,
+}
+
+/// A resource with its module, or without it and with an error.
+#[derive(Clone, Debug, Serialize)]
+pub struct ResourceSnapshot {
+    pub name: String,
+    pub url: String,
+    pub age_seconds: f64,
+    pub sha256: Option<String>,
+    pub size_bytes: Option<u64>,
+    pub error: Option<String>,
+    /// Until the module is fetched again.
+    pub retry_seconds: Option<f64>,
+}
 
 /// The modules of all resources.
 #[derive(Debug)]
@@ -262,5 +309,58 @@ impl Modules {
             resources: self.resources.lock().snapshot(),
             fetching: running.map(|(url, _)| url.clone()).collect(),
         }
+    }
+}
+
+impl Resources {
+    fn set(&mut self, name: &str, request: u64, url: String, result: Result<Module, Failure>) {
+        let last = self.0.shift_remove(name);
+        let last = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
+        if self.0.len() >= MAX_RESOURCES {
+            self.0.shift_remove_index(0);
+        }
+        let resource = Resource {
+            request,
+            url,
+            since: last.map_or_else(Instant::now, |last| last.since),
+            result,
+        };
+        self.0.insert(name.to_owned(), resource);
+    }
+
+    /// What came of the same request before.
+    fn last(&self, name: &str, request: u64) -> Option<Result<Module, Failure>> {
+        let resource = self.0.get(name)?;
+        (resource.request == request).then(|| resource.result.clone())
+    }
+
+    fn retain(&mut self, is_left: impl Fn(&str) -> bool) {
+        self.0.retain(|name, _| is_left(name));
+    }
+
+    /// The files of the modules they have.
+    fn files(&self) -> HashSet<PathBuf> {
+        let modules = self.0.values().filter_map(|it| it.result.as_ref().ok());
+        modules.map(|module| module.path.clone()).collect()
+    }
+
+    fn snapshot(&self) -> Vec<ResourceSnapshot> {
+        let now = Instant::now();
+        let resources = self.0.iter().map(|(name, resource)| {
+            let (module, failure) = match &resource.result {
+                Ok(module) => (Some(module), None),
+                Err(failure) => (None, Some(failure)),
+            };
+            ResourceSnapshot {
+                name: name.clone(),
+                url: resource.url.clone(),
+                age_seconds: resource.since.elapsed().as_secs_f64(),
+                sha256: module.map(|module| module.sha256.clone()),
+                size_bytes: module.map(|module| module.size),
+                error: failure.map(|failure| failure.error.clone()),
+                retry_seconds: failure.map(|it| it.retry_at.duration_since(now).as_secs_f64()),
+            }
+        });
+        resources.collect()
     }
 }

@@ -17,9 +17,9 @@ type Setting<'a> = (&'a str, &'a str);
 
 /// The reader, with the problems found so far. A value with a problem is replaced by any other.
 #[derive(Debug, Default)]
-pub(super) struct Items(pub(super) Diagnostics);
+pub(super) struct SettingsParser(pub(super) Diagnostics);
 
-impl Items {
+impl SettingsParser {
     fn problem(&mut self, (name, found): Setting<'_>, expected: &str) {
         self.0.problem(flag(name), found, expected);
     }

@@ -12,7 +12,7 @@ use clap::Args;
 use super::types::{Id, Owner, Ports};
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
-use items::Items;
+use items::SettingsParser;
 
 const PROXY_UID: &str = "1337";
 
@@ -194,7 +194,7 @@ pub struct Invalid(pub Vec<Problem>);
 impl Config {
     /// Reads the settings. Returns what is left out or taken for something else as well.
     pub fn check(settings: &Settings, host: &Host) -> Result<(Self, Vec<Problem>), Invalid> {
-        let mut items = Items::default();
+        let mut items = SettingsParser::default();
         let config = Self::read(settings, host, &mut items);
         let Diagnostics { problems, warnings } = items.0;
         if problems.is_empty() {
@@ -205,7 +205,7 @@ impl Config {
     }
 
     /// The configuration; only of use if no problem was found.
-    fn read(settings: &Settings, host: &Host, items: &mut Items) -> Self {
+    fn read(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Self {
         let uid = match settings.proxy_uid.as_str() {
             "" => host
                 .envoy_uid
@@ -271,7 +271,7 @@ impl Config {
     }
 }
 
-fn dns(settings: &Settings, host: &Host, items: &mut Items) -> Option<DnsCapture> {
+fn dns(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Option<DnsCapture> {
     match (settings.redirect_dns, settings.capture_all_dns) {
         (false, _) => None,
         (true, true) => Some(DnsCapture::All),

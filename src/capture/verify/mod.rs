@@ -49,7 +49,7 @@ pub enum Kind {
 
 impl Finding {
     /// Whether traffic may not go where it should. Other differences are harmless.
-    pub fn misleads(&self) -> bool {
+    pub fn affects_traffic(&self) -> bool {
         !matches!(
             self.kind,
             Kind::Unclear | Kind::UnknownChain | Kind::Version

@@ -57,14 +57,17 @@ fn chain(layout: &mut Layout, table: Table, chain: Chain) -> &mut Vec<Entry> {
     layout.chains.entry((table, chain)).or_default()
 }
 
-/// The findings after a change, and whether one of them misleads traffic.
+/// The findings after a change, and whether one of them affects_traffic traffic.
 fn findings(settings: Change, change: impl FnOnce(&mut Layout)) -> (Vec<String>, bool) {
     let wanted = wanted(settings, Family::V4);
     let mut found = wanted.clone();
     change(&mut found);
     let findings = compare(&[wanted], &found, Family::V4);
     let texts = findings.iter().map(ToString::to_string);
-    (texts.collect(), findings.iter().any(Finding::misleads))
+    (
+        texts.collect(),
+        findings.iter().any(Finding::affects_traffic),
+    )
 }
 
 #[test]
@@ -96,7 +99,7 @@ fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
                     let [finding] = &findings[..] else {
                         panic!("{entry:?}: {findings:#?}");
                     };
-                    assert!(finding.misleads());
+                    assert!(finding.affects_traffic());
                     assert_eq!(finding.kind, kind);
                     assert!(finding.detail.contains(&line(*place, entry)), "{finding}");
                     tried += 1;
@@ -126,12 +129,12 @@ fn zones_and_redirects_of_dns_that_are_missing_are_named() {
             words
         };
         let expected = format!("{}: {rule}", table_name(table));
-        let (texts, misleads) = findings(dns_of_servers, |found| {
+        let (texts, affects_traffic) = findings(dns_of_servers, |found| {
             for (place, entries) in &mut found.chains {
                 entries.retain(|entry| same(&line(*place, entry)) != same(&expected));
             }
         });
-        assert!(misleads);
+        assert!(affects_traffic);
         assert_eq!(texts.len(), 1, "{texts:?}");
         let said = texts[0].replace("IPv4: a rule is missing: ", "");
         assert_eq!(same(&said), same(&expected));
@@ -265,7 +268,7 @@ fn rules_of_others_divert_what_they_and_ours_match() {
         ),
     ] {
         let named = format!("{}: -A OUTPUT {rule}", table_name(table));
-        let (texts, misleads) = findings(settings, |found| {
+        let (texts, affects_traffic) = findings(settings, |found| {
             let rules = chain(found, table, Chain::Output);
             rules.insert(0, iptables::entry(rule));
         });
@@ -290,7 +293,7 @@ fn rules_of_others_divert_what_they_and_ours_match() {
             texts => panic!("{named}: {texts:#?}"),
         };
         assert_eq!(
-            (&found, misleads),
+            (&found, affects_traffic),
             (said, matches!(said, Diverts(_))),
             "{named}: {texts:#?}"
         );
@@ -350,7 +353,7 @@ fn rules_of_an_earlier_version_for_the_same_settings_are_named_and_harmless_whil
             let findings = compare(&versions, &versions[1], family);
             let kinds: Vec<_> = findings.iter().map(|finding| finding.kind).collect();
             assert_eq!(kinds, [Kind::Version]);
-            assert!(!findings[0].misleads());
+            assert!(!findings[0].affects_traffic());
             // They take no packet another way.
             for (packet, ours, theirs) in ways([&versions[0], &versions[1]], family) {
                 let way = |trace: &crate::capture::packet::Trace<'_>| (trace.decision, trace.zone);
@@ -359,7 +362,7 @@ fn rules_of_an_earlier_version_for_the_same_settings_are_named_and_harmless_whil
             let mut found = versions[1].clone();
             chain(&mut found, Table::Nat, Chain::IstioOutput).remove(0);
             let findings = compare(&versions, &found, family);
-            assert!(findings.iter().any(Finding::misleads));
+            assert!(findings.iter().any(Finding::affects_traffic));
         }
     }
 }

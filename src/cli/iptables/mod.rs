@@ -4,9 +4,10 @@ mod explain;
 mod flags;
 mod machine;
 
+use std::net::Ipv4Addr;
 use std::path::Path;
 
-use crate::capture::config::{Config, Host, Mode};
+use crate::capture::config::{Config, Host, Invalid, Mode};
 use crate::capture::iptables::apply::Request;
 use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
@@ -17,6 +18,7 @@ use crate::config::environment::Environment;
 use crate::config::flags::Flag;
 use crate::exit_code::ExitCode;
 use crate::lifecycle::{BoxError, with_causes};
+use crate::problem::Diagnostics;
 use crate::replace_file::replace_file;
 pub use flags::IptablesFlags;
 
@@ -26,6 +28,31 @@ pub fn exit_code(error: &BoxError) -> ExitCode {
         true => ExitCode::NotCaptured,
         false => ExitCode::CaptureFailed,
     }
+}
+
+/// The arguments that count, and what the checks say of them that need no machine.
+pub fn checked(
+    given: &[Flag],
+    environment: &Environment,
+) -> Result<(Vec<String>, Diagnostics), clap::Error> {
+    let arguments = flags::arguments(given, environment);
+    let flags = IptablesFlags::read(&arguments)?;
+    let host = Host {
+        has_v6: true,
+        nameservers: vec![Ipv4Addr::LOCALHOST.into()],
+        envoy_uid: None,
+    };
+    let notes = match Config::check(&flags.settings, &host) {
+        Ok((_, warnings)) => Diagnostics {
+            problems: Vec::new(),
+            warnings,
+        },
+        Err(Invalid(problems)) => Diagnostics {
+            problems,
+            warnings: Vec::new(),
+        },
+    };
+    Ok((arguments, notes))
 }
 
 /// Carries the command out, or `istio-clean-iptables`. Returns the text for standard output, and the exit
@@ -97,8 +124,8 @@ pub async fn run(
 /// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.
 async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), BoxError> {
     let findings = live::findings(request, is_native).await?;
-    let misleads = findings.iter().any(Finding::misleads);
-    let (summary, code) = match (findings.is_empty(), misleads) {
+    let affects_traffic = findings.iter().any(Finding::affects_traffic);
+    let (summary, code) = match (findings.is_empty(), affects_traffic) {
         (true, _) => (
             "The rules are those that these arguments ask for: traffic is captured.",
             ExitCode::Success,

@@ -17,10 +17,13 @@ use crate::proxy_config::{AuthenticationPolicy, ProxyConfig};
 #[derive(Debug)]
 pub(super) struct Merged {
     pub(super) config: ProxyConfig,
-    /// Document and line by the path of a member; members of the default are missing.
-    origins: BTreeMap<String, String>,
+    pub(super) origins: Origins,
     pub(super) notes: Diagnostics,
 }
+
+/// Document and line by the path of a member; members of the default are missing.
+#[derive(Debug, Default)]
+pub(super) struct Origins(BTreeMap<String, String>);
 
 /// The origin of a value that is set nowhere.
 pub(super) const DEFAULT: &str = "default";
@@ -42,7 +45,7 @@ impl Merged {
         };
         Self {
             config,
-            origins: BTreeMap::new(),
+            origins: Origins::default(),
             notes: Diagnostics::default(),
         }
     }
@@ -107,35 +110,37 @@ impl Merged {
         let origins = lines
             .into_iter()
             .map(|(path, line)| (path, format!("{origin} line {line}")));
-        self.origins.extend(origins);
+        self.origins.0.extend(origins);
     }
 
     /// Notes that a member was set by other means than a document.
     pub(super) fn set_origin(&mut self, member: &str, origin: &str) {
         self.forget(member);
-        self.origins.insert(member.to_owned(), origin.to_owned());
+        self.origins.0.insert(member.to_owned(), origin.to_owned());
     }
 
     fn forget(&mut self, member: &str) {
-        self.origins.retain(|path, _| member_of(path) != member);
-    }
-
-    /// Where the value at `path` was set last; for a value that is not set, where its parent was.
-    pub(super) fn origin(&self, path: &str) -> &str {
-        let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
-        let origin = parents.find_map(|path| self.origins.get(path));
-        origin.map_or(DEFAULT, String::as_str)
+        self.origins.0.retain(|path, _| member_of(path) != member);
     }
 
     /// Reports a problem with the value at `path`.
     pub(super) fn problem(&mut self, path: &str, found: impl Into<String>, expected: &str) {
-        let subject = format!("{path} of {}", self.origin(path));
+        let subject = format!("{path} of {}", self.origins.of(path));
         self.notes.problem(subject, found, expected);
     }
 
     pub(super) fn warn(&mut self, path: &str, found: impl Into<String>, expected: &str) {
-        let subject = format!("{path} of {}", self.origin(path));
+        let subject = format!("{path} of {}", self.origins.of(path));
         self.notes.warn(subject, found, expected);
+    }
+}
+
+impl Origins {
+    /// Where the value at `path` was set last; for a value that is not set, where its parent was.
+    pub(super) fn of(&self, path: &str) -> &str {
+        let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
+        let origin = parents.find_map(|path| self.0.get(path));
+        origin.map_or(DEFAULT, String::as_str)
     }
 }
 

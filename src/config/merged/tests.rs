@@ -165,9 +165,9 @@ fn every_wrong_member_is_named_with_its_document_and_line() {
 #[test]
 fn origins_are_kept() {
     let merged = merged(&["statusPort: 1\ndrainDuration: 1s", "\nstatusPort: 2"]);
-    assert_eq!(merged.origin("statusPort"), "document 1 line 2");
-    assert_eq!(merged.origin("drainDuration"), "document 0 line 2");
-    assert_eq!(merged.origin("proxyAdminPort"), "default");
+    assert_eq!(merged.origins.of("statusPort"), "document 1 line 2");
+    assert_eq!(merged.origins.of("drainDuration"), "document 0 line 2");
+    assert_eq!(merged.origins.of("proxyAdminPort"), "default");
 }
 
 #[test]

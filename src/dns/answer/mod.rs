@@ -56,20 +56,12 @@ pub(crate) fn answer(
             let Some(found) = find(table, query, &question) else {
                 return Action::Forward(question);
             };
-            let limit = limit(&question, transport);
+            let limit = question.limit(transport);
             let writer = Writer::new(query, &question, limit, out);
             write(writer, query, &question, &found, policy.ttl);
         }
     }
     Action::Reply(question)
-}
-
-/// Most bytes the client takes.
-pub(crate) fn limit(question: &Question, transport: Transport) -> usize {
-    match transport {
-        Transport::Udp => question.udp_limit(),
-        Transport::Tcp => usize::from(u16::MAX),
-    }
 }
 
 /// Answers with SERVFAIL.

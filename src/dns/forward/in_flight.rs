@@ -2,7 +2,7 @@
 //!
 //! The first client's task asks; if it goes away before there is an answer, the next one asks in its
 //! place. So a query that comes back to us waits for itself, and does not multiply; one that comes
-//! twice under ids of ours has gone in a circle, and is refused. The number of waiting clients is
+//! twice under ids of ours is in a forwarding loop, and is refused. The number of waiting clients is
 //! bounded.
 
 use std::collections::HashMap;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 
-use super::reply::Reply;
+use super::message::Reply;
 
 /// Clients that may wait for an answer at one time.
 const MAX_WAITING: usize = 4096;
@@ -56,14 +56,14 @@ pub(super) enum Refused {
     #[error("too many queries wait for an answer")]
     Full,
     #[error("a query of our own came back to us")]
-    Circle,
+    ForwardingLoop,
 }
 
 impl Refused {
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Full => "full",
-            Self::Circle => "circle",
+            Self::ForwardingLoop => "circle",
         }
     }
 }
@@ -78,8 +78,8 @@ impl InFlight {
     ) -> Result<QuerySlot<'_>, Refused> {
         let mut state = self.0.lock();
         let found = state.queries.get(&key);
-        if found.is_some_and(|query| query.is_circling(id, length)) {
-            return Err(Refused::Circle);
+        if found.is_some_and(|query| query.is_looping(id, length)) {
+            return Err(Refused::ForwardingLoop);
         }
         if state.waiting >= MAX_WAITING {
             return Err(Refused::Full);
@@ -108,7 +108,7 @@ impl SharedQuery {
     }
 
     /// One match may be chance: many clients ask for one name, each with an id of its choice.
-    fn is_circling(&self, id: u16, length: usize) -> bool {
+    fn is_looping(&self, id: u16, length: usize) -> bool {
         let mut sent = self.sent.lock();
         let is_ours = sent.messages.contains(&(id, length));
         sent.returned += u32::from(is_ours);

@@ -2,7 +2,7 @@
 //!
 //! A query goes through: the cache, if the configuration lets it answer; the queries in flight, where
 //! the same one may be waited for; the servers of `resolv.conf`. Messages are passed on as they are but
-//! for id, question, OPT record and, from the cache, TTLs: what is not understood cannot be damaged.
+//! for id, question and, from the cache, TTLs: what is not understood cannot be damaged.
 //! Waiting clients, sockets, time and the cache are bounded.
 //!
 //! By default nothing is answered from the cache: a workload that asks again expects to see what has
@@ -10,17 +10,13 @@
 //! for that reason. Nor is a stale answer given in place of a failure unless that is configured: its
 //! address may belong to another pod by now, and a client that hears of the failure asks again.
 
-mod attempt;
 pub mod cache;
-mod health;
 mod in_flight;
-mod metrics;
+mod message;
 mod probe;
-mod query;
-mod reply;
 pub mod resolv_conf;
 mod servers;
-mod upstream_query;
+mod upstream;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -34,13 +30,12 @@ use tokio::time::Instant;
 
 use self::cache::{Cache, Found};
 use self::in_flight::InFlight;
-use self::metrics::Metrics;
+use self::message::{Query, Reply};
 pub use self::probe::Unanswered;
-use self::query::Query;
-use self::reply::Reply;
 use self::servers::Servers;
 pub(crate) use self::servers::is_own;
-use self::upstream_query::Upstream;
+use self::upstream::Upstream;
+use super::metrics::ForwardMetrics as Metrics;
 use super::{Forward, Transport};
 use crate::metrics::Registry;
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Forwarder;
-use super::attempt::{Failed, Sending};
 use super::in_flight::Refused;
-use super::query::Query;
+use super::message::Query;
+use super::upstream::Failed;
 use crate::dns::metrics::{OTHER, RCODES};
 use crate::dns::{Transport, wire};
 
@@ -26,7 +26,7 @@ pub enum Unanswered {
     Late,
     /// The question came back to this agent.
     #[error("leads back to this agent")]
-    Circle,
+    ForwardingLoop,
     #[error("{0}")]
     Failed(String),
 }
@@ -47,20 +47,16 @@ impl Forwarder {
         key.push(transport as u8);
         let slot = self.0.in_flight.join(key, query.id(), query.len());
         let slot = slot.map_err(|full: Refused| failed(&full))?;
-        let sending = Sending {
-            server,
-            transport,
-            with_opt: true,
-        };
         for _ in 0..TRIES {
-            let sent = self.0.upstream.send(&query, &slot.query, sending);
+            let upstream = &self.0.upstream;
+            let sent = upstream.send(&query, &slot.query, server, transport);
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
-                return Err(Unanswered::Circle);
+                return Err(Unanswered::ForwardingLoop);
             }
             match received {
-                Ok(Ok(received)) => {
-                    return Ok(RCODES.get(usize::from(received.rcode)).unwrap_or(&OTHER));
+                Ok(Ok(reply)) => {
+                    return Ok(RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER));
                 }
                 Ok(Err(error)) => return Err(failed(&error as &Failed)),
                 Err(_) => {}

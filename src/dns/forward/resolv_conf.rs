@@ -11,7 +11,7 @@ use std::path::Path;
 use crate::regular_file;
 
 /// No file of this kind is this large.
-const LARGEST: u64 = 64 * 1024;
+const MAX_BYTES: u64 = 64 * 1024;
 
 const PORT: u16 = 53;
 
@@ -28,7 +28,7 @@ pub struct ResolvConf {
 
 impl ResolvConf {
     pub fn read(path: &Path) -> io::Result<Self> {
-        let bytes = regular_file::read(path, LARGEST)?;
+        let bytes = regular_file::read(path, MAX_BYTES)?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 

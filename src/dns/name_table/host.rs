@@ -17,10 +17,8 @@ pub(super) const ALT_HOSTS: u32 = 5;
 /// Why bytes are not a name table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    #[error("byte {0} begins no protobuf field")]
+    #[error("byte {0} begins no whole protobuf field")]
     Field(usize),
-    #[error("the field at byte {0} is longer than its message")]
-    Length(usize),
     #[error("the string at byte {0} is not UTF-8")]
     Text(usize),
     #[error("{0} bytes, expected at most 1073741824")]
@@ -45,47 +43,38 @@ pub(super) fn fields(
     std::iter::from_fn(move || {
         while !message.is_empty() {
             let (start, before) = (at, message.len());
-            let read = read_field(&mut message);
+            let Some((number, value)) = read_field(&mut message) else {
+                message = &[];
+                return Some(Err(Malformed::Field(start)));
+            };
             at += before - message.len();
-            match read {
-                Ok(Some((number, value))) => {
-                    return Some(Ok(Field {
-                        at: start,
-                        number,
-                        value,
-                        value_at: at - value.len(),
-                    }));
-                }
-                Ok(None) => {}
-                Err(error) => {
-                    message = &[];
-                    return Some(Err(error(start)));
-                }
+            if let Some(value) = value {
+                return Some(Ok(Field {
+                    at: start,
+                    number,
+                    value,
+                    value_at: at - value.len(),
+                }));
             }
         }
         None
     })
 }
 
-type At = fn(usize) -> Malformed;
-
-/// Takes one field off the message; `None` if it is not length-delimited.
-fn read_field<'a>(message: &mut &'a [u8]) -> Result<Option<(u32, &'a [u8])>, At> {
-    let malformed = |_| Malformed::Field as At;
-    let (number, wire_type) = decode_key(message).map_err(malformed)?;
+/// Takes one field off the message: its number, and its content if it is length-delimited.
+fn read_field<'a>(message: &mut &'a [u8]) -> Option<(u32, Option<&'a [u8]>)> {
+    let (number, wire_type) = decode_key(message).ok()?;
     let length = match wire_type {
-        WireType::Varint => decode_varint(message).map(|_| 0).map_err(malformed)?,
-        WireType::LengthDelimited => decode_varint(message).map_err(malformed)?,
+        WireType::Varint => decode_varint(message).ok().map(|_| 0)?,
+        WireType::LengthDelimited => decode_varint(message).ok()?,
         WireType::SixtyFourBit => 8,
         WireType::ThirtyTwoBit => 4,
-        WireType::StartGroup | WireType::EndGroup => return Err(Malformed::Field),
+        WireType::StartGroup | WireType::EndGroup => return None,
     };
-    let length = usize::try_from(length).map_err(|_| Malformed::Length as At)?;
-    let (value, rest) = message
-        .split_at_checked(length)
-        .ok_or(Malformed::Length as At)?;
+    let (value, rest) = message.split_at_checked(usize::try_from(length).ok()?)?;
     *message = rest;
-    Ok((wire_type == WireType::LengthDelimited).then_some((number, value)))
+    let is_content = wire_type == WireType::LengthDelimited;
+    Some((number, is_content.then_some(value)))
 }
 
 impl<'a> Field<'a> {

@@ -22,10 +22,10 @@ pub use host::Malformed;
 use host::{ALT_HOSTS, Field, Host, TABLE, fields, without_dot};
 
 /// Longest name there is, as text.
-pub(super) const LONGEST: usize = 254;
+pub(super) const MAX_NAME: usize = 254;
 
 /// Most bytes of a table: a [`Reference`] has 30 bits for a place in it.
-const LARGEST: usize = 1 << 30;
+const MAX_TABLE: usize = 1 << 30;
 
 /// Hosts that count for one name, the first ones. Without a limit, a table in which all hosts share
 /// a name would take time with the square of their number.
@@ -87,7 +87,7 @@ struct Name<'a>(&'a [u8], Option<&'a [u8]>);
 impl NameTable {
     /// Checks an encoded `NameTable` and builds its index.
     pub fn build(encoded: &[u8], domains: SearchDomains) -> Result<Self, Malformed> {
-        if encoded.len() > LARGEST {
+        if encoded.len() > MAX_TABLE {
             return Err(Malformed::TooLarge(encoded.len()));
         }
         let mut table = Self {
@@ -133,7 +133,7 @@ impl NameTable {
 
     /// What is known of a name, itself or by a wildcard; the longest wildcard wins.
     pub fn find(&self, name: &[u8]) -> Option<Found> {
-        if name.is_empty() || name.len() > LONGEST {
+        if name.is_empty() || name.len() > MAX_NAME {
             return None;
         }
         if let Some(found) = self.exact(name) {
@@ -142,7 +142,7 @@ impl NameTable {
         if !self.has_wildcards {
             return None;
         }
-        let mut buffer = [0; LONGEST + 2];
+        let mut buffer = [0; MAX_NAME + 2];
         let buffer = &mut buffer[..name.len() + 2];
         buffer[2..].copy_from_slice(name);
         for at in (1..name.len()).filter(|at| name[at - 1] == b'.') {
@@ -287,7 +287,7 @@ impl NameTable {
     fn enter(&self, names: &mut HashTable<Reference>, new: Reference) {
         let (_, name) = self.resolve(new);
         let name = name.to_lowercase();
-        if name.len() > LONGEST {
+        if name.len() > MAX_NAME {
             return;
         }
         let precedence = |of: &Reference| (of.kind(), self.resolve(*of).0.name);

@@ -128,7 +128,7 @@ impl<F: Forward, T: Send + 'static> Pending<F, T> {
         };
         let source = match reply {
             Some(reply) if reply.len() >= wire::HEADER => {
-                wire::fit(&reply, answer::limit(&question, self.transport), out);
+                wire::fit(&reply, question.limit(self.transport), out);
                 Source::Upstream
             }
             _ => {

@@ -5,7 +5,7 @@ mod waits;
 use serde_json::Value;
 
 use super::report::{Check, Level};
-use super::{PROBE_LIMIT, Subject, aside, get};
+use super::{PROBE_LIMIT, Subject, get, run_blocking};
 use crate::envoy::Config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Report, State};
@@ -127,7 +127,7 @@ fn process(report: &Report) -> Vec<Check> {
 /// The record of the last crash, where no agent runs Envoy.
 async fn outside(config: &Config) -> Vec<Check> {
     let directory = config.directory.clone();
-    match aside(move || Crash::read(&directory)).await {
+    match run_blocking(move || Crash::read(&directory)).await {
         Ok(Ok(crash)) => Vec::from_iter(crash.map(|crash| crashed(&crash, Level::Error))),
         Ok(Err(error)) => vec![Check::warning("last crash", with_causes(&error))],
         Err(late) => vec![Check::error("last crash", late)],

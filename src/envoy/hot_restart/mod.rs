@@ -2,15 +2,16 @@
 //!
 //! On request, what Envoy starts from is read anew. If it has changed, a successor starts beside the
 //! Envoy that serves; when the successor serves itself, the one before is its parent and finishes
-//! what it has begun. [`machine`] decides; [`HotRestart`] owns successor, parent and the check under
-//! way; [`supervise`] carries out, as a part of the supervisor; [`watch`] orders restarts.
+//! what it has begun. [`machine`] decides; [`HotRestart`] carries it out, and owns successor, parent
+//! and the check under way; the supervisor owns the Envoy that serves. Each step is logged, counted
+//! and published. [`watch`] orders restarts.
 
 pub(super) mod base_id;
 mod check;
 pub mod machine;
-mod supervise;
 pub mod watch;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,21 +19,28 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::admin::Admin;
-use super::handle::Restart;
+use super::command::Mode;
+use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Instance};
 use super::launch::{Launch, Prepared};
 use super::process::{self, Ended};
-use super::supervisor::reached;
-use crate::clock;
+use super::supervisor::{Current, reached};
+use super::{Error, machine as life};
+use crate::clock::{self, Clock};
 use crate::lifecycle::{BoxError, with_causes};
+use crate::metrics::{Counters, Registry};
+use base_id::BaseId;
 use check::Checked;
-use machine::Machine;
+use machine::{Action, Event, Machine, Phase, Verdict};
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
 const NOTICED: Duration = Duration::from_secs(1);
 
 /// How much longer than it should a parent may stay.
 const OVERDUE: Duration = Duration::from_secs(10);
+
+/// How long a parent may take to end after its successor has ended as it was asked to.
+const FOLLOWS: Duration = Duration::from_secs(1);
 
 /// What the Envoy of an epoch is started from: the first of what the agent was started with, others
 /// of what there is now. May block.
@@ -61,15 +69,18 @@ pub(super) enum Progress {
 
 /// All about hot restarts but the Envoy that serves.
 pub(super) struct HotRestart {
-    pub(super) is_on: bool,
-    pub(super) limits: Limits,
-    pub(super) prepare: Prepare,
+    is_on: bool,
+    limits: Limits,
+    prepare: Prepare,
+    admin: Admin,
+    /// Where Envoy writes its base id.
+    directory: PathBuf,
     machine: Machine,
     /// Why a restart was last wanted.
     reason: &'static str,
     pub(super) last: Option<Restart>,
     /// What has been found usable and is to be started.
-    pub(super) prepared: Option<Arc<Prepared>>,
+    prepared: Option<Arc<Prepared>>,
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
     deadline: Option<Instant>,
@@ -77,17 +88,26 @@ pub(super) struct HotRestart {
     /// parent's time.
     serves_since: Option<Instant>,
     /// Whether the Envoy that serves is to be started again as it was.
-    pub(super) is_relaunch: bool,
+    is_relaunch: bool,
     calls: JoinSet<Progress>,
+    results: Counters<1>,
 }
 
 impl HotRestart {
     /// With `limits`, hot restart is on.
-    pub(super) fn new(limits: Option<Limits>, prepare: Prepare) -> Self {
+    pub(super) fn new(
+        limits: Option<Limits>,
+        directory: PathBuf,
+        admin: Admin,
+        prepare: Prepare,
+        metrics: &Registry,
+    ) -> Self {
         Self {
             is_on: limits.is_some(),
             limits: limits.unwrap_or_default(),
             prepare,
+            admin,
+            directory,
             machine: Machine::new(limits.is_some() && base_id::can_share()),
             reason: "",
             last: None,
@@ -98,14 +118,315 @@ impl HotRestart {
             serves_since: None,
             is_relaunch: false,
             calls: JoinSet::new(),
+            results: metrics.counters(
+                "istio_agent_envoy_hot_restarts_total",
+                "Restarts of an Envoy that serves, by how they went.",
+                &["result"],
+            ),
         }
     }
 
+    pub(super) fn want(&mut self, reason: &'static str, current: &mut Current) {
+        if !self.is_on {
+            tracing::warn!("not restarting Envoy ({reason}): hot restart is not configured");
+            return;
+        }
+        if self.machine.phase() != Phase::Idle {
+            tracing::info!("Envoy is to be restarted ({reason}) after the change under way");
+        }
+        self.reason = reason;
+        self.apply(Event::Wanted, current);
+    }
+
+    /// Tells the machine what an event in the life of the Envoy that serves means for a restart.
+    pub(super) fn after(&mut self, event: life::Event, current: &mut Current) {
+        let phase = current.machine.phase();
+        let event = match event {
+            life::Event::Live if phase == life::Phase::Running => {
+                self.serves(current);
+                Event::Ready
+            }
+            life::Event::StopRequested(_) => {
+                self.abandon("Envoy is to end");
+                // A full restart has got further than that.
+                self.conclude(Outcome::Abandoned, Some("Envoy is to end".to_owned()));
+                Event::Stop
+            }
+            _ if phase != life::Phase::Running => Event::Unready,
+            _ => return,
+        };
+        self.apply(event, current);
+    }
+
+    /// An Envoy that was started after another has ended serves.
+    fn serves(&mut self, current: &Current) {
+        let launch = current.launch.as_ref();
+        let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
+        if self.is_on && base_id.is_none() {
+            tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
+            self.machine.apply(Event::Unshared);
+        }
+        if self.machine.phase() == Phase::Leaving {
+            self.successor_serves();
+        }
+        let method = self.last.as_ref().and_then(|last| last.method);
+        if method == Some(Method::Full) {
+            self.conclude(Outcome::Succeeded, None);
+        }
+    }
+
+    /// The Envoy that serves has ended. Whether it is started again at once, as its parent is still
+    /// leaving.
+    pub(super) fn serving_ended(&mut self, ended: Ended, current: &mut Current) -> bool {
+        if ended == Ended::Code(0) {
+            // It was asked to end, and has ended its parent.
+            self.apply(Event::Unready, current);
+        }
+        self.abandon("the Envoy that serves has ended");
+        self.apply(Event::ServingExited, current);
+        self.is_relaunch
+    }
+
+    /// Gives up what is checked, or started beside the Envoy that serves.
+    fn abandon(&mut self, why: &str) {
+        match self.machine.phase() {
+            Phase::Checking => self.drop_calls(),
+            Phase::Starting | Phase::Failing => {}
+            Phase::Idle | Phase::Leaving | Phase::Clearing => return,
+        }
+        self.prepared = None;
+        self.conclude(Outcome::Abandoned, Some(why.to_owned()));
+    }
+
+    /// Something under way has come to an end. Returns what that means for the Envoy that serves.
+    pub(super) async fn progressed(
+        &mut self,
+        progress: Progress,
+        current: &mut Current,
+    ) -> Option<life::Event> {
+        let event = match progress {
+            Progress::Checked(checked) => Event::Checked(self.checked(checked, current)),
+            Progress::Live => Event::Live,
+            Progress::Deadline => {
+                if self.successor.is_some() {
+                    let problem = format!("it did not serve within {:?}", self.limits.live);
+                    self.conclude(Outcome::Failed, Some(problem));
+                }
+                Event::Deadline
+            }
+            Progress::SuccessorEnded(ended) => {
+                self.drop_calls();
+                let reason = reason(self.successor.take()).await;
+                let problem = format!("it ended before it served ({ended}): {reason}");
+                self.conclude(Outcome::Failed, Some(problem));
+                Event::SuccessorExited
+            }
+            Progress::ParentEnded(ended) => {
+                self.deadline = None;
+                let early = self.is_early();
+                let parent = self.parent.take();
+                let epoch = parent.as_ref().map_or(0, |parent| parent.epoch);
+                reason(parent).await;
+                tracing::info!("Envoy epoch {epoch} has left: {ended}");
+                Event::ParentExited { early }
+            }
+        };
+        self.apply(event, current)
+    }
+
+    fn checked(&mut self, checked: Checked, current: &Current) -> Verdict {
+        match checked {
+            Checked::Unchanged => {
+                self.conclude(Outcome::Unchanged, None);
+                Verdict::Unchanged
+            }
+            Checked::Refused(problem) => {
+                self.conclude(Outcome::Refused, Some(problem));
+                Verdict::Refused
+            }
+            Checked::Usable { is_live, prepared } => {
+                if current.machine.phase() == life::Phase::Running {
+                    self.prepared = Some(prepared);
+                } else {
+                    self.abandon("the Envoy that serves drains or has ended");
+                }
+                Verdict::Usable { is_live }
+            }
+        }
+    }
+
+    /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
+    fn apply(&mut self, event: Event, current: &mut Current) -> Option<life::Event> {
+        match self.machine.apply(event) {
+            Action::Nothing => {}
+            Action::Relaunch => self.relaunch(),
+            Action::Check => self.check(current),
+            Action::Start => {
+                if let Err(error) = self.start_successor(current) {
+                    self.conclude(Outcome::Failed, Some(with_causes(&error)));
+                    return self.apply(Event::SuccessorExited, current);
+                }
+            }
+            Action::KillSuccessor => kill(self.successor.as_ref()),
+            Action::KillParent => kill(self.parent.as_ref()),
+            Action::Promote => return self.promote(current),
+            Action::Replace(end_by) => {
+                tracing::warn!(
+                    "Envoy is replaced by a full restart: it ends, then the next starts"
+                );
+                self.begin_restart(Method::Full);
+                return Some(life::Event::Replace(end_by));
+            }
+        }
+        None
+    }
+
+    fn start_successor(&mut self, current: &mut Current) -> Result<(), process::Error> {
+        let prepared = self.prepared.take();
+        let (Some(prepared), Some(serving)) = (prepared, &current.launch) else {
+            return Ok(());
+        };
+        let launch = serving.successor(prepared, self.limits.parent_shutdown);
+        let epoch = current.count;
+        tracing::info!("starting Envoy epoch {epoch}, which takes the sockets over (hot restart)");
+        let successor = current.spawn(launch)?;
+        let (admin, restart_epoch) = (self.admin, successor.launch.restart_epoch());
+        self.drop_calls();
+        self.deadline = Some(clock::after(self.limits.live));
+        self.calls.spawn(async move {
+            check::live_at(admin, restart_epoch).await;
+            Progress::Live
+        });
+        self.successor = Some(successor);
+        self.begin_restart(Method::Hot);
+        Ok(())
+    }
+
+    /// The launch of an Envoy that takes over from none, with a base id where there can be one.
+    pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, Error> {
+        let last = current.launch.take();
+        let is_relaunch = std::mem::take(&mut self.is_relaunch);
+        // What was found usable and not started beside another is started now.
+        let prepared = match (self.prepared.take(), last) {
+            (None, Some(last)) if is_relaunch => return Ok(last),
+            (Some(prepared), _) => prepared,
+            (None, Some(last)) => last.prepared,
+            (None, None) => {
+                let prepared = (self.prepare)(0);
+                prepared.map_err(|source| Error::Inputs { source })?.into()
+            }
+        };
+        let base_id = self.machine.can_share.then(|| {
+            let file = format!("envoy-base-id{}", current.count);
+            let user = prepared.command.user;
+            Arc::new(BaseId::new(self.directory.join(file), user))
+        });
+        let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
+            base_id_file: base_id.file().to_owned(),
+            parent_shutdown: self.limits.parent_shutdown,
+        });
+        Ok(Launch {
+            prepared,
+            base_id,
+            mode,
+        })
+    }
+
+    /// The successor serves; the Envoy before is its parent.
+    fn promote(&mut self, current: &mut Current) -> Option<life::Event> {
+        self.drop_calls();
+        let (successor, parent) = (self.successor.take()?, current.instance.take()?);
+        self.successor_serves();
+        let stay = self.stay();
+        let (epoch, parent_epoch) = (successor.epoch, parent.epoch);
+        self.parent = Some(parent);
+        current.set(successor);
+        tracing::info!("Envoy epoch {epoch} serves; epoch {parent_epoch} leaves within {stay:?}");
+        self.conclude(Outcome::Succeeded, None);
+        let is_drained = current.machine.is_drained();
+        is_drained.then_some(life::Event::DrainOrdered)
+    }
+
+    /// The Envoy that serves has ended, and is started again as it was.
+    fn relaunch(&mut self) {
+        // Until it serves; from then on the parent's time begins anew.
+        let time = self.limits.live.saturating_add(self.stay());
+        self.deadline = Some(clock::after(time));
+        self.serves_since = None;
+        self.is_relaunch = true;
+        tracing::warn!("the Envoy before still lives, so its successor starts again at once");
+    }
+
+    /// Ends the Envoys that are left when none is to serve any more.
+    pub(super) async fn end(&mut self, limit: Duration) {
+        self.drop_calls();
+        if let Some(successor) = self.successor.take() {
+            successor.end(limit).await;
+        }
+        if let Some(mut parent) = self.parent.take() {
+            // Its successor has ended it.
+            let ended = tokio::time::timeout(FOLLOWS, parent.process.ended()).await;
+            if ended.is_err() {
+                parent.end(limit).await;
+            }
+        }
+    }
+
+    /// A restart goes about it in this way. One that was not wanted begins here.
+    fn begin_restart(&mut self, method: Method) {
+        let last = self.last.take().filter(Restart::is_under_way);
+        let now = Clock::system().now();
+        let mut restart =
+            last.unwrap_or_else(|| Restart::begun("the Envoy before died before its time", now));
+        restart.method = Some(method);
+        self.last = Some(restart);
+    }
+
+    /// Ends the restart under way, if there is one.
+    fn conclude(&mut self, outcome: Outcome, problem: Option<String>) {
+        let last = self.last.as_mut();
+        let Some(restart) = last.filter(|restart| restart.is_under_way()) else {
+            return;
+        };
+        let why = problem.as_deref().unwrap_or_default();
+        let result = match outcome {
+            Outcome::UnderWay => return,
+            Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
+            Outcome::Succeeded => "full",
+            Outcome::Unchanged => {
+                tracing::info!("nothing has changed for Envoy, which goes on");
+                "unchanged"
+            }
+            Outcome::Refused => {
+                tracing::error!("Envoy is not restarted and serves on: {why}");
+                "refused"
+            }
+            Outcome::Failed => {
+                tracing::error!(
+                    "the next Envoy has failed and the one before serves on: {why}; hot restart \
+                     cannot be used until a full restart"
+                );
+                "failed"
+            }
+            Outcome::Abandoned => {
+                tracing::info!("the restart of Envoy under way is given up: {why}");
+                "abandoned"
+            }
+        };
+        restart.outcome = outcome;
+        restart.problem = problem;
+        self.results.with([result]).inc();
+    }
+
     /// Checks what there is to start beside the Envoy that serves.
-    fn check(&mut self, epoch: u32, serving: Option<Launch>, admin: Admin) {
+    fn check(&mut self, current: &Current) {
+        let reason = self.reason;
+        tracing::info!("checking what Envoy would start from now ({reason})");
+        self.last = Some(Restart::begun(reason, Clock::system().now()));
         let limit = self.limits.check;
-        let check = check::check(Arc::clone(&self.prepare), epoch, serving, admin);
-        self.calls = JoinSet::new();
+        let serving = current.launch.clone();
+        let check = check::check(self.prepare.clone(), current.count, serving, self.admin);
+        self.drop_calls();
         self.calls.spawn(async move {
             let checked = tokio::time::timeout(limit, check).await;
             Progress::Checked(match checked {
@@ -115,17 +436,6 @@ impl HotRestart {
                     Checked::Refused(format!("it took longer than {limit:?} to read and check"))
                 }
             })
-        });
-    }
-
-    /// Looks out for the Envoy of this launch.
-    fn await_live(&mut self, admin: Admin, launch: &Launch) {
-        let epoch = launch.restart_epoch();
-        self.deadline = Some(clock::after(self.limits.live));
-        self.calls = JoinSet::new();
-        self.calls.spawn(async move {
-            check::live_at(admin, epoch).await;
-            Progress::Live
         });
     }
 
@@ -172,6 +482,21 @@ impl HotRestart {
     }
 }
 
+/// Why an Envoy has ended, once all of its standard error is copied.
+async fn reason(instance: Option<Instance>) -> String {
+    match instance {
+        Some(mut instance) => instance.output.reason().await,
+        None => String::new(),
+    }
+}
+
+fn kill(instance: Option<&Instance>) {
+    if let Some(instance) = instance {
+        tracing::warn!("killing Envoy epoch {}", instance.epoch);
+        instance.process.kill();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,7 +509,14 @@ mod tests {
             live: second,
             check: second,
         };
-        let mut hot_restart = HotRestart::new(Some(limits), Arc::new(|_| Err("nothing".into())));
+        let admin = Admin::new(std::net::Ipv4Addr::LOCALHOST.into(), 1, second);
+        let mut hot_restart = HotRestart::new(
+            Some(limits),
+            PathBuf::new(),
+            admin,
+            Arc::new(|_| Err("nothing".into())),
+            &Registry::default(),
+        );
         assert!(!hot_restart.is_early(), "there is no successor");
         tokio::time::advance(second * 100).await;
         hot_restart.successor_serves();

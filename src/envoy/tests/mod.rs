@@ -30,7 +30,7 @@ struct Stage {
 fn stage(mode: &str) -> Stage {
     let directory = tempfile::tempdir().expect("a directory");
     let binary = directory.path().join(format!("fake-envoy.{mode}"));
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agent/fake-envoy");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/integration/support/fake-envoy");
     symlink(script, &binary).expect("a link");
     let pipe = directory.path().join("ready");
     mknodat(CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).expect("a pipe");

@@ -141,6 +141,7 @@ fn answer(request: &Request<Incoming>, from: SocketAddr) -> Response<Full<Bytes>
         "peer" => (200, from.to_string(), None),
         "version" => (200, format!("{:?}", request.version()), None),
         "headers" => (200, format!("{:?}", request.headers()), None),
+        "authority" => (200, format!("{:?}", request.uri().authority()), None),
         "query" => (200, request.uri().query().unwrap_or_default().into(), None),
         "redirect" => to("/redirected"),
         "redirected" => (201, "there".into(), None),
@@ -276,6 +277,23 @@ async fn tls_accepts_any_certificate_and_negotiates_the_protocol() {
             None => assert!(outcome.is_err(), "{alpn:?}"),
         }
     }
+}
+
+#[tokio::test]
+async fn http2_has_the_host_header_as_its_authority_also_on_a_kept_connection() {
+    let app = App::tls(&["h2"]).await;
+    let client = client(true, true);
+    let mut headers = HeaderMap::new();
+    headers.insert("host", HeaderValue::from_static("cart:80"));
+    let mut peers = Vec::new();
+    for path in ["authority", "peer", "peer"] {
+        let (is_https, path) = (true, path.to_owned());
+        let probe = app.probe(Kind::Http { is_https, path });
+        let outcome = client.probe(&probe, &headers).await;
+        peers.push(outcome.expect("an answer").body);
+    }
+    assert_eq!(peers[0], "Some(cart:80)");
+    assert_eq!(peers[1], peers[2]);
 }
 
 #[tokio::test]

@@ -5,32 +5,27 @@
 //! without a subscriber are forgotten within two minutes. The mesh's trust bundle
 //! ([`Files::set_mesh_bundle`]) joins the workload's own roots.
 
-mod metrics;
-mod reads;
 pub mod source;
+mod subscription;
 mod table;
 #[cfg(test)]
 mod tests;
 mod watcher;
 
-use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
 
 use super::name::Name;
 use super::trust::{BundleError, MeshBundle};
-use super::{Roots, Secret, SecretState};
+use super::{Roots, Secret};
 use crate::clock::Clock;
-use crate::file_watch::FileWatch;
 use crate::metrics::Registry;
-use metrics::Metrics;
-use reads::Reads;
 use source::{FileError, Source};
+pub use subscription::{SecretState, Subscription};
 use table::Table;
 use watcher::Watcher;
 
@@ -67,25 +62,8 @@ pub struct Files {
     existed: [bool; 2],
 }
 
-/// What `ROOTCA` holds, cached as it takes a while to merge.
-#[derive(Debug)]
-struct Merged {
-    own: Roots,
-    mesh: Roots,
-    merged: Roots,
-}
-
-/// The names a client asks for, until it is dropped.
-#[derive(Debug)]
-pub struct Subscription {
-    files: Files,
-    names: BTreeSet<Name>,
-    /// The sources subscribed to: those of the names, as far as there is room.
-    sources: HashSet<Source>,
-    changed: watch::Receiver<()>,
-    /// Whether there is room for all names.
-    is_complete: bool,
-}
+/// The workload's roots and the mesh's, and their merger, which takes a while.
+type Merged = ([Roots; 2], Roots);
 
 /// Returns the handle and the task that reads and watches. The workload's own files are read before
 /// this returns, so that it is known from the start which source its names have.
@@ -95,15 +73,7 @@ pub fn new(
     registry: &Registry,
 ) -> (Files, impl Future<Output = ()> + Send + use<>) {
     let table = Arc::new(Table::default());
-    let watcher = Watcher {
-        table: table.clone(),
-        clock,
-        debounce: config.debounce,
-        metrics: Metrics::new(registry),
-        open: FileWatch::new,
-        watch: Mutex::default(),
-        reads: Reads::new(),
-    };
+    let watcher = Watcher::new(table.clone(), clock, config.debounce, registry);
     let existed = config.workload.as_ref().map(|workload| {
         workload.sources().map(|source| {
             watcher.pin(source.clone(), !workload.is_only_source);
@@ -155,16 +125,6 @@ impl WorkloadFiles {
 }
 
 impl Files {
-    pub fn subscribe(&self) -> Subscription {
-        Subscription {
-            files: self.clone(),
-            names: BTreeSet::new(),
-            sources: HashSet::new(),
-            changed: self.table.changes(),
-            is_complete: true,
-        }
-    }
-
     /// Whether a name's files were read already.
     pub fn have(&self, name: &Name) -> bool {
         matches!(self.get(name), Some(SecretState::Available(_)))
@@ -178,19 +138,6 @@ impl Files {
             self.table.notify();
         }
         Ok(is_new)
-    }
-
-    /// Whether the workload's files are in this directory, also through links. Blocks.
-    pub fn are_in(&self, directory: &Path) -> bool {
-        let files = self.config.workload.iter();
-        let mut files = files.flat_map(|files| [&files.chain, &files.key, &files.roots]);
-        files.any(|file| {
-            let canonical = |path: &Path| std::fs::canonicalize(path).ok();
-            file.parent().is_some_and(|parent| {
-                let found = canonical(parent);
-                same_file(parent, directory) || found.is_some() && found == canonical(directory)
-            })
-        })
     }
 
     /// Whether the trust anchors of a name are the workload's own.
@@ -251,68 +198,15 @@ impl Files {
             return own;
         };
         let mut last = self.merged.lock();
-        if let Some(last) = &*last
-            && last.own == own
-            && last.mesh == mesh
-        {
-            return last.merged.clone();
-        }
-        let merged = own.with(&mesh);
-        *last = Some(Merged {
-            own,
-            mesh,
-            merged: merged.clone(),
-        });
-        merged
-    }
-}
-
-impl Subscription {
-    /// Replaces the names asked for.
-    pub fn want(&mut self, names: BTreeSet<Name>) {
-        self.names = names;
-        self.subscribe();
-    }
-
-    fn subscribe(&mut self) {
-        let (files, names) = (&self.files, self.names.iter());
-        // Two names may have one source.
-        let wanted: HashSet<_> = names.filter_map(|name| files.source(name)).collect();
-        for gone in self.sources.difference(&wanted) {
-            files.table.unsubscribe(gone);
-        }
-        let count = wanted.len();
-        let (has, table) = (&self.sources, &files.table);
-        let subscribed = wanted
-            .into_iter()
-            .filter(|source| has.contains(source) || table.subscribe(source, false));
-        self.sources = subscribed.collect();
-        self.is_complete = self.sources.len() == count;
-    }
-
-    /// None if the name has no files, or none that were ever good and another source.
-    pub fn get(&self, name: &Name) -> Option<SecretState> {
-        self.files.get(name)
-    }
-
-    pub fn are_own_roots(&self, name: &Name) -> bool {
-        self.files.are_own_roots(name)
-    }
-
-    /// Returns when a secret from files has changed since the last return, be it one of the names or not.
-    pub async fn changed(&mut self) {
-        // The table outlives its subscriptions.
-        let _ = self.changed.changed().await;
-        if !self.is_complete {
-            self.subscribe();
-        }
-    }
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        for source in &self.sources {
-            self.files.table.unsubscribe(source);
+        match &*last {
+            Some((sources, merged)) if [&sources[0], &sources[1]] == [&own, &mesh] => {
+                merged.clone()
+            }
+            _ => {
+                let merged = own.with(&mesh);
+                *last = Some(([own, mesh], merged.clone()));
+                merged
+            }
         }
     }
 }

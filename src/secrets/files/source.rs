@@ -16,7 +16,7 @@ use crate::secrets::certificate::{Certificate, Roots, Secret};
 use crate::secrets::x509::{self, ChainError, KeyError};
 
 /// The largest file read, many times the bundle of an operating system.
-const LARGEST: u64 = 4 << 20;
+const MAX_FILE: u64 = 4 << 20;
 
 /// The files of one secret.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -108,7 +108,7 @@ fn certificates(path: &Path, source: ChainError) -> FileError {
 
 /// The whole of a regular file. A pipe or device neither blocks nor fills memory.
 fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, FileError> {
-    regular_file::read(path, LARGEST).map_err(|source| FileError::Unreadable {
+    regular_file::read(path, MAX_FILE).map_err(|source| FileError::Unreadable {
         path: path.to_owned(),
         source,
     })

@@ -2,7 +2,7 @@
 //!
 //! The lock is held for look-ups only, never while a file is read.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,14 +21,12 @@ pub(super) struct Table {
     /// Notified of new sources.
     pub(super) wanted: Notify,
     /// Sent to when any secret has changed, or there is room for another source.
-    changed: watch::Sender<()>,
+    changes: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     entries: HashMap<Source, Entry>,
-    /// The sources each watched path is part of.
-    paths: HashMap<PathBuf, HashSet<Source>>,
     /// Sources whose first read has not begun.
     fresh: Vec<Source>,
 }
@@ -48,12 +46,12 @@ struct Entry {
 impl Table {
     /// Receives changes of all secrets.
     pub(super) fn changes(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
+        self.changes.subscribe()
     }
 
     /// Wakes all subscribers.
     pub(super) fn notify(&self) {
-        self.changed.send_replace(());
+        self.changes.send_replace(());
     }
 
     pub(super) fn state(&self, source: &Source) -> SecretState {
@@ -99,19 +97,10 @@ impl Table {
         std::mem::take(&mut self.inner.lock().fresh)
     }
 
-    /// Receives changes of a source's files. Returns its paths that were in use by no other source too.
-    pub(super) fn follow(&self, source: &Source) -> Option<(watch::Receiver<()>, Vec<PathBuf>)> {
-        let mut inner = self.inner.lock();
-        let changed = inner.entries.get(source)?.changed.subscribe();
-        let mut added = Vec::new();
-        for path in source.paths() {
-            let sources = inner.paths.entry(path.to_owned()).or_default();
-            if sources.is_empty() {
-                added.push(path.to_owned());
-            }
-            sources.insert(source.clone());
-        }
-        Some((changed, added))
+    /// Receives changes of a source's files.
+    pub(super) fn follow(&self, source: &Source) -> Option<watch::Receiver<()>> {
+        let inner = self.inner.lock();
+        Some(inner.entries.get(source)?.changed.subscribe())
     }
 
     /// Whether a source is read now and then: all but those that need not exist and never did.
@@ -156,20 +145,12 @@ impl Table {
         is_new.then_some(is_available)
     }
 
-    /// Has the sources of a path read again.
-    pub(super) fn path_changed(&self, path: &Path) {
-        let inner = self.inner.lock();
-        for source in inner.paths.get(path).into_iter().flatten() {
-            if let Some(entry) = inner.entries.get(source) {
+    /// Has sources read again.
+    pub(super) fn changed(&self, is_affected: impl Fn(&Source) -> bool) {
+        for (source, entry) in &self.inner.lock().entries {
+            if is_affected(source) {
                 entry.changed.send_replace(());
             }
-        }
-    }
-
-    /// Has all sources read again.
-    pub(super) fn all_changed(&self) {
-        for entry in self.inner.lock().entries.values() {
-            entry.changed.send_replace(());
         }
     }
 
@@ -188,13 +169,10 @@ impl Table {
         }
         inner.entries.remove(source);
         self.notify();
-        let mut unused = Vec::new();
-        for path in source.paths() {
-            let sources = inner.paths.get_mut(path);
-            if sources.is_some_and(|sources| sources.remove(source) && sources.is_empty()) {
-                inner.paths.remove(path);
-                unused.push(path.to_owned());
-            }
+        let mut unused: Vec<_> = source.paths().map(Path::to_owned).collect();
+        for used in inner.entries.keys().flat_map(Source::paths) {
+            // Not compared as paths, which takes longer.
+            unused.retain(|path| path.as_os_str() != used.as_os_str());
         }
         Some(unused)
     }

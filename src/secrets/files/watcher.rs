@@ -3,8 +3,8 @@
 //! One task follows each source. It watches the paths, reads the files, and waits for the next
 //! change, which it reads after a pause, as a key follows its certificate. inotify misses some changes
 //! (on a network file system, of a directory moved as a whole), hence the poll; paths that could not
-//! be watched are read every few seconds. Files are read on threads, a bounded number at a time: a file
-//! system that hangs holds up its own files only.
+//! be watched are read every few seconds. Files are read on threads, so that a file system that hangs
+//! holds up its own files only.
 
 use std::fmt::Display;
 use std::io;
@@ -12,15 +12,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use super::metrics::Metrics;
-use super::reads::Reads;
 use super::source::{FileError, Source};
 use super::table::Table;
 use crate::clock::{Clock, after, rfc3339};
 use crate::file_watch::{Changed, FileWatch};
+use crate::metrics::{Counter, Registry};
 use crate::secrets::Secret;
 
 /// How often files are read whatever inotify reports.
@@ -29,19 +29,47 @@ const POLL: Duration = Duration::from_secs(60);
 /// How often files are read that could not be watched.
 const POLL_UNWATCHED: Duration = Duration::from_secs(5);
 
+/// How many reads run at once, those included that hang.
+const MAX_READS: usize = 64;
+
 #[derive(Debug)]
 pub(super) struct Watcher {
     pub(super) table: Arc<Table>,
     pub(super) clock: Clock,
     pub(super) debounce: Duration,
-    pub(super) metrics: Metrics,
     pub(super) open: fn() -> io::Result<FileWatch>,
     /// None while the kernel refuses to watch.
-    pub(super) watch: Mutex<Option<Arc<FileWatch>>>,
-    pub(super) reads: Reads,
+    watch: Mutex<Option<Arc<FileWatch>>>,
+    reads: Semaphore,
+    watcher_failures: Counter,
+    secret_failures: Counter,
 }
 
 impl Watcher {
+    pub(super) fn new(
+        table: Arc<Table>,
+        clock: Clock,
+        debounce: Duration,
+        registry: &Registry,
+    ) -> Self {
+        Self {
+            table,
+            clock,
+            debounce,
+            open: FileWatch::new,
+            watch: Mutex::default(),
+            reads: Semaphore::new(MAX_READS),
+            watcher_failures: registry.counter(
+                "istio_agent_num_file_watcher_failures_total",
+                "Number of times file watcher failed to add watchers",
+            ),
+            secret_failures: registry.counter(
+                "istio_agent_num_file_secret_failures_total",
+                "Number of times secret generation failed for files",
+            ),
+        }
+    }
+
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
         self.watch.lock().is_some()
@@ -75,7 +103,7 @@ impl Watcher {
             if !std::mem::replace(&mut is_lost, true) {
                 *self.watch.lock() = None;
                 self.report_unwatched("all files", &lost);
-                self.table.all_changed();
+                self.table.changed(|_| true);
             }
             tokio::time::sleep(POLL_UNWATCHED).await;
         }
@@ -85,20 +113,21 @@ impl Watcher {
         loop {
             match watch.changed().await {
                 Ok(Changed::Paths(paths)) => {
-                    for path in paths {
-                        let shown = path.display();
-                        tracing::debug!(target: "cache", "event for file certificate {shown}");
-                        self.table.path_changed(&path);
+                    for path in &paths {
+                        let path = path.display();
+                        tracing::debug!(target: "cache", "event for file certificate {path}");
                     }
+                    self.table
+                        .changed(|source| source.paths().any(|path| paths.contains(path)));
                 }
-                Ok(Changed::Anything) => self.table.all_changed(),
+                Ok(Changed::Anything) => self.table.changed(|_| true),
                 Err(error) => return error,
             }
         }
     }
 
     fn report_unwatched(&self, what: impl Display, error: &io::Error) {
-        self.metrics.watcher_failures.inc();
+        self.watcher_failures.inc();
         tracing::error!(
             target: "cache",
             "certificate watch error: {error}; {what}: read every {POLL_UNWATCHED:?} instead"
@@ -122,10 +151,10 @@ impl Watcher {
     /// Keeps the state of a source up to date, until it has had no subscriber for a whole interval of
     /// the poll.
     async fn follow(self: Arc<Self>, source: Source) {
-        let Some((mut changed, paths)) = self.table.follow(&source) else {
+        let Some(mut changed) = self.table.follow(&source) else {
             return;
         };
-        for path in paths {
+        for path in source.paths() {
             let path = path.display();
             tracing::info!(target: "cache", "adding watcher for file certificate {path}");
         }
@@ -146,7 +175,6 @@ impl Watcher {
                 () = tokio::time::sleep(POLL_UNWATCHED), if !is_watched => {}
             }
         };
-        self.metrics.dropped(&source);
         if let Some(watch) = &*self.watch.lock() {
             unused.iter().for_each(|path| watch.unwatch(path));
         }
@@ -164,7 +192,9 @@ impl Watcher {
             });
             (watched, of.read())
         };
-        let (watched, content) = match self.reads.run(source, read).await {
+        // The semaphore is never closed.
+        let _permit = self.reads.acquire().await;
+        let (watched, content) = match tokio::task::spawn_blocking(read).await {
             Ok(finished) => finished,
             Err(error) => {
                 // Reading does not panic; if it did, the source stays as it is until the poll.
@@ -194,7 +224,6 @@ impl Watcher {
                     return;
                 }
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
-                self.metrics.reloaded(source, self.clock.now());
                 if let Some(expiry) = expiry.filter(|expiry| *expiry <= self.clock.now()) {
                     tracing::warn!(
                         target: "cache",
@@ -223,7 +252,7 @@ impl Watcher {
             true => "what was read before stays in use",
             false => "requests for it wait until the files are good",
         };
-        self.metrics.failed(source);
+        self.secret_failures.inc();
         tracing::error!(
             target: "cache",
             "resource:{source} failed to generate secret for proxy from file: {text}; {next}"

@@ -4,8 +4,8 @@
 //! through one link, `..data`, to a directory that holds the three files of one rotation. A rename
 //! replaces that link, so all three change in the same moment: a client that opens `..data` once and
 //! reads beside it meets no mixture, and one that opens `key.pem` finds what a plain file would hold.
-//! Plain files already there are moved into such a directory first. The output directory must exist, and
-//! the files stay when a certificate expires.
+//! The first write replaces plain files one by one. The output directory must exist, and the files stay
+//! when a certificate expires.
 //!
 //! An application may share the directory and change it at any moment: it can prevent the output, but
 //! nothing outside the directory is read or removed.
@@ -48,9 +48,12 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     let mut secrets = Subscription::new(secrets, &files);
     secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
     loop {
-        let (writer, contents) = (writer.clone(), Contents::latest(&secrets));
-        let write = move || match contents {
-            Some(contents) => writer.lock().write(contents.files()),
+        let (writer, latest) = (writer.clone(), latest(&secrets));
+        let write = move || match latest {
+            Some((certificate, roots)) => {
+                let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
+                writer.lock().write(contents)
+            }
             None => Ok(()),
         };
         let written = tokio::task::spawn_blocking(write).await;
@@ -74,26 +77,13 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
 }
 
 /// What an Envoy is served at one moment.
-struct Contents {
-    certificate: Arc<Certificate>,
-    roots: Roots,
-}
-
-impl Contents {
-    fn latest(secrets: &Subscription) -> Option<Self> {
-        match (secrets.get(&Name::Default), secrets.get(&Name::RootCa)) {
-            (
-                SecretState::Available(Secret::Certificate(certificate)),
-                SecretState::Available(Secret::Roots(roots)),
-            ) => Some(Self { certificate, roots }),
-            _ => None,
-        }
-    }
-
-    /// In the order of [`NAMES`].
-    fn files(&self) -> [&[u8]; 3] {
-        let Self { certificate, roots } = self;
-        [certificate.key_pem(), certificate.chain_pem(), roots.pem()]
+fn latest(secrets: &Subscription) -> Option<(Arc<Certificate>, Roots)> {
+    match (secrets.get(&Name::Default), secrets.get(&Name::RootCa)) {
+        (
+            SecretState::Available(Secret::Certificate(certificate)),
+            SecretState::Available(Secret::Roots(roots)),
+        ) => Some((certificate, roots)),
+        _ => None,
     }
 }
 

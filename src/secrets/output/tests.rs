@@ -11,7 +11,6 @@ use tokio::task::JoinSet;
 
 use super::writer::{DATA, STALE};
 use super::*;
-use crate::directory::Directory;
 use crate::metrics::Registry;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 use crate::secrets::files;
@@ -52,11 +51,6 @@ pub(super) fn read(directory: impl AsRef<Path>) -> [String; 3] {
     NAMES.map(|name| fs::read_to_string(directory.as_ref().join(name)).unwrap())
 }
 
-fn take_over(writer: &mut Writer, directory: &TempDir) {
-    let directory = Directory::open(directory.path()).unwrap();
-    writer.take_over(&directory).unwrap();
-}
-
 fn entries(directory: &TempDir) -> usize {
     fs::read_dir(directory.path()).unwrap().count()
 }
@@ -93,7 +87,7 @@ fn present_content_is_not_written_again_also_by_another_agent() {
 }
 
 #[test]
-fn plain_files_are_taken_over_and_stale_leftovers_cleared() {
+fn plain_files_are_replaced_and_stale_leftovers_cleared() {
     let directory = directory();
     for name in NAMES {
         fs::write(directory.path().join(name), "plain").unwrap();
@@ -103,13 +97,6 @@ fn plain_files_are_taken_over_and_stale_leftovers_cleared() {
     let long_ago = SystemTime::now() - 2 * STALE;
     File::open(&stale).unwrap().set_modified(long_ago).unwrap();
     let mut writer = writer(&directory, false);
-    take_over(&mut writer, &directory);
-    assert_eq!(read(&directory), ["plain"; 3]);
-    assert!(
-        fs::symlink_metadata(directory.path().join("key.pem"))
-            .unwrap()
-            .is_symlink()
-    );
     writer.write(all("new")).unwrap();
     assert_eq!(read(&directory), ["new"; 3]);
     assert!(!stale.exists());
@@ -193,18 +180,6 @@ fn a_write_that_fails_leaves_the_files_as_they_were() {
     assert_eq!(entries(&directory), before - 1, "something was left behind");
     writer.write(all("b")).unwrap();
     assert_eq!(read(&directory), ["b"; 3]);
-}
-
-#[test]
-fn plain_files_that_are_there_in_part_change_with_the_others() {
-    let directory = directory();
-    fs::write(directory.path().join(NAMES[2]), "plain").unwrap();
-    let mut writer = writer(&directory, false);
-    take_over(&mut writer, &directory);
-    let found = NAMES.map(|name| fs::read_to_string(directory.path().join(name)).ok());
-    assert_eq!(found, [None, None, Some("plain".to_owned())]);
-    writer.write(all("new")).unwrap();
-    assert_eq!(read(&directory), ["new"; 3]);
 }
 
 #[tokio::test(start_paused = true)]

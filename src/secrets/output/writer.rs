@@ -3,8 +3,6 @@
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use zeroize::Zeroizing;
-
 use super::{Config, NAMES};
 use crate::directory::Directory;
 
@@ -52,11 +50,11 @@ impl Writer {
         // first write they follow the link, as no name may lead nowhere.
         let is_first = self.current.is_none();
         if !is_first {
-            link_names(&directory, &NAMES)?;
+            link_names(&directory)?;
         }
-        let obsolete = self.swap(&directory, contents.map(Some))?;
+        let obsolete = self.swap(&directory, contents)?;
         if is_first {
-            link_names(&directory, &NAMES)?;
+            link_names(&directory)?;
         }
         if let Some(obsolete) = obsolete {
             remove(&directory, &obsolete);
@@ -64,50 +62,17 @@ impl Writer {
         directory.sync()
     }
 
-    /// Continues with the version an earlier agent has linked, and removes what else it left. Plain
-    /// files are moved behind the link, so that the first rotation is one step too; links and files of
-    /// other users are not, because following or copying them could publish any secret we can read.
-    pub(super) fn take_over(&mut self, directory: &Directory) -> io::Result<()> {
+    /// Continues with the version an earlier agent has linked, and removes what else it left.
+    fn take_over(&mut self, directory: &Directory) -> io::Result<()> {
         let linked = directory.link_target(DATA);
-        let linked = linked.filter(|name| is_version(name) && directory.subdirectory(name).is_ok());
-        remove_stale(directory, linked.as_deref())?;
-        if linked.is_some() {
-            self.current = linked;
-            return Ok(());
-        }
-        let mut found: [Option<Zeroizing<Vec<u8>>>; 3] = [const { None }; 3];
-        let mut present = Vec::new();
-        for (name, found) in NAMES.iter().zip(&mut found) {
-            if !directory.exists(name) {
-                continue;
-            }
-            match directory.read(name) {
-                Ok(content) => *found = Some(content),
-                Err(error) => {
-                    let path = self.config.directory.display();
-                    tracing::info!("{path}/{name} is replaced at the first rotation: {error}");
-                    return Ok(());
-                }
-            }
-            present.push(*name);
-        }
-        if present.is_empty() {
-            return Ok(());
-        }
-        let contents = found
-            .each_ref()
-            .map(|found| found.as_ref().map(|content| &content[..]));
-        self.swap(directory, contents)?;
-        link_names(directory, &present)
+        let is_ours = |name: &String| is_version(name) && directory.subdirectory(name).is_ok();
+        self.current = linked.filter(is_ours);
+        remove_stale(directory, self.current.as_deref())
     }
 
     /// Points the link to a new version, in one step. Returns the version before the previous one, which
     /// no client reads any more.
-    fn swap(
-        &mut self,
-        directory: &Directory,
-        contents: [Option<&[u8]>; 3],
-    ) -> io::Result<Option<String>> {
+    fn swap(&mut self, directory: &Directory, contents: [&[u8]; 3]) -> io::Result<Option<String>> {
         let version = random_version();
         let filled = self.fill(directory, &version, contents);
         if let Err(error) = filled.and_then(|()| link(directory, DATA, &version)) {
@@ -119,21 +84,14 @@ impl Writer {
         Ok(std::mem::replace(&mut self.previous, before))
     }
 
-    fn fill(
-        &self,
-        directory: &Directory,
-        version: &str,
-        contents: [Option<&[u8]>; 3],
-    ) -> io::Result<()> {
+    fn fill(&self, directory: &Directory, version: &str, contents: [&[u8]; 3]) -> io::Result<()> {
         let (mode, file_mode) = match self.config.readable_by_all {
             true => (0o755, 0o644),
             false => (0o700, 0o600),
         };
         let version = directory.create(version)?;
         for (name, content) in NAMES.iter().zip(contents) {
-            if let Some(content) = content {
-                version.write(name, content, file_mode)?;
-            }
+            version.write(name, content, file_mode)?;
         }
         version.finish(mode)
     }
@@ -158,8 +116,8 @@ fn behind_link(name: &str) -> String {
     format!("{DATA}/{name}")
 }
 
-fn link_names(directory: &Directory, names: &[&str]) -> io::Result<()> {
-    names.iter().try_for_each(|name| {
+fn link_names(directory: &Directory) -> io::Result<()> {
+    NAMES.iter().try_for_each(|name| {
         let target = behind_link(name);
         match directory.link_target(name) {
             Some(found) if found == target => Ok(()),

@@ -279,12 +279,12 @@ async fn a_foreign_identity_and_a_clock_that_differs_are_odd_and_not_refused() {
     let behind = clock.now() - HOUR;
     let workload = Workload::new(&answer, request.key_pem).expect("is accepted");
     let certificate: &Certificate = &workload.certificate;
-    assert!(certificate.oddities(&ours, clock.now()).is_empty());
-    assert_eq!(certificate.oddities(&ours, behind).len(), 1);
+    assert!(certificate.unusual_fields(&ours, clock.now()).is_empty());
+    assert_eq!(certificate.unusual_fields(&ours, behind).len(), 1);
     let ahead = clock.now() + HOUR;
-    assert_eq!(certificate.oddities(&ours, ahead).len(), 1);
+    assert_eq!(certificate.unusual_fields(&ours, ahead).len(), 1);
     let other = SpiffeId::new("cluster.local", "shop", "till");
-    assert_eq!(certificate.oddities(&other, clock.now()).len(), 1);
+    assert_eq!(certificate.unusual_fields(&other, clock.now()).len(), 1);
 }
 
 #[tokio::test]

@@ -2,8 +2,7 @@
 
 use maud::{Markup, html};
 
-use super::format::{counted, resource_type, size};
-use super::page::{BAD, GOOD, WARN, Width, badge, card, list, note};
+use super::page::{BAD, GOOD, WARN, Width, badge, card, counted, list, note, resource_type, size};
 use crate::duration::approximate;
 use crate::xds::observe::{Snapshot, Source, TypeSnapshot};
 

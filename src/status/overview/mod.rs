@@ -4,9 +4,7 @@
 //! Snapshots hold neither keys nor tokens.
 
 mod discovery;
-mod format;
 mod page;
-mod wasm;
 
 use std::time::SystemTime;
 

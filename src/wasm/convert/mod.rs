@@ -4,9 +4,9 @@
 //! reference to the module and the environment variables for the agent are replaced; all other fields,
 //! unknown ones too, stay as they were written.
 
-mod typed_struct;
 pub(crate) mod wire;
 
+use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
@@ -18,6 +18,7 @@ use envoy_types::pb::envoy::extensions::wasm::v3::plugin_config::Vm;
 use envoy_types::pb::envoy::extensions::wasm::v3::{FailurePolicy, PluginConfig, VmConfig};
 use envoy_types::pb::google::protobuf::Any;
 use prost::{DecodeError, Message};
+use prost_reflect::{DescriptorPool, DynamicMessage};
 
 use super::request::{Request, Unusable};
 
@@ -31,6 +32,9 @@ const RBAC: &str = ".rbac.v3.RBAC";
 
 /// Environment variables of a module that are for the agent begin with this.
 const FOR_AGENT: &str = "ISTIO_META_";
+
+/// `proto/envoy/extensions/wasm/v3/wasm.proto`
+const DEFINITIONS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/wasm.fds"));
 
 /// A Wasm filter whose module has to be fetched.
 #[derive(Clone, Debug)]
@@ -79,7 +83,7 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         _ => return Ok(None),
     };
     let wasm = match is_struct {
-        true => typed_struct::wasm(&config.value).map_err(|error| failed(&error))?,
+        true => wasm_of_struct(&config.value).map_err(|error| failed(&error))?,
         false => config.value.into(),
     };
     let decoded = Wasm::decode(wasm.clone()).map_err(|error| failed(&error))?;
@@ -108,6 +112,23 @@ pub(crate) fn filter(resource: &Bytes) -> Result<Option<Filter>, String> {
         wasm,
         name,
     }))
+}
+
+/// The encoded `Wasm` message that an encoded `google.protobuf.Struct` describes, so that both forms of a
+/// filter are handled alike. By the rules of protobuf's JSON a member that is unknown or has another type
+/// is an error.
+fn wasm_of_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
+    // Rare, so nothing is kept.
+    let definitions = DescriptorPool::decode(DEFINITIONS)?;
+    let definition = |name| {
+        let found = definitions.get_message_by_name(name);
+        found.ok_or("this program has no definition of it")
+    };
+    let value = DynamicMessage::decode(definition("google.protobuf.Struct")?, value)?;
+    let value = serde_json::to_value(&value)?;
+    let wasm = definition("envoy.extensions.wasm.v3.Wasm")?;
+    let wasm = DynamicMessage::deserialize(wasm, value)?;
+    Ok(wasm.encode_to_vec().into())
 }
 
 #[expect(deprecated, reason = "EnvoyFilters still set it")]

@@ -40,8 +40,8 @@ pub(super) struct Plan {
     /// The name of the module's file in an archive; the first file without.
     pub(super) file: Option<&'static str>,
     /// In bytes.
-    pub(super) most_received: u64,
-    pub(super) most_unpacked: u64,
+    pub(super) max_received: u64,
+    pub(super) max_unpacked: u64,
     pub(super) directory: PathBuf,
     /// The SHA-256 of the body, where it is known.
     pub(super) digest: Option<String>,
@@ -50,7 +50,7 @@ pub(super) struct Plan {
 impl Plan {
     /// Downloads a body to its end.
     pub(super) async fn carry_out(self, body: Body) -> Result<Download, Error> {
-        let (url, limit) = (self.url.clone(), self.most_received);
+        let (url, limit) = (self.url.clone(), self.max_received);
         let (portions, received) = mpsc::channel(PORTIONS);
         let writing = tokio::task::spawn_blocking(move || self.write(received));
         let sent = send(body, limit, portions).await;
@@ -73,7 +73,7 @@ impl Plan {
         };
         let mut unpacking = Unpacking {
             file: self.file,
-            limit: self.most_unpacked,
+            limit: self.max_unpacked,
             output: file.as_file_mut(),
         };
         let unpacked = unpacking.unpack(&mut input);

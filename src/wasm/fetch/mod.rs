@@ -3,34 +3,25 @@
 //! Addresses are checked at each connection, also those of redirects and token servers. The caller
 //! bounds the time: dropping a future ends its download.
 
-mod address;
 pub(crate) mod download;
 pub(crate) mod oci;
 mod server;
 mod unpack;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::{HeaderValue, Uri};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use percent_encoding::percent_decode_str;
-use tokio::time::Instant;
 
 use crate::address::Cidr;
-use crate::compliance::Policy;
-use crate::dial::Dialer;
 use crate::dial::proxy::Proxies;
-use crate::http_client::{self, Client, Redirects};
-use crate::trust_anchors::{self, Roots, SystemRoots};
-use crate::unverified_tls;
-use address::Blocked;
+use crate::trust_anchors::SystemRoots;
 pub(crate) use download::Download;
 use download::Plan;
 use oci::reference::{DOCKER_HUB, Reference};
-use server::Server;
 pub(crate) use unpack::hexadecimal;
 
 /// Settings of fetches.
@@ -184,47 +175,12 @@ impl Config {
         self.insecure.iter().any(listed)
     }
 
-    /// A client for one fetch. Trust anchors are needed only with TLS.
-    async fn server(
-        &self,
-        authority: &str,
-        has_tls: bool,
-        redirects: Redirects,
-        deadline: Instant,
-    ) -> Result<Server, String> {
-        let unusable = |error: rustls::Error| format!("cannot set up TLS: {error}");
-        let tls = if !has_tls {
-            None
-        } else if self.is_insecure(authority) {
-            Some(unverified_tls::config(false).map_err(unusable)?)
-        } else {
-            let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await?;
-            let builder = Policy::None.builder().map_err(unusable)?;
-            let mut tls = builder.with_root_certificates(roots).with_no_client_auth();
-            tls.alpn_protocols = vec![b"http/1.1".to_vec()];
-            Some(Arc::new(tls))
-        };
-        let client = Client::new(http_client::Config {
-            dialer: Dialer::with_filter(Arc::new(Blocked(self.blocked.clone()))),
-            tls,
-            proxies: self.proxies.clone(),
-            redirects,
-            keeps_connections: false,
-        });
-        Ok(Server {
-            client,
-            request_limit: self.request_limit,
-            attempts: self.attempts,
-            deadline,
-        })
-    }
-
     fn plan(&self, source: &Source, directory: &Path) -> Plan {
         Plan {
             url: source.redacted(),
             file: None,
-            most_received: self.max_bytes,
-            most_unpacked: self.max_bytes,
+            max_received: self.max_bytes,
+            max_unpacked: self.max_bytes,
             directory: directory.to_owned(),
             digest: None,
         }

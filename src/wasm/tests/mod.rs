@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 
 use super::fetch::fake_server::{Server, answer, ok, path};
 use super::fetch::hexadecimal;
-use super::state::ResourceSnapshot;
+use super::modules::ResourceSnapshot;
 use super::*;
 use crate::trust_anchors::SystemRoots;
 

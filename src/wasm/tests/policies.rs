@@ -277,7 +277,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let url = format!("http://{}/a", server.address);
-    for index in 0..=state::MAX_RESOURCES {
+    for index in 0..=modules::MAX_RESOURCES {
         let name = &format!("plugin-{index}");
         let named = Plugin {
             name,
@@ -286,7 +286,7 @@ async fn a_bounded_number_of_resources_is_remembered() {
         agent.convert(&named).await;
     }
     let resources = agent.wasm.snapshot().resources;
-    assert_eq!(resources.len(), state::MAX_RESOURCES);
+    assert_eq!(resources.len(), modules::MAX_RESOURCES);
     assert_eq!(resources[0].name, "plugin-1", "the oldest is forgotten");
     assert_eq!(server.heads().len(), 1);
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use indexmap::IndexMap;
 use tokio::time::Instant;
 
-use super::reply::Reply;
+use super::message::Reply;
 use crate::clock::later;
 use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC, TSIG};
 
@@ -149,11 +149,7 @@ impl Cache {
         while self.entries.len() >= self.config.max_entries
             || self.bytes + weight > self.config.max_bytes
         {
-            let at = if self.hand < self.entries.len() {
-                self.hand
-            } else {
-                0
-            };
+            let at = self.hand.checked_rem(self.entries.len()).unwrap_or(0);
             self.hand = at + 1;
             match self.entries.get_index_mut(at) {
                 Some((_, entry)) if entry.was_used => entry.was_used = false,
@@ -191,7 +187,9 @@ fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
     let bytes = reply.bytes();
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
-    if bytes[FLAGS] & TC != 0 || reply.has_extended_rcode() {
+    // Its code is more than the header holds.
+    let has_extended_rcode = |r: &Record| r.kind == OPT && bytes[r.ttl_at()] != 0;
+    if bytes[FLAGS] & TC != 0 || records.iter().any(has_extended_rcode) {
         return None;
     }
     let kind = wire::u16_at(bytes, end - 4)?;

@@ -7,8 +7,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, UdpSocket};
 
 use super::super::Unanswered;
-use super::super::query::Query;
-use super::super::reply::Received;
+use super::super::message::{Query, Reply};
 use super::upstream::frame;
 use super::*;
 
@@ -242,7 +241,7 @@ async fn more_queries_than_may_wait_are_refused_and_leave_nothing_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_query_that_comes_back_to_us_ends_its_circle() {
+async fn a_query_that_comes_back_to_us_ends_the_forwarding_loop() {
     let us = UdpSocket::bind("127.0.0.1:0").await.expect("a socket");
     let bench = Bench::new(&[us.local_addr().expect("an address")]);
     let serving = async {
@@ -271,7 +270,7 @@ async fn a_query_that_comes_back_to_us_ends_its_circle() {
     tokio::select! {
         never = &mut serving => never,
         answer = bench.forwarder.probe(server, Transport::Udp, "a.test") => {
-            assert!(matches!(answer, Err(Unanswered::Circle)), "{answer:?}");
+            assert!(matches!(answer, Err(Unanswered::ForwardingLoop)), "{answer:?}");
         }
     }
     let asked = query_with_opt(1, "a.test", 4096, &[]);
@@ -356,7 +355,7 @@ proptest! {
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
     ) {
         if let Some(query) = Query::parse(Bytes::copy_from_slice(&bytes)) {
-            let _ = (query.key(), query.cache_key(), query.message(1, false));
+            let _ = (query.key(), query.cache_key(), query.message(1));
         }
         let asked = query_with_opt(1, "a.example.test", 1232, &[]);
         let parsed = Query::parse(asked.clone().into()).expect("a query");
@@ -371,8 +370,7 @@ proptest! {
         let now = Instant::now();
         let mut cache = cache::Cache::new(KEEPING);
         for query in [&parsed, &plain] {
-            let received = Received::read(&reply, 1, query, is_cut);
-            if let Ok(Received { reply: Some(reply), .. }) = received {
+            if let Ok(reply) = Reply::read(&reply, 1, query, is_cut) {
                 let _ = (query.restore(&reply), cache.put(b"key".to_vec(), &reply, now));
                 let _ = cache.get(b"key", now);
             }

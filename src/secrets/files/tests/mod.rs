@@ -78,7 +78,7 @@ impl Fixture {
     }
 
     fn want(&self, names: &[&Name]) -> Subscription {
-        let mut subscription = self.files.subscribe();
+        let mut subscription = Subscription::new(None, &self.files);
         subscription.want(names.iter().map(|&name| name.clone()).collect());
         subscription
     }
@@ -93,8 +93,8 @@ fn write(directory: &Path, name: &str, content: &str) {
 async fn once(
     of: &mut Subscription,
     name: &Name,
-    is: impl Fn(&Option<SecretState>) -> bool,
-) -> Option<SecretState> {
+    is: impl Fn(&SecretState) -> bool,
+) -> SecretState {
     let reached = async {
         loop {
             let found = of.get(name);
@@ -108,31 +108,32 @@ async fn once(
 }
 
 async fn chain_is(of: &mut Subscription, name: &Name, expected: &str) {
-    let is = |state: &Option<SecretState>| match state {
-        Some(SecretState::Available(Secret::Certificate(pair))) => pair.chain_pem() == expected,
+    let is = |state: &SecretState| match state {
+        SecretState::Available(Secret::Certificate(pair)) => pair.chain_pem() == expected,
         _ => false,
     };
     once(of, name, is).await;
 }
 
-fn is_available(state: &Option<SecretState>) -> bool {
-    matches!(state, Some(SecretState::Available(_)))
+fn is_available(state: &SecretState) -> bool {
+    matches!(state, SecretState::Available(_))
+}
+
+/// Whether the authority is to sign it.
+fn is_unsigned(state: &SecretState) -> bool {
+    matches!(state, SecretState::Unsigned)
 }
 
 async fn roots(of: &mut Subscription, name: &Name) -> Roots {
     match once(of, name, is_available).await {
-        Some(SecretState::Available(Secret::Roots(roots))) => roots,
+        SecretState::Available(Secret::Roots(roots)) => roots,
         other => panic!("no roots: {other:?}"),
     }
 }
 
 async fn missing(of: &mut Subscription, name: &Name) -> String {
-    match once(of, name, |found| {
-        matches!(found, Some(SecretState::Unusable(_)))
-    })
-    .await
-    {
-        Some(SecretState::Unusable(error)) => error.to_string(),
+    match once(of, name, |found| matches!(found, SecretState::Unusable(_))).await {
+        SecretState::Unusable(error) => error.to_string(),
         _ => panic!("is missing"),
     }
 }
@@ -209,8 +210,8 @@ async fn the_bundle_of_the_mesh_joins_the_workloads_roots_and_no_others() {
     let fixture = start(directory, true);
     let (name, by_path) = (Name::RootCa, fixture.root("root-cert.pem"));
     let mut subscription = fixture.want(&[&name, &by_path]);
-    let count = |state: &Option<SecretState>| match state {
-        Some(SecretState::Available(Secret::Roots(roots))) => {
+    let count = |state: &SecretState| match state {
+        SecretState::Available(Secret::Roots(roots)) => {
             let pem = String::from_utf8_lossy(roots.pem());
             pem.matches("BEGIN CERTIFICATE").count()
         }
@@ -307,13 +308,13 @@ async fn the_workloads_files_replace_the_authority_once_they_exist_and_stay() {
     let names = [&Name::Default, &Name::RootCa];
     let mut subscription = fixture.want(&names);
     for name in names {
-        assert!(subscription.get(name).is_none());
+        assert!(is_unsigned(&subscription.get(name)));
     }
     let (pem, key) = generated();
     fixture.write("cert-chain.pem", &pem);
     fixture.write("key.pem", &key);
     chain_is(&mut subscription, &Name::Default, &pem).await;
-    assert!(subscription.get(&Name::RootCa).is_none());
+    assert!(is_unsigned(&subscription.get(&Name::RootCa)));
     for file in ["cert-chain.pem", "key.pem"] {
         fs::remove_file(fixture.path(file)).unwrap();
     }
@@ -332,13 +333,12 @@ async fn bad_files_at_the_start_are_waited_for_until_they_are_removed() {
     let mut subscription = fixture.want(&[&Name::Default, &Name::RootCa]);
     missing(&mut subscription, &Name::Default).await;
     // An empty file is none.
-    assert!(subscription.get(&Name::RootCa).is_none());
+    assert!(is_unsigned(&subscription.get(&Name::RootCa)));
     fixture.write("root-cert.pem", "nonsense");
     rest().await;
-    assert!(subscription.get(&Name::RootCa).is_none());
+    assert!(is_unsigned(&subscription.get(&Name::RootCa)));
     fs::remove_file(fixture.path("key.pem")).unwrap();
-    let gone = Option::is_none;
-    once(&mut subscription, &Name::Default, gone).await;
+    once(&mut subscription, &Name::Default, is_unsigned).await;
     fixture.write("key.pem", &key);
     chain_is(&mut subscription, &Name::Default, &pem).await;
 }
@@ -353,7 +353,7 @@ async fn files_that_exist_at_the_start_are_known_at_once() {
     assert!(fixture.files.have(&Name::Default));
     assert!(!fixture.files.have(&Name::RootCa));
     let found = fixture.want(&[&Name::RootCa]).get(&Name::RootCa);
-    assert!(matches!(found, Some(SecretState::Unusable(_))), "{found:?}");
+    assert!(matches!(found, SecretState::Unusable(_)), "{found:?}");
 }
 
 #[tokio::test]
@@ -370,13 +370,9 @@ async fn hundreds_of_pairs_are_read_and_a_missing_one_delays_none() {
     let mut subscription = fixture.want(&names.iter().collect::<Vec<_>>());
     for (n, name) in names.iter().enumerate() {
         let found = once(&mut subscription, name, |found| {
-            !matches!(found, Some(SecretState::Reading))
+            !matches!(found, SecretState::Reading)
         })
         .await;
-        assert_eq!(
-            matches!(found, Some(SecretState::Available(_))),
-            n != 250,
-            "{n}"
-        );
+        assert_eq!(matches!(found, SecretState::Available(_)), n != 250, "{n}");
     }
 }

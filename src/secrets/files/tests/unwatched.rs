@@ -1,9 +1,11 @@
 //! Watches that the kernel refuses, and files that are read without one.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
+use crate::file_watch::FileWatch;
 
 /// The secrets of `directory`, read by a watcher of the test's own.
 fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
@@ -21,15 +23,10 @@ fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
 }
 
 fn watcher(table: &Arc<Table>, open: fn() -> io::Result<FileWatch>) -> Watcher {
-    Watcher {
-        table: table.clone(),
-        clock: Clock::system(),
-        debounce: Duration::ZERO,
-        metrics: Metrics::new(&Registry::default()),
-        open,
-        watch: Mutex::default(),
-        reads: Reads::new(),
-    }
+    let registry = Registry::default();
+    let mut watcher = Watcher::new(table.clone(), Clock::system(), Duration::ZERO, &registry);
+    watcher.open = open;
+    watcher
 }
 
 fn refused() -> io::Result<FileWatch> {
@@ -69,7 +66,7 @@ async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
     watcher.pin(Source::Roots(path), true);
     let mut tasks = JoinSet::new();
     let name = Name::SystemRoots;
-    let mut subscription = files.subscribe();
+    let mut subscription = Subscription::new(None, &files);
     subscription.want(BTreeSet::from([name.clone()]));
     tasks.spawn(watcher.run());
     missing(&mut subscription, &name).await;
@@ -100,10 +97,13 @@ async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
     let table = Arc::new(Table::default());
     let files = files_in(&directory, table.clone());
     let many = (0..table::MAX_SOURCES).map(|n| Name::FileRoot(n.to_string()));
-    let mut greedy = files.subscribe();
+    let mut greedy = Subscription::new(None, &files);
     greedy.want(many.collect());
     let name = Name::SystemRoots;
-    let (mut late, mut gone) = (files.subscribe(), files.subscribe());
+    let (mut late, mut gone) = (
+        Subscription::new(None, &files),
+        Subscription::new(None, &files),
+    );
     for subscription in [&mut late, &mut gone] {
         subscription.want(BTreeSet::from([name.clone()]));
     }
@@ -117,7 +117,7 @@ async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
     drop((greedy, gone));
     assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
     assert!(table.forget_if_idle(&first, &mut was_idle).is_some());
-    let is_admitted = |state: &Option<SecretState>| matches!(state, Some(SecretState::Reading));
+    let is_admitted = |state: &SecretState| matches!(state, SecretState::Reading);
     once(&mut late, &name, is_admitted).await;
     let system = Source::Roots(directory.path().join("system.pem"));
     assert!(table.take_fresh().contains(&system));
@@ -131,7 +131,7 @@ async fn what_inotify_misses_is_read_within_a_minute_and_unwanted_files_are_forg
     let files = files_in(&directory, table.clone());
     let mut tasks = JoinSet::new();
     tasks.spawn(watcher.run());
-    let mut subscription = files.subscribe();
+    let mut subscription = Subscription::new(None, &files);
     subscription.want(BTreeSet::from([Name::SystemRoots]));
     let name = Name::SystemRoots;
     missing(&mut subscription, &name).await;

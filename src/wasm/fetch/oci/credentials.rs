@@ -16,7 +16,7 @@ use super::reference::DOCKER_HUB;
 use crate::regular_file;
 use crate::wasm::fetch::{basic, secret};
 
-const LARGEST: u64 = 1 << 20;
+const MAX_CONFIG: u64 = 1 << 20;
 
 /// What a registry is given. Headers are marked as secret, and not shown.
 #[derive(Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub(super) async fn from_files(
 ) -> Result<Option<Credentials>, String> {
     for path in paths {
         let of_path = |problem: String| format!("{}: {problem}", path.display());
-        match regular_file::read_aside(path.clone(), LARGEST).await {
+        match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
             Ok(config) => return read(&config, registry).map_err(of_path),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(of_path(error.to_string())),

@@ -1,27 +1,39 @@
 //! Fetches modules from OCI registries: the manifest, of an index the right one, and the layer with the
-//! module.
+//! module. That is the last layer of an image of Docker or OCI, a tar.gz with a file `plugin.wasm`, or the
+//! layer of an artifact that is the module.
 //!
 //! Sources: the OCI Distribution Specification 1.1, and the token authentication of Docker's registry.
 
-mod challenge;
 mod credentials;
-mod manifest;
 pub(crate) mod reference;
 mod registry;
 
 use std::path::Path;
 
+use aws_lc_rs::digest::{SHA256, digest};
+use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, unusable};
+use super::unpack::hexadecimal;
 use super::{Config, Error, Source};
 use crate::lifecycle::with_causes;
-use manifest::Manifest;
 use reference::{Reference, sha256};
 use registry::Registry;
 
 /// Registries take manifests of up to 4 MiB.
 const MAX_MANIFEST: usize = 4 << 20;
+
+const IMAGE_LAYERS: [&str; 2] = [
+    "application/vnd.docker.image.rootfs.diff.tar.gzip",
+    "application/vnd.oci.image.layer.v1.tar+gzip",
+];
+const MODULE_LAYER: &str = "application/vnd.module.wasm.content.layer.v1+wasm";
+
+/// What is asked for: manifests and indexes of Docker and OCI.
+const ACCEPT: &str = "application/vnd.docker.distribution.manifest.v2+json, \
+     application/vnd.docker.distribution.manifest.list.v2+json, \
+     application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json";
 
 /// An image whose manifest is known.
 #[derive(Debug)]
@@ -86,7 +98,7 @@ impl Config {
         let response = response.map_err(|problem| unusable(&source.redacted(), &problem))?;
         let plan = Plan {
             file: Some("plugin.wasm"),
-            most_received: size,
+            max_received: size,
             digest: Some(digest),
             ..self.plan(source, directory)
         };
@@ -104,7 +116,7 @@ impl Image {
 impl Registry {
     async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
         let path = format!("manifests/{version}");
-        let mut response = self.get(&path, manifest::ACCEPT).await?;
+        let mut response = self.get(&path, ACCEPT).await?;
         let body = response.body_mut().collect(MAX_MANIFEST).await;
         let manifest = Manifest::parse(&body.map_err(|error| with_causes(&error))?)?;
         match sha256(version) {
@@ -116,5 +128,229 @@ impl Registry {
             }
             _ => Ok(manifest),
         }
+    }
+}
+
+/// A manifest, or an index of some.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Manifest {
+    #[serde(default)]
+    schema_version: u32,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+    /// Of an index only.
+    manifests: Option<Vec<Descriptor>>,
+    /// Of the bytes it was read from.
+    #[serde(skip)]
+    digest: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Descriptor {
+    #[serde(default)]
+    media_type: String,
+    digest: String,
+    #[serde(default)]
+    size: u64,
+    platform: Option<Platform>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Platform {
+    #[serde(default)]
+    os: String,
+    #[serde(default)]
+    architecture: String,
+}
+
+impl Manifest {
+    fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let parsed = serde_json::from_slice(bytes);
+        let mut manifest: Self = parsed.map_err(|error| format!("it is no manifest: {error}"))?;
+        if manifest.schema_version != 2 {
+            let version = manifest.schema_version;
+            return Err(format!(
+                "unsupported manifest: schema {version}, expected 2"
+            ));
+        }
+        manifest.digest = hexadecimal(digest(&SHA256, bytes).as_ref());
+        Ok(manifest)
+    }
+
+    /// The digest of the manifest to use, if this is an index: the expected one if it is there, that of
+    /// this machine's architecture, or that for amd64, which most modules are published for.
+    fn child(&self, expected: Option<&str>) -> Result<Option<String>, String> {
+        let Some(manifests) = &self.manifests else {
+            return Ok(None);
+        };
+        let own = match std::env::consts::ARCH {
+            "x86_64" => "amd64",
+            "aarch64" => "arm64",
+            other => other,
+        };
+        let rank = |one: &&Descriptor| {
+            let (os, architecture) = match &one.platform {
+                Some(platform) => (platform.os.as_str(), platform.architecture.as_str()),
+                None => ("linux", "amd64"),
+            };
+            let is_expected = expected.is_some() && sha256(&one.digest) == expected;
+            let is_of = |name| os == "linux" && architecture == name;
+            [is_expected, is_of(own), is_of("amd64")]
+                .iter()
+                .position(|fits| *fits)
+        };
+        let ranked = manifests.iter().filter(|one| rank(one).is_some());
+        match ranked.min_by_key(rank) {
+            Some(found) => found.hexadecimal().map(Some),
+            None => {
+                let platform = format!("linux/{own} or linux/amd64");
+                Err(format!("no child with platform {platform} in the index"))
+            }
+        }
+    }
+
+    /// Digest and size of the layer with the module, which has at most `limit` bytes.
+    fn layer(&self, limit: u64) -> Result<(String, u64), String> {
+        let last = self.layers.last();
+        let of_image = last.filter(|last| IMAGE_LAYERS.contains(&last.media_type.as_str()));
+        let mut layers = self.layers.iter();
+        let found = of_image.or_else(|| layers.find(|layer| layer.media_type == MODULE_LAYER));
+        let found = found.ok_or_else(|| {
+            let types = self.layers.iter().map(|layer| layer.media_type.as_str());
+            let types = types.collect::<Vec<_>>().join(", ");
+            let [docker, oci] = IMAGE_LAYERS;
+            format!(
+                "the given image is in invalid format as an OCI image: found layers [{types}], \
+                 expected {docker} or {oci} as the last, or {MODULE_LAYER}"
+            )
+        })?;
+        if found.size > limit {
+            return Err(format!("the layer has {} bytes, over {limit}", found.size));
+        }
+        Ok((found.hexadecimal()?, found.size))
+    }
+}
+
+impl Descriptor {
+    fn hexadecimal(&self) -> Result<String, String> {
+        let found = &self.digest;
+        let digits = sha256(found).map(str::to_owned);
+        digits.ok_or_else(|| format!("found digest {found:?}, expected sha256 in hexadecimal"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn hex(digit: &str) -> String {
+        digit.repeat(64)
+    }
+
+    fn parse(document: &Value) -> Result<Manifest, String> {
+        Manifest::parse(document.to_string().as_bytes())
+    }
+
+    #[test]
+    fn the_three_layouts_are_found_and_others_refused() {
+        let [docker, oci] = IMAGE_LAYERS;
+        let zstd = "application/vnd.oci.image.layer.v1.tar+zstd";
+        for (what, types, expected) in [
+            ("docker", &["x", docker][..], Some("b")),
+            ("oci", &["x", "y", oci], Some("c")),
+            ("artifact", &["config", MODULE_LAYER], Some("b")),
+            ("artifact without a config", &[MODULE_LAYER], Some("a")),
+            ("no layer", &[], None),
+            ("not the last", &[oci, "x"], None),
+            ("zstd", &["x", zstd], None),
+        ] {
+            let layers = types
+                .iter()
+                .zip(["a", "b", "c"])
+                .map(|(media_type, digit)| {
+                    let digest = format!("sha256:{}", hex(digit));
+                    json!({"mediaType": media_type, "digest": digest, "size": 7})
+                });
+            let layers: Vec<_> = layers.collect();
+            let manifest = parse(&json!({"schemaVersion": 2, "layers": layers}));
+            let found = manifest.expect("a manifest").layer(7);
+            match (found, expected) {
+                (Ok(found), Some(digit)) => assert_eq!(found, (hex(digit), 7), "{what}"),
+                (Err(error), None) => {
+                    let named = types.iter().all(|found| error.contains(found));
+                    assert!(named && error.contains("invalid format"), "{what}: {error}");
+                }
+                (found, _) => panic!("{what}: {found:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_index_gives_the_expected_manifest_or_that_of_a_platform() {
+        let child = |digit: &str, platform: Option<(&str, &str)>| {
+            let digest = format!("sha256:{}", hex(digit));
+            let platform = platform.map(|(os, arch)| json!({"os": os, "architecture": arch}));
+            json!({"digest": digest, "platform": platform})
+        };
+        let own = match std::env::consts::ARCH {
+            "aarch64" => "arm64",
+            _ => "amd64",
+        };
+        let (windows, s390x) = (
+            child("a", Some(("windows", own))),
+            child("b", Some(("linux", "s390x"))),
+        );
+        let (amd64, native) = (
+            child("c", Some(("linux", "amd64"))),
+            child("d", Some(("linux", own))),
+        );
+        let plain = child("e", None);
+        let b = hex("b");
+        for (children, expected, found) in [
+            (vec![&windows, &s390x, &native, &amd64], None, Some("d")),
+            (vec![&windows, &s390x, &amd64], None, Some("c")),
+            (vec![&windows, &plain], None, Some("e")),
+            (vec![&native, &s390x], Some(b.as_str()), Some("b")),
+            (vec![&windows, &s390x], None, None),
+            (vec![], None, None),
+        ] {
+            let index =
+                parse(&json!({"schemaVersion": 2, "manifests": children})).expect("an index");
+            assert_eq!(
+                index.child(expected).ok(),
+                found.map(|digit| Some(hex(digit)))
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_no_manifest_is_an_error_that_says_why() {
+        for (document, expected) in [
+            ("<html>", "it is no manifest"),
+            ("null", "it is no manifest"),
+            (
+                r#"{"schemaVersion":1,"fsLayers":[]}"#,
+                "schema 1, expected 2",
+            ),
+            (
+                r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#,
+                "missing field `digest`",
+            ),
+        ] {
+            let error = Manifest::parse(document.as_bytes()).expect_err(document);
+            assert!(error.contains(expected), "{error}");
+        }
+        let layer = |digest: &str, size: u64| {
+            let layer = json!({"mediaType": IMAGE_LAYERS[1], "digest": digest, "size": size});
+            let manifest = parse(&json!({"schemaVersion": 2, "layers": [layer]}));
+            manifest
+                .and_then(|manifest| manifest.layer(7))
+                .expect_err("an error")
+        };
+        assert!(layer("sha256:../..", 7).contains("expected sha256 in hexadecimal"));
+        assert!(layer(&format!("sha256:{}", hex("a")), 8).contains("8 bytes, over 7"));
     }
 }

@@ -1,0 +1,289 @@
+//! Queries and replies. Both pass byte for byte, but for the id, and the question of a reply, which is
+//! the client's.
+
+use bytes::Bytes;
+
+use crate::dns::wire::{
+    self, ANSWERS, FLAGS, HEADER, MIN_UDP, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, TC,
+};
+
+/// A client's query.
+#[derive(Clone, Debug)]
+pub(super) struct Query {
+    bytes: Bytes,
+    question_end: usize,
+    opt: Option<wire::Record>,
+    /// Whether nothing but an OPT record without options follows the question.
+    is_plain: bool,
+}
+
+impl Query {
+    /// `None` if it is not a message with one question and all the records it announces.
+    pub(super) fn parse(client: Bytes) -> Option<Self> {
+        let question_end = wire::question_end(&client)?;
+        let records = wire::records(&client, question_end)?;
+        let end = records.last().map_or(question_end, |last| last.end);
+        Some(Self {
+            bytes: client.slice(..end),
+            question_end,
+            opt: records.iter().copied().find(|r| r.kind == OPT),
+            is_plain: match records.as_slice() {
+                [] => true,
+                [only] => only.kind == OPT && only.data_at() == only.end,
+                _ => false,
+            },
+        })
+    }
+
+    pub(super) fn id(&self) -> u16 {
+        wire::u16_at(&self.bytes, 0).unwrap_or_default()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn opcode(&self) -> u8 {
+        self.bytes[FLAGS] & OPCODE
+    }
+
+    fn question(&self) -> &[u8] {
+        &self.bytes[HEADER..self.question_end]
+    }
+
+    /// What makes two queries the same: all of it but the id and the case of the name.
+    pub(super) fn key(&self) -> Vec<u8> {
+        let mut key = self.message(0);
+        key[HEADER..self.question_end - 4].make_ascii_lowercase();
+        key
+    }
+
+    /// What makes two queries the same to the cache, whatever size of answer they take. `None` if the
+    /// answer may be meant for this client alone.
+    pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
+        let is_query = self.bytes[FLAGS] & 0xf8 == 0;
+        let mut key = self.key();
+        if let Some(opt) = self.opt {
+            wire::put(&mut key, opt.class_at(), &[0, 0]);
+        }
+        (is_query && self.is_plain).then_some(key)
+    }
+
+    /// The bytes to send.
+    pub(super) fn message(&self, id: u16) -> Vec<u8> {
+        let mut bytes = self.bytes.to_vec();
+        wire::put(&mut bytes, 0, &id.to_be_bytes());
+        bytes
+    }
+
+    /// The largest answer a server may send in one datagram.
+    pub(super) fn udp_size(&self) -> usize {
+        let size = |opt: wire::Record| wire::u16_at(&self.bytes, opt.class_at());
+        self.opt.and_then(size).map_or(MIN_UDP, usize::from)
+    }
+
+    /// Whether the question of a message is this one.
+    fn is_asked_in(&self, message: &[u8]) -> bool {
+        let (name, fixed) = self.question().split_at(self.question().len() - 4);
+        let found = message.get(HEADER..self.question_end);
+        wire::u16_at(message, QUESTIONS) == Some(1)
+            && found.is_some_and(|found| {
+                let (found, rest) = found.split_at(name.len());
+                found.eq_ignore_ascii_case(name) && rest == fixed
+            })
+    }
+
+    /// The reply as the client expects it: its id, its question.
+    pub(super) fn restore(&self, reply: &Reply) -> Bytes {
+        let mut bytes = reply.bytes().to_vec();
+        wire::put(&mut bytes, 0, &self.bytes[..2]);
+        wire::put(&mut bytes, HEADER, self.question());
+        bytes.into()
+    }
+}
+
+/// A reply to one of our queries, with all the records it announces.
+#[derive(Clone, Debug)]
+pub(super) struct Reply(Bytes);
+
+/// Why a message is no reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Unusable {
+    #[error("the reply over TCP is to another query")]
+    NotOurs,
+    #[error("the reply's records do not fit its length")]
+    Broken,
+}
+
+impl Reply {
+    /// Of a message that `is_cut` by the end of its buffer, only header and question count.
+    pub(super) fn read(
+        bytes: &[u8],
+        id: u16,
+        query: &Query,
+        is_cut: bool,
+    ) -> Result<Self, Unusable> {
+        let is_ours = bytes.len() >= HEADER
+            && wire::u16_at(bytes, 0) == Some(id)
+            && bytes[FLAGS] & QR != 0
+            && bytes[FLAGS] & OPCODE == query.opcode();
+        // Servers leave the question out of errors, where they could not read it.
+        let is_error = || ![NOERROR, NXDOMAIN].contains(&wire::rcode(bytes));
+        if is_ours && wire::u16_at(bytes, QUESTIONS) == Some(0) && is_error() {
+            return Ok(Self::header_and_question(bytes, query, 0));
+        }
+        if !is_ours || !query.is_asked_in(bytes) {
+            return Err(Unusable::NotOurs);
+        }
+        let question_end = HEADER + query.question().len();
+        match wire::records(bytes, question_end) {
+            Some(records) if !is_cut => {
+                let end = records.last().map_or(question_end, |last| last.end);
+                Ok(Self(Bytes::copy_from_slice(&bytes[..end])))
+            }
+            _ if is_cut || bytes[FLAGS] & TC != 0 => {
+                Ok(Self::header_and_question(bytes, query, TC))
+            }
+            _ => Err(Unusable::Broken),
+        }
+    }
+
+    fn header_and_question(bytes: &[u8], query: &Query, flags: u8) -> Self {
+        let mut left = [&bytes[..HEADER], query.question()].concat();
+        left[FLAGS] |= flags;
+        wire::put(&mut left, QUESTIONS, &[0, 1]);
+        wire::put(&mut left, ANSWERS, &[0; 6]);
+        Self(left.into())
+    }
+
+    pub(super) fn from_bytes(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
+    }
+
+    pub(super) fn bytes(&self) -> &Bytes {
+        &self.0
+    }
+
+    pub(super) fn rcode(&self) -> u8 {
+        wire::rcode(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{Answer, query, query_with_opt};
+    use super::*;
+
+    fn parsed(bytes: Vec<u8>) -> Query {
+        Query::parse(bytes.into()).expect("a query")
+    }
+
+    #[test]
+    fn passes_as_it_came_but_for_its_id() {
+        let mut signed = query(7, "a.test");
+        signed[11] = 1;
+        signed.extend([0, 0, 250, 0, 255, 0, 0, 0, 0, 0, 2, 1, 2]);
+        assert_eq!(parsed(signed.clone()).cache_key(), None);
+        for asked in [
+            query(7, "a.test"),
+            query_with_opt(7, "a.test", 512, &[]),
+            query_with_opt(7, "a.test", 0, &[0, 10, 0, 1, 5]),
+            signed,
+        ] {
+            let sent = parsed(asked.clone()).message(9);
+            assert_eq!(sent[..2], [0, 9]);
+            assert_eq!(sent[2..], asked[2..]);
+        }
+    }
+
+    #[test]
+    fn the_cache_minds_all_that_may_change_the_answer() {
+        let key = |bytes: Vec<u8>| parsed(bytes).cache_key();
+        let base = key(query_with_opt(1, "a.test", 1232, &[]));
+        assert!(base.is_some());
+        assert_eq!(key(query_with_opt(2, "A.Test", 4096, &[])), base);
+        assert_ne!(key(query(1, "a.test")), base);
+        assert!(key(query(1, "a.test")).is_some());
+        // Bytes of the message with an OPT record, and what they are changed to.
+        for (what, at, value) in [
+            ("recursion", 2, 0),
+            ("checking disabled", 3, 0x10),
+            ("authentic data", 3, 0x20),
+            ("name", 13, b'b'),
+            ("type", 21, 28),
+            ("class", 23, 3),
+            ("DNSSEC", 31, 0x80),
+        ] {
+            let mut other = query_with_opt(1, "a.test", 4096, &[]);
+            other[at] = value;
+            assert_ne!(key(other), base, "{what}");
+        }
+        assert_eq!(
+            key(query_with_opt(1, "a.test", 4096, &[0, 10, 0, 1, 5])),
+            None
+        );
+        let mut notify = query(1, "a.test");
+        notify[2] |= 0x20;
+        assert_eq!(key(notify), None);
+    }
+
+    #[test]
+    fn what_is_no_single_question_is_not_forwarded() {
+        let whole = query_with_opt(1, "a.test", 1232, &[]);
+        for length in 0..whole.len() {
+            assert!(
+                Query::parse(whole[..length].to_vec().into()).is_none(),
+                "{length}"
+            );
+        }
+        for (at, value) in [(5, 0), (5, 2), (12, 0xc0), (12, 0x40), (11, 2)] {
+            let mut bad = whole.clone();
+            bad[at] = value;
+            assert!(Query::parse(bad.into()).is_none(), "{at} {value}");
+        }
+        let long = vec!["a"; 127].join(".");
+        assert!(Query::parse(query(1, &long).into()).is_some());
+        let longer = vec!["a"; 128].join(".");
+        assert!(Query::parse(query(1, &longer).into()).is_none());
+    }
+
+    #[test]
+    fn bytes_behind_the_last_record_are_cut_off() {
+        let asked = query_with_opt(1, "a.test", 1232, &[]);
+        let mut bytes = Answer::address(1).to(&asked);
+        bytes.extend([1, 2, 3]);
+        let query = parsed(asked.clone());
+        let reply = Reply::read(&bytes, 1, &query, false).expect("a reply");
+        assert_eq!(query.restore(&reply), Answer::address(1).to(&asked));
+    }
+
+    #[test]
+    fn an_error_without_the_question_gets_it_back() {
+        let asked = query_with_opt(1, "a.test", 1232, &[]);
+        let query = parsed(asked.clone());
+        for rcode in 0..6 {
+            let mut bytes = Answer::rcode(rcode).to(&asked);
+            let mut expected = bytes[..asked.len() - 11].to_vec();
+            expected[11] = 0;
+            bytes.truncate(12);
+            bytes[5] = 0;
+            bytes[11] = 0;
+            let reply = Reply::read(&bytes, 1, &query, false);
+            match rcode {
+                0 | 3 => assert_eq!(reply.err(), Some(Unusable::NotOurs)),
+                _ => assert_eq!(reply.expect("a reply").bytes(), &expected),
+            }
+        }
+    }
+
+    #[test]
+    fn a_reply_without_all_it_promises_is_broken() {
+        let asked = query_with_opt(1, "a.test", 1232, &[]);
+        let bytes = Answer::address(1).to(&asked);
+        let query = parsed(asked.clone());
+        for length in asked.len() - 11..bytes.len() {
+            let reply = Reply::read(&bytes[..length], 1, &query, false);
+            assert_eq!(reply.err(), Some(Unusable::Broken), "{length}");
+        }
+    }
+}

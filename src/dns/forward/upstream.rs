@@ -1,0 +1,330 @@
+//! One query, put to servers until one of them answers it.
+//!
+//! A query that is not answered soon is sent again, to the next server or, when there is none, to the
+//! same: after 300 ms in the first round, after twice that in each further one. With one server and
+//! 5 s that makes five tries; where 5 % of packets are lost each way, all of them fail once in a
+//! hundred thousand. Earlier tries stay open, so a slow server can still answer.
+//!
+//! Each try has a socket, a port and an id of its own, and takes only a reply with that id and our
+//! question from the server it asked; anything else is counted and ignored. A server's SERVFAIL, NOTIMP
+//! or REFUSED is not the last word while there are others.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, select_all};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep_until};
+
+use super::in_flight::SharedQuery;
+use super::message::{Query, Reply, Unusable};
+use super::servers::Health;
+use crate::clock::{after, later};
+use crate::dns::Transport;
+use crate::dns::metrics::ForwardMetrics as Metrics;
+use crate::dns::wire::{NOTIMP, REFUSED, SERVFAIL};
+use crate::duration::scaled;
+
+const FIRST_WAIT: Duration = Duration::from_millis(300);
+
+/// How often one server is sent one query.
+const ROUNDS: u32 = 5;
+
+/// How long other servers may take once one has said it cannot answer.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Sockets open at one time for all queries, unless the process may have fewer.
+const MAX_SOCKETS: usize = 2048;
+
+/// Asks servers, and remembers which of them answer.
+#[derive(Debug)]
+pub(super) struct Upstream {
+    health: Health,
+    sockets: Semaphore,
+    max_sockets: usize,
+    is_parallel: bool,
+    first_wait: Duration,
+    metrics: Metrics,
+}
+
+/// One query under way.
+struct UpstreamQuery<'a> {
+    upstream: &'a Upstream,
+    query: &'a Query,
+    shared: &'a SharedQuery,
+    transport: Transport,
+    /// Servers still to be asked, with how often they have been.
+    rotation: VecDeque<(SocketAddr, u32)>,
+    attempts: Vec<Attempt<'a>>,
+    /// An error a server answered with, for when no other answers.
+    refusal: Option<Reply>,
+    next_send: Instant,
+    deadline: Instant,
+}
+
+struct Attempt<'a> {
+    server: SocketAddr,
+    started: Instant,
+    reply: BoxFuture<'a, Result<Reply, Failed>>,
+}
+
+/// Why an attempt brought no reply.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failed {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error("no random numbers for an id")]
+    NoId,
+    #[error("too many sockets are open")]
+    TooManySockets,
+    #[error(transparent)]
+    Unusable(#[from] Unusable),
+}
+
+impl Failed {
+    /// Whether it is the fault of the server, or of the network on the way.
+    fn is_of_server(&self) -> bool {
+        let ours = [
+            Errno::MFILE,
+            Errno::NFILE,
+            Errno::NOBUFS,
+            Errno::NOMEM,
+            // A query too long to be sent.
+            Errno::MSGSIZE,
+        ];
+        match self {
+            Self::Io(error) => {
+                Errno::from_io_error(error).is_none_or(|error| !ours.contains(&error))
+            }
+            Self::Unusable(_) => true,
+            Self::NoId | Self::TooManySockets => false,
+        }
+    }
+}
+
+impl Upstream {
+    /// All servers are asked at once if `is_parallel`. `timeout` is that of a query.
+    pub(super) fn new(is_parallel: bool, timeout: Duration, metrics: Metrics) -> Self {
+        let max_sockets = max_sockets();
+        Self {
+            health: Health::default(),
+            sockets: Semaphore::new(max_sockets),
+            max_sockets,
+            is_parallel,
+            first_wait: FIRST_WAIT.min(scaled(timeout, 1.0 / 16.0)),
+            metrics,
+        }
+    }
+
+    /// The reply of a server; `None` when none answers in time.
+    pub(super) async fn ask(
+        &self,
+        query: &Query,
+        shared: &SharedQuery,
+        servers: &[SocketAddr],
+        transport: Transport,
+        timeout: Duration,
+    ) -> Option<Reply> {
+        let now = Instant::now();
+        let order = self.health.order(servers, now);
+        let mut asking = UpstreamQuery {
+            upstream: self,
+            query,
+            shared,
+            transport,
+            rotation: order.into_iter().map(|server| (server, 0)).collect(),
+            attempts: Vec::new(),
+            refusal: None,
+            next_send: now,
+            deadline: later(now, timeout),
+        };
+        asking.run().await.or(asking.refusal)
+    }
+
+    /// Sends the query and waits for the reply.
+    pub(super) async fn send(
+        &self,
+        query: &Query,
+        shared: &SharedQuery,
+        server: SocketAddr,
+        transport: Transport,
+    ) -> Result<Reply, Failed> {
+        let permit = self.sockets.try_acquire();
+        let _permit = permit.map_err(|_| Failed::TooManySockets)?;
+        let mut id = [0; 2];
+        aws_lc_rs::rand::fill(&mut id).map_err(|_| Failed::NoId)?;
+        let id = u16::from_be_bytes(id);
+        let message = query.message(id);
+        match transport {
+            Transport::Udp => {
+                let socket = UdpSocket::bind(any_port(server)).await?;
+                socket.connect(server).await?;
+                shared.sent_as(id, message.len());
+                socket.send(&message).await?;
+                self.receive(&socket, id, query, server).await
+            }
+            Transport::Tcp => {
+                let mut stream = TcpStream::connect(server).await?;
+                shared.sent_as(id, message.len());
+                let length = u16::try_from(message.len()).map_err(io::Error::other)?;
+                let framed = [&length.to_be_bytes(), message.as_slice()].concat();
+                stream.write_all(&framed).await?;
+                let reply = read_message(&mut stream).await?;
+                let reply = Reply::read(&reply, id, query, false);
+                if let Err(Unusable::NotOurs) = reply {
+                    self.metrics.ignored.inc();
+                }
+                Ok(reply?)
+            }
+        }
+    }
+
+    async fn receive(
+        &self,
+        socket: &UdpSocket,
+        id: u16,
+        query: &Query,
+        server: SocketAddr,
+    ) -> Result<Reply, Failed> {
+        // Some servers send more than they were asked to. One byte more tells what was cut.
+        let mut buffer = vec![0; query.udp_size().max(4096) + 1];
+        loop {
+            let (length, from) = socket.recv_from(&mut buffer).await?;
+            let is_cut = length == buffer.len();
+            // Until it was connected, the socket took from any address.
+            let is_from_server = from.ip() == server.ip() && from.port() == server.port();
+            match Reply::read(&buffer[..length], id, query, is_cut) {
+                Ok(reply) if is_from_server => return Ok(reply),
+                Err(Unusable::Broken) if is_from_server => return Err(Unusable::Broken.into()),
+                _ => self.metrics.ignored.inc(),
+            }
+        }
+    }
+}
+
+impl UpstreamQuery<'_> {
+    async fn run(&mut self) -> Option<Reply> {
+        while !self.rotation.is_empty() || !self.attempts.is_empty() {
+            let may_send = !self.rotation.is_empty();
+            let is_waiting = !self.attempts.is_empty();
+            let replies = self.attempts.iter_mut().map(|attempt| &mut attempt.reply);
+            tokio::select! {
+                biased;
+                (result, index, _) = async { select_all(replies).await }, if is_waiting => {
+                    let server = self.attempts.swap_remove(index).server;
+                    if let Some(reply) = self.judge(server, result) {
+                        self.record_timeouts(Some(server));
+                        return Some(reply);
+                    }
+                }
+                () = sleep_until(self.deadline) => {
+                    self.record_timeouts(None);
+                    return None;
+                }
+                () = sleep_until(self.next_send), if may_send => self.send(),
+            }
+        }
+        None
+    }
+
+    /// Asks the next server, or all.
+    fn send(&mut self) {
+        let upstream = self.upstream;
+        let count = match upstream.is_parallel {
+            true => self.rotation.len(),
+            false => 1,
+        };
+        for (server, round) in self.rotation.drain(..count).collect::<Vec<_>>() {
+            // Under load, first tries come first.
+            let has_sockets = upstream.sockets.available_permits() >= upstream.max_sockets / 2;
+            if round == 0 || has_sockets {
+                if !self.attempts.is_empty() && !upstream.is_parallel || round > 0 {
+                    upstream.metrics.retries.inc();
+                }
+                let reply = upstream.send(self.query, self.shared, server, self.transport);
+                self.attempts.push(Attempt {
+                    server,
+                    started: Instant::now(),
+                    reply: Box::pin(reply),
+                });
+            }
+            // The kernel repeats what TCP loses.
+            if self.transport == Transport::Udp && round + 1 < ROUNDS {
+                self.rotation.push_back((server, round + 1));
+            }
+            self.next_send = after(upstream.first_wait.saturating_mul(1 << round));
+        }
+    }
+
+    /// The reply, if it ends the query.
+    fn judge(&mut self, server: SocketAddr, result: Result<Reply, Failed>) -> Option<Reply> {
+        match result {
+            Ok(reply) => {
+                self.upstream.health.answered(server);
+                let rcode = reply.rcode();
+                self.upstream.metrics.answered(rcode);
+                if ![SERVFAIL, NOTIMP, REFUSED].contains(&rcode) {
+                    return Some(reply);
+                }
+                tracing::debug!(target: "dns", "upstream failure: {server}: answered with code {rcode}");
+                self.refusal = Some(reply);
+                self.deadline = self.deadline.min(after(LINGER));
+                self.attempts.retain(|attempt| attempt.server != server);
+            }
+            Err(error) => {
+                tracing::debug!(target: "dns", "upstream failure: {server}: {error}");
+                if error.is_of_server() {
+                    self.upstream.health.failed(server, Instant::now());
+                    self.attempts.retain(|attempt| attempt.server != server);
+                }
+            }
+        }
+        // Its other tries will not say anything else.
+        self.rotation.retain(|(other, _)| *other != server);
+        self.next_send = Instant::now();
+        None
+    }
+
+    /// Records the servers that had time to answer and did not.
+    fn record_timeouts(&self, answered: Option<SocketAddr>) {
+        let now = Instant::now();
+        let first_wait = self.upstream.first_wait;
+        let late = self.attempts.iter().filter(|attempt| {
+            now.duration_since(attempt.started) >= first_wait && Some(attempt.server) != answered
+        });
+        for server in late.map(|attempt| attempt.server).collect::<BTreeSet<_>>() {
+            self.upstream.health.missed(server, now);
+        }
+    }
+}
+
+/// How many sockets may be open. The rest of the agent needs some, too.
+fn max_sockets() -> usize {
+    let limit = getrlimit(Resource::Nofile).current;
+    let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());
+    quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
+}
+
+/// Reads a message behind its length. Memory grows with what comes, not with what is promised.
+async fn read_message(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let length = stream.read_u16().await?;
+    let mut message = Vec::new();
+    let read = stream.take(length.into()).read_to_end(&mut message).await?;
+    if read < usize::from(length) {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(message)
+}
+
+fn any_port(server: SocketAddr) -> SocketAddr {
+    match server {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
+    }
+}

@@ -1,0 +1,569 @@
+//! Owns Envoy's process: waits for events, has the machine decide, and does as it says.
+//!
+//! Calls to Envoy's admin port run beside the waiting, so that neither a signal nor the end of Envoy
+//! waits for an answer. Each change is published in the report. An end of Envoy is a crash unless it is
+//! of the kind the agent was bringing about, or Envoy's status is 0.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::active::{Active, Counting};
+use super::admin::{Admin, DrainCall};
+use super::crash::Crash;
+use super::crash_restart::Restarts;
+use super::handle::{Order, Report, Role, State};
+use super::hot_restart::{HotRestart, Prepare};
+use super::instance::{self, Instance, KILLED};
+use super::launch::Launch;
+use super::machine::{Action, Event, Machine, Phase};
+use super::output::reason;
+use super::process::{self, Ended};
+use super::reaper;
+use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
+use super::{Config, Error, Exit, warn};
+use crate::clock::{Clock, after};
+use crate::lifecycle::{StopRequest, Urgency};
+use crate::metrics::{Counter, Registry};
+
+/// How often connections and requests are counted.
+const PERIOD: Duration = Duration::from_secs(1);
+/// The same when the listeners are closed.
+const LAST_PERIOD: Duration = Duration::from_millis(100);
+/// Half the time for quitting is for the answer, the rest for the end that follows it.
+const QUIT_CALL: f64 = 0.5;
+const TERMINATED: i32 = Signal::TERM.as_raw();
+
+pub(super) struct Supervisor {
+    config: Config,
+    admin: Admin,
+    current: Current,
+    restart: Restarts,
+    hot_restart: HotRestart,
+    /// The request to stop the machine knows of.
+    requested: StopRequest,
+    /// The sender of the drain order the machine is applied to now.
+    drain_order: Option<oneshot::Sender<()>>,
+    publish: watch::Sender<Report>,
+    restarts: Counter,
+    drains: Counter,
+    clock: Clock,
+}
+
+/// The Envoy that serves, or is to.
+pub(super) struct Current {
+    pub(super) machine: Machine,
+    pub(super) instance: Option<Instance>,
+    /// What it was started from, also when it has ended.
+    pub(super) launch: Option<Launch>,
+    /// How many Envoys have been started.
+    pub(super) count: u32,
+    /// Requests to its admin port under way.
+    calls: JoinSet<Event>,
+    /// End of the current wait.
+    deadline: Option<Instant>,
+}
+
+impl Current {
+    pub(super) fn new(machine: Machine) -> Self {
+        Self {
+            machine,
+            instance: None,
+            launch: None,
+            count: 0,
+            calls: JoinSet::new(),
+            deadline: None,
+        }
+    }
+
+    pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, process::Error> {
+        let instance = Instance::start(launch, self.count)?;
+        self.count += 1;
+        Ok(instance)
+    }
+
+    pub(super) fn set(&mut self, instance: Instance) {
+        self.launch = Some(instance.launch.clone());
+        self.instance = Some(instance);
+    }
+
+    fn call(&mut self, step: Step, call: impl Future<Output = ()> + Send + 'static) {
+        self.calls.spawn(async move {
+            call.await;
+            Event::Done(step)
+        });
+    }
+}
+
+impl Supervisor {
+    pub(super) fn new(
+        config: Config,
+        admin: Admin,
+        prepare: Prepare,
+        publish: watch::Sender<Report>,
+        metrics: &Registry,
+    ) -> Self {
+        Self {
+            current: Current::new(Machine::new(config.limits)),
+            restart: Restarts::new(config.restarts),
+            hot_restart: HotRestart::new(
+                config.hot_restart,
+                config.directory.clone(),
+                admin,
+                prepare,
+                metrics,
+            ),
+            config,
+            admin,
+            requested: StopRequest::default(),
+            drain_order: None,
+            publish,
+            restarts: metrics.counter(
+                "istio_agent_envoy_restarts_total",
+                "Starts of Envoy after one that ended by itself.",
+            ),
+            drains: metrics.counter(
+                "istio_agent_envoy_drains_total",
+                "Times Envoy was told to send its clients away.",
+            ),
+            clock: Clock::system(),
+        }
+    }
+
+    pub(super) async fn run(
+        mut self,
+        mut stop: watch::Receiver<StopRequest>,
+        mut orders: mpsc::Receiver<Order>,
+    ) -> Result<Exit, Error> {
+        let until_end = async {
+            let exit = self.until_end(&mut stop, &mut orders).await;
+            self.hot_restart.end(self.config.limits.kill).await;
+            self.publish_instances();
+            exit
+        };
+        let exit = tokio::select! {
+            exit = until_end => exit,
+            never = reaper::reap() => match never {},
+        };
+        if self.current.instance.is_none() {
+            self.publish
+                .send_modify(|report| report.state = State::Exited);
+        }
+        exit
+    }
+
+    async fn until_end(
+        &mut self,
+        stop: &mut watch::Receiver<StopRequest>,
+        orders: &mut mpsc::Receiver<Order>,
+    ) -> Result<Exit, Error> {
+        self.read_last_crash();
+        let requested = stop.borrow().clone();
+        let mut event = match requested.urgency {
+            Urgency::Run => Event::Begin,
+            _ => self.stop_requested(requested),
+        };
+        loop {
+            let action = self.apply(event);
+            match action {
+                Action::Leave => return Ok(self.exit()),
+                Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
+                Action::Nothing => {}
+                Action::Start => self.start()?,
+                Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.restart.pause),
+                Action::Drain => self.call_drain(DrainCall::Stay),
+                Action::Begin(step) => self.begin(step),
+            }
+            self.hot_restart.after(event, &mut self.current);
+            event = self.next(stop, orders).await?;
+        }
+    }
+
+    fn exit(&self) -> Exit {
+        match self.restart.last_end {
+            Some(ended) if !self.current.machine.is_asked_to_stop() => Exit::ByItself(ended),
+            _ => Exit::Requested,
+        }
+    }
+
+    /// Reads what an agent before this one has left.
+    fn read_last_crash(&self) {
+        match Crash::read(&self.config.directory) {
+            Ok(None) => {}
+            Ok(Some(crash)) => {
+                let when = &crash.when;
+                tracing::warn!("previous Envoy ended at {when} with {crash}");
+                self.publish
+                    .send_modify(|report| report.last_crash = Some(crash));
+            }
+            Err(error) => warn(&error, "going on without the record of the last crash"),
+        }
+    }
+
+    /// Waits for the next event.
+    async fn next(
+        &mut self,
+        stop: &mut watch::Receiver<StopRequest>,
+        orders: &mut mpsc::Receiver<Order>,
+    ) -> Result<Event, Error> {
+        loop {
+            self.publish_instances();
+            let (current, urgency) = (&mut self.current, self.requested.urgency);
+            let deadline = current.deadline;
+            tokio::select! {
+                biased;
+                ended = instance::ended(&mut current.instance) => return self.ended(ended?).await,
+                request = more_urgent(stop, urgency) => return Ok(self.stop_requested(request)),
+                Some(order) = orders.recv() => match order {
+                    Order::Drain(order) => {
+                        self.drain_order = Some(order);
+                        return Ok(Event::DrainOrdered);
+                    }
+                    Order::Restart { reason } => {
+                        self.hot_restart.want(reason, &mut self.current);
+                    }
+                },
+                progress = self.hot_restart.progress() => {
+                    let (progress, current) = (progress?, &mut self.current);
+                    if let Some(event) = self.hot_restart.progressed(progress, current).await {
+                        return Ok(event);
+                    }
+                }
+                Some(answer) = current.calls.join_next() => match answer {
+                    Ok(event) => return Ok(event),
+                    // Every step has its deadline, so nothing hangs on the answer.
+                    Err(error) => warn(&error, "going on without an answer from Envoy"),
+                },
+                () = reached(deadline) => {
+                    self.current.deadline = None;
+                    return Ok(Event::Deadline);
+                }
+            }
+        }
+    }
+
+    fn stop_requested(&mut self, request: StopRequest) -> Event {
+        self.requested = request;
+        Event::StopRequested(self.requested.urgency)
+    }
+
+    /// Has the machine decide, and publishes the outcome.
+    fn apply(&mut self, event: Event) -> Action {
+        let action = self.current.machine.apply(event);
+        if action != Action::Drain {
+            // The sender of an order that changes nothing has nothing to wait for.
+            self.drain_order = None;
+        }
+        let step = match action {
+            Action::Begin(step) => Some(step),
+            _ => None,
+        };
+        let pause = (action == Action::Pause).then_some(self.restart.pause);
+        if let Some(wait) = step.map(|step| step.at_most).or(pause) {
+            self.current.deadline = Some(after(wait));
+        }
+        let is_planned = step.is_some() && matches!(event, Event::StopRequested(_));
+        self.publish_life(is_planned, step);
+        action
+    }
+
+    /// `is_planned` tells that a shutdown begins, or has become shorter by a more urgent request.
+    fn publish_life(&self, is_planned: bool, step: Option<PlannedStep>) {
+        let (now, plan) = (self.clock.now(), self.current.machine.plan());
+        let cause = self.requested.cause.unwrap_or("no reason was given");
+        if is_planned {
+            tracing::info!("Envoy is to end ({cause}): {plan}");
+        }
+        self.publish.send_modify(|report| {
+            if let Some(step) = step
+                && (is_planned || report.ending.is_some())
+            {
+                let before = report.ending.take();
+                let since = before.as_ref().map_or(now, |ending| ending.since);
+                let before = before.filter(|_| !is_planned);
+                report.ending = Some(Shutdown {
+                    cause,
+                    since,
+                    plan: before.map_or_else(|| plan.clone(), |ending| ending.plan),
+                    waits_for: step.waits_for,
+                    until: self.clock.after(step.at_most),
+                    connections: None,
+                });
+            }
+            let is_pausing = self.current.machine.phase() == Phase::Pausing;
+            let restart = self.clock.after(self.restart.pause);
+            report.restart = report.restart.or(Some(restart));
+            report.restart = report.restart.filter(|_| is_pausing);
+            report.state = self.current.machine.phase().state();
+            report.plan = plan;
+            report.is_drained = self.current.machine.is_drained();
+        });
+    }
+
+    /// Starts the first Envoy, or another after one that has ended.
+    fn start(&mut self) -> Result<(), Error> {
+        if self.restart.last_end.take().is_some() {
+            self.restarts.inc();
+        }
+        let launch = self.hot_restart.next_launch(&mut self.current)?;
+        if self.current.count == 0 {
+            let command = &launch.prepared.command;
+            let arguments = command.arguments(&launch.mode).join(" ");
+            tracing::info!("Envoy command: [{} {arguments}]", command.binary.display());
+        }
+        let instance = self.current.spawn(launch)?;
+        self.current.set(instance);
+        self.current.calls = JoinSet::new();
+        let admin = self.admin;
+        self.current.calls.spawn(async move {
+            admin.live().await;
+            Event::Live
+        });
+        Ok(())
+    }
+
+    /// Publishes which Envoys there are, and the last restart.
+    fn publish_instances(&self) {
+        let hot_restart = &self.hot_restart;
+        let all = [
+            (&hot_restart.parent, Role::Leaving),
+            (&self.current.instance, Role::Current),
+            (&hot_restart.successor, Role::Next),
+        ];
+        let all = all.map(|(instance, role)| Some(instance.as_ref()?.report(role)));
+        self.publish.send_modify(|report| {
+            report.pid = all[1].as_ref().map(|current| current.pid);
+            if let Some(current) = &all[1] {
+                report.epoch = current.epoch;
+                report.started = current.started;
+            }
+            report.epochs = all.into_iter().flatten().collect();
+            report.last_restart = hot_restart.last.clone();
+        });
+    }
+
+    async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
+        self.current.calls = JoinSet::new();
+        self.current.deadline = None;
+        let is_expected = self.current.machine.expects_the_end();
+        self.restart.last_end = (!is_expected).then_some(ended);
+        let mut early = None;
+        if let Some(envoy) = self.current.instance.take() {
+            let is_first = envoy.epoch == 0;
+            early = Some(envoy.uptime()).filter(|up| is_first && *up < self.config.early);
+            self.record_end(ended, envoy).await;
+        }
+        self.restart.pause = Duration::ZERO;
+        let is_relaunched = self.hot_restart.serving_ended(ended, &mut self.current);
+        let may_restart = is_relaunched || is_expected || self.may_restart(ended, early)?;
+        Ok(Event::EnvoyExited { may_restart })
+    }
+
+    /// Records a crash. The record goes when an Envoy ends as it was asked to.
+    async fn record_end(&self, ended: Ended, mut envoy: Instance) {
+        if is_crash(ended, self.current.machine.phase()) {
+            let crash = envoy.crash(ended).await;
+            tracing::error!("Envoy crashed: {crash}");
+            if let Err(error) = crash.write(&self.config.directory) {
+                warn(&error, "the next agent will not know of the crash");
+            }
+            self.publish
+                .send_modify(|report| report.last_crash = Some(crash));
+            return;
+        }
+        envoy.output.last_lines().await;
+        if self.current.machine.expects_the_end() {
+            tracing::info!("Envoy exited normally");
+            if let Err(error) = Crash::remove(&self.config.directory) {
+                warn(&error, "the next agent will name an old crash");
+            }
+        }
+    }
+
+    /// Logs an end that was not requested, and takes another start out of the budget. An end too
+    /// `early` for a first start is an error: the next would end like it.
+    fn may_restart(&mut self, ended: Ended, early: Option<Duration>) -> Result<bool, Error> {
+        if ended == Ended::Code(0) {
+            // Another than the agent has asked Envoy to end.
+            tracing::warn!("Envoy exited by itself with status 0");
+            return Ok(false);
+        }
+        if let Some(after) = early {
+            let report = self.publish.borrow();
+            let lines = report.last_crash.as_ref().map(|crash| &*crash.stderr);
+            let reason = reason(lines.unwrap_or_default());
+            let reason = reason.map_or_else(String::new, |line| format!(": {line}"));
+            return Err(Error::AtOnce {
+                ended,
+                after,
+                reason,
+            });
+        }
+        tracing::error!("Envoy exited with error: {ended}");
+        Ok(self.restart.take())
+    }
+
+    /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
+    fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
+        // The call that drains Envoy, or closes its listeners, may still be on its way.
+        if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
+            self.current.calls = JoinSet::new();
+        }
+        match waits_for {
+            Step::DrainCall => {
+                tracing::info!("Agent draining Proxy for termination");
+                self.call_drain(DrainCall::Graceful);
+            }
+            Step::DrainTime => {
+                let whole = self.config.limits.drain.at_most();
+                tracing::info!("Graceful termination period is {whole:?}, starting...");
+            }
+            Step::Connections => {
+                tracing::info!(
+                    "waiting for the end of Envoy's active connections, {at_most:?} at most"
+                );
+                let until_none = self.until_none(Active::Connections, PERIOD);
+                self.current.call(waits_for, async move {
+                    tokio::time::sleep(PERIOD).await;
+                    until_none.await;
+                });
+            }
+            Step::LastRequests => {
+                tracing::info!(
+                    "closing Envoy's listeners; requests under way have {at_most:?} to end"
+                );
+                let last_requests = self.last_requests();
+                self.current.call(waits_for, last_requests);
+            }
+            Step::LongRequests => {
+                tracing::info!("the drain is over; requests still under way have {at_most:?} more");
+                let until_none = self.until_none(Active::Requests, PERIOD);
+                self.current.call(waits_for, until_none);
+            }
+            Step::Quit => {
+                tracing::info!("Asking Envoy to quit");
+                let limit = crate::duration::scaled(at_most, QUIT_CALL);
+                let admin = self.admin.within(limit);
+                self.current
+                    .call(waits_for, async move { admin.quit().await });
+            }
+            Step::Termination => {
+                tracing::info!("Terminating Envoy");
+                if let Some(envoy) = &self.current.instance {
+                    envoy.process.terminate();
+                }
+            }
+            Step::Kill => {
+                tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
+                if let Some(envoy) = &self.current.instance {
+                    envoy.process.kill();
+                }
+            }
+        }
+    }
+
+    /// Has Envoy drain, and answers the order for that, if there is one.
+    fn call_drain(&mut self, how: DrainCall) {
+        self.drains.inc();
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let order = self.drain_order.take();
+        self.current.call(Step::DrainCall, async move {
+            admin.drain(how, inbound_only).await;
+            if let Some(order) = order {
+                let _ = order.send(()); // Its sender may have left.
+            }
+        });
+    }
+
+    /// Closes Envoy's listeners and waits for the requests under way.
+    fn last_requests(&self) -> impl Future<Output = ()> + Send + use<> {
+        let (admin, inbound_only) = (self.admin, self.config.drain_inbound_only);
+        let is_timed = matches!(self.config.limits.drain, Drain::For(_));
+        let until_none = self.until_none(Active::Connections, LAST_PERIOD);
+        async move {
+            admin.drain(DrainCall::Close, inbound_only).await;
+            if is_timed {
+                // The workload may call out until a timed drain is over.
+                return std::future::pending().await;
+            }
+            tokio::time::sleep(LAST_PERIOD).await;
+            until_none.await;
+        }
+    }
+
+    /// Counts until none is left, and publishes the counts.
+    fn until_none(
+        &self,
+        active: Active,
+        period: Duration,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        let (admin, publish) = (self.admin, self.publish.clone());
+        let counting = Counting {
+            active,
+            period,
+            inbound_only: self.config.drain_inbound_only,
+            internal_ports: self.config.internal_ports.clone(),
+        };
+        let report = move |count| {
+            publish.send_modify(|report| {
+                if let Some(ending) = &mut report.ending {
+                    ending.connections = Some(count);
+                }
+            });
+        };
+        counting.until_none(admin, report)
+    }
+}
+
+/// Returns a request to stop that is more urgent than the last.
+async fn more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> StopRequest {
+    let request = stop.wait_for(|now| now.urgency > last).await;
+    if let Some(request) = request.ok().map(|request| request.clone()) {
+        return request;
+    }
+    // There will be no further request.
+    std::future::pending().await
+}
+
+pub(super) async fn reached(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Whether neither the agent nor a request to Envoy itself has brought an end about.
+fn is_crash(ended: Ended, phase: Phase) -> bool {
+    match ended {
+        Ended::Code(0) => false,
+        Ended::Signal(TERMINATED) => phase < Phase::Shutdown(Step::Termination),
+        Ended::Signal(KILLED) => phase < Phase::Shutdown(Step::Kill),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_agents_own_signals_make_no_crash_and_only_from_their_step_on() {
+        let (term, kill) = (Ended::Signal(TERMINATED), Ended::Signal(KILLED));
+        for (ended, phase, expected) in [
+            (Ended::Code(0), Phase::Running, false),
+            (Ended::Code(1), Phase::Running, true),
+            (Ended::Code(1), Phase::Shutdown(Step::Termination), true),
+            (Ended::Signal(11), Phase::Shutdown(Step::Kill), true),
+            (term, Phase::Shutdown(Step::Quit), true),
+            (term, Phase::Shutdown(Step::Termination), false),
+            (term, Phase::Shutdown(Step::Kill), false),
+            (kill, Phase::Shutdown(Step::Termination), true),
+            (kill, Phase::Shutdown(Step::Kill), false),
+        ] {
+            assert_eq!(is_crash(ended, phase), expected, "{ended} in {phase:?}");
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Clients of the discovery service other than Envoy.
+
+use std::sync::atomic::Ordering;
+
+use istio_agent::xds::Protocol;
+use istio_agent::xds::server::MAX_OTHERS;
+use tonic::Code;
+
+use crate::agent::relay::{BOTH, request, response};
+use crate::support::bench::Bench;
+use crate::support::{CLUSTER, framed, soon};
+
+#[tokio::test]
+async fn streams_of_several_clients_live_side_by_side_and_beside_envoys_up_to_a_bound() {
+    let mut bench = Bench::start().await;
+    let mut streams = Vec::new();
+    // The last one is of Envoy, and evicts none.
+    for number in 0..=MAX_OTHERS {
+        let is_envoy = number == MAX_OTHERS;
+        bench.is_envoy.store(is_envoy, Ordering::Relaxed);
+        let client = bench.envoy(BOTH[number % 2].0).await;
+        client.send_raw(framed(&request(BOTH[number % 2].0, CLUSTER)));
+        streams.push((client, bench.accepted().await));
+    }
+    bench.is_envoy.store(false, Ordering::Relaxed);
+    let refused = bench.envoy(Protocol::Delta).await.end().await;
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    for (number, (client, istiod)) in streams.iter_mut().enumerate() {
+        let message = response(BOTH[number % 2].0, CLUSTER, number);
+        istiod.send_bytes(message.clone()).await.unwrap();
+        assert!(client.next_bytes().await == message, "client {number}");
+    }
+    let (client, mut istiod) = streams.swap_remove(0);
+    drop(client);
+    while soon(istiod.next_bytes())
+        .await
+        .is_ok_and(|next| next.is_some())
+    {}
+    let client = bench.envoy(Protocol::Delta).await;
+    client.send_raw(framed(&request(Protocol::Delta, CLUSTER)));
+    drop((bench.accepted().await, client, streams));
+    bench.finish().await;
+}

@@ -1,0 +1,171 @@
+//! `pilot-agent doctor` beside faults of the machine: of DNS, and beside all that hangs.
+
+use std::net::Ipv4Addr;
+
+use local_istiod::LocalIstiod;
+use rustix::process::Signal;
+use serde_json::json;
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
+use tokio::task::JoinSet;
+
+use crate::conformance::doctor::{Rows, SetUp, answering_istiod, checks, diagnosed};
+use crate::support::http::ask;
+use crate::support::place::{FAKE_ENVOY, Place};
+use crate::support::{free_port, options, until};
+
+/// A place that answers DNS at `address`, and takes these resolvers.
+fn with_dns(istiod: &LocalIstiod, address: &str, resolvers: &[String]) -> Place {
+    let place = Place::of(istiod)
+        .set("ISTIO_META_DNS_CAPTURE", "true")
+        .set("DNS_PROXY_ADDR", address)
+        .set("ISTIO_AGENT_RESOLV_CONF", "resolv.conf");
+    let lines = resolvers.iter().map(|at| format!("nameserver {at}\n"));
+    let lines: String = lines.collect();
+    place.write(
+        "resolv.conf",
+        format!("search default.svc.cluster.local\n{lines}"),
+    );
+    place
+}
+
+/// A resolver as `resolv.conf` spells it. It says that no name exists, or nothing.
+async fn resolver(is_silent: bool) -> (String, JoinSet<()>) {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let port = socket.local_addr().unwrap().port();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut message = [0; 512];
+        loop {
+            let (length, from) = socket.recv_from(&mut message).await.unwrap();
+            message[2] |= 0x80;
+            message[3] |= 3;
+            if !is_silent {
+                socket.send_to(&message[..length], from).await.unwrap();
+            }
+        }
+    });
+    (format!("[127.0.0.1]:{port}"), serving)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_dns_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("a resolver that is the agent", async {
+        let istiod = answering_istiod().await;
+        let port = free_port();
+        let own = [format!("[127.0.0.1]:{port}")];
+        let place = with_dns(&istiod, &format!("127.0.0.1:{port}"), &own);
+        SetUp::new(place, istiod, &["a loop", "is this agent", "dnsConfig"])
+    });
+    rows.add("no resolver", async {
+        let istiod = answering_istiod().await;
+        let place = with_dns(&istiod, "127.0.0.1:15053", &[]);
+        SetUp::new(place, istiod, &["resolv.conf", "names no resolver"])
+    });
+    rows.add("resolvers that do not answer", async {
+        let istiod = answering_istiod().await;
+        let (at, silent) = resolver(true).await;
+        let other = UdpSocket::bind("127.0.0.1:0").await.unwrap().local_addr();
+        let closed = format!("[127.0.0.1]:{}", other.unwrap().port());
+        let place = with_dns(&istiod, "127.0.0.1:15053", &[at.clone(), closed]);
+        let at = at.replace(['[', ']'], "");
+        SetUp::new(
+            place,
+            (istiod, silent),
+            &["resolver", &at, "no answer", "port"],
+        )
+    });
+    rows.add("a name table that does not come", async {
+        let istiod = answering_istiod().await;
+        let (at, resolver) = resolver(false).await;
+        let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
+        let agent = place.start().await;
+        let says = &["name table", "not received", "istioctl proxy-status"];
+        SetUp::new(place, (agent, istiod, resolver), says)
+    });
+    rows.all_name_their_cause().await;
+}
+
+/// A place of programs that run in namespaces which a script prepares.
+async fn in_namespace(kinds: &[&str], script: &str) -> (Place, LocalIstiod) {
+    let istiod = answering_istiod().await;
+    let script = format!("{script}; exec \"$@\"");
+    let command = [&["unshare"], kinds, &["sh", "-ec", &script, "-"]].concat();
+    (Place::of(&istiod).started_by(&command), istiod)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_virtual_address_of_the_loopback_interface_is_not_the_nodes() {
+    if std::env::var_os("NETNS_TESTS").is_none() {
+        return eprintln!("A network of its own takes root: run under NETNS_TESTS only.");
+    }
+    let script = "ip link set lo up; ip address add 10.7.7.7/32 dev lo";
+    let (place, _istiod) = in_namespace(&["--net"], script).await;
+    let (report, _) = diagnosed(&place.set("INSTANCE_IP", ""));
+    let node = report["node"].as_str().unwrap();
+    assert!(node.starts_with("sidecar~127.0.0.1~"), "{node}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_report_takes_less_than_three_seconds_when_everything_hangs() {
+    let istiod = answering_istiod().await;
+    // The queue of a listener that accepts nothing is full after one connection.
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(options().listen).unwrap();
+    let black_hole = socket.listen(0).unwrap();
+    let address = black_hole.local_addr().unwrap();
+    let _first = TcpStream::connect(address).await.unwrap();
+    let admin = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let admin_port = admin.local_addr().unwrap().port();
+    let (one, _one) = resolver(true).await;
+    let (other, _other) = resolver(true).await;
+    let dns = format!("127.0.0.1:{}", free_port());
+    let targets = json!({ "scrape": "true", "port": admin_port.to_string() });
+    let place = with_dns(&istiod, &dns, &[one, other])
+        .set("DISABLE_ENVOY", "false")
+        .set("ISTIO_PROMETHEUS_ANNOTATIONS", &targets.to_string())
+        .proxy("binaryPath", json!(FAKE_ENVOY))
+        .proxy("proxyAdminPort", json!(admin_port))
+        .proxy("discoveryAddress", json!(address.to_string()));
+    let agent = place.start().await;
+    // Of the agent, which takes less than 3 s, and then knows what still hangs.
+    for _ in 0..2 {
+        let (report, code) = diagnosed(&place);
+        assert_eq!(code, 2, "{report:#}");
+        let checks = checks(&report);
+        let says = |words: &str| checks.iter().any(|check| check.to_string().contains(words));
+        assert!(says("timed out after"), "{report:#}");
+        assert!(says("no answer within 1500 ms"), "{report:#}");
+    }
+    assert!(agent.threads() < 32, "{}", agent.threads());
+    // Without the agent, whose port no longer answers.
+    agent.signal(Signal::STOP);
+    let (report, code) = diagnosed(&place);
+    assert_eq!(code, 2, "{report:#}");
+    agent.signal(Signal::CONT);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hundred_reports_leave_neither_memory_nor_threads_behind() {
+    let istiod = answering_istiod().await;
+    let (at, _resolver) = resolver(false).await;
+    let place = with_dns(&istiod, &format!("127.0.0.1:{}", free_port()), &[at]);
+    let agent = place.start().await;
+    agent.logs("generated new workload certificate").await;
+    let reports = async |count| {
+        for _ in 0..count {
+            let answer = ask(place.status_port(), "GET /debug/doctor").await;
+            assert_eq!(answer.status, 200, "{}", answer.body);
+        }
+    };
+    reports(20).await;
+    let (memory, threads, files) = (agent.memory("VmRSS"), agent.threads(), agent.open_files());
+    reports(100).await;
+    let grown = agent.memory("VmRSS").saturating_sub(memory);
+    assert!(grown < 2 << 10, "{grown} KiB more");
+    // Threads for files end when they were idle for ten seconds.
+    until("the end of threads and files of reports", || {
+        agent.threads() <= threads + 2 && agent.open_files() <= files + 2
+    })
+    .await;
+}

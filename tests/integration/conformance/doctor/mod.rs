@@ -1,0 +1,564 @@
+//! `pilot-agent doctor` against set-ups with one fault each: the first error of its report names the
+//! cause, with and without a running agent.
+//!
+//! A row is a [`SetUp`]; all of a test are made and examined side by side.
+
+mod machine;
+
+use std::any::Any;
+use std::future::pending;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use local_istiod::{Claims, Keys, LocalIstiod, Options, Snapshot};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+use rustls::ServerConfig;
+use rustls::pki_types::PrivateKeyDer;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::Instant;
+use tokio_rustls::TlsAcceptor;
+use tonic::Status;
+
+use crate::support::place::{Place, ROOT, TOKEN, token};
+use crate::support::{accepted, ask_for_clusters, local_istiod, options, relays, until};
+
+/// A set-up with one fault.
+pub struct SetUp {
+    place: Place,
+    /// What the first error of its report contains, all of them.
+    says: Vec<String>,
+    /// What must live until the report is there, such as a control plane or an agent.
+    keeps: Box<dyn Any + Send>,
+}
+
+/// The set-ups of a test, being made and examined.
+#[derive(Default)]
+pub struct Rows(JoinSet<()>);
+
+impl Rows {
+    pub fn add(
+        &mut self,
+        name: &'static str,
+        set_up: impl Future<Output = SetUp> + Send + 'static,
+    ) {
+        self.0.spawn(async move {
+            let SetUp { place, says, keeps } = set_up.await;
+            let (report, code) = diagnosed(&place);
+            let text = format!("{name}: {report:#}");
+            assert_eq!(code, 2, "{text}");
+            let checks = checks(&report);
+            let first = checks.iter().find(|check| check["level"] == "error");
+            let first = first.unwrap_or_else(|| panic!("{text}")).to_string();
+            for words in says {
+                assert!(
+                    first.contains(&words),
+                    "{words:?} is not in {first}\n{text}"
+                );
+            }
+            drop(keeps);
+        });
+    }
+
+    pub async fn all_name_their_cause(mut self) {
+        let mut failed = 0;
+        while let Some(row) = self.0.join_next().await {
+            failed += usize::from(row.is_err());
+        }
+        assert_eq!(failed, 0, "rows failed, see above");
+    }
+}
+
+/// The report of `pilot-agent doctor --json`, and its exit code. It takes less than 3 s.
+pub fn diagnosed(place: &Place) -> (Value, i32) {
+    let began = Instant::now();
+    let output = block_in_place(|| place.run(&["doctor", "--json"]));
+    let took = began.elapsed();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{errors}"));
+    assert!(took < Duration::from_secs(3), "{took:?}: {report:#}");
+    (report, output.status.code().unwrap_or(-1))
+}
+
+/// The checks of all groups in order.
+pub fn checks(report: &Value) -> Vec<&Value> {
+    let groups = report["groups"].as_array().into_iter().flatten();
+    let checks = groups.flat_map(|group| group["checks"].as_array().into_iter().flatten());
+    checks.collect()
+}
+
+impl SetUp {
+    pub fn new(place: Place, keeps: impl Any + Send, says: &[&str]) -> Self {
+        Self {
+            place,
+            says: says.iter().map(|&words| words.to_owned()).collect(),
+            keeps: Box::new(keeps),
+        }
+    }
+}
+
+/// A control plane that answers discovery requests.
+pub async fn answering_istiod() -> LocalIstiod {
+    let (_, snapshots) = watch::channel(Arc::new(Snapshot::default()));
+    let options = Options {
+        snapshots: Some(snapshots),
+        ..options()
+    };
+    LocalIstiod::start(options).await.unwrap()
+}
+
+/// A set-up of files: what `spoil` does to it, and what the report says.
+async fn files(spoil: impl FnOnce(&LocalIstiod, &Place), says: &[&str]) -> SetUp {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    spoil(&istiod, &place);
+    SetUp::new(place, istiod, says)
+}
+
+/// A set-up in which something else than istiod listens on its address.
+async fn instead<F: Future<Output = ()> + Send + 'static>(
+    talk: impl Fn(TcpStream) -> F + Send + 'static,
+    says: &[&str],
+) -> SetUp {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let address = istiod.kill().await.listen;
+    SetUp::new(place, listen(address, talk).await, says)
+}
+
+/// Serves connections until dropped.
+async fn listen<F: Future<Output = ()> + Send + 'static>(
+    address: SocketAddr,
+    talk: impl Fn(TcpStream) -> F + Send + 'static,
+) -> JoinSet<()> {
+    // A child that was just forked may hold a former listener until it execs.
+    let mut listener = None;
+    until("a free port", || {
+        listener = std::net::TcpListener::bind(address).ok();
+        listener.is_some()
+    })
+    .await;
+    let listener = listener.unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let listener = TcpListener::from_std(listener).unwrap();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut open = JoinSet::new();
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            open.spawn(talk(stream));
+        }
+    });
+    serving
+}
+
+/// Never answers.
+async fn silent(stream: TcpStream) {
+    let _stream = stream;
+    pending().await
+}
+
+/// Answers the first bytes, whatever they are.
+async fn answer(mut stream: TcpStream, answer: &'static str) {
+    let mut heard = [0; 1024];
+    if stream.read(&mut heard).await.is_ok() {
+        stream.write_all(answer.as_bytes()).await.unwrap();
+    }
+    pending().await
+}
+
+/// A set-up whose istiod shows this certificate, trusted as it is its own root.
+async fn certificate(change: impl FnOnce(&mut CertificateParams), says: &[&str]) -> SetUp {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let address = istiod.kill().await.listen;
+    let mut params = CertificateParams::new([address.ip().to_string()]).unwrap();
+    change(&mut params);
+    let key = KeyPair::generate().unwrap();
+    let leaf = params.self_signed(&key).unwrap();
+    place.write(ROOT, leaf.pem());
+    let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![leaf.der().clone()], key)
+        .unwrap();
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let talk = move |stream| {
+        let accept = acceptor.accept(stream);
+        async move {
+            let _stream = accept.await; // The client may refuse.
+            pending().await
+        }
+    };
+    SetUp::new(place, listen(address, talk).await, says)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_configuration_and_files_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("unusable PROXY_CONFIG", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).proxy("drainDuration", json!("soon"));
+        SetUp::new(place, istiod, &["drainDuration", "soon", "a duration"])
+    });
+    let remove = |path: &'static str| {
+        move |_: &LocalIstiod, place: &Place| std::fs::remove_file(place.path(path)).unwrap()
+    };
+    let says = &[ROOT, "an existing file of root certificates"];
+    rows.add("no roots at the start", files(remove(ROOT), says));
+    let says = &[TOKEN, "No such file", "projected volume"];
+    rows.add("no token", files(remove(TOKEN), says));
+    let expired = |istiod: &LocalIstiod, place: &Place| {
+        let token = istiod.mint_token("default", "bench", Duration::ZERO);
+        place.write(TOKEN, token.unwrap());
+    };
+    let says = &[TOKEN, " expired ", "kubelet renews"];
+    rows.add("an expired token", files(expired, says));
+    let foreign = |istiod: &LocalIstiod, place: &Place| {
+        let claims = Claims {
+            audiences: vec!["vault".to_owned()],
+            ..Claims::of(
+                "default",
+                "bench",
+                SystemTime::now(),
+                Duration::from_secs(600),
+            )
+        };
+        place.write(TOKEN, istiod.mint(&claims).unwrap());
+    };
+    let says = &[
+        "audience of the token",
+        "vault",
+        "refused by istiod",
+        "istio-ca",
+    ];
+    rows.add("a token for another audience", files(foreign, says));
+    let garbage = |_: &LocalIstiod, place: &Place| place.write(ROOT, "no roots");
+    let says = &[ROOT, "holds no certificate", "istio-ca-root-cert"];
+    rows.add("roots that are none", files(garbage, says));
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_fault_of_the_way_to_istiod_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("roots of another mesh", async {
+        let (istiod, other) = (answering_istiod().await, local_istiod().await);
+        let place = Place::of(&istiod);
+        place.write(ROOT, other.root_pem());
+        let says = &[
+            "invalid peer certificate",
+            "istio-ca-root-cert",
+            "another mesh",
+        ];
+        SetUp::new(place, istiod, says)
+    });
+    rows.add("a name that does not resolve", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).proxy("discoveryAddress", json!("istiod.invalid:15012"));
+        SetUp::new(
+            place,
+            istiod,
+            &["address of istiod.invalid:15012", "resolv.conf"],
+        )
+    });
+    rows.add("no listener", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let listen = istiod.kill().await.listen.to_string();
+        SetUp::new(
+            place,
+            (),
+            &[&listen, "Connection refused", "is istiod ready"],
+        )
+    });
+    rows.add("packets are dropped", async {
+        // The queue of a listener that accepts nothing is full after one connection.
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(options().listen).unwrap();
+        let listener = socket.listen(0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let first = TcpStream::connect(address).await.unwrap();
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod).proxy("discoveryAddress", json!(address.to_string()));
+        let says = &["timed out after", "connecting to", "NetworkPolicy"];
+        SetUp::new(place, (listener, first, istiod), says)
+    });
+    rows.add("a certificate for another name", async {
+        let istiod = LocalIstiod::start(Options {
+            extra_names: Vec::new(),
+            ..options()
+        });
+        let istiod = istiod.await.unwrap();
+        let name = istiod.address.ip().to_string();
+        let says = &["istiod.istio-system.svc", &name, "ISTIOD_SAN"];
+        SetUp::new(Place::of(&istiod), istiod, says)
+    });
+    let early =
+        |params: &mut CertificateParams| params.not_before = rcgen::date_time_ymd(2090, 1, 1);
+    let says = &["is valid from 2090-01-01", "clock"];
+    rows.add("a clock that is late", certificate(early, says));
+    let late = |params: &mut CertificateParams| params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    rows.add("an expired certificate", certificate(late, &["expired"]));
+    let says = &["does not offer HTTP/2", "15012"];
+    rows.add("TLS without HTTP/2", certificate(|_| {}, says));
+    let http = |stream| answer(stream, "HTTP/1.1 400 Bad Request\r\n\r\n");
+    rows.add(
+        "a plain HTTP server",
+        instead(http, &["corrupt message", "15010"]),
+    );
+    rows.add(
+        "a silent server",
+        instead(silent, &["in the TLS handshake", "kubectl get pods"]),
+    );
+    rows.add("a proxy that refuses", async {
+        let istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let address = istiod.kill().await.listen;
+        let no = |stream| answer(stream, "HTTP/1.1 403 Forbidden\r\n\r\n");
+        let proxy = listen(address, no).await;
+        let place = place
+            .proxy("discoveryAddress", json!("istiod.invalid:15012"))
+            .set("HTTPS_PROXY", &format!("http://{address}"));
+        SetUp::new(place, proxy, &["by the proxy", "403", "NO_PROXY"])
+    });
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_by_istiod_is_the_first_error() {
+    let mut rows = Rows::default();
+    rows.add("a token istiod does not know", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        place.write(TOKEN, token(&local_istiod().await));
+        let says = &["discovery request", "Unauthenticated", "istiod logs why"];
+        SetUp::new(place, istiod, says)
+    });
+    rows.add("an identity istiod does not admit", async {
+        let mut istiod = local_istiod().await;
+        let place = Place::of(&istiod);
+        let mut refusing = JoinSet::new();
+        refusing.spawn(async move {
+            let stream = accepted(&mut istiod).await;
+            let status = Status::permission_denied("no identities matched");
+            stream.end(status).await;
+            pending::<()>().await;
+        });
+        let says = &[
+            "discovery request",
+            "no identities matched",
+            "SERVICE_ACCOUNT",
+        ];
+        SetUp::new(place, refusing, says)
+    });
+    rows.add("an agent that hangs", async {
+        let istiod = answering_istiod().await;
+        let place = Place::of(&istiod);
+        let port = (std::net::Ipv4Addr::LOCALHOST, place.status_port());
+        let hangs = listen(port.into(), silent).await;
+        SetUp::new(
+            place,
+            (istiod, hangs),
+            &["running agent", "restart the container"],
+        )
+    });
+    rows.add("a CSR that is refused", async {
+        let istiod = answering_istiod().await;
+        istiod.refuse_certificates(Some(Status::permission_denied("not this one")));
+        let place = Place::of(&istiod);
+        let agent = place.start().await;
+        agent.logs("not this one").await;
+        SetUp::new(
+            place,
+            (agent, istiod),
+            &["workload certificate", "not this one"],
+        )
+    });
+    rows.all_name_their_cause().await;
+}
+
+/// Files of a workload whose intermediate is valid until `year`, with the key of another one or its own.
+fn mount(place: &Place, year: i32, is_own_key: bool) {
+    let authority = |name: &str, year| {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        params
+    };
+    let [root, middle, key, other] = std::array::from_fn(|_| KeyPair::generate().unwrap());
+    let root = CertifiedIssuer::self_signed(authority("root", 2999), root).unwrap();
+    let middle = CertifiedIssuer::signed_by(authority("middle", year), middle, &root).unwrap();
+    let leaf = CertificateParams::new(["workload.test".to_owned()]).unwrap();
+    let leaf = leaf.signed_by(&key, &middle).unwrap();
+    place.write("etc/certs/cert-chain.pem", leaf.pem() + &middle.pem());
+    place.write("etc/certs/root-cert.pem", root.pem());
+    let key = if is_own_key { key } else { other };
+    place.write("etc/certs/key.pem", key.serialize_pem());
+}
+
+/// A set-up with files of the workload in place of an authority.
+async fn mounted(year: i32, is_own_key: bool, is_running: bool, says: &[&str]) -> SetUp {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("XDS_ROOT_CA", ROOT);
+    mount(&place, year, is_own_key);
+    let agent = match is_running {
+        true => Some(place.start().await),
+        false => None,
+    };
+    SetUp::new(place, (istiod, agent), says)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chain_that_peers_refuse_and_a_key_of_another_certificate_are_errors() {
+    let mut rows = Rows::default();
+    for is_running in [false, true] {
+        let says = &[
+            "workload certificate",
+            "peers refuse",
+            "CN=middle",
+            "2001-01-01",
+        ];
+        let expired = mounted(2001, true, is_running, says);
+        rows.add("mounted files with an expired intermediate", expired);
+        let says = &[
+            "etc/certs/cert-chain.pem",
+            "does not belong to the certificate",
+        ];
+        rows.add(
+            "a mounted key of another certificate",
+            mounted(2999, false, is_running, says),
+        );
+    }
+    rows.add("an authority whose roots are others", async {
+        let istiod = answering_istiod().await;
+        istiod.publish_roots(Some(local_istiod().await.root_pem()));
+        let place = Place::of(&istiod);
+        let agent = place.start().await;
+        agent.logs("generated new workload certificate").await;
+        let says = &["workload certificate", "peers refuse", "istiod logs why"];
+        SetUp::new(place, (agent, istiod), says)
+    });
+    rows.all_name_their_cause().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_warning() {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod)
+        .set("FILE_MOUNTED_CERTS", "true")
+        .set("XDS_ROOT_CA", ROOT);
+    mount(&place, 2999, true);
+    let level = || {
+        let (report, _) = diagnosed(&place);
+        let groups = report["groups"].as_array().unwrap().iter();
+        let mut group = groups.filter(|group| group["name"] == "certificate");
+        let checks = group.next().unwrap()["checks"].as_array().unwrap().clone();
+        let worst = ["error", "warning", "ok"];
+        let has = |level: &&&str| checks.iter().any(|check| check["level"] == **level);
+        (*worst.iter().find(has).unwrap(), format!("{report:#}"))
+    };
+    assert_eq!(level().0, "ok", "{}", level().1);
+    let _agent = place.start().await;
+    assert_eq!(level().0, "ok", "{}", level().1);
+    // What was read before is served until the agent ends.
+    place.write(
+        "etc/certs/key.pem",
+        KeyPair::generate().unwrap().serialize_pem(),
+    );
+    assert_eq!(level().0, "warning", "{}", level().1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scope_of_the_log_that_is_off_is_a_warning() {
+    let istiod = answering_istiod().await;
+    let silenced = r#"exec "$@" --log_output_level=ca:none"#;
+    let place = Place::of(&istiod).started_by(&["sh", "-c", silenced, "sh"]);
+    let _agent = place.start().await;
+    let (report, _) = diagnosed(&place);
+    let checks = checks(&report);
+    let level = checks.iter().find(|check| check["name"] == "log level");
+    let level = level.unwrap_or_else(|| panic!("{report:#}"));
+    assert_eq!(level["level"], "warning");
+    assert_eq!(level["found"], "none, of ca");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works() {
+    let mut rows = Rows::default();
+    rows.add("the next one accepts the stream and says nothing", async {
+        let keys = Keys::generate("cluster.local").unwrap();
+        let start = || {
+            LocalIstiod::start(Options {
+                keys: Some(keys.clone()),
+                ..options()
+            })
+        };
+        let (mut first, mut second) = (start().await.unwrap(), start().await.unwrap());
+        let addresses = format!("{}, {}", first.address, second.address);
+        let place = Place::with_envoy(&first).set("DISCOVERY_ADDRESS", &addresses);
+        let agent = place.start().await;
+        relays(&place, &mut first).await;
+        // Times of the record are in whole seconds.
+        let second_of = |time: SystemTime| {
+            time.duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap()
+                .as_secs()
+        };
+        let answered = second_of(SystemTime::now());
+        until("a later second", || second_of(SystemTime::now()) > answered).await;
+        let first = first.kill().await.listen.to_string();
+        let envoy = ask_for_clusters(&place).await;
+        let stream = accepted(&mut second).await;
+        let says = &[&first, "Connection refused"];
+        SetUp::new(place, (agent, envoy, stream, second), says)
+    });
+    rows.all_name_their_cause().await;
+    let (first, second) = (local_istiod().await, answering_istiod().await);
+    let first = first.kill().await.listen.to_string();
+    let place = Place::of(&second);
+    let place = place.set("DISCOVERY_ADDRESS", &format!("{first}, {}", second.address));
+    let (report, code) = diagnosed(&place);
+    assert_eq!(code, 1, "{report:#}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_healthy_agent_has_no_warning_about_istiod_and_certificates() {
+    let istiod = answering_istiod().await;
+    let place = Place::of(&istiod);
+    let agent = place.start().await;
+    agent.logs("generated new workload certificate").await;
+    let (report, _) = diagnosed(&place);
+    let groups = [
+        "agent",
+        "configuration",
+        "token and roots",
+        "istiod",
+        "certificate",
+    ];
+    assert_ne!(report["level"], "skipped", "{report:#}");
+    for group in report["groups"].as_array().unwrap() {
+        let name = group["name"].as_str().unwrap();
+        for check in group["checks"].as_array().unwrap() {
+            let is_well = check["level"] == "ok" || check["level"] == "skipped";
+            assert!(is_well || !groups.contains(&name), "{name}: {check}");
+        }
+    }
+    let text = place.run(&["doctor"]);
+    let text = String::from_utf8_lossy(&text.stdout);
+    assert!(
+        !text.contains(token(&istiod).split('.').nth(1).unwrap()),
+        "{text}"
+    );
+    assert!(text.contains("ok       discovery request to"), "{text}");
+}

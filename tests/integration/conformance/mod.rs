@@ -1,0 +1,33 @@
+//! The agent as a whole, from outside: files, sockets, gRPC and exit codes of its binary.
+//!
+//! Each test runs the binary in its own directory, breaks something, and expects what an operator
+//! would: a clear sentence in the log, and recovery without a restart once the input is repaired. `AGENT_BIN` names another binary to test than cargo's.
+//!
+//! Only [`properties`] calls the library.
+
+mod capture;
+mod certificates;
+mod control_planes;
+mod dns;
+mod doctor;
+mod floods;
+mod grpc;
+mod istiod;
+mod log_levels;
+mod machine;
+mod messages;
+mod output;
+mod properties;
+mod proxy;
+mod roots_and_tokens;
+mod scrape;
+mod secret_files;
+mod secrets;
+mod signals;
+mod start;
+mod status;
+mod support_bundle;
+mod trust;
+mod version;
+mod wall_clock;
+mod wasm;

@@ -1,0 +1,212 @@
+//! Broken root certificates and tokens are logged, and used again without a restart once repaired.
+
+use std::time::Duration;
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
+
+use crate::support::place::{Place, ROOT, TOKEN, token};
+use crate::support::{
+    answered, ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays, restarted,
+    until,
+};
+
+/// What the log says of a stream that istiod does not authenticate.
+const REFUSED: &str = "upstream terminated with unexpected error istiod: Unauthenticated";
+
+fn expired_root() -> String {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.not_before = rcgen::date_time_ymd(2001, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2002, 1, 1);
+    params
+        .self_signed(&KeyPair::generate().unwrap())
+        .unwrap()
+        .pem()
+}
+
+#[tokio::test]
+async fn broken_roots_are_logged_and_repaired_ones_used_without_a_restart() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    let expired = expired_root();
+    let garbage = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    let cases = [
+        (Some(""), "root-cert.pem is empty"),
+        (None, "cannot read root certificates from ./var/run"),
+        (
+            Some("no roots"),
+            "holds no certificate in 8 bytes, expected PEM",
+        ),
+        (
+            Some(garbage),
+            "no certificate that can be used: 1 broken, 0 expired",
+        ),
+        (
+            Some(&*expired),
+            "no certificate that can be used: 0 broken, 1 expired",
+        ),
+    ];
+    place.write(ROOT, "");
+    let agent = place.start().await;
+    for (content, sentence) in cases {
+        let mut envoy = ask_for_clusters(&place).await;
+        agent.logs(sentence).await;
+        assert!(agent.log().contains(ROOT));
+        place.write(ROOT, istiod.root_pem());
+        answered(&mut envoy, &mut istiod).await;
+        match cases.iter().skip_while(|case| case.0 != content).nth(1) {
+            Some((Some(next), _)) => place.write(ROOT, next),
+            Some((None, _)) => std::fs::remove_file(place.path(ROOT)).unwrap(),
+            None => {}
+        }
+        istiod = restarted(istiod, |_| {}).await;
+    }
+}
+
+#[tokio::test]
+async fn roots_of_the_system_are_those_of_ssl_cert_file_and_ssl_cert_dir() {
+    for (file, directory) in [("own.pem", "none"), ("none", "none:own")] {
+        let mut istiod = local_istiod().await;
+        let place = Place::of(&istiod)
+            .set("XDS_ROOT_CA", "SYSTEM")
+            .set("CA_ROOT_CA", "SYSTEM")
+            .set("SSL_CERT_FILE", file)
+            .set("SSL_CERT_DIR", directory);
+        let agent = place.start().await;
+        let unanswered = ask_for_clusters(&place).await;
+        agent.logs("no root certificates found").await;
+        drop(unanswered);
+        place.write("own.pem", istiod.root_pem());
+        place.write("own/root.pem", istiod.root_pem());
+        relays(&place, &mut istiod).await;
+    }
+}
+
+#[tokio::test]
+async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
+    let place = Place::of(&local_istiod().await);
+    std::fs::remove_file(place.path(ROOT)).unwrap();
+    let (code, log) = place.ends().await;
+    assert_eq!(code, 255);
+    assert!(log.contains("root file for istiod"), "{log}");
+    assert!(log.contains(ROOT), "{log}");
+}
+
+#[tokio::test]
+async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_there() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    place.write(ROOT, local_istiod().await.root_pem());
+    let agent = place.start().await;
+    agent.logs("failed: invalid peer certificate").await;
+    place.write(ROOT, istiod.root_pem());
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn envoys_stream_is_held_with_a_refused_token_and_a_repaired_one_is_used_without_a_restart() {
+    let mut istiod = local_istiod().await;
+    let expired = istiod
+        .mint_token("default", "bench", Duration::ZERO)
+        .unwrap();
+    let foreign = token(&local_istiod().await);
+    let (huge, large) = ("x".repeat(100_000), "y".repeat(60_000));
+    let cases = [
+        (
+            "",
+            "failed to fetch token from file: ./var/run/secrets/tokens/istio-token is empty",
+        ),
+        (&*expired, "request authenticate failure"),
+        (&foreign, "request authenticate failure"),
+        (&huge, "istio-token: more than 65536 bytes"),
+        (
+            "two words",
+            "has byte 0x20 at position 3, which no header may hold",
+        ),
+        (&large, ""),
+    ];
+    for (spoilt, sentence) in cases {
+        let place = Place::with_envoy(&istiod);
+        place.write(TOKEN, spoilt);
+        let agent = place.start().await;
+        let mut envoy = ask_for_clusters(&place).await;
+        if spoilt != large {
+            agent.logs(REFUSED).await;
+        }
+        agent.logs("holding Envoy's stream").await;
+        agent.logs(sentence).await;
+        agent.logs("resource:default failed to sign").await;
+        let mut secrets = ask_for_secrets(&place, &["default"]).await;
+        let good = token(&istiod);
+        place.write(TOKEN, &good);
+        assert_eq!(next_response(&mut secrets).await.resources.len(), 1);
+        answered(&mut envoy, &mut istiod).await;
+        for token in [spoilt, &good].map(|token| &token[..token.len().min(40)]) {
+            let told = !token.is_empty() && agent.log().contains(token);
+            assert!(!told, "the token is in the log");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_missing_token_is_logged_and_used_once_it_is_there() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    std::fs::remove_file(place.path(TOKEN)).unwrap();
+    let agent = place.start().await;
+    agent
+        .logs("failed to fetch token from file: ./var/run/secrets/tokens/istio-token: No such file")
+        .await;
+    let mut envoy = ask_for_clusters(&place).await;
+    agent.logs(REFUSED).await;
+    place.write(TOKEN, token(&istiod));
+    answered(&mut envoy, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn a_broken_client_certificate_is_logged_and_the_token_used_instead() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod).set("PROV_CERT", "./certs");
+    place.write("certs/root-cert.pem", istiod.root_pem());
+    place.write("certs/cert-chain.pem", "no certificate");
+    let agent = place.start().await;
+    relays(&place, &mut istiod).await;
+    let sentence = "cannot parse the cert chain, using token instead: ./certs/cert-chain.pem";
+    agent.logs(sentence).await;
+}
+
+#[tokio::test]
+async fn a_late_client_certificate_is_sent_even_without_an_authority() {
+    let mut istiod = local_istiod().await;
+    let issued = Place::of(&istiod).set("OUTPUT_CERTS", "./certs");
+    std::fs::create_dir(issued.path("certs")).unwrap();
+    let _issuing = issued.start_only();
+    let files = ["key.pem", "cert-chain.pem"];
+    let with_root = ["key.pem", "cert-chain.pem", "root-cert.pem"];
+    until("a certificate", || {
+        with_root
+            .iter()
+            .all(|file| issued.path("certs").join(file).exists())
+    })
+    .await;
+
+    let place = Place::of(&istiod).set("PROV_CERT", "./certs");
+    let copy = |name: &str, to: &str| {
+        let content = std::fs::read(issued.path("certs").join(name)).unwrap();
+        place.write(&format!("{to}/{name}"), content);
+    };
+    // The workload's secrets are files, so no request for a certificate is refused either.
+    for name in with_root {
+        copy(name, "var/run/secrets/workload-spiffe-credentials");
+    }
+    place.write("certs/root-cert.pem", istiod.root_pem());
+    std::fs::remove_file(place.path(TOKEN)).unwrap();
+    let agent = place.start().await;
+    let mut envoy = ask_for_clusters(&place).await;
+    agent.logs(REFUSED).await;
+    agent.logs("using token instead").await;
+    for name in files {
+        copy(name, "certs");
+    }
+    answered(&mut envoy, &mut istiod).await;
+}

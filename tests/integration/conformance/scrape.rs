@@ -1,0 +1,491 @@
+//! The merged page of metrics over HTTP: what sources are asked, and what the page holds.
+//!
+//! An agent scrapes sources that say whatever the test wants, down to the last byte. Rows that only
+//! this agent fulfils are left out where `AGENT_BIN` names another.
+
+use std::io::Read;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::support::http::{ask, try_ask};
+use crate::support::programs::ours_only;
+use crate::support::scraped::{Scraped, Source, TEXT, answer_of};
+use crate::support::{eventually, free_port};
+
+const OM0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
+const OM1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const ASKED_FOR_TEXT: &str = "text/plain;version=0.0.4";
+const MIB: usize = 1 << 20;
+
+#[tokio::test]
+async fn formats_are_negotiated_with_envoy_and_the_application_apart() {
+    let scraped = Scraped::start(1).await;
+    let om = "application/openmetrics-text";
+    let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
+                      application/vnd.google.protobuf;proto=x;q=0.55,\
+                      text/plain;version=0.0.4;q=0.4,*/*;q=0.2";
+    for (accept, envoy, application) in [
+        ("", ASKED_FOR_TEXT, ASKED_FOR_TEXT.to_owned()),
+        ("*/*", ASKED_FOR_TEXT, ASKED_FOR_TEXT.into()),
+        (
+            "application/*",
+            ASKED_FOR_TEXT,
+            format!("{om};version=0.0.1"),
+        ),
+        (
+            "application/vnd.google.protobuf;proto=x;q=0.9",
+            ASKED_FOR_TEXT,
+            ASKED_FOR_TEXT.into(),
+        ),
+        ("text/*", "text/*", "text/*".into()),
+        (
+            prometheus,
+            ASKED_FOR_TEXT,
+            format!("{om};escaping=allow-utf-8;version=1.0.0,{ASKED_FOR_TEXT}"),
+        ),
+    ] {
+        let header = match accept {
+            "" => String::new(),
+            accept => format!("accept: {accept}\r\n"),
+        };
+        assert_eq!(scraped.page_with(&header).await.status, 200);
+        for (source, expected) in [
+            (&scraped.envoy, envoy),
+            (&scraped.targets[0], &*application),
+        ] {
+            let sent = source.was_sent("accept").unwrap_or_default();
+            assert_eq!(formats(&sent), formats(expected), "{accept}");
+        }
+    }
+}
+
+/// The members of an `Accept` header in their order, once each, without their weights.
+fn formats(accept: &str) -> Vec<Vec<String>> {
+    let mut formats: Vec<_> = accept
+        .split(',')
+        .map(|member| {
+            let mut parts: Vec<_> = member
+                .split(';')
+                .map(|part| part.trim().to_owned())
+                .collect();
+            parts.retain(|part| !part.starts_with("q="));
+            parts[1..].sort();
+            parts
+        })
+        .collect();
+    formats.dedup();
+    formats
+}
+
+#[tokio::test]
+async fn sources_are_asked_with_what_is_theirs_to_know() {
+    let scraped = Scraped::start(1).await;
+    let headers = "user-agent: Prometheus/3.0\r\nx-prometheus-scrape-timeout-seconds: 7\r\n\
+                   authorization: Bearer x\r\ncookie: x\r\n";
+    scraped.page_with(headers).await;
+    let (envoy, application) = (&scraped.envoy, &scraped.targets[0]);
+    let asked = envoy.last_request();
+    assert!(
+        asked.starts_with("GET /stats/prometheus?usedonly&a=b HTTP/1.1\r\n"),
+        "{asked}"
+    );
+    let asked = application.last_request();
+    assert!(asked.starts_with("GET /m?x=y HTTP/1.1\r\n"), "{asked}");
+    for source in [envoy, application] {
+        for (name, expected) in [
+            ("user-agent", Some("Prometheus/3.0")),
+            ("x-prometheus-scrape-timeout-seconds", Some("7")),
+            ("authorization", None),
+            ("cookie", None),
+        ] {
+            let sent = source.was_sent(name);
+            assert_eq!(sent.as_deref(), expected, "{name}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_single_target_gives_the_page_its_format_and_comes_last() {
+    let scraped = Scraped::start(1).await;
+    let application = &scraped.targets[0];
+    for (kind, expected) in [
+        (
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            OM1,
+        ),
+        ("application/openmetrics-text; version=0.0.1", OM0),
+        ("application/openmetrics-text", OM0),
+        ("text/plain; version=0.0.4", TEXT),
+        ("text/html", TEXT),
+        ("nonsense", TEXT),
+    ] {
+        let end = if expected == TEXT { "" } else { "# EOF\n" };
+        application.has(kind, &format!("# TYPE app gauge\napp 1\n{end}"));
+        let page = scraped.page().await;
+        page.assert_readable(kind);
+        assert_eq!(page.kind(), expected, "{kind}");
+        assert_eq!(page.samples(), ["envoy 1", "app 1"], "{kind}");
+        let last = if end.is_empty() { "app 1\n" } else { end };
+        assert!(page.text().ends_with(last), "{kind}");
+        assert!(page.text().starts_with("# HELP "), "{kind}");
+    }
+    let scrapes = scraped.page().await.figure("istio_agent_scrapes_total");
+    let then = scraped.page().await.figure("istio_agent_scrapes_total");
+    assert_eq!(then, scrapes + 1);
+}
+
+#[tokio::test]
+async fn several_targets_come_in_order_with_one_end_in_the_format_they_share() {
+    let scraped = Scraped::start(2).await;
+    let (one, two) = (&scraped.targets[0], &scraped.targets[1]);
+    let (om, text) = ((OM1, "# EOF\n"), (TEXT, ""));
+    for (first, second, expected, ends) in [
+        (om, om, OM1, 1),
+        ((OM1, "# EOF \t\r\n"), (OM1, "# EOF"), OM1, 1),
+        (om, text, TEXT, 0),
+        (text, om, TEXT, 0),
+        (text, text, TEXT, 0),
+        ((OM0, "# EOF\n"), om, TEXT, 0),
+    ] {
+        let body = |name: &str, end: &str| format!("# TYPE {name} gauge\n{name} 1\n{end}");
+        one.has(first.0, &body("one", first.1));
+        two.has(second.0, &body("two", second.1));
+        let page = scraped.page().await;
+        page.assert_readable(expected);
+        assert_eq!(
+            (page.kind(), page.ends()),
+            (expected, ends),
+            "{first:?}, {second:?}"
+        );
+        assert_eq!(page.samples(), ["envoy 1", "one 1", "two 1"]);
+        assert!(ends == 0 || page.text().ends_with("\n# EOF\n"));
+    }
+}
+
+#[tokio::test]
+async fn a_target_that_fails_leaves_the_others_their_format_and_is_counted() {
+    let scraped = Scraped::start(2).await;
+    let (one, two) = (&scraped.targets[0], &scraped.targets[1]);
+    let refusal = "HTTP/1.1 503 Sorry\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    one.says(refusal);
+    two.has(OM1, "# TYPE two gauge\ntwo 1\n# EOF\n");
+    let before = scraped.failures("application").await;
+    let page = scraped.page().await;
+    page.assert_readable("one fails");
+    assert_eq!((page.kind(), page.ends()), (OM1, 1));
+    assert_eq!(page.samples(), ["envoy 1", "two 1"]);
+    // What has failed is on the page itself, and asking for the figure was a scrape as well.
+    let series = "istio_agent_scrape_failures_total{type=\"application\"}";
+    assert_eq!(page.figure(series), before + 1);
+    two.says(refusal);
+    scraped.envoy.says(refusal);
+    let page = scraped.page().await;
+    page.assert_readable("all fail");
+    assert_eq!((page.kind(), page.samples().len()), (TEXT, 0));
+    assert_eq!(page.figure(series), before + 3);
+    assert_eq!(
+        page.figure("istio_agent_scrape_failures_total{type=\"envoy\"}"),
+        1
+    );
+}
+
+#[tokio::test]
+async fn redirects_are_followed_and_only_200_is_a_page() {
+    let scraped = Scraped::start(1).await;
+    let (application, other) = (&scraped.targets[0], Source::start().await);
+    other.has(TEXT, "# TYPE other gauge\nother 1\n");
+    let to = |status: u16, location: &str| {
+        let head = format!("HTTP/1.1 {status} X\r\nlocation: {location}\r\n");
+        head + "content-length: 0\r\nconnection: close\r\n\r\n"
+    };
+    let elsewhere = format!("http://localhost:{}/m", other.port);
+    for (answer, expected) in [
+        (to(302, &elsewhere), vec!["envoy 1", "other 1"]),
+        (to(308, &elsewhere), vec!["envoy 1", "other 1"]),
+        (to(302, "/again"), vec!["envoy 1"]),
+        (to(204, ""), vec!["envoy 1"]),
+        (to(404, ""), vec!["envoy 1"]),
+        (to(500, ""), vec!["envoy 1"]),
+    ] {
+        application.says(answer.as_str());
+        let page = scraped.page().await;
+        page.assert_readable(&answer);
+        assert_eq!(page.samples(), expected, "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn the_page_is_encoded_for_who_takes_that() {
+    let scraped = Scraped::start(1).await;
+    let mut large = "# TYPE large gauge\n".to_owned();
+    for number in 0..5000 {
+        large += &format!("large{{n=\"{number}\"}} 1\n");
+    }
+    scraped.targets[0].has(TEXT, &large);
+    let mut rows = vec![
+        ("", None),
+        ("gzip", Some("gzip")),
+        ("deflate, gzip;q=1.0, zstd;q=0.5", Some("gzip")),
+        ("br, lz4", None),
+    ];
+    if ours_only("zstd") {
+        rows.extend([("zstd", None), ("gzip, zstd", Some("gzip"))]);
+    }
+    for (accepted, expected) in rows {
+        let header = match accepted {
+            "" => String::new(),
+            accepted => format!("accept-encoding: {accepted}\r\n"),
+        };
+        let mut page = scraped.page_with(&header).await;
+        assert_eq!(page.header("content-encoding"), expected, "{accepted}");
+        assert_eq!(page.header("vary"), Some("accept-encoding"), "{accepted}");
+        if expected.is_some() {
+            let mut plain = Vec::new();
+            let mut decoder = flate2::read::GzDecoder::new(&page.raw[..]);
+            decoder.read_to_end(&mut plain).unwrap();
+            page.raw = plain;
+        }
+        page.assert_readable(accepted);
+        assert_eq!(page.samples().len(), 5001, "{accepted}");
+    }
+}
+
+/// Ten MiB of zeros, ten times wrapped up, are a few hundred bytes.
+fn bomb() -> Vec<u8> {
+    let mut packed = vec![0; 10 * MIB];
+    for _ in 0..2 {
+        use flate2::{Compression, write::GzEncoder};
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+        std::io::Write::write_all(&mut encoder, &packed).unwrap();
+        packed = encoder.finish().unwrap();
+    }
+    packed
+}
+
+fn noise(length: usize) -> Vec<u8> {
+    let mut noise = vec![0; length];
+    fastrand::Rng::with_seed(7).fill(&mut noise);
+    noise
+}
+
+/// What a hostile source says, and the samples of it that are good.
+fn hostile() -> Vec<(&'static str, Vec<u8>, usize)> {
+    let text = |body: &[u8]| answer_of(TEXT, "", body);
+    let cut = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 99\r\n\r\napp 1\na";
+    let many: String = (0..100_000)
+        .map(|n| format!("many{{n=\"{n}\"}} 1\n"))
+        .collect();
+    let headers = "x-more: y\r\n".repeat(200_000);
+    let garbage = [&noise(MIB)[..], b"\napp 1\n"].concat();
+    vec![
+        ("a page of 100,000 lines", text(many.as_bytes()), 100_000),
+        ("noise", text(&garbage), 1),
+        ("half a line", text(b"app 1\napp{a=\"b"), 1),
+        ("a body cut off", cut.to_vec(), 1),
+        (
+            "two families of a name",
+            text(b"# TYPE app gauge\napp 1\n# TYPE app gauge\napp 2\n"),
+            2,
+        ),
+        (
+            "the agent's own family",
+            text(
+                b"# TYPE istio_agent_scrapes_total gauge\n\
+          istio_agent_scrapes_total 7\napp 1\n",
+            ),
+            1,
+        ),
+        (
+            "Envoy's family",
+            text(b"# TYPE envoy gauge\nenvoy 7\napp 1\n"),
+            1,
+        ),
+        (
+            "a bomb",
+            answer_of(TEXT, "content-encoding: gzip\r\n", &bomb()),
+            0,
+        ),
+        ("a line without an end", text(&vec![b'a'; 4 * MIB]), 0),
+        (
+            "headers without an end",
+            answer_of(TEXT, &headers, b"app 1\n"),
+            0,
+        ),
+        ("no HTTP", b"app 1\n".to_vec(), 0),
+        ("nothing", Vec::new(), 0),
+    ]
+}
+
+#[tokio::test]
+async fn a_hostile_source_costs_its_own_samples_and_little_memory() {
+    if !ours_only("hostile sources") {
+        return;
+    }
+    for targets in [1, 2] {
+        let scraped = Scraped::start(targets).await;
+        let good = targets - 1;
+        scraped.page().await;
+        let before = scraped.agent.memory("VmRSS");
+        for (what, bytes, samples) in hostile() {
+            scraped.targets[0].says(bytes);
+            let page = scraped
+                .page_with("x-prometheus-scrape-timeout-seconds: 20\r\n")
+                .await;
+            page.assert_readable(what);
+            // Identical series of the agent's or Envoy's are left out.
+            let most = 1 + good + samples;
+            let found = page.samples().len();
+            assert!(
+                (most - samples.min(1)..=most).contains(&found),
+                "{what}: {found} of {most}"
+            );
+        }
+        let grown = scraped.agent.memory("VmRSS").saturating_sub(before);
+        assert!(grown < 24 << 10, "{grown} KiB more");
+    }
+}
+
+#[tokio::test]
+async fn a_source_that_hangs_takes_no_longer_than_the_scraper_has() {
+    if !ours_only("what is there comes in time") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 1000\r\n\r\n";
+    for (says, expected) in [
+        (String::new(), vec!["envoy 1"]),
+        (head.to_owned(), vec!["envoy 1"]),
+        (format!("{head}app 1\n"), vec!["envoy 1", "app 1"]),
+    ] {
+        scraped.targets[0].says_and_holds(&says);
+        let begin = Instant::now();
+        let page = scraped
+            .page_with("x-prometheus-scrape-timeout-seconds: 1\r\n")
+            .await;
+        let took = begin.elapsed();
+        assert!(took < Duration::from_millis(1500), "{took:?}");
+        page.assert_readable(&says);
+        assert_eq!(page.samples(), expected, "{says}");
+    }
+}
+
+#[tokio::test]
+async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetrics() {
+    if !ours_only("no series that vanish unnoticed") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let cut = |kind: &str| {
+        format!("HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: 99\r\n\r\napp 1\nha 2")
+    };
+    scraped.targets[0].says(cut(TEXT));
+    let page = scraped.page().await;
+    page.assert_readable("cut off");
+    assert_eq!(page.samples(), ["envoy 1", "app 1"]);
+    // The last chunk of a whole response is empty.
+    assert!(scraped.raw().await.ends_with("\r\n0\r\n\r\n"));
+    for says in [
+        cut(OM1),
+        String::from_utf8(answer_of(OM1, "", b"app 1\n")).unwrap(),
+    ] {
+        scraped.targets[0].says(says);
+        let found = scraped.raw().await;
+        assert!(
+            !found.ends_with("\r\n0\r\n\r\n") && !found.contains("# EOF"),
+            "{found}"
+        );
+    }
+    scraped.targets[0].has(TEXT, "app 1\n");
+    assert_eq!(scraped.failures("application").await, 4);
+}
+
+#[tokio::test]
+async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_are_read() {
+    if !ours_only("gzip that was not asked for") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    let registry = "# HELP app A.\n# TYPE app counter\napp{n=\"1\"} 1\n".repeat(2);
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    std::io::Write::write_all(&mut encoder, registry.as_bytes()).unwrap();
+    let packed = encoder.finish().unwrap();
+    let answer = answer_of(TEXT, "content-encoding: gzip\r\n", &packed);
+    scraped.targets[0].says(answer);
+    let page = scraped.page().await;
+    page.assert_readable("gzip");
+    assert_eq!(
+        page.samples(),
+        ["envoy 1", "app{n=\"1\"} 1", "app{n=\"1\"} 1"]
+    );
+}
+
+#[tokio::test]
+async fn all_metrics_are_at_metrics_and_the_agents_alone_below_it() {
+    let scraped = Scraped::start(1).await;
+    let merged = ask(scraped.port(), "GET /metrics").await.body;
+    assert!(merged.contains("\nenvoy 1\n") && merged.contains("\nistio_agent_scrapes_total 1\n"));
+    if ours_only("a page of the agent alone") {
+        let own = ask(scraped.port(), "GET /metrics/agent").await.body;
+        assert!(!own.contains("\nenvoy ") && own.contains("\nistio_agent_scrapes_total 1\n"));
+    }
+}
+
+/// Prometheus itself: Debian's package `prometheus`. Without it the test says so and is not run, except
+/// under `PROMETHEUS_TESTS`, where it fails.
+#[tokio::test]
+async fn prometheus_has_all_series_of_the_page() {
+    let scraped = Scraped::start(2).await;
+    let shared =
+        |path: &str| format!("# TYPE shared counter\nshared{{path=\"{path}\"}} 1\nsame 7\n");
+    scraped.targets[0].has(TEXT, &shared("/a"));
+    scraped.targets[1].has(TEXT, &shared("/b"));
+    let folder = tempfile::tempdir().unwrap();
+    let config = format!(
+        "global: {{scrape_interval: 1s, scrape_timeout: 1s}}\nscrape_configs:\n- job_name: pod\n  \
+         metrics_path: /stats/prometheus\n  static_configs: [{{targets: [\"127.0.0.1:{}\"]}}]\n",
+        scraped.port()
+    );
+    std::fs::write(folder.path().join("prometheus.yml"), config).unwrap();
+    let port = free_port();
+    let started = tokio::process::Command::new("prometheus")
+        .current_dir(folder.path())
+        .arg("--config.file=prometheus.yml")
+        .arg("--storage.tsdb.path=data")
+        .arg(format!("--web.listen-address=127.0.0.1:{port}"))
+        .stderr(std::process::Stdio::null())
+        .kill_on_drop(true)
+        .spawn();
+    let Ok(_prometheus) = started else {
+        let sentence = "There is no prometheus.";
+        assert!(std::env::var_os("PROMETHEUS_TESTS").is_none(), "{sentence}");
+        return eprintln!("{sentence} This test is not run.");
+    };
+    let finds = async |series: &str| {
+        let query = format!("GET /api/v1/query?query={series}");
+        eventually(series, async || {
+            let answer = try_ask(port, &query, "").await;
+            answer.filter(|answer| answer.body.contains("\"metric\":"))
+        })
+        .await;
+    };
+    for series in [
+        "envoy",
+        "shared%7Bpath=%22/a%22%7D",
+        "shared%7Bpath=%22/b%22%7D",
+        "same",
+        "istio_agent_scrapes_total",
+        "up==1",
+    ] {
+        finds(series).await;
+    }
+    if ours_only("a failed scrape where an OpenMetrics source breaks off") {
+        let cut_off = "content-length: 100\r\nconnection: close\r\n\r\n# TYPE shared counter\n";
+        for target in &scraped.targets {
+            target.says(format!(
+                "HTTP/1.1 200 OK\r\ncontent-type: {OM1}\r\n{cut_off}"
+            ));
+        }
+        finds("up==0").await;
+    }
+}

@@ -1,0 +1,402 @@
+//! Secrets from files and from an external SDS server: each mode, each method, hundreds of names,
+//! rotation.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse,
+};
+use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
+use prost::Message;
+use rcgen::{CertificateParams, KeyPair};
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpStream, UnixListener};
+use tonic::Code;
+
+use crate::support::envoy::Envoy;
+use crate::support::place::Place;
+use crate::support::{
+    SECRET, STREAM_SECRETS, ask_for_secrets, local, local_istiod, next_response, node, request,
+    soon, until,
+};
+
+const DELTA_SECRETS: &str = "/envoy.service.secret.v3.SecretDiscoveryService/DeltaSecrets";
+const FILES_SOCKET: &str = "var/run/secrets/credential-uds/files-socket";
+const MOUNTED: &str = "var/run/secrets/workload-spiffe-credentials";
+
+/// A certificate and its key, as PEM.
+fn generated() -> (String, String) {
+    let key = KeyPair::generate().unwrap();
+    let certificate = CertificateParams::default().self_signed(&key).unwrap();
+    (certificate.pem(), key.serialize_pem())
+}
+
+/// Writes chain, key and roots of a workload: the chain is returned.
+fn workload(place: &Place, directory: &str, names: [&str; 3]) -> String {
+    let (chain, key) = generated();
+    for (name, content) in names.into_iter().zip([&chain, &key, &chain]) {
+        place.write(&format!("{directory}/{name}"), content);
+    }
+    chain
+}
+
+const NAMES: [&str; 3] = ["cert-chain.pem", "key.pem", "root-cert.pem"];
+
+/// The names of a response's secrets and the public part of each.
+fn contents(resources: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Vec<(String, String)> {
+    let content = |bytes: &[u8]| {
+        let secret = Secret::decode(bytes).unwrap();
+        let source = match secret.r#type.unwrap() {
+            secret::Type::TlsCertificate(pair) => pair.certificate_chain,
+            secret::Type::ValidationContext(context) => context.trusted_ca,
+            other => panic!("unexpected secret {other:?}"),
+        };
+        let pem = String::from_utf8_lossy(&source.unwrap().encode_to_vec()).into_owned();
+        (secret.name, pem)
+    };
+    let resources = resources.into_iter();
+    resources.map(|bytes| content(bytes.as_ref())).collect()
+}
+
+/// Asks for names until all have come: their public parts.
+async fn served(place: &Place, names: &[&str]) -> Vec<(String, String)> {
+    let mut envoy = ask_for_secrets(place, names).await;
+    let response = next_response(&mut envoy).await;
+    contents(response.resources.into_iter().map(|any| any.value))
+}
+
+fn subscribe(names: &[String]) -> DeltaDiscoveryRequest {
+    DeltaDiscoveryRequest {
+        node: node(),
+        type_url: SECRET.into(),
+        resource_names_subscribe: names.to_vec(),
+        ..Default::default()
+    }
+}
+
+async fn next_delta(envoy: &mut Envoy) -> DeltaDiscoveryResponse {
+    DeltaDiscoveryResponse::decode(envoy.next_bytes().await).unwrap()
+}
+
+/// An external SDS server, as far as a probe can tell.
+async fn greet_clients(path: &Path) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let listener = UnixListener::bind(path).unwrap();
+    loop {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        tokio::spawn(async move {
+            let _ = stream.write_all(b"\0\0\0\x04\0\0\0\0\0").await;
+            std::future::pending::<()>().await;
+        });
+    }
+}
+
+#[tokio::test]
+async fn every_mode_of_files_serves_them_without_an_authority() {
+    let google = ["certificates.pem", "private_key.pem", "ca_certificates.pem"];
+    let mounted = ("FILE_MOUNTED_CERTS", "true");
+    let gke = ("CA_PROVIDER", "GkeWorkloadCertificate");
+    let none = ("POD_NAME", "bench");
+    for (directory, names, (variable, value)) in [
+        ("etc/certs", NAMES, mounted),
+        (MOUNTED, google, gke),
+        (MOUNTED, NAMES, none),
+        ("etc/certs", NAMES, none),
+    ] {
+        let istiod = local_istiod().await;
+        let root = "var/root.pem";
+        let place = Place::with_envoy(&istiod)
+            .set(variable, value)
+            .set("XDS_ROOT_CA", root);
+        place.write(root, istiod.root_pem());
+        let chain = workload(&place, directory, names);
+        let _agent = place.start().await;
+        let served = served(&place, &["default", "ROOTCA"]).await;
+        assert_eq!(served.len(), 2, "{directory} {variable}");
+        assert!(
+            served.iter().all(|(_, pem)| pem.contains(&chain)),
+            "{directory} {variable}"
+        );
+        assert_eq!(istiod.certificates_signed(), 0, "{directory} {variable}");
+    }
+}
+
+#[tokio::test]
+async fn impossible_configurations_of_files_are_errors() {
+    let istiod = local_istiod().await;
+    for (variables, expected) in [
+        (
+            &[("CA_PROVIDER", "GkeWorkloadCertificate")][..],
+            "GKE workload certificate files",
+        ),
+        (&[("CA_PROVIDER", "Vault")], "CA_PROVIDER is \"Vault\""),
+        (
+            &[("FILE_MOUNTED_CERTS", "1"), ("PROV_CERT", "etc")],
+            "mutually exclusive",
+        ),
+        (
+            &[("ISTIO_AGENT_EXTERNAL_SDS", "maybe")],
+            "wait, fallback or fail",
+        ),
+        (&[("ISTIO_AGENT_SDS_USERS", "root")], "numbers of users"),
+    ] {
+        let place = Place::with_envoy(&istiod);
+        let place = variables
+            .iter()
+            .fold(place, |place, (name, value)| place.set(name, value));
+        let (code, log) = place.ends().await;
+        assert_ne!(code, 0);
+        assert!(log.contains(expected), "{expected} in {log}");
+    }
+}
+
+#[tokio::test]
+async fn mounted_files_that_rotate_and_vanish_are_pushed_and_kept() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let first = workload(&place, MOUNTED, NAMES);
+    let _agent = place.start().await;
+    let mut envoy = ask_for_secrets(&place, &["default"]).await;
+    let response = next_response(&mut envoy).await;
+    assert!(
+        contents(response.resources.iter().map(|any| &any.value))[0]
+            .1
+            .contains(&first)
+    );
+    let second = workload(&place, MOUNTED, NAMES);
+    let response = next_response(&mut envoy).await;
+    assert!(
+        contents(response.resources.iter().map(|any| &any.value))[0]
+            .1
+            .contains(&second)
+    );
+    for name in NAMES {
+        std::fs::remove_file(place.path(MOUNTED).join(name)).unwrap();
+    }
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    assert!(served(&place, &["default"]).await[0].1.contains(&second));
+    assert_eq!(istiod.certificates_signed(), 0);
+}
+
+/// Names of pairs of files, which exist but for one.
+fn gateway(place: &Place, count: usize, absent: usize) -> Vec<String> {
+    let (chain, key) = generated();
+    let name = |n: usize| {
+        let [chain, key] = ["chain", "key"].map(|kind| format!("certs/{n}.{kind}"));
+        (format!("file-cert:{chain}~{key}"), chain, key)
+    };
+    let names = (0..count).map(name).map(|(text, chain_path, key_path)| {
+        if !text.contains(&format!("/{absent}.")) {
+            place.write(&chain_path, &chain);
+            place.write(&key_path, &key);
+        }
+        text
+    });
+    names.collect()
+}
+
+#[tokio::test]
+async fn of_five_hundred_names_the_499_that_exist_are_answered_together() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod).kind("router");
+    let names = gateway(&place, 500, 77);
+    let _agent = place.start().await;
+    let asked: Vec<&str> = names.iter().map(String::as_str).collect();
+    let expected: HashSet<&str> = asked
+        .iter()
+        .copied()
+        .filter(|&name| name != asked[77])
+        .collect();
+
+    let mut whole = ask_for_secrets(&place, &asked).await;
+    let response = next_response(&mut whole).await;
+    let got = contents(response.resources.iter().map(|any| &any.value));
+    let got: HashSet<&str> = got.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(got, expected);
+
+    let mut delta = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
+    delta.send(&subscribe(&names));
+    let response = next_delta(&mut delta).await;
+    let got: HashSet<&str> = response
+        .resources
+        .iter()
+        .map(|one| one.name.as_str())
+        .collect();
+    assert_eq!(got, expected);
+    assert_eq!(response.removed_resources, [asked[77]]);
+    let error = response.resource_errors[0].error_detail.as_ref().unwrap();
+    assert_eq!(error.code, i32::from(Code::NotFound));
+    // It comes when it is there, on both.
+    let (chain, key) = generated();
+    place.write("certs/77.chain", &chain);
+    place.write("certs/77.key", &key);
+    assert_eq!(next_delta(&mut delta).await.resources[0].name, asked[77]);
+    assert_eq!(next_response(&mut whole).await.resources.len(), 1);
+}
+
+#[tokio::test]
+async fn delta_streams_answer_each_name_and_skip_what_envoy_holds() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let agent = place.start().await;
+    let names = ["default", "ROOTCA", "kubernetes://x"].map(str::to_owned);
+    let mut envoy = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
+    envoy.send(&subscribe(&names));
+    let mut versions = std::collections::HashMap::new();
+    let mut removed = Vec::new();
+    while versions.len() < 2 || removed.is_empty() {
+        let response = next_delta(&mut envoy).await;
+        removed.extend(response.removed_resources);
+        versions.extend(
+            response
+                .resources
+                .into_iter()
+                .map(|one| (one.name, one.version)),
+        );
+    }
+    assert_eq!(removed, ["kubernetes://x"]);
+    assert!(!versions.contains_key("kubernetes://x"));
+    envoy.send(&DeltaDiscoveryRequest {
+        error_detail: Some(Default::default()),
+        ..Default::default()
+    });
+    agent.logs("ACK ERROR").await;
+
+    let mut again = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
+    versions.insert("ROOTCA".to_owned(), "old".to_owned());
+    again.send(&DeltaDiscoveryRequest {
+        initial_resource_versions: versions,
+        ..subscribe(&names[..2])
+    });
+    let response = next_delta(&mut again).await;
+    let got: Vec<_> = response
+        .resources
+        .iter()
+        .map(|one| one.name.as_str())
+        .collect();
+    assert_eq!(got, ["ROOTCA"], "what Envoy holds was sent again");
+}
+
+#[tokio::test]
+async fn fetches_are_answered_and_unknown_names_refused() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let _agent = place.start().await;
+    let address = format!("unix://{}", place.sds_socket().display());
+    let client = soon(SecretDiscoveryServiceClient::connect(address))
+        .await
+        .unwrap();
+    for (name, expected) in [
+        ("default", Ok(1)),
+        ("x", Err(Code::InvalidArgument)),
+        ("file-cert:a~b", Err(Code::NotFound)),
+    ] {
+        let mut client = client.clone();
+        let answer = soon(client.fetch_secrets(request(SECRET, &[name]))).await;
+        let count = answer.map(|answer| answer.into_inner().resources.len());
+        assert_eq!(count.map_err(|status| status.code()), expected, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn beside_an_external_sds_server_only_files_are_served_and_the_node_says_so() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    let socket = place.sds_socket();
+    let credentials = place.path("var/run/secrets/credential-uds/socket");
+    let testing = async {
+        let agent = place.start().await;
+        agent.logs("Existing workload SDS socket found").await;
+        agent.logs("Credential SDS socket found").await;
+        agent
+            .logs("Starting SDS server for file certificates only")
+            .await;
+        let bootstrap = place.path("etc/istio/proxy/envoy-rev.json");
+        until("a bootstrap", || bootstrap.exists()).await;
+        let bootstrap = std::fs::read_to_string(bootstrap).unwrap();
+        assert!(bootstrap.contains("sds-files-grpc") && bootstrap.contains("\"credential\""));
+        place.write("root.pem", generated().0);
+        let ask = async |name: &str| {
+            let envoy = Envoy::open_path(&place.path(FILES_SOCKET), STREAM_SECRETS).await;
+            envoy.send(&request(SECRET, &[name]));
+            envoy
+        };
+        let response = next_response(&mut ask("file-root:root.pem").await).await;
+        assert_eq!(response.resources.len(), 1);
+        let status = ask("default").await.end().await;
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert_eq!(istiod.certificates_signed(), 0);
+    };
+    tokio::select! {
+        biased; // The sockets are there before the agent is started.
+        () = greet_clients(&socket) => {}
+        () = greet_clients(&credentials) => {}
+        () = testing => {}
+    }
+}
+
+#[tokio::test]
+async fn beside_an_external_sds_server_a_read_only_root_costs_only_secrets_from_files() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    // No directory can be made here, as under a read-only root.
+    place.write("var/run/secrets/credential-uds", "");
+    let socket = place.sds_socket();
+    let testing = async {
+        let agent = place.start().await;
+        agent.logs("no secrets from files are served: ").await;
+        let bootstrap = place.path("etc/istio/proxy/envoy-rev.json");
+        until("a bootstrap", || bootstrap.exists()).await;
+        let bootstrap = std::fs::read_to_string(bootstrap).unwrap();
+        assert!(!bootstrap.contains("sds-files-grpc") && !bootstrap.contains("file-credential"));
+    };
+    tokio::select! {
+        biased; // The socket is there before the agent is started.
+        () = greet_clients(&socket) => {}
+        () = testing => {}
+    }
+}
+
+#[tokio::test]
+async fn an_external_sds_server_that_starts_late_is_waited_for_if_configured() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "wait");
+    let agent = place.start().await;
+    agent.logs("no process serves secrets").await;
+    assert!(!place.sds_socket().exists() && place.path(FILES_SOCKET).exists());
+    let socket = place.sds_socket();
+    tokio::select! {
+        () = agent.logs("Existing workload SDS socket found") => {}
+        () = greet_clients(&socket) => {}
+    }
+    let place = Place::with_envoy(&istiod).set("ISTIO_AGENT_EXTERNAL_SDS", "fail");
+    let (_, log) = place.ends().await;
+    assert!(
+        log.contains("agent configured for non-default SDS socket path"),
+        "{log}"
+    );
+}
+
+#[tokio::test]
+async fn a_dead_socket_is_replaced() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
+    let _silent = UnixListener::bind(place.sds_socket()).unwrap();
+    let _agent = place.start().await;
+    assert_eq!(served(&place, &["default"]).await.len(), 1);
+}
+
+#[tokio::test]
+async fn the_status_port_is_bound_before_the_sds_socket_is_probed() {
+    let place = Place::with_envoy(&local_istiod().await);
+    std::fs::create_dir_all(place.sds_socket().parent().unwrap()).unwrap();
+    let silent = UnixListener::bind(place.sds_socket()).unwrap();
+    let _agent = place.start_only();
+    let _asking = soon(silent.accept()).await.unwrap();
+    TcpStream::connect(local(place.status_port()))
+        .await
+        .unwrap();
+}

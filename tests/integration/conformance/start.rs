@@ -1,0 +1,208 @@
+//! Errors that end the start, and leftovers that do not.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+use rustix::fs::{CWD, FileType, OFlags, mknodat};
+use serde_json::json;
+use tokio::time::Instant;
+
+use crate::support::place::Place;
+use crate::support::{
+    ask_for_clusters, ask_for_secrets, local_istiod, next_response, relays, until,
+};
+
+/// Expects exit code 255 and each of `sentences` in the log.
+async fn refuses_to_start(place: &Place, sentences: &[&str]) {
+    let (code, log) = place.ends().await;
+    assert_eq!(code, 255, "{log}");
+    for sentence in sentences {
+        assert!(log.contains(sentence), "{sentence:?} is not in\n{log}");
+    }
+}
+
+fn make_parent(path: &std::path::Path) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+}
+
+#[tokio::test]
+async fn a_stale_socket_is_replaced_and_the_new_one_is_open_to_envoy() {
+    let mut istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    make_parent(&place.xds_socket());
+    drop(UnixListener::bind(place.xds_socket()).unwrap());
+    assert!(place.xds_socket().exists());
+    let agent = place.start().await;
+    relays(&place, &mut istiod).await;
+    let mut secrets = ask_for_secrets(&place, &["default"]).await;
+    next_response(&mut secrets).await;
+    assert_eq!(place.mode(&place.xds_socket()), 0o666);
+    assert_eq!(place.mode(&place.sds_socket()), 0o666);
+    assert_eq!(place.mode(place.sds_socket().parent().unwrap()), 0o750);
+    agent.terminate();
+    let (code, log) = agent.ends().await;
+    assert_eq!(code, 0, "{log}");
+    assert!(!place.xds_socket().exists() && !place.sds_socket().exists());
+}
+
+#[tokio::test]
+async fn a_discovery_socket_in_use_is_replaced_with_an_error_that_names_the_process() {
+    let mut istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    make_parent(&place.xds_socket());
+    let other = UnixListener::bind(place.xds_socket()).unwrap();
+    let agent = place.start_only();
+    let us = std::process::id();
+    agent
+        .logs(&format!(
+            "another process answers on ./etc/istio/proxy/XDS, its id is {us}; it is replaced"
+        ))
+        .await;
+    drop(other);
+    until("the agent's own socket", || {
+        UnixStream::connect(place.xds_socket()).is_ok()
+    })
+    .await;
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn impossible_socket_paths_are_errors_that_name_them() {
+    let istiod = local_istiod().await;
+    let place = Place::of(&istiod);
+    std::fs::create_dir_all(place.xds_socket()).unwrap();
+    refuses_to_start(
+        &place,
+        &["etc/istio/proxy/XDS is a directory, expected a socket"],
+    )
+    .await;
+
+    let place = Place::of(&istiod).proxy("configPath", json!("./blocked/proxy"));
+    place.write("blocked", "a file");
+    refuses_to_start(
+        &place,
+        &["cannot create the directory of ./blocked/proxy/XDS"],
+    )
+    .await;
+
+    // Not even root can create files there.
+    let place = Place::of(&istiod).proxy("configPath", json!("/sys/agent"));
+    refuses_to_start(&place, &["cannot create the directory of /sys/agent/XDS"]).await;
+    let place = Place::of(&istiod).proxy("configPath", json!("/sys/kernel"));
+    refuses_to_start(&place, &["cannot bind /sys/kernel/XDS"]).await;
+
+    let long = format!("./{}", "x".repeat(120));
+    let place = Place::of(&istiod).proxy("configPath", json!(long));
+    refuses_to_start(
+        &place,
+        &["has 126 bytes, more than the 107 a socket address holds"],
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn an_envoy_that_cannot_run_is_an_error_with_the_reason() {
+    let istiod = local_istiod().await;
+    let with = |path: &str| Place::with_envoy(&istiod).proxy("binaryPath", json!(path));
+    refuses_to_start(&with("/no/envoy"), &["no Envoy binary at /no/envoy"]).await;
+    let place = with("./envoy");
+    place.write("envoy", "not executable");
+    refuses_to_start(&place, &["the Envoy binary ./envoy is not executable"]).await;
+    // Like an Envoy of another version, it refuses the arguments.
+    let stays = "expected it to stay; its own log says why";
+    refuses_to_start(
+        &with("/bin/ls"),
+        &["unrecognized option", "ms after its start with", stays],
+    )
+    .await;
+    refuses_to_start(&with("/bin/false"), &[stays]).await;
+    let crashing = Place::with_envoy(&istiod).set("FAKE_ENVOY_MODE", "crashes");
+    refuses_to_start(&crashing, &["signal 11", stays]).await;
+    let empty = with("");
+    refuses_to_start(&empty, &["binaryPath of PROXY_CONFIG"]).await;
+}
+
+#[tokio::test]
+async fn every_problem_of_a_configuration_is_reported() {
+    let istiod = local_istiod().await;
+    let broken = Place::of(&istiod).set("PROXY_CONFIG", "a: [1, 2\nb: }");
+    refuses_to_start(&broken, &["PROXY_CONFIG line 2: "]).await;
+    let wrong = Place::of(&istiod)
+        .proxy("drainDuration", json!("soon"))
+        .proxy("proxyAdminPort", json!(70_000))
+        .proxy("discoveryAddress", json!("istiod"))
+        .set("ECC_SIGNATURE_ALGORITHM", "DSA");
+    let all = [
+        "drainDuration of PROXY_CONFIG",
+        "proxyAdminPort of PROXY_CONFIG line 1 is \"70000\", expected a port from 1 to 65535",
+        "discoveryAddress of PROXY_CONFIG",
+        "ECC_SIGNATURE_ALGORITHM",
+    ];
+    refuses_to_start(&wrong, &all).await;
+}
+
+#[tokio::test]
+async fn unknown_node_types_are_refused_and_unknown_flags_are_named_and_left_out() {
+    let mut istiod = local_istiod().await;
+    let gateway = Place::of(&istiod).kind("gateway");
+    refuses_to_start(&gateway, &["invalid proxy Type: gateway"]).await;
+    let ztunnel = Place::of(&istiod).kind("ztunnel");
+    refuses_to_start(&ztunnel, &["proxy type ztunnel is not supported"]).await;
+    let place = Place::of(&istiod)
+        .flag("--frobnicate=yes")
+        .flag("--concurrency=2");
+    let agent = place.start().await;
+    agent.logs("ignoring flag --frobnicate").await;
+    relays(&place, &mut istiod).await;
+}
+
+#[tokio::test]
+async fn an_agent_whose_dependencies_are_all_missing_stops_at_once() {
+    let istiod = local_istiod().await;
+    let place = Place::with_envoy(&istiod);
+    drop(istiod);
+    let agent = place.start().await;
+    agent.logs("resource:default failed to sign").await;
+    let discovery = ask_for_clusters(&place).await;
+    let secrets = ask_for_secrets(&place, &["default"]).await;
+    agent
+        .logs("is held open until there is a certificate")
+        .await;
+    let terminated = Instant::now();
+    agent.terminate();
+    let (code, log) = agent.ends().await;
+    assert_eq!(code, 0, "{log}");
+    assert!(
+        terminated.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        terminated.elapsed()
+    );
+    assert!(!log.contains("were cut off"), "{log}");
+    drop((discovery.end().await, secrets.end().await));
+}
+
+#[tokio::test]
+async fn an_unread_log_delays_neither_secrets_nor_the_shutdown() {
+    let mut istiod = local_istiod().await;
+    let hand_over = "exec \"$0\" \"$@\" >pipe";
+    let place = Place::with_envoy(&istiod).started_by(&["/bin/sh", "-c", hand_over]);
+    let pipe = place.path("pipe");
+    mknodat(CWD, &pipe, FileType::Fifo, 0o600.into(), 0).unwrap();
+    let mut full = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(&pipe)
+        .unwrap();
+    while full.write(&[b'x'; 4096]).is_ok() {}
+    let agent = place.start().await;
+    relays(&place, &mut istiod).await;
+    let mut secrets = ask_for_secrets(&place, &["default"]).await;
+    next_response(&mut secrets).await;
+    agent.terminate();
+    let (code, _) = agent.ends().await;
+    assert_eq!(code, 0);
+}

@@ -1,0 +1,624 @@
+//! Rules of traffic capture as `istio-iptables` leaves them in a kernel, with both kinds of iptables.
+//!
+//! Every test has a network of its own: see [`crate::support::namespace`].
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::support::namespace::{self, AGENT};
+
+const KINDS: [&str; 2] = ["legacy", "nft"];
+const SIDECAR: &str = "-b * -i * -d 15090,15021 --dual-stack";
+const OTHER: &str = "-b 80 -i 10.0.0.0/8,fd00::/8 -m TPROXY --redirect-dns --capture-all-dns \
+                     --drop-invalid --dual-stack";
+
+/// Whether this is the inside of the test's network, in which the pod has an address of each family.
+fn is_inside(test: &str) -> bool {
+    let inside = namespace::is_inside(&format!("capture::iptables::{test}"));
+    if inside {
+        namespace::add_address("10.1.1.1/24");
+        namespace::run(
+            "ip",
+            &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"],
+        );
+    }
+    inside
+}
+
+fn command(words: &str) -> Command {
+    let program = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+    let mut command = Command::new(program);
+    command.arg("istio-iptables").args(words.split_whitespace());
+    command
+}
+
+/// The exit code, and all that was printed.
+fn ended(command: &mut Command) -> (Option<i32>, String) {
+    let output = command.output().unwrap();
+    let printed = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8(printed).unwrap())
+}
+
+/// Runs the command, which succeeds. Returns what it printed.
+fn istio_iptables(kind: &str, words: &str) -> String {
+    let words = format!("{words} --force-iptables-binary {kind}");
+    let (code, printed) = ended(&mut command(&words));
+    assert_eq!(code, Some(0), "{words}: {printed}");
+    printed
+}
+
+/// All tables of both families, with counters.
+fn saved(kind: &str) -> String {
+    let families = ["iptables", "ip6tables"].map(|family| {
+        let program = format!("{family}-{kind}-save");
+        let output = Command::new(&program).arg("--counters").output().unwrap();
+        assert!(output.status.success(), "{program}");
+        String::from_utf8(output.stdout).unwrap()
+    });
+    let lines = families.iter().flat_map(|text| text.lines());
+    let lines = lines.filter(|line| !line.starts_with('#'));
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+/// Rules with their chains, without counters and what is empty.
+fn rules(saved: &str) -> Vec<&str> {
+    let rules = saved.lines().filter(|line| line.starts_with('['));
+    rules.map(|line| line.split_once("] ").unwrap().1).collect()
+}
+
+fn restore(program: &str, text: &str) {
+    let mut child = Command::new(program);
+    child
+        .args(["--noflush", "--counters"])
+        .stdin(Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(text.as_bytes())
+        .unwrap();
+    assert!(child.wait().unwrap().success(), "{program}: {text}");
+}
+
+/// Rules of others, in the chains that capture uses too.
+const OTHERS: &str = r#"*nat
+:KUBE-MARK - [0:0]
+[7:420] -A PREROUTING -p tcp -m tcp --dport 7 -m comment --comment "a \"b\" -j ISTIO_X" -j ACCEPT
+[1:60] -A OUTPUT -d 10.0.0.9/32 -p tcp -j KUBE-MARK
+[1:60] -A OUTPUT -d 10.0.0.9/32 -p tcp -j KUBE-MARK
+[2:120] -A KUBE-MARK -j MARK --set-xmark 0x4000/0x4000
+COMMIT
+*mangle
+[5:300] -A OUTPUT -p tcp -m mark --mark 0x539 -j ACCEPT
+COMMIT
+"#;
+
+#[test]
+fn rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others() {
+    if !is_inside("rules_are_set_up_once_and_removed_without_a_trace_on_rules_of_others") {
+        return;
+    }
+    for kind in KINDS {
+        for family in ["iptables", "ip6tables"] {
+            let others = match family {
+                "iptables" => OTHERS.to_owned(),
+                _ => OTHERS.replace("10.0.0.9/32", "fd00::9/128"),
+            };
+            let all = "*raw\nCOMMIT\n".to_owned() + &others;
+            restore(&format!("{family}-{kind}-restore"), &all);
+        }
+        let before = saved(kind);
+        for words in [SIDECAR, OTHER, SIDECAR] {
+            istio_iptables(kind, words);
+            let applied = saved(kind);
+            assert!(applied.contains("-A OUTPUT -j ISTIO_OUTPUT\n"), "{applied}");
+            for line in before.lines().filter(|line| line.starts_with('[')) {
+                assert!(applied.contains(line), "{line} is gone: {applied}");
+            }
+            let printed = istio_iptables(kind, words);
+            assert!(printed.contains("there is nothing to change"), "{printed}");
+            assert_eq!(saved(kind), applied, "{kind}: {words}");
+            istio_iptables(kind, &format!("{words} --force-apply"));
+            assert_eq!(rules(&saved(kind)), rules(&applied), "{kind}: {words}");
+        }
+        istio_iptables(kind, OTHER);
+        // Whatever was set up, and with other arguments.
+        istio_iptables(kind, "--cleanup-only");
+        let after = saved(kind);
+        assert_eq!(rules(&after), rules(&before), "{kind}");
+        for line in before.lines() {
+            assert!(after.contains(line), "{kind}: {line} is gone: {after}");
+        }
+    }
+}
+
+#[test]
+fn what_is_damaged_or_of_another_version_is_replaced() {
+    if !is_inside("what_is_damaged_or_of_another_version_is_replaced") {
+        return;
+    }
+    for kind in KINDS {
+        istio_iptables(kind, SIDECAR);
+        let whole = saved(kind);
+        for damage in [
+            "-t nat -D OUTPUT -j ISTIO_OUTPUT",
+            "-t nat -I ISTIO_INBOUND 1 -j RETURN",
+            "-t nat -F ISTIO_REDIRECT",
+            "-t nat -D ISTIO_INBOUND 1",
+            "-t nat -A OUTPUT -p tcp -j ISTIO_OUTPUT",
+            "-t raw -N ISTIO_OUTPUT_DNS",
+            "-t nat -N ISTIO_OLD",
+        ] {
+            let words: Vec<_> = damage.split(' ').collect();
+            namespace::run(&format!("iptables-{kind}"), &words);
+            let printed = istio_iptables(kind, SIDECAR);
+            assert!(printed.contains("iptables-"), "{damage}: {printed}");
+            assert_eq!(rules(&saved(kind)), rules(&whole), "{kind}: {damage}");
+        }
+        let old = "*nat\n:ISTIO_OLD - [0:0]\n:FOREIGN - [0:0]\n-I PREROUTING 1 -j ISTIO_OLD\n\
+                   -A FOREIGN -p udp -j ISTIO_OLD\n-A FOREIGN -j RETURN\n-A ISTIO_OLD -j RETURN\n\
+                   -A INPUT -g ISTIO_OLD\nCOMMIT\n";
+        restore(&format!("iptables-{kind}-restore"), old);
+        istio_iptables(kind, "--cleanup-only");
+        assert_eq!(rules(&saved(kind)), ["-A FOREIGN -j RETURN"], "{kind}");
+        assert!(!saved(kind).contains("ISTIO"), "{kind}");
+    }
+}
+
+/// A directory of programs: those of a kind, but this one.
+fn with_fake(kind: &str, fake: &str, script: &str) -> String {
+    let directory = format!("/mnt/{kind}-{fake}");
+    fs::create_dir_all(&directory).unwrap();
+    for name in ["iptables", "ip6tables"] {
+        for what in ["save", "restore"] {
+            let name = format!("{name}-{kind}-{what}");
+            let target = format!("/usr/sbin/xtables-{kind}-multi");
+            let _ = symlink(target, format!("{directory}/{name}"));
+        }
+    }
+    with_fake_in(&directory, fake, script);
+    directory
+}
+
+fn with_fake_in(directory: &str, fake: &str, script: &str) {
+    let path = format!("{directory}/{fake}");
+    let _ = fs::remove_file(&path);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn a_failure_midway_leaves_the_rules_of_before() {
+    if !is_inside("a_failure_midway_leaves_the_rules_of_before") {
+        return;
+    }
+    for kind in KINDS {
+        let fake = format!("ip6tables-{kind}-restore");
+        let path = with_fake(kind, &fake, "echo 'v1.8.9: no such table' >&2; exit 3");
+        for old in ["--cleanup-only", SIDECAR] {
+            restore(&format!("iptables-{kind}-restore"), OTHERS);
+            istio_iptables(kind, old);
+            let before = saved(kind);
+            let (code, printed) = ended(command(OTHER).env("PATH", path.clone() + ":/bin"));
+            assert_eq!(code, Some(1), "{printed}");
+            let cause = format!("`{path}/{fake} --noflush");
+            assert!(printed.contains(&cause), "{printed}");
+            assert!(printed.contains("no such table"), "{printed}");
+            assert_eq!(rules(&saved(kind)), rules(&before), "{kind}: {old}");
+        }
+    }
+}
+
+#[test]
+fn without_net_admin_the_capability_is_named() {
+    if !is_inside("without_net_admin_the_capability_is_named") {
+        return;
+    }
+    let (code, printed) = ended(command(SIDECAR).uid(AGENT).gid(AGENT));
+    assert_eq!(code, Some(1), "{printed}");
+    assert!(
+        printed.contains("it takes the capability NET_ADMIN"),
+        "{printed}"
+    );
+}
+
+fn start(words: &str) -> Child {
+    let mut command = command(words);
+    let command = command.stdout(Stdio::null()).stderr(Stdio::null());
+    command.process_group(0).spawn().unwrap()
+}
+
+#[test]
+fn of_two_at_once_one_is_after_the_other() {
+    if !is_inside("of_two_at_once_one_is_after_the_other") {
+        return;
+    }
+    for kind in KINDS {
+        let kinded = |words: &str| format!("{words} --force-iptables-binary {kind}");
+        let [first, second] = [SIDECAR, OTHER].map(|words| {
+            istio_iptables(kind, words);
+            saved(kind)
+        });
+        for _ in 0..10 {
+            let mut both = [SIDECAR, OTHER].map(|words| start(&kinded(words)));
+            for child in &mut both {
+                assert!(child.wait().unwrap().success());
+            }
+            let found = saved(kind);
+            let found = rules(&found);
+            let is_whole = found == rules(&first) || found == rules(&second);
+            assert!(is_whole, "{kind}: {found:#?}");
+        }
+    }
+}
+
+/// The rules of each table: those of IPv4, then those of IPv6.
+fn tables(saved: &str) -> Vec<(String, Vec<&str>)> {
+    let tables = saved.split_inclusive("COMMIT\n").map(|table| {
+        let name = table.lines().next().unwrap().to_owned();
+        (name, rules(table))
+    });
+    let mut tables: Vec<_> = tables.collect();
+    // Tables without rules may be there or not.
+    tables.retain(|(_, rules)| !rules.is_empty());
+    tables
+}
+
+#[test]
+fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
+    if !is_inside("killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them") {
+        return;
+    }
+    let mut interrupted = 0;
+    for kind in KINDS {
+        let states = [SIDECAR, OTHER, "--cleanup-only"].map(|words| {
+            istio_iptables(kind, words);
+            (words, saved(kind))
+        });
+        let known: Vec<_> = states.iter().flat_map(|(_, saved)| tables(saved)).collect();
+        for round in 0..100 {
+            let (words, after) = &states[round % states.len()];
+            let mut child = start(&format!("{words} --force-iptables-binary {kind}"));
+            sleep(Duration::from_micros(fastrand::u64(0..30_000)));
+            rustix::process::kill_process_group(
+                rustix::process::Pid::from_child(&child),
+                rustix::process::Signal::KILL,
+            )
+            .unwrap();
+            let was_killed = !child.wait().unwrap().success();
+            // A program that is in the kernel ends later, and holds the lock until then.
+            namespace::run("flock", &["/proc/self/ns/net", "true"]);
+            let found = saved(kind);
+            interrupted += u32::from(was_killed && rules(&found) != rules(after));
+            for table in tables(&found) {
+                assert!(known.contains(&table), "{kind}, {words}: {table:#?}");
+            }
+            istio_iptables(kind, words);
+            assert_eq!(rules(&saved(kind)), rules(after), "{kind}: {words}");
+        }
+    }
+    assert!(interrupted > 20, "{interrupted} of 200 were interrupted");
+}
+
+/// What `ip` prints.
+fn ip(words: &str) -> String {
+    let mut ip = Command::new("ip");
+    let output = ip.args(words.split(' ')).output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn routes_are_there_once_while_they_are_needed() {
+    if !is_inside("routes_are_there_once_while_they_are_needed") {
+        return;
+    }
+    let rules = || ["-4 rule", "-6 rule"].map(|words| ip(words).matches("fwmark 0x539").count());
+    let routes = || ["-4", "-6"].map(|family| ip(&format!("{family} route show table 133")));
+    let passthrough = || ip("-6 address show dev lo").contains("inet6 ::6/128 ");
+    for _ in 0..3 {
+        istio_iptables("nft", &format!("{OTHER} --force-apply"));
+    }
+    assert_eq!(rules(), [1, 1]);
+    for route in routes() {
+        assert!(route.starts_with("local default dev lo "), "{route}");
+        assert_eq!(route.lines().count(), 1, "{route}");
+    }
+    assert!(passthrough());
+    istio_iptables("nft", SIDECAR);
+    assert_eq!((rules(), passthrough()), ([0, 0], true));
+    assert_eq!(routes(), ["", ""]);
+    istio_iptables("nft", OTHER);
+    // What earlier versions left behind.
+    for _ in 0..3 {
+        namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
+    }
+    istio_iptables("nft", "--cleanup-only");
+    assert_eq!((rules(), passthrough()), ([0, 0], false));
+    assert_eq!(routes(), ["", ""]);
+}
+
+/// What is left of Istio's rules, with any program.
+fn left() -> String {
+    let nft = Command::new("nft")
+        .args(["list", "ruleset"])
+        .output()
+        .unwrap();
+    let all = KINDS.map(saved).concat() + &String::from_utf8(nft.stdout).unwrap();
+    let is_istios = |line: &&str| line.contains("ISTIO_") || line.contains("istio-proxy");
+    all.lines().filter(is_istios).collect::<Vec<_>>().join("\n")
+}
+
+fn succeed(words: &str) -> String {
+    let (code, printed) = ended(&mut command(words));
+    assert_eq!(code, Some(0), "{words}: {printed}");
+    printed
+}
+
+const BACK_ENDS: [&str; 3] = [
+    "--force-iptables-binary legacy",
+    "--force-iptables-binary nft",
+    "--native-nftables",
+];
+
+#[test]
+fn a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules() {
+    if !is_inside("a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules") {
+        return;
+    }
+    for set_up in BACK_ENDS {
+        for cleanup in [
+            "",
+            BACK_ENDS[0],
+            BACK_ENDS[1],
+            BACK_ENDS[2],
+            "-b 80,x -u no-such-user",
+        ] {
+            succeed(&format!("{OTHER} {set_up}"));
+            assert!(
+                left().contains("15006") || left().contains("istio"),
+                "{set_up}"
+            );
+            namespace::run("ip", &["address", "flush", "dev", "lo", "scope", "global"]);
+            let printed = succeed(&format!("--cleanup-only --dry-run {cleanup}"));
+            let is_named = [
+                "-D OUTPUT -j ISTIO_OUTPUT\n",
+                "delete table inet istio-proxy-nat\n",
+            ];
+            assert!(
+                is_named.iter().any(|named| printed.contains(named)),
+                "{printed}"
+            );
+            let printed = succeed(&format!("--cleanup-only {cleanup}"));
+            assert_eq!(left(), "", "{set_up}, {cleanup}: {printed}");
+            let is_rule_a_line = [
+                "-restore: -D OUTPUT -j ISTIO_OUTPUT\n",
+                "nft: delete table inet istio-proxy-nat\n",
+            ];
+            assert!(
+                is_rule_a_line.iter().any(|line| printed.contains(line)),
+                "{printed}"
+            );
+            namespace::add_address("10.1.1.1/24");
+            namespace::run(
+                "ip",
+                &["address", "add", "2001:db8::1/64", "dev", "lo", "nodad"],
+            );
+        }
+    }
+}
+
+#[test]
+fn another_back_end_replaces_the_rules_of_the_one_before() {
+    if !is_inside("another_back_end_replaces_the_rules_of_the_one_before") {
+        return;
+    }
+    for (first, second) in [(0, 2), (1, 2), (2, 0), (2, 1)] {
+        succeed(&format!("{OTHER} {}", BACK_ENDS[first]));
+        succeed(&format!("{SIDECAR} {}", BACK_ENDS[second]));
+        let found = left();
+        assert_eq!(found.contains("istio-proxy"), second == 2, "{found}");
+        assert_eq!(found.contains("ISTIO_"), second != 2, "{found}");
+        succeed("--cleanup-only");
+        assert_eq!(left(), "");
+    }
+}
+
+#[test]
+fn marks_and_tables_of_other_settings_are_removed_and_policy_routing_of_others_stays() {
+    if !is_inside(
+        "marks_and_tables_of_other_settings_are_removed_and_policy_routing_of_others_stays",
+    ) {
+        return;
+    }
+    let lines = |words: &str, of: &str| {
+        let lines = ip(words);
+        let lines = lines.lines().filter(|line| line.contains(of));
+        lines
+            .map(|line| {
+                line.split_once(":\t")
+                    .map_or(line, |(_, rule)| rule)
+                    .trim()
+                    .to_owned()
+            })
+            .collect::<Vec<_>>()
+    };
+    for rule in [
+        "from 10.9.9.0/24 fwmark 0x4d lookup 99",
+        "fwmark 0x4d/0xff lookup 99",
+        "fwmark 0x4d lookup 300",
+        "fwmark 0x539 lookup 200",
+        "fwmark 0x4d ipproto udp lookup 99",
+    ] {
+        namespace::run(
+            "ip",
+            &["rule add", rule].join(" ").split(' ').collect::<Vec<_>>(),
+        );
+    }
+    let others = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
+    let own = "-b * -i * -m TPROXY -t 77 -r 99 -u 2000 -g 2001 --dual-stack";
+    for back_end in BACK_ENDS {
+        for next in [
+            "--cleanup-only",
+            "-b * -i * -m TPROXY -t 78 -r 98 -u 3000 --dual-stack",
+        ] {
+            succeed(&format!("{own} {back_end}"));
+            assert_eq!(lines("-4 rule", "fwmark").len(), others[0].len() + 1);
+            assert_eq!(lines("-6 route show table 99", "local default").len(), 1);
+            let printed = succeed(&format!("{next} {back_end}"));
+            for family in ["-4", "-6"] {
+                assert_eq!(
+                    ip(&format!("{family} route show table 99")),
+                    "",
+                    "{printed}"
+                );
+            }
+            let marked = KINDS.map(saved).concat();
+            assert!(
+                !marked.contains("0x4d") && !marked.contains("-owner 200"),
+                "{marked}"
+            );
+            let stays = "the rule that looks up mark 77 in table 300 stays, as it may be of others";
+            assert!(printed.contains(stays), "{printed}");
+            succeed("--cleanup-only");
+            let found = ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark"));
+            assert_eq!(found, others, "{printed}");
+        }
+    }
+    // As pilot-agent leaves them after a change to REDIRECT.
+    namespace::run("ip", &["rule", "add", "fwmark", "1337", "lookup", "133"]);
+    namespace::run(
+        "ip",
+        &[
+            "route", "add", "local", "default", "dev", "lo", "table", "133",
+        ],
+    );
+    succeed("--cleanup-only");
+    assert_eq!(
+        ["-4 rule", "-6 rule"].map(|words| lines(words, "fwmark")),
+        others
+    );
+    assert_eq!(ip("route show table 133"), "");
+}
+
+#[test]
+fn a_return_for_an_interface_stays_and_is_named_unless_the_settings_name_it() {
+    if !is_inside("a_return_for_an_interface_stays_and_is_named_unless_the_settings_name_it") {
+        return;
+    }
+    for kind in KINDS {
+        istio_iptables(kind, "-b * -i * -c eth7");
+        let printed = istio_iptables(kind, "--cleanup-only");
+        let named = "nat: -A OUTPUT -o eth7 -j RETURN stays, as it may be of others";
+        assert!(printed.contains(named), "{printed}");
+        assert!(saved(kind).contains("-A OUTPUT -o eth7 -j RETURN\n"));
+        // They stand in the way of nothing, so the next run takes them for its own.
+        istio_iptables(kind, "-b * -i * -c eth7");
+        istio_iptables(kind, "--cleanup-only -c eth7");
+        assert_eq!(rules(&saved(kind)), [""; 0]);
+    }
+}
+
+#[test]
+fn tables_that_listing_has_made_do_not_make_rules_legacy() {
+    if !is_inside("tables_that_listing_has_made_do_not_make_rules_legacy") {
+        return;
+    }
+    for program in ["iptables-legacy", "ip6tables-legacy"] {
+        namespace::run(program, &["-t", "nat", "-L"]);
+    }
+    succeed(SIDECAR);
+    assert_eq!(rules(&saved("legacy")), [""; 0]);
+    assert!(saved("nft").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
+    // Rules decide.
+    succeed("--cleanup-only");
+    namespace::run(
+        "iptables-legacy",
+        &["-t", "nat", "-A", "OUTPUT", "-j", "RETURN"],
+    );
+    succeed(SIDECAR);
+    assert!(saved("legacy").contains("-A OUTPUT -j ISTIO_OUTPUT\n"));
+}
+
+#[test]
+fn one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place() {
+    if !is_inside("one_program_per_family_runs_if_there_is_nothing_or_all_is_in_place") {
+        return;
+    }
+    for kind in KINDS {
+        let path = with_fake(kind, "unused", "");
+        for family in ["iptables", "ip6tables"] {
+            for what in ["save", "restore"] {
+                let name = format!("{family}-{kind}-{what}");
+                let script = format!("echo {name} >>/mnt/run; exec /usr/sbin/{name} \"$@\"");
+                with_fake_in(&path, &name, &script);
+            }
+        }
+        let run = |words: &str| {
+            let _ = fs::remove_file("/mnt/run");
+            let (code, printed) = ended(command(words).env("PATH", &path));
+            assert_eq!(code, Some(0), "{printed}");
+            let run = fs::read_to_string("/mnt/run").unwrap_or_default();
+            run.lines()
+                .map(|name| name.replace(kind, ""))
+                .collect::<Vec<_>>()
+        };
+        let (saves, restores) = (
+            ["iptables--save", "ip6tables--save"],
+            ["iptables--restore", "ip6tables--restore"],
+        );
+        assert_eq!(run("--cleanup-only"), [""; 0], "{kind}");
+        assert_eq!(run(SIDECAR), restores, "{kind}");
+        assert_eq!(run(SIDECAR), saves, "{kind}");
+        assert_eq!(run("--cleanup-only"), [saves, restores].concat(), "{kind}");
+    }
+}
+
+#[test]
+fn only_a_pod_with_ipv6_needs_its_programs() {
+    if !is_inside("only_a_pod_with_ipv6_needs_its_programs") {
+        return;
+    }
+    let path = with_fake("nft", "unused", "");
+    fs::remove_file(format!("{path}/ip6tables-nft-restore")).unwrap();
+    let (code, printed) = ended(command("-b * -i *").env("PATH", &path));
+    assert_eq!(code, Some(0), "{printed}");
+    let before = saved("nft");
+    let (code, printed) = ended(command(SIDECAR).env("PATH", &path));
+    assert_eq!(code, Some(1), "{printed}");
+    let named =
+        format!("no ip6tables-save and ip6tables-restore of the right kind on PATH ({path})");
+    assert!(printed.contains(&named), "{printed}");
+    assert_eq!(saved("nft"), before);
+}
+
+#[test]
+fn net_admin_and_net_raw_suffice() {
+    if !is_inside("net_admin_and_net_raw_suffice") {
+        return;
+    }
+    let agent = namespace::reachable(Path::new(env!("CARGO_BIN_EXE_pilot-agent")));
+    for kind in KINDS {
+        for words in [OTHER, SIDECAR, SIDECAR, "--cleanup-only"] {
+            let mut setpriv = Command::new("setpriv");
+            let capabilities = "-all,+net_admin,+net_raw";
+            setpriv.args(["--bounding-set", capabilities, "--inh-caps", capabilities]);
+            setpriv
+                .arg("--no-new-privs")
+                .arg(&agent)
+                .arg("istio-iptables");
+            setpriv.args(words.split_whitespace());
+            setpriv.args(["--force-iptables-binary", kind]);
+            let (code, printed) = ended(&mut setpriv);
+            assert_eq!(code, Some(0), "{kind}, {words}: {printed}");
+            let is_there = saved(kind).contains("-A OUTPUT -j ISTIO_OUTPUT\n");
+            assert_eq!(is_there, words != "--cleanup-only", "{kind}, {words}");
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! No response is lost that Envoy has accepted the request of, whenever the agent is asked to stop.
+//!
+//! Clients of many kinds load an inbound listener: short and long requests, new connections and kept
+//! ones. Every request has a number, which Envoy's access log repeats, so that each answer, each
+//! line of the log and each request the application saw can be held against each other. `RUNS` says
+//! how often; a few are the default.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::{JoinSet, LocalSet};
+use tokio::time::Instant;
+
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::{Backend, connect, get, read_head};
+use crate::support::pod::{Pod, Settings};
+use crate::support::process::{is_alive, running_in};
+use crate::support::programs::{envoy_binary, variable};
+use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::{eventually, free_port};
+
+const RUNS: usize = 6;
+/// Agents at a time.
+const TOGETHER: usize = 3;
+const DRAIN: Duration = Duration::from_secs(2);
+/// How much later than the drain's end an agent may end on a machine that is busy.
+const LATE: Duration = Duration::from_secs(3);
+
+/// A kind of client: how long its requests take, in milliseconds, and how long it waits between two.
+#[derive(Clone, Copy)]
+struct Kind {
+    takes: (u64, u64),
+    pause: u64,
+    keeps_connection: bool,
+}
+
+const CLIENTS: [Kind; 8] = [
+    // Short ones, on a new connection each and on a kept one.
+    Kind {
+        takes: (0, 5),
+        pause: 3,
+        keeps_connection: false,
+    },
+    Kind {
+        takes: (0, 5),
+        pause: 3,
+        keeps_connection: true,
+    },
+    Kind {
+        takes: (0, 50),
+        pause: 10,
+        keeps_connection: true,
+    },
+    // Long ones.
+    Kind {
+        takes: (100, 450),
+        pause: 5,
+        keeps_connection: false,
+    },
+    Kind {
+        takes: (100, 450),
+        pause: 5,
+        keeps_connection: true,
+    },
+    Kind {
+        takes: (200, 1500),
+        pause: 5,
+        keeps_connection: true,
+    },
+    // Longer than the whole drain.
+    Kind {
+        takes: (2000, 4000),
+        pause: 5,
+        keeps_connection: false,
+    },
+    // One that is mostly idle.
+    Kind {
+        takes: (0, 5),
+        pause: 600,
+        keeps_connection: true,
+    },
+];
+
+#[derive(Debug, Default)]
+struct Figures {
+    runs: usize,
+    whole: usize,
+    /// Whole, though they ended after the drain.
+    outlasted: usize,
+    /// Never accepted by Envoy.
+    turned_away: usize,
+    /// The longest an agent took from the signal on.
+    longest: Duration,
+    announced: Duration,
+}
+
+/// What has become of a request.
+#[derive(Clone, Debug)]
+struct Outcome {
+    number: u64,
+    sent: Instant,
+    takes: Duration,
+    /// What was wrong with the answer, if anything.
+    wrong: Option<String>,
+}
+
+#[tokio::test]
+async fn no_response_is_lost_that_envoy_accepted_the_request_of() {
+    let Some(binary) = envoy_binary() else { return };
+    let runs = variable("RUNS").map_or(RUNS, |runs| runs.to_str().unwrap().parse().unwrap());
+    let mut figures = Figures::default();
+    let (local, mut running) = (LocalSet::new(), JoinSet::new());
+    let mut started = 0;
+    while figures.runs < runs {
+        while started < runs && running.len() < TOGETHER {
+            let binary = binary.clone();
+            running.spawn_local_on(async move { run(&binary).await }, &local);
+            started += 1;
+        }
+        let run = local.run_until(running.join_next()).await.unwrap().unwrap();
+        figures.runs += 1;
+        figures.whole += run.whole;
+        figures.outlasted += run.outlasted;
+        figures.turned_away += run.turned_away;
+        figures.longest = figures.longest.max(run.longest);
+        figures.announced = run.announced;
+    }
+    eprintln!("{figures:?}");
+    assert!(
+        figures.outlasted > 0,
+        "no request was longer than its drain"
+    );
+}
+
+/// What is open when the drain is over, and what an agent says of it.
+#[tokio::test]
+async fn an_open_stream_holds_envoy_as_long_as_announced_and_an_idle_connection_not_at_all() {
+    let Some(binary) = envoy_binary() else { return };
+    for (open, expected) in [
+        ("idle", "Envoy has no requests under way left"),
+        ("request", "Envoy still has 1 requests under way"),
+        ("bytes", "Envoy still has 1 requests under way"),
+    ] {
+        let (application, http, bytes) =
+            (Backend::serving(answer_all).await, free_port(), free_port());
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[application.port]),
+            listener("plain", http, "all"),
+            of_bytes("bytes", bytes, "books"),
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &[("ISTIO_AGENT_LAST_REQUESTS", "500ms")],
+        };
+        let mut pod = Pod::draining_for("router", "1s", settings, &control_plane);
+        pod.serves().await;
+        for port in [http, bytes] {
+            eventually("a route in force", async || get(port).await.ok()).await;
+        }
+        let port = if open == "bytes" { bytes } else { http };
+        let mut stream = connect(port).await.unwrap();
+        answer(&mut stream, "/0/0").await.unwrap();
+        if open == "request" {
+            let request = b"GET /3600000/0 HTTP/1.1\r\nhost: cart\r\n\r\n";
+            stream.write_all(request).await.unwrap();
+        }
+        pod.agent.signal(Signal::TERM);
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{open}: {status}");
+        let log = pod.agent.log();
+        assert!(log.contains("longer requests 500ms"), "{open}: {log}");
+        for words in ["Envoy has no requests under way left", "Envoy still has"] {
+            assert_eq!(
+                log.contains(words),
+                expected.contains(words),
+                "{open}: {log}"
+            );
+        }
+    }
+}
+
+/// A listener that looks at nothing that passes.
+fn of_bytes(name: &str, port: u16, cluster: &str) -> Value {
+    let mut listener = listener(name, port, "");
+    listener["filter_chains"] = json!([{ "filters": [{
+        "name": "envoy.filters.network.tcp_proxy",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy",
+            "stat_prefix": name,
+            "cluster": cluster,
+        },
+    }]}]);
+    listener
+}
+
+async fn run(binary: &Path) -> Figures {
+    let (application, port) = (Backend::serving(answer_all).await, free_port());
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[application.port]),
+        logged(listener("plain", port, "all")),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let settings = Settings {
+        envoy: Some(binary),
+        environment: &[],
+    };
+    let mut pod = Pod::draining_for("sidecar", "2s", settings, &control_plane);
+    pod.serves().await;
+    eventually("a route in force", async || get(port).await.ok()).await;
+    let envoy = pod.envoy_pid().unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let numbers = Arc::new(AtomicU64::new(1));
+    let mut clients = JoinSet::new();
+    for kind in CLIENTS {
+        clients.spawn(Client::new(kind, port, &numbers).run(is_over.clone()));
+    }
+    tokio::time::sleep(Duration::from_millis(fastrand::u64(300..1500))).await;
+    let asked = Instant::now();
+    is_over.store(true, Ordering::Relaxed);
+    pod.agent.signal(Signal::TERM);
+    let status = pod.agent.end().await;
+    let took = asked.elapsed();
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+    let left = running_in(&pod.path(""));
+    assert!(left.is_empty(), "{left:?} are left");
+    let announced = announced(&pod.agent.log());
+    assert!(took <= announced, "{took:?}, announced were {announced:?}");
+    let longest =
+        DRAIN + Duration::from_millis(CLIENTS.map(|kind| kind.takes.1).into_iter().max().unwrap());
+    assert!(took >= DRAIN && took <= longest + LATE, "{took:?}");
+    let outcomes = clients.join_all().await.concat();
+    let log = std::fs::read_to_string(pod.path("access.log")).unwrap();
+    let figures = judge(&outcomes, &log, asked);
+    Figures {
+        longest: took,
+        announced,
+        ..figures
+    }
+}
+
+/// Holds what clients saw against what Envoy wrote down.
+fn judge(outcomes: &[Outcome], log: &str, asked: Instant) -> Figures {
+    let mut served: BTreeMap<u64, &str> = BTreeMap::new();
+    for line in log.lines() {
+        let (path, how) = line.split_once(' ').unwrap();
+        // The first request of all is none of a client.
+        if let Ok(number) = path.rsplit('/').next().unwrap().parse() {
+            let other = served.insert(number, how);
+            assert_eq!(other, None, "two lines of one request: {line}");
+        }
+    }
+    let mut figures = Figures::default();
+    for outcome in outcomes {
+        let line = served.remove(&outcome.number);
+        match (&outcome.wrong, line) {
+            (None, line) => {
+                assert_eq!(line, Some("200 -"), "the line of {outcome:?}");
+                let end = outcome.sent + outcome.takes;
+                figures.outlasted += usize::from(end > asked + DRAIN);
+                figures.whole += 1;
+            }
+            (Some(_), None) => figures.turned_away += 1,
+            (Some(_), Some(line)) => {
+                let sent = outcome.sent.duration_since(asked);
+                panic!("sent {sent:?} after the signal and lost: {outcome:?}, {line}");
+            }
+        }
+    }
+    assert!(
+        served.is_empty(),
+        "Envoy served requests no client sent: {served:?}"
+    );
+    assert!(figures.whole > 0);
+    figures
+}
+
+/// The bound in the line that says how Envoy is to end.
+fn announced(log: &str) -> Duration {
+    let line = log
+        .lines()
+        .find(|line| line.contains("all in all"))
+        .unwrap();
+    let (_, bound) = line.split_once("all in all ").unwrap();
+    let seconds = bound.split_once("s at most").unwrap().0;
+    Duration::from_secs_f64(seconds.parse().unwrap())
+}
+
+fn logged(mut listener: Value) -> Value {
+    let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+    manager["access_log"] = json!([{
+        "name": "envoy.access_loggers.file",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+            "path": "access.log",
+            "log_format": { "text_format_source": {
+                "inline_string": "%REQ(:PATH)% %RESPONSE_CODE% %RESPONSE_FLAGS%\n",
+            }},
+        },
+    }]);
+    listener
+}
+
+/// Takes as long as a path says, `/<milliseconds>/<number>`, and begins its answer halfway.
+async fn answer_all(mut stream: TcpStream) {
+    while let Ok(head) = read_head(&mut stream).await {
+        let path = head.split(' ').nth(1).unwrap_or_default();
+        let takes = path.split('/').nth(1).and_then(|text| text.parse().ok());
+        let half = Duration::from_millis(takes.unwrap_or(0)) / 2;
+        tokio::time::sleep(half).await;
+        let begin = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nwh";
+        if stream.write_all(begin).await.is_err() {
+            return;
+        }
+        tokio::time::sleep(half).await;
+        if stream.write_all(b"ol").await.is_err() {
+            return;
+        }
+    }
+}
+
+struct Client {
+    kind: Kind,
+    port: u16,
+    numbers: Arc<AtomicU64>,
+    kept: Option<TcpStream>,
+}
+
+impl Client {
+    fn new(kind: Kind, port: u16, numbers: &Arc<AtomicU64>) -> Self {
+        Self {
+            kind,
+            port,
+            numbers: Arc::clone(numbers),
+            kept: None,
+        }
+    }
+
+    /// Sends requests until the port is closed, which may be once the agent has been asked to stop.
+    async fn run(mut self, is_over: Arc<AtomicBool>) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        loop {
+            let was_over = is_over.load(Ordering::Relaxed);
+            let stream = match self.kept.take() {
+                Some(stream) => stream,
+                None => match connect(self.port).await {
+                    Ok(stream) => stream,
+                    Err(error) => {
+                        assert!(was_over, "before the signal: {error}");
+                        return outcomes;
+                    }
+                },
+            };
+            let outcome = self.ask(stream).await;
+            let is_lost = outcome.wrong.is_some();
+            assert!(
+                was_over || is_over.load(Ordering::Relaxed) || !is_lost,
+                "{outcome:?}"
+            );
+            outcomes.push(outcome);
+            tokio::time::sleep(Duration::from_millis(self.kind.pause)).await;
+        }
+    }
+
+    async fn ask(&mut self, mut stream: TcpStream) -> Outcome {
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let (least, most) = self.kind.takes;
+        let takes = fastrand::u64(least..=most);
+        let path = format!("/{takes}/{number}");
+        let sent = Instant::now();
+        let answer = answer(&mut stream, &path).await;
+        let wrong = match answer {
+            Ok(closes) => {
+                self.kept = (self.kind.keeps_connection && !closes).then_some(stream);
+                None
+            }
+            Err(wrong) => Some(wrong),
+        };
+        Outcome {
+            number,
+            sent,
+            takes: Duration::from_millis(takes),
+            wrong,
+        }
+    }
+}
+
+/// Whether Envoy closes the connection after a whole answer; otherwise what is wrong with that.
+async fn answer(stream: &mut TcpStream, path: &str) -> Result<bool, String> {
+    let request = format!("GET {path} HTTP/1.1\r\nhost: cart\r\n\r\n");
+    let failed = |error: std::io::Error| error.to_string();
+    stream.write_all(request.as_bytes()).await.map_err(failed)?;
+    let head = read_head(stream).await.map_err(failed)?;
+    let mut body = [0; 4];
+    stream.read_exact(&mut body).await.map_err(failed)?;
+    match head.starts_with("HTTP/1.1 200") && body == *b"whol" {
+        true => Ok(head.contains("connection: close")),
+        false => Err(head),
+    }
+}

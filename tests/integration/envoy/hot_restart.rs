@@ -1,0 +1,401 @@
+//! Envoy is replaced while it serves: no request fails, and after a failure the Envoy before serves on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::net::TcpStream;
+
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::{Attempt, Backend, Fresh, Load, connect, exchange, get, header};
+use crate::support::pod::{Pod, Settings, ask};
+use crate::support::process::{children_of, is_alive};
+use crate::support::programs::{envoy_binary, variable};
+use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::{eventually, free_port};
+
+const OVERRIDE: &str = "in/override.json";
+/// Seconds of an old Envoy.
+const STAY: &str = "3s";
+
+struct Stage {
+    pod: Pod,
+    port: u16,
+    control_plane: ControlPlane,
+    _backend: Backend,
+    /// The program is a link in here.
+    programs: TempDir,
+}
+
+impl Stage {
+    async fn serving(envoy: &Path) -> Self {
+        let (backend, port) = (Backend::start().await, free_port());
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            listener("plain", port, "all"),
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let programs = tempfile::tempdir().unwrap();
+        let program = programs.path().join("envoy");
+        std::os::unix::fs::symlink(envoy, &program).unwrap();
+        let environment = [
+            ("ISTIO_AGENT_HOT_RESTART", "true"),
+            ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", STAY),
+            ("ISTIO_BOOTSTRAP_OVERRIDE", OVERRIDE),
+            ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
+        ];
+        let settings = Settings {
+            envoy: Some(&program),
+            environment: &environment,
+        };
+        let pod = Pod::serving(settings, &control_plane).await;
+        let stage = Self {
+            pod,
+            port,
+            control_plane,
+            _backend: backend,
+            programs,
+        };
+        stage.serves().await;
+        stage
+    }
+
+    async fn serves(&self) {
+        eventually("a route in force", async || get(self.port).await.ok()).await;
+    }
+
+    /// Changes what the bootstrap is made of, and says so.
+    fn change(&self, mark: &str) {
+        fs::create_dir_all(self.pod.path("in")).unwrap();
+        let text = json!({ "node": { "metadata": { "MARK": mark } } }).to_string();
+        self.pod.replace(OVERRIDE, &text);
+        self.pod.agent.signal(Signal::HUP);
+    }
+
+    async fn info(&self) -> Option<Value> {
+        serde_json::from_str(&ask(&self.pod.envoy, "/server_info").await?).ok()
+    }
+
+    /// Waits for an Envoy that started from this and serves; returns its number in its line.
+    async fn runs_on(&self, mark: &str) -> u64 {
+        eventually("an Envoy of this mark", async || {
+            let info = self.info().await?;
+            let is_it = info["state"] == "LIVE" && info["node"]["metadata"]["MARK"] == mark;
+            is_it.then(|| info["command_line_options"]["restart_epoch"].as_u64())?
+        })
+        .await
+    }
+
+    fn envoys(&self) -> Vec<Pid> {
+        children_of(self.pod.agent.pid())
+    }
+
+    async fn only_envoy(&self) -> Pid {
+        eventually("one Envoy is left", async || match self.envoys()[..] {
+            [only] => Some(only),
+            _ => None,
+        })
+        .await
+    }
+
+    /// The Envoy that is there beside others.
+    async fn other_than(&self, known: Pid) -> Pid {
+        eventually("another Envoy", async || {
+            self.envoys().into_iter().find(|pid| *pid != known)
+        })
+        .await
+    }
+
+    async fn logs(&self, line: &str) {
+        eventually(line, async || {
+            self.pod.agent.log().contains(line).then_some(())
+        })
+        .await;
+    }
+
+    fn program(&self, to: &Path) {
+        let new = self.programs.path().join("new");
+        std::os::unix::fs::symlink(to, &new).unwrap();
+        fs::rename(new, self.programs.path().join("envoy")).unwrap();
+    }
+
+    async fn ends_well(mut self) {
+        let envoys = self.envoys();
+        self.pod.agent.signal(Signal::TERM);
+        let status = self.pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{status}");
+        assert!(envoys.into_iter().all(|pid| !is_alive(pid)));
+        let left = fs::read_dir(self.pod.path("etc/istio/proxy")).unwrap();
+        let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["grpc-bootstrap.json"], "which is for others");
+    }
+}
+
+/// Requests on one connection until Envoy says that it is the last.
+struct Polite(u16, Option<TcpStream>);
+
+impl Attempt for Polite {
+    async fn attempt(&mut self) -> Result<String, String> {
+        let mut stream = match self.1.take() {
+            Some(stream) => stream,
+            None => connect(self.0).await?,
+        };
+        let head = exchange(&mut stream).await?;
+        if header(&head, "connection") == Some("close") {
+            return Ok("last".to_owned());
+        }
+        self.1 = Some(stream);
+        Ok("more".to_owned())
+    }
+}
+
+fn resident(pid: Pid) -> u64 {
+    let status = fs::read_to_string(proc(pid, "status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS"));
+    line.unwrap()
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse()
+        .unwrap()
+}
+
+fn open_files(pid: Pid) -> usize {
+    fs::read_dir(proc(pid, "fd")).unwrap().count()
+}
+
+fn proc(pid: Pid, file: &str) -> PathBuf {
+    format!("/proc/{}/{file}", pid.as_raw_nonzero()).into()
+}
+
+fn shared_memory(base_id: u64) -> PathBuf {
+    format!("/dev/shm/envoy_shared_memory_{}", base_id * 10).into()
+}
+
+#[tokio::test]
+async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
+    let Some(binary) = envoy_binary() else { return };
+    let rounds = variable("STRESS").map_or(4, |_| 20);
+    let stage = Stage::serving(&binary).await;
+    let load = Load::default()
+        .with(Fresh(stage.port))
+        .with(Fresh(stage.port))
+        .with(Polite(stage.port, None))
+        .with(Polite(stage.port, None));
+    load.makes(500).await;
+    let first = stage.only_envoy().await;
+    let agent = stage.pod.agent.pid();
+    let before = (resident(first), open_files(first), open_files(agent));
+    for round in 1..=rounds {
+        let mark = round.to_string();
+        stage.change(&mark);
+        assert_eq!(stage.runs_on(&mark).await, round);
+        stage.only_envoy().await;
+    }
+    let last = stage.only_envoy().await;
+    let after = (resident(last), open_files(last), open_files(agent));
+    let tally = load.assert_flawless();
+    let (succeeded, attempts) = (&tally.successes, tally.attempts());
+    eprintln!("{rounds} restarts, {attempts} requests {succeeded:?}, {before:?} then {after:?}");
+    assert!(
+        succeeded
+            .get("last")
+            .is_some_and(|count| *count as u64 >= rounds)
+    );
+    assert!(after.0 < before.0 * 5 / 4, "{after:?} after {before:?}");
+    assert!(after.1 <= before.1 + 12, "{after:?} after {before:?}");
+    assert!(after.2 <= before.2 + 6, "{after:?} after {before:?}");
+    drop(load);
+    // Two Envoys at once do not take each other's stream.
+    assert!(!stage.pod.agent.log().contains("overlapping stream"));
+    let info = stage.info().await.unwrap();
+    let base_id = info["command_line_options"]["base_id"].as_str().unwrap();
+    let memory = shared_memory(base_id.parse().unwrap());
+    assert!(memory.exists(), "{}", memory.display());
+    stage.ends_well().await;
+    assert!(!memory.exists(), "{}", memory.display());
+}
+
+#[tokio::test]
+async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    stage.pod.agent.signal(Signal::HUP);
+    stage.logs("nothing has changed for Envoy").await;
+    stage.program(&binary.canonicalize().unwrap());
+    stage
+        .logs("checking what Envoy would start from now (a file has changed)")
+        .await;
+    eventually("a second verdict", async || {
+        let log = stage.pod.agent.log();
+        let verdicts = log.matches("nothing has changed for Envoy").count();
+        (verdicts == 2).then_some(())
+    })
+    .await;
+    assert_eq!(stage.envoys().len(), 1);
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_follows() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    let load = Load::default().with(Fresh(stage.port));
+    let first = stage.only_envoy().await;
+    fs::create_dir_all(stage.pod.path("in")).unwrap();
+    for (bad, expected) in [
+        // As at the start, when there was no such file.
+        ("{", "nothing has changed for Envoy"),
+        (
+            r#"{"admin": {"address": 1}}"#,
+            "Envoy rejected the bootstrap (exit status 1): [",
+        ),
+    ] {
+        stage.pod.replace(OVERRIDE, bad);
+        stage.pod.agent.signal(Signal::HUP);
+        stage.logs(expected).await;
+    }
+    let program = stage.programs.path().join("bad");
+    fs::write(&program, "#!/bin/sh\nexit 7\n").unwrap();
+    for (mode, expected) in [(0o644, "is not executable"), (0o755, "exit status 7")] {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+        stage.program(&program);
+        stage.pod.replace(OVERRIDE, "{}");
+        stage.pod.agent.signal(Signal::HUP);
+        stage.logs(expected).await;
+    }
+    assert_eq!(stage.only_envoy().await, first);
+    stage.program(&binary);
+    stage.change("good");
+    assert_eq!(stage.runs_on("good").await, 1);
+    load.assert_flawless();
+    stage.only_envoy().await;
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_full_one() {
+    let Some(binary) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&binary).await;
+    let first = stage.only_envoy().await;
+    let load = Load::default().with(Fresh(stage.port));
+    let dead = stage.control_plane.kill().await;
+    stage.pod.agent.signal(Signal::HUP);
+    // Without a control plane it takes the admin port and waits.
+    fs::create_dir_all(stage.pod.path("in")).unwrap();
+    stage
+        .pod
+        .replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
+    stage.pod.agent.signal(Signal::HUP);
+    eventually("a next Envoy that waits", async || {
+        let info = ask(&stage.pod.envoy, "/server_info").await?;
+        info.contains("PRE_INITIALIZING").then_some(())
+    })
+    .await;
+    let next = eventually("the next Envoy", async || {
+        let mut envoys = children_of(stage.pod.agent.pid()).into_iter();
+        envoys.find(|pid| *pid != first)
+    })
+    .await;
+    kill_process(next, Signal::KILL).unwrap();
+    eventually("the failure in the log", async || {
+        let log = stage.pod.agent.log();
+        log.contains("the next Envoy has failed and the one before serves on")
+            .then_some(())
+    })
+    .await;
+    load.assert_flawless();
+    stage.control_plane = dead.revive().await;
+    stage.change("b");
+    assert_eq!(
+        stage.runs_on("b").await,
+        0,
+        "the first with another base id"
+    );
+    stage.logs("replaced by a full restart").await;
+    let last = stage.only_envoy().await;
+    assert!(last != first && last != next);
+    stage.serves().await;
+    // Its base id can be used again.
+    stage.change("c");
+    assert_eq!(stage.runs_on("c").await, 1);
+    stage.only_envoy().await;
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn a_successor_killed_while_its_parent_leaves_starts_again_as_it_was() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    let first = stage.only_envoy().await;
+    stage.change("a");
+    stage.logs("Envoy epoch 1 serves").await;
+    let second = stage.other_than(first).await;
+    kill_process(second, Signal::KILL).unwrap();
+    stage.logs("its successor starts again at once").await;
+    assert_eq!(stage.runs_on("a").await, 1);
+    stage.serves().await;
+    let last = stage.only_envoy().await;
+    assert!(last != first && last != second);
+    stage.change("b");
+    assert_eq!(stage.runs_on("b").await, 2);
+    stage.only_envoy().await;
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn a_successor_of_an_envoy_that_died_early_is_replaced_before_it_hangs() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    let first = stage.only_envoy().await;
+    stage.change("a");
+    stage.logs("Envoy epoch 1 serves").await;
+    let second = stage.other_than(first).await;
+    kill_process(first, Signal::KILL).unwrap();
+    stage.logs("Envoy is replaced by a full restart").await;
+    eventually("the end of the successor", async || {
+        (!is_alive(second)).then_some(())
+    })
+    .await;
+    assert_eq!(stage.runs_on("a").await, 0);
+    stage.serves().await;
+    stage.ends_well().await;
+}
+
+#[tokio::test]
+async fn a_request_to_stop_abandons_a_successor_that_does_not_serve_without_a_failure() {
+    let Some(binary) = envoy_binary() else { return };
+    let mut stage = Stage::serving(&binary).await;
+    let _dead = stage.control_plane.kill().await;
+    fs::create_dir_all(stage.pod.path("in")).unwrap();
+    stage
+        .pod
+        .replace(OVERRIDE, r#"{"node": {"metadata": {"MARK": "a"}}}"#);
+    stage.pod.agent.signal(Signal::HUP);
+    eventually("a next Envoy that waits", async || {
+        let info = ask(&stage.pod.envoy, "/server_info").await?;
+        info.contains("PRE_INITIALIZING").then_some(())
+    })
+    .await;
+    stage.pod.agent.signal(Signal::TERM);
+    let status = stage.pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    let log = stage.pod.agent.log();
+    assert!(log.contains("is given up: Envoy is to end"), "{log}");
+    assert!(!log.contains("the next Envoy has failed"), "{log}");
+}
+
+#[tokio::test]
+async fn a_request_to_stop_ends_both_of_two_envoys() {
+    let Some(binary) = envoy_binary() else { return };
+    let stage = Stage::serving(&binary).await;
+    stage.change("a");
+    stage.logs("Envoy epoch 1 serves").await;
+    assert_eq!(stage.envoys().len(), 2);
+    stage.ends_well().await;
+}

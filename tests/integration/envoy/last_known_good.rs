@@ -1,0 +1,289 @@
+//! A pod starts while the control plane is away, from the configuration kept by the one before.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use http::Method;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::time::Instant;
+
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::{Fresh, Lasting, Load, get, header};
+use crate::support::names::name_table;
+use crate::support::pod::{Pod, Settings, ask};
+use crate::support::programs::envoy_binary;
+use crate::support::resources::{
+    answering, cluster, endpoints, listener, logged, routes, secured, secured_listener,
+};
+use crate::support::{eventually, free_port};
+
+/// In memory, as certificates must be.
+fn memory() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+struct Workload {
+    pod: Pod,
+    _kept: TempDir,
+}
+
+/// A workload that keeps configuration and certificates.
+async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
+    let kept = memory();
+    let directory = kept.path().to_str().unwrap();
+    let dns = format!("127.0.0.1:{}", free_port());
+    let settings = Settings {
+        envoy: Some(binary),
+        environment: &[
+            ("ISTIO_AGENT_KEEP_CONFIG", directory),
+            ("ISTIO_AGENT_KEEP_CERTS", directory),
+            ("ISTIO_META_DNS_CAPTURE", "true"),
+            ("DNS_PROXY_ADDR", &dns),
+        ],
+    };
+    let pod = Pod::serving(settings, control_plane).await;
+    Workload { pod, _kept: kept }
+}
+
+async fn marked(port: u16, mark: &str) {
+    eventually("a route in force", async || {
+        let head = get(port).await.ok()?;
+        (header(&head, "x-mark") == Some(mark)).then_some(())
+    })
+    .await;
+}
+
+async fn xdsz(pod: &Pod) -> Option<Value> {
+    serde_json::from_str(&pod.status(Method::GET, "/debug/xdsz").await?).ok()
+}
+
+/// Waits until the kept types are these.
+async fn keeps(pod: &Pod, types: &[&str]) {
+    eventually("what is kept", async || {
+        let kept = xdsz(pod).await?["kept"].clone();
+        let has = |name: &&str| {
+            kept.as_object()?
+                .keys()
+                .find(|it| it.ends_with(*name))
+                .map(drop)
+        };
+        types.iter().map(has).collect::<Option<()>>()
+    })
+    .await;
+}
+
+async fn source(pod: &Pod) -> Value {
+    let found = eventually("a stream", async || {
+        let stream = xdsz(pod).await?["stream"].clone();
+        (!stream.is_null()).then_some(stream)
+    });
+    found.await["source"].clone()
+}
+
+/// What Envoy has by discovery, without the times.
+async fn configuration(pod: &Pod) -> Vec<Value> {
+    fn strip(value: &mut Value) {
+        match value {
+            Value::Object(members) => {
+                members.remove("last_updated");
+                members.values_mut().for_each(strip);
+            }
+            Value::Array(items) => {
+                items.iter_mut().for_each(strip);
+                items.sort_by_key(Value::to_string);
+            }
+            _ => {}
+        }
+    }
+    let dump = ask(&pod.envoy, "/config_dump?include_eds").await.unwrap();
+    let mut dump: Value = serde_json::from_str(&dump).unwrap();
+    let dumps = dump["configs"].as_array_mut().unwrap();
+    let is_dynamic = |dump: &Value| {
+        let kind = dump["@type"].as_str().unwrap();
+        ["Clusters", "Listeners", "Routes", "Endpoints"]
+            .iter()
+            .any(|it| kind.ends_with(&format!("{it}ConfigDump")))
+    };
+    let mut dumps: Vec<_> = dumps.drain(..).filter(is_dynamic).collect();
+    dumps.iter_mut().for_each(strip);
+    dumps
+}
+
+/// How a client and a server are configured; `mark` shows in each answer.
+fn client(port: u16, server: u16, mark: &str) -> Vec<Value> {
+    vec![
+        secured(cluster("server")),
+        endpoints("server", &[server]),
+        listener("client", port, "all"),
+        routes("all", "server", mark),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_workloads_start_without_a_control_plane() {
+    let Some(binary) = envoy_binary() else { return };
+    let (port, tls_port) = (free_port(), free_port());
+    let server_istiod = ControlPlane::of(&[secured_listener("server", tls_port)]).await;
+    let client_istiod = ControlPlane::of(&client(port, tls_port, "0"))
+        .await
+        .kill()
+        .await;
+    let client_istiod = client_istiod.replace(server_istiod.keys.clone()).await;
+    client_istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
+    let mut server = workload(&binary, &server_istiod).await;
+    let mut client_pod = workload(&binary, &client_istiod).await;
+    marked(port, "0").await;
+    keeps(&server.pod, &["Listener", "Cluster"]).await;
+    let types = [
+        "Listener",
+        "Cluster",
+        "ClusterLoadAssignment",
+        "RouteConfiguration",
+        "NameTable",
+    ];
+    keeps(&client_pod.pod, &types).await;
+    let before = configuration(&client_pod.pod).await;
+    assert_eq!(source(&client_pod.pod).await, "istiod");
+
+    let (server_istiod, client_istiod) = (server_istiod.kill().await, client_istiod.kill().await);
+    server.pod.kill_and_restart(|| ()).await;
+    client_pod.pod.kill_and_restart(|| ()).await;
+    let started = Instant::now();
+    marked(port, "0").await;
+    let took = started.elapsed();
+    assert!(took <= Duration::from_secs(8), "{took:?}");
+    assert_eq!(source(&client_pod.pod).await, "kept");
+    assert_eq!(configuration(&client_pod.pod).await, before);
+    let names = client_pod
+        .pod
+        .status(Method::GET, "/debug/ndsz")
+        .await
+        .unwrap();
+    assert!(names.contains("10.1.2.3"), "{names}");
+    client_pod.pod.serves().await;
+
+    let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
+    client_istiod.set(&client(port, tls_port, "1")).await;
+    let _server_istiod = server_istiod.revive().await;
+    let client_istiod = client_istiod.revive().await;
+    let returned = Instant::now();
+    marked(port, "1").await;
+    let took = returned.elapsed();
+    assert!(took <= Duration::from_secs(5), "{took:?}");
+    assert_eq!(source(&client_pod.pod).await, "istiod");
+    client_istiod.set(&client(port, tls_port, "2")).await;
+    marked(port, "2").await;
+    load.assert_flawless();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_control_plane_that_returns_and_goes_ten_times_costs_no_request() {
+    let Some(binary) = envoy_binary() else { return };
+    let (port, answering_port) = (free_port(), free_port());
+    let of = |mark: &str| {
+        let cluster = cluster("server");
+        let mut all = client(port, answering_port, mark);
+        all[0] = cluster;
+        all.push(answering("server", answering_port));
+        all
+    };
+    let mut control_plane = ControlPlane::of(&of("0")).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    marked(port, "0").await;
+    keeps(
+        &workload.pod,
+        &["RouteConfiguration", "ClusterLoadAssignment"],
+    )
+    .await;
+    let mut dead = control_plane.kill().await;
+    workload.pod.kill_and_restart(|| ()).await;
+    marked(port, "0").await;
+    let load = Load::default().with(Fresh(port)).with(Lasting::new(port));
+    for _ in 0..10 {
+        control_plane = dead.revive().await;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..1000))).await;
+        dead = control_plane.kill().await;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..500))).await;
+    }
+    dead.set(&of("1")).await;
+    let _control_plane = dead.revive().await;
+    let returned = Instant::now();
+    marked(port, "1").await;
+    let took = returned.elapsed();
+    assert!(took <= Duration::from_secs(5), "{took:?}");
+    load.assert_flawless();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_refuses_what_was_kept_is_handed_over() {
+    let Some(binary) = envoy_binary() else { return };
+    let (port, logs) = (free_port(), memory());
+    let file = logs.path().join("there/access.log");
+    fs::create_dir(file.parent().unwrap()).unwrap();
+    let logged = logged(answering("logged", port), file.to_str().unwrap(), "line\n");
+    let control_plane = ControlPlane::of(&[logged]).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    let dead = control_plane.kill().await;
+    workload
+        .pod
+        .kill_and_restart(|| fs::remove_dir_all(file.parent().unwrap()).unwrap())
+        .await;
+    eventually("a NACK", async || {
+        let types = xdsz(&workload.pod).await?["types"].clone();
+        let listener = types
+            .as_object()?
+            .iter()
+            .find(|(it, _)| it.ends_with(".Listener"))?
+            .1;
+        let response = &listener["last_response"];
+        (response["source"] == json!("kept") && listener["nacks"] == json!(1)).then_some(())
+    })
+    .await;
+    dead.set(&[answering("other", port)]).await;
+    let _control_plane = dead.revive().await;
+    eventually("an answer", async || get(port).await.ok()).await;
+    assert_eq!(source(&workload.pod).await, "istiod");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_control_plane_that_takes_the_stream_and_answers_nothing_counts_as_away() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    keeps(&workload.pod, &["Listener", "Cluster"]).await;
+    let _silent = control_plane.kill().await.revive_silent().await;
+    workload.pod.kill_and_restart(|| ()).await;
+    let started = Instant::now();
+    eventually("an answer", async || get(port).await.ok()).await;
+    assert!(started.elapsed() <= Duration::from_secs(8));
+    // The next stream of this Envoy is left to the control plane, whatever it makes of it.
+    eventually("a stream of the control plane's", async || {
+        (source(&workload.pod).await == "istiod").then_some(())
+    })
+    .await;
+    get(port).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing_is_kept() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[],
+    };
+    let mut pod = Pod::serving(settings, &control_plane).await;
+    assert!(xdsz(&pod).await.unwrap()["kept"].is_null());
+    let dead = control_plane.kill().await;
+    pod.kill_and_restart(|| ()).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert!(get(port).await.is_err());
+    let _control_plane = dead.revive().await;
+    eventually("an answer", async || get(port).await.ok()).await;
+}

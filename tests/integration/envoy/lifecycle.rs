@@ -1,0 +1,353 @@
+//! Agent and Envoy end together, whichever ends first.
+
+use std::path::Path;
+use std::time::Duration;
+
+use http::Method;
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use tokio::time::Instant;
+
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::{Backend, connect, get, header};
+use crate::support::pod::{Pod, Settings, ask};
+use crate::support::process::is_alive;
+use crate::support::programs::envoy_binary;
+use crate::support::resources::{cluster, endpoints, listener, logged, routes};
+use crate::support::{eventually, free_port};
+
+/// A drain of an hour.
+const ENDLESS: [(&str, &str); 2] = [
+    ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
+    ("MINIMUM_DRAIN_DURATION", "1h"),
+];
+
+/// A pod with a route through Envoy at `port`.
+async fn serving(binary: &Path) -> (Pod, Pid, u16, Backend, ControlPlane) {
+    serving_with(binary, &[]).await
+}
+
+async fn serving_with(
+    binary: &Path,
+    environment: &[(&str, &str)],
+) -> (Pod, Pid, u16, Backend, ControlPlane) {
+    let (backend, port) = (Backend::start().await, free_port());
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[backend.port]),
+        listener("plain", port, "all"),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let settings = Settings {
+        envoy: Some(binary),
+        environment,
+    };
+    let pod = Pod::serving(settings, &control_plane).await;
+    eventually("a route in force", async || get(port).await.ok()).await;
+    let envoy = pod.envoy_pid().unwrap();
+    (pod, envoy, port, backend, control_plane)
+}
+
+/// An end in the first second is a failed start, which has another status. Envoy counts the second it
+/// was started in as a whole one.
+pub async fn until_it_is_no_failed_start(pod: &Pod) {
+    eventually("an Envoy of a second", async || {
+        let info = ask(&pod.envoy, "/server_info").await?;
+        let info: Value = serde_json::from_str(&info).unwrap();
+        let uptime = info["uptime_current_epoch"].as_str().unwrap();
+        (!["0s", "1s"].contains(&uptime)).then_some(())
+    })
+    .await;
+}
+
+/// Envoy asks its clients to leave.
+async fn asks_clients_to_leave(port: u16) {
+    eventually("a request to close the connection", async || {
+        let head = get(port).await.ok()?;
+        (header(&head, "connection") == Some("close")).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving(&binary).await;
+    let asked = Instant::now();
+    pod.agent.signal(Signal::TERM);
+    asks_clients_to_leave(port).await;
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+    let took = asked.elapsed();
+    assert!(
+        took >= Duration::from_secs(1),
+        "{took:?} is no drain of 1 s"
+    );
+    for left in [
+        "etc/istio/proxy/XDS",
+        "etc/istio/proxy/envoy-rev.json",
+        "var/run/secrets/workload-spiffe-uds/socket",
+    ] {
+        assert!(!pod.path(left).exists(), "{left}");
+    }
+}
+
+/// As in a unit of systemd, whose outputs are the journal's.
+#[tokio::test]
+async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sockets() {
+    let Some(binary) = envoy_binary() else { return };
+    for output in ["stdout", "stderr"] {
+        let (backend, port) = (Backend::start().await, free_port());
+        let (file, line) = (format!("/dev/{output}"), format!("request in {output}\n"));
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            logged(listener("plain", port, "all"), &file, &line),
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &[("JOURNAL_STREAM", "8:1")],
+        };
+        let mut pod = Pod::start(settings, &control_plane);
+        eventually("a route in force", async || get(port).await.ok()).await;
+        pod.agent.signal(Signal::TERM);
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{status}");
+        // Copied by the test, so it may take a moment.
+        eventually(&line, async || {
+            pod.agent.log().contains(&line).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
+    let Some(binary) = envoy_binary() else { return };
+    let (backend, port) = (Backend::start().await, free_port());
+    let directory = tempfile::tempdir().unwrap();
+    let (log, rotated) = (directory.path().join("log"), directory.path().join("log.1"));
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[backend.port]),
+        logged(
+            listener("plain", port, "all"),
+            log.to_str().unwrap(),
+            "request\n",
+        ),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[],
+    };
+    let pod = Pod::serving(settings, &control_plane).await;
+    eventually("a route in force", async || get(port).await.ok()).await;
+    std::fs::rename(&log, &rotated).unwrap();
+    let envoy = pod.envoy_pid().unwrap();
+    for process in [pod.agent.pid(), envoy] {
+        rustix::process::kill_process(process, Signal::USR1).unwrap();
+    }
+    // Opened with the first line that is written to it.
+    eventually("a new file", async || {
+        get(port).await.unwrap();
+        log.exists().then_some(())
+    })
+    .await;
+    assert!(pod.agent.is_running() && is_alive(envoy));
+}
+
+#[tokio::test]
+async fn a_crash_of_envoy_ends_the_agent_with_its_signal_in_the_status() {
+    let Some(binary) = envoy_binary() else { return };
+    for (signal, expected) in [(Signal::SEGV, 128 + 11), (Signal::KILL, 128 + 9)] {
+        let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+        until_it_is_no_failed_start(&pod).await;
+        rustix::process::kill_process(envoy, signal).unwrap();
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(expected), "{signal:?}");
+        let record = std::fs::read_to_string(pod.path("etc/istio/proxy/envoy-crash.json")).unwrap();
+        let record: Value = serde_json::from_str(&record).unwrap();
+        assert_eq!(record["signal"], signal.as_raw(), "{record}");
+        assert_eq!(record["pid"], envoy.as_raw_nonzero().get());
+        assert_ne!(record["out_of_memory"], true);
+        let log = pod.agent.log();
+        assert!(log.contains("Envoy crashed: signal"), "{log}");
+        // The kernel's count says that it was not, where there is one; nothing says that it may have been.
+        assert!(log.matches("of memory").count() <= 1, "{log}");
+    }
+}
+
+#[tokio::test]
+async fn an_envoy_that_crashed_serves_again_where_restarts_are_allowed() {
+    let Some(binary) = envoy_binary() else { return };
+    let environment = [("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")];
+    let started = Instant::now();
+    let (mut pod, envoy, port, _backend, _control_plane) =
+        serving_with(&binary, &environment).await;
+    let start = started.elapsed();
+    until_it_is_no_failed_start(&pod).await;
+    let crashed = Instant::now();
+    rustix::process::kill_process(envoy, Signal::SEGV).unwrap();
+    eventually("the end of the first", async || {
+        (!is_alive(envoy)).then_some(())
+    })
+    .await;
+    eventually("a route in force again", async || get(port).await.ok()).await;
+    let again = crashed.elapsed();
+    assert!(
+        again <= start + Duration::from_secs(1),
+        "{again:?} from the crash on, and {start:?} the first time"
+    );
+    let second = pod.envoy_pid().unwrap();
+    assert_ne!(second, envoy);
+    rustix::process::kill_process(second, Signal::KILL).unwrap();
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(128 + 9), "the budget was for one");
+}
+
+#[tokio::test]
+async fn a_second_signal_cuts_the_drain_short() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    pod.agent.signal(Signal::TERM);
+    eventually("a drain", async || {
+        pod.agent
+            .log()
+            .contains("Graceful termination period")
+            .then_some(())
+    })
+    .await;
+    pod.agent.signal(Signal::TERM);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+#[tokio::test]
+async fn a_third_signal_ends_even_an_envoy_that_is_stopped() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+    rustix::process::kill_process(envoy, Signal::STOP).unwrap();
+    for step in ["draining", "Asking Envoy to quit", "Killing Envoy"] {
+        pod.agent.signal(Signal::TERM);
+        eventually(step, async || pod.agent.log().contains(step).then_some(())).await;
+    }
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+#[tokio::test]
+async fn a_drain_until_idle_waits_for_an_open_connection_and_no_longer() {
+    let Some(binary) = envoy_binary() else { return };
+    let environment = [
+        ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", "true"),
+        ("MINIMUM_DRAIN_DURATION", "100ms"),
+    ];
+    let (mut pod, _envoy, port, _backend, _control_plane) =
+        serving_with(&binary, &environment).await;
+    let connection = connect(port).await.unwrap();
+    pod.agent.signal(Signal::TERM);
+    eventually("a count", async || {
+        let log = pod.agent.log();
+        log.contains("Envoy still has 1 active connections")
+            .then_some(())
+    })
+    .await;
+    assert!(pod.agent.is_running());
+    drop(connection);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(pod.agent.log().contains("no active connections left"));
+}
+
+#[tokio::test]
+async fn envoy_does_not_outlive_a_killed_agent() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
+    pod.agent.signal(Signal::KILL);
+    let killed = Instant::now();
+    pod.agent.end().await;
+    eventually("Envoy is gone", async || (!is_alive(envoy)).then_some(())).await;
+    let took = killed.elapsed();
+    assert!(took <= Duration::from_secs(2), "{took:?}");
+}
+
+/// As the hook before the end of a native sidecar's container, and what follows it.
+#[tokio::test]
+async fn a_native_sidecar_drains_ahead_of_the_end_and_then_ends_at_once() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    // Not one of the ports every pod has.
+    let status_port = format!("--debug-port={}", pod.status_port);
+    pod.run(&["request", &status_port, "POST", "drain"]).await;
+    asks_clients_to_leave(port).await;
+    let is_ready = pod.status(Method::GET, "/healthz/ready").await;
+    assert!(is_ready.is_some(), "the application still runs");
+    assert!(pod.agent.is_running());
+    assert!(get(port).await.is_ok(), "its clients are still served");
+    pod.agent.signal(Signal::TERM);
+    let status = pod.agent.end().await;
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+}
+
+/// As the last thing the application of a job does.
+#[tokio::test]
+async fn a_job_that_is_done_ends_agent_and_envoy_at_once_and_well() {
+    let Some(binary) = envoy_binary() else { return };
+    let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
+    let _open = connect(port).await.unwrap();
+    let answer = pod.status(Method::POST, "/quitquitquit").await;
+    assert_eq!(answer.as_deref(), Some("OK"));
+    let asked = Instant::now();
+    let status = pod.agent.end().await;
+    let took = asked.elapsed();
+    assert_eq!(status.code(), Some(0), "{status}");
+    assert!(!is_alive(envoy));
+    // Envoy ends by itself when asked; the first step that would make it is later.
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only() {
+    let Some(binary) = envoy_binary() else { return };
+    for (role, drains_outbound) in [("router", true), ("sidecar", false)] {
+        let (backend, inbound, outbound) = (Backend::start().await, free_port(), free_port());
+        let mut to_others = listener("outbound", outbound, "all");
+        to_others["traffic_direction"] = "OUTBOUND".into();
+        let control_plane = ControlPlane::of(&[
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            listener("inbound", inbound, "all"),
+            to_others,
+            routes("all", "books", "0"),
+        ])
+        .await;
+        let settings = Settings {
+            envoy: Some(&binary),
+            environment: &ENDLESS,
+        };
+        let mut pod = Pod::start_as(role, settings, &control_plane);
+        for port in [inbound, outbound] {
+            eventually("a route in force", async || get(port).await.ok()).await;
+        }
+        pod.agent.signal(Signal::TERM);
+        asks_clients_to_leave(inbound).await;
+        if drains_outbound {
+            asks_clients_to_leave(outbound).await;
+        } else {
+            let head = get(outbound).await.unwrap();
+            assert_eq!(header(&head, "connection"), None, "{role}: {head}");
+        }
+        pod.agent.signal(Signal::TERM);
+        let status = pod.agent.end().await;
+        assert_eq!(status.code(), Some(0), "{role}: {status}");
+    }
+}

@@ -1,0 +1,25 @@
+//! The agent as a program, between a real Envoy and a real control plane behind real TLS.
+//!
+//! Every test starts its own control plane in this process, and its own agent and Envoy in a
+//! directory of their own. `ENVOY_BIN` or `PATH` names Envoy; where there is none the tests say so
+//! and are not run, except under `CI`, where they fail.
+
+mod capture;
+mod certificates;
+mod discovery;
+mod doctor;
+mod drain;
+mod health;
+mod hot_restart;
+mod last_known_good;
+mod lifecycle;
+mod machine;
+mod memory;
+mod names;
+mod outages;
+mod page;
+mod secret_files;
+mod status;
+mod support_bundle;
+mod wasm;
+mod wasm_files;

@@ -1,0 +1,192 @@
+//! The overview page in a browser. Screenshots are left in `target/tmp/debug-page`.
+//!
+//! `CHROMIUM_BIN` or `PATH` names Chromium; where there is none the test says so and is not run,
+//! except under `PAGE_TESTS`, where it fails.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use http::Method;
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::envoy::lifecycle::until_it_is_no_failed_start;
+use crate::support::control_plane::ControlPlane;
+use crate::support::http::Backend;
+use crate::support::pod::{Pod, Settings};
+use crate::support::process::Process;
+use crate::support::programs::{chromium_binary, envoy_binary};
+use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::{eventually, free_port};
+
+/// The widths of a phone and of a desktop, and the height of the page.
+const PHONE: &str = "390,844";
+const WHOLE_PHONE: &str = "390,2600";
+const DESK: &str = "1280,1100";
+
+/// Would run if it were not escaped.
+const HOSTILE: &str = "<script>document.title='run'</script><img src=x>";
+
+const SECTIONS: [&str; 7] = [
+    "Envoy",
+    "Connection to istiod",
+    "Certificates",
+    "Start-up",
+    "Drain and shutdown",
+    "Discovery (xDS)",
+    "Recent warnings",
+];
+
+/// A browser without a screen, for one page.
+struct Browser {
+    binary: PathBuf,
+    profile: tempfile::TempDir,
+    url: String,
+}
+
+impl Browser {
+    fn at(binary: PathBuf, port: u16) -> Self {
+        Self {
+            binary,
+            profile: tempfile::tempdir().unwrap(),
+            url: format!("http://127.0.0.1:{port}/debug/"),
+        }
+    }
+
+    /// Its output for the page with these options.
+    async fn look(&self, options: &[String]) -> String {
+        let mut command = Command::new(&self.binary);
+        // The sandbox does not start as root, and small containers have little shared memory.
+        command
+            .args(["--headless", "--no-sandbox", "--disable-dev-shm-usage"])
+            .args(["--disable-gpu", "--hide-scrollbars", "--no-first-run"])
+            .arg(format!("--user-data-dir={}", self.profile.path().display()))
+            .args(options)
+            .arg(&self.url);
+        let mut process = Process::start(&mut command, &self.profile.path().join("browser.log"));
+        let status = process.end().await;
+        let log = process.log();
+        assert!(status.success(), "{status}: {log}");
+        log
+    }
+
+    /// The page as the browser has understood it.
+    async fn document(&self) -> String {
+        let log = self.look(&["--dump-dom".to_owned()]).await;
+        let start = log.find("<!DOCTYPE html>").expect(&log);
+        log[start..].to_owned()
+    }
+
+    async fn screenshot(&self, name: &str, size: &str) {
+        self.screenshot_in(name, size, "light").await;
+    }
+
+    async fn screenshot_in(&self, name: &str, size: &str, scheme: &str) {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("debug-page");
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join(format!("{name}.png"));
+        let _ = std::fs::remove_file(&file); // There may be none.
+        let options = [
+            format!("--window-size={size}"),
+            format!(
+                "--blink-settings=preferredColorScheme={}",
+                match scheme {
+                    "dark" => 0,
+                    _ => 1,
+                }
+            ),
+            format!("--screenshot={}", file.display()),
+        ];
+        self.look(&options).await;
+        let image = std::fs::read(&file).unwrap();
+        assert!(image.starts_with(b"\x89PNG"), "{}", file.display());
+    }
+}
+
+async fn overview(pod: &Pod) -> Option<Value> {
+    let answer = pod.status(Method::GET, "/debug/overview").await?;
+    serde_json::from_str(&answer).ok()
+}
+
+async fn becomes(what: &str, pod: &Pod, is_so: impl Fn(&Value) -> bool) -> Value {
+    eventually(what, async || overview(pod).await.filter(&is_so)).await
+}
+
+#[tokio::test]
+async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
+    let Some(envoy) = envoy_binary() else { return };
+    let Some(chromium) = chromium_binary() else {
+        return;
+    };
+    let (backend, port) = (Backend::start().await, free_port());
+    let resources = [
+        cluster("books"),
+        endpoints("books", &[backend.port]),
+        listener("plain", port, "all"),
+        routes("all", "books", "0"),
+    ];
+    let control_plane = ControlPlane::of(&resources).await;
+    let settings = Settings {
+        envoy: Some(&envoy),
+        environment: &[("ISTIO_AGENT_ENVOY_RESTARTS", "1/1h")],
+    };
+    let pod = Pod::serving(settings, &control_plane).await;
+    let seen = becomes("a pod that is ready", &pod, |seen| seen["ready"] == true).await;
+    let milestones = seen["start_up"].as_array().unwrap();
+    assert_eq!(milestones.len(), 7, "{milestones:?}");
+    assert_eq!(milestones[6]["milestone"], "ready");
+
+    let browser = Browser::at(chromium, pod.status_port);
+    let document = browser.document().await;
+    for section in SECTIONS {
+        assert!(document.contains(&format!("<h2>{section}")), "{section}");
+    }
+    assert!(document.contains("Pod <b class=\"good\">ready</b>"));
+    assert!(document.contains("TLSv1_3, X25519MLKEM768"), "{document}");
+    browser.screenshot("well-phone", PHONE).await;
+    browser.screenshot("well-phone-whole", WHOLE_PHONE).await;
+    browser.screenshot("well-desk", DESK).await;
+
+    until_it_is_no_failed_start(&pod).await;
+    rustix::process::kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
+    becomes("another Envoy", &pod, |seen| {
+        seen["envoy"]["epoch"] == 1 && seen["ready"] == true
+    })
+    .await;
+    // Envoy refuses a second listener at the address of the first, and names it.
+    let mut refused = resources.to_vec();
+    refused.push(listener(HOSTILE, port, "all"));
+    control_plane.set(&refused).await;
+    becomes("a refusal", &pod, |seen| {
+        let types = seen["discovery"]["types"].as_object().unwrap();
+        types.values().any(|of_type| of_type["nacks"] == 1)
+    })
+    .await;
+    let _dead = control_plane.kill().await;
+    becomes("the loss of istiod", &pod, |seen| {
+        seen["istiod"]["connected"].is_null()
+    })
+    .await;
+    pod.status(Method::POST, "/drain").await.unwrap();
+    let document = browser.document().await;
+    for expected in [
+        "NACK",
+        "&lt;script&gt;",
+        "signal 11",
+        "not connected",
+        "no drain at the shutdown",
+    ] {
+        assert!(document.contains(expected), "{expected}: {document}");
+    }
+    for markup in ["<script", "<img", "<title>run"] {
+        assert!(!document.contains(markup), "{markup}: {document}");
+    }
+    browser.screenshot("troubled-phone", PHONE).await;
+    browser
+        .screenshot("troubled-phone-whole", WHOLE_PHONE)
+        .await;
+    browser.screenshot("troubled-desk", DESK).await;
+    browser
+        .screenshot_in("troubled-desk-dark", DESK, "dark")
+        .await;
+}

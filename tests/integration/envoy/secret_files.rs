@@ -1,0 +1,201 @@
+//! Envoy takes secrets from files, by the hundred, by delta SDS, and from an external SDS server.
+
+use std::path::Path;
+use std::time::Duration;
+
+use istio_agent::ca::Ca;
+use istio_agent::ca::csr;
+use istio_agent::ca::key::{Encoding, KeyType};
+use istio_agent::clock::Clock;
+use istio_agent::identity::SpiffeId;
+use istio_agent::lifecycle::CancellationToken;
+use istio_agent::metrics::Registry;
+use istio_agent::secrets::files::{self, WorkloadFiles};
+use istio_agent::{sds, unix_socket};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use crate::envoy::certificates::{handshakes, serve_secrets, static_bootstrap};
+use crate::support::control_plane::{ACCOUNT, ControlPlane, NAMESPACE};
+use crate::support::pod::{BareEnvoy, Pod, Settings, ask, ready};
+use crate::support::programs::envoy_binary;
+use crate::support::resources::secured_listener;
+use crate::support::tls::Connection;
+use crate::support::{eventually, free_port};
+
+const LIFE: Duration = Duration::from_secs(3600);
+
+/// Has a certificate signed and writes it, each file in place of the old one.
+async fn write_signed(connection: &Connection, directory: &Path, roots: &str) {
+    let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
+    let request = csr::generate(KeyType::P256, Encoding::Pkcs8, &identity).unwrap();
+    let chain = connection
+        .authority()
+        .sign(&request.csr_pem, LIFE)
+        .await
+        .unwrap();
+    for (name, content) in [
+        ("cert-chain.pem", chain[0].as_str()),
+        ("key.pem", request.key_pem.as_str()),
+        ("root-cert.pem", roots),
+    ] {
+        std::fs::write(directory.join("draft"), content).unwrap();
+        std::fs::rename(directory.join("draft"), directory.join(name)).unwrap();
+    }
+}
+
+/// Serves files on a socket.
+fn serve_files(workload: Option<WorkloadFiles>, socket: &Path) -> JoinSet<()> {
+    let registry = Registry::default();
+    let config = files::Config {
+        workload,
+        system_roots: "none".into(),
+        debounce: Duration::from_millis(100),
+    };
+    let (files, watcher) = files::new(config, Clock::system(), &registry);
+    let sources = sds::Sources {
+        secrets: None,
+        files,
+        serves_workload: true,
+        options: sds::SecretOptions::default(),
+    };
+    let listener = unix_socket::bind(socket).unwrap();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(watcher);
+    tasks.spawn(sds::serve(
+        listener,
+        sources,
+        &registry,
+        CancellationToken::new(),
+    ));
+    tasks
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mounted_files_that_rotate_fail_no_handshake() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let connection = Connection::to(&control_plane.istiod);
+    let roots = control_plane.istiod.root_pem();
+    let directory = tempfile::tempdir().unwrap();
+    write_signed(&connection, directory.path(), &roots).await;
+    let [chain, key, roots_path, socket] =
+        ["cert-chain.pem", "key.pem", "root-cert.pem", "socket"].map(|n| directory.path().join(n));
+    let workload = WorkloadFiles {
+        chain,
+        key,
+        roots: roots_path,
+        is_only_source: true,
+    };
+    let _tasks = serve_files(Some(workload), &socket);
+    let port = free_port();
+    let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
+    let load = handshakes(port, &control_plane.keys).await;
+    for turn in 2..5 {
+        write_signed(&connection, directory.path(), &roots).await;
+        eventually("the next certificate in use", async || {
+            (load.tally().successes.len() >= turn).then_some(())
+        })
+        .await;
+    }
+    load.assert_flawless();
+}
+
+/// A listener with a filter chain for each name, whose certificates come in one form or the other.
+fn gateway(socket: &Path, port: u16, names: &[String], api: &str) -> Value {
+    let mut bootstrap = static_bootstrap(socket, port);
+    let listener = &mut bootstrap["static_resources"]["listeners"][0];
+    let chain = listener["filter_chains"][0].clone();
+    let chains = names.iter().enumerate().map(|(n, name)| {
+        let mut chain = chain.clone();
+        chain["filter_chain_match"] = json!({ "server_names": [format!("{n}.example")] });
+        let context = &mut chain["transport_socket"]["typed_config"];
+        context["require_client_certificate"] = false.into();
+        context["common_tls_context"] = json!({
+            "tls_certificate_sds_secret_configs": [{ "name": name, "sds_config": {
+                "resource_api_version": "V3",
+                "api_config_source": {
+                    "api_type": api,
+                    "transport_api_version": "V3",
+                    "set_node_on_first_message_only": true,
+                    "grpc_services": [{ "envoy_grpc": { "cluster_name": "sds-grpc" } }],
+                },
+            }}],
+        });
+        chain
+    });
+    listener["filter_chains"] = chains.collect();
+    bootstrap
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_there() {
+    let Some(binary) = envoy_binary() else { return };
+    for api in ["GRPC", "DELTA_GRPC"] {
+        let directory = tempfile::tempdir().unwrap();
+        let control_plane = ControlPlane::of(&[]).await;
+        let connection = Connection::to(&control_plane.istiod);
+        let of = |n: usize| directory.path().join(n.to_string());
+        std::fs::create_dir(of(0)).unwrap();
+        write_signed(&connection, &of(0), &control_plane.istiod.root_pem()).await;
+        let copy = |n: usize| {
+            std::fs::create_dir(of(n)).unwrap();
+            for name in ["cert-chain.pem", "key.pem"] {
+                std::fs::copy(of(0).join(name), of(n).join(name)).unwrap();
+            }
+        };
+        (1..500).filter(|n| *n != 321).for_each(copy);
+        let names: Vec<String> = (0..500)
+            .map(|n| of(n).display().to_string())
+            .map(|at| format!("file-cert:{at}/cert-chain.pem~{at}/key.pem"))
+            .collect();
+        let socket = directory.path().join("socket");
+        let _tasks = serve_files(None, &socket);
+        let bootstrap = gateway(&socket, free_port(), &names, api);
+        // The one that is not there keeps the others for as long as Envoy waits for it, at most.
+        let envoy = BareEnvoy::serving(&binary, bootstrap).await;
+        let active = async || {
+            let path = "/config_dump?resource=dynamic_active_secrets";
+            let dump: Value = serde_json::from_str(&ask(&envoy.admin, path).await?).ok()?;
+            let secrets = dump["configs"].as_array()?;
+            let loaded = |secret: &&Value| secret["secret"]["tls_certificate"].is_object();
+            Some(secrets.iter().filter(loaded).count())
+        };
+        eventually("499 certificates", async || {
+            (active().await? == 499).then_some(())
+        })
+        .await;
+        copy(321);
+        eventually("the last one", async || {
+            (active().await? == 500).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_serves_with_secrets_of_an_external_sds_server_that_starts_late() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::start(&[secured_listener("tls", port)], LIFE).await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("ISTIO_AGENT_EXTERNAL_SDS", "wait")],
+    };
+    let pod = Pod::start(settings, &control_plane);
+    let ours = pod.path("var/run/secrets/credential-uds/files-socket");
+    eventually("the agent's own socket", async || {
+        ours.exists().then_some(())
+    })
+    .await;
+    assert_eq!(control_plane.istiod.certificates_signed(), 0);
+    // In place of another server of secrets: its certificates are of the same mesh.
+    let connection = Connection::to(&control_plane.istiod);
+    let socket = pod.path("var/run/secrets/workload-spiffe-uds/socket");
+    let _other = serve_secrets(&connection, &socket);
+    ready(&pod.envoy).await;
+    handshakes(port, &control_plane.keys)
+        .await
+        .assert_flawless();
+    assert!(pod.bootstrap().to_string().contains("sds-files-grpc"));
+}

@@ -1,0 +1,199 @@
+//! Readiness as the kubelet sees it: through Envoy's health listener.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use http::Method;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::Instant;
+
+use crate::support::control_plane::{ControlPlane, Dead};
+use crate::support::http::connect;
+use crate::support::pod::{self, BareEnvoy, Pod, Settings};
+use crate::support::process::Process;
+use crate::support::programs::envoy_binary;
+use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::{eventually, free_port};
+
+/// Status and body of a GET; None without an answer.
+async fn ask(port: u16, path: &str) -> Option<(u16, String)> {
+    let mut stream = connect(port).await.ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    let (head, body) = answer.split_once("\r\n\r\n")?;
+    Some((head.split(' ').nth(1)?.parse().ok()?, body.to_owned()))
+}
+
+async fn becomes(port: u16, path: &str, expected: u16) {
+    eventually("another status", async || {
+        let (status, _) = ask(port, path).await?;
+        (status == expected).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
+    let Some(binary) = envoy_binary() else { return };
+    let health = free_port();
+    let port = health.to_string();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("ENVOY_STATUS_PORT", &port)],
+    };
+    let (pod, dead) = without_istiod(settings).await;
+    // Without configuration Envoy may listen, but is not ready.
+    eventually("an agent that answers", async || {
+        let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
+        assert_eq!(status, 503, "{body}");
+        body.contains("config not received from XDS server")
+            .then_some(())
+    })
+    .await;
+    let through_envoy = ask(health, "/healthz/ready").await;
+    assert!(through_envoy.is_none_or(|(status, _)| status == 503));
+    let _control_plane = dead.revive().await;
+    becomes(health, "/healthz/ready", 200).await;
+    becomes(pod.status_port, "/healthz/ready", 200).await;
+    let (_, page) = ask(pod.status_port, "/metrics").await.unwrap();
+    assert!(
+        page.contains("\nistio_agent_startup_duration_seconds "),
+        "{page}"
+    );
+}
+
+#[tokio::test]
+async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[],
+    };
+    let pod = Pod::start(settings, &control_plane);
+    // Stopped before exec, it would block the agent, which waits for that.
+    let envoy = eventually("a process that is Envoy", async || {
+        let envoy = pod.envoy_pid()?;
+        let program = format!("/proc/{}/exe", envoy.as_raw_nonzero());
+        (std::fs::read_link(program).ok()? == binary).then_some(envoy)
+    })
+    .await;
+    rustix::process::kill_process(envoy, rustix::process::Signal::STOP).unwrap();
+    eventually("an answer in time", async || {
+        let (status, body) = ask(pod.status_port, "/healthz/ready").await?;
+        assert_eq!(status, 503, "{body}");
+        Some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let application = BareEnvoy::serving(&binary, json!({})).await;
+    let path = "/stats/prometheus";
+    let target = json!({ "port": application.admin_port.to_string(), "path": path }).to_string();
+    let port = free_port();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[
+            ("ENVOY_PROMETHEUS_PORT", &port.to_string()),
+            ("ISTIO_PROMETHEUS_ANNOTATIONS", &target),
+        ],
+    };
+    let pod = Pod::serving(settings, &control_plane).await;
+    let series = async |envoy| names_and_labels(&pod::ask(envoy, path).await.unwrap());
+    let (own, application) = (series(&pod.envoy).await, series(&application.admin).await);
+    let page = eventually("both Envoys on the page", async || {
+        let page = pod.status(Method::GET, path).await?;
+        (page.contains("\nistio_agent_scrape_duplicate_series_total{")).then_some(page)
+    })
+    .await;
+    let merged = names_and_labels(&page);
+    let missing: Vec<_> = own
+        .union(&application)
+        .filter(|s| !merged.contains(*s))
+        .collect();
+    assert_eq!(missing, Vec::<&String>::new());
+    let lines: Vec<_> = page
+        .lines()
+        .filter(|line| line.starts_with("# TYPE "))
+        .collect();
+    assert_eq!(
+        lines.iter().collect::<BTreeSet<_>>().len(),
+        lines.len(),
+        "a family twice"
+    );
+    let shared = own.intersection(&application).count();
+    let dropped = "istio_agent_scrape_duplicate_series_total{source=\"application\"}";
+    assert!(shared > 10, "{shared} series of both Envoys");
+    assert!(page.contains(dropped), "{shared} dropped");
+}
+
+/// The series of a page, each of which must be there once.
+fn names_and_labels(page: &str) -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for line in page
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+    {
+        let (series, _) = line.rsplit_once(' ').unwrap();
+        assert!(all.insert(series.to_owned()), "{series} twice");
+    }
+    all
+}
+
+/// A pod whose control plane is dead for the moment.
+async fn without_istiod(settings: Settings<'_>) -> (Pod, Dead) {
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[free_port()]),
+        listener("plain", free_port(), "all"),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let pod = Pod::start(settings, &control_plane);
+    (pod, control_plane.kill().await)
+}
+
+/// A command beside the agent, in the same container.
+fn beside(pod: &Pod, arguments: &[&str]) -> Process {
+    let mut command = pod.command();
+    command.args(arguments);
+    Process::start(&mut command, &pod.path("command.log"))
+}
+
+/// As the postStart hook of the agent's container: later containers start when it ends.
+#[tokio::test]
+async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
+    let Some(binary) = envoy_binary() else { return };
+    let health = free_port();
+    let port = health.to_string();
+    let settings = Settings {
+        envoy: Some(&binary),
+        environment: &[("ENVOY_STATUS_PORT", &port)],
+    };
+    let (pod, dead) = without_istiod(settings).await;
+    let url = format!("--url=http://localhost:{health}/healthz/ready");
+    let mut wait = beside(&pod, &["wait", &url]);
+    eventually("an Envoy that has started", async || {
+        ask(pod.status_port, "/debug/overview")
+            .await
+            .filter(|(_, body)| body.contains("Envoy started"))
+    })
+    .await;
+    // Longer than its pauses.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(wait.is_running(), "Envoy has no configuration");
+    let _control_plane = dead.revive().await;
+    becomes(health, "/healthz/ready", 200).await;
+    let ready = Instant::now();
+    let status = wait.end().await;
+    let took = ready.elapsed();
+    assert!(status.success(), "{}", wait.log());
+    assert!(took < Duration::from_millis(500), "{took:?} is a long poll");
+}

@@ -1,0 +1,202 @@
+//! A control plane, the relay, and a scripted Envoy.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use istio_agent::istiod::{self, Istiod, Keepalive, Security, tls, token};
+use istio_agent::lifecycle::{CancellationToken, Tasks};
+use istio_agent::metrics::Registry;
+use istio_agent::unix_socket;
+use istio_agent::xds::Protocol;
+use istio_agent::xds::intercept::Interceptors;
+use istio_agent::xds::observe::Observer;
+use istio_agent::xds::server::{Discovery, Upstream};
+use local_istiod::{Keys, LocalIstiod, Options, Stream};
+use tempfile::TempDir;
+use tokio::sync::watch;
+
+use super::envoy::Envoy;
+use super::{PATIENCE, soon};
+
+/// The relay, a control plane upstream and Envoy downstream.
+pub struct Bench {
+    pub directory: TempDir,
+    pub control_plane: LocalIstiod,
+    pub istiod: Istiod,
+    pub registry: Registry,
+    pub observer: Observer,
+    /// Whether the test's process counts as an Envoy of the agent.
+    pub is_envoy: Arc<AtomicBool>,
+    /// Whether the workload is healthy.
+    pub health: watch::Sender<Option<Result<(), String>>>,
+    tasks: Tasks,
+    shutdown: CancellationToken,
+}
+
+impl Bench {
+    pub async fn start() -> Self {
+        Self::with(Interceptors::default(), 200 << 20).await
+    }
+
+    pub async fn with(interceptors: Interceptors, max_request_bytes: usize) -> Self {
+        let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
+        let addresses = [control_plane.address.to_string()];
+        Self::of(control_plane, &addresses, interceptors, max_request_bytes)
+    }
+
+    /// One whose control plane is the second; the first is at this address.
+    pub async fn behind(first: SocketAddr) -> Self {
+        let control_plane = LocalIstiod::start(Options::default()).await.unwrap();
+        let addresses = [first, control_plane.address].map(|address| address.to_string());
+        Self::of(
+            control_plane,
+            &addresses,
+            Interceptors::default(),
+            200 << 20,
+        )
+    }
+
+    /// One with a second control plane of the same authority.
+    pub async fn with_second() -> (Self, LocalIstiod) {
+        let options = Options {
+            keys: Some(Keys::generate("cluster.local").unwrap()),
+            ..Options::default()
+        };
+        let first = LocalIstiod::start(options.clone()).await.unwrap();
+        let second = LocalIstiod::start(options).await.unwrap();
+        let addresses = [first.address, second.address].map(|address| address.to_string());
+        (
+            Self::of(first, &addresses, Interceptors::default(), 200 << 20),
+            second,
+        )
+    }
+
+    fn of(
+        control_plane: LocalIstiod,
+        addresses: &[String],
+        interceptors: Interceptors,
+        max_request_bytes: usize,
+    ) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        std::fs::write(path.join("root.pem"), control_plane.root_pem()).unwrap();
+        let mut tasks = Tasks::new();
+        let shutdown = CancellationToken::new();
+        let registry = Registry::default();
+        let mut configs = addresses.iter().map(|address| istiod_config(path, address));
+        let first = configs.next().unwrap();
+        let config = istiod::Config {
+            others: configs.collect(),
+            ..first
+        };
+        let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
+        tasks.spawn("istiod", async move {
+            connection.await;
+            Ok::<(), std::io::Error>(())
+        });
+        let config = istio_agent::xds::Config {
+            socket: path.join("XDS"),
+            max_request_bytes,
+            cluster_id: "Kubernetes".into(),
+            kept: None,
+        };
+        let listener = unix_socket::bind(&config.socket).unwrap();
+        let is_envoy = Arc::new(AtomicBool::new(true));
+        let counts = is_envoy.clone();
+        let health = watch::Sender::new(None);
+        let discovery = Discovery::new(
+            config,
+            Upstream {
+                of_envoy: istiod.clone(),
+                of_others: istiod.clone(),
+            },
+            Arc::new(move |_| counts.load(Ordering::Relaxed)),
+            interceptors,
+            Some(health.subscribe()),
+            &registry,
+            shutdown.clone(),
+        );
+        let observer = discovery.observer();
+        tasks.spawn("xds", async move {
+            discovery.serve(listener).await;
+            Ok::<(), std::io::Error>(())
+        });
+        let bench = Self {
+            directory,
+            control_plane,
+            istiod,
+            registry,
+            observer,
+            is_envoy,
+            health,
+            tasks,
+            shutdown,
+        };
+        bench.write_token("default", "bench");
+        bench
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join("XDS")
+    }
+
+    pub fn write_token(&self, namespace: &str, account: &str) {
+        let ttl = Duration::from_secs(3600);
+        let token = self
+            .control_plane
+            .mint_token(namespace, account, ttl)
+            .unwrap();
+        std::fs::write(self.directory.path().join("token"), token).unwrap();
+    }
+
+    /// Opens a stream as Envoy does.
+    pub async fn envoy(&self, protocol: Protocol) -> Envoy {
+        Envoy::open(&self.socket(), protocol).await
+    }
+
+    /// The next stream the control plane accepted.
+    pub async fn accepted(&mut self) -> Stream {
+        soon(self.control_plane.streams.recv())
+            .await
+            .expect("a stream")
+    }
+
+    /// Stops everything and asserts that no task is left.
+    pub async fn finish(mut self) {
+        self.shutdown.cancel();
+        assert_eq!(
+            self.tasks.drain(PATIENCE).await,
+            0,
+            "tasks that did not end"
+        );
+        assert!(!self.socket().exists(), "the socket is left");
+    }
+}
+
+/// The settings of a connection to a control plane whose root and token are in `directory`.
+pub fn istiod_config(directory: &Path, address: &str) -> istiod::Config {
+    istiod::Config {
+        address: address.to_owned(),
+        security: Security::Tls(tls::Config {
+            server_name: "istiod.istio-system.svc".into(),
+            roots: tls::Roots::File(directory.join("root.pem")),
+            client: None,
+            policy: istio_agent::compliance::Policy::None,
+        }),
+        token: token::Source::File(directory.join("token")),
+        metadata: vec![(
+            http::HeaderName::from_static("clusterid"),
+            http::HeaderValue::from_static("Kubernetes"),
+        )],
+        keepalive: Keepalive {
+            interval: Duration::from_secs(30),
+            timeout: Duration::from_secs(10),
+        },
+        proxy: None,
+        limits: istiod::Limits::default(),
+        others: Vec::new(),
+    }
+}

@@ -1,0 +1,192 @@
+//! What the tests share: agents with a scripted or a real Envoy, control planes, and patience.
+
+pub mod bench;
+pub mod control_plane;
+pub mod envoy;
+pub mod http;
+pub mod names;
+pub mod namespace;
+pub mod place;
+pub mod pod;
+pub mod process;
+pub mod programs;
+pub mod python;
+pub mod registry;
+pub mod resources;
+pub mod scraped;
+pub mod tls;
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::panic::Location;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::Node;
+use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use local_istiod::{LocalIstiod, Options, Stream};
+use prost::Message;
+
+use envoy::Envoy;
+use place::Place;
+
+pub const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+pub const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+pub const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
+pub const STREAM_SECRETS: &str = "/envoy.service.secret.v3.SecretDiscoveryService/StreamSecrets";
+
+/// How long anything may take that should happen soon on a busy machine, retries included.
+pub const PATIENCE: Duration = Duration::from_secs(40);
+
+/// A control plane that expects streams to be scripted.
+pub async fn local_istiod() -> LocalIstiod {
+    LocalIstiod::start(options()).await.unwrap()
+}
+
+/// Each control plane has its own address, so that no other process takes its port while it is away.
+pub fn options() -> Options {
+    static NEXT: AtomicU16 = AtomicU16::new(1);
+    let [high, low] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    let address = Ipv4Addr::new(127, 1, high, low);
+    Options {
+        listen: (address, 0).into(),
+        extra_names: vec![address.to_string()],
+        ..Options::default()
+    }
+}
+
+/// Kills a control plane and starts the same again, changed by `change`.
+pub async fn restarted(istiod: LocalIstiod, change: impl FnOnce(&mut Options)) -> LocalIstiod {
+    let mut options = istiod.kill().await;
+    change(&mut options);
+    LocalIstiod::start(options).await.unwrap()
+}
+
+pub fn node() -> Option<Node> {
+    Some(Node {
+        id: "sidecar~127.0.0.1~bench.default~default.svc.cluster.local".into(),
+        ..Default::default()
+    })
+}
+
+/// A first request for a type.
+pub fn request(type_url: &str, names: &[&str]) -> DiscoveryRequest {
+    DiscoveryRequest {
+        node: node(),
+        type_url: type_url.into(),
+        resource_names: names.iter().map(|name| (*name).to_owned()).collect(),
+        ..Default::default()
+    }
+}
+
+/// Opens a discovery stream that asks for clusters.
+pub async fn ask_for_clusters(place: &Place) -> Envoy {
+    let envoy = Envoy::open(&place.xds_socket(), istio_agent::xds::Protocol::Sotw).await;
+    envoy.send(&request(CLUSTER, &[]));
+    envoy
+}
+
+/// Opens a secret stream that asks for `names`.
+pub async fn ask_for_secrets(place: &Place, names: &[&str]) -> Envoy {
+    let envoy = Envoy::open_path(&place.sds_socket(), STREAM_SECRETS).await;
+    envoy.send(&request(SECRET, names));
+    envoy
+}
+
+pub async fn next_response(envoy: &mut Envoy) -> DiscoveryResponse {
+    DiscoveryResponse::decode(envoy.next_bytes().await).unwrap()
+}
+
+/// The next stream the control plane accepted.
+pub async fn accepted(istiod: &mut LocalIstiod) -> Stream {
+    soon(istiod.streams.recv()).await.expect("a stream")
+}
+
+/// Asks for clusters until a stream comes through to istiod and back.
+pub async fn relays(place: &Place, istiod: &mut LocalIstiod) {
+    let mut envoy = ask_for_clusters(place).await;
+    answered(&mut envoy, istiod).await;
+}
+
+/// The stream's request reaches istiod, and istiod's answer the stream.
+pub async fn answered(envoy: &mut Envoy, istiod: &mut LocalIstiod) {
+    let mut stream = accepted(istiod).await;
+    let got: DiscoveryRequest = soon(stream.next()).await.unwrap().unwrap();
+    assert_eq!(got.type_url, CLUSTER);
+    let answer = DiscoveryResponse {
+        type_url: CLUSTER.into(),
+        nonce: "good".into(),
+        ..Default::default()
+    };
+    stream.send(&answer).await.unwrap();
+    assert_eq!(next_response(envoy).await, answer);
+}
+
+/// A port on which no process listens and that is none of Istio's own, given out once; below the
+/// ports the kernel gives to clients, so that none of them takes it before its owner binds it.
+pub fn free_port() -> u16 {
+    static NEXT: OnceLock<AtomicU16> = OnceLock::new();
+    let next = NEXT.get_or_init(|| {
+        let of_process = u16::try_from(std::process::id() % 100).unwrap();
+        AtomicU16::new(12_000 + of_process * 200)
+    });
+    loop {
+        let port = next.fetch_add(1, Ordering::Relaxed);
+        let is_of_istio = (15_000..15_100).contains(&port);
+        if !is_of_istio && TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+pub fn local(port: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, port).into()
+}
+
+/// What must happen within the patience of a slow machine; if it does not, the caller is named.
+#[track_caller]
+pub fn soon<T>(future: impl Future<Output = T>) -> impl Future<Output = T> {
+    let caller = Location::caller();
+    async move {
+        let Ok(value) = tokio::time::timeout(PATIENCE, future).await else {
+            panic!("{caller}: not within {PATIENCE:?}");
+        };
+        value
+    }
+}
+
+/// Looks again until there is something.
+pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
+    let poll = async {
+        loop {
+            if let Some(value) = look().await {
+                return value;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let Ok(value) = tokio::time::timeout(PATIENCE, poll).await else {
+        panic!("{what}: not within {PATIENCE:?}");
+    };
+    value
+}
+
+/// Looks again until a condition holds.
+pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let poll = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    assert!(
+        tokio::time::timeout(PATIENCE, poll).await.is_ok(),
+        "{what}: not within {PATIENCE:?}"
+    );
+}
+
+/// A gRPC frame around a message.
+pub fn framed(message: &[u8]) -> Bytes {
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    Bytes::from([&[0], &length[..], message].concat())
+}

@@ -1,0 +1,180 @@
+//! A workload of the mesh that dials Envoy with mutual TLS.
+
+use std::sync::Arc;
+
+use istio_agent::ca::Ca;
+use istio_agent::ca::csr;
+use istio_agent::ca::istio::IstioCa;
+use istio_agent::ca::key::KeyType;
+use istio_agent::identity::SpiffeId;
+use istio_agent::istiod::{self, Istiod};
+use istio_agent::lifecycle::CancellationToken;
+use istio_agent::metrics::Registry;
+use local_istiod::{Keys, LocalIstiod, Options};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::ParsedCertificate;
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use tempfile::TempDir;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+
+use super::bench::istiod_config;
+use super::control_plane::{ACCOUNT, NAMESPACE};
+use super::http::{Attempt, connect, exchange};
+use super::{PATIENCE, local};
+
+/// Nothing in a test outlives it.
+const LONG: std::time::Duration = std::time::Duration::from_secs(3600);
+
+/// A connection to a control plane, as the agent has one.
+pub struct Connection {
+    pub istiod: Istiod,
+    _open: JoinSet<()>,
+    _directory: TempDir,
+}
+
+impl Connection {
+    pub fn to(control_plane: &LocalIstiod) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let file = |name| directory.path().join(name);
+        std::fs::write(file("root.pem"), control_plane.root_pem()).unwrap();
+        let token = control_plane.mint_token(NAMESPACE, ACCOUNT, LONG).unwrap();
+        std::fs::write(file("token"), token).unwrap();
+        let config = istiod_config(directory.path(), &control_plane.address.to_string());
+        let (istiod, open) = istiod::new(config, &Registry::default(), CancellationToken::new());
+        let mut tasks = JoinSet::new();
+        tasks.spawn(open);
+        Self {
+            istiod,
+            _open: tasks,
+            _directory: directory,
+        }
+    }
+
+    pub fn authority(&self) -> IstioCa {
+        IstioCa::new(self.istiod.clone(), String::new(), PATIENCE)
+    }
+}
+
+/// A client of the mesh of these keys, whose own certificate outlives the test.
+pub async fn client(keys: &Keys) -> Arc<ClientConfig> {
+    // Another authority with the same keys, as that of the test may issue short lives or none.
+    let options = Options {
+        keys: Some(keys.clone()),
+        ..Options::default()
+    };
+    let authority = LocalIstiod::start(options).await.unwrap();
+    let connection = Connection::to(&authority);
+    let identity = SpiffeId::new("cluster.local", NAMESPACE, ACCOUNT);
+    let request = csr::generate(KeyType::P256, Default::default(), &identity).unwrap();
+    let signed = connection.authority().sign(&request.csr_pem, LONG).await;
+    let leaf = CertificateDer::from_pem_slice(signed.unwrap()[0].as_bytes()).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(request.key_pem.as_bytes()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(OfTheMesh {
+            roots: roots(&authority.root_pem()),
+            provider,
+        }))
+        .with_client_auth_cert(vec![leaf], key)
+        .unwrap();
+    // A resumed session would show no certificate.
+    config.resumption = Resumption::disabled();
+    Arc::new(config)
+}
+
+fn roots(pem: &str) -> RootCertStore {
+    let mut roots = RootCertStore::empty();
+    for root in CertificateDer::pem_slice_iter(pem.as_bytes()) {
+        roots.add(root.unwrap()).unwrap();
+    }
+    roots
+}
+
+/// A full mutual handshake and a request, whose answer shows that Envoy has accepted the client
+/// too. Counts the serial numbers of Envoy's certificates.
+pub struct Handshake {
+    pub port: u16,
+    pub client: Arc<ClientConfig>,
+}
+
+impl Attempt for Handshake {
+    async fn attempt(&mut self) -> Result<String, String> {
+        let stream = connect(self.port).await?;
+        let name = ServerName::from(local(self.port).ip());
+        let connector = TlsConnector::from(Arc::clone(&self.client));
+        let shaken = connector.connect(name, stream).await;
+        let mut stream = shaken.map_err(|error| format!("handshake: {error}"))?;
+        exchange(&mut stream).await?;
+        let chain = stream.get_ref().1.peer_certificates();
+        let leaf = chain.and_then(<[_]>::first).ok_or("no certificate")?;
+        serial(leaf)
+    }
+}
+
+fn serial(leaf: &CertificateDer<'_>) -> Result<String, String> {
+    let parsed = x509_parser::parse_x509_certificate(leaf).map_err(|error| error.to_string())?;
+    Ok(parsed.1.raw_serial_as_string())
+}
+
+/// Accepts what chains to the roots and is valid now; names are not those of hosts in a mesh.
+#[derive(Debug)]
+struct OfTheMesh {
+    roots: RootCertStore,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for OfTheMesh {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let algorithms = self.provider.signature_verification_algorithms.all;
+        let leaf = ParsedCertificate::try_from(leaf)?;
+        verify_server_cert_signed_by_trust_anchor(
+            &leaf,
+            &self.roots,
+            intermediates,
+            now,
+            algorithms,
+        )?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, leaf, signed, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, leaf, signed, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider
+            .signature_verification_algorithms
+            .supported_schemes()
+    }
+}
