@@ -10,12 +10,14 @@ demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 # The demo shares its build with the tests; PROFILE=release shows what ships.
 PROFILE ?= dev
 tools := $(target)/tools
+# Whom the packages name, as `Name <address>`.
+export MAINTAINER ?=
 # Builds a program from crates.io, not optimised, as it runs for seconds.
 install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-default-features \
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
 
-.PHONY: help envoy build local-istiod image cluster cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build local-istiod image cluster compare cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -37,7 +39,8 @@ image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs
 release: export ISTIO_AGENT_REVISION ?= $(shell git rev-parse HEAD)
 release: export ISTIO_AGENT_STATUS ?= $(if $(shell git status --porcelain),Modified,Clean)
 release: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
-release: image package ## Leaves archive, packages, image and checksums in target/dist; AARCH64=1 adds an archive.
+release: export PACKAGES ?= named
+release: deny image package ## Leaves archive, packages, image, provenance and checksums in target/dist; AARCH64=1 adds an archive.
 	@agents=($(target)/release/pilot-agent); \
 	if [[ -n "$(AARCH64)" ]]; then \
 	$(MAKE) aarch64 PROFILE=release; agents+=($(target)/$(aarch64)/release/pilot-agent); fi; \
@@ -52,16 +55,17 @@ aarch64: local-istiod ## Builds the agent for aarch64 and runs it in an emulator
 	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/debug/local-istiod
 
 deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if GitHub can be reached.
+	@rm -f $(target)/advisories-checked
 	@$(call install,cargo-deny,0.20.2)
 	@deny="$(tools)/cargo-deny-0.20.2/bin/cargo-deny --config .cargo/deny.toml check --hide-inclusion-graph"; \
 	$$deny bans licenses sources; \
 	if timeout 20 git ls-remote --quiet https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1; then \
-	$$deny advisories; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
+	$$deny advisories; sha256sum Cargo.lock >$(target)/advisories-checked; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
 
 deb: build ## Builds the package of the agent for machines with Debian.
 	@deploy/inventory $(shell uname -m)-unknown-linux-gnu $(target)/release
 	@$(call install,cargo-deb,3.8.0)
-	@$(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip
+	@$(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip $(if $(MAINTAINER),--maintainer "$$MAINTAINER")
 
 package: deb ## Builds the packages for machines, a .deb and an .rpm.
 	@$(call install,cargo-generate-rpm,0.21.1)
@@ -70,7 +74,11 @@ package: deb ## Builds the packages for machines, a .deb and an .rpm.
 cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs a Kubernetes with istiod and the suite in it, as root; or CONTEXT= of yours with IMAGE=.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
 	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
-	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(filter-out 0,$(KEEP)),--keep)
+	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(if $(filter-out 0,$(KEEP)),--keep)
+
+compare: image build ## Runs Go's agent beside this one in such a cluster, and writes docs/comparison.md.
+	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
+	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md $(if $(filter-out 0,$(KEEP)),--keep)
 
 cluster-stop: ## Ends what `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster
@@ -84,6 +92,8 @@ demo: envoy local-istiod ## Runs the agent, three Envoys and a control plane on 
 demo-stop: ## Ends what `make demo KEEP=1` left running.
 	@$(demo) --stop
 
+# Most tests wait most of the time, so more of them run at once than there are cores.
+test: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 test: ## Runs all tests, those with a real Envoy included.
 	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
 	export ENVOY_BIN; \

@@ -322,11 +322,12 @@ class Story:
         screen.scene(10, "pilot-agent doctor looks for what is wrong")
         for workload in self.workloads:
             report, code = workload.diagnose()
-            screen.report(report)
             if code:
+                screen.report(report)
                 raise Refused(f"pilot-agent doctor found something wrong beside the {workload.name}",
                               [workload.agent.log])
-        screen.done("nothing is wrong: no errors, no warnings")
+            checks = sum(line.split()[:1] == ["ok"] for line in report.splitlines())
+            screen.done(f"{workload.name}: {checks} checks, no errors, no warnings")
 
     def report(self, marked, when):
         """What the load counted since `marked`; refuses when a request failed."""
@@ -365,6 +366,7 @@ class Story:
         outbound = f"http://127.0.0.1:{self.mesh.ports['outbound']}"
         client, server = self.client.admin.address, self.server.admin.address
         route = self.mesh.root / "istiod/resources/client/outbound-route.yaml"
+        agent = self.client.command()
         screen.say(screen.bold("\nStill running. To poke at it:"))
         for what, command in [
                 ("send a request", f"curl -si {outbound}/hello"),
@@ -374,6 +376,9 @@ class Story:
                 ("what the server's Envoy holds", f"curl -s '{server}/config_dump?include_eds'"),
                 ("change the route", f"$EDITOR {route}"),
                 ("fail the machine's probe", f"rm {self.mesh.machine_is_healthy}"),
+                ("the client's debug page", f"http://127.0.0.1:{self.mesh.ports['client_status']}/debug/"),
+                ("what is wrong with it", f"{agent} doctor"),
+                ("all of that, for a report", f"{agent} support-bundle > bundle.tar.gz"),
                 ("follow the logs", f"tail -f {self.mesh.root / 'logs'}/*.log"),
                 ("end it all", "make demo-stop")]:
             screen.fact(what, command)

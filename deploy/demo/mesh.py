@@ -7,6 +7,7 @@ its container.
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import string
 import subprocess
@@ -204,6 +205,14 @@ class Workload:
         except subprocess.TimeoutExpired:
             raise Refused(f"{' '.join(command)} did not end in 10 s", [self.agent.log]) from None
         return done.stdout + done.stderr, done.returncode
+
+    def command(self):
+        """A program that is the agent with this workload's variables and folder."""
+        program = self.folder / "pilot-agent"
+        variables = shlex.join(f"{name}={value}" for name, value in self.variables.items())
+        program.write_text(f'#!/bin/sh\ncd {shlex.quote(str(self.folder))} && exec env {variables} {self.mesh.agent} "$@"\n')
+        program.chmod(0o755)
+        return program
 
     def certificate(self):
         """The certificate Envoy holds; waits for the first one."""
