@@ -10,6 +10,8 @@ demo := python3 -B deploy/demo/demo.py --folder $(target)/demo
 # The demo shares its build with the tests; PROFILE=release shows what ships.
 PROFILE ?= dev
 tools := $(target)/tools
+# FIPS=1 takes AWS-LC's FIPS module, which needs cmake and Go.
+features := $(if $(filter-out 0,$(FIPS)),--features fips)
 # Whom the packages name, as `Name <address>`.
 export MAINTAINER ?=
 # Builds a program from crates.io, not optimised, as it runs for seconds.
@@ -25,8 +27,8 @@ help: ## Lists these commands.
 envoy: ## Finds or fetches an Envoy.
 	@deploy/envoy/get-envoy >/dev/null
 
-build: ## Builds the agent as it ships, and its symbols in target/release/pilot-agent.debug.
-	@cargo build --release --locked --bin pilot-agent
+build: ## Builds the agent as it ships, and its symbols in target/release/pilot-agent.debug; FIPS=1 with AWS-LC's FIPS module.
+	@cargo build --release --locked --bin pilot-agent $(features)
 	@deploy/split-symbols $(target)/release/pilot-agent
 
 local-istiod: ## Builds the control plane of demo and tests.
@@ -97,7 +99,7 @@ test: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 test: ## Runs all tests, those with a real Envoy included.
 	@ENVOY_BIN="$$(deploy/envoy/get-envoy)"; \
 	export ENVOY_BIN; \
-	cargo test --locked
+	cargo test --locked $(features)
 
 fuzz: ## Feeds random bytes to every parser of foreign input, FUZZ_SECONDS=60 each.
 	@tests/fuzz

@@ -2,6 +2,9 @@
 //!
 //! [`Policy::builder`] starts the configuration of every TLS connection to istiod, so none can forget
 //! the policy. Probes are exempt: they take applications as they are.
+//!
+//! A policy limits what is negotiated. Whether a validated module does the work is decided when the agent
+//! is built, by the feature `fips`; [`module`] says it.
 
 use std::sync::Arc;
 
@@ -50,6 +53,11 @@ impl Policy {
         }
     }
 
+    /// Whether it asks for a validated module, which this build does not have.
+    pub fn lacks_module(self) -> bool {
+        matches!(self, Self::Fips140_2 | Self::Fips140_3) && !is_fips_mode()
+    }
+
     /// The start of a client's configuration.
     pub fn builder(self) -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, rustls::Error> {
         ClientConfig::builder_with_provider(Arc::new(self.provider()))
@@ -82,6 +90,16 @@ impl Policy {
     }
 }
 
+fn is_fips_mode() -> bool {
+    aws_lc_rs::try_fips_mode().is_ok()
+}
+
+/// The cryptographic module of this build, and its mode.
+pub fn module() -> String {
+    let mode = if is_fips_mode() { "in" } else { "not in" };
+    format!("AWS-LC {}, {mode} FIPS mode", aws_lc_rs::awslc_version())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,8 +126,23 @@ mod tests {
                 assert!(format!("{:?}", suite.suite()).contains("AES"), "{suite:?}");
             }
             assert_eq!(policy.versions().len(), versions, "{name}");
-            assert!(policy.builder().is_ok(), "{name}");
+            let builder = policy.builder().expect("a configuration");
+            let config = builder.with_root_certificates(rustls::RootCertStore::empty());
+            let is_fips = config.with_no_client_auth().fips();
+            assert_eq!(is_fips, cfg!(feature = "fips"), "{name}");
+            let asks = policy != Policy::Pqc;
+            assert_eq!(policy.lacks_module(), asks && !cfg!(feature = "fips"));
         }
+        let expected = if cfg!(feature = "fips") {
+            ", in"
+        } else {
+            "not in"
+        };
+        assert!(
+            module().ends_with(&format!("{expected} FIPS mode")),
+            "{}",
+            module()
+        );
         assert_eq!(Policy::parse(""), Some(Policy::None));
         assert_eq!(Policy::parse("fips"), None);
     }

@@ -15,7 +15,10 @@ const FOLLOWED: &str = "1.31.0";
 const OF_IMAGE: &str = "pilot-agent.istio-version";
 const MAX_LENGTH: u64 = 64;
 
-pub const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
+pub const AGENT_VERSION: &str = match cfg!(feature = "fips") {
+    true => concat!(env!("CARGO_PKG_VERSION"), "-fips"),
+    false => env!("CARGO_PKG_VERSION"),
+};
 
 pub const REVISION: &str = match option_env!("ISTIO_AGENT_REVISION") {
     Some(revision) => revision,

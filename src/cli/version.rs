@@ -4,6 +4,7 @@
 use clap::Args;
 use serde_json::json;
 
+use crate::compliance;
 use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
 use crate::problem::Problem;
 use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
@@ -26,6 +27,7 @@ pub struct VersionFlags {
 /// Logs the version.
 pub fn announce(env: &Environment) -> Result<(), Problem> {
     tracing::info!("Version {}", build::full(&istio(env)?));
+    tracing::info!("cryptographic module: {}", compliance::module());
     Ok(())
 }
 
@@ -49,7 +51,9 @@ pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> 
             "client version: version.BuildInfo{{Version:{istio:?}, \
              GitRevision:{REVISION:?}, GolangVersion:{GOLANG_VERSION:?}, \
              BuildStatus:{STATUS:?}, GitTag:{istio:?}}}\n\
-             agent version: istio-agent {AGENT_VERSION}"
+             agent version: istio-agent {AGENT_VERSION}\n\
+             cryptographic module: {}",
+            compliance::module()
         ),
     })
 }
@@ -73,7 +77,7 @@ fn members(istio: &str) -> [(&str, &str); 5] {
 
 fn json(istio: &str) -> String {
     let client: serde_json::Value = members(istio).into_iter().collect();
-    let agent = json!({ "version": AGENT_VERSION });
+    let agent = json!({ "version": AGENT_VERSION, "cryptographicModule": compliance::module() });
     let both = json!({ "clientVersion": client, "agentVersion": agent });
     format!("{both:#}\n")
 }
@@ -84,7 +88,11 @@ fn yaml(istio: &str) -> String {
         .iter()
         .map(|(name, value)| format!("  {name}: {value:?}\n"))
         .collect();
-    format!("clientVersion:\n{client}agentVersion:\n  version: {AGENT_VERSION:?}\n")
+    let module = compliance::module();
+    format!(
+        "clientVersion:\n{client}agentVersion:\n  version: {AGENT_VERSION:?}\n  \
+         cryptographicModule: {module:?}\n"
+    )
 }
 
 #[cfg(test)]

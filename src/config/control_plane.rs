@@ -11,6 +11,7 @@ use http::{HeaderName, HeaderValue};
 use super::Loader;
 use super::environment::{self as variables, Environment, Variable};
 use crate::address;
+use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 use crate::problem::Problem;
@@ -314,6 +315,20 @@ impl Loader<'_> {
 }
 
 /// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
+pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
+    let name = env.get(&variables::COMPLIANCE_POLICY, warnings);
+    let policy = Policy::parse(&name);
+    let expected = match policy {
+        None => Some("fips-140-2, fips-140-3 or pqc; none is in force"),
+        Some(policy) if policy.lacks_module() => {
+            Some("a build with FIPS=1; TLS is limited, by a module that is not a validated one")
+        }
+        Some(_) => None,
+    };
+    warnings.extend(expected.map(|expected| Problem::new("COMPLIANCE_POLICY", name, expected)));
+    policy.unwrap_or_default()
+}
+
 pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
     let mut proxy = |variable: &Variable<String>| {
         let proxy = Proxy::parse(&of_either_case(env, variable)?);

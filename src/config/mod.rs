@@ -223,12 +223,6 @@ impl Config {
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
         tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
         if let istiod::Security::Tls(tls) = &ca.security {
-            if matches!(tls.policy, Policy::Fips140_2 | Policy::Fips140_3) {
-                tracing::warn!(
-                    "COMPLIANCE_POLICY limits TLS, but the cryptographic module of this build is \
-                     not a validated one"
-                );
-            }
             match &tls.roots {
                 istiod::tls::Roots::System(_) => {
                     tracing::info!("Using CA {} cert with system certs", ca.address);
@@ -293,12 +287,7 @@ impl<'a> Loader<'a> {
         let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
         let own_addresses: BTreeSet<_> = interfaces.iter().map(|own| own.address).collect();
         let namespace = env.get(&environment::POD_NAMESPACE, warnings);
-        let policy = env.get(&environment::COMPLIANCE_POLICY, warnings);
-        let policy = Policy::parse(&policy).unwrap_or_else(|| {
-            let expected = "fips-140-2, fips-140-3 or pqc; none is in force";
-            warnings.push(Problem::new("COMPLIANCE_POLICY", policy, expected));
-            Policy::None
-        });
+        let policy = control_plane::compliance(env, warnings);
         Self {
             flags,
             env,

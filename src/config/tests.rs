@@ -424,8 +424,19 @@ fn unknown_authorities_fetchers_and_policies_are_reported() {
         .map(|it| it.subject.as_str())
         .collect();
     assert_eq!(found, ["COMPLIANCE_POLICY"]);
-    let config = machine(&[("COMPLIANCE_POLICY", "pqc")]).config();
-    assert_eq!(tls(&config.istiod).policy, Policy::Pqc);
+    for (name, policy, warns) in [
+        ("pqc", Policy::Pqc, false),
+        ("fips-140-3", Policy::Fips140_3, !cfg!(feature = "fips")),
+    ] {
+        let config = machine(&[("COMPLIANCE_POLICY", name)]).config();
+        assert_eq!(tls(&config.istiod).policy, policy);
+        let found = config.warnings.first();
+        assert_eq!(
+            found.is_some_and(|it| it.expected.contains("FIPS=1")),
+            warns,
+            "{name}"
+        );
+    }
 }
 
 #[test]

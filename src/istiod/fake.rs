@@ -121,6 +121,26 @@ pub(crate) fn server_tls(authority: &Authority, name: &str, clients: Clients) ->
     config
 }
 
+/// Leaves of a server's TLS one cipher suite and one key exchange.
+pub(crate) fn offer(
+    config: &mut ServerConfig,
+    suite: rustls::SupportedCipherSuite,
+    group: &'static dyn rustls::crypto::SupportedKxGroup,
+) {
+    let mut provider = rustls::crypto::CryptoProvider::clone(config.crypto_provider());
+    provider.cipher_suites = vec![suite];
+    provider.kx_groups = vec![group];
+    let provider = Arc::new(provider);
+    let versions = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[suite.version()])
+        .unwrap();
+    let mut narrow = versions
+        .with_no_client_auth()
+        .with_cert_resolver(config.cert_resolver.clone());
+    narrow.alpn_protocols.clone_from(&config.alpn_protocols);
+    *config = narrow;
+}
+
 #[derive(Clone)]
 pub(crate) enum Answer {
     Chain(Vec<&'static str>),

@@ -193,6 +193,61 @@ async fn a_client_certificate_that_istiod_refuses_is_left_out() {
 }
 
 #[tokio::test]
+async fn a_fips_policy_refuses_every_handshake_that_is_not_approved() {
+    use rustls::SupportedCipherSuite;
+    use rustls::crypto::SupportedKxGroup;
+    use rustls::crypto::aws_lc_rs::cipher_suite::{
+        TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256 as AES_OF_TLS12,
+        TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256 as CHACHA_OF_TLS12,
+        TLS13_AES_256_GCM_SHA384 as AES, TLS13_CHACHA20_POLY1305_SHA256 as CHACHA,
+    };
+    use rustls::crypto::aws_lc_rs::kx_group::{SECP256R1, SECP384R1, X25519};
+    const OLD: Policy = Policy::Fips140_2;
+    const NEW: Policy = Policy::Fips140_3;
+    let authority = Authority::new("root");
+    let files = Files::new();
+    let roots = files.write("root.pem", &authority.pem());
+    let rows: [(
+        SupportedCipherSuite,
+        &'static dyn SupportedKxGroup,
+        &[Policy],
+    ); 8] = [
+        (AES_OF_TLS12, SECP256R1, &[OLD, NEW]),
+        (AES_OF_TLS12, SECP384R1, &[NEW]),
+        (AES_OF_TLS12, X25519, &[]),
+        (CHACHA_OF_TLS12, SECP256R1, &[]),
+        (AES, SECP256R1, &[NEW]),
+        (AES, SECP384R1, &[NEW]),
+        (AES, X25519, &[]),
+        (CHACHA, SECP256R1, &[]),
+    ];
+    for (suite, group, approved) in rows {
+        let mut server = fake::server_tls(&authority, NAME, Clients::Optional);
+        fake::offer(&mut server, suite, group);
+        let fake = Fake::start(Some(server)).await;
+        // Without a policy the module of a build for FIPS refuses what the newer one refuses.
+        let usual = if cfg!(feature = "fips") {
+            approved.contains(&NEW)
+        } else {
+            true
+        };
+        for (policy, connects) in [
+            (OLD, approved.contains(&OLD)),
+            (NEW, approved.contains(&NEW)),
+            (Policy::None, usual),
+        ] {
+            let mut config = encrypted(fake.address, &roots);
+            if let Security::Tls(tls) = &mut config.security {
+                tls.policy = policy;
+            }
+            let (istiod, _tasks) = run(config);
+            let tried = istiod.try_connection().await;
+            assert_eq!(tried.is_ok(), connects, "{policy:?} {suite:?} {group:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_compliance_policy_decides_version_and_key_exchange() {
     use rustls::NamedGroup::{X25519MLKEM768, secp256r1};
     use rustls::ProtocolVersion::{TLSv1_2, TLSv1_3};
