@@ -18,8 +18,10 @@ export MAINTAINER ?=
 install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-default-features \
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
 aarch64 := aarch64-unknown-linux-gnu
+# AARCH64=1 makes image, packages and release for aarch64, too.
+both := $(filter-out 0,$(AARCH64))
 
-.PHONY: help envoy build local-istiod image cluster compare cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build local-istiod image image-aarch64 release-aarch64 cluster compare cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -34,19 +36,27 @@ build: ## Builds the agent as it ships, and its symbols in target/release/pilot-
 local-istiod: ## Builds the control plane of demo and tests.
 	@cargo build --locked --package local-istiod
 
-image: build envoy ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
+image: build envoy $(if $(both),image-aarch64) ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
+	@deploy/image/debian "$$(dpkg --print-architecture)" $(target)/image-debian
 	@envoy="$$(deploy/envoy/get-envoy)"; \
-	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image
+	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image-debian $(target)/image
+
+image-aarch64: release-aarch64
+	@deploy/image/debian arm64 $(target)/image-debian-aarch64
+	@envoy="$$(deploy/envoy/get-envoy aarch64)"; \
+	deploy/image/build $(target)/$(aarch64)/release/pilot-agent "$$envoy" $(target)/image-debian-aarch64 $(target)/image-aarch64
+
+release-aarch64:
+	@$(MAKE) aarch64 PROFILE=release
 
 release: export ISTIO_AGENT_REVISION ?= $(shell git rev-parse HEAD)
 release: export ISTIO_AGENT_STATUS ?= $(if $(shell git status --porcelain),Modified,Clean)
 release: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 release: export PACKAGES ?= named
-release: deny image package ## Leaves archive, packages, image, provenance and checksums in target/dist; AARCH64=1 adds an archive.
-	@agents=($(target)/release/pilot-agent); \
-	if [[ -n "$(AARCH64)" ]]; then \
-	$(MAKE) aarch64 PROFILE=release; agents+=($(target)/$(aarch64)/release/pilot-agent); fi; \
-	deploy/release $(target)/dist $(target)/image $(target)/debian/*.deb $(target)/generate-rpm/*.rpm -- "$${agents[@]}"
+release: deny image package ## Leaves archive, packages, image, provenance and checksums in target/dist; AARCH64=1 adds those for aarch64.
+	@deploy/release $(target)/dist $(target)/image $(if $(both),$(target)/image-aarch64) \
+	  $(target)/debian/*.deb $(foreach in,. $(if $(both),$(aarch64)),$(target)/$(in)/generate-rpm/*.rpm) \
+	  -- $(foreach in,. $(if $(both),$(aarch64)),$(target)/$(in)/release/pilot-agent)
 
 aarch64: local-istiod ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
 	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
@@ -64,14 +74,19 @@ deny: ## Checks licences, duplicates, and known vulnerabilities of the crates if
 	if timeout 20 git ls-remote --quiet https://github.com/RustSec/advisory-db HEAD >/dev/null 2>&1; then \
 	$$deny advisories; sha256sum Cargo.lock >$(target)/advisories-checked; else echo "make deny: no GitHub; vulnerabilities are not checked" >&2; fi
 
-deb: build ## Builds the package of the agent for machines with Debian.
+deb := $(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip $(if $(MAINTAINER),--maintainer "$$MAINTAINER")
+deb: build $(if $(both),release-aarch64) ## Builds the package of the agent for machines with Debian.
 	@deploy/inventory $(shell uname -m)-unknown-linux-gnu $(target)/release
 	@$(call install,cargo-deb,3.8.0)
-	@$(tools)/cargo-deb-3.8.0/bin/cargo-deb --no-build --no-strip $(if $(MAINTAINER),--maintainer "$$MAINTAINER")
+	@rm -f $(target)/debian/*.deb
+	@$(deb)
+	@$(if $(both),deploy/inventory $(aarch64) $(target)/$(aarch64)/release; $(deb) --target $(aarch64))
 
+rpm := $(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
 package: deb ## Builds the packages for machines, a .deb and an .rpm.
 	@$(call install,cargo-generate-rpm,0.21.1)
-	@$(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
+	@$(rpm)
+	@$(if $(both),$(rpm) --target $(aarch64))
 
 cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs a Kubernetes with istiod and the suite in it, as root; or CONTEXT= of yours with IMAGE=.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
