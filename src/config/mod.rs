@@ -6,7 +6,6 @@
 //! Envoy's, so that several agents can run side by side.
 
 mod control_plane;
-pub mod described;
 mod dns;
 mod effective;
 pub mod environment;
@@ -161,7 +160,7 @@ pub(crate) fn load_with(
     root: &Path,
     interfaces: io::Result<Vec<Interface>>,
 ) -> Result<Config, Vec<Problem>> {
-    Loader::read(flags, env, root, interfaces).config(log)
+    Loader::read(flags, env, root, interfaces, None).config(log)
 }
 
 /// The status port of the agent that runs in `root`. That agent reports problems of its
@@ -240,40 +239,31 @@ impl Config {
 }
 
 impl<'a> Loader<'a> {
+    /// `described` are the annotations of a pod that is described, not run: nothing is looked up for it.
     fn read(
         flags: &'a ProxyFlags,
         env: &'a Environment,
         root: &'a Path,
         interfaces: io::Result<Vec<Interface>>,
+        described: Option<Pairs>,
     ) -> Self {
         let mut warnings = Vec::new();
         let labels = pod_pairs(root, "labels", &mut warnings);
-        let annotations = pod_pairs(root, "annotations", &mut warnings).unwrap_or_default();
+        let resolves = described.is_none();
+        let annotations = described.or_else(|| pod_pairs(root, "annotations", &mut warnings));
+        let annotations = annotations.unwrap_or_default();
         let documents = Documents {
             env,
             root,
             annotations: &annotations,
-            resolves: true,
+            resolves,
         };
-        let mut merged = documents.merge(flags);
-        merged.notes.warnings.splice(..0, warnings);
-        Self::of(flags, env, root, interfaces, merged, labels, annotations)
-    }
-
-    fn of(
-        flags: &'a ProxyFlags,
-        env: &'a Environment,
-        root: &'a Path,
-        interfaces: io::Result<Vec<Interface>>,
-        merged: Merged,
-        labels: Option<Pairs>,
-        annotations: Pairs,
-    ) -> Self {
         let Merged {
             config,
             origins,
             mut notes,
-        } = merged;
+        } = documents.merge(flags);
+        notes.warnings.splice(..0, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
             let expected = "a list of them, going on without";
             notes.warn("network interfaces", error.to_string(), expected);
