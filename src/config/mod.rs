@@ -14,7 +14,6 @@ mod envoy_bootstrap;
 pub mod flags;
 mod health;
 mod merged;
-mod mesh_file;
 mod node;
 pub mod pod;
 pub mod report;
@@ -175,7 +174,7 @@ pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> Proxy
 }
 
 fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents<'_>) -> T) -> T {
-    let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
     read(Documents {
         env,
         root,
@@ -248,9 +247,9 @@ impl<'a> Loader<'a> {
         described: Option<Pairs>,
     ) -> Self {
         let mut warnings = Vec::new();
-        let labels = pod_pairs(root, "labels", &mut warnings);
+        let labels = pod::pairs(root, "labels", &mut warnings);
         let resolves = described.is_none();
-        let annotations = described.or_else(|| pod_pairs(root, "annotations", &mut warnings));
+        let annotations = described.or_else(|| pod::pairs(root, "annotations", &mut warnings));
         let annotations = annotations.unwrap_or_default();
         let documents = Documents {
             env,
@@ -322,6 +321,8 @@ impl<'a> Loader<'a> {
         let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
         let grpc = self.grpc(&xds_socket);
         let max_request_bytes = self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
+        let ignored = self.env.without_effect().into_iter();
+        let ignored = ignored.map(|(name, why)| format!("{name} ({why})"));
         Config {
             istiod,
             ca_istiod,
@@ -350,7 +351,7 @@ impl<'a> Loader<'a> {
             cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
             authority_problems: Vec::new(),
             warnings: Vec::new(),
-            ignored: ignored(self.env),
+            ignored: ignored.collect(),
         }
     }
 
@@ -407,18 +408,6 @@ impl<'a> Loader<'a> {
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.notes.warn(subject, found, expected);
     }
-}
-
-fn ignored(env: &Environment) -> Vec<String> {
-    let variables = env.without_effect().into_iter();
-    let variables = variables.map(|(name, why)| format!("{name} ({why})"));
-    variables.collect()
-}
-
-/// Labels or annotations from the downward API.
-fn pod_pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
-    let path = root.join("./etc/istio/pod").join(name);
-    pod::read_pairs(&path, warnings)
 }
 
 #[cfg(test)]

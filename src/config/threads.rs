@@ -10,7 +10,6 @@ use super::merged::Merged;
 
 const NAME: &str = "concurrency";
 const GROUPS: &str = "./sys/fs/cgroup";
-const ONLINE: &str = "./sys/devices/system/cpu/online";
 
 pub(super) fn set(merged: &mut Merged, flag: u32, variable: u32, root: &Path) {
     let (limit, origin) = match variable {
@@ -30,13 +29,6 @@ pub(super) fn set(merged: &mut Merged, flag: u32, variable: u32, root: &Path) {
     } else if let (None, Some(limit)) = (given, limit) {
         set(limit, origin);
     }
-    let all = merged.config.concurrency.unwrap_or_default() == 0;
-    if let (true, Some(limit), Some(cpus)) = (all, limit, online(root))
-        && limit < cpus
-    {
-        let expected = format!("at most {limit}, the CPU limit: Envoy will be throttled");
-        merged.warn(NAME, format!("every one of {cpus} CPUs"), &expected);
-    }
 }
 
 /// CPUs the control group may use, rounded up; None without a limit.
@@ -55,18 +47,6 @@ fn cpus(quota: &str, period: &str) -> Option<u32> {
     let quota: u64 = quota.parse().ok().filter(|quota| *quota > 0)?;
     let period: u64 = period.parse().ok().filter(|period| *period > 0)?;
     u32::try_from(quota.div_ceil(period)).ok()
-}
-
-/// CPUs of the machine, from a list of ranges such as `0-3,8`.
-fn online(root: &Path) -> Option<u32> {
-    let list = std::fs::read_to_string(root.join(ONLINE)).ok()?;
-    let mut count: u32 = 0;
-    for range in list.trim().split(',') {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        count = count.checked_add(last.checked_sub(first)?.checked_add(1)?)?;
-    }
-    Some(count)
 }
 
 #[cfg(test)]
@@ -121,17 +101,6 @@ mod tests {
                 ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
             ]);
             assert_eq!(super::quota(root.path()), threads, "{quota}");
-        }
-    }
-
-    #[test]
-    fn every_hardware_thread_beyond_the_limit_is_a_warning() {
-        for (cpus, warnings) in [("0-7", 1), ("0-1", 0), ("0,2,5-6", 1), ("", 0), ("7-0", 0)] {
-            let root = machine(&[("sys/devices/system/cpu/online", cpus)]);
-            let mut config = Merged::builtin();
-            config.merge_text("it", "{concurrency: 0}");
-            set(&mut config, 0, 2, root.path());
-            assert_eq!(config.notes.warnings.len(), warnings, "{cpus}");
         }
     }
 }
