@@ -20,15 +20,14 @@ pub mod report;
 mod secret_files;
 mod statsd;
 mod status;
-mod threads;
 mod validate;
 mod wasm;
 mod workload;
 
 use std::collections::BTreeSet;
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::{fmt, io};
 
 use serde_json::Value;
 
@@ -107,18 +106,8 @@ pub fn is_lost_file(warning: &Problem) -> bool {
 
 /// Every problem of a configuration, as one error.
 #[derive(Debug, thiserror::Error)]
+#[error("the configuration cannot be used: {}", report::texts(.0).join("; "))]
 pub struct Unusable(pub Vec<Problem>);
-
-impl fmt::Display for Unusable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let problems: Vec<_> = self.0.iter().map(ToString::to_string).collect();
-        write!(
-            f,
-            "the configuration cannot be used: {}",
-            problems.join("; ")
-        )
-    }
-}
 
 /// The inputs of the configuration, and the problems found in them.
 struct Loader<'a> {

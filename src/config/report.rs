@@ -161,7 +161,7 @@ impl Report {
     }
 }
 
-fn texts(problems: &[Problem]) -> Vec<String> {
+pub(super) fn texts(problems: &[Problem]) -> Vec<String> {
     problems.iter().map(ToString::to_string).collect()
 }
 

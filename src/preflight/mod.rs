@@ -57,7 +57,7 @@ pub struct Difference {
 
 /// Reads Kubernetes objects, as YAML or JSON, and compares the settings of their pods.
 pub fn report(text: &str) -> Result<Report, BoxError> {
-    // The length of the text is limited.
+    // The text is the operator's own, and may be of thousands of pods.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -77,10 +77,7 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
     if all.is_empty() {
         return Err("no pod and no template of pods in the text".into());
     }
-    let pods: Vec<_> = all
-        .iter()
-        .filter_map(|(name, pod)| checked(name, pod))
-        .collect();
+    let pods: Vec<_> = all.iter().filter_map(checked).collect();
     Ok(Report {
         level: pods.iter().map(|pod| pod.level).fold(Level::Ok, Level::max),
         others: all.len() - pods.len(),
@@ -109,7 +106,7 @@ fn collect<'a>(object: &'a Value, found: &mut Vec<(String, &'a Value)>) {
 }
 
 /// The pod's differences; None if nothing of Istio's runs in it.
-fn checked(name: &str, pod: &Value) -> Option<Checked> {
+fn checked((name, pod): &(String, &Value)) -> Option<Checked> {
     let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]).unwrap_or_default();
     let lists = ["initContainers", "containers"].iter();
     let lists = lists.filter_map(|list| pod["spec"][list].as_array());
@@ -118,7 +115,7 @@ fn checked(name: &str, pod: &Value) -> Option<Checked> {
     let differences = found.reduce(|all, more| all.into_iter().chain(more).collect())?;
     let levels = differences.iter().map(|found| found.check.level);
     Some(Checked {
-        name: name.to_owned(),
+        name: name.clone(),
         level: levels.fold(Level::Ok, Level::max),
         differences,
     })
@@ -266,16 +263,12 @@ impl Findings<'_> {
     /// Adds what the row says, as a warning if it can surprise.
     fn treated(&mut self, setting: &str, row: [&'static str; 4]) {
         let [name, there, here, surprise] = row;
-        let level = match surprise {
-            "" => Level::Ok,
-            _ => Level::Warning,
+        let found = format!("pilot-agent: {there}; here: {here}");
+        let check = match surprise {
+            "" => Check::ok(setting, found),
+            _ => Check::warning(setting, found).remedy(surprise),
         };
-        let check = Check::new(
-            setting,
-            level,
-            format!("pilot-agent: {there}; here: {here}"),
-        );
-        self.add(check.remedy(surprise), name);
+        self.add(check, name);
     }
 
     fn add(&mut self, check: Check, row: &'static str) {
@@ -291,18 +284,17 @@ impl Findings<'_> {
 fn rows() -> impl Iterator<Item = [&'static str; 4]> {
     PAGE.lines().filter_map(|line| {
         let cells: Vec<_> = line.strip_prefix("| ")?.split('|').map(str::trim).collect();
-        match cells[..] {
-            [name, there, here, _, surprise, ""] => Some([name, there, here, surprise]),
-            _ => None,
-        }
+        (cells.len() == 6).then(|| [cells[0], cells[1], cells[2], cells[4]])
     })
 }
 
 /// The row that a problem belongs to.
 fn row_of(problem: &Problem) -> Option<&'static str> {
-    if problem.expected.is_empty() && problem.found.contains("member ") {
-        let is_known = !problem.found.starts_with("unknown");
-        return Some(if is_known { REPEATED } else { UNKNOWN_MEMBER });
+    let words: Vec<_> = problem.found.split(' ').collect();
+    match (words.as_slice(), problem.expected.as_str()) {
+        (["unknown", "member", ..], "") => return Some(UNKNOWN_MEMBER),
+        (["another", "member", ..] | ["member", ..], "") => return Some(REPEATED),
+        _ => {}
     }
     let setting = format!("`{}`", problem.subject.split(' ').next()?);
     let row = rows().find(|[_, there, ..]| there.contains(&setting));
