@@ -43,7 +43,7 @@ fn is_name(host: &str) -> bool {
 }
 
 /// Whether the text is one label of a DNS name.
-pub fn is_label(label: &str) -> bool {
+fn is_label(label: &str) -> bool {
     let inner = |c: char| c.is_ascii_alphanumeric() || c == '-';
     let edges = label.starts_with('-') || label.ends_with('-');
     (1..=63).contains(&label.len()) && !edges && label.chars().all(inner)

@@ -8,7 +8,6 @@ pub mod absent;
 pub mod completion;
 pub mod doctor;
 pub mod iptables;
-pub mod preflight;
 pub mod request;
 pub mod show;
 pub mod support_bundle;
@@ -51,7 +50,7 @@ pub enum Command {
     /// Says what is wrong with this sidecar; exits with 1 for warnings, 2 for errors.
     Doctor(doctor::DoctorFlags),
     /// Says what differs with this agent for pods of a file; exits with 1 for warnings, 2 for errors.
-    Preflight(preflight::PreflightFlags),
+    Preflight(show::PreflightFlags),
     /// Collects the doctor's answer, configuration, pages and rules in a .tar.gz without secrets.
     SupportBundle(support_bundle::SupportBundleFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.

@@ -1,7 +1,9 @@
 //! The `config` and `bootstrap` commands: the configuration the agent would run with, and the bootstrap
-//! it would start Envoy with. Both take the flags of `proxy`.
+//! it would start Envoy with. Both take the flags of `proxy`. `preflight` says what differs for pods of a
+//! file.
 
 use std::path::PathBuf;
+use std::{fs, io};
 
 use clap::Args;
 
@@ -30,6 +32,28 @@ pub struct BootstrapFlags {
     /// Has Envoy check the bootstrap.
     #[arg(long)]
     pub validate: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct PreflightFlags {
+    /// File of pods or their templates as YAML or JSON, such as kubectl get pods -A -o yaml prints them; - is
+    /// standard input.
+    #[arg(default_value = "-")]
+    pub file: String,
+    /// Prints JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl PreflightFlags {
+    /// The text of the file.
+    pub fn read(&self) -> Result<String, BoxError> {
+        let text = match self.file.as_str() {
+            "-" => io::read_to_string(io::stdin()),
+            path => fs::read_to_string(path),
+        };
+        text.map_err(|error| format!("cannot read {:?}: {error}", self.file).into())
+    }
 }
 
 /// The effective configuration, and whether the agent would start with it.

@@ -160,14 +160,19 @@ fn a_mesh_file_is_read_for_its_default_config_and_refused_when_it_is_broken() {
     let machine = machine(&[]);
     machine.file(
         "etc/istio/config/mesh",
-        "connectTimeout: 2h\ndefaultConfig:\n  statusPort: x\n",
+        "connectTimeout: 2h\ndefaultConfig:\n  statusPort: x\n  drainDuration: []\n",
     );
     let mesh = "./etc/istio/config/mesh";
     let expected = [
-        format!("connectTimeout of {mesh} line 1"),
+        format!("drainDuration of defaultConfig of {mesh} line 4"),
         format!("statusPort of defaultConfig of {mesh} line 3"),
     ];
     assert_eq!(machine.subjects(), expected);
+    machine.file("etc/istio/config/mesh", "default_config: []\n");
+    assert_eq!(
+        machine.subjects(),
+        [format!("defaultConfig of {mesh} line 1")]
+    );
 }
 
 #[test]

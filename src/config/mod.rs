@@ -6,7 +6,6 @@
 //! Envoy's, so that several agents can run side by side.
 
 mod control_plane;
-pub mod described;
 mod dns;
 mod effective;
 pub mod environment;
@@ -15,22 +14,20 @@ mod envoy_bootstrap;
 pub mod flags;
 mod health;
 mod merged;
-mod mesh_file;
 mod node;
 pub mod pod;
 pub mod report;
 mod secret_files;
 mod statsd;
 mod status;
-mod threads;
 mod validate;
 mod wasm;
 mod workload;
 
 use std::collections::BTreeSet;
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::{fmt, io};
 
 use serde_json::Value;
 
@@ -109,18 +106,8 @@ pub fn is_lost_file(warning: &Problem) -> bool {
 
 /// Every problem of a configuration, as one error.
 #[derive(Debug, thiserror::Error)]
+#[error("the configuration cannot be used: {}", report::texts(.0).join("; "))]
 pub struct Unusable(pub Vec<Problem>);
-
-impl fmt::Display for Unusable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let problems: Vec<_> = self.0.iter().map(ToString::to_string).collect();
-        write!(
-            f,
-            "the configuration cannot be used: {}",
-            problems.join("; ")
-        )
-    }
-}
 
 /// The inputs of the configuration, and the problems found in them.
 struct Loader<'a> {
@@ -161,7 +148,7 @@ pub(crate) fn load_with(
     root: &Path,
     interfaces: io::Result<Vec<Interface>>,
 ) -> Result<Config, Vec<Problem>> {
-    Loader::read(flags, env, root, interfaces).config(log)
+    Loader::read(flags, env, root, interfaces, None).config(log)
 }
 
 /// The status port of the agent that runs in `root`. That agent reports problems of its
@@ -176,7 +163,7 @@ pub fn proxy_config(flags: &ProxyFlags, env: &Environment, root: &Path) -> Proxy
 }
 
 fn with_documents<T>(env: &Environment, root: &Path, read: impl FnOnce(Documents<'_>) -> T) -> T {
-    let annotations = pod_pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
     read(Documents {
         env,
         root,
@@ -240,40 +227,31 @@ impl Config {
 }
 
 impl<'a> Loader<'a> {
+    /// `described` are the annotations of a pod that is described, not run: nothing is looked up for it.
     fn read(
         flags: &'a ProxyFlags,
         env: &'a Environment,
         root: &'a Path,
         interfaces: io::Result<Vec<Interface>>,
+        described: Option<Pairs>,
     ) -> Self {
         let mut warnings = Vec::new();
-        let labels = pod_pairs(root, "labels", &mut warnings);
-        let annotations = pod_pairs(root, "annotations", &mut warnings).unwrap_or_default();
+        let labels = pod::pairs(root, "labels", &mut warnings);
+        let resolves = described.is_none();
+        let annotations = described.or_else(|| pod::pairs(root, "annotations", &mut warnings));
+        let annotations = annotations.unwrap_or_default();
         let documents = Documents {
             env,
             root,
             annotations: &annotations,
-            resolves: true,
+            resolves,
         };
-        let mut merged = documents.merge(flags);
-        merged.notes.warnings.splice(..0, warnings);
-        Self::of(flags, env, root, interfaces, merged, labels, annotations)
-    }
-
-    fn of(
-        flags: &'a ProxyFlags,
-        env: &'a Environment,
-        root: &'a Path,
-        interfaces: io::Result<Vec<Interface>>,
-        merged: Merged,
-        labels: Option<Pairs>,
-        annotations: Pairs,
-    ) -> Self {
         let Merged {
             config,
             origins,
             mut notes,
-        } = merged;
+        } = documents.merge(flags);
+        notes.warnings.splice(..0, warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
             let expected = "a list of them, going on without";
             notes.warn("network interfaces", error.to_string(), expected);
@@ -332,6 +310,8 @@ impl<'a> Loader<'a> {
         let secrets = self.workload_certificate(&bootstrap.node.id, &secret_sources);
         let grpc = self.grpc(&xds_socket);
         let max_request_bytes = self.get(&environment::ISTIO_GPRC_MAXRECVMSGSIZE);
+        let ignored = self.env.without_effect().into_iter();
+        let ignored = ignored.map(|(name, why)| format!("{name} ({why})"));
         Config {
             istiod,
             ca_istiod,
@@ -360,7 +340,7 @@ impl<'a> Loader<'a> {
             cluster_id: self.get(&environment::ISTIO_META_CLUSTER_ID),
             authority_problems: Vec::new(),
             warnings: Vec::new(),
-            ignored: ignored(self.env),
+            ignored: ignored.collect(),
         }
     }
 
@@ -417,18 +397,6 @@ impl<'a> Loader<'a> {
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.notes.warn(subject, found, expected);
     }
-}
-
-fn ignored(env: &Environment) -> Vec<String> {
-    let variables = env.without_effect().into_iter();
-    let variables = variables.map(|(name, why)| format!("{name} ({why})"));
-    variables.collect()
-}
-
-/// Labels or annotations from the downward API.
-fn pod_pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
-    let path = root.join("./etc/istio/pod").join(name);
-    pod::read_pairs(&path, warnings)
 }
 
 #[cfg(test)]

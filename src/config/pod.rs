@@ -114,10 +114,11 @@ pub const EXCLUDED_INTERFACES: &str = "traffic.sidecar.istio.io/excludeInterface
 /// each has punctuation.
 const MAX_PAIRS: u64 = 2 << 20;
 
-/// The pairs of a downward API file; None when the file is missing or cannot be used.
-pub fn read_pairs(path: &Path, warnings: &mut Vec<Problem>) -> Option<Pairs> {
-    match regular_file::read_text(path, MAX_PAIRS) {
-        Ok(text) => Some(parse_pairs(&text, path, warnings)),
+/// Labels or annotations from the downward API; None when their file is missing or cannot be used.
+pub fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Option<Pairs> {
+    let path = root.join("./etc/istio/pod").join(name);
+    match regular_file::read_text(&path, MAX_PAIRS) {
+        Ok(text) => Some(parse_pairs(&text, &path, warnings)),
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
                 let subject = path.display().to_string();
@@ -148,12 +149,8 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
     pairs
 }
 
-/// The text of a Go string literal in double or back quotes.
+/// The text of a Go string literal, as the kubelet writes it.
 fn unquote(literal: &str) -> Option<String> {
-    if let Some(raw) = literal.strip_prefix('`') {
-        let raw = raw.strip_suffix('`').filter(|raw| !raw.contains('`'));
-        return raw.map(str::to_owned);
-    }
     let body = literal.strip_prefix('"')?.strip_suffix('"')?;
     let mut bytes = Vec::with_capacity(body.len());
     let mut chars = body.chars();
@@ -167,7 +164,7 @@ fn unquote(literal: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Appends what an escape stands for. `\x` and octal escapes name bytes, `\u` and `\U` characters.
+/// Appends what an escape stands for. `\x` names a byte, `\u` and `\U` characters.
 fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> {
     bytes.push(match chars.next()? {
         'a' => 7,
@@ -178,14 +175,10 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
         't' => b'\t',
         'v' => 11,
         c @ ('\\' | '"') => c as u8,
-        'x' => u8::try_from(number(chars, 2, 16)?).ok()?,
-        first @ '0'..='7' => {
-            let rest = number(chars, 2, 8)?;
-            u8::try_from(first.to_digit(8)? * 64 + rest).ok()?
-        }
+        'x' => u8::try_from(number(chars, 2)?).ok()?,
         wide @ ('u' | 'U') => {
             let digits = if wide == 'u' { 4 } else { 8 };
-            let c = char::from_u32(number(chars, digits, 16)?)?;
+            let c = char::from_u32(number(chars, digits)?)?;
             bytes.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes());
             return Some(());
         }
@@ -194,9 +187,10 @@ fn unescape(chars: &mut std::str::Chars<'_>, bytes: &mut Vec<u8>) -> Option<()> 
     Some(())
 }
 
-fn number(chars: &mut std::str::Chars<'_>, digits: usize, radix: u32) -> Option<u32> {
+/// A number of so many hexadecimal digits.
+fn number(chars: &mut std::str::Chars<'_>, digits: usize) -> Option<u32> {
     (0..digits).try_fold(0u32, |value, _| {
-        Some(value.wrapping_mul(radix) | chars.next()?.to_digit(radix)?)
+        Some(value.wrapping_mul(16) | chars.next()?.to_digit(16)?)
     })
 }
 
@@ -209,9 +203,8 @@ mod tests {
         for (literal, text) in [
             (r#""plain""#, "plain"),
             (r#""a\nb\t\"c\"\\""#, "a\nb\t\"c\"\\"),
-            (r#""\u00e9\x41\101""#, "éAA"),
+            (r#""\u00e9\x41""#, "éA"),
             (r#""\xc3\xa9""#, "é"),
-            ("`raw\\n`", "raw\\n"),
             (r#""""#, ""),
         ] {
             assert_eq!(unquote(literal).as_deref(), Some(text), "{literal}");
@@ -243,7 +236,9 @@ mod tests {
     #[test]
     fn a_file_that_is_too_large_or_not_regular_is_named_and_taken_for_absent() {
         let directory = tempfile::tempdir().expect("a directory");
-        let path = |name: &str| directory.path().join(name);
+        let pod = directory.path().join("etc/istio/pod");
+        std::fs::create_dir_all(&pod).expect("made");
+        let path = |name: &str| pod.join(name);
         let fifo = rustix::fs::FileType::Fifo;
         rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), fifo, 0o600.into(), 0).expect("a FIFO");
         let large = format!("a=\"{}\"\n", "x".repeat(MAX_PAIRS as usize));
@@ -253,16 +248,16 @@ mod tests {
             ("large", "more than 2097152 bytes"),
         ] {
             let mut warnings = Vec::new();
-            assert_eq!(read_pairs(&path(name), &mut warnings), None);
+            assert_eq!(pairs(directory.path(), name, &mut warnings), None);
             assert_eq!(warnings.len(), 1);
-            assert_eq!(warnings[0].subject, path(name).display().to_string());
+            assert!(warnings[0].subject.ends_with(name), "{warnings:?}");
             assert_eq!(warnings[0].found, found);
         }
         // All that Kubernetes stores.
         let text = format!("a=\"{}\"\n", r"\x01".repeat(256 << 10));
         std::fs::write(path("full"), text).expect("written");
         let mut warnings = Vec::new();
-        let pairs = read_pairs(&path("full"), &mut warnings).expect("pairs");
+        let pairs = pairs(directory.path(), "full", &mut warnings).expect("pairs");
         assert_eq!(pairs["a"].len(), 256 << 10);
         assert!(warnings.is_empty(), "{warnings:?}");
     }

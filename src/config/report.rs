@@ -9,7 +9,9 @@ use serde_json::{Map, Value, json};
 use super::environment::{Environment, Row, TABLE};
 use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
-use super::{Loader, Problem, pod};
+use super::pod::{self, EXCLUDED_INTERFACES, Pairs};
+use super::{Loader, Problem};
+use crate::problem::Diagnostics;
 
 /// Name, value and origin.
 type Setting = (String, Value, String);
@@ -29,7 +31,7 @@ pub fn report(
     env: &Environment,
     root: &Path,
 ) -> Report {
-    let loader = Loader::read(flags, env, root, pod::interfaces());
+    let loader = Loader::read(flags, env, root, pod::interfaces(), None);
     let members = loader.proxy_config.printable().into_iter();
     let members = members.map(|(name, value)| {
         let origin = loader.origins.of(&name).to_owned();
@@ -60,6 +62,44 @@ pub fn report(
         warnings,
         problems,
     }
+}
+
+/// How subjects begin that files and interfaces decide.
+const OF_THE_MACHINE: [&str; 8] = [
+    "/",
+    "./",
+    "root file for istiod",
+    "GKE workload certificate files",
+    "customConfigFile",
+    "ISTIO_BOOTSTRAP_OVERRIDE",
+    EXCLUDED_INTERFACES,
+    // The flag overrides the configuration, as in pilot-agent.
+    "--concurrency",
+];
+
+/// The members of ProxyConfig that something sets for a pod that is described, not run, and what is wrong
+/// with its flags, variables and annotations, whatever the machine is that reads the description.
+pub fn described(
+    flags: &ProxyFlags,
+    log: &LogFlags,
+    env: &Environment,
+    annotations: Pairs,
+) -> (Map<String, Value>, Diagnostics) {
+    let nowhere = Path::new("/nonexistent");
+    let mut loader = Loader::read(flags, env, nowhere, Ok(Vec::new()), Some(annotations));
+    let members = loader.proxy_config.printable().into_iter();
+    let members = members.filter(|(name, _)| loader.origins.of(name) != DEFAULT);
+    let members = members.collect();
+    loader.build(log);
+    let mut notes = loader.notes;
+    notes.problems.append(&mut loader.authority_problems);
+    for list in [&mut notes.problems, &mut notes.warnings] {
+        list.retain(|found| {
+            let mut machine = OF_THE_MACHINE.iter();
+            !machine.any(|start| found.subject.starts_with(start))
+        });
+    }
+    (members, notes)
 }
 
 fn variable(row: &Row, env: &Environment) -> Setting {
@@ -121,7 +161,7 @@ impl Report {
     }
 }
 
-fn texts(problems: &[Problem]) -> Vec<String> {
+pub(super) fn texts(problems: &[Problem]) -> Vec<String> {
     problems.iter().map(ToString::to_string).collect()
 }
 

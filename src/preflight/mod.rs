@@ -1,24 +1,33 @@
 //! Says what this agent does otherwise than pilot-agent for pods that are described, not run.
 //!
-//! Each difference has its row in `docs/differences.md`. What that page says of all pods, whatever their
-//! settings, is not repeated for each.
+//! Each difference has its row in `docs/differences.md`: a row is about the settings that its first cell
+//! names in backquotes, and about errors in those that its second cell names so. What that page says of
+//! all pods, whatever their settings, is not repeated for each.
 
-mod pods;
-mod rows;
-
-use std::collections::BTreeMap;
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::cli::{self, Command, Refused, Typed, iptables};
-use crate::config::described::described;
 use crate::config::environment::{self, Environment};
+use crate::config::flags::ProxyFlags;
+use crate::config::pod::Pairs;
+use crate::config::report::described;
 use crate::doctor::report::{Check, Level};
-use crate::problem::Diagnostics;
-pub use pods::Unreadable;
-use pods::{Container, Pod};
+use crate::lifecycle::BoxError;
+use crate::problem::{Diagnostics, Problem};
+
+const PAGE: &str = include_str!("../../docs/differences.md");
+
+// First cells of rows that are not found by the name of a setting.
+const CONFIGURATION: &str = "configuration errors";
+const OPTIONS: &str = "ports, users, groups, interfaces, marks";
+const PROBE_TIMEOUT: &str = "probe without `timeoutSeconds`";
+const REPEATED: &str = "repeated members of ProxyConfig";
+const UNKNOWN_FLAG: &str = "unknown flags of `proxy`";
+const UNKNOWN_MEMBER: &str = "unknown members of ProxyConfig";
+const WITHOUT_EFFECT: &str = "variables without effect";
 
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -47,55 +56,123 @@ pub struct Difference {
 }
 
 /// Reads Kubernetes objects, as YAML or JSON, and compares the settings of their pods.
-pub fn report(text: &str) -> Result<Report, Unreadable> {
-    let all = pods::read(text)?;
+pub fn report(text: &str) -> Result<Report, BoxError> {
+    // The text is the operator's own, and may be of thousands of pods.
+    let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! {
+            max_events: usize::MAX,
+            max_nodes: usize::MAX,
+            max_documents: usize::MAX,
+            max_total_scalar_bytes: usize::MAX,
+        },
+    };
+    let json = serde_json::from_str(text).map(|object: Value| vec![object]);
+    let documents = json.or_else(|_| serde_saphyr::from_multiple_with_options(text, options));
+    let documents =
+        documents.map_err(|error| format!("neither YAML nor JSON: {}", error.without_snippet()))?;
+    let mut all = Vec::new();
+    for document in &documents {
+        collect(document, &mut all);
+    }
+    if all.is_empty() {
+        return Err("no pod and no template of pods in the text".into());
+    }
     let pods: Vec<_> = all.iter().filter_map(checked).collect();
-    let level = pods.iter().map(|pod| pod.level).max();
     Ok(Report {
-        level: level.unwrap_or(Level::Ok),
+        level: pods.iter().map(|pod| pod.level).fold(Level::Ok, Level::max),
         others: all.len() - pods.len(),
         pods,
     })
 }
 
-/// The pod's differences; None if nothing of Istio's runs in it.
-fn checked(pod: &Pod) -> Option<Checked> {
-    let containers = pod.containers.iter();
-    let found: Vec<_> = containers.filter_map(|one| differences(pod, one)).collect();
-    if found.is_empty() {
-        return None;
+/// Adds the pod, or the template of pods, in an object or in each item of a list, with a name.
+fn collect<'a>(object: &'a Value, found: &mut Vec<(String, &'a Value)>) {
+    for item in object["items"].as_array().into_iter().flatten() {
+        collect(item, found);
     }
-    let differences: Vec<_> = found.into_iter().flatten().collect();
-    let level = differences.iter().map(|found| found.check.level).max();
+    let places = ["", "/spec/template", "/spec/jobTemplate/spec/template"];
+    let mut pods = places.iter().filter_map(|place| object.pointer(place));
+    if let Some(pod) = pods.find(|pod| pod["spec"]["containers"].is_array()) {
+        let metadata = &object["metadata"];
+        let kind = object["kind"].as_str().unwrap_or("Pod");
+        let name = metadata["name"].as_str();
+        let name = name.or(metadata["generateName"].as_str()).unwrap_or("?");
+        let name = match metadata["namespace"].as_str() {
+            Some(namespace) => format!("{kind} {namespace}/{name}"),
+            None => format!("{kind} {name}"),
+        };
+        found.push((name, pod));
+    }
+}
+
+/// The pod's differences; None if nothing of Istio's runs in it.
+fn checked((name, pod): &(String, &Value)) -> Option<Checked> {
+    let annotations = Pairs::deserialize(&pod["metadata"]["annotations"]).unwrap_or_default();
+    let lists = ["initContainers", "containers"].iter();
+    let lists = lists.filter_map(|list| pod["spec"][list].as_array());
+    let found = lists.flatten();
+    let found = found.filter_map(|container| differences(container, &annotations));
+    let differences = found.reduce(|all, more| all.into_iter().chain(more).collect())?;
+    let levels = differences.iter().map(|found| found.check.level);
     Some(Checked {
-        name: pod.name.clone(),
-        level: level.map_or(Level::Ok, |level| level.max(Level::Ok)),
+        name: name.clone(),
+        level: levels.fold(Level::Ok, Level::max),
         differences,
     })
 }
 
 /// The differences of a container that runs pilot-agent, or is named as such.
-fn differences(pod: &Pod, container: &Container) -> Option<Vec<Difference>> {
+fn differences(container: &Value, annotations: &Pairs) -> Option<Vec<Difference>> {
+    let name = container["name"].as_str().unwrap_or_default();
+    let words = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
+    let words = words.into_iter().flatten().flatten();
+    let is_program = |word: &String| word.rsplit('/').next() == Some("pilot-agent");
+    let words: Vec<_> = words.skip_while(is_program).collect();
+    let first = |at: usize| words.get(at).map_or("", String::as_str);
     let mut findings = Findings {
-        container: &container.name,
+        container: name,
         found: Vec::new(),
     };
-    let command = container.words.first().map_or("", String::as_str);
-    match (command, container.name.as_str()) {
-        ("proxy", "istio-proxy") | ("istio-iptables" | "istio-clean-iptables", _) => {
-            findings.of_line(pod, container);
-        }
-        (_, "istio-proxy") => {
-            let why = "not that of pilot-agent proxy, so it was not compared";
-            findings.add(Check::skipped("command line", why), "");
-        }
-        _ => return None,
+    let (env, unread) = variables(container);
+    let is_compared = match first(0) {
+        "proxy" => name == "istio-proxy" && !["ztunnel", "agentgateway"].contains(&first(1)),
+        command => ["istio-iptables", "istio-clean-iptables"].contains(&command),
+    };
+    if is_compared {
+        findings.of_line(words, &env, annotations);
+    } else if name == "istio-proxy" {
+        let why = "not that of a sidecar or gateway, so it was not compared";
+        findings.add(Check::skipped("command line", why), "");
+    } else {
+        return None;
     }
-    for name in &container.unread {
+    for name in unread {
         let why = "from a ConfigMap, a Secret or a file, which is not read";
         findings.add(Check::skipped(name, why), "");
     }
     Some(findings.found)
+}
+
+/// The variables with a value, and the names of those whose values other objects have. The pod's own names
+/// and addresses make no difference.
+fn variables(container: &Value) -> (Environment, Vec<&str>) {
+    let (mut values, mut unread) = (Pairs::new(), Vec::new());
+    for variable in container["env"].as_array().into_iter().flatten() {
+        let [name, value] = ["name", "value"].map(|one| variable[one].as_str().unwrap_or_default());
+        let from = &variable["valueFrom"];
+        if from.is_null() {
+            values.insert(name.to_owned(), value.to_owned());
+        } else if from["resourceFieldRef"].is_object() {
+            // Any number will do: none is compared.
+            values.insert(name.to_owned(), "1".to_owned());
+        } else if !from["fieldRef"].is_object() {
+            unread.push(name);
+        }
+    }
+    if !container["envFrom"].is_null() {
+        unread.push("envFrom");
+    }
+    (values.into_iter().collect(), unread)
 }
 
 struct Findings<'a> {
@@ -104,111 +181,94 @@ struct Findings<'a> {
 }
 
 impl Findings<'_> {
-    fn of_line(&mut self, pod: &Pod, container: &Container) {
+    fn of_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
         let program = ["pilot-agent".to_owned()].into_iter();
-        let typed = match cli::parse(program.chain(container.words.iter().cloned())) {
+        let typed = match cli::parse(program.chain(words)) {
             Ok(typed) => typed,
             Err(Refused::Error(text) | Refused::Help(text)) => {
-                let is_of_other_program = text.contains("is not supported by this agent");
-                return match is_of_other_program {
-                    true => self.add(Check::skipped("command line", text), rows::NODE_TYPE),
-                    false => self.add(Check::error("command line", text), rows::CONFIGURATION),
-                };
+                return self.add(Check::error("command line", text), CONFIGURATION);
             }
         };
-        let variables = container.variables.iter().cloned();
-        match &typed.cli.command {
-            Some(Command::Proxy(_)) => {
-                self.proxy(&typed, &variables.collect(), pod, container.has_cpu_limit);
+        if let Some(Command::Proxy(flags)) = &typed.cli.command {
+            return self.proxy(flags, &typed, env, annotations);
+        }
+        match iptables::checked(&typed.flags, env) {
+            Ok((arguments, notes)) => {
+                self.problems(&notes, OPTIONS);
+                let given = arguments.iter().filter_map(|flag| flag.split_once('='));
+                self.settings(&given.collect());
             }
-            _ => self.capture(&typed, &variables.collect()),
+            Err(error) => self.add(Check::error("command line", error), CONFIGURATION),
         }
     }
 
-    fn proxy(&mut self, typed: &Typed, env: &Environment, pod: &Pod, has_cpu_limit: bool) {
-        let Some(Command::Proxy(flags)) = &typed.cli.command else {
-            return;
-        };
+    fn proxy(&mut self, flags: &ProxyFlags, typed: &Typed, env: &Environment, annotations: &Pairs) {
         for flag in &typed.unknown_flags {
-            self.add(Check::warning("flag", flag), rows::UNKNOWN_FLAG);
+            self.add(Check::warning("flag", flag), UNKNOWN_FLAG);
         }
-        let config = described(flags, &typed.cli.log, env, pod.annotations.clone());
-        self.problems(&config.notes);
-        let mut settings = pod.annotations.clone();
-        flatten("", &Value::Object(config.members), &mut settings);
-        let is_without_envoy = env.get(&environment::DISABLE_ENVOY, &mut Vec::new());
-        if has_cpu_limit && !is_without_envoy && !settings.contains_key("concurrency") {
-            self.treated("concurrency (not set)", rows::THREADS);
-        }
-        let given = typed.flags.iter().filter(|flag| flag.is_given);
-        settings.extend(given.map(|flag| (format!("--{}", flag.name), flag.value.clone())));
-        let variables = env.with_prefix("");
-        settings.extend(variables.map(|(name, value)| (name.to_owned(), value.to_owned())));
-        self.settings(&settings);
-        let size = environment::WORKLOAD_RSA_KEY_SIZE.name;
-        if !settings.contains_key(size) {
-            // It holds for nearly all pods, and seldom matters.
-            let check = Check::ok(format!("{size} (not set)"), rows::sentence(rows::KEY));
-            self.add(check, rows::KEY);
-        }
-        let probers = settings.get(environment::ISTIO_KUBE_APP_PROBERS.name);
+        let (mut given, notes) = described(flags, &typed.cli.log, env, annotations.clone());
+        self.problems(&notes, CONFIGURATION);
+        let flags = typed.flags.iter().filter(|flag| flag.is_given);
+        given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
+        let texts = annotations.iter().map(|(name, value)| (&**name, &**value));
+        let texts = texts.chain(env.with_prefix(""));
+        given.extend(texts.map(|(name, value)| (name.to_owned(), value.into())));
+        self.settings(&given.into());
+        let probers = env.text(environment::ISTIO_KUBE_APP_PROBERS.name);
         let probers = probers.and_then(|json| serde_json::from_str::<Map<_, Value>>(json).ok());
         for (path, prober) in probers.iter().flatten() {
-            if prober.get("timeoutSeconds").is_none() && !path.starts_with("/app-lifecycle/") {
-                self.treated(path, rows::PROBE_TIMEOUT);
+            if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
+                let row = rows().find(|[name, ..]| *name == PROBE_TIMEOUT);
+                row.into_iter().for_each(|row| self.treated(path, row));
             }
         }
         for (name, why) in env.without_effect() {
             if !why.starts_with("pilot-agent") {
-                self.add(Check::ok(name, why), rows::WITHOUT_EFFECT);
+                self.add(Check::ok(name, why), WITHOUT_EFFECT);
             }
         }
     }
 
-    fn capture(&mut self, typed: &Typed, env: &Environment) {
-        match iptables::checked(&typed.flags, env) {
-            Ok((arguments, notes)) => {
-                self.problems(&notes);
-                let settings = arguments.iter().filter_map(|text| text.split_once('='));
-                let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned()));
-                self.settings(&settings.collect());
-            }
-            Err(error) => self.add(Check::error("command line", error), rows::CONFIGURATION),
+    /// Adds problems, with the row that names the setting, or else with this one.
+    fn problems(&mut self, notes: &Diagnostics, other: &'static str) {
+        let errors = notes.problems.iter().map(|one| (Level::Error, one));
+        let warnings = notes.warnings.iter().map(|one| (Level::Warning, one));
+        for (level, problem) in errors.chain(warnings) {
+            let check = Check::new(&problem.subject, level, problem.quoted());
+            let row = row_of(problem).unwrap_or(other);
+            self.add(check.expected(&problem.expected), row);
         }
     }
 
-    fn problems(&mut self, notes: &Diagnostics) {
-        for (level, problems) in [
-            (Level::Error, &notes.problems),
-            (Level::Warning, &notes.warnings),
-        ] {
-            for problem in problems {
-                let check = Check::new(&problem.subject, level, problem.quoted());
-                let row = rows::of_problem(problem);
-                self.add(check.expected(&problem.expected), row);
-            }
-        }
-    }
-
-    /// Adds the settings, by name, that have another effect here.
-    fn settings(&mut self, settings: &BTreeMap<String, String>) {
-        for (name, row) in rows::SETTINGS {
-            let value = settings.get(*name).map(String::as_str);
-            if value.is_some_and(|value| !["", "0", "false"].contains(&value)) {
-                self.treated(name, row);
+    /// Adds the rows of settings that have another effect here.
+    fn settings(&mut self, given: &Value) {
+        let has = |name: &str| {
+            let path = format!("/{}", name.replace('.', "/"));
+            let value = given.get(name).or_else(|| given.pointer(&path));
+            let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
+            !["", "0", "false"].contains(&text.as_str())
+        };
+        for row in rows() {
+            let settings = row[0].split('`').skip(1).step_by(2);
+            let settings = settings.map(|text| text.trim_start_matches("istio-iptables "));
+            let settings = settings.filter(|text| text.split(' ').all(has));
+            let settings: Vec<_> = settings.collect();
+            let is_known = self.found.iter().any(|found| found.row == row[0]);
+            if !settings.is_empty() && !is_known {
+                self.treated(&settings.join(", "), row);
             }
         }
     }
 
     /// Adds what the row says, as a warning if it can surprise.
-    fn treated(&mut self, name: &str, row: &'static str) {
-        let surprise = rows::row(row).map_or("", |row| row.surprise);
-        let level = match surprise {
-            "" => Level::Ok,
-            _ => Level::Warning,
+    fn treated(&mut self, setting: &str, row: [&'static str; 4]) {
+        let [name, there, here, surprise] = row;
+        let found = format!("pilot-agent: {there}; here: {here}");
+        let check = match surprise {
+            "" => Check::ok(setting, found),
+            _ => Check::warning(setting, found).remedy(surprise),
         };
-        let check = Check::new(name, level, rows::sentence(row));
-        self.add(check.remedy(surprise), row);
+        self.add(check, name);
     }
 
     fn add(&mut self, check: Check, row: &'static str) {
@@ -220,33 +280,37 @@ impl Findings<'_> {
     }
 }
 
-/// Adds the members of objects by their paths, such as `tracing.zipkin.address`.
-fn flatten(path: &str, value: &Value, settings: &mut BTreeMap<String, String>) {
-    if !path.is_empty() {
-        let text = value.as_str().map(str::to_owned);
-        settings.insert(path.to_owned(), text.unwrap_or_else(|| value.to_string()));
+/// The rows of the page: name, pilot-agent, here, and whom the difference can surprise, if anyone.
+fn rows() -> impl Iterator<Item = [&'static str; 4]> {
+    PAGE.lines().filter_map(|line| {
+        let cells: Vec<_> = line.strip_prefix("| ")?.split('|').map(str::trim).collect();
+        (cells.len() == 6).then(|| [cells[0], cells[1], cells[2], cells[4]])
+    })
+}
+
+/// The row that a problem belongs to.
+fn row_of(problem: &Problem) -> Option<&'static str> {
+    let words: Vec<_> = problem.found.split(' ').collect();
+    match (words.as_slice(), problem.expected.as_str()) {
+        (["unknown", "member", ..], "") => return Some(UNKNOWN_MEMBER),
+        (["another", "member", ..] | ["member", ..], "") => return Some(REPEATED),
+        _ => {}
     }
-    for (name, value) in value.as_object().into_iter().flatten() {
-        let dot = if path.is_empty() { "" } else { "." };
-        flatten(&format!("{path}{dot}{name}"), value, settings);
-    }
+    let setting = format!("`{}`", problem.subject.split(' ').next()?);
+    let row = rows().find(|[_, there, ..]| there.contains(&setting));
+    row.map(|[name, ..]| name)
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for pod in &self.pods {
             writeln!(f, "{}", pod.name)?;
-            for Difference {
-                container,
-                check,
-                row,
-            } in &pod.differences
-            {
-                let row = match *row {
-                    "" => String::new(),
-                    row => format!(" [{row}]"),
-                };
-                writeln!(f, "  {container}: {check}{row}")?;
+            for found in &pod.differences {
+                write!(f, "  {}: {}", found.container, found.check)?;
+                match found.row {
+                    "" => writeln!(f)?,
+                    row => writeln!(f, " [{row}]")?,
+                }
             }
         }
         let at = |level| self.pods.iter().filter(|pod| pod.level == level).count();

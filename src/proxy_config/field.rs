@@ -21,21 +21,18 @@ pub enum Secrets {
 }
 
 /// The type of a message's member.
-pub trait Field: Default {
+pub trait Field: Default + PartialEq {
     /// The value, or None after a problem was reported.
     fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self>;
     fn json(&self, secrets: Secrets) -> Value;
-    /// Whether the member is left out of the written form.
-    fn is_unset(&self) -> bool;
 }
 
 /// A message: an object with known members.
-pub trait Message: Default {
+pub trait Message: Field {
     /// Names as in the `.proto` file.
     const MEMBERS: &'static [&'static str];
-    /// The members of which only one may be set.
-    const ONEOF: &'static [&'static str];
-    fn read_members(&mut self, given: &Given<'_>, reader: &mut Reader<'_>);
+    /// Reads the members the object sets; the others stay. None when the value is no object.
+    fn read_members(&mut self, node: &Node, reader: &mut Reader<'_>) -> Option<()>;
     fn members(&self, secrets: Secrets) -> Map<String, Value>;
 }
 
@@ -65,21 +62,12 @@ pub fn read_into<M: Message>(
         path: String::new(),
         lines: BTreeMap::new(),
     };
-    reader.message(message, node);
+    // A value that is no object was reported.
+    let _ = message.read_members(node, &mut reader);
     reader.lines
 }
 
 impl Reader<'_> {
-    /// Reads an object; returns false when the value is none.
-    pub fn message<M: Message>(&mut self, message: &mut M, node: &Node) -> bool {
-        let Some(entries) = self.entries(node) else {
-            return false;
-        };
-        let given = self.given(entries, M::MEMBERS, M::ONEOF);
-        message.read_members(&given, self);
-        true
-    }
-
     pub fn member<T: Field>(&mut self, given: &Given<'_>, name: &str, member: &mut T) {
         let Some((_, node)) = given.iter().find(|(given, _)| *given == name) else {
             return;
@@ -94,14 +82,15 @@ impl Reader<'_> {
         }
     }
 
-    /// The members that count: in camel case before snake case, the last of a oneof. Warns of the
-    /// others.
-    fn given<'n>(
+    /// The members of an object that count: in camel case before snake case, the last of a oneof. Warns
+    /// of the others.
+    pub fn given<'n>(
         &mut self,
-        entries: &'n [(String, Node)],
-        members: &'static [&'static str],
+        node: &'n Node,
+        members: &[&'static str],
         oneof: &[&str],
-    ) -> Given<'n> {
+    ) -> Option<Given<'n>> {
+        let entries = self.entries(node)?;
         let is_null = |node: &Node| matches!(node.value, Tree::Null);
         let find = |name: &str| {
             let entry = entries
@@ -136,7 +125,7 @@ impl Reader<'_> {
                 self.notes.warn(subject, text, "");
             }
         }
-        given
+        Some(given)
     }
 
     fn entries<'n>(&mut self, node: &'n Node) -> Option<&'n [(String, Node)]> {
@@ -169,13 +158,14 @@ impl Reader<'_> {
     }
 
     pub fn problem(&mut self, node: &Node, found: String, expected: &str) {
-        let subject = format!("{} of {} line {}", self.path, self.origin, line(node));
+        let of = if self.path.is_empty() { "" } else { " of " };
+        let subject = format!("{}{of}{} line {}", self.path, self.origin, line(node));
         self.notes.problem(subject, found, expected);
     }
 }
 
 pub fn write<T: Field>(members: &mut Map<String, Value>, name: &str, member: &T, secrets: Secrets) {
-    if !member.is_unset() {
+    if *member != T::default() {
         members.insert(camel_case(name), member.json(secrets));
     }
 }
@@ -201,10 +191,6 @@ impl<T: Field> Field for Option<T> {
         self.as_ref()
             .map_or(Value::Null, |value| value.json(secrets))
     }
-
-    fn is_unset(&self) -> bool {
-        self.is_none()
-    }
 }
 
 impl<T: Field> Field for Vec<T> {
@@ -223,10 +209,6 @@ impl<T: Field> Field for Vec<T> {
 
     fn json(&self, secrets: Secrets) -> Value {
         self.iter().map(|item| item.json(secrets)).collect()
-    }
-
-    fn is_unset(&self) -> bool {
-        self.is_empty()
     }
 }
 
@@ -249,9 +231,5 @@ impl<T: Field> Field for BTreeMap<String, T> {
             .iter()
             .map(|(key, value)| (key.clone(), value.json(secrets)));
         Value::Object(members.collect())
-    }
-
-    fn is_unset(&self) -> bool {
-        self.is_empty()
     }
 }

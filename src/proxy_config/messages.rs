@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, Given, Message, Reader, Secrets, write};
+use super::field::{Field, Message, Reader, Secrets, write};
 use super::scalar::{Enumeration, Int64, Secret};
 use super::yaml::Node;
 
@@ -23,11 +23,12 @@ macro_rules! messages {
 
         impl Message for $name {
             const MEMBERS: &'static [&'static str] = &[$(stringify!($member)),*];
-            const ONEOF: &'static [&'static str] = &[$(stringify!($one)),*];
 
             #[allow(unused_variables, reason = "a message may have no members")]
-            fn read_members(&mut self, given: &Given<'_>, reader: &mut Reader<'_>) {
-                $(reader.member(given, stringify!($member), &mut self.$member);)*
+            fn read_members(&mut self, node: &Node, reader: &mut Reader<'_>) -> Option<()> {
+                let given = reader.given(node, Self::MEMBERS, &[$(stringify!($one)),*])?;
+                $(reader.member(&given, stringify!($member), &mut self.$member);)*
+                Some(())
             }
 
             #[allow(unused, reason = "a message may have no members")]
@@ -41,15 +42,11 @@ macro_rules! messages {
         impl Field for $name {
             fn read(node: &Node, reader: &mut Reader<'_>) -> Option<Self> {
                 let mut message = Self::default();
-                reader.message(&mut message, node).then_some(message)
+                message.read_members(node, reader).map(|()| message)
             }
 
             fn json(&self, secrets: Secrets) -> Value {
                 self.members(secrets).into()
-            }
-
-            fn is_unset(&self) -> bool {
-                false
             }
         }
     )*};

@@ -54,10 +54,6 @@ impl<E: Enumeration> Field for E {
     fn json(&self, _: Secrets) -> Value {
         self.name().into()
     }
-
-    fn is_unset(&self) -> bool {
-        *self == Self::default()
-    }
 }
 
 /// Declares scalars, which are unset when they are zero: the expected form, how it is read, and how it
@@ -73,10 +69,6 @@ macro_rules! scalars {
             fn json(&self, _: Secrets) -> Value {
                 let $value = self;
                 json!($json)
-            }
-
-            fn is_unset(&self) -> bool {
-                *self == Self::default()
             }
         }
     )*};
@@ -110,10 +102,6 @@ impl Field for Secret {
             Secrets::Shown => json!(self.0),
             Secrets::Hidden => json!("(not shown)"),
         }
-    }
-
-    fn is_unset(&self) -> bool {
-        self.0.is_empty()
     }
 }
 

@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::mesh_file;
 use crate::problem::Diagnostics;
 use crate::proxy_config::field::{Field, read_into};
 use crate::proxy_config::yaml::{self, Node, Tree};
@@ -57,15 +56,16 @@ impl Merged {
         }
     }
 
-    /// Merges `defaultConfig` of the MeshConfig in `text`.
+    /// Merges `defaultConfig` of the MeshConfig in `text`; its other members are istiod's.
     pub(super) fn merge_mesh(&mut self, origin: &str, text: &str) {
-        let Some(mesh) = self.object(origin, text) else {
+        let mesh = self.object(origin, text);
+        let Some(Tree::Map(members)) = mesh.as_ref().map(|mesh| &mesh.value) else {
             return;
         };
-        self.notes.problems.extend(mesh_file::check(origin, &mesh));
-        // The check reported a value that is not an object.
-        let config = mesh_file::member(&mesh, "default_config");
-        if let Some(config) = config.filter(|node| matches!(node.value, Tree::Map(_))) {
+        let find = |name| members.iter().find(|(key, _)| key == name);
+        let config = find("defaultConfig").or_else(|| find("default_config"));
+        let set = config.filter(|(_, node)| !matches!(node.value, Tree::Null));
+        if let Some((_, config)) = set {
             self.merge(&format!("defaultConfig of {origin}"), config);
         }
     }
@@ -145,7 +145,7 @@ impl Origins {
 }
 
 fn inherit<T: Field>(later: &mut T, earlier: T) {
-    if later.is_unset() {
+    if *later == T::default() {
         *later = earlier;
     }
 }
