@@ -1,9 +1,9 @@
 //! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! All sources are asked at once. When the heads of their answers are there, or half of the time is
-//! over, the format of the page is settled, and the sources are written one after the other. What is
-//! small, or there already, has been set aside and comes first; a large or slow page passes straight
-//! from its socket in the time that is left. A source that fails is logged, counted and left out; the
+//! All sources are asked at once, and what they send is set aside. When each has ended or has no more
+//! room there, or half of the time is over, the format of the page is settled, and the sources are
+//! written one after the other: what is small comes first; a large or slow page passes straight from its
+//! socket in the time that is left. A source that fails is logged, counted and left out; the
 //! complete lines of one that breaks off stay. In OpenMetrics the response is then aborted, as its end
 //! would say that nothing is missing.
 
@@ -39,8 +39,8 @@ use targets::Target;
 
 /// What may be set aside of all sources together, in bytes.
 const ASIDE: usize = 512 << 10;
-/// The part of a scrape's time that is spent on setting aside, so that pages come in their order.
-const SETTLING: f64 = 0.1;
+/// The part of a scrape's time that is spent on setting aside at most, so that pages come in their order.
+const SETTLING: f64 = 0.5;
 /// The part of the scraper's time in which the page is made; the rest is for its way back.
 const MAKING: f64 = 0.95;
 /// Longest time a scraper can ask for.
@@ -99,17 +99,14 @@ impl Scrape {
         }))
     }
 
-    /// Answers a scrape as soon as the format is known; the page is written while it is read.
+    /// Answers a scrape once its sources are settled; the page is written while it is read.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
         let scrape = &self.0;
         scrape.counts.scrapes.inc();
         let begin = Instant::now();
         let time = scrape.time(&request.headers);
         let mut sources = scrape.sources(&request);
-        let has_head = |source: &Source| source.content_type.is_some() || source.has_ended();
-        let part = |of| later(begin, scaled(time, of));
-        source::set_aside(&mut sources, part(0.5), has_head).await;
-        source::set_aside(&mut sources, part(SETTLING), Source::is_settled).await;
+        source::set_aside(&mut sources, later(begin, scaled(time, SETTLING))).await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
             None if source.has_ended() => {

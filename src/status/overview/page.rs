@@ -68,7 +68,7 @@ pub(super) fn page(overview: &Overview) -> String {
                 main {
                     @for (title, member, path) in SECTIONS {
                         @if !members[member].is_null() {
-                            section { h2 { (title) " " a href=(path) { "JSON" } } (value("", &members[member])) }
+                            section { h2 { (title) " " a href=(path) { "JSON" } } (section(&members[member])) }
                         }
                     }
                 }
@@ -184,28 +184,31 @@ fn configuration(overview: &Overview) -> Shown {
     (class, words.to_owned(), Some(note.to_owned()))
 }
 
-/// A member of the JSON: an object as a table of facts, a list of objects as one with headings. What is
-/// null is left out.
+/// A section: its members as rows, without those that are null.
+fn section(members: &Value) -> Markup {
+    let Some(members) = members.as_object() else {
+        return value("", members);
+    };
+    html! {
+        table {
+            @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
+                tr { th scope="row" { (title(name)) } td { (value(name, member)) } }
+            }
+        }
+    }
+}
+
+/// A value in a row. Lists have a line for each element, and objects are on one line with their names.
 fn value(name: &str, value: &Value) -> Markup {
     match value {
         Value::Object(members) => html! {
-            table.facts {
-                @for (name, value) in members.iter().filter(|(_, value)| !value.is_null()) {
-                    tr { th scope="row" { (title(name)) } td { (self::value(name, value)) } }
-                }
-            }
-        },
-        Value::Array(elements) if elements.is_empty() => html! { "none" },
-        Value::Array(elements) if elements[0].is_object() => html! {
-            table.list {
-                tr { @for name in members(&elements[0]) { th scope="col" { (title(name.0)) } } }
-                @for element in elements {
-                    tr { @for (name, value) in members(element) { td { (self::value(name, value)) } } }
-                }
+            @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
+                span { small { (title(name)) } " " (self::value(name, member)) } " "
             }
         },
         Value::Array(elements) => html! {
-            @for element in elements { (self::value(name, element)) br; }
+            @if elements.is_empty() { "none" }
+            @for element in elements { div { (self::value(name, element)) } }
         },
         Value::Bool(is_so) => html! { (if *is_so { "yes" } else { "no" }) },
         Value::String(text) => html! { (text) },
@@ -216,10 +219,6 @@ fn value(name: &str, value: &Value) -> Markup {
             _ => html! { (number.to_string()) },
         },
     }
-}
-
-fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
-    value.as_object().into_iter().flatten()
 }
 
 /// A member's name in words, and a type URL's last part.
