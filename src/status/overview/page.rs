@@ -198,12 +198,13 @@ fn section(members: &Value) -> Markup {
     }
 }
 
-/// A value in a row. Lists have a line for each element, and objects are on one line with their names.
+/// A value in a row. Elements of lists, and objects in objects, begin a line.
 fn value(name: &str, value: &Value) -> Markup {
     match value {
         Value::Object(members) => html! {
             @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
-                span { small { (title(name)) } " " (self::value(name, member)) } " "
+                @let named = html! { small { (title(name)) } " " (self::value(name, member)) };
+                @if member.is_object() { div { (named) } } @else { span { (named) } " " }
             }
         },
         Value::Array(elements) => html! {
