@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use clap::Args;
 use http::StatusCode;
-use tokio::time::Instant;
 
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
@@ -16,10 +15,10 @@ use crate::exit_code::ExitCode;
 use crate::http_client;
 use crate::lifecycle::with_causes;
 
-/// How long an agent that serves may take for a page it has at hand, and files for being read.
-const ALIVE_LIMIT: Duration = Duration::from_millis(400);
-/// How long the agent's report may take, with all that is asked before.
-const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(600));
+/// How long files of the configuration may take for being read.
+const FILES_LIMIT: Duration = Duration::from_millis(400);
+/// How long the agent's report may take.
+const AGENT_LIMIT: Duration = doctor::LIMIT.saturating_add(Duration::from_millis(200));
 /// What is quoted of an answer that is no report, in characters.
 const MAX_QUOTE: usize = 300;
 /// Where agents answer unless configured otherwise.
@@ -34,24 +33,19 @@ pub struct DoctorFlags {
     pub json: bool,
 }
 
-/// The report of the running agent, or of this process if there is none that answers.
+/// The report of the running agent, or of this process if none runs. An agent that hangs leaves no time
+/// to check without it.
 pub async fn report(flags: &DoctorFlags, log: &LogFlags, environment: &Environment) -> Report {
-    let until = crate::clock::after(AGENT_LIMIT);
     let (port, config) = configuration(flags.proxy.clone(), log.clone(), environment.clone()).await;
-    let mut before = Vec::new();
-    let mut is_late = false;
-    if let Some(port) = port {
-        match of_agent(port, until).await {
-            Ok(report) => return report,
-            Err(failed) => {
-                is_late = failed.is_late;
-                before.push(failed.check);
-            }
+    let Some(port) = port else {
+        return doctor::report(&config, None, Vec::new()).await;
+    };
+    match of_agent(port).await {
+        Ok(report) => report,
+        Err(check) if check.level == Level::Error => {
+            doctor::report_of_settings(&config, vec![check])
         }
-    }
-    match is_late {
-        true => doctor::report_of_settings(&config, before),
-        false => doctor::report(&config, None, before).await,
+        Err(check) => doctor::report(&config, None, vec![check]).await,
     }
 }
 
@@ -65,11 +59,11 @@ async fn configuration(
         let port = config::status_port(&environment, ".".as_ref());
         (port, config::load(&flags, &log, &environment, ".".as_ref()))
     });
-    let read = tokio::time::timeout(ALIVE_LIMIT, read).await;
+    let read = tokio::time::timeout(FILES_LIMIT, read).await;
     let found = match read {
         Ok(Ok(read)) => return read,
         Ok(Err(panic)) => panic.to_string(),
-        Err(_) => format!("not read within {ALIVE_LIMIT:?}"),
+        Err(_) => format!("not read within {FILES_LIMIT:?}"),
     };
     let problem = Problem::new("files of the configuration", found, "a disk that answers");
     (Some(USUAL_PORT), Err(vec![problem]))
@@ -84,66 +78,37 @@ pub fn exit_code(level: Level) -> ExitCode {
     }
 }
 
-/// Why the agent has given no report.
-struct Failed {
-    check: Check,
-    /// Whether no time is left to check without it.
-    is_late: bool,
-}
-
-async fn of_agent(port: u16, until: Instant) -> Result<Report, Failed> {
+/// The agent's report, or why there is none: an error if the agent hangs.
+async fn of_agent(port: u16) -> Result<Report, Check> {
     let name = "running agent";
-    let of = |page: &str| format!("http://127.0.0.1:{port}/debug/{page}");
     let outside = "what follows is checked from outside";
-    match get(&of("logging"), ALIVE_LIMIT).await {
-        Ok(_) => {}
+    let url = format!("http://127.0.0.1:{port}/debug/doctor");
+    let found = match get(&url, AGENT_LIMIT).await {
+        Ok(answer) => match serde_json::from_slice(answer.body()) {
+            Ok(report) if answer.status() == StatusCode::OK => return Ok(report),
+            _ => {
+                let text = String::from_utf8_lossy(answer.body());
+                let text: String = text.trim().chars().take(MAX_QUOTE).collect();
+                format!("port {port} answers {}: {text:?}", answer.status())
+            }
+        },
         Err(http_client::Error::Connect(error)) => {
-            let start = format!("{outside}; start the agent, or look in its log why it ended");
-            let check = Check::warning(name, with_causes(&error)).remedy(start);
-            return Err(Failed {
-                check,
-                is_late: false,
-            });
+            return Err(Check::warning(name, with_causes(&error)).remedy(format!(
+                "{outside}; start the agent, or look in its log why it ended"
+            )));
         }
         Err(error) => {
-            let found = format!("port {port}: {}", with_causes(&error));
-            let hangs = format!("{outside}; restart the container if it stays so");
-            let check = Check::error(name, found)
-                .expected("an answer")
-                .remedy(hangs);
-            return Err(Failed {
-                check,
-                is_late: false,
-            });
+            return Err(Check::error(name, with_causes(&error))
+                .expected("its report")
+                .remedy("run it again, and restart the container if it stays so"));
         }
-    }
-    let left = until.saturating_duration_since(Instant::now());
-    let (found, is_late) = match get(&of("doctor"), left).await {
-        Ok(answer) if answer.status() == StatusCode::OK => {
-            match serde_json::from_slice(answer.body()) {
-                Ok(report) => return Ok(report),
-                Err(error) => {
-                    let found = format!("port {port} answers no report to /debug/doctor: {error}");
-                    (found, false)
-                }
-            }
-        }
-        Ok(answer) => {
-            let (status, text) = (answer.status(), String::from_utf8_lossy(answer.body()));
-            let text: String = text.trim().chars().take(MAX_QUOTE).collect();
-            let found = format!("port {port} answers {status} to /debug/doctor: {text:?}");
-            (found, false)
-        }
-        Err(error) => (with_causes(&error), true),
     };
-    let check = match is_late {
-        true => Check::error(name, found).remedy("run it again"),
-        false => Check::warning(name, found)
-            .remedy("run it as root or as the agent's user; or the agent is of another version, or another process has its port"),
-    };
-    let check = check.expected("its report");
-    Err(Failed { check, is_late })
+    Err(Check::warning(name, found).expected("its report").remedy(format!(
+        "{outside}; run it as root or as the agent's user; or the agent is of another version, or another \
+         process has its port"
+    )))
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -52,7 +52,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         }
     }
     if let (Some(running), Some(served)) = (running, &served) {
-        checks.extend(consumers(config, &running.consumers, served, now));
+        checks.extend(consumers(&running.consumers, served, now));
     }
     checks
 }
@@ -76,10 +76,15 @@ async fn own(
     let names = names.map(|path| path.display().to_string());
     let read = match run_blocking(move || files.read()).await {
         Ok(read) => read,
-        Err(late) if is_only_source && secrets[0].is_none() => {
-            return (secrets, vec![Check::error(&names[0], late)]);
+        Err(late) => {
+            let is_missed = is_only_source && secrets[0].is_none();
+            let level = if is_missed {
+                Level::Error
+            } else {
+                Level::Warning
+            };
+            return (secrets, vec![Check::new(&names[0], level, late)]);
         }
-        Err(late) => return (secrets, vec![Check::warning(&names[0], late)]),
     };
     let mut checks = Vec::new();
     for ((name, read), secret) in names.iter().zip(read).zip(&mut secrets) {
@@ -128,37 +133,20 @@ fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Ve
     checks
 }
 
-/// Envoy's streams for secrets.
-fn consumers(
-    config: &Config,
-    consumers: &Consumers,
-    secrets: &Subscription,
-    now: SystemTime,
-) -> Vec<Check> {
-    let name = "secrets asked for";
+/// Secrets of files that Envoy has, and what its streams for secrets wait for.
+fn consumers(consumers: &Consumers, secrets: &Subscription, now: SystemTime) -> Vec<Check> {
     let all = consumers.all();
-    if config.envoy.is_none() || all.is_empty() {
-        let why = "no stream is open: Envoy opens one for each secret that its configuration names";
-        return vec![Check::skipped(name, why)];
-    }
-    let served = all.iter().flat_map(|consumer| &consumer.served);
-    let served: Vec<_> = BTreeSet::from_iter(served).into_iter().cloned().collect();
-    let found = match &*served.join(", ") {
-        "" => "none is there yet".to_owned(),
-        served => format!("served on {} streams: {served}", all.len()),
-    };
-    let files = served
-        .iter()
-        .filter_map(|name| match secrets.get(&name.parse().ok()?) {
-            SecretState::Available(Secret::Certificate(pair)) if name != DEFAULT => {
-                let name = format!("secret {name}");
-                Some(chain(&name, pair.chain_pem(), None, MOUNTED, now))
-            }
-            _ => None,
-        });
-    let checks = std::iter::once(Check::ok(name, found)).chain(files);
+    let served: BTreeSet<_> = all.iter().flat_map(|consumer| &consumer.served).collect();
+    let of_files = served.into_iter().filter(|name| *name != DEFAULT);
+    let files = of_files.filter_map(|name| match secrets.get(&name.parse().ok()?) {
+        SecretState::Available(Secret::Certificate(pair)) => {
+            let name = format!("secret {name}");
+            Some(chain(&name, pair.chain_pem(), None, MOUNTED, now))
+        }
+        _ => None,
+    });
     let troubles = all.iter().flat_map(|consumer| troubles(consumer, secrets));
-    checks.chain(troubles).collect()
+    files.chain(troubles).collect()
 }
 
 /// What a stream waits for, and what it refuses.

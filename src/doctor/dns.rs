@@ -97,10 +97,6 @@ fn file(name: String, found: &ResolvConf, own: &[SocketAddr], others: usize) -> 
             Check::warning(name, format!("resolver {first} is this agent, left out"))
                 .expected("resolvers to forward to")
         }
-        _ if !found.unusable.is_empty() => {
-            Check::warning(name, format!("{:?}, left out", found.unusable[0]))
-                .expected("nameserver and an address")
-        }
         _ => return Check::ok(name, format!("{others} resolvers, {search}")),
     };
     check.remedy(RESOLVERS)
@@ -187,13 +183,6 @@ mod tests {
                 1,
                 Level::Warning,
                 "127.0.0.1:15053 is this agent",
-            ),
-            (
-                "nameserver x",
-                &[],
-                1,
-                Level::Warning,
-                "\"nameserver x\", left out",
             ),
             (
                 "search a.test b.test",

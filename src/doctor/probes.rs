@@ -3,9 +3,9 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use futures_util::future::join_all;
-use http::{HeaderMap, HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderValue, header};
 
-use super::report::Check;
+use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, get};
 use crate::config::Config;
 use crate::health::Health;
@@ -32,15 +32,16 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
             "there is no status port (statusPort: 0)",
         )];
     };
-    let found = ready(Ipv4Addr::LOCALHOST.into(), status.port).await;
-    let is_ready = found.is_ok();
-    let mut checks = vec![match (found, subject.running) {
-        (Ok(found), _) => Check::ok(NAME, found),
-        (Err((found, None)), None) => Check::skipped(NAME, found),
-        (Err((found, _)), _) => Check::error(NAME, found)
+    let check = match ready(Ipv4Addr::LOCALHOST.into(), status.port).await {
+        Ok(found) => Check::ok(NAME, found),
+        // Another check says that no agent runs.
+        Err(found) if subject.running.is_none() => Check::warning(NAME, found),
+        Err(found) => Check::error(NAME, found)
             .expected("a ready Envoy")
             .remedy("see the errors above"),
-    }];
+    };
+    let is_ready = check.level == Level::Ok;
+    let mut checks = vec![check];
     let port = config.bootstrap.ports.health;
     // Envoy may expect another protocol there, or have no such listener.
     let is_known = !config.bootstrap.health_proxy_protocol && !config.has_custom_bootstrap;
@@ -48,7 +49,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
         const NAME: &str = "readiness through Envoy";
         checks.push(match ready(config.bootstrap.admin_host(), port).await {
             Ok(found) => Check::ok(NAME, found),
-            Err((found, _)) => Check::error(NAME, found)
+            Err(found) => Check::error(NAME, found)
                 .expected("200: the kubelet probes this port")
                 .remedy("restart the container if Envoy stays so"),
         });
@@ -56,18 +57,15 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
-/// What is found at a port, and the status if it is not ready.
-async fn ready(host: IpAddr, port: u16) -> Result<String, (String, Option<StatusCode>)> {
+/// What is found at a port, ready or not.
+async fn ready(host: IpAddr, port: u16) -> Result<String, String> {
     let url = format!("http://{}/healthz/ready", SocketAddr::new(host, port));
     let answer = get(&url, PROBE_LIMIT).await;
-    let answer = answer.map_err(|error| (with_causes(&error), None))?;
+    let answer = answer.map_err(|error| with_causes(&error))?;
     let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
     match status.is_success() {
         true => Ok(format!("port {port}: ready")),
-        false => Err((
-            format!("port {port}: {status} {}", reason.trim()),
-            Some(status),
-        )),
+        false => Err(format!("port {port}: {status} {}", reason.trim())),
     }
 }
 
@@ -109,26 +107,29 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
         }
         Ok(outcome) => format!("{what}: status {}", outcome.status.as_u16()),
         Err(probe::Error::Late(_)) if limit < probe.timeout => {
-            let found = format!(
-                "{what}: no answer within {limit:?}, the kubelet waits for {:?}",
-                probe.timeout
-            );
+            let kubelet = probe.timeout;
+            let found =
+                format!("{what}: no answer within {limit:?}, the kubelet waits for {kubelet:?}");
             return Check::warning(path, found);
         }
         Err(error) => format!("{what}: {}", with_causes(&error)),
     };
-    let remedy = "see the application's log; the probe is that of its container in the pod";
-    let check = match path.rsplit('/').next() {
-        Some("livez") => Check::error(path, problem)
-            .expected("success; the kubelet restarts the container otherwise"),
-        Some("readyz") => {
-            Check::error(path, problem).expected("success; the pod is not ready otherwise")
-        }
+    let (level, expected) = match path.rsplit('/').next() {
+        Some("livez") => (
+            Level::Error,
+            "success; the kubelet restarts the container otherwise",
+        ),
+        Some("readyz") => (Level::Error, "success; the pod is not ready otherwise"),
         // It does not matter any more after one success.
-        _ => Check::warning(path, problem)
-            .expected("success, unless the container has started already"),
+        _ => (
+            Level::Warning,
+            "success, unless the container has started already",
+        ),
     };
-    check.remedy(remedy)
+    let remedy = "see the application's log; the probe is that of its container in the pod";
+    Check::new(path, level, problem)
+        .expected(expected)
+        .remedy(remedy)
 }
 
 /// What istiod is told of a machine's workload.

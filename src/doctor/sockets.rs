@@ -30,11 +30,10 @@ enum Owner {
 /// What is at the path of a socket.
 #[derive(Debug)]
 enum Found {
-    Absent,
+    /// Nothing, or what a process that has ended left.
+    NoListener(&'static str),
     /// It cannot be looked at, is no socket, or does not let itself be connected to.
     Unusable(String),
-    /// Left by a process that has ended.
-    Stale,
     Listener {
         pid: i32,
         process: String,
@@ -73,31 +72,32 @@ fn owner_of_secrets(config: &Config, found: &Found) -> Owner {
 
 async fn look(path: &Path) -> Found {
     let socket = path.to_owned();
-    match run_blocking(move || look_at(&socket)).await {
+    match run_blocking(move || listener(&socket)).await {
         Ok(Ok((pid, process))) => Found::Listener {
             pid,
             process,
             health: probe::health(path).await,
         },
-        Ok(Err(found)) => found,
+        Ok(Err(error)) => match error.kind() {
+            io::ErrorKind::NotFound => Found::NoListener("there is none"),
+            io::ErrorKind::ConnectionRefused => {
+                Found::NoListener("a stale file, no process listens")
+            }
+            _ => Found::Unusable(error.to_string()),
+        },
         Err(late) => Found::Unusable(late),
     }
 }
 
-/// The process that listens and its name, or what else there is. Blocks while the disk does.
-fn look_at(path: &Path) -> Result<(i32, String), Found> {
-    let unusable = |error: io::Error| match error.kind() {
-        io::ErrorKind::NotFound => Found::Absent,
-        io::ErrorKind::ConnectionRefused => Found::Stale,
-        _ => Found::Unusable(error.to_string()),
-    };
-    match fs::metadata(path).map_err(unusable)?.file_type() {
+/// The process that listens, and its name. Blocks while the disk does.
+fn listener(path: &Path) -> io::Result<(i32, String)> {
+    match fs::metadata(path)?.file_type() {
         kind if kind.is_socket() => {}
-        kind if kind.is_dir() => return Err(Found::Unusable("a directory".to_owned())),
-        _ => return Err(Found::Unusable("a file".to_owned())),
+        kind if kind.is_dir() => return Err(io::Error::other("a directory")),
+        _ => return Err(io::Error::other("a file")),
     }
     // The kernel does not tell a process of another container.
-    let pid = unix_socket::listener(path).map_err(unusable)?;
+    let pid = unix_socket::listener(path)?;
     let name = fs::read_to_string(format!("/proc/{pid}/comm"));
     let name = name.unwrap_or_else(|_| "of another container".to_owned());
     Ok((pid, name.trim().to_owned()))
@@ -111,11 +111,7 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
                 .expected("a socket, or nothing")
                 .remedy("remove it, or correct the volume that holds it");
         }
-        Found::Absent => return unserved(name, format!("{path}: there is none"), owner),
-        Found::Stale => {
-            let found = format!("{path}: a stale file, no process listens");
-            return unserved(name, found, owner);
-        }
+        Found::NoListener(why) => return unserved(name, format!("{path}: {why}"), owner),
         Found::Listener {
             pid,
             process,
@@ -127,18 +123,18 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
     let problem = match health {
         Health::Busy => "its queue of connections is full".to_owned(),
         Health::Dead(problem) => problem.to_string(),
-        _ if owner == Owner::This && u32::try_from(pid) != Ok(own) => {
+        Health::Absent => "it has just gone".to_owned(),
+        Health::Healthy if owner == Owner::This && u32::try_from(pid) != Ok(own) => {
             return Check::error(name, found)
                 .expected(format!("process {own}, this agent"))
                 .remedy(SHARED);
         }
-        _ if owner == Owner::Agent && process != AGENT => {
+        Health::Healthy if owner == Owner::Agent && process != AGENT => {
             return Check::warning(name, found)
                 .expected("an agent or no process")
                 .remedy("the agent replaces it when it starts, and that process gets no more connections");
         }
         Health::Healthy => return Check::ok(name, found),
-        Health::Absent => return unserved(name, format!("{path}: it has just gone"), owner),
     };
     Check::error(name, format!("{found}; {problem}"))
         .expected("HTTP/2 settings in a second")
@@ -171,8 +167,7 @@ mod tests {
         };
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());
         for (found, of_this, of_agent, of_other) in [
-            (Found::Absent, Error, Ok, Error),
-            (Found::Stale, Error, Ok, Error),
+            (Found::NoListener("there is none"), Error, Ok, Error),
             (Found::Unusable("a file".to_owned()), Error, Error, Error),
             (listener(own, AGENT, Health::Healthy), Ok, Ok, Ok),
             (

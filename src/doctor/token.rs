@@ -1,12 +1,10 @@
 //! The token for istiod, and the roots istiod is verified with.
 
 use std::path::Path;
-use std::time::SystemTime;
 
 use futures_util::future::join_all;
 use http::HeaderValue;
 
-use super::certificates::{Facts, latest};
 use super::report::{Check, Level};
 use super::{Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
@@ -14,11 +12,10 @@ use crate::config::Config;
 use crate::duration::approximate;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source};
-use crate::regular_file;
-use crate::trust_anchors::{self, MAX_PEM, Roots};
+use crate::trust_anchors::{self, Roots};
 
 /// What istiod expects unless its variable `TOKEN_AUDIENCES` says otherwise.
-const AUDIENCE: &str = "istio-ca";
+pub(super) const AUDIENCE: &str = "istio-ca";
 
 const PROJECTED: &str = "mount the projected volume istio-token at /var/run/secrets/tokens, as \
                          sidecar injection does, or copy a new token to the machine";
@@ -30,13 +27,13 @@ const MOUNTED: &str = "mount the config map istio-ca-root-cert of the pod's name
 /// What the group found.
 #[derive(Default)]
 pub(super) struct Found {
-    checks: Vec<Check>,
+    pub(super) checks: Vec<Check>,
     /// As calls send it.
     pub(super) authorization: Option<HeaderValue>,
+    /// Those of a token.
+    pub(super) audiences: Vec<String>,
     /// Whether istiod cannot be verified.
     pub(super) has_no_roots: bool,
-    /// Of a token that names none that istiod is known to expect.
-    foreign_audiences: Option<Vec<String>>,
 }
 
 /// Reads token and roots.
@@ -52,7 +49,6 @@ pub(super) async fn read(subject: Subject<'_>) -> Found {
     roots.dedup();
     let checks_of_roots = join_all(roots.into_iter().map(check_roots));
     let (mut found, roots) = tokio::join!(read_token(config), checks_of_roots);
-    let roots: Vec<_> = roots.into_iter().flatten().collect();
     found.has_no_roots = roots.iter().any(|check| check.level == Level::Error);
     found.checks.extend(roots);
     found
@@ -62,22 +58,6 @@ impl Found {
     /// Whether istiod would refuse what the agent shows.
     pub(super) fn has_errors(&self) -> bool {
         self.checks.iter().any(|check| check.level == Level::Error)
-    }
-
-    /// The checks, now that it is known whether istiod accepts the token.
-    pub(super) fn into_checks(mut self, accepted: Option<bool>) -> Vec<Check> {
-        if let Some(audiences) = self.foreign_audiences.filter(|_| accepted != Some(true)) {
-            let found = format!("{audiences:?}");
-            let check = match accepted {
-                Some(_) => Check::error("audience of the token", found + ", refused by istiod"),
-                None => Check::warning("audience of the token", found),
-            };
-            let remedy = "set the audience of the projected volume istio-token, or TOKEN_AUDIENCES \
-                          of istiod";
-            self.checks
-                .insert(1, check.expected(AUDIENCE).remedy(remedy));
-        }
-        self.checks
     }
 }
 
@@ -106,14 +86,11 @@ async fn read_token(config: &Config) -> Found {
             .remedy(PROJECTED),
         Ok(token) => {
             found.authorization = Some(token.header);
-            let google = config.google_token.as_ref();
-            let audience = google.map_or(AUDIENCE, |token| &token.audience);
-            let audiences = token.claims.as_ref().map(Claims::audiences);
-            found.foreign_audiences = audiences
-                .filter(|all| !all.contains(&audience))
-                .map(|all| all.into_iter().map(str::to_owned).collect());
             match token.claims {
-                Some(claims) => life(&path, &claims),
+                Some(claims) => {
+                    found.audiences = claims.audiences().into_iter().map(str::to_owned).collect();
+                    life(&path, &claims)
+                }
                 None => Check::warning("token", format!("{shown} holds no JSON web token"))
                     .expected("one signed by Kubernetes")
                     .remedy(PROJECTED),
@@ -149,29 +126,18 @@ fn life(path: &Path, claims: &Claims) -> Check {
     }
 }
 
-async fn check_roots(roots: Roots) -> Vec<Check> {
+async fn check_roots(roots: Roots) -> Check {
     let name = "roots for istiod";
     let text = match &roots {
         Roots::File(path) => path.display().to_string(),
         Roots::System(_) => "the system".to_owned(),
     };
-    let read = run_blocking(move || {
-        let store = trust_anchors::read(&roots)?;
-        let pem = match &roots {
-            Roots::File(path) => regular_file::read(path, MAX_PEM).ok(),
-            Roots::System(_) => None,
-        };
-        let facts = pem.map(|pem| Facts::of_pem(&pem));
-        Ok((store.len(), facts.unwrap_or_default()))
-    });
-    let (count, facts) = match read.await.unwrap_or_else(Err) {
-        Ok(found) => found,
-        Err(problem) => {
-            return vec![Check::error(name, problem).expected("PEM").remedy(MOUNTED)];
-        }
-    };
-    let now = SystemTime::now();
-    let usable = Check::ok(name, format!("{text}, usable certificates: {count}"));
-    let life = latest(&facts, now).map(|facts| facts.life("root certificate", MOUNTED, now));
-    std::iter::once(usable).chain(life).collect()
+    let read = run_blocking(move || trust_anchors::read(&roots)).await;
+    match read.unwrap_or_else(Err) {
+        Ok(store) => Check::ok(
+            name,
+            format!("{text}, usable certificates: {}", store.len()),
+        ),
+        Err(problem) => Check::error(name, problem).expected("PEM").remedy(MOUNTED),
+    }
 }

@@ -102,6 +102,8 @@ impl Cause {
     pub fn remedy(&self) -> &'static str {
         const RUNNING: &str =
             "is istiod ready, and is it its port? kubectl get pods,endpoints -n istio-system";
+        const NAME: &str = "look at the pod's resolvers in /etc/resolv.conf, and whether the service \
+                            is there: kubectl get service -n istio-system";
         const POLICY: &str =
             "a NetworkPolicy, a firewall or a security group may drop packets to it";
         match self {
@@ -112,6 +114,8 @@ impl Cause {
                 }
                 _ => POLICY,
             },
+            Self::Connect(dial::Error::Resolve { .. } | dial::Error::NoAddress { .. }) => NAME,
+            Self::TimedOut { doing, .. } if doing.starts_with("resolving") => NAME,
             Self::TimedOut { doing, .. } if doing.starts_with("connecting") => POLICY,
             Self::TimedOut { .. } => RUNNING,
             Self::Proxy { .. } => {
@@ -137,7 +141,7 @@ impl Cause {
     }
 
     /// Whether this machine cannot reach addresses of that family.
-    pub fn is_without_route(&self) -> bool {
+    fn is_without_route(&self) -> bool {
         use io::ErrorKind::{AddrNotAvailable, NetworkUnreachable};
         match self {
             Self::Connect(dial::Error::Connect { source, .. }) => {

@@ -6,6 +6,7 @@ use super::Config;
 use super::connection::Connection;
 use super::dial::{Cause, dial};
 use crate::dial::Dialer;
+use crate::duration::scaled;
 use crate::executor::ConnectionTasks;
 
 /// A connection of its own. It ends when this is dropped.
@@ -19,7 +20,7 @@ pub struct Probe {
 pub async fn open(config: &Config, limit: Duration) -> Result<Probe, Cause> {
     let tasks = ConnectionTasks::default();
     let mut config = config.clone();
-    (config.limits.total, config.limits.per_address) = (limit, limit);
+    (config.limits.total, config.limits.per_address) = (limit, scaled(limit, 0.5));
     let config = config.into();
     let (connection, driver) = dial(&config, &Dialer::default(), tasks.executor()).await?;
     tasks.executor().spawn(async move {

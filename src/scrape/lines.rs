@@ -12,11 +12,10 @@
 use std::borrow::Cow;
 use std::mem;
 
-use bytes::Bytes;
 use memchr::{memchr, memchr_iter};
 
 use super::Hidden;
-use super::output::Output;
+use super::page::Output;
 use super::sample::{Sample, is_plausible, name_length, unquote, words};
 use super::seen::Seen;
 
@@ -85,18 +84,20 @@ impl Lines {
         }
     }
 
-    pub(super) fn push(&mut self, chunk: &Bytes, seen: &mut Seen, output: &mut Output) {
+    pub(super) fn push(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) {
         let Some(first) = memchr(b'\n', chunk) else {
             return self.hold(chunk);
         };
-        let mut lines = chunk.clone();
+        let mut lines = chunk;
         if self.is_too_long || !self.partial.is_empty() {
-            self.hold(&lines.split_to(first + 1));
-            let line = Bytes::from(mem::take(&mut self.partial));
+            let (end, rest) = chunk.split_at(first + 1);
+            self.hold(end);
+            let line = mem::take(&mut self.partial);
             self.is_too_long = false;
             self.pass(&line, seen, output);
+            lines = rest;
         }
-        let passed = self.pass(&lines, seen, output);
+        let passed = self.pass(lines, seen, output);
         self.hold(&lines[passed..]);
     }
 
@@ -105,7 +106,7 @@ impl Lines {
     pub(super) fn finish(&mut self, is_whole: bool, seen: &mut Seen, output: &mut Output) {
         let is_last_line = self.from == Format::Text || self.partial.starts_with(b"# EOF");
         if is_whole && is_last_line && !self.partial.is_empty() {
-            self.push(&Bytes::from_static(b"\n"), seen, output);
+            self.push(b"\n", seen, output);
         }
     }
 
@@ -124,13 +125,13 @@ impl Lines {
     }
 
     /// Passes the lines on that a chunk has the ends of. Returns where they end.
-    fn pass(&mut self, chunk: &Bytes, seen: &mut Seen, output: &mut Output) -> usize {
+    fn pass(&mut self, chunk: &[u8], seen: &mut Seen, output: &mut Output) -> usize {
         // Lines that pass as they are, from here on, are handed on together.
         let (mut passing, mut begin) = (0, 0);
         for end in memchr_iter(b'\n', chunk) {
             let verdict = self.judge(&chunk[begin..end], seen);
             if verdict != Pass {
-                output.pass(chunk, passing..begin);
+                output.write(&chunk[passing..begin]);
                 passing = end + 1;
             }
             if let Replace(line) = verdict {
@@ -138,7 +139,7 @@ impl Lines {
             }
             begin = end + 1;
         }
-        output.pass(chunk, passing..begin);
+        output.write(&chunk[passing..begin]);
         begin
     }
 

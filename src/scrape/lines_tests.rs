@@ -25,7 +25,7 @@ fn merged_in(
         seen.begin(index + 1 == pages.len());
         let mut lines = Lines::new(*from, to, hidden.clone(), false);
         for chunk in page.chunks(size) {
-            lines.push(&Bytes::copy_from_slice(chunk), &mut seen, &mut output);
+            lines.push(chunk, &mut seen, &mut output);
             merged.extend(std::iter::from_fn(|| output.take_ready()).flatten());
         }
         lines.finish(is_whole, &mut seen, &mut output);

@@ -1,16 +1,14 @@
 //! Merges the metrics of the agent, Envoy and the application into one page.
 //!
-//! All sources are asked at once. When the heads of their answers are there, or half of the time is
-//! over, the format of the page is settled, and the sources are written one after the other. What is
-//! small, or there already, has been set aside and comes first; a large or slow page passes straight
-//! from its socket in the time that is left. A source that fails is logged, counted and left out; the
+//! All sources are asked at once, and what they send is set aside. When each has ended or has no more
+//! room there, or half of the time is over, the format of the page is settled, and the sources are
+//! written one after the other: what is small comes first; a large or slow page passes straight from its
+//! socket in the time that is left. A source that fails is logged, counted and left out; the
 //! complete lines of one that breaks off stay. In OpenMetrics the response is then aborted, as its end
 //! would say that nothing is missing.
 
-mod counts;
 mod lines;
 mod negotiate;
-mod output;
 mod page;
 mod sample;
 mod seen;
@@ -33,21 +31,18 @@ use crate::clock::later;
 use crate::duration::scaled;
 use crate::http_client::{self, Client, Redirects};
 use crate::lifecycle::BoxError;
-use crate::metrics::Registry;
-use counts::Counts;
+use crate::metrics::{Counter, Counters, Registry};
 use negotiate::{ContentType, TIMEOUT};
-use output::Output;
-use page::Page;
+use page::{Output, Page};
 use source::{Origin, Source};
 use targets::Target;
 
 /// What may be set aside of all sources together, in bytes.
 const ASIDE: usize = 512 << 10;
-/// The part of a scrape's time that is spent on setting aside, so that pages come in their order.
-const SETTLING: f64 = 0.1;
-/// The part of the scraper's time that is left for the page's way back, and the least of it.
-const WAY_BACK: f64 = 0.05;
-const MIN_WAY_BACK: Duration = Duration::from_millis(50);
+/// The part of a scrape's time that is spent on setting aside at most, so that pages come in their order.
+const SETTLING: f64 = 0.5;
+/// The part of the scraper's time in which the page is made; the rest is for its way back.
+const MAKING: f64 = 0.95;
 /// Longest time a scraper can ask for.
 const MAX_TIME: Duration = Duration::from_secs(3600);
 
@@ -104,17 +99,14 @@ impl Scrape {
         }))
     }
 
-    /// Answers a scrape as soon as the format is known; the page is written while it is read.
+    /// Answers a scrape once its sources are settled; the page is written while it is read.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
         let scrape = &self.0;
         scrape.counts.scrapes.inc();
         let begin = Instant::now();
         let time = scrape.time(&request.headers);
         let mut sources = scrape.sources(&request);
-        let has_head = |source: &Source| source.content_type.is_some() || source.has_ended();
-        let part = |of| later(begin, scaled(time, of));
-        source::set_aside(&mut sources, part(0.5), has_head).await;
-        source::set_aside(&mut sources, part(SETTLING), Source::is_settled).await;
+        source::set_aside(&mut sources, later(begin, scaled(time, SETTLING))).await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
             None if source.has_ended() => {
@@ -157,9 +149,7 @@ impl Inner {
         let time = asked.map_or(self.config.timeout, |seconds| {
             Duration::try_from_secs_f64(seconds).unwrap_or(MAX_TIME)
         });
-        let time = time.min(MAX_TIME);
-        let way_back = scaled(time, WAY_BACK).max(MIN_WAY_BACK);
-        time.saturating_sub(way_back).max(scaled(time, 0.5))
+        scaled(time.min(MAX_TIME), MAKING)
     }
 
     /// Asks everything but the agent itself: Envoy first, then the targets in order.
@@ -195,7 +185,7 @@ impl Inner {
     /// Logs and counts a failure.
     fn report(&self, source: &Source) {
         if let Some(failure) = &source.failure {
-            self.counts.failure(source.origin);
+            self.counts.failures.with([source.origin.name()]).inc();
             tracing::error!("{}", source.explain(failure));
         }
     }
@@ -211,6 +201,45 @@ fn settle(sources: &[Source]) -> ContentType {
     match types.all(|other| other == first) {
         true => first,
         false => ContentType::Text,
+    }
+}
+
+/// What was scraped, what failed, and what was left out of a page.
+struct Counts {
+    scrapes: Counter,
+    failures: Counters<1>,
+    duplicates: Counters<1>,
+    malformed: Counters<1>,
+}
+
+impl Counts {
+    fn new(registry: &Registry) -> Self {
+        Self {
+            scrapes: registry.counter("istio_agent_scrapes_total", "The total number of scrapes."),
+            failures: registry.counters(
+                "istio_agent_scrape_failures_total",
+                "The total number of failed scrapes.",
+                &["type"],
+            ),
+            duplicates: registry.counters(
+                "istio_agent_scrape_duplicate_series_total",
+                "Samples left out of the page because an earlier source has the same series.",
+                &["source"],
+            ),
+            malformed: registry.counters(
+                "istio_agent_scrape_malformed_lines_total",
+                "Lines left out of the page because they are malformed or longer than 1 MiB.",
+                &["source"],
+            ),
+        }
+    }
+
+    fn left_out(&self, origin: Origin, duplicates: u64, malformed: u64) {
+        for (counters, lines) in [(&self.duplicates, duplicates), (&self.malformed, malformed)] {
+            if lines > 0 {
+                counters.with([origin.name()]).add(lines);
+            }
+        }
     }
 }
 

@@ -2,19 +2,24 @@
 //! their turns come.
 
 use std::future::poll_fn;
+use std::io::{self, Write};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use tokio::time::{Instant, timeout_at};
 
 use super::Inner;
 use super::lines::{Format, Lines};
-use super::output::Output;
 use super::seen::Seen;
 use super::source::{self, Failure, Origin, Source};
 use crate::clock::after;
 use crate::duration::scaled;
 use crate::lifecycle::BoxError;
+
+/// How much is written together before it is sent.
+const CHUNK: usize = 32 << 10;
 
 pub(super) struct Page {
     scrape: Arc<Inner>,
@@ -25,7 +30,6 @@ pub(super) struct Page {
     turn: Option<Turn>,
     seen: Seen,
     output: Output,
-    has_ended: bool,
 }
 
 /// The source that is written.
@@ -48,8 +52,12 @@ impl Page {
     ) -> Self {
         let mut seen = Seen::default();
         seen.begin(sources.is_empty());
-        let own = Bytes::from(scrape.registry.render());
-        Lines::new(Format::Text, format, Vec::new(), false).push(&own, &mut seen, &mut output);
+        let own = scrape.registry.render();
+        Lines::new(Format::Text, format, Vec::new(), false).push(
+            own.as_bytes(),
+            &mut seen,
+            &mut output,
+        );
         Self {
             scrape,
             format,
@@ -58,7 +66,6 @@ impl Page {
             turn: None,
             seen,
             output,
-            has_ended: false,
         }
     }
 
@@ -68,7 +75,7 @@ impl Page {
             if let Some(chunk) = self.output.take_ready() {
                 return Ok(Some(chunk));
             }
-            if self.has_ended {
+            if self.output.has_ended {
                 return Ok(None);
             }
             match self.turn.take() {
@@ -84,7 +91,6 @@ impl Page {
             if self.format == Format::OpenMetrics {
                 self.output.write(b"# EOF\n");
             }
-            self.has_ended = true;
             return Ok(self.output.finish()?);
         };
         let source = self.sources.remove(next);
@@ -155,5 +161,49 @@ impl Page {
             true if self.format == Format::OpenMetrics => Err("a source broke off".into()),
             _ => Ok(()),
         }
+    }
+}
+
+/// What is written of the page, in the encoding of the response.
+#[derive(Default)]
+pub(super) struct Output {
+    gzip: Option<GzEncoder<Vec<u8>>>,
+    plain: Vec<u8>,
+    has_ended: bool,
+}
+
+impl Output {
+    pub(super) fn new(is_gzip: bool) -> Self {
+        Self {
+            gzip: is_gzip.then(|| GzEncoder::new(Vec::new(), Compression::fast())),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn write(&mut self, lines: &[u8]) {
+        match &mut self.gzip {
+            // A vector takes everything.
+            Some(gzip) => drop(gzip.write_all(lines)),
+            None => self.plain.extend_from_slice(lines),
+        }
+    }
+
+    /// Ends the page: the rest is ready as well.
+    pub(super) fn finish(&mut self) -> io::Result<()> {
+        if let Some(gzip) = self.gzip.take() {
+            self.plain = gzip.finish()?;
+        }
+        self.has_ended = true;
+        Ok(())
+    }
+
+    /// Takes the next chunk that is ready to be sent. None after the end of a page is its end.
+    pub(super) fn take_ready(&mut self) -> Option<Bytes> {
+        let written = match &mut self.gzip {
+            Some(gzip) => gzip.get_mut(),
+            None => &mut self.plain,
+        };
+        let is_ready = written.len() >= CHUNK || self.has_ended && !written.is_empty();
+        is_ready.then(|| std::mem::take(written).into())
     }
 }

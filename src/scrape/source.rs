@@ -280,15 +280,11 @@ pub(super) fn set_all_aside(sources: &mut [Source], context: &mut Context<'_>) {
     }
 }
 
-/// Sets aside until `is_done` holds for all sources, or until the time is over.
-pub(super) async fn set_aside(
-    sources: &mut [Source],
-    until: Instant,
-    is_done: impl Fn(&Source) -> bool,
-) {
+/// Sets aside until all sources wait for their turn, or until the time is over.
+pub(super) async fn set_aside(sources: &mut [Source], until: Instant) {
     let done = poll_fn(|context| {
         set_all_aside(sources, context);
-        match sources.iter().all(&is_done) {
+        match sources.iter().all(Source::is_settled) {
             true => Poll::Ready(()),
             false => Poll::Pending,
         }

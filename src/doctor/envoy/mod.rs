@@ -51,7 +51,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             return checks;
         }
         Err(why) => {
-            checks.push(unanswered(why));
+            checks.push(Check::error(ADMIN, why).expected("an answer").remedy(
+                "Envoy hangs, or another process has its port (ProxyConfig.proxyAdminPort): restart the container",
+            ));
             checks.extend(refused);
             return checks;
         }
@@ -72,12 +74,6 @@ async fn page(admin: &str, path: &str) -> Result<Value, String> {
         200 => serde_json::from_slice(answer.body()).map_err(|error| wrong(error.to_string())),
         other => Err(wrong(format!("status {other}"))),
     }
-}
-
-fn unanswered(why: String) -> Check {
-    Check::error(ADMIN, why)
-        .expected("an answer")
-        .remedy("Envoy hangs, or another process has its port (ProxyConfig.proxyAdminPort): restart the container")
 }
 
 /// Envoy as its supervisor sees it.

@@ -312,8 +312,8 @@ fn a_scrape_takes_a_little_less_than_the_scrapers_time() {
     for (header, expected) in [
         (None, 9500),
         (Some("10"), 9500),
-        (Some("0.5"), 450),
-        (Some("0.02"), 10),
+        (Some("0.5"), 475),
+        (Some("0.02"), 19),
         (Some("soon"), 9500),
         (Some("-1"), 9500),
         (Some("NaN"), 9500),

@@ -3,7 +3,6 @@
 //!
 //! Snapshots hold neither keys nor tokens.
 
-mod discovery;
 mod page;
 
 use std::time::SystemTime;
