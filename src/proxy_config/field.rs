@@ -174,9 +174,9 @@ pub fn camel_case(name: &str) -> String {
     let mut words = name.split('_');
     let mut camel = words.next().unwrap_or_default().to_owned();
     for word in words {
-        let (first, rest) = word.split_at(1.min(word.len()));
-        camel += &first.to_ascii_uppercase();
-        camel += rest;
+        let mut letters = word.chars();
+        camel.extend(letters.next().map(|first| first.to_ascii_uppercase()));
+        camel += letters.as_str();
     }
     camel
 }

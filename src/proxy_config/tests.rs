@@ -130,7 +130,7 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
 fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
     let (found, notes) = read(
         "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\n  zipkn: {}\nmeshId: a\nmesh_id: b\n\
-         serviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY\ndiscoveryAdress: a:1\nstatus_prt: 1",
+         serviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY\ndiscoveryAdress: a:1\nstatus_prt: 1\nx_é: 1",
     );
     let canonical = json!({
         "tracingServiceName": "CANONICAL_NAME_ONLY",
@@ -146,6 +146,7 @@ fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
         "it line 8: member serviceCluster gives way to another; ignored",
         "it line 10: unknown member discoveryAdress (discoveryAddress?); ignored",
         "it line 11: unknown member status_prt (statusPort?); ignored",
+        "it line 12: unknown member x_é; ignored",
         "it line 4: unknown member tracing.other; ignored",
         "it line 5: unknown member tracing.zipkn (zipkin?); ignored",
     ];
