@@ -300,9 +300,8 @@ def a_pod_whose_application_never_starts_is_deleted_without_delay(world, agent=O
     world.deploy("never", agent, app={"image": "localhost/none:1", "imagePullPolicy": "Never"})
 
     def proxy_ready():
-        status = world.get("pods", "-l", "app=never")["items"][0]["status"]
-        return any(one["name"] == "istio-proxy" and one["ready"] for part in ("initContainerStatuses", "containerStatuses")
-                   for one in status.get(part, []))
+        return any(one["name"] == "istio-proxy" and one["ready"] for pod in world.get("pods", "-l", "app=never")["items"]
+                   for part in ("initContainerStatuses", "containerStatuses") for one in pod["status"].get(part, []))
     world.until("the sidecar is ready", proxy_ready)
     begun = time.monotonic()
     world.kubectl("delete", "deploy/never", "--wait=false")
