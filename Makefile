@@ -61,7 +61,7 @@ release: deny image package ## Leaves archive, packages, image, provenance and c
 aarch64: local-istiod ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
 	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
 	@CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-	cargo build --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64)
+	cargo build --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64) $(features)
 	@if [[ $(PROFILE) == release ]]; then \
 	OBJCOPY=aarch64-linux-gnu-objcopy deploy/split-symbols $(target)/$(aarch64)/release/pilot-agent; fi
 	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/debug/local-istiod

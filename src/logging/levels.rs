@@ -125,7 +125,7 @@ impl InForce {
         self.levels.read().get(scope)
     }
 
-    pub(super) fn most_verbose(&self) -> LevelFilter {
+    pub(super) fn max_level(&self) -> LevelFilter {
         let levels = self.levels.read();
         let all = levels.0.values().map(Level::current);
         all.max().unwrap_or(LevelFilter::OFF)
@@ -290,7 +290,7 @@ mod tests {
             assert!(levels.set(Some("sds"), LevelFilter::ERROR, minutes(5)));
             assert_eq!(shown(&levels, "sds"), ("error", Some((300.0, "info"))));
             assert_eq!(shown(&levels, "grpc"), ("debug", Some((600.0, "none"))));
-            assert_eq!(levels.most_verbose(), LevelFilter::DEBUG);
+            assert_eq!(levels.max_level(), LevelFilter::DEBUG);
             // It replaces the temporary one.
             assert!(levels.set(Some("ca"), LevelFilter::WARN, None));
             assert_eq!(shown(&levels, "ca"), ("warn", None));
@@ -300,7 +300,7 @@ mod tests {
             tokio::time::sleep(Duration::from_secs(300)).await;
             assert_eq!(shown(&levels, "dns"), ("info", None));
             assert_eq!(shown(&levels, "ca"), ("warn", None));
-            assert_eq!(levels.most_verbose(), LevelFilter::INFO);
+            assert_eq!(levels.max_level(), LevelFilter::INFO);
         };
         tokio::select! {
             () = clock => {}

@@ -204,7 +204,7 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.levels.most_verbose().max(LevelFilter::INFO))
+        Some(self.levels.max_level().max(LevelFilter::INFO))
     }
 
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
