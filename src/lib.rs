@@ -13,6 +13,8 @@ pub mod doctor;
 
 pub mod preflight;
 
+pub mod scope;
+
 pub mod support_bundle;
 
 pub mod capture;

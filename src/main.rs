@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, show,
+    self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, scope, show,
     support_bundle, version, wait,
 };
 use istio_agent::config;
@@ -117,6 +117,10 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
                 false => print(&report.to_string())?,
             };
             Ok(doctor::exit_code(report.level))
+        }
+        Some(Command::Scope(flags)) => {
+            let text = block_on(scope::run(&flags, &Environment::of_process()))??;
+            print(text.trim_end())
         }
         Some(Command::SupportBundle(flags)) => {
             let environment = Environment::of_process();

@@ -45,7 +45,7 @@ use crate::status::startup::{self, Milestones};
 use crate::unix_socket;
 use crate::version;
 use crate::wasm::Wasm;
-use crate::{doctor, status};
+use crate::{doctor, scope, status};
 use reload::{Inputs, Load, Report, Settings};
 use sds_socket::{Detected, SdsOwner};
 
@@ -170,6 +170,12 @@ impl Agent {
                 forwarder,
                 health: health.clone(),
             };
+            let scope = scope::Sources {
+                node: agent.config.bootstrap.node.clone(),
+                envoy: envoy.clone(),
+                dns: dns.clone(),
+                discovery: discovery.clone(),
+            };
             let sources = status::Sources {
                 node: agent.config.bootstrap.node.id.clone(),
                 istio_version,
@@ -186,6 +192,7 @@ impl Agent {
                 scrape: agent.scrape(),
                 pages: vec![
                     ("/debug/doctor", report::page(agent.config.clone(), running)),
+                    ("/debug/scope", report::scope(scope)),
                     ("/debug/config", effective(settings.report)),
                 ],
             };

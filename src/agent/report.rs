@@ -1,4 +1,4 @@
-//! The page of the doctor.
+//! The pages of the doctor and of what is used.
 
 use std::sync::Arc;
 
@@ -8,6 +8,8 @@ use tokio::time::Instant;
 
 use crate::config::Config;
 use crate::doctor::{self, Running};
+use crate::lifecycle::with_causes;
+use crate::scope;
 use crate::status::Page;
 
 /// Makes one report at a time. Requests that wait for it get the same, so none waits for two.
@@ -28,6 +30,20 @@ pub(super) fn page(config: Config, running: Running) -> Page {
             let report = json!(doctor::report(config, Some(running), Vec::new()).await);
             *last = Some((Instant::now(), report.clone()));
             report
+        })
+    })
+}
+
+/// Reads what the workload uses, once at a time.
+pub(super) fn scope(sources: scope::Sources) -> Page {
+    let sources = Arc::new(Mutex::new(sources));
+    Arc::new(move || {
+        let sources = sources.clone();
+        Box::pin(async move {
+            match scope::observe(&*sources.lock().await).await {
+                Ok(usage) => json!(usage),
+                Err(error) => json!({ "error": with_causes(&error) }),
+            }
         })
     })
 }

@@ -9,6 +9,7 @@ pub mod completion;
 pub mod doctor;
 pub mod iptables;
 pub mod request;
+pub mod scope;
 pub mod show;
 pub mod support_bundle;
 pub mod unknown;
@@ -51,6 +52,8 @@ pub enum Command {
     Doctor(doctor::DoctorFlags),
     /// Says what differs with this agent for pods of a file; exits with 1 for warnings, 2 for errors.
     Preflight(show::PreflightFlags),
+    /// Prints the Sidecar resource that suffices for what this workload uses.
+    Scope(scope::ScopeFlags),
     /// Collects the doctor's answer, configuration, pages and rules in a .tar.gz without secrets.
     SupportBundle(support_bundle::SupportBundleFlags),
     /// Makes an HTTP request to one of the agent's or Envoy's own ports.

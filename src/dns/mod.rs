@@ -6,6 +6,7 @@
 //! certificate delays an answer. How queries are forwarded is behind [`Forward`].
 
 mod answer;
+mod asked;
 pub mod forward;
 pub mod listen;
 mod metrics;
@@ -26,6 +27,8 @@ use tokio::sync::{Mutex, watch};
 use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
 pub use answer::Policy;
+use asked::Asked;
+pub use asked::Names;
 use metrics::Metrics;
 use name_table::{Malformed, NameTable};
 pub use search_domains::SearchDomains;
@@ -93,6 +96,7 @@ pub struct Dns {
     search_domains: SearchDomains,
     metrics: Metrics,
     addresses: Vec<SocketAddr>,
+    asked: Asked,
     /// Held while an index is built: updates of streams that have ended must not pile up.
     building: Arc<Mutex<()>>,
 }
@@ -118,12 +122,14 @@ pub fn new<F: Forward>(
         search_domains: config.search_domains,
         metrics: metrics.clone(),
         addresses,
+        asked: Asked::default(),
         building: Arc::default(),
     };
     let shared = server::Shared {
         forwarder,
         policy: config.policy,
         metrics,
+        asked: dns.asked.clone(),
         tables: receiver,
     };
     Ok((dns, server::serve(bound, Arc::new(shared), shutdown)))
@@ -174,6 +180,16 @@ impl Dns {
     /// How many hosts the table has, if there is one.
     pub fn hosts(&self) -> Option<usize> {
         self.tables.borrow().as_ref().map(|table| table.hosts())
+    }
+
+    /// The hosts of the table that were asked for, and whether these are all.
+    pub fn asked(&self) -> (Vec<String>, Names) {
+        let table = self.tables.borrow().clone();
+        let (names, known) = self.asked.snapshot();
+        let names = names
+            .iter()
+            .filter_map(|name| table.as_ref()?.host_of(name));
+        (names.collect(), known)
     }
 
     /// Where it listens.

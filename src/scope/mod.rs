@@ -261,3 +261,5 @@ fn bytes_per_cluster(discovery: &Observer) -> u64 {
     last.filter_map(|last| last.bytes.checked_div(last.resources.into()))
         .sum()
 }
+#[cfg(test)]
+mod tests;

@@ -14,6 +14,7 @@ pub(super) struct Metrics {
     pub(super) responses: Counter,
     pub(super) largest_request: Gauge,
     pub(super) push_to_ack: Histogram,
+    pub(super) services: Gauge,
     /// Both by class of the end.
     pub(super) istiod_ends: Counters<1>,
     pub(super) envoy_ends: Counters<1>,
@@ -39,6 +40,10 @@ impl Metrics {
                 "istio_agent_xds_push_to_ack_seconds",
                 "Time from the end of a discovery response to its acknowledgement",
                 ACK_BUCKETS,
+            ),
+            services: registry.gauge(
+                "istio_agent_xds_services",
+                "Services that Envoy was sent, by its subscriptions to endpoints",
             ),
             istiod_ends: registry.counters(
                 "istio_agent_istiod_connection_terminations",

@@ -36,7 +36,7 @@ use super::intercept::{Interceptors, Outcome};
 use super::interceptions::Interceptions;
 use super::last_known_good::EnvoyCache;
 use super::last_known_good::replay::Replay;
-use super::observe::{Observer, Source};
+use super::observe::{Observer, Services, Source};
 use super::response::Captured;
 use super::stream::StreamState;
 use crate::backoff::Backoff;
@@ -199,16 +199,18 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(relay: &'a Relay, envoy: Incoming, to_envoy: &'a mpsc::Sender<ToEnvoy>) -> Self {
+        let mut state = StreamState::new(
+            relay.id,
+            relay.protocol,
+            relay.interceptors.clone(),
+            relay.observer.clone(),
+            relay.max_request_bytes,
+            relay.kept.clone(),
+        );
+        state.services = relay.is_envoy.then(Services::default);
         Self {
             relay,
-            state: StreamState::new(
-                relay.id,
-                relay.protocol,
-                relay.interceptors.clone(),
-                relay.observer.clone(),
-                relay.max_request_bytes,
-                relay.kept.clone(),
-            ),
+            state,
             envoy,
             to_envoy,
             waiting_since: None,

@@ -11,7 +11,7 @@ use super::Protocol;
 use super::end::End;
 use super::intercept::{HEALTH, Interceptors, Outcome, frame, request};
 use super::last_known_good::{EnvoyCache, Recorder};
-use super::observe::{Observer, Source};
+use super::observe::{Observer, Services, Source};
 use super::request::RequestReader;
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 
@@ -47,6 +47,8 @@ pub(super) struct StreamState {
     /// Where responses come from.
     pub(super) source: Source,
     pub(super) recorder: Recorder,
+    /// None for clients other than Envoy.
+    pub(super) services: Option<Services>,
 }
 
 impl StreamState {
@@ -73,6 +75,7 @@ impl StreamState {
             captured: VecDeque::new(),
             source: Source::Istiod,
             recorder: Recorder::new(kept, id),
+            services: None,
         }
     }
 
@@ -82,6 +85,10 @@ impl StreamState {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
             self.observer.requested(&request);
+            if let Some(services) = &mut self.services {
+                self.observer
+                    .count_services(services, &request, self.protocol);
+            }
             self.recorder.requested(&request);
             let first_listener = type_url == LISTENER && !self.subscribed;
             if self.protocol == Protocol::Delta {

@@ -51,6 +51,8 @@ pub struct NameTable {
 pub struct Found {
     pub v4: SmallVec<[Ipv4Addr; 4]>,
     pub v6: SmallVec<[Ipv6Addr; 4]>,
+    /// The offset of the host that comes first.
+    host: u32,
     /// Where in the name the part begins that a wildcard stands before.
     pub wildcard: Option<usize>,
     /// Where in the name the target of its CNAME ends, if it has one. With a wildcard the target
@@ -160,6 +162,12 @@ impl NameTable {
         None
     }
 
+    /// The host that a name leads to, as istiod wrote it, without a dot at its end.
+    pub fn host_of(&self, name: &[u8]) -> Option<String> {
+        let host = Host::at(&self.encoded, self.find(name)?.host);
+        Some(String::from_utf8_lossy(without_dot(host.name)).into_owned())
+    }
+
     /// How many hosts there are.
     pub fn hosts(&self) -> usize {
         self.hosts
@@ -189,7 +197,10 @@ impl NameTable {
     fn addresses(&self, name: &[u8]) -> Option<Found> {
         let mut hosts: SmallVec<[_; 2]> = self.hosts_of(name).collect();
         hosts.sort_unstable_by_key(|(rank, host)| (*rank, host.name));
-        let mut found = Found::default();
+        let mut found = Found {
+            host: hosts.first().map_or(0, |(_, host)| host.at),
+            ..Found::default()
+        };
         for (_, host) in &hosts {
             let (v4, v6) = host.addresses();
             if found.v4.is_empty() {

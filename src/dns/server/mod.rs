@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::answer::{self, Action, Policy};
+use super::asked::Asked;
 use super::metrics::{Metrics, Source};
 use super::name_table::NameTable;
 use super::wire::{self, Question};
@@ -34,6 +35,7 @@ pub(super) struct Shared<F> {
     pub(super) forwarder: F,
     pub(super) policy: Policy,
     pub(super) metrics: Metrics,
+    pub(super) asked: Asked,
     pub(super) tables: watch::Receiver<Option<Arc<NameTable>>>,
 }
 
@@ -51,7 +53,14 @@ impl<F> Shared<F> {
             self.metrics.request(question.kind);
         }
         match action {
-            Action::Reply(_) => self.metrics.response(out, Source::Agent),
+            Action::Reply(question) => {
+                self.metrics.response(out, Source::Agent);
+                if table.is_some()
+                    && let Some(name) = question.text(query)
+                {
+                    self.asked.remember(&name);
+                }
+            }
             Action::Refuse => self.metrics.refusals.inc(),
             Action::Forward(_) | Action::Drop => {}
         }

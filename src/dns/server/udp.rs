@@ -140,6 +140,7 @@ mod tests {
     use super::*;
     use crate::dns::answer::Policy;
     use crate::dns::answer::tests::query;
+    use crate::dns::asked::Asked;
     use crate::dns::metrics::Metrics;
     use crate::metrics::Registry;
 
@@ -167,6 +168,7 @@ mod tests {
                 forward_before_first_table: false,
             },
             metrics: Metrics::new(&Registry::default()),
+            asked: Asked::default(),
             tables,
         };
         (socket, client, Arc::new(shared))

@@ -5,6 +5,7 @@
 //! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
 
 mod seen;
+mod services;
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -24,6 +25,7 @@ use super::response::Received;
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Kind, Registry};
 use seen::Type;
+pub(super) use services::Services;
 pub use snapshot::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot, StreamSnapshot, TypeSnapshot,
 };
@@ -197,6 +199,13 @@ impl Observer {
         self.metrics.largest_request.raise(bytes as f64);
         self.table.lock().of(&request.type_url).seen.requests += 1;
         self.answered(&request.type_url, &request.nonce, request.nack.as_deref());
+    }
+
+    /// Counts the services that Envoy was sent, from its request for endpoints.
+    pub(super) fn count_services(&self, of: &mut Services, request: &Request, protocol: Protocol) {
+        if let Some(services) = of.requested(request, protocol) {
+            self.metrics.services.set(services as f64);
+        }
     }
 
     /// Records the ACK of the response of this nonce, or its NACK with the reason.

@@ -1,0 +1,131 @@
+//! How many services Envoy was sent, by its subscriptions to endpoints: one for each cluster, which is
+//! named `outbound|<port>|<subset>|<host>`.
+
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
+
+use bytes::Bytes;
+use prost::Message;
+
+use crate::xds::Protocol;
+use crate::xds::request::{HEAD, Request};
+
+const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const OUTBOUND: &[u8] = b"outbound|";
+
+/// The subscriptions of one stream. Clusters and hosts are kept as hashes.
+#[derive(Debug, Default)]
+pub(in crate::xds) struct Services {
+    hasher: RandomState,
+    /// The host of each cluster.
+    hosts: HashMap<u64, u64>,
+}
+
+/// The names in a `DiscoveryRequest`, which are all of the type.
+#[derive(Clone, PartialEq, prost::Message)]
+struct SotwNames {
+    #[prost(bytes = "bytes", repeated, tag = "3")]
+    all: Vec<Bytes>,
+}
+
+/// The names in a `DeltaDiscoveryRequest`.
+#[derive(Clone, PartialEq, prost::Message)]
+struct DeltaNames {
+    #[prost(bytes = "bytes", repeated, tag = "3")]
+    added: Vec<Bytes>,
+    #[prost(bytes = "bytes", repeated, tag = "4")]
+    removed: Vec<Bytes>,
+}
+
+impl Services {
+    /// The number of services after a request for endpoints; None after any other.
+    pub(super) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
+        if request.type_url != ENDPOINTS {
+            return None;
+        }
+        let message = request.frame.get(HEAD..)?;
+        let names = match protocol {
+            Protocol::Sotw => {
+                self.hosts.clear();
+                let names = SotwNames::decode(message).ok()?;
+                DeltaNames {
+                    added: names.all,
+                    removed: Vec::new(),
+                }
+            }
+            Protocol::Delta => DeltaNames::decode(message).ok()?,
+        };
+        for name in names.removed {
+            self.hosts.remove(&self.hasher.hash_one(&*name));
+        }
+        for name in names.added.iter().filter(|name| name.starts_with(OUTBOUND)) {
+            let host = name.rsplit(|byte| *byte == b'|').next();
+            let (cluster, host) = (self.hasher.hash_one(&**name), self.hasher.hash_one(host));
+            self.hosts.insert(cluster, host);
+        }
+        Some(self.hosts.values().collect::<HashSet<_>>().len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::envoy::service::discovery::v3::{DeltaDiscoveryRequest, DiscoveryRequest};
+
+    use super::*;
+    use crate::xds::intercept::frame;
+
+    const NAMES: [&str; 4] = [
+        "outbound|80||a.shop.svc.cluster.local",
+        "outbound|80|v1|a.shop.svc.cluster.local",
+        "outbound|443||b.shop.svc.cluster.local",
+        "other",
+    ];
+
+    fn request(type_url: &str, message: &impl Message) -> Request {
+        Request {
+            frame: frame(&message.encode_to_vec()),
+            type_url: type_url.to_owned(),
+            nonce: String::new(),
+            nack: None,
+        }
+    }
+
+    fn owned(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn ports_and_subsets_of_a_host_are_one_service() {
+        let mut services = Services::default();
+        let mut sotw = |names: &[&str]| {
+            let resource_names = owned(names);
+            let message = DiscoveryRequest {
+                resource_names,
+                ..Default::default()
+            };
+            services.requested(&request(ENDPOINTS, &message), Protocol::Sotw)
+        };
+        assert_eq!(sotw(&NAMES), Some(2));
+        assert_eq!(sotw(&NAMES[2..]), Some(1), "all is said anew");
+        let other = request("other", &DiscoveryRequest::default());
+        assert_eq!(services.requested(&other, Protocol::Sotw), None);
+    }
+
+    #[test]
+    fn delta_requests_add_and_remove() {
+        let mut services = Services::default();
+        let mut delta = |added: &[&str], removed: &[&str]| {
+            let message = DeltaDiscoveryRequest {
+                resource_names_subscribe: owned(added),
+                resource_names_unsubscribe: owned(removed),
+                ..Default::default()
+            };
+            services.requested(&request(ENDPOINTS, &message), Protocol::Delta)
+        };
+        assert_eq!(delta(&NAMES, &[]), Some(2));
+        assert_eq!(delta(&NAMES[..1], &[]), Some(2), "once more");
+        assert_eq!(delta(&[], &NAMES[..1]), Some(2), "a subset is left");
+        assert_eq!(delta(&[], &NAMES[1..2]), Some(1));
+        assert_eq!(delta(&[], &[]), Some(1), "an ACK");
+    }
+}
