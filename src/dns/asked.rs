@@ -1,29 +1,16 @@
-//! The names of the mesh that were asked for, for `pilot-agent scope`.
+//! The names of the mesh that the application asked for, for `pilot-agent scope`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
 
-/// How many names are remembered.
-const MAX_NAMES: usize = 2048;
+/// How many names are remembered: more than a workload uses.
+const MAX_NAMES: usize = 10_000;
 
 /// Remembers names. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Asked(Arc<Mutex<HashSet<Box<[u8]>>>>);
-
-/// Whether all names that were asked for are known.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Names {
-    Known,
-    /// There were more than are remembered.
-    Incomplete,
-    /// The agent does not answer DNS.
-    #[default]
-    Unknown,
-}
 
 impl Asked {
     pub(super) fn remember(&self, name: &[u8]) {
@@ -33,12 +20,7 @@ impl Asked {
         }
     }
 
-    pub(super) fn snapshot(&self) -> (Vec<Box<[u8]>>, Names) {
-        let names = self.0.lock();
-        let known = match names.len() < MAX_NAMES {
-            true => Names::Known,
-            false => Names::Incomplete,
-        };
-        (names.iter().cloned().collect(), known)
+    pub(super) fn names(&self) -> Vec<Box<[u8]>> {
+        self.0.lock().iter().cloned().collect()
     }
 }

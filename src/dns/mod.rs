@@ -28,7 +28,6 @@ use crate::lifecycle::CancellationToken;
 use crate::metrics::Registry;
 pub use answer::Policy;
 use asked::Asked;
-pub use asked::Names;
 use metrics::Metrics;
 use name_table::{Malformed, NameTable};
 pub use search_domains::SearchDomains;
@@ -182,14 +181,13 @@ impl Dns {
         self.tables.borrow().as_ref().map(|table| table.hosts())
     }
 
-    /// The hosts of the table that were asked for, and whether these are all.
-    pub fn asked(&self) -> (Vec<String>, Names) {
+    /// The hosts of the table that were asked for.
+    pub fn asked(&self) -> Vec<String> {
         let table = self.tables.borrow().clone();
-        let (names, known) = self.asked.snapshot();
-        let names = names
-            .iter()
-            .filter_map(|name| table.as_ref()?.host_of(name));
-        (names.collect(), known)
+        let names = self.asked.names().into_iter();
+        names
+            .filter_map(|name| table.as_ref()?.host_of(&name))
+            .collect()
     }
 
     /// Where it listens.

@@ -1,13 +1,11 @@
 //! The `Sidecar` resource that suffices for what was used, as YAML, and what is to be known before it is
 //! applied, as comments in it.
 
-use std::collections::BTreeSet;
-use std::fmt;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::json;
 
-use super::{Pod, Sent, Service, Usage};
-use crate::dns::Names;
+use super::{Pod, Service, Usage};
 use crate::duration::approximate;
 
 /// What Envoy holds for a service, in bytes; see docs/sizing.md.
@@ -26,8 +24,6 @@ pub struct Keep {
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("nothing to merge")]
-    Nothing,
     #[error("found pods of the namespaces {0:?} and {1:?}, expected those of one workload")]
     Namespaces(String, String),
     #[error(
@@ -39,39 +35,32 @@ pub enum Error {
     Keep(String),
 }
 
-/// What all of these used together.
-pub fn merge(all: impl IntoIterator<Item = Usage>) -> Result<Usage, Error> {
-    let mut all = all.into_iter();
-    let mut merged = all.next().ok_or(Error::Nothing)?;
-    for one in all {
-        if one.namespace != merged.namespace {
-            return Err(Error::Namespaces(merged.namespace, one.namespace));
-        }
-        merged
-            .labels
-            .retain(|name, value| one.labels.get(name) == Some(value));
-        merged.pods.extend(one.pods);
-        for (namespace, sent) in one.sent {
-            let most = merged.sent.entry(namespace).or_default();
-            most.services = most.services.max(sent.services);
-            most.clusters = most.clusters.max(sent.clusters);
-        }
-        for service in one.services {
-            let is_same =
-                |it: &&mut Service| it.host == service.host && it.namespace == service.namespace;
-            match merged.services.iter_mut().find(is_same) {
-                Some(same) => {
-                    same.clusters = same.clusters.max(service.clusters);
-                    same.connections += service.connections;
-                    same.requests += service.requests;
-                    same.is_asked |= service.is_asked;
-                }
-                None => merged.services.push(service),
-            }
-        }
-        merged.bytes_per_cluster = merged.bytes_per_cluster.max(one.bytes_per_cluster);
+/// Adds what another pod used, or the same one at another time.
+pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
+    if other.namespace != merged.namespace {
+        return Err(Error::Namespaces(merged.namespace, other.namespace));
     }
-    merged.services.sort_unstable();
+    merged
+        .labels
+        .retain(|name, value| other.labels.get(name) == Some(value));
+    merged.pods.extend(other.pods);
+    let all = merged.services.into_iter().chain(other.services);
+    let mut services = BTreeMap::<_, Service>::new();
+    for service in all {
+        let same = services
+            .entry(service.egress_host())
+            .or_insert_with(|| Service {
+                connections: 0,
+                requests: 0,
+                ..service.clone()
+            });
+        same.clusters = same.clusters.max(service.clusters);
+        same.connections += service.connections;
+        same.requests += service.requests;
+        same.is_asked |= service.is_asked;
+    }
+    merged.services = services.into_values().collect();
+    merged.bytes_per_cluster = merged.bytes_per_cluster.max(other.bytes_per_cluster);
     Ok(merged)
 }
 
@@ -84,23 +73,43 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
         let names = usage.pods.iter().map(|pod| pod.name.clone());
         return Err(Error::NoLabels(names.collect()));
     }
-    let kept = Kept::new(usage, keep);
+    let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
+    let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
+    let whole: Vec<_> = namespaces
+        .map(|it| if it == "." { &usage.namespace } else { it })
+        .collect();
+    let mut left_out = Vec::new();
+    for service in &usage.services {
+        let is_used = service.is_used() || (keep.asked && service.is_asked);
+        if whole.contains(&"*") || whole.contains(&service.namespace.as_str()) {
+            // Its namespace is there.
+        } else if is_used {
+            hosts.insert(service.egress_host());
+        } else {
+            left_out.push(service);
+        }
+    }
+    if hosts.is_empty() {
+        // No host at all.
+        hosts.insert("~/*".to_owned());
+    }
     let labels = usage.labels.iter();
     let labels = labels.map(|(name, value)| format!("      {}: {}\n", json!(name), json!(value)));
-    let hosts = kept
-        .hosts
-        .iter()
-        .map(|host| format!("    - {}\n", json!(host)));
+    let hosts = hosts.iter().map(|host| format!("    - {}\n", json!(host)));
     let workload = match usage.workload.as_str() {
         "" => usage.labels.values().next().map_or("", String::as_str),
         workload => workload,
     };
+    let comments = comments(usage, keep, &left_out);
     Ok(format!(
         "{}apiVersion: networking.istio.io/v1\n\
          kind: Sidecar\n\
          metadata:\n  name: {}\n  namespace: {}\n\
          spec:\n  workloadSelector:\n    labels:\n{}  egress:\n  - hosts:\n{}",
-        comments(usage, keep, &kept),
+        comments
+            .iter()
+            .map(|line| format!("# {line}\n"))
+            .collect::<String>(),
         json!(workload),
         json!(usage.namespace),
         labels.collect::<String>(),
@@ -108,133 +117,82 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
     ))
 }
 
-/// What the resource keeps.
-struct Kept {
-    /// `namespace/host`.
-    hosts: BTreeSet<String>,
-    sent: Sent,
-}
-
-impl Kept {
-    fn new(usage: &Usage, keep: &Keep) -> Self {
-        let mut kept = Self {
-            hosts: keep.hosts.iter().cloned().collect(),
-            sent: Sent::default(),
-        };
-        let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
-        let whole = |of: &str| match of {
-            "." => usage.namespace.clone(),
-            other => other.to_owned(),
-        };
-        let whole: BTreeSet<_> = namespaces.map(whole).collect();
-        let is_whole = |namespace: &String| whole.contains("*") || whole.contains(namespace);
-        for (_, sent) in usage
-            .sent
-            .iter()
-            .filter(|(namespace, _)| is_whole(namespace))
-        {
-            kept.sent.services += sent.services;
-            kept.sent.clusters += sent.clusters;
-        }
-        let services = usage
-            .services
-            .iter()
-            .filter(|it| it.is_used() || keep.asked);
-        for service in services.filter(|it| !is_whole(&it.namespace)) {
-            kept.hosts
-                .insert(format!("{}/{}", service.namespace, service.host));
-            kept.sent.services += 1;
-            kept.sent.clusters += service.clusters;
-        }
-        if kept.hosts.is_empty() {
-            // No host at all.
-            kept.hosts.insert("~/*".to_owned());
-        }
-        kept
-    }
-}
-
-fn comments(usage: &Usage, keep: &Keep, kept: &Kept) -> String {
-    let mut text = String::new();
-    let mut line = |line: fmt::Arguments<'_>| text += &format!("# {line}\n");
-    let total = |of: fn(&Sent) -> u64| usage.sent.values().map(of).sum::<u64>();
-    let (services, clusters) = (total(|it| it.services), total(|it| it.clusters));
-    let used = usage.services.iter().filter(|it| it.is_used()).count();
-    line(format_args!(
-        "What was used, as a Sidecar resource. Look through it before you apply it."
-    ));
-    for pod in &usage.pods {
+fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
+    let mut lines =
+        vec!["What was used, as a Sidecar resource. Read it before you apply it.".to_owned()];
+    lines.extend(usage.pods.iter().map(|pod| {
         let observed = approximate(pod.observed_seconds as f64);
-        line(format_args!(
-            "Pod {:?} was observed for {observed}.",
-            pod.name
-        ));
-    }
-    line(format_args!(
+        format!("Pod {:?} was observed for {observed}.", pod.name)
+    }));
+    let clusters: u64 = usage.services.iter().map(|it| it.clusters).sum();
+    let used = usage.services.iter().filter(|it| it.is_used()).count();
+    let services = usage.services.len();
+    lines.push(format!(
         "Envoy was sent {services} services ({clusters} clusters); {used} had connections."
     ));
-    let services = services.saturating_sub(kept.sent.services);
-    let clusters = clusters.saturating_sub(kept.sent.clusters);
-    let megabytes = |bytes: u64| bytes as f64 / 1e6;
-    line(format_args!(
+    let services = left_out.len() as u64;
+    let clusters: u64 = left_out.iter().map(|it| it.clusters).sum();
+    lines.push(format!(
         "Left out: {services} services, {clusters} clusters, about {:.1} MB of configuration and {:.0} MB of \
          Envoy's memory in each pod.",
-        megabytes(clusters.saturating_mul(usage.bytes_per_cluster)),
-        megabytes(services.saturating_mul(ENVOY_BYTES)),
+        clusters.saturating_mul(usage.bytes_per_cluster) as f64 / 1e6,
+        services.saturating_mul(ENVOY_BYTES) as f64 / 1e6,
     ));
-    line(format_args!(
-        "Endpoints that are gone took their counters along, and what runs more rarely than a pod was observed \
-         is not seen: merge several pods, over time."
-    ));
-    let is_registry_only = usage.pods.iter().any(|pod| pod.is_registry_only);
-    line(format_args!(
-        "A host that is left out {}.",
-        match is_registry_only {
-            true => "is refused: the mesh is REGISTRY_ONLY",
-            false =>
-                "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS",
+    let of_left_out = match usage.pods.iter().any(|pod| pod.is_registry_only) {
+        true => "is refused: the mesh is REGISTRY_ONLY",
+        false => {
+            "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS"
         }
-    ));
+    };
+    lines.push(format!("A host that is left out {of_left_out}."));
+    lines.extend(
+        [
+            "Endpoints that are gone took their counters along, and what runs more rarely than a pod was \
+             observed is not seen: merge several pods, over time.",
+            "Only what istiod sends is known: if a Sidecar selects this workload already, hosts that it leaves out \
+             are not here.",
+        ]
+        .map(str::to_owned),
+    );
     for pod in &usage.pods {
-        for warning in warnings(pod) {
-            line(format_args!("Warning: pod {:?}: {warning}", pod.name));
-        }
+        lines
+            .extend(warnings(pod).map(|warning| format!("Warning: pod {:?}: {warning}", pod.name)));
     }
-    for service in usage.services.iter().filter(|it| it.host.starts_with('*')) {
-        line(format_args!(
-            "Warning: {:?} stays whole: which of its hosts are used is not known.",
-            service.host
-        ));
-    }
-    for service in usage.services.iter().filter(|it| !it.is_used()) {
-        let kept = if keep.asked { "kept" } else { "left out" };
-        line(format_args!(
-            "Asked for and never connected to, {kept}: {:?}. A VirtualService may send its requests elsewhere.",
-            format!("{}/{}", service.namespace, service.host)
-        ));
-    }
-    text
+    let wildcards = usage
+        .services
+        .iter()
+        .filter(|it| it.host.starts_with('*') && it.is_used());
+    lines.extend(wildcards.map(|service| {
+        let host = &service.host;
+        format!("Warning: {host:?} stays whole: which of its hosts are used is not known.")
+    }));
+    let asked = usage
+        .services
+        .iter()
+        .filter(|it| it.is_asked && !it.is_used());
+    let kept = if keep.asked { "kept" } else { "left out" };
+    lines.extend(asked.map(|service| {
+        let host = service.egress_host();
+        format!("Asked for and never connected to, {kept}: {host:?}. A VirtualService may send its requests elsewhere.")
+    }));
+    lines
 }
 
 /// Why a pod may use more than was seen.
 fn warnings(pod: &Pod) -> impl Iterator<Item = String> {
     let to_none = |count: u64, cluster: &str| {
-        format!(
+        let went = format!(
             "{count} connections or requests went to {cluster}: to addresses or hosts of no service."
-        )
+        );
+        (count > 0).then_some(went)
     };
+    let brief = "observed for less than an hour.";
+    let no_dns = "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so names asked for are not known.";
     [
-        (pod.observed_seconds < LONG).then(|| "observed for less than an hour.".to_owned()),
-        (pod.passthrough > 0).then(|| to_none(pod.passthrough, "PassthroughCluster")),
-        (pod.black_hole > 0).then(|| to_none(pod.black_hole, "BlackHoleCluster, which refuses them")),
-        match pod.names {
-            Names::Known => None,
-            Names::Incomplete => Some("more names were asked for than are remembered.".to_owned()),
-            Names::Unknown => Some(
-                "the agent does not answer its DNS (ISTIO_META_DNS_CAPTURE), so names asked for are not known."
-                    .to_owned(),
-            ),
-        },
+        (pod.observed_seconds < LONG).then(|| brief.to_owned()),
+        to_none(pod.passthrough, "PassthroughCluster"),
+        to_none(pod.black_hole, "BlackHoleCluster, which refuses them"),
+        (!pod.has_dns).then(|| no_dns.to_owned()),
     ]
     .into_iter()
     .flatten()

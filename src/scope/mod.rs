@@ -6,8 +6,10 @@
 
 pub mod advice;
 mod envoy;
+#[cfg(test)]
+mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
@@ -15,10 +17,10 @@ use serde_json::Value;
 
 use crate::bootstrap::node::Node;
 use crate::clock;
-use crate::dns::{Dns, Names};
+use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::xds::observe::Observer;
-use envoy::Counters;
+use envoy::{Admin, Outbound};
 
 /// How long all answers of Envoy may take.
 pub const LIMIT: Duration = Duration::from_secs(3);
@@ -33,7 +35,8 @@ const TYPES: [&str; 2] = [
     "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
 ];
 
-/// Labels that controllers set, which differ between pods of one workload or say nothing of it.
+/// Labels that controllers set, which differ between pods of one workload or say nothing of it: names, and
+/// domains of names.
 const GENERATED: [&str; 5] = [
     "controller-revision-hash",
     "controller-uid",
@@ -56,9 +59,7 @@ pub struct Usage {
     /// Those of all pods, without generated ones.
     pub labels: BTreeMap<String, String>,
     pub pods: Vec<Pod>,
-    /// What Envoy was sent, by namespace.
-    pub sent: BTreeMap<String, Sent>,
-    /// The services that were used or asked for, sorted.
+    /// Those that Envoy was sent, sorted.
     pub services: Vec<Service>,
     /// Bytes of discovery responses for one cluster and its endpoints.
     pub bytes_per_cluster: u64,
@@ -75,13 +76,8 @@ pub struct Pod {
     pub black_hole: u64,
     /// Whether connections to no service are refused.
     pub is_registry_only: bool,
-    pub names: Names,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sent {
-    pub services: u64,
-    pub clusters: u64,
+    /// Whether the agent answers its DNS, and so knows the names asked for.
+    pub has_dns: bool,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -100,6 +96,11 @@ pub struct Service {
 impl Service {
     pub fn is_used(&self) -> bool {
         self.connections > 0 || self.requests > 0
+    }
+
+    /// As in `egress.hosts`.
+    pub fn egress_host(&self) -> String {
+        format!("{}/{}", self.namespace, self.host)
     }
 }
 
@@ -129,113 +130,71 @@ pub async fn observe(sources: &Sources) -> Result<Usage, Error> {
     let node = &sources.node;
     let kind = node.id.split('~').next().unwrap_or_default();
     if kind != "sidecar" {
-        return Err(Error::Type {
-            found: kind.to_owned(),
-        });
+        let found = kind.to_owned();
+        return Err(Error::Type { found });
     }
     let envoy = sources.envoy.as_ref().ok_or(Error::NoEnvoy)?;
     let started = envoy.snapshot().started.ok_or(Error::NoEnvoy)?;
-    let (admin, until) = (envoy.admin().address, clock::after(LIMIT));
-    let connections = envoy::connections(admin, until).await?;
-    let mut services = envoy::services(admin, until).await?;
-    for (cluster, counters) in &connections {
-        services.count(cluster, *counters);
-    }
-    let (asked, names) = match &sources.dns {
-        Some(dns) => dns.asked(),
-        None => (Vec::new(), Names::Unknown),
+    let admin = Admin {
+        address: envoy.admin().address,
+        until: clock::after(LIMIT),
     };
-    asked.iter().for_each(|host| services.ask(host));
+    let counters = admin.counters().await?.into_iter();
+    let counters = counters.map(|it| (it.cluster, (it.connections, it.requests)));
+    let counters: HashMap<_, _> = counters.collect();
+    let of = |cluster: &str| counters.get(cluster).copied().unwrap_or_default();
+    let asked = sources.dns.as_ref().map(Dns::asked);
+    let services = services(&admin.outbound().await?, of, asked.iter().flatten());
+    let [passthrough, black_hole] = admin.to_no_service().await?;
+    let to = |cluster: &str, metric: u64| metric.max(of(cluster).0).max(of(cluster).1);
     let text = |name: &str| node.metadata.get(name).and_then(Value::as_str);
     let text = |name| text(name).unwrap_or_default().to_owned();
-    let istio = envoy::to_no_service(admin, until).await?;
-    let of = |cluster: &str| {
-        let endpoints = connections.get(cluster).copied().unwrap_or_default();
-        let endpoints = endpoints.connections.max(endpoints.requests);
-        endpoints.max(istio.get(cluster).copied().unwrap_or_default())
-    };
     let observed = SystemTime::now().duration_since(started);
     let pod = Pod {
         name: text("NAME"),
         observed_seconds: observed.unwrap_or_default().as_secs(),
-        passthrough: of(PASSTHROUGH),
-        black_hole: of(BLACK_HOLE),
-        is_registry_only: envoy::is_registry_only(admin, until).await?,
-        names,
+        passthrough: to(PASSTHROUGH, passthrough),
+        black_hole: to(BLACK_HOLE, black_hole),
+        is_registry_only: admin.is_registry_only().await?,
+        has_dns: asked.is_some(),
     };
     Ok(Usage {
         namespace: text("NAMESPACE"),
         workload: text("WORKLOAD_NAME"),
         labels: labels(node.metadata.get("LABELS")),
         pods: vec![pod],
-        sent: services.sent(),
-        services: services.into_used(),
+        services,
         bytes_per_cluster: bytes_per_cluster(&sources.discovery),
     })
 }
 
-/// The services that Envoy was sent.
-#[derive(Debug, Default)]
-struct Services {
-    /// By host.
-    all: BTreeMap<String, Vec<Service>>,
-    /// The hosts of each cluster.
-    hosts: HashMap<String, Vec<String>>,
-}
-
-impl Services {
-    /// Adds a cluster that serves this host of a namespace. A host may be in several namespaces.
-    fn add(&mut self, cluster: &str, namespace: &str, host: &str) {
-        let services = self.all.entry(host.to_owned()).or_default();
-        match services.iter_mut().find(|it| it.namespace == namespace) {
-            Some(service) => service.clusters += 1,
-            None => services.push(Service {
-                namespace: namespace.to_owned(),
-                host: host.to_owned(),
-                clusters: 1,
-                ..Service::default()
-            }),
-        }
-        let hosts = self.hosts.entry(cluster.to_owned()).or_default();
-        hosts.push(host.to_owned());
-    }
-
-    fn count(&mut self, cluster: &str, counters: Counters) {
-        for host in self.hosts.get(cluster).into_iter().flatten() {
-            for service in self.all.get_mut(host).into_iter().flatten() {
-                service.connections += counters.connections;
-                service.requests += counters.requests;
-            }
+/// The services of clusters, with their counters and whether they are among the hosts asked for. A host may
+/// be in several namespaces; a pod of a headless service has a name below the service's.
+fn services<'a>(
+    clusters: &[Outbound],
+    counters: impl Fn(&str) -> (u64, u64),
+    asked: impl Iterator<Item = &'a String>,
+) -> Vec<Service> {
+    let below = |host: &'a String| host.split_once('.').map_or("", |(_, service)| service);
+    let asked: HashSet<_> = asked.flat_map(|host| [host, below(host)]).collect();
+    let mut services = BTreeMap::new();
+    for cluster in clusters {
+        let (connections, requests) = counters(&cluster.cluster);
+        for (namespace, host) in &cluster.services {
+            let service = services
+                .entry((namespace, host))
+                .or_insert_with(|| Service {
+                    namespace: namespace.clone(),
+                    host: host.clone(),
+                    is_asked: asked.contains(host.as_str()),
+                    ..Service::default()
+                });
+            service.clusters += 1;
+            service.connections += connections;
+            service.requests += requests;
         }
     }
-
-    /// Marks a host that DNS was asked for. A pod of a headless service has a name below the service's.
-    fn ask(&mut self, host: &str) {
-        let service = host.split_once('.').map_or("", |(_, service)| service);
-        let known = [host, service].into_iter();
-        if let Some(host) = known.into_iter().find(|host| self.all.contains_key(*host)) {
-            for service in self.all.get_mut(host).into_iter().flatten() {
-                service.is_asked = true;
-            }
-        }
-    }
-
-    fn sent(&self) -> BTreeMap<String, Sent> {
-        let mut sent = BTreeMap::<_, Sent>::new();
-        for service in self.all.values().flatten() {
-            let of = sent.entry(service.namespace.clone()).or_default();
-            of.services += 1;
-            of.clusters += service.clusters;
-        }
-        sent
-    }
-
-    fn into_used(self) -> Vec<Service> {
-        let all = self.all.into_values().flatten();
-        let mut used: Vec<_> = all.filter(|it| it.is_used() || it.is_asked).collect();
-        used.sort_unstable();
-        used
-    }
+    services.into_values().collect()
 }
 
 fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
@@ -261,5 +220,3 @@ fn bytes_per_cluster(discovery: &Observer) -> u64 {
     last.filter_map(|last| last.bytes.checked_div(last.resources.into()))
         .sum()
 }
-#[cfg(test)]
-mod tests;

@@ -1,14 +1,14 @@
 //! Use and advice, from pages as Envoy writes them.
 
-use std::fmt::Write;
-use std::net::SocketAddr;
+use std::fmt::Write as _;
+use std::io::{Read, Write as _};
+use std::net::TcpListener;
 
 use serde_json::json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
 
 use super::advice::{self, Keep, merge};
 use super::*;
+use crate::lifecycle::with_causes;
 
 const KEEP_ASKED: Keep = Keep {
     hosts: Vec::new(),
@@ -28,10 +28,12 @@ fn service(namespace: &str, host: &str, requests: u64, is_asked: bool) -> Servic
 
 /// One that was sent three services in `shop` and two in `bank`.
 fn usage(services: &[Service]) -> Usage {
-    let sent = |services| Sent {
-        services,
-        clusters: 2 * services,
-    };
+    let mut services = services.to_vec();
+    for (namespace, count) in [("shop", 3), ("bank", 2)] {
+        let found = services.iter().filter(|it| it.namespace == namespace);
+        let missing = found.count()..count;
+        services.extend(missing.map(|at| service(namespace, &format!("unused-{at}"), 0, false)));
+    }
     Usage {
         namespace: "shop".to_owned(),
         workload: "cart".to_owned(),
@@ -39,11 +41,10 @@ fn usage(services: &[Service]) -> Usage {
         pods: vec![Pod {
             name: "cart-1".to_owned(),
             observed_seconds: 7200,
-            names: Names::Known,
+            has_dns: true,
             ..Pod::default()
         }],
-        sent: [("shop".to_owned(), sent(3)), ("bank".to_owned(), sent(2))].into(),
-        services: services.to_vec(),
+        services,
         bytes_per_cluster: 1_000_000,
     }
 }
@@ -102,14 +103,7 @@ fn each_thing_that_is_not_known_is_said() {
             with(|pod| pod.black_hole = 8),
         ),
         ("REGISTRY_ONLY", with(|pod| pod.is_registry_only = true)),
-        (
-            "ISTIO_META_DNS_CAPTURE",
-            with(|pod| pod.names = Names::Unknown),
-        ),
-        (
-            "more names were asked for",
-            with(|pod| pod.names = Names::Incomplete),
-        ),
+        ("ISTIO_META_DNS_CAPTURE", with(|pod| pod.has_dns = false)),
     ] {
         assert!(advice.contains(said), "{said}: {advice}");
         assert!(!plain.contains(said), "{said}: {plain}");
@@ -178,58 +172,78 @@ fn pods_are_merged_by_what_any_of_them_used_and_the_labels_of_all() {
     ]);
     second.labels.insert("version".to_owned(), "v2".to_owned());
     second.pods[0].name = "cart-2".to_owned();
-    let merged = merge([first.clone(), second]).expect("one workload");
+    let merged = merge(first.clone(), second).expect("one workload");
     assert_eq!(merged.pods.len(), 2);
     assert_eq!(merged.labels.len(), 1);
+    let used = merged.services.iter().filter(|it| it.is_used());
     let expected = [
         service("bank", "a.bank", 3, true),
         service("shop", "b.shop", 3, false),
     ];
-    assert_eq!(merged.services, expected);
-    assert_eq!(merged.sent, first.sent);
+    assert_eq!(used.cloned().collect::<Vec<_>>(), expected);
 
     let mut other = usage(&[]);
     other.namespace = "bank".to_owned();
-    assert!(matches!(
-        merge([first.clone(), other]),
-        Err(advice::Error::Namespaces(..))
-    ));
+    let refused = merge(first.clone(), other);
+    assert!(matches!(refused, Err(advice::Error::Namespaces(..))));
     let mut unlike = usage(&[]);
     unlike.labels = [("app".to_owned(), "web".to_owned())].into();
-    let merged = merge([first, unlike]).expect("one namespace");
+    let merged = merge(first, unlike).expect("one namespace");
     let refused = advice::sidecar(&merged, &KEEP_ASKED);
     assert!(matches!(refused, Err(advice::Error::NoLabels(pods)) if pods.len() == 2));
-    assert!(matches!(merge([]), Err(advice::Error::Nothing)));
 }
 
 #[test]
-fn a_pod_of_a_headless_service_is_asked_for_by_a_name_below_it() {
-    let mut services = Services::default();
-    services.add("outbound|80||db.shop.svc", "shop", "db.shop.svc");
-    services.ask("db-0.db.shop.svc");
-    services.ask("other.shop.svc");
-    let used = services.into_used();
-    assert_eq!(used.len(), 1);
-    assert!(used[0].is_asked);
+fn services_have_the_counters_of_all_their_clusters_and_the_names_below_them() {
+    let cluster = |name: &str, host: &str| Outbound {
+        cluster: name.to_owned(),
+        services: vec![("shop".to_owned(), host.to_owned())],
+    };
+    let clusters = [
+        cluster("outbound|80||db.shop.svc", "db.shop.svc"),
+        cluster("outbound|80|v1|db.shop.svc", "db.shop.svc"),
+        cluster("outbound|80||idle.shop.svc", "idle.shop.svc"),
+    ];
+    let counters = |cluster: &str| match cluster {
+        "outbound|80||idle.shop.svc" => (0, 0),
+        _ => (1, 2),
+    };
+    let asked = ["db-0.db.shop.svc".to_owned(), "other.shop.svc".to_owned()];
+    let found = services(&clusters, counters, asked.iter());
+    let db = Service {
+        connections: 2,
+        ..service("shop", "db.shop.svc", 4, true)
+    };
+    let idle = Service {
+        clusters: 1,
+        ..service("shop", "idle.shop.svc", 0, false)
+    };
+    assert_eq!(found, [db, idle]);
 }
 
 /// Serves pages in turn as Envoy's admin port.
-async fn admin(pages: Vec<String>) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+fn admin(pages: Vec<String>) -> Admin {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address");
-    tokio::spawn(async move {
+    std::thread::spawn(move || {
         for page in pages {
-            let (mut stream, _) = listener.accept().await.expect("a connection");
-            let _ = stream.read(&mut [0; 1024]).await;
-            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", page.len());
-            let _ = stream.write_all((head + &page).as_bytes()).await; // It may have read enough.
+            let (mut stream, _) = listener.accept().expect("a connection");
+            let _ = stream.read(&mut [0; 1024]);
+            let length = page.len();
+            let _ = write!(
+                stream,
+                "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{page}"
+            );
         }
     });
-    address
+    Admin {
+        address,
+        until: clock::after(LIMIT),
+    }
 }
 
 #[tokio::test]
-async fn counters_are_summed_by_cluster_and_clusters_without_any_are_left_out() {
+async fn counters_are_summed_by_cluster() {
     let stats =
         |value: &str| json!([{ "name": "cx_total", "value": value }, { "name": "rq_total" }]);
     let hosts = |values: &[&str]| {
@@ -246,16 +260,16 @@ async fn counters_are_summed_by_cluster_and_clusters_without_any_are_left_out() 
         r#"{"cluster_statuses":[{"name":1}]}"#.into(),
         "{}".into(),
     ];
-    let (admin, until) = (admin(pages).await, clock::after(LIMIT));
-    let found = envoy::connections(admin, until).await.expect("counters");
-    let two = Counters {
-        connections: 5,
-        requests: 0,
-    };
-    assert_eq!(found, HashMap::from([("two".to_owned(), two)]));
-    let wrong = envoy::connections(admin, until).await;
-    assert!(matches!(wrong, Err(envoy::Error::Json { .. })));
-    let none = envoy::connections(admin, until).await.expect("no clusters");
+    let admin = admin(pages);
+    let found = admin.counters().await.expect("counters").into_iter();
+    let found: Vec<_> = found
+        .map(|it| (it.cluster, it.connections, it.requests))
+        .collect();
+    let expected = [("two", 5, 0), ("idle", 0, 0), ("empty", 0, 0)];
+    assert_eq!(found, expected.map(|it| (it.0.to_owned(), it.1, it.2)));
+    let wrong = admin.counters().await.err().expect("other JSON");
+    assert!(with_causes(&wrong).contains("invalid type"), "{wrong}");
+    let none = admin.counters().await.expect("no clusters");
     assert!(none.is_empty());
 }
 
@@ -276,22 +290,18 @@ async fn istios_metrics_tell_what_went_to_no_service() {
         let labels = format!(r#"reporter="source",destination_service_name="{cluster}",x="a b""#);
         writeln!(page, "{family}{{{labels}}} {count}").expect("text");
     }
-    let admin = admin(vec![page]).await;
-    let found = envoy::to_no_service(admin, clock::after(LIMIT))
-        .await
-        .expect("counts");
-    let expected = [(PASSTHROUGH.to_owned(), 7), (BLACK_HOLE.to_owned(), 5)];
-    assert_eq!(found, HashMap::from(expected));
+    let found = admin(vec![page]).to_no_service().await;
+    assert_eq!(found.expect("counts"), [7, 5]);
 }
 
 #[tokio::test]
 async fn an_envoy_that_does_not_answer_is_named_in_time() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let admin = listener.local_addr().expect("an address");
-    let until = clock::after(Duration::from_millis(50));
-    let error = envoy::services(admin, until).await.expect_err("no answer");
-    assert!(
-        error.to_string().contains("in time: /config_dump"),
-        "{error}"
-    );
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let admin = Admin {
+        address: listener.local_addr().expect("an address"),
+        until: clock::after(Duration::from_millis(50)),
+    };
+    let error = admin.outbound().await.err().expect("no answer");
+    assert!(with_causes(&error).contains("/config_dump"), "{error}");
+    assert!(with_causes(&error).contains("elapsed"), "{error}");
 }

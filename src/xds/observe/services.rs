@@ -21,40 +21,28 @@ pub(in crate::xds) struct Services {
     hosts: HashMap<u64, u64>,
 }
 
-/// The names in a `DiscoveryRequest`, which are all of the type.
+/// The names in a `DiscoveryRequest`, which are all of the type, or in a `DeltaDiscoveryRequest`.
 #[derive(Clone, PartialEq, prost::Message)]
-struct SotwNames {
-    #[prost(bytes = "bytes", repeated, tag = "3")]
-    all: Vec<Bytes>,
-}
-
-/// The names in a `DeltaDiscoveryRequest`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct DeltaNames {
+struct Names {
     #[prost(bytes = "bytes", repeated, tag = "3")]
     added: Vec<Bytes>,
+    /// The type in a `DiscoveryRequest`, which no cluster has for a name.
     #[prost(bytes = "bytes", repeated, tag = "4")]
     removed: Vec<Bytes>,
 }
 
 impl Services {
-    /// The number of services after a request for endpoints; None after any other.
+    /// The number of services after a request that changes the subscriptions to endpoints; None after any other.
     pub(super) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
         if request.type_url != ENDPOINTS {
             return None;
         }
-        let message = request.frame.get(HEAD..)?;
-        let names = match protocol {
-            Protocol::Sotw => {
-                self.hosts.clear();
-                let names = SotwNames::decode(message).ok()?;
-                DeltaNames {
-                    added: names.all,
-                    removed: Vec::new(),
-                }
-            }
-            Protocol::Delta => DeltaNames::decode(message).ok()?,
-        };
+        let names = Names::decode(request.frame.get(HEAD..)?).ok()?;
+        match protocol {
+            Protocol::Sotw => self.hosts.clear(),
+            Protocol::Delta if names.added.is_empty() && names.removed.is_empty() => return None,
+            Protocol::Delta => {}
+        }
         for name in names.removed {
             self.hosts.remove(&self.hasher.hash_one(&*name));
         }
@@ -126,6 +114,6 @@ mod tests {
         assert_eq!(delta(&NAMES[..1], &[]), Some(2), "once more");
         assert_eq!(delta(&[], &NAMES[..1]), Some(2), "a subset is left");
         assert_eq!(delta(&[], &NAMES[1..2]), Some(1));
-        assert_eq!(delta(&[], &[]), Some(1), "an ACK");
+        assert_eq!(delta(&[], &[]), None, "an ACK");
     }
 }
