@@ -27,7 +27,7 @@ pub struct ScopeFlags {
     /// Prints what was used as JSON, for --merge.
     #[arg(long)]
     json: bool,
-    /// Files that --json has printed for pods of one workload: all they used together.
+    /// Files that --json has printed for pods of one workload, each with one or more: all they used together.
     #[arg(long, num_args = 1.., value_name = "FILE")]
     merge: Vec<PathBuf>,
     /// Keeps these services, too: <namespace>/<host>, such as istio-system/*, or ./* for the own namespace.
@@ -44,6 +44,8 @@ pub struct ScopeFlags {
 pub enum Error {
     #[error("cannot read from {from} what pilot-agent scope --json prints")]
     Usage { from: String, source: BoxError },
+    #[error("the files to merge are empty, expected what pilot-agent scope --json prints")]
+    Nothing,
     #[error("the agent has no status port, so it cannot be asked")]
     NoPort,
     #[error(transparent)]
@@ -56,17 +58,22 @@ pub enum Error {
 pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String, Error> {
     let mut merged = None;
     for path in &flags.merge {
-        let read = fs::read(path).map_err(BoxError::from);
-        let usage = read.and_then(|text| Ok(serde_json::from_slice(&text)?));
+        let read = || {
+            let text = fs::read(path)?;
+            let all = serde_json::Deserializer::from_slice(&text).into_iter();
+            Ok(all.collect::<Result<Vec<Usage>, _>>()?)
+        };
         let from = path.display().to_string();
-        let usage = usage.map_err(|source| Error::Usage { from, source })?;
-        merged = Some(match merged {
-            Some(merged) => advice::merge(merged, usage)?,
-            None => usage,
-        });
+        for usage in read().map_err(|source| Error::Usage { from, source })? {
+            merged = Some(match merged {
+                Some(merged) => advice::merge(merged, usage)?,
+                None => usage,
+            });
+        }
     }
     let usage = match merged {
         Some(merged) => merged,
+        None if !flags.merge.is_empty() => return Err(Error::Nothing),
         None => {
             let port = config::status_port(environment, ".".as_ref()).ok_or(Error::NoPort)?;
             let from = format!("the answer of port {port}");

@@ -141,7 +141,8 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
     let of_left_out = match usage.pods.iter().any(|pod| pod.is_registry_only) {
         true => "is refused: the mesh is REGISTRY_ONLY",
         false => {
-            "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS"
+            "passes through Envoy as one outside of the mesh: without routes, policies and mutual TLS, \
+             and without an address where only a ServiceEntry gives it one"
         }
     };
     lines.push(format!("A host that is left out {of_left_out}."));

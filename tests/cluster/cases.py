@@ -1,6 +1,7 @@
 """The cases: each function is a claim. It returns what it has measured, or raises Failed or Skipped."""
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -684,3 +685,72 @@ def has_roots(world, target, number, signing):
 def named(pem, part):
     done = subprocess.run(["openssl", "x509", "-noout", f"-{part}"], input=pem, capture_output=True, text=True, check=True)
     return done.stdout.partition("=")[2]
+
+
+HOSTS = 1000
+USED = [f"host-{number}.test" for number in (0, 250, 500, 750, 999)]
+
+
+@case(13, own=True)
+def the_sidecar_that_scope_prints_is_applied_as_it_is_and_no_request_fails(world):
+    """Of 1,000 hosts one pod uses five, another one two; the merged Sidecar selects both."""
+    shop(world, "left", OURS)
+    address = world.get("pod", "-l", "app=left")["items"][0]["status"]["podIP"]
+    hosts(world, address)
+    pods = [world.deploy(f"scoped-{one}", OURS, annotations=config(ISTIO_META_DNS_CAPTURE="true"), labels={"team": "scoped"})
+            for one in "ab"]
+    world.rolled_out(*pods)
+    for pod in pods:
+        world.until("all hosts are known", lambda: clusters(world, pod) > HOSTS)
+    used_by_b = [USED[0], "host-7.test"]
+    for host in used_by_b:
+        world.call(pods[1], f"http://{host}/")
+    with contextlib.ExitStack() as all_loads:
+        loads = [all_loads.enter_context(Load(world, f"http://{host}/", pods[0])) for host in USED]
+        before = sent_to(world, pods[0])
+        usages = [world.exec(f"deploy/{pod}", "pilot-agent", "scope", "--json", container="istio-proxy") for pod in pods]
+        advice = world.kubectl("exec", "-i", f"deploy/{pods[0]}", "-c", "istio-proxy", "--", "pilot-agent", "scope",
+                               "--merge", "/dev/stdin", input="".join(usages))
+        found = sorted(re.findall(r'^ +- "(.*)"$', advice, re.MULTILINE))
+        expect("hosts", sorted(f"{world.namespace}/{host}" for host in {*USED, *used_by_b}), found)
+        expect("mutual TLS with a service", True, bool(world.call(pods[1], "http://left:8080/")["caller"]))
+        world.kubectl("apply", "-f", "-", input=advice)
+        for pod in pods:
+            world.until("the others are gone", lambda: clusters(world, pod) < 100)
+        time.sleep(3)
+        after = sent_to(world, pods[0])
+    told = [load.expect_none_failed() for load in loads]
+    # A service that is left out is reached as one outside of the mesh; what only a ServiceEntry names has no address.
+    expect("caller of a service that is left out", "", world.call(pods[1], "http://left:8080/")["caller"])
+    with contextlib.suppress(Failed):
+        raise ValueError(f"host-8.test is left out and answers {world.call(pods[1], 'http://host-8.test/')}")
+    world.kubectl("delete", "sidecar,serviceentry", "--all")
+    world.kubectl("delete", "deploy", "--wait=false", "left", *pods)
+    print(advice, flush=True)
+    sums = "; ".join(f"{what} {one} -> {other}" for what, one, other in zip(("clusters", "Envoy MB", "bytes for a change"), before, after))
+    return f"{sums}; {', '.join(told)}"
+
+
+def hosts(world, address):
+    world.apply(*(resource(
+        "networking.istio.io/v1", "ServiceEntry", f"hosts-{first}", resolution="STATIC", addresses=[f"240.0.2.{1 + first // 250}"],
+        hosts=[f"host-{one}.test" for one in range(first, first + 250)],
+        ports=[{"name": "http", "number": 80, "protocol": "HTTP", "targetPort": 8080}], endpoints=[{"address": address}])
+        for first in range(0, HOSTS, 250)))
+
+
+def clusters(world, pod):
+    dump = json.loads(world.admin(f"deploy/{pod}", "config_dump?resource=dynamic_active_clusters&mask=cluster.name"))
+    return len(dump.get("configs", []))
+
+
+def sent_to(world, pod):
+    """Clusters, MB that Envoy has allocated, and bytes of discovery after a service's change."""
+    def pushed():
+        page = world.exec(f"deploy/{pod}", "pilot-agent", "request", "--debug-port=15020", "GET", "metrics/agent", container="istio-proxy")
+        return sum(int(float(value)) for value in re.findall(r"^istio_agent_xds_push_bytes_total\{.*\} (\S+)$", page, re.MULTILINE))
+    allocated = int(json.loads(world.admin(f"deploy/{pod}", "memory"))["allocated"]) / 1e6
+    before = pushed()
+    world.apply(service(f"new-{time.time_ns()}", 80))
+    time.sleep(5)
+    return clusters(world, pod), f"{allocated:.1f}", pushed() - before
