@@ -42,7 +42,7 @@ pub(super) fn scope(sources: scope::Sources) -> Page {
         Box::pin(async move {
             match scope::observe(&*sources.lock().await).await {
                 Ok(usage) => json!(usage),
-                Err(error) => json!({ "error": with_causes(&error) }),
+                Err(error) => json!({ "error": with_causes(&*error) }),
             }
         })
     })

@@ -8,8 +8,8 @@ use serde_json::json;
 use super::{Pod, Service, Usage};
 use crate::duration::approximate;
 
-/// What Envoy holds for a service, in bytes; see docs/sizing.md.
-const ENVOY_BYTES: u64 = 57_000;
+/// What an Envoy without services has allocated, in bytes.
+const ENVOY_BASE: u64 = 10_000_000;
 /// What is used once an hour is seen in this time, in seconds.
 const LONG: u64 = 3600;
 
@@ -61,6 +61,7 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
     }
     merged.services = services.into_values().collect();
     merged.bytes_per_cluster = merged.bytes_per_cluster.max(other.bytes_per_cluster);
+    merged.envoy_bytes = merged.envoy_bytes.max(other.envoy_bytes);
     Ok(merged)
 }
 
@@ -124,19 +125,21 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
         let observed = approximate(pod.observed_seconds as f64);
         format!("Pod {:?} was observed for {observed}.", pod.name)
     }));
-    let clusters: u64 = usage.services.iter().map(|it| it.clusters).sum();
+    let sent: u64 = usage.services.iter().map(|it| it.clusters).sum();
     let used = usage.services.iter().filter(|it| it.is_used()).count();
     let services = usage.services.len();
     lines.push(format!(
-        "Envoy was sent {services} services ({clusters} clusters); {used} had connections."
+        "Envoy was sent {services} services ({sent} clusters); {used} had connections."
     ));
-    let services = left_out.len() as u64;
     let clusters: u64 = left_out.iter().map(|it| it.clusters).sum();
+    let memory =
+        usage.envoy_bytes.saturating_sub(ENVOY_BASE) as f64 * clusters as f64 / sent.max(1) as f64;
     lines.push(format!(
-        "Left out: {services} services, {clusters} clusters, about {:.1} MB of configuration and {:.0} MB of \
-         Envoy's memory in each pod.",
+        "Left out: {} services, {clusters} clusters, about {:.1} MB of configuration and {:.0} MB of Envoy's \
+         memory in each pod.",
+        left_out.len(),
         clusters.saturating_mul(usage.bytes_per_cluster) as f64 / 1e6,
-        services.saturating_mul(ENVOY_BYTES) as f64 / 1e6,
+        memory / 1e6,
     ));
     let of_left_out = match usage.pods.iter().any(|pod| pod.is_registry_only) {
         true => "is refused: the mesh is REGISTRY_ONLY",

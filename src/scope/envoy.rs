@@ -24,7 +24,7 @@ const MAX_METRICS: usize = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {path} of Envoy's admin port")]
-pub struct Error {
+pub(super) struct Error {
     path: &'static str,
     source: BoxError,
 }
@@ -129,6 +129,13 @@ impl Admin {
             "/config_dump?resource=dynamic_active_clusters&mask=cluster.name,cluster.metadata";
         let page: Page = self.stream(path).await?;
         Ok(page.configs)
+    }
+
+    /// The bytes that Envoy has allocated.
+    pub(super) async fn memory(self) -> Result<u64, Error> {
+        let page: Value = self.stream("/memory").await?;
+        let allocated = page["allocated"].as_str().and_then(|it| it.parse().ok());
+        Ok(allocated.unwrap_or_default())
     }
 
     /// Whether connections to no service are refused.

@@ -19,6 +19,7 @@ use crate::bootstrap::node::Node;
 use crate::clock;
 use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
+use crate::lifecycle::BoxError;
 use crate::xds::observe::Observer;
 use envoy::{Admin, Outbound};
 
@@ -45,10 +46,10 @@ const GENERATED: [&str; 5] = [
     "pod-template-hash",
 ];
 const GENERATED_DOMAINS: [&str; 4] = [
-    "istio.io",
-    "apps.kubernetes.io",
-    "batch.kubernetes.io",
-    "statefulset.kubernetes.io",
+    ".istio.io",
+    ".apps.kubernetes.io",
+    ".batch.kubernetes.io",
+    ".statefulset.kubernetes.io",
 ];
 
 /// What one pod used, or several of one workload.
@@ -63,6 +64,8 @@ pub struct Usage {
     pub services: Vec<Service>,
     /// Bytes of discovery responses for one cluster and its endpoints.
     pub bytes_per_cluster: u64,
+    /// What Envoy has allocated.
+    pub envoy_bytes: u64,
 }
 
 /// How far one pod's use is known.
@@ -113,28 +116,17 @@ pub struct Sources {
     pub discovery: Observer,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(
-        "found a {found}, expected a sidecar: gateways and waypoints need other services than they call"
-    )]
-    Type { found: String },
-    #[error("no Envoy runs, expected one whose clusters can be read")]
-    NoEnvoy,
-    #[error(transparent)]
-    Envoy(#[from] envoy::Error),
-}
-
 /// Reads what this pod uses, within [`LIMIT`].
-pub async fn observe(sources: &Sources) -> Result<Usage, Error> {
+pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let node = &sources.node;
     let kind = node.id.split('~').next().unwrap_or_default();
     if kind != "sidecar" {
-        let found = kind.to_owned();
-        return Err(Error::Type { found });
+        let why = "gateways and waypoints need other services than they call";
+        return Err(format!("found a {kind}, expected a sidecar: {why}").into());
     }
-    let envoy = sources.envoy.as_ref().ok_or(Error::NoEnvoy)?;
-    let started = envoy.snapshot().started.ok_or(Error::NoEnvoy)?;
+    let no_envoy = "no Envoy runs, expected one whose clusters can be read";
+    let envoy = sources.envoy.as_ref().ok_or(no_envoy)?;
+    let started = envoy.snapshot().started.ok_or(no_envoy)?;
     let admin = Admin {
         address: envoy.admin().address,
         until: clock::after(LIMIT),
@@ -165,6 +157,7 @@ pub async fn observe(sources: &Sources) -> Result<Usage, Error> {
         pods: vec![pod],
         services,
         bytes_per_cluster: bytes_per_cluster(&sources.discovery),
+        envoy_bytes: admin.memory().await?,
     })
 }
 
@@ -202,11 +195,9 @@ fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
     let mut labels = labels.and_then(Result::ok).unwrap_or_default();
     labels.retain(|name, _| {
         let domain = name.split_once('/').map_or("", |(domain, _)| domain);
-        let is_below = |of: &&str| match domain.strip_suffix(of) {
-            Some(rest) => rest.is_empty() || rest.ends_with('.'),
-            None => false,
-        };
-        !GENERATED.contains(&name.as_str()) && !GENERATED_DOMAINS.iter().any(is_below)
+        let domain = format!(".{domain}");
+        !GENERATED.contains(&name.as_str())
+            && !GENERATED_DOMAINS.iter().any(|of| domain.ends_with(of))
     });
     labels
 }

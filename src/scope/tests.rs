@@ -46,6 +46,7 @@ fn usage(services: &[Service]) -> Usage {
         }],
         services,
         bytes_per_cluster: 1_000_000,
+        envoy_bytes: 20_000_000,
     }
 }
 
@@ -133,7 +134,7 @@ fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
             &[][..],
             true,
             &["\"bank/a.bank\"", "\"shop/b.shop\""][..],
-            "3 services, 6 clusters, about 6.0 MB",
+            "3 services, 6 clusters, about 6.0 MB of configuration and 6 MB of Envoy's memory",
         ),
         (&[], false, &["\"bank/a.bank\""], "4 services, 8 clusters"),
         (
