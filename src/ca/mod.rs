@@ -14,9 +14,6 @@ use tonic::Code;
 
 /// A certificate authority; tests substitute one of their own.
 pub trait Ca: Send + Sync + 'static {
-    /// Connects if there is no connection. Returns whether there was none.
-    fn connect(&self) -> impl Future<Output = Result<bool, SignError>> + Send;
-
     /// Signs a PEM certificate request for `ttl`. The answer is PEM: the leaf first, the roots last.
     fn sign(
         &self,

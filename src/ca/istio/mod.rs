@@ -124,21 +124,11 @@ impl IstioCa {
 }
 
 impl Ca for IstioCa {
-    async fn connect(&self) -> Result<bool, SignError> {
-        if self.istiod.is_connected() {
-            return Ok(false);
-        }
-        self.connection().await.inspect_err(log)?;
-        Ok(true)
-    }
-
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        self.signed(csr_pem, ttl).await.inspect_err(log)
+        self.signed(csr_pem, ttl).await.inspect_err(|error| {
+            tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
+        })
     }
-}
-
-fn log(error: &SignError) {
-    tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
 }
 
 fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
