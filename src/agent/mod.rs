@@ -167,7 +167,6 @@ impl Agent {
                 discovery: discovery.clone(),
                 dns: dns.clone(),
                 forwarder,
-                health: health.clone(),
             };
             let scope = scope::Sources {
                 node: agent.config.bootstrap.node.clone(),

@@ -32,7 +32,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(chain(WORKLOAD, certificate.chain_pem(), roots, remedy, now));
     }
     match authority {
-        Some(authority) => checks.extend(signed(config, authority, certificate)),
+        Some(authority) => checks.push(signed(config, authority, certificate.is_some())),
         None if checks.is_empty() => {
             let why = match running {
                 Some(_) => "another process serves it",
@@ -102,7 +102,7 @@ async fn own(
 }
 
 /// What the authority has signed.
-fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Vec<Check> {
+fn signed(config: &Config, secrets: &Secrets, is_served: bool) -> Check {
     let state = secrets.latest();
     let identity = config.secrets.renewal.identity.to_string();
     let problem = state.problem.as_ref().map(|problem| {
@@ -110,26 +110,19 @@ fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Ve
         let cause = problem.cause();
         format!("{cause} ({failures} failures, next attempt at {next})")
     });
-    let Some(Secret::Certificate(certificate)) = certificate else {
+    if !is_served {
         let check = match problem {
             Some(problem) => Check::error(WORKLOAD, problem),
             None => Check::warning(WORKLOAD, "not signed yet, the request is under way"),
         };
         let expected = format!("one for {identity}");
-        return vec![check.expected(expected).remedy(LOG)];
-    };
-    let mut checks = Vec::new();
-    let facts = Facts::of_pem(certificate.chain_pem());
-    if let Some(leaf) = facts.first().filter(|leaf| !leaf.names.contains(&identity)) {
-        let check = Check::warning("identity", leaf).expected(&identity);
-        checks.push(check.remedy("set TRUST_DOMAIN to that of the mesh"));
+        return check.expected(expected).remedy(LOG);
     }
-    checks.push(match (problem, state.dates) {
+    match (problem, state.dates) {
         (Some(problem), _) => Check::warning("renewal", problem).remedy(LOG),
         (None, Some(dates)) => Check::ok("renewal", format!("next at {}", rfc3339(dates.due))),
         (None, None) => Check::ok("renewal", "none has failed"),
-    });
-    checks
+    }
 }
 
 /// The other secrets from files that Envoy has asked for.

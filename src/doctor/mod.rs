@@ -29,7 +29,6 @@ use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
-use crate::health::Health;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
 use crate::secrets::Secrets;
@@ -60,7 +59,6 @@ pub struct Running {
     pub discovery: Observer,
     pub dns: Option<Dns>,
     pub forwarder: Option<Forwarder>,
-    pub health: Option<Health>,
 }
 
 /// What the groups check: the configuration and, in the agent itself, its modules.

@@ -115,26 +115,23 @@ impl StateOfTheWorld {
     }
 
     /// The response that is due, if any; it counts as sent. Names just asked for go together, changed
-    /// ones one by one, roots first. While batching, names just asked for wait for files that are being
-    /// read.
+    /// ones one by one, roots first.
     pub(super) fn answer(
         &mut self,
         lookup: &Lookup<'_>,
-        is_batching: bool,
         id: impl FnOnce() -> ResponseId,
     ) -> Option<DiscoveryResponse> {
-        let (mut asked, mut changed, mut is_complete) = (Vec::new(), Vec::new(), true);
+        let (mut asked, mut changed) = (Vec::new(), Vec::new());
         for (name, sent) in &mut self.names {
             match lookup(name) {
                 SecretState::Available(now) if sent.is_none() => asked.push((name, sent, now)),
                 SecretState::Available(now) if *sent != Some(now.version()) => {
                     changed.push((name, sent, now));
                 }
-                SecretState::Reading => is_complete &= sent.is_some(),
                 _ => {}
             }
         }
-        let due = match asked.is_empty() || is_batching && !is_complete {
+        let due = match asked.is_empty() {
             true => changed.into_iter().take(1).collect(),
             false => asked,
         };

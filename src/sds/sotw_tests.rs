@@ -85,20 +85,15 @@ impl Stream {
             Some(secret) => available(secret),
             None => SecretState::Unsigned,
         };
-        self.look_up(&lookup, true, nonce)
+        self.look_up(&lookup, nonce)
     }
 
-    fn look_up(
-        &mut self,
-        lookup: &Lookup<'_>,
-        is_batching: bool,
-        nonce: &str,
-    ) -> Option<DiscoveryResponse> {
+    fn look_up(&mut self, lookup: &Lookup<'_>, nonce: &str) -> Option<DiscoveryResponse> {
         let id = || ResponseId {
             version: "now/1".to_owned(),
             nonce: nonce.to_owned(),
         };
-        self.0.answer(lookup, is_batching, id)
+        self.0.answer(lookup, id)
     }
 }
 
@@ -385,21 +380,6 @@ async fn secrets_have_the_shape_envoy_expects() {
     }
 }
 
-#[test]
-fn names_wait_for_each_other_only_while_batching() {
-    let lookup = |name: &Name| match name {
-        Name::FileRoot(path) if path == "a" => available(Served::Roots(Roots::unchecked("1"))),
-        _ => SecretState::Reading,
-    };
-    let mut stream = fresh();
-    let both = request(&["file-root:a", "file-root:b"], "");
-    stream.apply(&both).expect("is fine");
-    assert!(stream.look_up(&lookup, true, "1").is_none());
-    assert_eq!(stream.0.unanswered().count(), 2);
-    let response = stream.look_up(&lookup, false, "1").expect("is due");
-    assert_eq!(names(&response), ["file-root:a"]);
-}
-
 fn name() -> impl Strategy<Value = String> {
     prop_oneof![
         "default|ROOTCA|file-root:[ab]|file-cert:[ab]~[ab]|file-root:system",
@@ -429,7 +409,7 @@ fn answer_all(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
         Some(_) => available(Served::Roots(Roots::unchecked("1"))),
     };
     for _ in 0..20 {
-        if stream.look_up(&lookup, true, "n").is_none() {
+        if stream.look_up(&lookup, "n").is_none() {
             return Ok(());
         }
     }

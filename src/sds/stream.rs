@@ -1,33 +1,26 @@
 //! One SDS stream: requests before pushes, one response at a time, the newest secret whenever Envoy is
 //! ready for one.
 //!
-//! A stream whose secret is not there yet stays open until it is. Names asked for together are answered
-//! together, unless the files of some take long. The rules of the protocol are in [`StateOfTheWorld`].
+//! A stream whose secret is not there yet stays open until it is. The rules of the protocol are in
+//! [`StateOfTheWorld`].
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
-use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
 use super::Service;
 use super::resource::Resource;
 use super::sotw::{ResponseId, StateOfTheWorld};
-use crate::clock::{Clock, after, rfc3339};
+use crate::clock::{Clock, rfc3339};
 use crate::secrets::name::Name;
 use crate::secrets::{SecretState, Subscription};
-
-/// How long names asked for together wait for each other's files.
-const BATCH_LIMIT: Duration = Duration::from_secs(2);
 
 /// The state of one stream.
 pub(super) struct Stream {
     protocol: StateOfTheWorld,
     service: Service,
     secrets: Subscription,
-    /// Until when names asked for together wait for files that are being read.
-    batch_until: Option<Instant>,
 }
 
 impl Stream {
@@ -39,7 +32,6 @@ impl Stream {
             protocol: StateOfTheWorld::new(id, metrics, sources.serves_workload),
             service: service.clone(),
             secrets: Subscription::new(sources.secrets.clone(), &sources.files),
-            batch_until: None,
         }
     }
 
@@ -47,17 +39,8 @@ impl Stream {
         self.protocol.metrics.received(request);
         self.protocol.apply(request)?;
         self.secrets.want(self.protocol.names().cloned().collect());
-        let names = self.protocol.unanswered();
-        let states: Vec<_> = names.map(|name| self.secrets.get(name)).collect();
-        if states
-            .iter()
-            .any(|state| matches!(state, SecretState::Reading))
-        {
-            self.batch_until = Some(after(BATCH_LIMIT));
-        }
-        if states
-            .iter()
-            .any(|state| matches!(state, SecretState::Unsigned))
+        let mut names = self.protocol.unanswered();
+        if names.any(|name| matches!(self.secrets.get(name), SecretState::Unsigned))
             && let Some(problem) = self.secrets.problem()
         {
             tracing::info!(
@@ -89,23 +72,7 @@ impl Stream {
             ),
             nonce: random_uuid(),
         };
-        self.protocol
-            .answer(&lookup, self.batch_until.is_some(), id)
-    }
-
-    /// Waits until another response may be due.
-    async fn changed(&mut self) {
-        let batch_until = self.batch_until;
-        let batch_end = async {
-            match batch_until {
-                Some(end) => tokio::time::sleep_until(end).await,
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            () = self.secrets.changed() => {}
-            () = batch_end => self.batch_until = None,
-        }
+        self.protocol.answer(&lookup, id)
     }
 
     /// Waits for the next response that is due.
@@ -114,7 +81,7 @@ impl Stream {
             if let Some(response) = self.answer() {
                 return response;
             }
-            self.changed().await;
+            self.secrets.changed().await;
         }
     }
 

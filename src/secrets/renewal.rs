@@ -42,7 +42,7 @@ impl IssueError {
     /// Whether the cause may pass by itself within seconds.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Sign(error) => error.may_pass(),
+            Self::Sign(error) => !error.is_lasting(),
             Self::Silent | Self::Interrupted(_) => true,
             Self::Request(_) | Self::Certificate(_) => false,
         }

@@ -78,7 +78,9 @@ impl IstioCa {
         if self.istiod.leave_if_unauthenticated(&connection, code) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
-        let chain = answer.map_err(SignError::from).and_then(chain);
+        let chain = answer
+            .map(|answer| answer.cert_chain)
+            .map_err(SignError::from);
         match &chain {
             Ok(_) => self.istiod.answered(&connection),
             Err(error) => drop(self.istiod.failed(&connection, false, &error.to_string())),
@@ -128,16 +130,6 @@ impl Ca for IstioCa {
         self.signed(csr_pem, ttl).await.inspect_err(|error| {
             tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
         })
-    }
-}
-
-fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
-    match answer.cert_chain.len() {
-        0 | 1 => Err(SignError {
-            code: Code::Internal,
-            message: "invalid empty CertChain".to_owned(),
-        }),
-        _ => Ok(answer.cert_chain),
     }
 }
 

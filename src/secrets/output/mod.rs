@@ -41,13 +41,16 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
     let mut written = None;
     loop {
-        let latest = latest(&secrets);
-        if latest.is_none() || latest == written {
+        let latest = latest(&secrets).filter(|latest| written.as_ref() != Some(latest));
+        let Some((certificate, roots)) = latest.clone() else {
             secrets.changed().await;
             continue;
-        }
-        let (config_of_write, content) = (config.clone(), latest.clone());
-        let write = move || content.map_or(Ok(()), |it| write(&config_of_write, &it));
+        };
+        let to = config.clone();
+        let write = move || {
+            let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
+            write_all(&to, contents)
+        };
         let done = tokio::task::spawn_blocking(write).await;
         let Err(error) = done.unwrap_or_else(|error| Err(error.into())) else {
             retry.reset();
@@ -66,13 +69,6 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             () = tokio::time::sleep(wait) => {}
         }
     }
-}
-
-fn write(config: &Config, (certificate, roots): &(Arc<Certificate>, Roots)) -> io::Result<()> {
-    write_all(
-        config,
-        [certificate.key_pem(), certificate.chain_pem(), roots.pem()],
-    )
 }
 
 /// Writes `contents`, in the order of [`NAMES`].
