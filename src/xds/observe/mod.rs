@@ -156,11 +156,12 @@ impl Observer {
         table.open.insert(id, stream);
     }
 
+    fn change(&self, id: u32, change: impl FnOnce(&mut StreamSnapshot)) {
+        self.table.lock().open.get_mut(&id).map(change);
+    }
+
     pub(super) fn istiod_answered(&self, id: u32) {
-        let mut table = self.table.lock();
-        if let Some(stream) = table.open.get_mut(&id) {
-            stream.connected = true;
-        }
+        self.change(id, |stream| stream.connected = true);
     }
 
     /// Istiod's stream has ended.
@@ -170,10 +171,7 @@ impl Observer {
 
     /// From now on what is kept answers.
     pub(super) fn serves_kept(&self, id: u32) {
-        let mut table = self.table.lock();
-        if let Some(stream) = table.open.get_mut(&id) {
-            stream.source = Source::Kept;
-        }
+        self.change(id, |stream| stream.source = Source::Kept);
     }
 
     pub(super) fn stream_ended(&self, id: u32, end: &End) {
