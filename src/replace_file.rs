@@ -4,9 +4,10 @@
 //! agent left is removed first. Nothing is synced to disk: the file survives the agent, not a power
 //! failure.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, renameat, unlinkat};
@@ -14,37 +15,62 @@ use rustix::io::Errno;
 
 use crate::permission::explained;
 
-/// Puts `bytes` at `path` in a new file with `mode`, less the umask. After an error `path` is as it
-/// was.
+/// Puts `bytes` at `path` in a new file with `mode`. After an error `path` is as it was.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    replace_at(CWD, path, bytes, mode).map_err(|error| explained(path, error))
+    replace_all(CWD, &[(path, bytes)], mode, false).map_err(|error| explained(path, error))
 }
 
-/// Like [`replace_file`], of a path below an open directory.
-pub(crate) fn replace_at(
+/// Like [`replace_file`], of files below an open directory. All are written, and on the disk if
+/// `is_synced`, before the first is replaced.
+pub(crate) fn replace_all<P: AsRef<Path>>(
+    directory: BorrowedFd<'_>,
+    files: &[(P, &[u8])],
+    mode: u32,
+    is_synced: bool,
+) -> io::Result<()> {
+    let replace = || {
+        for (path, bytes) in files {
+            let file = write_temporary(directory, path.as_ref(), bytes, mode)?;
+            if is_synced {
+                file.sync_all()?;
+            }
+        }
+        files.iter().try_for_each(|(path, _)| {
+            let path = path.as_ref();
+            Ok(renameat(directory, temporary(path), directory, path)?)
+        })
+    };
+    replace().inspect_err(|_| {
+        for (path, _) in files {
+            // The first error is the one to report.
+            let _ = unlinkat(directory, temporary(path.as_ref()), AtFlags::empty());
+        }
+    })
+}
+
+fn write_temporary(
     directory: BorrowedFd<'_>,
     path: &Path,
     bytes: &[u8],
     mode: u32,
-) -> io::Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".tmp");
-    let temporary = PathBuf::from(temporary);
+) -> io::Result<File> {
+    let temporary = temporary(path);
     // A leftover could be a link, or have another mode.
     match unlinkat(directory, &temporary, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
     }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let mode = Mode::from_raw_mode(mode);
-    let mut file: File = openat(directory, &temporary, flags, mode)?.into();
-    let renamed = || Ok(renameat(directory, &temporary, directory, path)?);
-    file.write_all(bytes)
-        .and_then(|()| renamed())
-        .inspect_err(|_| {
-            // The first error is the one to report.
-            let _ = unlinkat(directory, &temporary, AtFlags::empty());
-        })
+    let mut file: File = openat(directory, &temporary, flags, Mode::from_raw_mode(0o600))?.into();
+    file.write_all(bytes)?;
+    file.set_permissions(Permissions::from_mode(mode))?;
+    Ok(file)
+}
+
+fn temporary(path: &Path) -> PathBuf {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    temporary.into()
 }
 
 #[cfg(test)]

@@ -2,16 +2,14 @@
 //!
 //! Broken and expired certificates of a file are left out with a warning; a file without usable ones
 //! is an error that says what was found. Expiry is checked here, as path validation ignores that of
-//! an anchor. The system's roots are kept until their files change; no others are.
+//! an anchor. Files are read anew each time.
 
 use std::collections::HashSet;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use parking_lot::Mutex;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -33,12 +31,6 @@ pub struct SystemRoots {
     files: Vec<PathBuf>,
     directories: Vec<PathBuf>,
 }
-
-/// The hour, and inode, size and time of each file and directory.
-type Stamp = (i64, Vec<Option<(u64, u64, SystemTime)>>);
-
-/// The system's trust anchors as they were read last.
-static READ: Mutex<Vec<(SystemRoots, Stamp, Arc<RootCertStore>)>> = Mutex::new(Vec::new());
 
 /// Many times the size of an operating system's bundle.
 pub(crate) const MAX_PEM: u64 = 16 << 20;
@@ -73,26 +65,6 @@ impl SystemRoots {
         }
     }
 
-    /// What was read last, unless a file or directory has changed or an hour has passed: files in a
-    /// directory change too, and roots expire.
-    fn current(&self, now: SystemTime) -> Result<Arc<RootCertStore>, String> {
-        let state = |path: &PathBuf| {
-            let found = std::fs::metadata(path).ok()?;
-            Some((found.ino(), found.len(), found.modified().ok()?))
-        };
-        let states = self.files.iter().chain(&self.directories).map(state);
-        let stamp = (seconds(now) / 3600, states.collect());
-        let known = READ.lock().clone();
-        if let Some((.., store)) = known.iter().find(|it| it.0 == *self && it.1 == stamp) {
-            return Ok(store.clone());
-        }
-        let store = Arc::new(self.read(now)?);
-        let mut read = READ.lock();
-        read.retain(|known| known.0 != *self);
-        read.push((self.clone(), stamp, store.clone()));
-        Ok(store)
-    }
-
     fn read(&self, now: SystemTime) -> Result<RootCertStore, String> {
         let mut anchors = Anchors::default();
         let mut problems = Vec::new();
@@ -116,15 +88,10 @@ impl SystemRoots {
                 Err(error) => problems.push(format!("{}: {error}", directory.display())),
             }
         }
-        match anchors.store.is_empty() {
-            true => Err(format!(
-                "no root certificates found on this system: {} broken, {} expired; {}",
-                anchors.broken,
-                anchors.expired,
-                problems.join("; ")
-            )),
-            false => Ok(anchors.finish("the system")),
-        }
+        anchors.finish("the system").map_err(|left_out| {
+            let problems = problems.join("; ");
+            format!("no root certificates found on this system: {left_out}; {problems}")
+        })
     }
 }
 
@@ -162,56 +129,51 @@ pub(crate) fn read(roots: &Roots) -> Result<Arc<RootCertStore>, String> {
                 path.display()
             )),
         },
-        Roots::System(system) => system.current(SystemTime::now()),
+        Roots::System(system) => system.read(SystemTime::now()).map(Arc::new),
     }
 }
 
-/// The usable certificates so far, each once, and how many were not usable.
+/// The certificates so far, each once, and how many were not usable.
+#[derive(Default)]
 struct Anchors {
-    store: RootCertStore,
-    known: HashSet<CertificateDer<'static>>,
+    valid: HashSet<CertificateDer<'static>>,
     broken: usize,
     expired: usize,
-}
-
-impl Default for Anchors {
-    fn default() -> Self {
-        Self {
-            store: RootCertStore::empty(),
-            known: HashSet::new(),
-            broken: 0,
-            expired: 0,
-        }
-    }
 }
 
 impl Anchors {
     fn add(&mut self, pem: &[u8], now: SystemTime) {
         for certificate in CertificateDer::pem_slice_iter(pem) {
-            let Ok(der) = certificate else {
-                self.broken += 1;
-                continue;
-            };
-            if !self.known.insert(der.clone()) {
-                continue;
-            }
-            match not_after(&der) {
-                Some(end) if end < seconds(now) => self.expired += 1,
-                Some(_) if self.store.add(der).is_ok() => {}
-                _ => self.broken += 1,
+            let certificate = certificate
+                .ok()
+                .and_then(|der| Some((not_after(&der)?, der)));
+            match certificate {
+                Some((end, _)) if end < seconds(now) => self.expired += 1,
+                Some((_, der)) => drop(self.valid.insert(der)),
+                None => self.broken += 1,
             }
         }
     }
 
-    /// Warns of what was left out of `source`.
-    fn finish(self, source: &str) -> RootCertStore {
-        let (broken, expired, used) = (self.broken, self.expired, self.store.len());
-        if broken + expired > 0 {
+    /// The usable ones, with a warning of what was left out of `source`. Without any, the error says
+    /// what was.
+    fn finish(self, source: &str) -> Result<RootCertStore, String> {
+        let mut store = RootCertStore::empty();
+        let (used, unusable) = store.add_parsable_certificates(self.valid);
+        let left_out = format!(
+            "{} broken, {} expired",
+            self.broken + unusable,
+            self.expired
+        );
+        if used == 0 {
+            return Err(left_out);
+        }
+        if self.broken + unusable + self.expired > 0 {
             tracing::warn!(
-                "left out {broken} broken and {expired} expired root certificates of {source}; using the other {used}"
+                "left out root certificates of {source}: {left_out}; using the other {used}"
             );
         }
-        self.store
+        Ok(store)
     }
 }
 
@@ -219,17 +181,16 @@ impl Anchors {
 pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<RootCertStore, String> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);
-    let (broken, expired) = (anchors.broken, anchors.expired);
+    let count = anchors.valid.len() + anchors.broken + anchors.expired;
     let path = path.display();
-    let found = match (anchors.store.len(), broken + expired) {
-        (0, 0) if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
-        (0, 0) => format!("holds no certificate in {} bytes, expected PEM", pem.len()),
-        (0, _) => {
-            format!("holds no certificate that can be used: {broken} broken, {expired} expired")
-        }
-        _ => return Ok(anchors.finish(&path.to_string())),
-    };
-    Err(format!("root certificate file {path} {found}"))
+    anchors.finish(&path.to_string()).map_err(|left_out| {
+        let found = match count {
+            0 if pem.trim_ascii().is_empty() => "is empty, expected PEM".to_owned(),
+            0 => format!("holds no certificate in {} bytes, expected PEM", pem.len()),
+            _ => format!("holds no certificate that can be used: {left_out}"),
+        };
+        format!("root certificate file {path} {found}")
+    })
 }
 
 /// The end of a certificate's validity in seconds since 1970.
@@ -247,8 +208,6 @@ pub(crate) fn seconds(time: SystemTime) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::istiod::fake::{self, Authority};
 
@@ -283,25 +242,6 @@ mod tests {
             let text = outcome(pem).unwrap_err();
             assert!(text.contains(expected) && text.contains("/r"), "{text}");
         }
-    }
-
-    #[test]
-    fn system_roots_are_read_again_once_a_file_has_changed() {
-        let place = tempfile::tempdir().expect("a folder");
-        let path = |name: &str| place.path().join(name).display().to_string();
-        let roots = SystemRoots::new(&path("file.pem"), &path(""));
-        let current = |now| roots.current(now).map(|store| (store.len(), store));
-        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_000_000);
-        assert!(current(now).is_err());
-        std::fs::write(path("file.pem"), Authority::new("a").pem()).expect("written");
-        let (count, first) = current(now).expect("roots");
-        let (_, again) = current(now).expect("roots");
-        assert!(count == 1 && Arc::ptr_eq(&first, &again));
-        let both = Authority::new("a").pem() + &Authority::new("b").pem();
-        std::fs::write(path("file.pem"), both).expect("written");
-        let (count, changed) = current(now).expect("roots");
-        let (_, hour_later) = current(now + Duration::from_secs(3600)).expect("roots");
-        assert!(count == 2 && !Arc::ptr_eq(&changed, &hour_later));
     }
 
     /// Also the usual places are looked for, where a variable is empty.

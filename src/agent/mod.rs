@@ -150,7 +150,7 @@ impl Agent {
         let (dns, forwarder) = agent.dns()?.unzip();
         agent.google_token();
         let istiod = agent.istiod("connection to istiod", agent.config.istiod.clone());
-        let (secrets, files, pcds, consumers) = agent.secrets(&istiod, owner, listener);
+        let (secrets, files, pcds) = agent.secrets(&istiod, owner, listener);
         let health = agent.health(envoy.as_ref(), stop)?;
         let wasm = agent.wasm();
         let interceptors = discovery::interceptors(dns.clone(), pcds, wasm.clone());
@@ -164,11 +164,9 @@ impl Agent {
                 secrets: secrets.clone(),
                 files,
                 serves_secrets: owner == SdsOwner::Agent,
-                consumers,
                 discovery: discovery.clone(),
                 dns: dns.clone(),
                 forwarder,
-                health: health.clone(),
             };
             let scope = scope::Sources {
                 node: agent.config.bootstrap.node.clone(),

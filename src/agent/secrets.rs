@@ -10,7 +10,7 @@ use super::sds_socket::{self, SdsOwner};
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
-use crate::sds::{self, Consumers};
+use crate::sds;
 use crate::secrets::files::Files;
 use crate::secrets::name::Name;
 use crate::secrets::{self, Secrets, output};
@@ -28,7 +28,7 @@ impl Agent {
         istiod: &Istiod,
         owner: SdsOwner,
         listener: Option<Listener>,
-    ) -> (Option<Secrets>, Files, Option<Pcds>, Consumers) {
+    ) -> (Option<Secrets>, Files, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
         if let SdsOwner::Other { is_healthy } = owner {
             config.workload = None;
@@ -49,7 +49,6 @@ impl Agent {
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
         let pcds = wants_roots.then(|| Pcds::new(secrets.clone(), files.clone()));
-        let mut consumers = Consumers::default();
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),
@@ -58,12 +57,10 @@ impl Agent {
                 options: self.config.secret_sources.options.clone(),
             };
             let listener = listener.guarded(self.access());
-            let service = sds::new(sources, &self.metrics);
-            consumers = service.consumers();
-            let serving = service.serve(listener, self.shutdown.clone());
+            let serving = sds::serve(listener, sources, &self.metrics, self.shutdown.clone());
             self.spawn("secret discovery service", serving);
         }
-        (secrets, files, pcds, consumers)
+        (secrets, files, pcds)
     }
 
     /// Has certificates signed and renewed as configured.

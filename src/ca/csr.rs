@@ -158,14 +158,4 @@ mod tests {
             assert_eq!(parsed.general_names, [GeneralName::URI(&uri)]);
         }
     }
-
-    #[test]
-    fn refuses_rsa_sizes_it_cannot_make() {
-        let text = |bits| {
-            let refused = generate(KeyType::Rsa(bits), Encoding::Pkcs8, &identity());
-            refused.unwrap_err().to_string()
-        };
-        assert!(text(1024).contains("minimum required size of 2048 (requested: 1024)"));
-        assert!(text(8193).contains("8193 is not supported"));
-    }
 }

@@ -28,12 +28,6 @@ pub enum KeyType {
 /// Why there is no key, or no request for it.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
-    #[error(
-        "requested key size does not meet the minimum required size of 2048 (requested: {bits})"
-    )]
-    RsaTooSmall { bits: u32 },
-    #[error("requested RSA key size {bits} is not supported, expected at most 8192")]
-    RsaTooLarge { bits: u32 },
     #[error("cannot make an RSA key")]
     Rsa,
     #[error("the library wrote the new key in a form it does not document")]
@@ -63,7 +57,7 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError
         KeyType::P384 => KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384),
         KeyType::Rsa(bits) => {
             // rcgen does not make the largest size.
-            let key = rsa::KeyPair::generate(rsa_size(bits)?).map_err(|_| KeyError::Rsa)?;
+            let key = rsa::KeyPair::generate(rsa_size(bits)).map_err(|_| KeyError::Rsa)?;
             let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| KeyError::Form)?;
             let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8.as_ref());
             KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_RSA_SHA256)
@@ -72,14 +66,13 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, KeyError
     Ok(Zeroizing::new(key?))
 }
 
-fn rsa_size(bits: u32) -> Result<KeySize, KeyError> {
+/// The next larger one of [`RSA_SIZES`].
+fn rsa_size(bits: u32) -> KeySize {
     match bits {
-        ..2048 => Err(KeyError::RsaTooSmall { bits }),
-        2048 => Ok(KeySize::Rsa2048),
-        2049..=3072 => Ok(KeySize::Rsa3072),
-        3073..=4096 => Ok(KeySize::Rsa4096),
-        4097..=8192 => Ok(KeySize::Rsa8192),
-        8193.. => Err(KeyError::RsaTooLarge { bits }),
+        ..=2048 => KeySize::Rsa2048,
+        2049..=3072 => KeySize::Rsa3072,
+        3073..=4096 => KeySize::Rsa4096,
+        4097.. => KeySize::Rsa8192,
     }
 }
 
@@ -169,9 +162,9 @@ mod tests {
             assert_eq!(modulus.public_modulus_len() * 8, made, "{bits}");
         }
         for (bits, made) in [(4097, KeySize::Rsa8192), (8192, KeySize::Rsa8192)] {
-            assert_eq!(rsa_size(bits).unwrap(), made);
+            assert_eq!(rsa_size(bits), made);
         }
-        let sizes = RSA_SIZES.map(|bits| rsa_size(bits).unwrap().len() * 8);
+        let sizes = RSA_SIZES.map(|bits| rsa_size(bits).len() * 8);
         assert_eq!(sizes, RSA_SIZES.map(|bits| bits as usize));
     }
 

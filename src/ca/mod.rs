@@ -14,9 +14,6 @@ use tonic::Code;
 
 /// A certificate authority; tests substitute one of their own.
 pub trait Ca: Send + Sync + 'static {
-    /// Connects if there is no connection. Returns whether there was none.
-    fn connect(&self) -> impl Future<Output = Result<bool, SignError>> + Send;
-
     /// Signs a PEM certificate request for `ttl`. The answer is PEM: the leaf first, the roots last.
     fn sign(
         &self,
@@ -37,31 +34,19 @@ pub struct SignError {
 }
 
 impl SignError {
-    /// Whether the authority will refuse the same request again.
+    /// Whether the authority will refuse the same request again. Other causes may pass by themselves: a
+    /// restart, overload, a token that is refreshed on disk and read again.
     pub fn is_lasting(&self) -> bool {
         matches!(
             self.code,
             Code::InvalidArgument
-                | Code::FailedPrecondition
+                | Code::NotFound
+                | Code::AlreadyExists
                 | Code::PermissionDenied
+                | Code::FailedPrecondition
+                | Code::OutOfRange
                 | Code::Unimplemented
-        )
-    }
-
-    /// Whether the cause may pass by itself: a restart, overload, a token about to be refreshed. Other
-    /// causes an operator has to remove first.
-    pub fn may_pass(&self) -> bool {
-        matches!(
-            self.code,
-            Code::Unavailable
-                | Code::ResourceExhausted
-                | Code::Aborted
-                | Code::Internal
-                | Code::DeadlineExceeded
-                | Code::Cancelled
-                | Code::Unknown
-                // The token is refreshed on disk and read again.
-                | Code::Unauthenticated
+                | Code::DataLoss
         )
     }
 }

@@ -89,7 +89,6 @@ async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
     }
     let mut checks = ways(&layout, family, envoys_account(subject));
     checks.extend(dns(&layout, &captured_ports(subject, family)));
-    checks.extend(ports(&layout, family).await);
     if checks.is_empty() {
         let port = |chain| layout.redirects_to(chain).unwrap_or_default();
         let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
@@ -225,25 +224,6 @@ fn dns(layout: &Layout, own: &[u16]) -> Option<Check> {
     Some(Check::error(NAME, found).expected(expected).remedy(SET_UP))
 }
 
-/// Ports that rules lead to, which are not Istio's, and at which Envoy does not listen.
-async fn ports(layout: &Layout, family: Family) -> Vec<Check> {
-    let mut checks = Vec::new();
-    for (chain, usual) in [(Chain::Redirect, OUTBOUND), (Chain::InRedirect, INBOUND)] {
-        let Some(port) = layout.redirects_to(chain).filter(|port| *port != usual) else {
-            continue;
-        };
-        if let Err(error) = connects(address(family, false, port)).await {
-            let found = format!("they lead to port {port}, where Envoy does not listen: {error}");
-            checks.push(
-                Check::error(NAME, found)
-                    .expected(format!("port {usual}, or that of the mesh configuration"))
-                    .remedy(SET_UP),
-            );
-        }
-    }
-    checks
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -354,20 +334,5 @@ COMMIT
         assert_eq!(dns(&with, &[15053]), None);
         let found = dns(&with, &[5300]).expect("an error").found;
         assert_eq!(found, "DNS queries are redirected to port 15053");
-    }
-
-    #[tokio::test]
-    async fn a_port_of_others_is_an_error_unless_envoy_listens_there() {
-        let layout = layout("--to-ports 15001", "--to-ports 1");
-        let found = ports(&layout, Family::V4).await;
-        assert_eq!(found.len(), 1, "{found:?}");
-        assert!(
-            found[0].found.starts_with("they lead to port 1, where"),
-            "{found:?}"
-        );
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
-        let port = listener.local_addr().expect("an address").port();
-        let layout = self::layout("--to-ports 15006", &format!("--to-ports {port}"));
-        assert_eq!(ports(&layout, Family::V4).await, []);
     }
 }

@@ -1,6 +1,5 @@
-//! The workload certificate, its files, and the streams that ask for secrets.
+//! The workload certificate, its files, and other secrets from files.
 
-use std::collections::BTreeSet;
 use std::time::SystemTime;
 
 use super::certificates::{Facts, chain, latest};
@@ -9,8 +8,8 @@ use super::{Running, Subject, run_blocking};
 use crate::clock::{Clock, rfc3339};
 use crate::config::Config;
 use crate::istiod::LOG;
-use crate::sds::{Consumer, Consumers};
-use crate::secrets::name::{DEFAULT, Name};
+use crate::secrets::files::Files;
+use crate::secrets::name::Name;
 use crate::secrets::{Secret, SecretState, Secrets, Subscription};
 
 const WORKLOAD: &str = "workload certificate";
@@ -33,7 +32,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(chain(WORKLOAD, certificate.chain_pem(), roots, remedy, now));
     }
     match authority {
-        Some(authority) => checks.extend(signed(config, authority, certificate)),
+        Some(authority) => checks.push(signed(config, authority, certificate.is_some())),
         None if checks.is_empty() => {
             let why = match running {
                 Some(_) => "another process serves it",
@@ -51,8 +50,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             checks.push(check);
         }
     }
-    if let (Some(running), Some(served)) = (running, &served) {
-        checks.extend(consumers(&running.consumers, served, now));
+    if let Some(running) = running {
+        checks.extend(of_files(&running.files, now));
     }
     checks
 }
@@ -103,7 +102,7 @@ async fn own(
 }
 
 /// What the authority has signed.
-fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Vec<Check> {
+fn signed(config: &Config, secrets: &Secrets, is_served: bool) -> Check {
     let state = secrets.latest();
     let identity = config.secrets.renewal.identity.to_string();
     let problem = state.problem.as_ref().map(|problem| {
@@ -111,63 +110,40 @@ fn signed(config: &Config, secrets: &Secrets, certificate: Option<Secret>) -> Ve
         let cause = problem.cause();
         format!("{cause} ({failures} failures, next attempt at {next})")
     });
-    let Some(Secret::Certificate(certificate)) = certificate else {
+    if !is_served {
         let check = match problem {
             Some(problem) => Check::error(WORKLOAD, problem),
             None => Check::warning(WORKLOAD, "not signed yet, the request is under way"),
         };
         let expected = format!("one for {identity}");
-        return vec![check.expected(expected).remedy(LOG)];
-    };
-    let mut checks = Vec::new();
-    let facts = Facts::of_pem(certificate.chain_pem());
-    if let Some(leaf) = facts.first().filter(|leaf| !leaf.names.contains(&identity)) {
-        let check = Check::warning("identity", leaf).expected(&identity);
-        checks.push(check.remedy("set TRUST_DOMAIN to that of the mesh"));
+        return check.expected(expected).remedy(LOG);
     }
-    checks.push(match (problem, state.dates) {
+    match (problem, state.dates) {
         (Some(problem), _) => Check::warning("renewal", problem).remedy(LOG),
         (None, Some(dates)) => Check::ok("renewal", format!("next at {}", rfc3339(dates.due))),
         (None, None) => Check::ok("renewal", "none has failed"),
-    });
-    checks
+    }
 }
 
-/// Secrets of files that Envoy has, and what its streams for secrets wait for.
-fn consumers(consumers: &Consumers, secrets: &Subscription, now: SystemTime) -> Vec<Check> {
-    let all = consumers.all();
-    let served: BTreeSet<_> = all.iter().flat_map(|consumer| &consumer.served).collect();
-    let of_files = served.into_iter().filter(|name| *name != DEFAULT);
-    let files = of_files.filter_map(|name| match secrets.get(&name.parse().ok()?) {
-        SecretState::Available(Secret::Certificate(pair)) => {
-            let name = format!("secret {name}");
-            Some(chain(&name, pair.chain_pem(), None, MOUNTED, now))
-        }
-        _ => None,
-    });
-    let troubles = all.iter().flat_map(|consumer| troubles(consumer, secrets));
-    files.chain(troubles).collect()
-}
-
-/// What a stream waits for, and what it refuses.
-fn troubles(consumer: &Consumer, secrets: &Subscription) -> Vec<Check> {
-    let waits = consumer.waits.iter().map(|(name, waits_for)| {
-        let state = name.parse().map(|name| secrets.get(&name));
-        let level = match state {
-            Ok(SecretState::Unusable(error)) if !error.is_absence() => Level::Error,
-            _ => Level::Warning,
-        };
+/// The other secrets from files that Envoy has asked for.
+fn of_files(files: &Files, now: SystemTime) -> Vec<Check> {
+    let checks = files.others().into_iter().filter_map(|(name, state)| {
         let name = format!("secret {name}");
-        let found = format!("not there since {}: {waits_for}", rfc3339(consumer.since));
-        Check::new(name, level, found).expected("it is served").remedy(
-            "listeners and clusters that use it do not work before: mount its files, or see the \
-             workload certificate above",
-        )
+        match state {
+            SecretState::Available(Secret::Certificate(pair)) => {
+                Some(chain(&name, pair.chain_pem(), None, MOUNTED, now))
+            }
+            SecretState::Unusable(error) => {
+                let level = match error.is_absence() {
+                    true => Level::Warning,
+                    false => Level::Error,
+                };
+                Some(Check::new(name, level, error).expected("it is served").remedy(
+                    "listeners and clusters that use it do not work before: mount its files",
+                ))
+            }
+            _ => None,
+        }
     });
-    let names = consumer.served.join(", ");
-    let refused = consumer.refused.as_ref().map(|reason| {
-        let found = format!("refused by Envoy: {reason}");
-        Check::error(format!("secret {names}"), found).remedy("replace it by one Envoy takes")
-    });
-    waits.chain(refused).collect()
+    checks.collect()
 }

@@ -29,10 +29,8 @@ use crate::config::{Config, Problem};
 use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
-use crate::health::Health;
 use crate::http_client::{self, Client, http_url};
 use crate::istiod::Istiod;
-use crate::sds::Consumers;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::xds::observe::Observer;
@@ -58,11 +56,9 @@ pub struct Running {
     pub files: Files,
     /// Whether the SDS socket is the agent's, not another process'.
     pub serves_secrets: bool,
-    pub consumers: Consumers,
     pub discovery: Observer,
     pub dns: Option<Dns>,
     pub forwarder: Option<Forwarder>,
-    pub health: Option<Health>,
 }
 
 /// What the groups check: the configuration and, in the agent itself, its modules.

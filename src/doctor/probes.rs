@@ -1,4 +1,4 @@
-//! Readiness, application probes, and the health check of a machine's workload.
+//! Readiness and application probes.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -8,7 +8,6 @@ use http::{HeaderMap, HeaderValue, header};
 use super::report::{Check, Level};
 use super::{PROBE_LIMIT, Subject, get};
 use crate::config::Config;
-use crate::health::Health;
 use crate::lifecycle::with_causes;
 use crate::probe::{self, Kind, Probe};
 
@@ -16,9 +15,7 @@ const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (mut checks, application) = tokio::join!(readiness(subject), application(subject.config));
-    let workload = subject.running.and_then(|running| running.health.as_ref());
     checks.extend(application);
-    checks.extend(workload.map(health));
     checks
 }
 
@@ -130,16 +127,4 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
     Check::new(path, level, problem)
         .expected(expected)
         .remedy(remedy)
-}
-
-/// What istiod is told of a machine's workload.
-fn health(health: &Health) -> Check {
-    let name = format!("health of the workload ({})", health.check);
-    match &*health.verdict().borrow() {
-        None => Check::skipped(name, "no verdict yet"),
-        Some(Ok(())) => Check::ok(name, "healthy"),
-        Some(Err(problem)) => Check::error(name, problem)
-            .expected("success; istiod sends no client to it otherwise")
-            .remedy("see the workload's log, and readinessProbe in its WorkloadGroup"),
-    }
 }

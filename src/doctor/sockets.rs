@@ -7,12 +7,10 @@ use std::path::Path;
 
 use super::report::Check;
 use super::{Subject, run_blocking};
-use crate::config::{AbsentSocket, Config};
+use crate::config::AbsentSocket;
 use crate::unix_socket;
 use crate::unix_socket::probe::{self, Health};
 
-/// The name of an agent's process, pilot-agent's too.
-const AGENT: &str = "pilot-agent";
 const SHARED: &str = "find what shares the directory with this container, end it, and restart this \
                       container";
 
@@ -45,7 +43,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
     let (xds, sds) = tokio::join!(look(&config.xds_socket), look(&config.sds_socket));
     let (of_xds, of_sds) = match subject.running {
-        None => (Owner::Agent, owner_of_secrets(config, &sds)),
+        None if config.secret_sources.absent_socket == AbsentSocket::Serve => {
+            (Owner::Agent, Owner::Agent)
+        }
+        None => (Owner::Agent, Owner::Other),
         Some(running) if running.serves_secrets => (Owner::This, Owner::This),
         Some(_) => (Owner::This, Owner::Other),
     };
@@ -54,20 +55,6 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(check("SDS socket", &config.sds_socket, &sds, of_sds));
     }
     checks
-}
-
-/// Which process is to serve secrets where no agent tells.
-fn owner_of_secrets(config: &Config, found: &Found) -> Owner {
-    let is_others = match found {
-        Found::Listener {
-            process, health, ..
-        } => process != AGENT && matches!(health, Health::Healthy),
-        _ => false,
-    };
-    match config.secret_sources.absent_socket {
-        AbsentSocket::Serve if !is_others => Owner::Agent,
-        _ => Owner::Other,
-    }
 }
 
 async fn look(path: &Path) -> Found {
@@ -129,11 +116,6 @@ fn check(name: &str, path: &Path, found: &Found, owner: Owner) -> Check {
                 .expected(format!("process {own}, this agent"))
                 .remedy(SHARED);
         }
-        Health::Healthy if owner == Owner::Agent && process != AGENT => {
-            return Check::warning(name, found)
-                .expected("an agent or no process")
-                .remedy("the agent replaces it when it starts, and that process gets no more connections");
-        }
         Health::Healthy => return Check::ok(name, found),
     };
     Check::error(name, format!("{found}; {problem}"))
@@ -154,7 +136,7 @@ fn unserved(name: &str, found: String, owner: Owner) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::Level::{Error, Ok, Warning};
+    use super::super::report::Level::{Error, Ok};
     use super::*;
 
     #[test]
@@ -169,15 +151,15 @@ mod tests {
         for (found, of_this, of_agent, of_other) in [
             (Found::NoListener("there is none"), Error, Ok, Error),
             (Found::Unusable("a file".to_owned()), Error, Error, Error),
-            (listener(own, AGENT, Health::Healthy), Ok, Ok, Ok),
+            (listener(own, "pilot-agent", Health::Healthy), Ok, Ok, Ok),
             (
                 listener(0, "of another container", Health::Busy),
                 Error,
                 Error,
                 Error,
             ),
-            (listener(own, AGENT, silent()), Error, Error, Error),
-            (listener(0, "spire", Health::Healthy), Error, Warning, Ok),
+            (listener(own, "pilot-agent", silent()), Error, Error, Error),
+            (listener(0, "spire", Health::Healthy), Error, Ok, Ok),
         ] {
             let level = |owner| check("socket", Path::new("s"), &found, owner).level;
             let levels = [Owner::This, Owner::Agent, Owner::Other].map(level);

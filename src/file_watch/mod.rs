@@ -6,20 +6,22 @@
 //! read, as a chain of links may lead elsewhere by then: a change after the call is reported, one before
 //! it is in what is read. Content is not compared.
 
-mod symlink_chain;
-
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::{OsStr, OsString};
+use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use parking_lot::Mutex;
 use rustix::fs::inotify::{self, CreateFlags, Event, ReadFlags, Reader, WatchFlags};
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
+
+/// As many links as the kernel follows.
+const MAX_LINKS: usize = 40;
 
 /// What may have to be read again.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,7 +66,7 @@ impl FileWatch {
     /// part.
     pub(crate) fn watch(&self, path: &Path) -> io::Result<()> {
         let (mut links, mut outcome) = (HashSet::new(), Ok(()));
-        symlink_chain::walk(&std::path::absolute(path)?, |directory, name| {
+        walk(&std::path::absolute(path)?, |directory, name| {
             match self.add(directory, &name, path) {
                 Ok(descriptor) => {
                     links.insert((descriptor, name));
@@ -186,6 +188,61 @@ impl FileWatch {
             changed.extend(names.get(name).into_iter().flatten().cloned());
         }
     }
+}
+
+/// Calls `visit` with the directory and the name of everything that decides where an absolute path
+/// leads: each link, the file at the end, or the first component that is missing. Plain directories are
+/// left out: a move of one moves the visited ones along.
+///
+/// A component is read after its visit, so that a watch set there misses no change.
+fn walk(path: &Path, mut visit: impl FnMut(&Path, OsString)) {
+    let mut at = PathBuf::from("/");
+    let mut rest = components(path);
+    let mut links = 0;
+    while let Some(name) = rest.pop_front() {
+        if name == ".." {
+            at.pop();
+            continue;
+        }
+        let next = at.join(&name);
+        let mut target = link_target(&next);
+        if !matches!(target, Ok(None)) || rest.is_empty() {
+            visit(&at, name);
+            target = link_target(&next);
+        }
+        match target {
+            Ok(None) => at = next,
+            Ok(Some(_)) if links == MAX_LINKS => return,
+            Ok(Some(target)) => {
+                links += 1;
+                if target.is_absolute() {
+                    at = PathBuf::from("/");
+                }
+                let mut target = components(&target);
+                target.append(&mut rest);
+                rest = target;
+            }
+            Err(_) => return,
+        }
+    }
+}
+
+/// Where a link leads; None if `path` is no link.
+fn link_target(path: &Path) -> io::Result<Option<PathBuf>> {
+    match fs::read_link(path) {
+        Ok(target) => Ok(Some(target)),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn components(path: &Path) -> VecDeque<OsString> {
+    let named = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    named.collect()
 }
 
 #[cfg(test)]

@@ -192,3 +192,26 @@ async fn links_in_a_circle_are_watched_and_do_no_harm() {
     fs::remove_file(&b).unwrap();
     notices(&watch, &a, "the end of the circle").await;
 }
+
+#[test]
+fn visits_links_and_ends_and_no_plain_directories() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().canonicalize().unwrap();
+    fs::create_dir_all(root.join("plain/..1")).unwrap();
+    fs::write(root.join("plain/..1/key"), "").unwrap();
+    symlink("..1", root.join("plain/..data")).unwrap();
+    symlink("..data/key", root.join("plain/key")).unwrap();
+    symlink("plain/../plain/key", root.join("alias")).unwrap();
+    let visited = |path: &str| {
+        let mut visited = Vec::new();
+        walk(&root.join(path), |directory, name| {
+            let path = directory.join(name);
+            visited.push(path.strip_prefix(&root).unwrap().to_owned());
+        });
+        visited
+    };
+    let expected = ["alias", "plain/key", "plain/..data", "plain/..1/key"];
+    assert_eq!(visited("alias"), expected.map(PathBuf::from));
+    assert_eq!(visited("plain/..1/key"), [PathBuf::from("plain/..1/key")]);
+    assert_eq!(visited("plain/none/key"), [PathBuf::from("plain/none")]);
+}

@@ -180,11 +180,6 @@ impl Istiod {
         request
     }
 
-    /// Whether a call needs no dial, as far as is known.
-    pub fn is_connected(&self) -> bool {
-        worker::current(&self.shared.connected).is_some()
-    }
-
     /// The connection in use.
     pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
         self.shared.connected.subscribe()

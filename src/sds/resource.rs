@@ -1,9 +1,5 @@
 //! Secrets as Envoy's Secret resources.
-//!
-//! A [`Version`] tells two states of a secret apart by their public part, so that a stream can
-//! remember what it has sent without holding the key.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use bytes::Bytes;
@@ -14,8 +10,8 @@ use prost::Message;
 use tls::{CertificateValidationContext, TlsCertificate, secret};
 
 use super::key_provider::KeyProvider;
+use crate::secrets::Secret;
 use crate::secrets::name::Name;
-use crate::secrets::{Secret, SecretState};
 
 /// The type of every resource served.
 pub(super) const TYPE_URL: &str =
@@ -30,13 +26,6 @@ pub struct SecretOptions {
     pub crl: Option<PathBuf>,
 }
 
-/// The public part of a resource. Streams compare versions at every change of any secret.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Version {
-    pem: Bytes,
-    has_crl: bool,
-}
-
 /// A secret with its options.
 #[derive(Clone, Debug)]
 pub(super) struct Resource<'a> {
@@ -46,28 +35,14 @@ pub(super) struct Resource<'a> {
     pub(super) has_crl: bool,
 }
 
-/// Looks up the resource of a name.
-pub(super) type Lookup<'a> = dyn Fn(&Name) -> SecretState<Resource<'a>> + 'a;
-
-impl Version {
-    /// The version in the form of a delta response.
-    pub(super) fn text(&self) -> String {
-        let mut hasher = DefaultHasher::new();
-        self.hash(&mut hasher);
-        format!("{:016x}", hasher.finish())
-    }
-}
-
 impl Resource<'_> {
-    pub(super) fn version(&self) -> Version {
+    /// Tells two states of a secret apart by their public part.
+    pub(super) fn version(&self) -> (Bytes, bool) {
         let pem = match &self.secret {
             Secret::Certificate(certificate) => certificate.chain_pem(),
             Secret::Roots(roots) => roots.pem(),
         };
-        Version {
-            pem: pem.clone(),
-            has_crl: self.has_crl,
-        }
+        (pem.clone(), self.has_crl)
     }
 
     pub(super) fn encode(&self, name: &Name) -> Any {

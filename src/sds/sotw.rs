@@ -1,112 +1,242 @@
-//! State-of-the-world (SotW) variant of the protocol: each request lists all names, and answers the
-//! response with its nonce.
+//! State-of-the-world (SotW) protocol: each request lists all names, and answers the response with its
+//! nonce.
 //!
 //! A state machine without I/O. A secret is due when it was not sent since it was asked for, or when it
 //! differs from the one sent last: pushes that wait for Envoy fall together. A secret that cannot be had
 //! delays no other; SotW has no way to report it.
 
-use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
-use tonic::Status;
+use std::collections::{BTreeMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::context::StreamContext;
-use super::names::Names;
-use super::resource::{Lookup, TYPE_URL};
-use super::stream::{Protocol, ResponseId};
+use bytes::Bytes;
+use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
+use tonic::{Code, Status};
+
+use super::metrics::Metrics;
+use super::resource::{Resource, TYPE_URL};
+use crate::secrets::SecretState;
+use crate::secrets::name::{Name, UnknownName, escaped};
+
+/// The most names one stream may ask for, and the most unknown ones it may ask for in its life.
+const MAX_NAMES: usize = 10_000;
+
+/// How many bytes of Envoy's reason for a NACK are logged.
+const MAX_REASON: usize = 1024;
+
+/// The type of a leading request that asks for nothing, as some xDS clients send it.
+const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
+
+/// What makes one response different from the others.
+#[derive(Debug)]
+pub(super) struct ResponseId {
+    pub(super) version: String,
+    pub(super) nonce: String,
+}
+
+/// Looks up the resource of a name.
+pub(super) type Lookup<'a> = dyn Fn(&Name) -> SecretState<Resource<'a>> + 'a;
+
+/// What was sent of a name since it was asked for: the public part, so that no key is held, and whether
+/// a CRL was beside it.
+type Sent = Option<(Bytes, bool)>;
 
 /// The protocol state of one stream.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct StateOfTheWorld {
+    pub(super) id: u64,
+    pub(super) metrics: Metrics,
+    /// Whether `default` and `ROOTCA` are served on this socket.
+    serves_workload: bool,
+    /// Whether a request has named the node.
+    has_node: bool,
+    names: BTreeMap<Name, Sent>,
+    /// Hashes of the unknown names that were logged.
+    unknown: HashSet<u64>,
     /// The nonce of the latest response.
     nonce: Option<String>,
 }
 
-impl Protocol for StateOfTheWorld {
-    type Request = DiscoveryRequest;
-    type Response = DiscoveryResponse;
-
-    fn apply(
-        &mut self,
-        context: &mut StreamContext,
-        request: &DiscoveryRequest,
-    ) -> Result<(), Status> {
-        if context.is_skipped(&request.type_url, request.node.as_ref())?
-            || !self.subscribes(context, request)
-        {
-            return Ok(());
+impl StateOfTheWorld {
+    pub(super) fn new(id: u64, metrics: Metrics, serves_workload: bool) -> Self {
+        Self {
+            id,
+            metrics,
+            serves_workload,
+            has_node: false,
+            names: BTreeMap::new(),
+            unknown: HashSet::new(),
+            nonce: None,
         }
-        let (names, unserved) = context.parse_all(&request.resource_names)?;
-        // Unknown names alone end the stream.
-        if let (true, Some((_, error))) = (names.is_empty(), unserved.first()) {
-            return Err(Status::invalid_argument(error));
-        }
-        context.report(&unserved)?;
-        // Without a nonce Envoy starts over: all it names is due again.
-        let is_continued = !request.response_nonce.is_empty();
-        context.names.replace(names, is_continued);
-        Ok(())
     }
 
-    /// Names just asked for go together, changed ones one by one.
-    fn answer(
+    /// Applies a request of Envoy. An error is the status to end the stream with.
+    pub(super) fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
+        if self.is_skipped(request)? || !self.subscribes(request) {
+            return Ok(());
+        }
+        let texts = &request.resource_names;
+        if texts.len() > MAX_NAMES {
+            return Err(Status::resource_exhausted(format!(
+                "{} names in one request, expected at most {MAX_NAMES}",
+                texts.len()
+            )));
+        }
+        // Without a nonce Envoy starts over: all it names is due again.
+        let mut before = std::mem::take(&mut self.names);
+        if request.response_nonce.is_empty() {
+            before.clear();
+        }
+        let mut unserved = Vec::new();
+        for text in texts {
+            match self.parse(text) {
+                Ok(name) => {
+                    let sent = before.remove(&name).flatten();
+                    self.names.entry(name).or_insert(sent);
+                }
+                Err(error) => unserved.push((text, error)),
+            }
+        }
+        // Unknown names alone end the stream.
+        match unserved.first() {
+            Some((_, error)) if self.names.is_empty() => Err(Status::invalid_argument(error)),
+            _ => self.report(&unserved),
+        }
+    }
+
+    /// All names asked for.
+    pub(super) fn names(&self) -> impl Iterator<Item = &Name> {
+        self.names.keys()
+    }
+
+    /// The names of which the client has nothing yet.
+    pub(super) fn unanswered(&self) -> impl Iterator<Item = &Name> {
+        let names = self.names.iter();
+        names.filter_map(|(name, sent)| sent.is_none().then_some(name))
+    }
+
+    /// The response that is due, if any; it counts as sent. Names just asked for go together, changed
+    /// ones one by one, roots first.
+    pub(super) fn answer(
         &mut self,
-        names: &mut Names,
         lookup: &Lookup<'_>,
-        is_batching: bool,
         id: impl FnOnce() -> ResponseId,
     ) -> Option<DiscoveryResponse> {
-        let [mut due, mut changed] = names.due(lookup, is_batching);
-        due.retain(|(_, change)| change.is_ok());
-        if due.is_empty() {
-            changed.truncate(1);
-            due = changed;
+        let (mut asked, mut changed) = (Vec::new(), Vec::new());
+        for (name, sent) in &mut self.names {
+            match lookup(name) {
+                SecretState::Available(now) if sent.is_none() => asked.push((name, sent, now)),
+                SecretState::Available(now) if *sent != Some(now.version()) => {
+                    changed.push((name, sent, now));
+                }
+                _ => {}
+            }
         }
+        let due = match asked.is_empty() {
+            true => changed.into_iter().take(1).collect(),
+            false => asked,
+        };
         if due.is_empty() {
             return None;
         }
         let ResponseId { version, nonce } = id();
         self.nonce = Some(nonce.clone());
-        let mut response = DiscoveryResponse {
+        let resources = due.into_iter().map(|(name, sent, resource)| {
+            *sent = Some(resource.version());
+            resource.encode(name)
+        });
+        Some(DiscoveryResponse {
             version_info: version,
+            resources: resources.collect(),
             type_url: TYPE_URL.to_owned(),
             nonce,
             ..Default::default()
-        };
-        for change in due {
-            if let (name, Ok(resource)) = &change {
-                response.resources.push(resource.encode(name));
-            }
-            names.sent(change);
-        }
-        Some(response)
+        })
     }
-}
 
-impl StateOfTheWorld {
+    /// Whether a request is to be skipped. The first one must name the node, later ones need not.
+    fn is_skipped(&mut self, request: &DiscoveryRequest) -> Result<bool, Status> {
+        if self.has_node {
+            return Ok(false);
+        }
+        if request.type_url == HEALTH_TYPE_URL {
+            tracing::warn!(target: "ads", "ADS: {} skipped a leading health report", self.id);
+            return Ok(true);
+        }
+        if request.node.as_ref().is_none_or(|node| node.id.is_empty()) {
+            return Err(Status::invalid_argument("missing node information"));
+        }
+        self.has_node = true;
+        Ok(false)
+    }
+
     /// Whether the names of a request count. NACKs, unsubscriptions and answers to an older response
     /// are dealt with here.
-    fn subscribes(&self, context: &mut StreamContext, request: &DiscoveryRequest) -> bool {
-        let id = context.id;
+    fn subscribes(&mut self, request: &DiscoveryRequest) -> bool {
+        let (id, nonce) = (self.id, &request.response_nonce);
+        // Before the first response, a nonce is one of an earlier stream, and the request subscribes.
+        let latest = self.nonce.as_ref().filter(|_| !self.names.is_empty());
         if let Some(error) = &request.error_detail {
-            context.nack(error);
-            return false;
-        }
-        if request.resource_names.is_empty() && request.type_url == TYPE_URL {
+            let (code, reason) = (error.code, escaped(&error.message, MAX_REASON));
+            self.metrics.rejects.inc();
+            tracing::warn!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}");
+        } else if request.resource_names.is_empty() && request.type_url == TYPE_URL {
             tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id}");
-            context.names = Names::default();
-            return false;
-        }
-        if self.is_stale(context, &request.response_nonce) {
-            context.metrics.expired_nonces.inc();
+            self.names.clear();
+        } else if !nonce.is_empty() && latest.is_some_and(|latest| latest != nonce) {
+            self.metrics.expired_nonces.inc();
             tracing::debug!(target: "ads", "ADS:SDS: REQ {id} Expired nonce received");
-            return false;
+        } else {
+            return true;
         }
-        true
+        false
     }
 
-    /// Whether a request answers a response older than the latest. Before the first response, a nonce
-    /// is one of an earlier stream, and the request subscribes.
-    fn is_stale(&self, context: &StreamContext, nonce: &str) -> bool {
-        let latest = self.nonce.as_deref();
-        !nonce.is_empty() && context.names.len() > 0 && latest.is_some_and(|latest| latest != nonce)
+    /// The name, or why it is not served on this socket.
+    fn parse(&self, text: &str) -> Result<Name, String> {
+        let name = text
+            .parse()
+            .map_err(|error: UnknownName| error.to_string())?;
+        match name {
+            Name::Default | Name::RootCa if !self.serves_workload => Err(format!(
+                "{name} is served on the workload's own socket, only secrets from files are on this one"
+            )),
+            _ => Ok(name),
+        }
+    }
+
+    /// Logs unserved names with the reason, each once.
+    fn report(&mut self, unserved: &[(&String, String)]) -> Result<(), Status> {
+        for (text, error) in unserved {
+            let mut hasher = DefaultHasher::new();
+            text.hash(&mut hasher);
+            if !self.unknown.insert(hasher.finish()) {
+                continue;
+            }
+            if self.unknown.len() > MAX_NAMES {
+                return Err(Status::resource_exhausted(format!(
+                    "more than {MAX_NAMES} unknown names on one stream"
+                )));
+            }
+            tracing::warn!(target: "sds", "stream {}: {error}; left unanswered", self.id);
+        }
+        Ok(())
+    }
+
+    /// Logs how the stream ended.
+    pub(super) fn report_end(&self, status: &Status) {
+        let (id, code, message) = (self.id, status.code(), status.message());
+        match code {
+            // How it looks when Envoy goes away.
+            Code::Cancelled | Code::Unavailable | Code::DeadlineExceeded => {
+                tracing::info!(target: "ads", "ADS: \"\" {id} terminated {code:?}: {message}");
+            }
+            _ => {
+                self.metrics.internal_errors.inc();
+                tracing::error!(
+                    target: "ads",
+                    "ADS: \"\" {id} terminated with error: {code:?}: {message}"
+                );
+            }
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! The rules of SotW streams, one by one, without a socket.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,22 +8,21 @@ use envoy_types::pb::envoy::config::core::v3::{DataSource, Node, data_source::Sp
 use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
 use envoy_types::pb::envoy::service::discovery::v3::{DiscoveryRequest, DiscoveryResponse};
 use envoy_types::pb::google::rpc;
+use proptest::prelude::*;
 use prost::Message;
 use tonic::{Code, Status};
 
 use super::SecretOptions;
-use super::consumers::Consumers;
-use super::context::StreamContext;
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL};
-use super::sotw::StateOfTheWorld;
-use super::stream::{Protocol, ResponseId};
+use super::sotw::{Lookup, ResponseId, StateOfTheWorld};
 use crate::ca::{Ca, csr};
 use crate::metrics::Registry;
 use crate::secrets::certificate::Workload;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
+use crate::secrets::files::source::FileError;
 use crate::secrets::name::Name;
-use crate::secrets::{SecretState, State};
+use crate::secrets::{Roots, Secret as Served, SecretState, State};
 
 /// A state with a certificate fresh from `authority`.
 async fn signed_by(authority: &FakeAuthority) -> State {
@@ -69,40 +69,45 @@ fn refusal(names: &[&str], nonce: &str) -> DiscoveryRequest {
 }
 
 /// One stream without a socket.
-struct Stream {
-    context: StreamContext,
-    protocol: StateOfTheWorld,
-}
+struct Stream(StateOfTheWorld);
 
 impl Stream {
     fn new(registry: &Registry) -> Self {
-        Self {
-            context: StreamContext::new(Consumers::default().add(1), Metrics::new(registry), true),
-            protocol: StateOfTheWorld::default(),
-        }
+        Self(StateOfTheWorld::new(1, Metrics::new(registry), true))
     }
 
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        self.protocol.apply(&mut self.context, request)
+        self.0.apply(request)
     }
 
     fn answer(&mut self, state: &State, nonce: &str) -> Option<DiscoveryResponse> {
-        let options = SecretOptions::default();
         let lookup = |name: &Name| match state.secret(name) {
-            Some(secret) => SecretState::Available(Resource {
-                secret,
-                options: &options,
-                has_crl: false,
-            }),
+            Some(secret) => available(secret),
             None => SecretState::Unsigned,
         };
+        self.look_up(&lookup, nonce)
+    }
+
+    fn look_up(&mut self, lookup: &Lookup<'_>, nonce: &str) -> Option<DiscoveryResponse> {
         let id = || ResponseId {
             version: "now/1".to_owned(),
             nonce: nonce.to_owned(),
         };
-        self.protocol
-            .answer(&mut self.context.names, &lookup, true, id)
+        self.0.answer(lookup, id)
     }
+}
+
+static OPTIONS: SecretOptions = SecretOptions {
+    key_provider: None,
+    crl: None,
+};
+
+const fn available(secret: Served) -> SecretState<Resource<'static>> {
+    SecretState::Available(Resource {
+        secret,
+        options: &OPTIONS,
+        has_crl: false,
+    })
 }
 
 /// The names of the next response, which gets `nonce`; empty when none is due.
@@ -258,10 +263,10 @@ async fn a_request_waits_until_there_is_a_secret() {
         .apply(&request(&["default", "ROOTCA"], ""))
         .expect("is fine");
     assert!(!is_due(&mut stream, &nothing));
-    assert_eq!(stream.context.names.unanswered().count(), 2);
+    assert_eq!(stream.0.unanswered().count(), 2);
     let state = signed().await;
     assert_eq!(sent(&mut stream, &state, "1"), ["ROOTCA", "default"]);
-    assert_eq!(stream.context.names.unanswered().count(), 0);
+    assert_eq!(stream.0.unanswered().count(), 0);
     assert!(!is_due(&mut stream, &nothing), "a withdrawal is not a push");
 }
 
@@ -371,6 +376,73 @@ async fn secrets_have_the_shape_envoy_expects() {
                 assert_eq!(inline(context.trusted_ca), *workload.roots.pem());
             }
             other => panic!("unexpected secret {other:?}"),
+        }
+    }
+}
+
+fn name() -> impl Strategy<Value = String> {
+    prop_oneof![
+        "default|ROOTCA|file-root:[ab]|file-cert:[ab]~[ab]|file-root:system",
+        ".{0,12}",
+    ]
+}
+
+fn states() -> impl Strategy<Value = Vec<u8>> {
+    proptest::collection::vec(0..4_u8, 8)
+}
+
+/// Answers until nothing is due, with names in these states.
+fn answer_all(stream: &mut Stream, states: &[u8]) -> Result<(), TestCaseError> {
+    let names = [
+        "default",
+        "ROOTCA",
+        "file-root:a",
+        "file-root:b",
+        "file-cert:a~b",
+    ];
+    let names = names.iter().map(|name| name.parse().expect("is a name"));
+    let table: BTreeMap<Name, u8> = names.zip(states.iter().copied()).collect();
+    let lookup = |name: &Name| match table.get(name) {
+        None | Some(0) => SecretState::Unsigned,
+        Some(1) => SecretState::Reading,
+        Some(2) => SecretState::Unusable(Arc::new(FileError::TooMany { most: 1 })),
+        Some(_) => available(Served::Roots(Roots::unchecked("1"))),
+    };
+    for _ in 0..20 {
+        if stream.look_up(&lookup, "n").is_none() {
+            return Ok(());
+        }
+    }
+    Err(TestCaseError::fail("it has no end"))
+}
+
+proptest! {
+    /// Any requests in any order, with names in any state: no panic, and an end to the responses.
+    #[test]
+    fn arbitrary_requests_do_no_harm(
+        requests in proptest::collection::vec(
+            (proptest::collection::vec(name(), 0..4), "n?", any::<bool>(), states()),
+            0..8,
+        ),
+    ) {
+        let mut stream = fresh();
+        for (names, nonce, is_nack, states) in requests {
+            let asked: Vec<&str> = names.iter().map(String::as_str).collect();
+            let mut request = request(&asked, &nonce);
+            request.error_detail = is_nack.then(Default::default);
+            if stream.apply(&request).is_ok() {
+                answer_all(&mut stream, &states)?;
+            }
+        }
+    }
+
+    /// Bytes that decode as a request do no harm.
+    #[test]
+    fn arbitrary_frames_do_no_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        if let Ok(request) = DiscoveryRequest::decode(&*bytes) {
+            let mut stream = fresh();
+            drop(stream.apply(&request));
+            answer_all(&mut stream, &[3; 8])?;
         }
     }
 }

@@ -26,7 +26,6 @@ struct Fixture {
     clock: Clock,
     authority: FakeAuthority,
     registry: Registry,
-    consumers: Consumers,
     shutdown: CancellationToken,
     tasks: JoinSet<()>,
     client: SecretDiscoveryServiceClient<Channel>,
@@ -54,9 +53,7 @@ async fn start(answer: Answer) -> Fixture {
         serves_workload: true,
         options: SecretOptions::default(),
     };
-    let service = new(sources, &registry);
-    let consumers = service.consumers();
-    tasks.spawn(service.serve(listener, shutdown.clone()));
+    tasks.spawn(serve(listener, sources, &registry, shutdown.clone()));
     let client = SecretDiscoveryServiceClient::connect(format!("unix://{}", path.display()))
         .await
         .expect("connects");
@@ -64,7 +61,6 @@ async fn start(answer: Answer) -> Fixture {
         clock,
         authority,
         registry,
-        consumers,
         shutdown,
         tasks,
         client,
@@ -133,53 +129,6 @@ fn only_secret(response: &DiscoveryResponse) -> Secret {
     Secret::decode(&*response.resources[0].value).expect("is a secret")
 }
 
-/// Waits until a consumer is like that.
-async fn shows(consumers: &Consumers, holds: impl Fn(&[Consumer]) -> bool) {
-    let seen = async {
-        while !holds(&consumers.all()) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    };
-    let seen = tokio::time::timeout(LIMIT, seen).await;
-    assert!(seen.is_ok(), "{:?}", consumers.all());
-}
-
-#[tokio::test]
-async fn consumers_show_what_is_served_waits_and_is_refused() {
-    let mut fixture = start(Answer::Waits).await;
-    let consumers = fixture.consumers.clone();
-    let mut stream = fixture.subscribe("default").await;
-    let waits = ("default".to_owned(), "the workload certificate".to_owned());
-    shows(&consumers, |all| {
-        all.iter().any(|it| it.waits == [waits.clone()])
-    })
-    .await;
-
-    fixture.authority.set(Answer::Signed);
-    let response = stream.next().await;
-    let [consumer] = &consumers.all()[..] else {
-        panic!("{:?}", consumers.all());
-    };
-    assert_eq!(consumer.served, ["default"]);
-    assert!(consumer.waits.is_empty() && consumer.refused.is_none());
-
-    let nack = DiscoveryRequest {
-        type_url: TYPE_URL.to_owned(),
-        response_nonce: response.nonce,
-        error_detail: Some(envoy_types::pb::google::rpc::Status {
-            message: "no such key type".to_owned(),
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
-    stream.requests.send(nack).await.expect("is open");
-    let refused = Some("no such key type".to_owned());
-    shows(&consumers, |all| all.iter().any(|it| it.refused == refused)).await;
-
-    drop(stream);
-    shows(&consumers, <[Consumer]>::is_empty).await;
-}
-
 #[tokio::test]
 async fn streams_wait_for_the_authority_and_get_every_rotation() {
     let mut fixture = start(Answer::Waits).await;
@@ -225,36 +174,6 @@ async fn an_unknown_name_ends_its_stream_only() {
     let status = fixture.subscribe("file-cert:").await.end().await;
     assert_eq!(status.code(), Code::InvalidArgument);
     good.next().await;
-}
-
-#[tokio::test]
-async fn a_fetch_waits_for_the_certificate_and_refuses_unknown_names() {
-    let mut fixture = start(Answer::Waits).await;
-    let request = |name: &str| DiscoveryRequest {
-        node: Some(Node {
-            id: "sidecar~1".to_owned(),
-            ..Default::default()
-        }),
-        resource_names: vec![name.to_owned()],
-        type_url: TYPE_URL.to_owned(),
-        ..Default::default()
-    };
-    let mut client = fixture.client.clone();
-    fixture.authority.set(Answer::Signed);
-    let fetched = client.fetch_secrets(request("default")).await;
-    let fetched = fetched.expect("is answered").into_inner();
-    assert_eq!(only_secret(&fetched).name, "default");
-    for (name, code) in [
-        ("x", Code::InvalidArgument),
-        ("file-root:/none", Code::NotFound),
-    ] {
-        let status = fixture.client.fetch_secrets(request(name)).await;
-        assert_eq!(status.expect_err("is refused").code(), code, "{name}");
-    }
-    let without_node = DiscoveryRequest::default();
-    let status = fixture.client.fetch_secrets(without_node).await;
-    let status = status.expect_err("is refused");
-    assert_eq!(status.message(), "missing node information");
 }
 
 #[tokio::test]

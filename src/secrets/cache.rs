@@ -132,7 +132,7 @@ impl CertificateCache {
             answer,
         })?;
         let text = Zeroizing::new([&header, &b"\n"[..], key_pem].concat());
-        Ok(directory.replace_file(FILE, &text)?)
+        Ok(directory.replace_files(&[(FILE, &text)], 0o600)?)
     }
 }
 

@@ -2,7 +2,7 @@
 //! told.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
@@ -48,7 +48,6 @@ pub(crate) struct FakeAuthority {
     root: Arc<Mutex<Root>>,
     /// How far its clock is set, in seconds.
     skew: Arc<AtomicI64>,
-    was_away: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
@@ -92,13 +91,7 @@ impl FakeAuthority {
             log: Arc::default(),
             root: Arc::new(Mutex::new(Root::new())),
             skew: Arc::default(),
-            was_away: Arc::default(),
         }
-    }
-
-    /// Has each renewal find that there is no connection yet.
-    pub(crate) fn set_away(&self) {
-        self.was_away.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn set(&self, answer: Answer) {
@@ -167,10 +160,6 @@ impl FakeAuthority {
 }
 
 impl Ca for FakeAuthority {
-    async fn connect(&self) -> Result<bool, SignError> {
-        Ok(self.was_away.load(Ordering::Relaxed))
-    }
-
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let key = PublicKey::of(csr_pem);
         {

@@ -83,7 +83,7 @@ pub struct Secrets {
 /// What the authority has signed, at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct State {
-    /// None before the first answer, and once the last certificate has expired.
+    /// None before the first answer.
     pub workload: Option<Arc<certificate::Workload>>,
     /// For a moment newer than `workload`: changed roots are published first.
     pub roots: Option<Roots>,
@@ -165,8 +165,17 @@ impl State {
 }
 
 impl Secrets {
+    /// The state, without a certificate that has expired. Its roots stay: peers still prove themselves
+    /// with them.
     pub fn latest(&self) -> State {
-        self.state.borrow().clone()
+        let mut state = self.state.borrow().clone();
+        if state
+            .expiry()
+            .is_some_and(|expiry| expiry <= self.clock.now())
+        {
+            state.workload = None;
+        }
+        state
     }
 
     /// Replaces the mesh's trust bundle, PEM; an empty one is none.

@@ -2,8 +2,7 @@
 //!
 //! The task has a certificate signed, publishes it, and waits for the calendar moment of the renewal;
 //! after a suspend or a clock set forward that is at once. Failures are retried through the whole
-//! remaining lifetime. Two more futures write the state: one withdraws an expired certificate, one
-//! publishes the mesh's trust bundle.
+//! remaining lifetime. Another future publishes the mesh's trust bundle.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -22,7 +21,7 @@ use super::trust::MeshBundle;
 use super::{Config, Problem, Roots, State};
 use crate::ca::key::{KeyError, KeyType};
 use crate::ca::{Ca, SignError, csr};
-use crate::clock::{Clock, rfc3339};
+use crate::clock::Clock;
 
 /// Why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
@@ -43,7 +42,7 @@ impl IssueError {
     /// Whether the cause may pass by itself within seconds.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Sign(error) => error.may_pass(),
+            Self::Sign(error) => !error.is_lasting(),
             Self::Silent | Self::Interrupted(_) => true,
             Self::Request(_) | Self::Certificate(_) => false,
         }
@@ -75,11 +74,7 @@ pub(super) struct Renewal<C> {
 
 impl<C: Ca> Renewal<C> {
     pub(super) async fn run(self) {
-        tokio::join!(
-            self.keep_fresh(),
-            self.withdraw_expired(),
-            self.follow_mesh_bundle()
-        );
+        tokio::join!(self.keep_fresh(), self.follow_mesh_bundle());
     }
 
     async fn keep_fresh(&self) {
@@ -219,32 +214,14 @@ impl<C: Ca> Renewal<C> {
 
     async fn sign(&self, csr_pem: &str, is_retry: bool) -> Result<Vec<String>, IssueError> {
         self.metrics.requested(is_retry);
-        let connected = self.connect().await;
         let started = Instant::now();
-        let answer = async {
-            connected?;
-            let signed = self.ca.sign(csr_pem, self.config.ttl);
-            match tokio::time::timeout(SIGNING_LIMIT, signed).await {
-                Ok(answer) => answer.map_err(IssueError::Sign),
-                Err(_) => Err(IssueError::Silent),
-            }
+        let signed = self.ca.sign(csr_pem, self.config.ttl);
+        let answer = match tokio::time::timeout(SIGNING_LIMIT, signed).await {
+            Ok(answer) => answer.map_err(IssueError::Sign),
+            Err(_) => Err(IssueError::Silent),
         };
-        let answer = answer.await;
         self.metrics.answered(started.elapsed(), answer.is_ok());
         answer
-    }
-
-    /// Connects to the authority before a renewal. One that was away returns for all agents at once, so
-    /// the request then waits for a random time.
-    async fn connect(&self) -> Result<(), SignError> {
-        if let Some(left) = self.remaining()
-            && self.ca.connect().await?
-        {
-            let drawn = schedule::drawn(&self.config.spread_by, fastrand::f64());
-            let cap = schedule::retry_cap(Some(left));
-            tokio::time::sleep(crate::duration::scaled(cap, drawn)).await;
-        }
-        Ok(())
     }
 
     /// Whether to ask for RSA from now on: the authority refuses requests with a key that no setting
@@ -344,7 +321,11 @@ impl<C: Ca> Renewal<C> {
             next_attempt: self.clock.after(wait),
         };
         let cause = problem.cause();
-        let next = format!("failure {failures} in a row, next attempt in {wait:?}");
+        let served = match self.remaining() {
+            Some(left) => format!("the last certificate is served for {left:?}"),
+            None => "there is no valid certificate".to_owned(),
+        };
+        let next = format!("failure {failures} in a row, next attempt in {wait:?}; {served}");
         if let IssueError::Sign(_) | IssueError::Silent = *problem.error {
             let attempt = failures.saturating_add(1);
             tracing::warn!(
@@ -362,42 +343,6 @@ impl<C: Ca> Renewal<C> {
         }
         self.state
             .send_modify(|state| state.problem = Some(problem));
-    }
-
-    /// Stops serving an expired certificate. Its roots stay: peers still prove themselves with them.
-    async fn withdraw_expired(&self) {
-        let mut published = self.state.subscribe();
-        loop {
-            let expiry = published.borrow_and_update().expiry();
-            let expiry = async {
-                match expiry {
-                    Some(expiry) => self.clock.sleep_until(expiry).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                // Not an error: this task itself holds the sender.
-                _ = published.changed() => {}
-                () = expiry => self.withdraw_if_expired(),
-            }
-        }
-    }
-
-    /// A new certificate may have been published in the same moment, so the state is read again.
-    fn withdraw_if_expired(&self) {
-        let now = self.clock.now();
-        self.state.send_if_modified(|state| {
-            let Some(expiry) = state.expiry().filter(|expiry| *expiry <= now) else {
-                return false;
-            };
-            state.workload = None;
-            tracing::error!(
-                target: "cache",
-                "resource:default expired at {}; withdrawn until a new one is signed",
-                rfc3339(expiry)
-            );
-            true
-        });
     }
 }
 

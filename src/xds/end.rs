@@ -115,20 +115,22 @@ impl End {
         end
     }
 
-    /// A newer stream replaced this one, or the agent stops.
-    pub(crate) fn stopped() -> Self {
+    /// The agent ends both streams with OK.
+    fn ended(why: &str) -> Self {
         Self {
-            reason: "replaced by a newer stream, or the agent stops".to_owned(),
+            reason: why.to_owned(),
             ..Self::new(Side::Agent, true, &Status::ok(""))
         }
     }
 
+    /// A newer stream replaced this one, or the agent stops.
+    pub(crate) fn stopped() -> Self {
+        Self::ended("replaced by a newer stream, or the agent stops")
+    }
+
     /// Envoy's next stream goes to another control plane.
     pub(crate) fn moved() -> Self {
-        Self {
-            reason: "the first control plane answers again".to_owned(),
-            ..Self::stopped()
-        }
+        Self::ended("the first control plane answers again")
     }
 
     /// Envoy has been served what is kept. It connects anew.
@@ -141,7 +143,7 @@ impl End {
     /// Istiod has not answered a request in time.
     pub(crate) fn unanswered() -> Self {
         let why = format!("no answer to a request within {MAX_SILENCE:?}");
-        Self::new(Side::Istiod, false, &Status::unavailable(why))
+        Self::bad_response(&Status::unavailable(why))
     }
 
     /// What is kept cannot be served.

@@ -122,23 +122,8 @@ impl Interceptors {
         self.0[index].subscribes()
     }
 
-    pub(crate) fn intercept(
-        &self,
-        index: usize,
-        protocol: Protocol,
-        message: Bytes,
-    ) -> Intercepting {
-        self.0[index].intercept(protocol, message)
-    }
-
-    pub(crate) fn merge(
-        &self,
-        index: usize,
-        protocol: Protocol,
-        older: &Bytes,
-        newer: &Bytes,
-    ) -> Option<Bytes> {
-        self.0[index].merge(protocol, older, newer)
+    pub(crate) fn get(&self, index: usize) -> &dyn Interceptor {
+        &*self.0[index]
     }
 
     /// Requests for the types the agent subscribes to itself.

@@ -26,13 +26,11 @@ impl Interceptions {
     pub(super) fn start(&mut self, state: &mut StreamState, protocol: Protocol) {
         for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
+            let interceptor = state.interceptors.get(index);
             let is_same = |running: &Running| running.response.interceptor == index;
             if let Some(older) = self.running.iter().position(is_same) {
-                let (older_message, newer) =
-                    (&self.running[older].response.message, &response.message);
-                let merged = state
-                    .interceptors
-                    .merge(index, protocol, older_message, newer);
+                let message = &self.running[older].response.message;
+                let merged = interceptor.merge(protocol, message, &response.message);
                 let Some(merged) = merged else {
                     state.captured.push_back(response);
                     continue;
@@ -40,10 +38,8 @@ impl Interceptions {
                 response.message = merged;
                 self.running.swap_remove(older).task.abort();
             }
-            let message = response.message.clone();
-            let task = self
-                .tasks
-                .spawn(state.interceptors.intercept(index, protocol, message));
+            let outcome = interceptor.intercept(protocol, response.message.clone());
+            let task = self.tasks.spawn(outcome);
             self.running.push(Running { task, response });
         }
     }

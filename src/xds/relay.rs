@@ -52,9 +52,6 @@ const MAX_HELD: usize = 16 << 20;
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
-/// A response that Envoy took longer than this to accept is worth a warning.
-const SLOW_SEND: Duration = Duration::from_secs(10);
-
 /// Frames between the relay and Envoy's socket: 256 KiB.
 const FRAMES: usize = 16;
 
@@ -170,8 +167,6 @@ struct Session<'a> {
     state: StreamState,
     envoy: Incoming,
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
-    /// Since when Envoy lets a response wait.
-    waiting_since: Option<Instant>,
     began: Instant,
     istiod: IstiodSide,
     /// What istiod's stream is on, once there is one.
@@ -213,7 +208,6 @@ impl<'a> Session<'a> {
             state,
             envoy,
             to_envoy,
-            waiting_since: None,
             began: Instant::now(),
             istiod: IstiodSide::connect(relay.istiod.clone(), Duration::ZERO),
             connection: None,
@@ -261,7 +255,6 @@ impl<'a> Session<'a> {
                 },
                 room = self.to_envoy.reserve(), if !self.state.to_envoy.is_empty() => {
                     self.send(room.map_err(|_| End::envoy_gone(None))?);
-                    warn_if_slow(self.waiting_since.take(), self.relay);
                 }
                 Some(done) = self.interceptions.next() => {
                     let (response, outcome) = done.map_err(|panic| {
@@ -431,10 +424,7 @@ impl<'a> Session<'a> {
             match self.to_envoy.try_reserve() {
                 Ok(room) => self.send(room),
                 // Envoy takes it later, or is gone, which is seen elsewhere.
-                Err(_) => {
-                    self.waiting_since.get_or_insert_with(Instant::now);
-                    return;
-                }
+                Err(_) => return,
             }
         }
     }
@@ -474,16 +464,4 @@ fn open(
         relay.istiod.address()
     );
     IstiodSide::Opening(Box::pin(async move { connection.send(request).await }))
-}
-
-/// Warns of an Envoy that was slow to take what waited for it since then.
-fn warn_if_slow(since: Option<Instant>, relay: &Relay) {
-    let waited = since.map(|since| since.elapsed()).unwrap_or_default();
-    if waited > SLOW_SEND {
-        let call = match relay.protocol {
-            Protocol::Sotw => "sendDownstream",
-            Protocol::Delta => "sendDownstreamDelta",
-        };
-        tracing::warn!(target: "xdsproxy", id = relay.id, "{call} took {waited:?}");
-    }
 }

@@ -96,19 +96,21 @@ impl RequestReader {
 
     fn request(&self, frame: Bytes) -> Result<Request, Status> {
         let message = frame.slice(HEAD..);
-        let decoded = match self.protocol {
-            Protocol::Sotw => SotwFields::decode(message),
-            Protocol::Delta => DeltaFields::decode(message).map(SotwFields::from),
+        let fields = match self.protocol {
+            Protocol::Sotw => SotwFields::decode(message)
+                .map(|it| (it.type_url, it.response_nonce, it.error_detail)),
+            Protocol::Delta => DeltaFields::decode(message)
+                .map(|it| (it.type_url, it.response_nonce, it.error_detail)),
         };
-        let fields = decoded.map_err(|error| {
+        let (type_url, nonce, error) = fields.map_err(|error| {
             let problem = format!("not a protobuf message: {error}");
             Status::internal(format!("discovery request from Envoy: {problem}"))
         })?;
         Ok(Request {
             frame,
-            type_url: fields.type_url,
-            nonce: fields.response_nonce,
-            nack: fields.error_detail.map(ErrorDetail::reason),
+            type_url,
+            nonce,
+            nack: error.map(ErrorDetail::reason),
         })
     }
 }
@@ -140,16 +142,6 @@ struct DeltaFields {
 struct ErrorDetail {
     #[prost(bytes = "bytes", tag = "2")]
     message: Bytes,
-}
-
-impl From<DeltaFields> for SotwFields {
-    fn from(delta: DeltaFields) -> Self {
-        Self {
-            type_url: delta.type_url,
-            response_nonce: delta.response_nonce,
-            error_detail: delta.error_detail,
-        }
-    }
 }
 
 impl ErrorDetail {

@@ -12,14 +12,14 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Request, Response};
 use http_body::Frame;
 use hyper::body::Incoming;
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
@@ -65,8 +65,6 @@ struct Inner {
     /// Stops the relay of each Envoy's newest stream, by pid. Held for a swap only.
     newest: Mutex<BTreeMap<i32, CancellationToken>>,
     others: Arc<Semaphore>,
-    /// Whether the last stream of another client found no permit.
-    is_full: AtomicBool,
     relays: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -92,7 +90,6 @@ impl Discovery {
             next_id: AtomicU32::new(1),
             newest: Mutex::default(),
             others: Arc::new(Semaphore::new(MAX_OTHERS)),
-            is_full: AtomicBool::new(false),
             relays: TaskTracker::new(),
             shutdown,
         }))
@@ -127,10 +124,11 @@ impl Discovery {
         let (istiod, permit) = if let Some(pid) = child {
             self.replace_newest(pid, stop.clone());
             (&self.0.upstream.of_envoy, None)
-        } else if let Some(permit) = self.permit() {
+        } else if let Ok(permit) = self.0.others.clone().try_acquire_owned() {
             (&self.0.upstream.of_others, Some(permit))
         } else {
             let found = format!("{MAX_OTHERS} streams of clients other than Envoy are open");
+            tracing::debug!(target: "xdsproxy", "refusing another: {found}");
             return ended(&Status::resource_exhausted(found));
         };
         let relay = Relay {
@@ -170,19 +168,6 @@ impl Discovery {
             tracing::warn!(target: "xdsproxy", "registered overlapping stream; closing previous");
             older.cancel();
         }
-    }
-
-    /// A permit for a stream of a client other than Envoy.
-    fn permit(&self) -> Option<OwnedSemaphorePermit> {
-        let permit = self.0.others.clone().try_acquire_owned().ok();
-        let was_full = self.0.is_full.swap(permit.is_none(), Ordering::Relaxed);
-        if permit.is_none() && !was_full {
-            tracing::warn!(
-                target: "xdsproxy",
-                "{MAX_OTHERS} streams of clients other than Envoy are open; further ones are refused"
-            );
-        }
-        permit
     }
 }
 

@@ -78,7 +78,9 @@ impl IstioCa {
         if self.istiod.leave_if_unauthenticated(&connection, code) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
-        let chain = answer.map_err(SignError::from).and_then(chain);
+        let chain = answer
+            .map(|answer| answer.cert_chain)
+            .map_err(SignError::from);
         match &chain {
             Ok(_) => self.istiod.answered(&connection),
             Err(error) => drop(self.istiod.failed(&connection, false, &error.to_string())),
@@ -124,30 +126,10 @@ impl IstioCa {
 }
 
 impl Ca for IstioCa {
-    async fn connect(&self) -> Result<bool, SignError> {
-        if self.istiod.is_connected() {
-            return Ok(false);
-        }
-        self.connection().await.inspect_err(log)?;
-        Ok(true)
-    }
-
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        self.signed(csr_pem, ttl).await.inspect_err(log)
-    }
-}
-
-fn log(error: &SignError) {
-    tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
-}
-
-fn chain(answer: IstioCertificateResponse) -> Result<Vec<String>, SignError> {
-    match answer.cert_chain.len() {
-        0 | 1 => Err(SignError {
-            code: Code::Internal,
-            message: "invalid empty CertChain".to_owned(),
-        }),
-        _ => Ok(answer.cert_chain),
+        self.signed(csr_pem, ttl).await.inspect_err(|error| {
+            tracing::error!(target: "citadelclient", "failed to sign CSR: {error}");
+        })
     }
 }
 

@@ -60,8 +60,11 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     };
     checks.extend(refused);
     checks.extend(waits);
-    let has_cause = checks.iter().any(|check| check.level == Level::Error);
-    checks.push(state(&admin, &server, has_cause));
+    let text = |name| server[name].as_str().unwrap_or("unknown");
+    // Commit, version, status, kind and TLS library.
+    let version = text("version").split('/').nth(1).unwrap_or("unknown");
+    let found = format!("{admin}: {}, version {version}", text("state"));
+    checks.push(Check::ok(ADMIN, found));
     checks
 }
 
@@ -169,28 +172,4 @@ fn nacks(snapshot: &Snapshot) -> Vec<Check> {
         true => vec![Check::ok("NACKs", "no last response of a type was refused")],
         false => checks,
     }
-}
-
-/// Whether Envoy is live. `has_cause` says that an earlier check names why not.
-fn state(admin: &str, server: &Value, has_cause: bool) -> Check {
-    const NAME: &str = "state";
-    let text = |name| server[name].as_str().unwrap_or("unknown");
-    let (state, version) = (text("state"), text("version"));
-    // Commit, version, status, kind and TLS library.
-    let version = version.split('/').nth(1).unwrap_or(version);
-    let found = format!("{admin}: {state}, version {version}");
-    let waits = match state {
-        "LIVE" => return Check::ok(NAME, found),
-        "PRE_INITIALIZING" => "it waits for clusters and their endpoints: is istiod connected?",
-        "INITIALIZING" => "it waits for listeners: is istiod connected?",
-        _ => "none if the pod is to end",
-    };
-    let level = if has_cause {
-        Level::Warning
-    } else {
-        Level::Error
-    };
-    Check::new(NAME, level, found)
-        .expected("LIVE")
-        .remedy(waits)
 }

@@ -14,15 +14,6 @@ use super::{PROBE_LIMIT, page};
 
 /// Until what was found is looked for again.
 const PAUSE: Duration = Duration::from_millis(300);
-/// What Envoy calls the targets it waits for, and what an operator calls them.
-const WORDS: [(&str, &str); 5] = [
-    ("shared target ", ""),
-    ("target ", ""),
-    ("SdsApi ", "secret "),
-    ("RdsRouteConfigSubscription RDS init ", "route "),
-    ("FilterConfigSubscription init ", "extension "),
-];
-
 /// A list of what waits.
 struct Wait {
     name: &'static str,
@@ -36,8 +27,8 @@ const WAITS: [Wait; 3] = [
         name: "warming listeners",
         page: "/init_dump?mask=listener",
         names: listeners,
-        remedy: "secret: does it exist, may the proxy's account read it; route: does istiod send it \
-                 (`istioctl proxy-status`)",
+        remedy: "SdsApi: does the secret exist, may the proxy's account read it; RDS: does istiod send \
+                 the route (`istioctl proxy-status`)",
     },
     Wait {
         name: "warming clusters",
@@ -83,14 +74,7 @@ async fn check(wait: &Wait, admin: &str) -> Check {
 /// Each listener with what it waits for.
 fn listeners(dump: &Value) -> BTreeSet<String> {
     let waiting = entries(dump, "unready_targets_dumps").filter_map(|waits| {
-        let targets: Vec<_> = entries(waits, "target_names")
-            .map(|name| {
-                let words = WORDS.iter();
-                words.fold(text(name).to_owned(), |name, (word, ours)| {
-                    name.replacen(word, ours, 1)
-                })
-            })
-            .collect();
+        let targets: Vec<_> = entries(waits, "target_names").map(text).collect();
         let name = listener(text(&waits["name"]));
         // Without a target it waits for the other listeners only.
         let waits = !targets.is_empty();
@@ -141,8 +125,8 @@ mod tests {
             { "name": "init manager Listener-local-init-manager static 1" },
         ]});
         let expected = [
-            "0.0.0.0_8443 waits for secret kubernetes://shop-tls, route https.443, extension auth, VHDS",
-            "another manager waits for x",
+            "0.0.0.0_8443 waits for shared target SdsApi kubernetes://shop-tls, shared target RdsRouteConfigSubscription RDS init https.443, target FilterConfigSubscription init auth, target VHDS",
+            "another manager waits for target x",
         ];
         assert_eq!(Vec::from_iter(listeners(&dump)), expected);
         for foreign in [

@@ -12,6 +12,7 @@ mod table;
 mod tests;
 mod watcher;
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::clock::Clock;
 use crate::metrics::Registry;
 use source::{FileError, Source};
 pub use subscription::{SecretState, Subscription};
-use table::Table;
+use table::{Entry, Table};
 use watcher::Watcher;
 
 /// The files of the names that carry no path, and how files are read.
@@ -60,6 +61,8 @@ pub struct Files {
     merged: Arc<Mutex<Option<Merged>>>,
     /// Whether files of the pair and of the roots existed at the start, good or not.
     existed: [bool; 2],
+    /// The workload's own, which stay.
+    own: Vec<Arc<Entry>>,
 }
 
 /// The workload's roots and the mesh's, and their merger, which takes a while.
@@ -74,18 +77,20 @@ pub fn new(
 ) -> (Files, impl Future<Output = ()> + Send + use<>) {
     let table = Arc::new(Table::default());
     let watcher = Watcher::new(table.clone(), clock, config.debounce, registry);
-    let existed = config.workload.as_ref().map(|workload| {
-        workload.sources().map(|source| {
-            watcher.pin(source.clone(), !workload.is_only_source);
-            exists(&table.state(&source))
-        })
-    });
+    let (mut own, mut existed) = (Vec::new(), [false; 2]);
+    if let Some(workload) = &config.workload {
+        for (source, existed) in workload.sources().into_iter().zip(&mut existed) {
+            own.extend(watcher.pin(source.clone(), !workload.is_only_source));
+            *existed = exists(&table.state(&source));
+        }
+    }
     let files = Files {
         config: Arc::new(config),
         table,
         mesh: MeshBundle::default(),
         merged: Arc::default(),
-        existed: existed.unwrap_or_default(),
+        existed,
+        own,
     };
     (files, watcher.run())
 }
@@ -128,6 +133,17 @@ impl Files {
     /// Whether a name's files were read already.
     pub fn have(&self, name: &Name) -> bool {
         matches!(self.get(name), Some(SecretState::Available(_)))
+    }
+
+    /// The secrets in use beside the workload's own, by the names Envoy asks for.
+    pub fn others(&self) -> BTreeMap<String, SecretState> {
+        let mut others = self.table.entries();
+        others.retain(|entry| !self.own.iter().any(|own| Arc::ptr_eq(own, entry)));
+        let state = |entry: Arc<Entry>| {
+            let state = entry.content.lock().state.clone();
+            (entry.source.to_string(), state)
+        };
+        others.into_iter().map(state).collect()
     }
 
     /// Replaces the mesh's trust bundle, PEM; an empty one is none. It joins `ROOTCA`, no other name.

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::Files;
-use super::source::{FileError, Source};
+use super::source::FileError;
+use super::table::Entry;
 use crate::secrets::name::Name;
 use crate::secrets::{Problem, Secret, Secrets};
 
@@ -22,17 +23,25 @@ pub enum SecretState<T = Secret> {
     Available(T),
 }
 
+impl<T> SecretState<T> {
+    pub(crate) fn map<U>(self, map: impl FnOnce(T) -> U) -> SecretState<U> {
+        match self {
+            Self::Unsigned => SecretState::Unsigned,
+            Self::Reading => SecretState::Reading,
+            Self::Unusable(error) => SecretState::Unusable(error),
+            Self::Available(secret) => SecretState::Available(map(secret)),
+        }
+    }
+}
+
 /// The names a client asks for, until it is dropped.
 #[derive(Debug)]
 pub struct Subscription {
     authority: Option<Secrets>,
     files: Files,
-    names: BTreeSet<Name>,
-    /// The files subscribed to: those of the names, as far as there is room.
-    sources: HashSet<Source>,
+    /// The files of the names, as far as there is room.
+    entries: Vec<Arc<Entry>>,
     changed: watch::Receiver<()>,
-    /// Whether there is room for all names.
-    is_complete: bool,
 }
 
 impl Subscription {
@@ -41,33 +50,19 @@ impl Subscription {
         Self {
             authority,
             files: files.clone(),
-            names: BTreeSet::new(),
-            sources: HashSet::new(),
+            entries: Vec::new(),
             changed: files.table.changes(),
-            is_complete: true,
         }
     }
 
     /// Replaces the names asked for.
     pub fn want(&mut self, names: BTreeSet<Name>) {
-        self.names = names;
-        self.subscribe();
-    }
-
-    fn subscribe(&mut self) {
-        let (files, names) = (&self.files, self.names.iter());
+        let files = &self.files;
         // Two names may have one source.
-        let wanted: HashSet<_> = names.filter_map(|name| files.source(name)).collect();
-        for gone in self.sources.difference(&wanted) {
-            files.table.unsubscribe(gone);
-        }
-        let count = wanted.len();
-        let (has, table) = (&self.sources, &files.table);
-        let subscribed = wanted
-            .into_iter()
-            .filter(|source| has.contains(source) || table.subscribe(source, false));
-        self.sources = subscribed.collect();
-        self.is_complete = self.sources.len() == count;
+        let sources: HashSet<_> = names.iter().filter_map(|name| files.source(name)).collect();
+        let sources = sources.into_iter();
+        let entries = sources.filter_map(|source| files.table.subscribe(source, false));
+        self.entries = entries.collect();
     }
 
     pub fn get(&self, name: &Name) -> SecretState {
@@ -100,19 +95,7 @@ impl Subscription {
         tokio::select! {
             () = signed => {}
             // The table outlives its subscriptions.
-            _ = self.changed.changed() => {
-                if !self.is_complete {
-                    self.subscribe();
-                }
-            }
-        }
-    }
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        for source in &self.sources {
-            self.files.table.unsubscribe(source);
+            _ = self.changed.changed() => {}
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Cached file secrets: each source with its state, its paths, and how many subscribers it has.
+//! The files in use: each source with its state, for as long as there is a subscriber.
 //!
-//! The lock is held for look-ups only, never while a file is read.
+//! Locks are held for look-ups only, never while a file is read.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use super::source::{FileError, Source};
-use crate::secrets::{Secret, SecretState};
+use crate::secrets::SecretState;
 
 /// More than the largest gateway has.
 pub(super) const MAX_SOURCES: usize = 10_000;
@@ -20,27 +20,33 @@ pub(super) struct Table {
     inner: Mutex<Inner>,
     /// Notified of new sources.
     pub(super) wanted: Notify,
-    /// Sent to when any secret has changed, or there is room for another source.
+    /// Sent to when any secret has changed.
     changes: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
-    entries: HashMap<Source, Entry>,
-    /// Sources whose first read has not begun.
-    fresh: Vec<Source>,
+    entries: HashMap<Source, Arc<Entry>>,
+    /// Entries that no task follows yet.
+    fresh: Vec<Arc<Entry>>,
+}
+
+/// One source. Subscribers hold it.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) source: Source,
+    /// Its files need not exist.
+    pub(super) is_optional: bool,
+    pub(super) content: Mutex<Content>,
+    /// Notified when the files may have changed.
+    pub(super) changed: Notify,
 }
 
 #[derive(Debug)]
-struct Entry {
-    state: SecretState,
-    subscribers: usize,
-    /// Sent to when the files may have changed.
-    changed: watch::Sender<()>,
-    /// Its files need not exist.
-    is_optional: bool,
+pub(super) struct Content {
+    pub(super) state: SecretState,
     /// What was last logged about files that cannot be used.
-    problem: Option<String>,
+    pub(super) problem: Option<String>,
 }
 
 impl Table {
@@ -55,136 +61,70 @@ impl Table {
     }
 
     pub(super) fn state(&self, source: &Source) -> SecretState {
-        let too_many = || FileError::TooMany { most: MAX_SOURCES };
-        let inner = self.inner.lock();
-        match inner.entries.get(source) {
-            Some(entry) => entry.state.clone(),
-            None => SecretState::Unusable(Arc::new(too_many())),
+        match self.inner.lock().entries.get(source) {
+            Some(entry) => entry.content.lock().state.clone(),
+            None => SecretState::Unusable(Arc::new(FileError::TooMany { most: MAX_SOURCES })),
         }
     }
 
-    /// Subscribes to a source. Returns whether there was room for it.
-    pub(super) fn subscribe(&self, source: &Source, is_optional: bool) -> bool {
+    /// The entry of a source, which is read from now on. None if there is no room for it.
+    pub(super) fn subscribe(&self, source: Source, is_optional: bool) -> Option<Arc<Entry>> {
         let mut inner = self.inner.lock();
-        if let Some(entry) = inner.entries.get_mut(source) {
-            entry.subscribers += 1;
-            return true;
+        if let Some(entry) = inner.entries.get(&source) {
+            return Some(entry.clone());
         }
         if inner.entries.len() >= MAX_SOURCES {
-            return false;
+            return None;
         }
-        let entry = Entry {
+        let content = Content {
             state: SecretState::Reading,
-            subscribers: 1,
-            changed: watch::Sender::new(()),
-            is_optional,
             problem: None,
         };
-        inner.entries.insert(source.clone(), entry);
-        inner.fresh.push(source.clone());
+        let entry = Arc::new(Entry {
+            source: source.clone(),
+            is_optional,
+            content: Mutex::new(content),
+            changed: Notify::new(),
+        });
+        inner.entries.insert(source, entry.clone());
+        inner.fresh.push(entry.clone());
         self.wanted.notify_one();
-        true
+        Some(entry)
     }
 
-    pub(super) fn unsubscribe(&self, source: &Source) {
-        if let Some(entry) = self.inner.lock().entries.get_mut(source) {
-            entry.subscribers -= 1;
-        }
-    }
-
-    /// Takes the sources that are to be read for the first time.
-    pub(super) fn take_fresh(&self) -> Vec<Source> {
+    pub(super) fn take_fresh(&self) -> Vec<Arc<Entry>> {
         std::mem::take(&mut self.inner.lock().fresh)
     }
 
-    /// Receives changes of a source's files.
-    pub(super) fn follow(&self, source: &Source) -> Option<watch::Receiver<()>> {
-        let inner = self.inner.lock();
-        Some(inner.entries.get(source)?.changed.subscribe())
+    pub(super) fn entries(&self) -> Vec<Arc<Entry>> {
+        self.inner.lock().entries.values().cloned().collect()
     }
 
-    /// Whether a source is read now and then: all but those that need not exist and never did.
-    pub(super) fn is_polled(&self, source: &Source) -> bool {
-        let inner = self.inner.lock();
-        let entry = inner.entries.get(source);
-        entry.is_some_and(|entry| !entry.is_optional || entry.is_available())
-    }
-
-    /// Publishes a secret that was read, if it differs. Returns whether it does.
-    pub(super) fn publish(&self, source: &Source, secret: Secret) -> bool {
-        let mut inner = self.inner.lock();
-        let Some(entry) = inner.entries.get_mut(source) else {
-            return false;
-        };
-        entry.problem = None;
-        if matches!(&entry.state, SecretState::Available(last) if *last == secret) {
-            return false;
-        }
-        entry.state = SecretState::Available(secret);
-        self.notify();
-        true
-    }
-
-    /// Publishes that files cannot be used, unless they could be before. Returns whether there is a
-    /// secret, if the problem is a failure that was not reported before.
-    pub(super) fn publish_error(&self, source: &Source, error: FileError) -> Option<bool> {
-        let mut inner = self.inner.lock();
-        let entry = inner.entries.get_mut(source)?;
-        let is_available = entry.is_available();
-        let text = error.to_string();
-        // A file that need not exist is no failure until it has existed.
-        let is_failure = is_available || !entry.is_optional || !error.is_absence();
-        let is_new = is_failure && entry.problem.as_ref() != Some(&text);
-        if is_failure {
-            entry.problem = Some(text);
-        }
-        if !is_available {
-            entry.state = SecretState::Unusable(Arc::new(error));
-            self.notify();
-        }
-        is_new.then_some(is_available)
-    }
-
-    /// Has sources read again.
-    pub(super) fn changed(&self, is_affected: impl Fn(&Source) -> bool) {
-        for (source, entry) in &self.inner.lock().entries {
-            if is_affected(source) {
-                entry.changed.send_replace(());
-            }
-        }
-    }
-
-    /// Forgets a source if it has no subscriber now and had none when `was_idle` was set. Returns the
-    /// paths that no source uses any more.
+    /// Forgets an entry that has no subscriber now and had none when `was_idle` was set. Its task holds
+    /// it, too. Returns the paths that no source uses any more.
     pub(super) fn forget_if_idle(
         &self,
-        source: &Source,
+        entry: &Arc<Entry>,
         was_idle: &mut bool,
     ) -> Option<Vec<PathBuf>> {
         let mut inner = self.inner.lock();
-        let entry = inner.entries.get(source)?;
-        let is_idle = entry.subscribers == 0;
+        let is_idle = Arc::strong_count(entry) <= 2;
         if !std::mem::replace(was_idle, is_idle) || !is_idle {
             return None;
         }
-        inner.entries.remove(source);
-        self.notify();
-        let mut unused: Vec<_> = source.paths().map(Path::to_owned).collect();
+        inner.entries.remove(&entry.source);
+        let mut unused: Vec<_> = entry.source.paths().map(Path::to_owned).collect();
         for used in inner.entries.keys().flat_map(Source::paths) {
             // Not compared as paths, which takes longer.
             unused.retain(|path| path.as_os_str() != used.as_os_str());
         }
         Some(unused)
     }
-
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.inner.lock().entries.len()
-    }
 }
 
 impl Entry {
-    fn is_available(&self) -> bool {
-        matches!(self.state, SecretState::Available(_))
+    /// Whether it is read now and then: all but those that need not exist and never did.
+    pub(super) fn is_polled(&self) -> bool {
+        !self.is_optional || matches!(self.content.lock().state, SecretState::Available(_))
     }
 }

@@ -17,11 +17,11 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
 use super::source::{FileError, Source};
-use super::table::Table;
+use super::table::{Entry, Table};
 use crate::clock::{Clock, after, rfc3339};
 use crate::file_watch::{Changed, FileWatch};
 use crate::metrics::{Counter, Registry};
-use crate::secrets::Secret;
+use crate::secrets::{Secret, SecretState};
 
 /// How often files are read whatever inotify reports.
 const POLL: Duration = Duration::from_secs(60);
@@ -75,10 +75,11 @@ impl Watcher {
         self.watch.lock().is_some()
     }
 
-    /// Adds a source that stays, and reads it now.
-    pub(super) fn pin(&self, source: Source, is_optional: bool) {
-        self.table.subscribe(&source, is_optional);
-        self.publish(&source, source.read());
+    /// Adds a source and reads it now. It stays as long as the entry is held.
+    pub(super) fn pin(&self, source: Source, is_optional: bool) -> Option<Arc<Entry>> {
+        let entry = self.table.subscribe(source, is_optional)?;
+        self.publish(&entry, entry.source.read());
+        Some(entry)
     }
 
     pub(super) async fn run(self) {
@@ -103,7 +104,7 @@ impl Watcher {
             if !std::mem::replace(&mut is_lost, true) {
                 *self.watch.lock() = None;
                 self.report_unwatched("all files", &lost);
-                self.table.changed(|_| true);
+                self.changed(|_| true);
             }
             tokio::time::sleep(POLL_UNWATCHED).await;
         }
@@ -117,13 +118,19 @@ impl Watcher {
                         let path = path.display();
                         tracing::debug!(target: "cache", "event for file certificate {path}");
                     }
-                    self.table
-                        .changed(|source| source.paths().any(|path| paths.contains(path)));
+                    self.changed(|source| source.paths().any(|path| paths.contains(path)));
                 }
-                Ok(Changed::Anything) => self.table.changed(|_| true),
+                Ok(Changed::Anything) => self.changed(|_| true),
                 Err(error) => return error,
             }
         }
+    }
+
+    /// Has sources read again.
+    fn changed(&self, is_affected: impl Fn(&Source) -> bool) {
+        let entries = self.table.entries().into_iter();
+        let affected = entries.filter(|entry| is_affected(&entry.source));
+        affected.for_each(|entry| entry.changed.notify_one());
     }
 
     fn report_unwatched(&self, what: impl Display, error: &io::Error) {
@@ -138,8 +145,8 @@ impl Watcher {
     async fn follow_all(self: &Arc<Self>) {
         let mut followers = JoinSet::new();
         loop {
-            for source in self.table.take_fresh() {
-                followers.spawn(self.clone().follow(source));
+            for entry in self.table.take_fresh() {
+                followers.spawn(self.clone().follow(entry));
             }
             tokio::select! {
                 () = self.table.wanted.notified() => {}
@@ -150,11 +157,8 @@ impl Watcher {
 
     /// Keeps the state of a source up to date, until it has had no subscriber for a whole interval of
     /// the poll.
-    async fn follow(self: Arc<Self>, source: Source) {
-        let Some(mut changed) = self.table.follow(&source) else {
-            return;
-        };
-        for path in source.paths() {
+    async fn follow(self: Arc<Self>, entry: Arc<Entry>) {
+        for path in entry.source.paths() {
             let path = path.display();
             tracing::info!(target: "cache", "adding watcher for file certificate {path}");
         }
@@ -162,13 +166,12 @@ impl Watcher {
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_watched, mut is_idle) = (true, false);
         let unused = loop {
-            changed.mark_unchanged();
-            is_watched = self.read(&source, is_watched).await;
+            is_watched = self.read(&entry, is_watched).await;
             tokio::select! {
                 // Later changes do not put the read off, or a busy directory could do so for ever.
-                _ = changed.changed() => tokio::time::sleep(self.debounce).await,
-                _ = poll.tick(), if self.table.is_polled(&source) => {
-                    if let Some(unused) = self.table.forget_if_idle(&source, &mut is_idle) {
+                () = entry.changed.notified() => tokio::time::sleep(self.debounce).await,
+                _ = poll.tick(), if entry.is_polled() => {
+                    if let Some(unused) = self.table.forget_if_idle(&entry, &mut is_idle) {
                         break unused;
                     }
                 }
@@ -182,7 +185,8 @@ impl Watcher {
 
     /// Watches and reads the files. Returns whether all of them are watched; a failure to watch is
     /// reported unless they `were_watched`.
-    async fn read(&self, source: &Source, were_watched: bool) -> bool {
+    async fn read(&self, entry: &Entry, were_watched: bool) -> bool {
+        let source = &entry.source;
         let (watch, of) = (self.watch.lock().clone(), source.clone());
         let read = move || {
             // Watched before it is read, so that no change falls in between.
@@ -202,7 +206,7 @@ impl Watcher {
                 return were_watched;
             }
         };
-        self.publish(source, content);
+        self.publish(entry, content);
         match watched {
             Some(Ok(())) => true,
             Some(Err(error)) if were_watched => {
@@ -213,22 +217,25 @@ impl Watcher {
         }
     }
 
-    fn publish(&self, source: &Source, content: Result<(Secret, usize), FileError>) {
-        match content {
+    /// Publishes what was read, if it differs, or that files cannot be used, unless they could be before.
+    /// A failure is logged and counted once, and again when it is another one.
+    fn publish(&self, entry: &Entry, read: Result<(Secret, usize), FileError>) {
+        let (source, mut content) = (&entry.source, entry.content.lock());
+        let is_available = matches!(content.state, SecretState::Available(_));
+        match read {
             Ok((secret, broken)) => {
-                let expiry = match &secret {
-                    Secret::Certificate(certificate) => Some(certificate.not_after()),
-                    Secret::Roots(_) => None,
-                };
-                if !self.table.publish(source, secret) {
+                content.problem = None;
+                if matches!(&content.state, SecretState::Available(last) if *last == secret) {
                     return;
                 }
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
-                if let Some(expiry) = expiry.filter(|expiry| *expiry <= self.clock.now()) {
+                if let Secret::Certificate(certificate) = &secret
+                    && certificate.not_after() <= self.clock.now()
+                {
                     tracing::warn!(
                         target: "cache",
                         "the certificate of {source} expired at {}; it is served as it is",
-                        rfc3339(expiry)
+                        rfc3339(certificate.not_after())
                     );
                 }
                 if broken > 0 {
@@ -237,25 +244,31 @@ impl Watcher {
                         "failed to parse some certs from {source}: {broken} left out"
                     );
                 }
+                content.state = SecretState::Available(secret);
             }
-            Err(error) => self.publish_error(source, error),
+            Err(error) => {
+                let text = error.to_string();
+                // A file that need not exist is no failure until it has existed.
+                let is_failure = is_available || !entry.is_optional || !error.is_absence();
+                if is_failure && content.problem.as_ref() != Some(&text) {
+                    let next = match is_available {
+                        true => "what was read before stays in use",
+                        false => "requests for it wait until the files are good",
+                    };
+                    self.secret_failures.inc();
+                    tracing::error!(
+                        target: "cache",
+                        "resource:{source} failed to generate secret for proxy from file: {text}; {next}"
+                    );
+                    content.problem = Some(text);
+                }
+                if is_available {
+                    return;
+                }
+                content.state = SecretState::Unusable(Arc::new(error));
+            }
         }
-    }
-
-    /// Logs and counts a failure once, and again when it is another one.
-    fn publish_error(&self, source: &Source, error: FileError) {
-        let text = error.to_string();
-        let Some(is_available) = self.table.publish_error(source, error) else {
-            return;
-        };
-        let next = match is_available {
-            true => "what was read before stays in use",
-            false => "requests for it wait until the files are good",
-        };
-        self.secret_failures.inc();
-        tracing::error!(
-            target: "cache",
-            "resource:{source} failed to generate secret for proxy from file: {text}; {next}"
-        );
+        drop(content);
+        self.table.notify();
     }
 }

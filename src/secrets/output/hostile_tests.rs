@@ -2,22 +2,17 @@
 
 use std::fs::{self, DirBuilder, OpenOptions, Permissions};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime};
 
-use rustix::fs::{
-    AtFlags, CWD, Mode, RenameFlags, Timespec, Timestamps, inotify, mkfifoat, renameat_with,
-    utimensat,
-};
+use rustix::fs::{CWD, Mode, RenameFlags, inotify, mkfifoat, renameat_with};
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use tempfile::TempDir;
 
 use super::tests::{all, directory, read};
-use super::writer::Writer;
-use super::{Config, NAMES};
+use super::{Config, NAMES, write_all};
 
 const ROTATIONS: usize = 10_000;
 
@@ -57,11 +52,12 @@ impl Place {
         }
     }
 
-    fn writer(&self) -> Writer {
-        Writer::new(Config {
+    fn write(&self, contents: [&[u8]; 3]) -> std::io::Result<()> {
+        let config = Config {
             directory: self.shared.clone(),
             readable_by_all: true,
-        })
+        };
+        write_all(&config, contents)
     }
 
     /// Asserts that no file outside was opened, changed or removed.
@@ -89,61 +85,13 @@ fn a_link_in_place_of_a_file_is_neither_read_nor_published() {
     for name in NAMES {
         symlink(place.outside.join(name), place.shared.join(name)).unwrap();
     }
-    let mut writer = place.writer();
-    writer.write(all("new")).unwrap();
+    for name in NAMES {
+        let leftover = place.shared.join(format!("{name}.tmp"));
+        symlink(place.outside.join(name), leftover).unwrap();
+    }
+    place.write(all("new")).unwrap();
     place.assert_outside_is_untouched();
     assert_eq!(read(&place.shared), ["new"; 3]);
-}
-
-#[test]
-fn a_data_link_that_leaves_the_directory_is_not_followed() {
-    let place = Place::new();
-    fs::create_dir(place.shared.join("..istio-certs-0")).unwrap();
-    symlink("../outside", place.shared.join("..istio-certs-1")).unwrap();
-    for target in [
-        "..istio-certs-1",
-        "..istio-certs-0/../../outside",
-        "..istio-certs-/../outside",
-        "../outside",
-        ".",
-    ] {
-        let data = place.shared.join("..data");
-        let _ = fs::remove_file(&data);
-        symlink(target, data).unwrap();
-        let mut writer = place.writer();
-        for content in ["a", "b", "c", "d"] {
-            writer.write(all(content)).unwrap();
-            assert_eq!(read(&place.shared), [content; 3]);
-        }
-        place.assert_outside_is_untouched();
-    }
-}
-
-#[test]
-fn what_the_agent_did_not_create_is_not_removed() {
-    let place = Place::new();
-    let long_ago = SystemTime::now() - Duration::from_secs(3600);
-    let foreign = place.shared.join("..istio-certs-1");
-    let extended = place.shared.join("..istio-certs-2");
-    let other_name = place.shared.join("..istio-certs-x");
-    for path in [&foreign, &extended, &other_name] {
-        fs::create_dir(path).unwrap();
-        fs::write(path.join(NAMES[0]), "old").unwrap();
-        fs::write(path.join("other"), "old").unwrap();
-        fs::File::open(path)
-            .unwrap()
-            .set_modified(long_ago)
-            .unwrap();
-    }
-    if geteuid().is_root() {
-        lchown(&foreign, Some(APPLICATION), None).unwrap();
-    }
-    place.writer().write(all("new")).unwrap();
-    for path in [&foreign, &extended, &other_name] {
-        assert!(path.join("other").exists(), "{}", path.display());
-    }
-    assert!(other_name.join(NAMES[0]).exists());
-    assert_eq!(foreign.join(NAMES[0]).exists(), geteuid().is_root());
 }
 
 #[test]
@@ -161,22 +109,16 @@ fn nothing_outside_is_read_or_removed_in_10_000_rotations_beside_a_hostile_appli
                 attacks.fetch_add(usize::from(succeeds), Ordering::Relaxed);
             }
         });
-        let mut writer = place.writer();
         // How many count depends on how the two threads take turns.
         while rotations < ROTATIONS
             || (rotations < 20 * ROTATIONS
                 && (written < ROTATIONS / 10 || attacks.load(Ordering::Relaxed) < ROTATIONS / 10))
         {
-            // Once in a while the agent starts anew, with leftovers of earlier ones or without.
-            match rotations % 20 {
-                0 => clear(&place.shared),
-                5 | 10 | 15 => backdate(&place.shared),
-                _ => {}
+            // An operator clears the directory once in a while.
+            if rotations % 20 == 0 {
+                clear(&place.shared);
             }
-            if rotations % 5 == 0 {
-                writer = place.writer();
-            }
-            written += usize::from(writer.write(all(&rotations.to_string())).is_ok());
+            written += usize::from(place.write(all(&rotations.to_string())).is_ok());
             rotations += 1;
         }
         done.store(true, Ordering::Relaxed);
@@ -205,28 +147,17 @@ fn become_application() {
     set_thread_res_uid(user, user, user).unwrap();
 }
 
-/// Makes what this process has left stale.
-fn backdate(shared: &Path) {
-    let long_ago = Timespec::default();
-    let times = Timestamps {
-        last_access: long_ago,
-        last_modification: long_ago,
-    };
-    for entry in fs::read_dir(shared).unwrap() {
-        // The application may have removed it.
-        let _ = utimensat(
-            CWD,
-            entry.unwrap().path(),
-            &times,
-            AtFlags::SYMLINK_NOFOLLOW,
-        );
-    }
-}
-
 /// Changes something at random, as far as the application may.
 fn attack(place: &Place) -> std::io::Result<()> {
     let entries = fs::read_dir(&place.shared)?.filter_map(|entry| Some(entry.ok()?.path()));
-    let fixed = [NAMES[0], NAMES[1], NAMES[2], "..data", "..istio-certs-0"];
+    let fixed = [
+        NAMES[0],
+        NAMES[1],
+        NAMES[2],
+        "key.pem.tmp",
+        "cert-chain.pem.tmp",
+        "root-cert.pem.tmp",
+    ];
     let mut paths: Vec<_> = fixed.map(|name| place.shared.join(name)).to_vec();
     paths.extend(entries);
     let any = || paths[fastrand::usize(..paths.len())].clone();
@@ -234,10 +165,9 @@ fn attack(place: &Place) -> std::io::Result<()> {
     let targets = [
         "../outside",
         "../outside/key.pem",
-        "..istio-certs-0",
-        "..istio-certs-0/../../outside",
+        "../outside/root-cert.pem",
         "..",
-        "..data",
+        "key.pem",
     ];
     let target = targets[fastrand::usize(..targets.len())];
     match fastrand::u8(..20) {

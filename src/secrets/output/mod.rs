@@ -1,31 +1,25 @@
 //! `OUTPUT_CERTS`: writes key, chain and roots to a directory, for clients that do not use SDS.
 //!
-//! What is written is what `default` and `ROOTCA` serve, once there are both. The three names are links
-//! through one link, `..data`, to a directory that holds the three files of one rotation. A rename
-//! replaces that link, so all three change in the same moment: a client that opens `..data` once and
-//! reads beside it meets no mixture, and one that opens `key.pem` finds what a plain file would hold.
-//! The first write replaces plain files one by one. The output directory must exist, and the files stay
-//! when a certificate expires.
+//! What is written is what `default` and `ROOTCA` serve, once there are both, on every rotation. The
+//! files are renamed into place one right after the other, once all three are on the disk. The output
+//! directory must exist, and the files stay when a certificate expires.
 //!
 //! An application may share the directory and change it at any moment: it can prevent the output, but
-//! nothing outside the directory is read or removed.
-
-mod writer;
+//! nothing outside the directory is read, written or removed.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-
-use parking_lot::Mutex;
 
 use super::certificate::Certificate;
 use super::files::Files;
 use super::name::Name;
 use super::{Roots, Secret, SecretState, Secrets, Subscription};
 use crate::backoff::Backoff;
+use crate::directory::Directory;
 use crate::permission::explained;
-use writer::Writer;
 
 /// The files, in the order in which they are written.
 pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];
@@ -42,38 +36,49 @@ pub struct Config {
 
 /// Writes each rotation until it is dropped. A write that fails is tried again.
 pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
-    let path = config.directory.clone();
-    let writer = Arc::new(Mutex::new(Writer::new(config)));
     let mut retry = RETRY;
     let mut secrets = Subscription::new(secrets, &files);
     secrets.want(BTreeSet::from([Name::Default, Name::RootCa]));
+    let mut written = None;
     loop {
-        let (writer, latest) = (writer.clone(), latest(&secrets));
-        let write = move || match latest {
-            Some((certificate, roots)) => {
-                let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
-                writer.lock().write(contents)
-            }
-            None => Ok(()),
-        };
-        let written = tokio::task::spawn_blocking(write).await;
-        let Err(error) = written.unwrap_or_else(|error| Err(error.into())) else {
-            retry.reset();
+        let latest = latest(&secrets).filter(|latest| written.as_ref() != Some(latest));
+        let Some((certificate, roots)) = latest.clone() else {
             secrets.changed().await;
             continue;
         };
+        let to = config.clone();
+        let write = move || {
+            let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
+            write_all(&to, contents)
+        };
+        let done = tokio::task::spawn_blocking(write).await;
+        let Err(error) = done.unwrap_or_else(|error| Err(error.into())) else {
+            retry.reset();
+            written = latest;
+            continue;
+        };
         let wait = retry.next_wait().max(Duration::from_millis(100));
-        let error = explained(&path, error);
-        let path = path.display();
+        let error = explained(&config.directory, error);
         tracing::error!(
             target: "cache",
-            "error when output the resource: {path}: {error}; next attempt in {wait:?}"
+            "error when output the resource: {}: {error}; next attempt in {wait:?}",
+            config.directory.display()
         );
         tokio::select! {
             () = secrets.changed() => {}
             () = tokio::time::sleep(wait) => {}
         }
     }
+}
+
+/// Writes `contents`, in the order of [`NAMES`].
+fn write_all(config: &Config, contents: [&[u8]; 3]) -> io::Result<()> {
+    let mode = match config.readable_by_all {
+        true => 0o644,
+        false => 0o600,
+    };
+    let files: Vec<_> = NAMES.into_iter().zip(contents).collect();
+    Directory::open(&config.directory)?.replace_files(&files, mode)
 }
 
 /// What an Envoy is served at one moment.

@@ -1,15 +1,11 @@
-use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::SystemTime;
 
-use rustix::fs::{Mode, OFlags, inotify, openat};
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 
-use super::writer::{DATA, STALE};
 use super::*;
 use crate::metrics::Registry;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
@@ -26,11 +22,11 @@ pub(super) fn directory() -> TempDir {
     }
 }
 
-fn writer(directory: &TempDir, readable_by_all: bool) -> Writer {
-    Writer::new(Config {
+fn config_of(directory: &TempDir, readable_by_all: bool) -> Config {
+    Config {
         directory: directory.path().to_owned(),
         readable_by_all,
-    })
+    }
 }
 
 /// Without files for any name.
@@ -57,128 +53,74 @@ fn entries(directory: &TempDir) -> usize {
 
 #[test]
 fn modes_depend_on_the_configuration_and_not_on_earlier_files() {
-    for (readable_by_all, file, parent) in [(false, 0o600, 0o700), (true, 0o644, 0o755)] {
+    for (readable_by_all, file) in [(false, 0o600), (true, 0o644)] {
         let directory = directory();
-        let mut writer = writer(&directory, readable_by_all);
-        writer.write([b"key", b"chain", b"roots"]).unwrap();
+        let config = config_of(&directory, readable_by_all);
+        write_all(&config, [b"key", b"chain", b"roots"]).unwrap();
         assert_eq!(read(&directory), ["key", "chain", "roots"]);
         let mode = |path: &str| directory.path().join(path).metadata().unwrap().mode() & 0o777;
         assert!(NAMES.iter().all(|name| mode(name) == file));
-        assert_eq!(mode(DATA), parent);
     }
 }
 
 #[test]
-fn present_content_is_not_written_again_also_by_another_agent() {
+fn plain_files_links_and_leftovers_are_replaced() {
     let directory = directory();
-    writer(&directory, false).write(all("a")).unwrap();
-    let link = || fs::read_link(directory.path().join(DATA)).unwrap();
-    let first = link();
-    let mut second = writer(&directory, false);
-    second.write(all("a")).unwrap();
-    assert_eq!(link(), first);
-    for content in ["b", "c", "d"] {
-        second.write(all(content)).unwrap();
-        assert_ne!(link(), first);
-        assert_eq!(read(&directory), [content; 3]);
-    }
-    // Three names, the link, what it leads to and what it led to before.
-    assert_eq!(entries(&directory), 6);
-}
-
-#[test]
-fn plain_files_are_replaced_and_stale_leftovers_cleared() {
-    let directory = directory();
-    for name in NAMES {
-        fs::write(directory.path().join(name), "plain").unwrap();
-    }
-    let stale = directory.path().join("..istio-certs-1");
-    fs::create_dir(&stale).unwrap();
-    let long_ago = SystemTime::now() - 2 * STALE;
-    File::open(&stale).unwrap().set_modified(long_ago).unwrap();
-    let mut writer = writer(&directory, false);
-    writer.write(all("new")).unwrap();
+    let path = |name: &str| directory.path().join(name);
+    fs::write(path(NAMES[0]), "plain").unwrap();
+    symlink("..data/cert-chain.pem", path(NAMES[1])).unwrap();
+    symlink("elsewhere", path("root-cert.pem.tmp")).unwrap();
+    write_all(&config_of(&directory, false), all("new")).unwrap();
     assert_eq!(read(&directory), ["new"; 3]);
-    assert!(!stale.exists());
+    let is_plain = |name: &&str| path(name).symlink_metadata().unwrap().is_file();
+    assert!(NAMES.iter().all(is_plain));
+    assert_eq!(entries(&directory), 3);
 }
 
 #[test]
-fn who_opens_the_link_once_never_sees_a_mixture() {
+fn a_reader_finds_each_file_whole() {
     let directory = directory();
-    let mut writer = writer(&directory, false);
-    writer.write(all("0")).unwrap();
+    let config = config_of(&directory, false);
+    let content = |rotation: usize| rotation.to_string().repeat(10_000);
+    write_all(&config, all(&content(0))).unwrap();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| {
-            let mut seen = 0;
-            while !done.load(Ordering::Relaxed) || seen == 0 {
-                let flags = OFlags::DIRECTORY | OFlags::RDONLY;
-                let Ok(data) = File::open(directory.path())
-                    .and_then(|parent| Ok(openat(parent, DATA, flags, Mode::empty())?))
-                else {
-                    continue;
-                };
-                let file = |name| {
-                    let fd = openat(&data, name, OFlags::RDONLY, Mode::empty())?;
-                    io::read_to_string(File::from(fd))
-                };
-                // Two rotations on, what was opened has gone: opened again.
-                if let (Ok(key), Ok(chain)) = (file(NAMES[0]), file(NAMES[1])) {
-                    assert_eq!(key, chain);
-                    seen += 1;
+            while !done.load(Ordering::Relaxed) {
+                for read in read(&directory) {
+                    let one = read.len() / 10_000;
+                    assert!(one > 0 && read == read[..one].repeat(10_000));
                 }
             }
         });
         for rotation in 1..=ROTATIONS {
-            writer.write(all(&rotation.to_string())).unwrap();
+            write_all(&config, all(&content(rotation))).unwrap();
         }
         done.store(true, Ordering::Relaxed);
         reading.join().unwrap();
     });
-    assert_eq!(entries(&directory), 6);
+    assert_eq!(entries(&directory), 3);
 }
 
 #[test]
-fn a_reader_of_the_plain_names_never_sees_a_mixture_after_an_event() {
+fn a_write_that_fails_leaves_the_other_files_and_nothing_beside_them() {
     let directory = directory();
-    let mut writer = writer(&directory, false);
-    writer.write(all("0")).unwrap();
-    let watch = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
-    let events = inotify::WatchFlags::MOVED_TO;
-    inotify::add_watch(&watch, directory.path(), events).unwrap();
-    let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
-    for rotation in 1..=ROTATIONS {
-        let rotation = rotation.to_string();
-        writer.write(all(&rotation)).unwrap();
-        let mut reader = inotify::Reader::new(&watch, &mut buffer);
-        let event = reader.next().unwrap();
-        // One event stands for all three files.
-        assert_eq!(event.file_name().unwrap().to_bytes(), DATA.as_bytes());
-        assert!(reader.is_buffer_empty());
-        assert_eq!(read(&directory), [rotation.as_str(); 3]);
-    }
-}
-
-#[test]
-fn a_write_that_fails_leaves_the_files_as_they_were() {
-    let directory = directory();
-    let mut writer = writer(&directory, false);
-    writer.write(all("a")).unwrap();
-    // Nothing can be made into a link that is a directory.
+    let config = config_of(&directory, false);
+    write_all(&config, all("a")).unwrap();
+    // Nothing can be renamed over a directory.
     let key = directory.path().join(NAMES[0]);
     fs::remove_file(&key).unwrap();
     fs::create_dir(&key).unwrap();
-    let before = entries(&directory);
     for _ in 0..3 {
-        assert!(writer.write(all("b")).is_err());
+        assert!(write_all(&config, all("b")).is_err());
     }
     fs::remove_dir(&key).unwrap();
     for name in &NAMES[1..] {
         let content = fs::read_to_string(directory.path().join(name)).unwrap();
         assert_eq!(content, "a", "{name}");
     }
-    assert_eq!(entries(&directory), before - 1, "something was left behind");
-    writer.write(all("b")).unwrap();
+    assert_eq!(entries(&directory), 2, "something was left behind");
+    write_all(&config, all("b")).unwrap();
     assert_eq!(read(&directory), ["b"; 3]);
 }
 

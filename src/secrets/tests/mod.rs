@@ -107,31 +107,6 @@ async fn renews_at_half_life_without_subscribers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_an_outage_of_the_authority_renewals_are_spread_and_first_requests_are_not() {
-    let mut waits = Vec::new();
-    for agent in 0..50 {
-        let spread_by = format!("agent-{agent}");
-        let mut fixture = start(
-            Config {
-                spread_by,
-                ..config()
-            },
-            Answer::Signed,
-        );
-        fixture.authority.set_away();
-        let start = Instant::now();
-        let first = fixture.first().await;
-        assert!(start.elapsed() < Duration::from_secs(1));
-        fixture.renewed(&first).await;
-        waits.push((start.elapsed() - 12 * HOUR).as_secs());
-    }
-    // The longest wait of a retry, as half a day is left.
-    assert!(waits.iter().all(|wait| *wait <= 61), "{waits:?}");
-    let halves = waits.iter().filter(|wait| **wait < 30).count();
-    assert!((10..40).contains(&halves), "{waits:?}");
-}
-
-#[tokio::test(start_paused = true)]
 async fn keeps_the_last_good_certificate_while_the_authority_is_down() {
     let mut fixture = start(config(), Answer::Signed);
     let first = fixture.first().await;

@@ -86,24 +86,10 @@ impl Header {
 }
 
 /// A response behind those that count.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Segment {
     length: u64,
     crc: Hasher,
-    walker: Walker,
-    /// The sum of the digests of its resources' names.
-    names: u64,
-}
-
-impl Default for Segment {
-    fn default() -> Self {
-        Self {
-            length: 0,
-            crc: Hasher::new(),
-            walker: Walker::of_names(u64::MAX),
-            names: 0,
-        }
-    }
 }
 
 /// The file of a type, open for changes.
@@ -111,8 +97,6 @@ impl Default for Segment {
 pub(super) struct TypeFile {
     file: File,
     pub(super) header: Header,
-    /// Of what counts, if it is one response.
-    names: Option<u64>,
     /// In the order in which they follow what counts.
     pending: VecDeque<(Received, Coverage, Segment)>,
     /// The response that passes.
@@ -132,7 +116,6 @@ impl TypeFile {
         Ok(Self {
             file,
             header,
-            names: None,
             pending: VecDeque::new(),
             passing: Segment::default(),
         })
@@ -152,14 +135,9 @@ impl TypeFile {
     /// Writes bytes of the response that passes.
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, self.tail())?;
-        let passing = &mut self.passing;
-        passing.length += bytes.len() as u64;
-        passing.crc.update(bytes);
-        let walked = passing.walker.find(bytes, |found| {
-            let name = if found.is_removed { 0 } else { found.name };
-            passing.names = passing.names.wrapping_add(name);
-        });
-        walked.map_err(io::Error::other)
+        self.passing.length += bytes.len() as u64;
+        self.passing.crc.update(bytes);
+        Ok(())
     }
 
     /// The response has passed, and waits for its ACK.
@@ -212,9 +190,7 @@ impl TypeFile {
     /// Lets the segment behind what counts count as well, or alone.
     fn commit(&mut self, segment: Segment, is_all: bool) -> io::Result<()> {
         let header = &mut self.header;
-        let has_same_names = self.names.take() == Some(segment.names);
-        if is_all || has_same_names || header.place.is_empty() {
-            self.names = Some(segment.names);
+        if is_all || header.place.is_empty() {
             header.place.start = header.place.end;
             (header.crc, header.first) = (0, segment.length);
         }

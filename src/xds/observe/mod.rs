@@ -4,9 +4,8 @@
 //! have a record of their own; further ones, and those without a usable name, share one. A response
 //! has its ACK when a request carries its nonce: from Envoy, or from the agent for what it consumes.
 
-mod seen;
+mod record;
 mod services;
-mod snapshot;
 #[cfg(test)]
 mod tests;
 
@@ -24,11 +23,11 @@ use super::request::Request;
 use super::response::Received;
 use crate::clock::{Clock, rfc3339};
 use crate::metrics::{Kind, Registry};
-use seen::Type;
-pub(super) use services::Services;
-pub use snapshot::{
+use record::Type;
+pub use record::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot, StreamSnapshot, TypeSnapshot,
 };
+pub(super) use services::Services;
 
 /// How many types have a record of their own. A mesh has about ten.
 const MAX_TYPES: usize = 64;
@@ -99,7 +98,7 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
         "istio_agent_xds_last_push_timestamp_seconds",
         "When the last discovery response came, as seconds of Unix time",
         Kind::Gauge,
-        |of| of.last.as_ref().map(|push| unix_seconds(push.at)),
+        |of| of.last.map(|(at, _)| unix_seconds(at)),
     ),
 ];
 
@@ -157,11 +156,12 @@ impl Observer {
         table.open.insert(id, stream);
     }
 
+    fn change(&self, id: u32, change: impl FnOnce(&mut StreamSnapshot)) {
+        self.table.lock().open.get_mut(&id).map(change);
+    }
+
     pub(super) fn istiod_answered(&self, id: u32) {
-        let mut table = self.table.lock();
-        if let Some(stream) = table.open.get_mut(&id) {
-            stream.connected = true;
-        }
+        self.change(id, |stream| stream.connected = true);
     }
 
     /// Istiod's stream has ended.
@@ -171,10 +171,7 @@ impl Observer {
 
     /// From now on what is kept answers.
     pub(super) fn serves_kept(&self, id: u32) {
-        let mut table = self.table.lock();
-        if let Some(stream) = table.open.get_mut(&id) {
-            stream.source = Source::Kept;
-        }
+        self.change(id, |stream| stream.source = Source::Kept);
     }
 
     pub(super) fn stream_ended(&self, id: u32, end: &End) {

@@ -3,7 +3,7 @@ use tonic::Status;
 
 use std::time::Duration;
 
-use super::seen::MAX_UNANSWERED;
+use super::record::MAX_UNANSWERED;
 use super::*;
 use crate::xds::response::Consumer;
 

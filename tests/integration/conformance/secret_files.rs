@@ -1,14 +1,10 @@
-//! Secrets from files and from an external SDS server: each mode, each method, hundreds of names,
+//! Secrets from files and from an external SDS server: each mode, hundreds of names,
 //! rotation.
 
 use std::collections::HashSet;
 use std::path::Path;
 
 use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3::{Secret, secret};
-use envoy_types::pb::envoy::service::discovery::v3::{
-    DeltaDiscoveryRequest, DeltaDiscoveryResponse,
-};
-use envoy_types::pb::envoy::service::secret::v3::secret_discovery_service_client::SecretDiscoveryServiceClient;
 use prost::Message;
 use rcgen::{CertificateParams, KeyPair};
 use tokio::io::AsyncWriteExt;
@@ -18,11 +14,10 @@ use tonic::Code;
 use crate::support::envoy::Envoy;
 use crate::support::place::Place;
 use crate::support::{
-    SECRET, STREAM_SECRETS, ask_for_secrets, local, local_istiod, next_response, node, request,
-    soon, until,
+    SECRET, STREAM_SECRETS, ask_for_secrets, local, local_istiod, next_response, request, soon,
+    until,
 };
 
-const DELTA_SECRETS: &str = "/envoy.service.secret.v3.SecretDiscoveryService/DeltaSecrets";
 const FILES_SOCKET: &str = "var/run/secrets/credential-uds/files-socket";
 const MOUNTED: &str = "var/run/secrets/workload-spiffe-credentials";
 
@@ -65,19 +60,6 @@ async fn served(place: &Place, names: &[&str]) -> Vec<(String, String)> {
     let mut envoy = ask_for_secrets(place, names).await;
     let response = next_response(&mut envoy).await;
     contents(response.resources.into_iter().map(|any| any.value))
-}
-
-fn subscribe(names: &[String]) -> DeltaDiscoveryRequest {
-    DeltaDiscoveryRequest {
-        node: node(),
-        type_url: SECRET.into(),
-        resource_names_subscribe: names.to_vec(),
-        ..Default::default()
-    }
-}
-
-async fn next_delta(envoy: &mut Envoy) -> DeltaDiscoveryResponse {
-    DeltaDiscoveryResponse::decode(envoy.next_bytes().await).unwrap()
 }
 
 /// An external SDS server, as far as a probe can tell.
@@ -198,7 +180,7 @@ fn gateway(place: &Place, count: usize, absent: usize) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn of_five_hundred_names_the_499_that_exist_are_answered_together() {
+async fn of_five_hundred_names_the_499_that_exist_are_answered() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).kind("router");
     let names = gateway(&place, 500, 77);
@@ -211,93 +193,18 @@ async fn of_five_hundred_names_the_499_that_exist_are_answered_together() {
         .collect();
 
     let mut whole = ask_for_secrets(&place, &asked).await;
-    let response = next_response(&mut whole).await;
-    let got = contents(response.resources.iter().map(|any| &any.value));
+    let mut got = Vec::new();
+    while got.len() < expected.len() {
+        let response = next_response(&mut whole).await;
+        got.extend(contents(response.resources.iter().map(|any| &any.value)));
+    }
     let got: HashSet<&str> = got.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(got, expected);
-
-    let mut delta = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
-    delta.send(&subscribe(&names));
-    let response = next_delta(&mut delta).await;
-    let got: HashSet<&str> = response
-        .resources
-        .iter()
-        .map(|one| one.name.as_str())
-        .collect();
-    assert_eq!(got, expected);
-    assert_eq!(response.removed_resources, [asked[77]]);
-    let error = response.resource_errors[0].error_detail.as_ref().unwrap();
-    assert_eq!(error.code, i32::from(Code::NotFound));
-    // It comes when it is there, on both.
+    // It comes when it is there.
     let (chain, key) = generated();
     place.write("certs/77.chain", &chain);
     place.write("certs/77.key", &key);
-    assert_eq!(next_delta(&mut delta).await.resources[0].name, asked[77]);
     assert_eq!(next_response(&mut whole).await.resources.len(), 1);
-}
-
-#[tokio::test]
-async fn delta_streams_answer_each_name_and_skip_what_envoy_holds() {
-    let istiod = local_istiod().await;
-    let place = Place::with_envoy(&istiod);
-    let agent = place.start().await;
-    let names = ["default", "ROOTCA", "kubernetes://x"].map(str::to_owned);
-    let mut envoy = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
-    envoy.send(&subscribe(&names));
-    let mut versions = std::collections::HashMap::new();
-    let mut removed = Vec::new();
-    while versions.len() < 2 || removed.is_empty() {
-        let response = next_delta(&mut envoy).await;
-        removed.extend(response.removed_resources);
-        versions.extend(
-            response
-                .resources
-                .into_iter()
-                .map(|one| (one.name, one.version)),
-        );
-    }
-    assert_eq!(removed, ["kubernetes://x"]);
-    assert!(!versions.contains_key("kubernetes://x"));
-    envoy.send(&DeltaDiscoveryRequest {
-        error_detail: Some(Default::default()),
-        ..Default::default()
-    });
-    agent.logs("ACK ERROR").await;
-
-    let mut again = Envoy::open_path(&place.sds_socket(), DELTA_SECRETS).await;
-    versions.insert("ROOTCA".to_owned(), "old".to_owned());
-    again.send(&DeltaDiscoveryRequest {
-        initial_resource_versions: versions,
-        ..subscribe(&names[..2])
-    });
-    let response = next_delta(&mut again).await;
-    let got: Vec<_> = response
-        .resources
-        .iter()
-        .map(|one| one.name.as_str())
-        .collect();
-    assert_eq!(got, ["ROOTCA"], "what Envoy holds was sent again");
-}
-
-#[tokio::test]
-async fn fetches_are_answered_and_unknown_names_refused() {
-    let istiod = local_istiod().await;
-    let place = Place::with_envoy(&istiod);
-    let _agent = place.start().await;
-    let address = format!("unix://{}", place.sds_socket().display());
-    let client = soon(SecretDiscoveryServiceClient::connect(address))
-        .await
-        .unwrap();
-    for (name, expected) in [
-        ("default", Ok(1)),
-        ("x", Err(Code::InvalidArgument)),
-        ("file-cert:a~b", Err(Code::NotFound)),
-    ] {
-        let mut client = client.clone();
-        let answer = soon(client.fetch_secrets(request(SECRET, &[name]))).await;
-        let count = answer.map(|answer| answer.into_inner().resources.len());
-        assert_eq!(count.map_err(|status| status.code()), expected, "{name}");
-    }
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Envoy takes secrets from files, by the hundred, by delta SDS, and from an external SDS server.
+//! Envoy takes secrets from files, by the hundred, and from an external SDS server.
 
 use std::path::Path;
 use std::time::Duration;
@@ -101,8 +101,8 @@ async fn mounted_files_that_rotate_fail_no_handshake() {
     load.assert_flawless();
 }
 
-/// A listener with a filter chain for each name, whose certificates come in one form or the other.
-fn gateway(socket: &Path, port: u16, names: &[String], api: &str) -> Value {
+/// A listener with a filter chain for each name, whose certificates come by SDS.
+fn gateway(socket: &Path, port: u16, names: &[String]) -> Value {
     let mut bootstrap = static_bootstrap(socket, port);
     let listener = &mut bootstrap["static_resources"]["listeners"][0];
     let chain = listener["filter_chains"][0].clone();
@@ -115,7 +115,7 @@ fn gateway(socket: &Path, port: u16, names: &[String], api: &str) -> Value {
             "tls_certificate_sds_secret_configs": [{ "name": name, "sds_config": {
                 "resource_api_version": "V3",
                 "api_config_source": {
-                    "api_type": api,
+                    "api_type": "GRPC",
                     "transport_api_version": "V3",
                     "set_node_on_first_message_only": true,
                     "grpc_services": [{ "envoy_grpc": { "cluster_name": "sds-grpc" } }],
@@ -131,46 +131,44 @@ fn gateway(socket: &Path, port: u16, names: &[String], api: &str) -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_when_it_is_there() {
     let Some(binary) = envoy_binary() else { return };
-    for api in ["GRPC", "DELTA_GRPC"] {
-        let directory = tempfile::tempdir().unwrap();
-        let control_plane = ControlPlane::of(&[]).await;
-        let connection = Connection::to(&control_plane.istiod);
-        let of = |n: usize| directory.path().join(n.to_string());
-        std::fs::create_dir(of(0)).unwrap();
-        write_signed(&connection, &of(0), &control_plane.istiod.root_pem()).await;
-        let copy = |n: usize| {
-            std::fs::create_dir(of(n)).unwrap();
-            for name in ["cert-chain.pem", "key.pem"] {
-                std::fs::copy(of(0).join(name), of(n).join(name)).unwrap();
-            }
-        };
-        (1..500).filter(|n| *n != 321).for_each(copy);
-        let names: Vec<String> = (0..500)
-            .map(|n| of(n).display().to_string())
-            .map(|at| format!("file-cert:{at}/cert-chain.pem~{at}/key.pem"))
-            .collect();
-        let socket = directory.path().join("socket");
-        let _tasks = serve_files(None, &socket);
-        let bootstrap = gateway(&socket, free_port(), &names, api);
-        // The one that is not there keeps the others for as long as Envoy waits for it, at most.
-        let envoy = BareEnvoy::serving(&binary, bootstrap).await;
-        let active = async || {
-            let path = "/config_dump?resource=dynamic_active_secrets";
-            let dump: Value = serde_json::from_str(&ask(&envoy.admin, path).await?).ok()?;
-            let secrets = dump["configs"].as_array()?;
-            let loaded = |secret: &&Value| secret["secret"]["tls_certificate"].is_object();
-            Some(secrets.iter().filter(loaded).count())
-        };
-        eventually("499 certificates", async || {
-            (active().await? == 499).then_some(())
-        })
-        .await;
-        copy(321);
-        eventually("the last one", async || {
-            (active().await? == 500).then_some(())
-        })
-        .await;
-    }
+    let directory = tempfile::tempdir().unwrap();
+    let control_plane = ControlPlane::of(&[]).await;
+    let connection = Connection::to(&control_plane.istiod);
+    let of = |n: usize| directory.path().join(n.to_string());
+    std::fs::create_dir(of(0)).unwrap();
+    write_signed(&connection, &of(0), &control_plane.istiod.root_pem()).await;
+    let copy = |n: usize| {
+        std::fs::create_dir(of(n)).unwrap();
+        for name in ["cert-chain.pem", "key.pem"] {
+            std::fs::copy(of(0).join(name), of(n).join(name)).unwrap();
+        }
+    };
+    (1..500).filter(|n| *n != 321).for_each(copy);
+    let names: Vec<String> = (0..500)
+        .map(|n| of(n).display().to_string())
+        .map(|at| format!("file-cert:{at}/cert-chain.pem~{at}/key.pem"))
+        .collect();
+    let socket = directory.path().join("socket");
+    let _tasks = serve_files(None, &socket);
+    let bootstrap = gateway(&socket, free_port(), &names);
+    // The one that is not there keeps the others for as long as Envoy waits for it, at most.
+    let envoy = BareEnvoy::serving(&binary, bootstrap).await;
+    let active = async || {
+        let path = "/config_dump?resource=dynamic_active_secrets";
+        let dump: Value = serde_json::from_str(&ask(&envoy.admin, path).await?).ok()?;
+        let secrets = dump["configs"].as_array()?;
+        let loaded = |secret: &&Value| secret["secret"]["tls_certificate"].is_object();
+        Some(secrets.iter().filter(loaded).count())
+    };
+    eventually("499 certificates", async || {
+        (active().await? == 499).then_some(())
+    })
+    .await;
+    copy(321);
+    eventually("the last one", async || {
+        (active().await? == 500).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

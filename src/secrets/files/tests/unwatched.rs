@@ -19,6 +19,7 @@ fn files_in(directory: &TempDir, table: Arc<Table>) -> Files {
         mesh: MeshBundle::default(),
         merged: Arc::default(),
         existed: [false; 2],
+        own: Vec::new(),
     }
 }
 
@@ -63,7 +64,7 @@ async fn without_a_watch_files_that_need_not_exist_are_read_now_and_then() {
     let watcher = watcher(&table, refused);
     let files = files_in(&directory, table);
     let path = directory.path().join("system.pem");
-    watcher.pin(Source::Roots(path), true);
+    let _own = watcher.pin(Source::Roots(path), true);
     let mut tasks = JoinSet::new();
     let name = Name::SystemRoots;
     let mut subscription = Subscription::new(None, &files);
@@ -92,35 +93,16 @@ async fn a_watch_the_kernel_refuses_is_tried_again() {
 }
 
 #[tokio::test]
-async fn a_name_there_was_no_room_for_is_admitted_when_others_have_gone() {
+async fn the_files_in_use_are_bounded() {
     let directory = tempfile::tempdir().unwrap();
-    let table = Arc::new(Table::default());
-    let files = files_in(&directory, table.clone());
+    let files = files_in(&directory, Arc::default());
     let many = (0..table::MAX_SOURCES).map(|n| Name::FileRoot(n.to_string()));
     let mut greedy = Subscription::new(None, &files);
     greedy.want(many.collect());
-    let name = Name::SystemRoots;
-    let (mut late, mut gone) = (
-        Subscription::new(None, &files),
-        Subscription::new(None, &files),
-    );
-    for subscription in [&mut late, &mut gone] {
-        subscription.want(BTreeSet::from([name.clone()]));
-    }
-    let reason = missing(&mut late, &name).await;
+    let mut late = Subscription::new(None, &files);
+    late.want(BTreeSet::from([Name::SystemRoots]));
+    let reason = missing(&mut late, &Name::SystemRoots).await;
     assert!(reason.contains("10000 secrets are read"), "{reason}");
-    let first = Source::Roots("0".into());
-    let mut was_idle = false;
-    for _ in 0..2 {
-        assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
-    }
-    drop((greedy, gone));
-    assert!(table.forget_if_idle(&first, &mut was_idle).is_none());
-    assert!(table.forget_if_idle(&first, &mut was_idle).is_some());
-    let is_admitted = |state: &SecretState| matches!(state, SecretState::Reading);
-    once(&mut late, &name, is_admitted).await;
-    let system = Source::Roots(directory.path().join("system.pem"));
-    assert!(table.take_fresh().contains(&system));
 }
 
 #[tokio::test(start_paused = true)]
@@ -139,9 +121,9 @@ async fn what_inotify_misses_is_read_within_a_minute_and_unwanted_files_are_forg
     once(&mut subscription, &name, is_available).await;
     tokio::time::sleep(Duration::from_secs(300)).await;
     drop(subscription);
-    assert_eq!(table.len(), 1);
+    assert_eq!(table.entries().len(), 1);
     let before = tokio::time::Instant::now();
-    while table.len() > 0 {
+    while !table.entries().is_empty() {
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     let minute = Duration::from_secs(60);

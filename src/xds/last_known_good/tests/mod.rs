@@ -294,23 +294,6 @@ fn the_space_of_what_no_longer_counts_is_given_back_unless_it_is_being_served() 
     assert_kept(parent.path(), Some(&large));
 }
 
-#[test]
-fn a_response_with_resources_of_the_same_names_takes_the_place_of_what_is_kept() {
-    let parent = tempfile::tempdir().unwrap();
-    let mut writer = writer(parent.path());
-    let length = |writer: &Writer| writer.shared.types.lock()[CLUSTER].length();
-    let one = |mark: &str| response(mark, &resources(&[("a", mark), ("b", mark)]), &[]);
-    keep(&mut writer, "1", &one("1"), Coverage::All);
-    let whole = length(&writer);
-    keep(&mut writer, "2", &one("2"), Coverage::Part);
-    assert_eq!(length(&writer), whole);
-    let part = response("3", &resources(&[("a", "3")]), &[]);
-    keep(&mut writer, "3", &part, Coverage::Part);
-    assert!(length(&writer) > whole);
-    let expected = resources(&[("a", "3"), ("b", "2")]);
-    assert_kept(parent.path(), Some(&expected));
-}
-
 /// The names a response changes and those it removes, whether it replaces all, and its answer.
 type Step = (Vec<u8>, Vec<u8>, bool, bool);
 

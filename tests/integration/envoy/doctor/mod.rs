@@ -274,7 +274,11 @@ async fn each_fault_of_envoys_configuration_is_the_first_error() {
                 certificate(secret(FILE));
             let (pod, control_plane) = pod(&[listener], &[]).await;
             envoy_says(&pod, "/init_dump", FILE).await;
-            let says = ["warming listeners", &format!("tls waits for secret {FILE}")];
+            let says = [
+                "warming listeners",
+                "tls waits for",
+                &format!("SdsApi {FILE}"),
+            ];
             Row::new("listener without its secret", pod, &says).with(control_plane)
         }),
         Box::pin(async {
@@ -291,7 +295,7 @@ async fn each_fault_of_envoys_configuration_is_the_first_error() {
         Box::pin(async {
             let (pod, control_plane) = pod(&[listener("plain", free_port(), "all")], &[]).await;
             envoy_says(&pod, "/init_dump", "all").await;
-            let says = ["warming listeners", "plain waits for route all"];
+            let says = ["warming listeners", "plain waits for", "RDS init all"];
             Row::new("missing route", pod, &says).with(control_plane)
         }),
         Box::pin(async {
