@@ -4,7 +4,6 @@ use std::any::Any;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,7 +38,11 @@ impl Prepared {
     ) -> Self {
         let mut digest = DefaultHasher::new();
         let arguments = command.arguments(&Mode::Alone);
-        let program = program(&command.binary);
+        // Tells programs at the same path apart. One without a path is found elsewhere.
+        let program = fs::metadata(&command.binary).ok().map(|file| {
+            let modified = (file.mtime(), file.mtime_nsec());
+            (file.dev(), file.ino(), modified, file.len())
+        });
         (bootstrap, &arguments[2..], command.environment(), program).hash(&mut digest);
         Self {
             command,
@@ -47,17 +50,6 @@ impl Prepared {
             _files: files,
         }
     }
-}
-
-/// Tells programs at the same path apart. One without a path is found elsewhere.
-fn program(path: &Path) -> String {
-    fs::metadata(path).map_or_else(
-        |_| String::new(),
-        |file| {
-            let modified = (file.mtime(), file.mtime_nsec());
-            format!("{} {} {modified:?} {}", file.dev(), file.ino(), file.len())
-        },
-    )
 }
 
 impl Launch {

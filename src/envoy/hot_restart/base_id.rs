@@ -7,7 +7,6 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use rustix::fs::Access;
 
@@ -24,8 +23,7 @@ const SPREAD: u64 = 10;
 /// A base id. Dropping it removes the file and the shared memory.
 #[derive(Debug)]
 pub(in crate::envoy) struct BaseId {
-    file: PathBuf,
-    id: OnceLock<u32>,
+    pub(in crate::envoy) file: PathBuf,
 }
 
 /// Whether Envoys can share memory at all.
@@ -46,24 +44,13 @@ impl BaseId {
                 tracing::warn!(%error, path = %file.display(), "cannot give Envoy's user a file");
             }
         }
-        Self {
-            file,
-            id: OnceLock::new(),
-        }
-    }
-
-    pub(in crate::envoy) fn file(&self) -> &Path {
-        &self.file
+        Self { file }
     }
 
     /// The number, once Envoy has written it.
     pub(in crate::envoy) fn get(&self) -> Option<u32> {
-        if let Some(id) = self.id.get() {
-            return Some(*id);
-        }
         let text = regular_file::read_text(&self.file, MAX_ID).ok()?;
-        let id = text.trim().parse().ok()?;
-        Some(*self.id.get_or_init(|| id))
+        text.trim().parse().ok()
     }
 }
 

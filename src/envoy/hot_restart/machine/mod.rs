@@ -20,7 +20,14 @@ pub enum Event {
     /// The Envoy that serves shares no memory with a successor.
     Unshared,
     Wanted,
-    Checked(Verdict),
+    /// The check found nothing to start: it is what serves already, or cannot be used.
+    NothingToStart,
+    /// The check found something to start.
+    Usable {
+        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
+        /// taken it.
+        is_live: bool,
+    },
     Live,
     /// The wait of the last action is over.
     Deadline,
@@ -30,19 +37,6 @@ pub enum Event {
         early: bool,
     },
     ServingExited,
-}
-
-/// Whether there is something to start, and beside which Envoy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// The successor would be what serves already.
-    Unchanged,
-    Refused,
-    Usable {
-        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
-        /// taken it.
-        is_live: bool,
-    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,8 +51,6 @@ pub enum Action {
     /// some time.
     Promote,
     KillParent,
-    /// Start the Envoy that serves again as it was.
-    Relaunch,
     /// Shut the Envoy that serves down, and start the next after it.
     Replace(EndBy),
 }
@@ -85,7 +77,6 @@ pub struct Machine {
     pub(super) can_share: bool,
     /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
-    is_relaunched: bool,
 }
 
 impl Machine {
@@ -97,7 +88,6 @@ impl Machine {
             is_stopped: false,
             can_share,
             is_continuable: can_share,
-            is_relaunched: false,
         }
     }
 
@@ -126,7 +116,8 @@ impl Machine {
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Checking, Event::Checked(verdict)) => self.checked(verdict),
+            (Checking, Event::NothingToStart) => self.rest(),
+            (Checking, Event::Usable { is_live }) => self.usable(is_live),
             (Starting, Event::Live) => self.promote(),
             (Starting, Event::Deadline) => self.fail(),
             (Starting | Failing, Event::SuccessorExited) => self.rest(),
@@ -149,12 +140,6 @@ impl Machine {
         self.next()
     }
 
-    /// What was under way comes to nothing and has to begin again.
-    fn want_again(&mut self) -> Action {
-        self.is_wanted = true;
-        self.rest()
-    }
-
     fn next(&mut self) -> Action {
         let may_begin = self.is_ready && !self.is_stopped;
         if self.phase != Phase::Idle || !may_begin || !self.is_wanted {
@@ -165,22 +150,20 @@ impl Machine {
         Action::Check
     }
 
-    fn checked(&mut self, verdict: Verdict) -> Action {
-        match verdict {
-            Verdict::Unchanged | Verdict::Refused => self.rest(),
+    fn usable(&mut self, is_live: bool) -> Action {
+        if !self.is_ready {
             // It is still wanted, once an Envoy serves again.
-            Verdict::Usable { .. } if !self.is_ready => self.want_again(),
-            Verdict::Usable { is_live } if is_live && self.is_continuable => {
-                // The mark is there until the successor serves.
-                self.is_continuable = false;
-                self.phase = Phase::Starting;
-                Action::Start
-            }
-            Verdict::Usable { .. } => {
-                self.phase = Phase::Idle;
-                self.replace(EndBy::Quit)
-            }
+            self.is_wanted = true;
+            return self.rest();
         }
+        if !is_live || !self.is_continuable {
+            self.phase = Phase::Idle;
+            return self.replace(EndBy::Quit);
+        }
+        // The mark is there until the successor serves.
+        self.is_continuable = false;
+        self.phase = Phase::Starting;
+        Action::Start
     }
 
     fn replace(&mut self, end_by: EndBy) -> Action {
@@ -191,7 +174,6 @@ impl Machine {
     fn promote(&mut self) -> Action {
         self.phase = Phase::Leaving;
         self.is_continuable = self.can_share;
-        self.is_relaunched = false;
         Action::Promote
     }
 
@@ -205,36 +187,28 @@ impl Machine {
         self.is_stopped = true;
         match self.phase {
             Phase::Starting => self.fail(),
-            Phase::Checking => self.rest(),
             _ => Action::Nothing,
         }
     }
 
     fn serving_exited(&mut self) -> Action {
-        let may_relaunch = self.is_ready && !self.is_stopped && !self.is_relaunched;
         self.is_ready = false;
-        match self.phase {
-            Phase::Leaving if may_relaunch => {
-                self.is_relaunched = true;
-                return Action::Relaunch;
-            }
-            _ => self.is_continuable = self.can_share,
-        }
+        self.is_continuable = self.can_share;
         match self.phase {
             Phase::Leaving => {
                 self.phase = Phase::Clearing;
-                if self.is_stopped {
+                match self.is_stopped {
                     // The Envoy that was asked to end has ended its parent.
-                    return Action::Nothing;
+                    true => Action::Nothing,
+                    false => Action::KillParent,
                 }
-                Action::KillParent
             }
             Phase::Starting => {
                 self.is_wanted = true;
                 self.fail()
             }
-            Phase::Checking => self.want_again(),
-            Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
+            // A check goes on, and what it finds waits for an Envoy that serves.
+            Phase::Checking | Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
         }
     }
 }
