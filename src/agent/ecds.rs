@@ -41,18 +41,16 @@ impl Interceptor for Ecds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        let wasm = self.0.clone();
-        match protocol {
-            Protocol::Sotw => converted(wasm, protocol, message, None),
-            Protocol::Delta => {
-                let parts = parts(&message).unwrap_or_else(|| vec![message]);
-                let parts = parts.into_iter().map(|part| {
-                    let outcome = converted(wasm.clone(), protocol, part.clone(), None);
-                    (part, outcome)
-                });
-                one_by_one(parts.collect())
-            }
-        }
+        let parts = match protocol {
+            Protocol::Sotw => None,
+            Protocol::Delta => parts(&message),
+        };
+        let parts = parts.unwrap_or_else(|| vec![message]).into_iter();
+        let parts = parts.map(|part| {
+            let outcome = converted(self.0.clone(), protocol, part.clone(), None);
+            (part, outcome)
+        });
+        one_by_one(parts.collect())
     }
 
     fn unsubscribed(&self, names: &[String]) {

@@ -141,6 +141,7 @@ impl Supervisor {
         mut orders: mpsc::Receiver<Order>,
     ) -> Result<Exit, Error> {
         let exit = self.until_end(&mut stop, &mut orders).await;
+        self.publish();
         self.hot_restart.end(self.config.limits.kill).await;
         self.publish();
         if self.current.instance.is_none() {

@@ -6,7 +6,6 @@
 //! and the check under way; the supervisor owns the Envoy that serves. Each step is logged, counted
 //! and published. [`watch`] orders restarts.
 
-pub(super) mod base_id;
 pub mod machine;
 pub mod watch;
 
@@ -25,13 +24,12 @@ use super::admin::Admin;
 use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
 use super::instance::{self, Ended, Instance};
-use super::launch::{Launch, Prepared};
+use super::launch::{BaseId, Launch, Prepared, can_share};
 use super::supervisor::{Current, reached};
 use super::{Error, machine as life};
 use crate::clock::{self, Clock};
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
-use base_id::BaseId;
 use machine::{Action, Event, Machine, Phase};
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
@@ -118,7 +116,7 @@ impl HotRestart {
             prepare,
             admin,
             directory,
-            machine: Machine::new(limits.is_some() && base_id::can_share()),
+            machine: Machine::new(limits.is_some() && can_share()),
             reason: "",
             last: None,
             prepared: None,
@@ -151,10 +149,9 @@ impl HotRestart {
     pub(super) fn after(&mut self, event: life::Event, current: &mut Current) {
         let phase = current.machine.phase();
         let event = match event {
-            life::Event::Live if phase == life::Phase::Running => {
-                self.serves(current);
-                Event::Ready
-            }
+            life::Event::Live if phase == life::Phase::Running => Event::Ready {
+                shares_memory: self.serves(current),
+            },
             life::Event::StopRequested(_) => {
                 self.abandon("Envoy is to end");
                 Event::Stop
@@ -165,18 +162,19 @@ impl HotRestart {
         self.apply(event, current);
     }
 
-    /// An Envoy that was started after another has ended serves.
-    fn serves(&mut self, current: &Current) {
+    /// An Envoy that was started after another has ended serves. Returns whether it shares memory with
+    /// a successor.
+    fn serves(&mut self, current: &Current) -> bool {
         let launch = current.launch.as_ref();
         let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
         if self.is_on && base_id.is_none() {
             tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
-            self.machine.apply(Event::Unshared);
         }
         let method = self.last.as_ref().and_then(|last| last.method);
         if method == Some(Method::Full) {
             self.conclude(Outcome::Succeeded, None);
         }
+        base_id.is_some()
     }
 
     /// The Envoy that serves has ended.

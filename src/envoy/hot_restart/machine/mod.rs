@@ -12,13 +12,14 @@ use crate::envoy::machine::EndBy;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The Envoy that serves does so, and may be replaced.
-    Ready,
+    Ready {
+        /// Whether it shares memory with a successor.
+        shares_memory: bool,
+    },
     /// It drains, is on its way down, or is gone.
     Unready,
     /// No Envoy is wanted any more.
     Stop,
-    /// The Envoy that serves shares no memory with a successor.
-    Unshared,
     Wanted,
     /// The check found nothing to start: it is what serves already, or cannot be used.
     NothingToStart,
@@ -55,9 +56,8 @@ pub enum Action {
     Replace(EndBy),
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    #[default]
     Idle,
     Checking,
     Starting,
@@ -98,8 +98,9 @@ impl Machine {
     pub fn apply(&mut self, event: Event) -> Action {
         use Phase::{Checking, Clearing, Failing, Idle, Leaving, Starting};
         match (self.phase, event) {
-            (_, Event::Ready) => {
+            (_, Event::Ready { shares_memory }) => {
                 self.is_ready = true;
+                self.is_continuable &= shares_memory;
                 self.next()
             }
             (_, Event::Unready) => {
@@ -107,10 +108,6 @@ impl Machine {
                 Action::Nothing
             }
             (_, Event::Stop) => self.stop(),
-            (_, Event::Unshared) => {
-                self.is_continuable = false;
-                Action::Nothing
-            }
             (_, Event::Wanted) => {
                 self.is_wanted = true;
                 self.next()

@@ -4,10 +4,16 @@ use proptest::prelude::*;
 
 use super::*;
 use Event::{
-    Deadline, Live, NothingToStart, ParentExited, Ready, ServingExited, Stop, SuccessorExited,
-    Usable, Wanted,
+    Deadline, Live, NothingToStart, ParentExited, ServingExited, Stop, SuccessorExited, Usable,
+    Wanted,
 };
 
+const READY: Event = Event::Ready {
+    shares_memory: true,
+};
+const UNSHARED: Event = Event::Ready {
+    shares_memory: false,
+};
 const USABLE: Event = Usable { is_live: true };
 const NOT_LIVE: Event = Usable { is_live: false };
 const LEFT: Event = ParentExited { early: false };
@@ -29,7 +35,7 @@ fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
 }
 
 const STARTED: [(Event, Action); 3] = [
-    (Ready, Action::Nothing),
+    (READY, Action::Nothing),
     (Wanted, Action::Check),
     (USABLE, Action::Start),
 ];
@@ -52,7 +58,7 @@ fn what_is_wanted_during_a_restart_waits_until_the_parent_has_left() {
         (NothingToStart, Action::Nothing),
     ];
     after(&PROMOTED, &again);
-    walk(&[(Wanted, Action::Nothing), (Ready, Action::Check)]);
+    walk(&[(Wanted, Action::Nothing), (READY, Action::Check)]);
 }
 
 #[test]
@@ -77,7 +83,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
                 (Wanted, Action::Check),
                 (checked, Action::Replace(EndBy::Quit)),
                 (ServingExited, Action::Nothing),
-                (Ready, Action::Nothing),
+                (READY, Action::Nothing),
                 (Wanted, Action::Check),
                 (USABLE, Action::Start),
             ];
@@ -90,7 +96,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
 fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replaced() {
     let again = [
         (ServingExited, Action::KillParent),
-        (Ready, Action::Nothing),
+        (READY, Action::Nothing),
         (Wanted, Action::Nothing),
         (LEFT, Action::Check),
     ];
@@ -132,7 +138,7 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
 
 #[test]
 fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_successor_serves() {
-    let again = (Ready, Action::Check);
+    let again = (READY, Action::Check);
     let ended = [(ServingExited, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&ended[..], &[again]].concat());
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
@@ -147,14 +153,14 @@ fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_su
     let stopped = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
     after(
         &STARTED[..2],
-        &[&stopped[..], &[(Ready, Action::Nothing)]].concat(),
+        &[&stopped[..], &[(READY, Action::Nothing)]].concat(),
     );
 }
 
 #[test]
 fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     let mut machine = Machine::new(false);
-    machine.apply(Ready);
+    machine.apply(READY);
     machine.apply(Wanted);
     assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
     machine.apply(ServingExited);
@@ -177,7 +183,7 @@ impl World {
     /// Whether the event can come now.
     fn allows(&self, event: Event) -> bool {
         match event {
-            Ready => self.serving && !self.is_stopped,
+            Event::Ready { .. } => self.serving && !self.is_stopped,
             ServingExited => self.serving,
             Live | SuccessorExited => self.next,
             ParentExited { .. } => self.old,
@@ -233,7 +239,7 @@ proptest! {
     #[test]
     fn there_is_one_successor_at_most_and_no_parent_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
-            Ready, Event::Unready, Event::Unshared, Wanted, USABLE, NOT_LIVE,
+            READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
             NothingToStart, Live, Deadline, SuccessorExited, LEFT,
             LEFT_EARLY, ServingExited, Stop,
         ]), 0..40),
