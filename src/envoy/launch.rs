@@ -186,7 +186,7 @@ mod tests {
         let file = directory.path().join("envoy-base-id");
         let base = BaseId::new(file.clone(), Some(1337));
         let found = fs::metadata(&file).expect("a file");
-        assert_eq!(std::os::unix::fs::MetadataExt::uid(&found), 1337);
+        assert_eq!(MetadataExt::uid(&found), 1337);
         assert_eq!(base.get(), None);
     }
 }
