@@ -1,17 +1,15 @@
-//! Named tasks with one owner, stop requests, the signals that make them, and claims on child processes.
+//! Named tasks with one owner, stop requests, and the signals that make them.
 //!
 //! Every task of the agent runs in a [`Tasks`] set, so none ends unnoticed and none outlives the
 //! agent. A [`CancellationToken`] stops all tasks that hold it.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::future::Future;
 use std::io;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -137,7 +135,7 @@ pub struct Ended {
 }
 
 /// The set of an owner's running tasks. Dropping it aborts them.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Tasks {
     set: JoinSet<Ended>,
 }
@@ -163,11 +161,7 @@ impl Tasks {
         });
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.set.is_empty()
-    }
-
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.set.len()
     }
 
@@ -195,51 +189,9 @@ impl Tasks {
     }
 }
 
-impl fmt::Debug for Tasks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tasks")
-            .field("running", &self.len())
-            .finish()
-    }
-}
-
-/// Children of the agent that are waited for where they were started.
-static CLAIMED: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
-
-/// Keeps a child from being reaped as an orphan, until dropped. To be made before anything else runs on
-/// the thread that reaps.
-#[derive(Debug)]
-pub(crate) struct Claim(Pid);
-
-impl Claim {
-    pub(crate) fn new(pid: Pid) -> Self {
-        CLAIMED.lock().push(pid);
-        Self(pid)
-    }
-
-    pub(crate) fn is_on(pid: Pid) -> bool {
-        CLAIMED.lock().contains(&pid)
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        CLAIMED.lock().retain(|pid| *pid != self.0);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_claim_lasts_until_it_is_dropped() {
-        let pids = [i32::MAX - 1, i32::MAX].map(|pid| Pid::from_raw(pid).expect("a pid"));
-        let [claim, _other] = pids.map(Claim::new);
-        assert_eq!(pids.map(Claim::is_on), [true, true]);
-        drop(claim);
-        assert_eq!(pids.map(Claim::is_on), [false, true]);
-    }
 
     #[tokio::test(start_paused = true)]
     async fn drain_waits_for_cancelled_tasks_and_aborts_the_rest() {
@@ -253,7 +205,7 @@ mod tests {
         tasks.spawn("stubborn", std::future::pending::<Result<(), BoxError>>());
         token.cancel();
         assert_eq!(tasks.drain(Duration::from_secs(5)).await, 1);
-        assert!(tasks.is_empty());
+        assert_eq!(tasks.len(), 0);
     }
 
     #[tokio::test]

@@ -20,6 +20,7 @@ use istio_agent::config::flags::{Flag, LogFlags, ProxyFlags};
 use istio_agent::exit_code::ExitCode;
 use istio_agent::lifecycle::{BoxError, with_causes};
 use istio_agent::{agent, logging, preflight};
+use serde::Serialize;
 
 fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]
@@ -80,21 +81,17 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            let unknown: Vec<_> = typed
-                .unknown_flags
-                .iter()
-                .map(ToString::to_string)
-                .collect();
-            proxy(flags, log, typed.flags, unknown)
+            let unknown = typed.unknown_flags.iter();
+            let unknown = unknown.map(|flag| format!("{flag} (this agent does not have it)"));
+            proxy(flags, log, typed.flags, unknown.collect())
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) =
                 show::config(&flags, &log, &typed.flags, &Environment::of_process());
             let printed = print(&text)?;
-            Ok(if is_usable {
-                printed
-            } else {
-                ExitCode::CommandFailed
+            Ok(match is_usable {
+                true => printed,
+                false => ExitCode::CommandFailed,
             })
         }
         Some(Command::Bootstrap(flags)) => {
@@ -104,18 +101,12 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         }
         Some(Command::Doctor(flags)) => {
             let report = block_on(doctor::report(&flags, &log, &Environment::of_process()))?;
-            match flags.json {
-                true => print(&serde_json::to_string_pretty(&report)?)?,
-                false => print(&report.to_string())?,
-            };
+            print_report(&report, flags.json)?;
             Ok(doctor::exit_code(report.level))
         }
         Some(Command::Preflight(flags)) => {
             let report = preflight::report(&flags.read()?)?;
-            match flags.json {
-                true => print(&serde_json::to_string_pretty(&report)?)?,
-                false => print(&report.to_string())?,
-            };
+            print_report(&report, flags.json)?;
             Ok(doctor::exit_code(report.level))
         }
         Some(Command::Scope(flags)) => {
@@ -181,10 +172,7 @@ fn proxy(
     };
     let mut config = load().map_err(config::Unusable)?;
     config.announce();
-    let unknown = unknown.into_iter();
-    config
-        .ignored
-        .extend(unknown.map(|flag| format!("{flag} (this agent does not have it)")));
+    config.ignored.extend(unknown);
     let (load, report) = (Arc::new(load), Arc::new(report));
     block_on(async {
         tokio::select! {
@@ -203,6 +191,13 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     // A resolver that hangs must not delay the exit.
     runtime.shutdown_background();
     Ok(output)
+}
+
+fn print_report(report: &(impl Serialize + ToString), as_json: bool) -> Result<ExitCode, BoxError> {
+    match as_json {
+        true => print(&serde_json::to_string_pretty(report)?),
+        false => print(&report.to_string()),
+    }
 }
 
 fn print(text: &str) -> Result<ExitCode, BoxError> {

@@ -25,9 +25,9 @@ pub(super) fn interceptors(
     pcds: Option<Pcds>,
     wasm: Option<Wasm>,
 ) -> Interceptors {
-    let nds = dns.map(|dns| Box::new(Nds::new(dns)) as Box<dyn Interceptor>);
+    let nds = dns.map(|dns| Box::new(Nds(dns)) as Box<dyn Interceptor>);
     let pcds = pcds.map(|pcds| Box::new(pcds) as Box<dyn Interceptor>);
-    let ecds = wasm.map(|wasm| Box::new(Ecds::new(wasm)) as Box<dyn Interceptor>);
+    let ecds = wasm.map(|wasm| Box::new(Ecds(wasm)) as Box<dyn Interceptor>);
     Interceptors::new(nds.into_iter().chain(pcds).chain(ecds).collect())
 }
 
@@ -85,17 +85,14 @@ impl Agent {
             let report = envoys.as_ref().map(|envoys| envoys.borrow());
             report.is_some_and(|report| report.epochs.iter().any(|epoch| epoch.pid == pid))
         };
-        let registry = &self.metrics;
-        let shutdown = self.shutdown.clone();
-        let is_envoy = Arc::new(is_envoy);
         let discovery = Discovery::new(
             config,
             upstream,
-            is_envoy,
+            Arc::new(is_envoy),
             interceptors,
             health.map(Health::verdict),
-            registry,
-            shutdown,
+            &self.metrics,
+            self.shutdown.clone(),
         );
         let observer = discovery.observer();
         self.spawn("discovery service", discovery.serve(listener));

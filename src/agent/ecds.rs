@@ -29,13 +29,7 @@ const REMOVED: u32 = 6;
 
 /// The interceptor of ECDS responses.
 #[derive(Debug)]
-pub(super) struct Ecds(Wasm);
-
-impl Ecds {
-    pub(super) fn new(wasm: Wasm) -> Self {
-        Self(wasm)
-    }
-}
+pub(super) struct Ecds(pub(super) Wasm);
 
 impl Interceptor for Ecds {
     fn type_url(&self) -> &str {
@@ -47,18 +41,16 @@ impl Interceptor for Ecds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        let wasm = self.0.clone();
-        match protocol {
-            Protocol::Sotw => converted(wasm, protocol, message, None),
-            Protocol::Delta => {
-                let parts = parts(&message).unwrap_or_else(|| vec![message]);
-                let parts = parts.into_iter().map(|part| {
-                    let outcome = converted(wasm.clone(), protocol, part.clone(), None);
-                    (part, outcome)
-                });
-                one_by_one(parts.collect())
-            }
-        }
+        let parts = match protocol {
+            Protocol::Sotw => None,
+            Protocol::Delta => parts(&message),
+        };
+        let parts = parts.unwrap_or_else(|| vec![message]).into_iter();
+        let parts = parts.map(|part| {
+            let outcome = converted(self.0.clone(), protocol, part.clone(), None);
+            (part, outcome)
+        });
+        one_by_one(parts.collect())
     }
 
     fn unsubscribed(&self, names: &[String]) {
@@ -356,7 +348,7 @@ mod tests {
     }
 
     async fn forwarded(protocol: Protocol, message: &Bytes) -> Bytes {
-        let outcome = Ecds::new(wasm()).intercept(protocol, message.clone()).await;
+        let outcome = Ecds(wasm()).intercept(protocol, message.clone()).await;
         match outcome {
             Outcome::Forward(message) => message,
             other => panic!("{other:?}"),
@@ -397,7 +389,7 @@ mod tests {
         };
         let nothing = protobuf::Any::default();
         for message in [sotw(&[other("a"), broken]), sotw(&[nothing])] {
-            let outcome = Ecds::new(wasm()).intercept(Protocol::Sotw, message).await;
+            let outcome = Ecds(wasm()).intercept(Protocol::Sotw, message).await;
             assert!(matches!(outcome, Outcome::Rejected(_)), "{outcome:?}");
         }
     }
@@ -428,7 +420,7 @@ mod tests {
     async fn a_module_that_hangs_holds_back_its_own_resource_alone() {
         let directory = tempfile::tempdir().expect("a directory");
         let (wasm, _fetches) = start(directory.path());
-        let ecds = Ecds::new(wasm);
+        let ecds = Ecds(wasm);
         let (_server, hangs) = hanging("a", Duration::from_secs(3600));
         let (a, b, c) = (("a", hangs), ("b", other("b")), ("c", other("c")));
         let first = delta("1", &[b.clone(), a.clone(), c], &["x"]);
@@ -453,7 +445,7 @@ mod tests {
     async fn what_is_removed_or_replaced_while_its_module_is_fetched_does_not_come_back() {
         let directory = tempfile::tempdir().expect("a directory");
         let (wasm, _fetches) = start(directory.path());
-        let ecds = Ecds::new(wasm);
+        let ecds = Ecds(wasm);
         let (_server, hangs) = hanging("a", Duration::from_secs(3600));
         let first = delta("1", &[("a", hangs), ("b", other("b"))], &[]);
         let (_, later) = forwarded_first(&ecds, &first).await;
@@ -473,7 +465,7 @@ mod tests {
     async fn each_late_resource_comes_with_the_nonce_of_its_response() {
         let directory = tempfile::tempdir().expect("a directory");
         let (wasm, _fetches) = start(directory.path());
-        let ecds = Ecds::new(wasm);
+        let ecds = Ecds(wasm);
         let (_one, a) = hanging("a", Duration::from_millis(50));
         let (_other, b) = hanging("b", Duration::from_millis(50));
         let response = delta("1", &[("a", a), ("b", b)], &[]);
@@ -495,7 +487,7 @@ mod tests {
 
     #[test]
     fn a_newer_delta_response_has_what_only_the_older_one_had() {
-        let ecds = Ecds::new(wasm());
+        let ecds = Ecds(wasm());
         let (a, b) = (("a", other("a")), ("b", other("b")));
         let older = delta(
             "1",
@@ -555,7 +547,7 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
             let runtime = runtime.expect("a runtime");
             for message in [message.clone(), [&message[..], &rest].concat().into()] {
-                let outcome = Ecds::new(wasm()).intercept(protocol, message.clone());
+                let outcome = Ecds(wasm()).intercept(protocol, message.clone());
                 match runtime.block_on(outcome) {
                     Outcome::Forward(found) => prop_assert_eq!(found, message),
                     Outcome::Rejected(_) => {}

@@ -1,7 +1,6 @@
 //! Fetches an identity token from Google's metadata service, and keeps it fresh in the token file.
 
 use std::convert::Infallible;
-use std::io;
 use std::time::Duration;
 
 use crate::backoff::Backoff;
@@ -18,14 +17,6 @@ const AHEAD: Duration = Duration::from_secs(25 * 60);
 const MIN: Duration = Duration::from_secs(5 * 60);
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("Failed to get vm identity token from metadata server: no token for audience {0:?}")]
-    NoAnswer(String),
-    #[error("Encountered error when writing vm identity token: {0}")]
-    Write(#[from] io::Error),
-}
 
 pub(super) async fn keep_fresh(
     config: GoogleToken,
@@ -57,10 +48,14 @@ async fn refresh(
     config: &GoogleToken,
     platform: &platform::Config,
     clock: &Clock,
-) -> Result<Duration, Error> {
+) -> Result<Duration, String> {
     let token = platform::google_identity(platform, &config.audience).await;
-    let token = token.ok_or_else(|| Error::NoAnswer(config.audience.clone()))?;
-    replace_file(&config.path, token.as_bytes(), 0o640)?;
+    let token = token.ok_or_else(|| {
+        let failed = "Failed to get vm identity token from metadata server";
+        format!("{failed}: no token for audience {:?}", config.audience)
+    })?;
+    replace_file(&config.path, token.as_bytes(), 0o640)
+        .map_err(|error| format!("Encountered error when writing vm identity token: {error}"))?;
     let expiry = token::expiry(token.as_bytes());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
     Ok(left.unwrap_or_default().max(MIN))
@@ -122,11 +117,7 @@ mod tests {
         assert!((34..=35).contains(&minutes), "{minutes}");
         drop(listener);
         let error = refresh(&config, &platform, &clock).await.unwrap_err();
-        assert!(
-            error
-                .to_string()
-                .starts_with("Failed to get vm identity token")
-        );
+        assert!(error.starts_with("Failed to get vm identity token"));
         assert_eq!(fs::read_to_string(&path).unwrap(), token);
     }
 }

@@ -52,35 +52,6 @@ use sds_socket::{Detected, SdsOwner};
 /// How long tasks may take to end once Envoy has exited.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("agent configured for non-default SDS socket path: {0} but no socket found")]
-    NoWorkloadSocket(String),
-    #[error("failed to check SDS socket: existing SDS socket could not be removed: {path}")]
-    DeadSocket {
-        path: String,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot start the thread of the DNS server")]
-    DnsThread(#[source] io::Error),
-    #[error("the {name} ended, which it must not while the agent runs")]
-    Ended {
-        name: &'static str,
-        #[source]
-        source: Option<BoxError>,
-    },
-}
-
-impl From<Ended> for Error {
-    fn from(ended: Ended) -> Self {
-        Self::Ended {
-            name: ended.name,
-            source: ended.result.err(),
-        }
-    }
-}
-
 /// Runs the agent until Envoy has ended, or until it is asked to stop.
 ///
 /// The configuration is read again before a hot restart, and to report it.
@@ -126,9 +97,6 @@ struct Agent {
     metrics: Registry,
     tasks: Tasks,
     shutdown: CancellationToken,
-    /// Tasks that are stopped after all others: the status port.
-    last_tasks: Tasks,
-    last_shutdown: CancellationToken,
 }
 
 impl Agent {
@@ -209,8 +177,6 @@ impl Agent {
             metrics: Registry::default(),
             tasks: Tasks::new(),
             shutdown: CancellationToken::new(),
-            last_tasks: Tasks::new(),
-            last_shutdown: CancellationToken::new(),
         }
     }
 
@@ -249,11 +215,8 @@ impl Agent {
         let Some(config) = self.config.status.clone() else {
             return Ok(());
         };
-        let serving = status::new(config, port, sources, self.last_shutdown.clone())?;
-        self.last_tasks.spawn("status port", async move {
-            serving.await;
-            Ok::<(), BoxError>(())
-        });
+        let serving = status::new(config, port, sources, self.shutdown.clone())?;
+        self.spawn("status port", serving);
         Ok(())
     }
 
@@ -288,9 +251,9 @@ impl Agent {
         let mut result = loop {
             tokio::select! {
                 code = &mut envoy => break code,
-                ended = either(&mut self.tasks, &mut self.last_tasks), if broken.is_none() => {
-                    let broken = broken.insert(Error::from(ended));
-                    tracing::error!("{}; draining Envoy and stopping", with_causes(broken));
+                ended = self.tasks.next_ended(), if broken.is_none() => {
+                    let broken = broken.insert(must_not_end(ended));
+                    tracing::error!("{broken}; draining Envoy and stopping");
                     stop.request(Urgency::Drain, "a part of the agent ended");
                 }
             }
@@ -305,10 +268,6 @@ impl Agent {
         let aborted = self.tasks.drain(STOP_LIMIT).await;
         if aborted > 0 {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were cut off");
-        }
-        self.last_shutdown.cancel();
-        if self.last_tasks.drain(STOP_LIMIT).await > 0 {
-            tracing::warn!("the status port did not close within {STOP_LIMIT:?}");
         }
         result
     }
@@ -373,11 +332,9 @@ async fn run_envoy(
         inputs.set_platform(config.bootstrap.node.platform.clone());
     }
     let Some(supervisor) = supervisor else {
-        tokio::select! {
-            // An error means that all senders are gone, which ends the agent as well.
-            _ = stop.wait_for(|stop| stop.urgency != Urgency::Run) => return Ok(ExitCode::Success),
-            never = envoy::reaper::reap() => match never {},
-        }
+        // An error means that all senders are gone, which ends the agent as well.
+        let _ = stop.wait_for(|stop| stop.urgency != Urgency::Run).await;
+        return Ok(ExitCode::Success);
     };
     if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
         let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
@@ -389,10 +346,10 @@ async fn run_envoy(
     })
 }
 
-/// The next task of either set that ends.
-async fn either(tasks: &mut Tasks, last: &mut Tasks) -> Ended {
-    tokio::select! {
-        ended = tasks.next_ended() => ended,
-        ended = last.next_ended() => ended,
-    }
+/// The error of a task that ended by itself.
+fn must_not_end(ended: Ended) -> String {
+    let error = ended.result.err();
+    let why = error.map(|error| format!(": {}", with_causes(error.as_ref())));
+    let (name, why) = (ended.name, why.unwrap_or_default());
+    format!("the {name} ended, which it must not while the agent runs{why}")
 }

@@ -2,10 +2,12 @@
 //!
 //! A response holds one `NameTable`. Its bytes are not copied on their way.
 
+use std::io;
+
 use bytes::Bytes;
 use tokio::sync::oneshot;
 
-use super::{Agent, Error, resource};
+use super::{Agent, resource};
 use crate::dns::forward::Forwarder;
 use crate::dns::{self, Dns};
 use crate::lifecycle::BoxError;
@@ -24,10 +26,12 @@ impl Agent {
         let (shutdown, forward) = (self.shutdown.clone(), forwarder.clone());
         let (dns, serving) = dns::new(config.server, forward, &self.metrics, shutdown)?;
         let (done, ended) = oneshot::channel();
+        let failed =
+            |error: io::Error| format!("cannot start the thread of the DNS server: {error}");
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
-            .map_err(Error::DnsThread)?;
+            .map_err(failed)?;
         let serve = move || {
             // Not received if the shutdown took too long.
             let _ = done.send(runtime.block_on(serving));
@@ -35,7 +39,7 @@ impl Agent {
         };
         let thread = std::thread::Builder::new().name("dns".to_owned());
         // The channel reports its end; a panic closes it.
-        thread.spawn(serve).map_err(Error::DnsThread)?;
+        thread.spawn(serve).map_err(failed)?;
         self.tasks.spawn("DNS server", async move {
             ended.await.map_err(BoxError::from)?.map_err(BoxError::from)
         });
@@ -45,13 +49,7 @@ impl Agent {
 
 /// The interceptor of NDS responses.
 #[derive(Debug)]
-pub(super) struct Nds(Dns);
-
-impl Nds {
-    pub(super) fn new(dns: Dns) -> Self {
-        Self(dns)
-    }
-}
+pub(super) struct Nds(pub(super) Dns);
 
 impl Interceptor for Nds {
     fn type_url(&self) -> &str {
@@ -65,7 +63,7 @@ impl Interceptor for Nds {
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let dns = self.0.clone();
         Box::pin(async move {
-            let taken = match table(protocol, message) {
+            let taken = match table(protocol, &message) {
                 Ok(table) => dns.update(table).await.map_err(|error| error.to_string()),
                 Err(error) => Err(error),
             };
@@ -81,26 +79,39 @@ impl Interceptor for Nds {
 }
 
 /// The name table in a response.
-fn table(protocol: Protocol, message: Bytes) -> Result<Bytes, String> {
+fn table(protocol: Protocol, message: &Bytes) -> Result<Bytes, String> {
     resource::first(protocol, message, TYPE_URL)
         .map_err(|why| format!("failed to unmarshal name table: {why}"))
 }
 
 #[cfg(test)]
 mod tests {
+
+    use envoy_types::pb::envoy::service::discovery::v3::{
+        DeltaDiscoveryResponse, DiscoveryResponse, Resource,
+    };
+    use envoy_types::pb::google::protobuf::Any;
     use prost::Message;
 
-    use super::resource::{Any, Delta, Resource, StateOfTheWorld};
     use super::*;
 
     fn response(protocol: Protocol, any: Option<Any>) -> Bytes {
         let message = match protocol {
-            Protocol::Sotw => StateOfTheWorld {
+            Protocol::Sotw => DiscoveryResponse {
+                version_info: "1".into(),
                 resources: any.into_iter().collect(),
+                nonce: "n".into(),
+                ..Default::default()
             }
             .encode_to_vec(),
-            Protocol::Delta => Delta {
-                resources: vec![Resource { resource: any }],
+            Protocol::Delta => DeltaDiscoveryResponse {
+                system_version_info: "1".into(),
+                resources: vec![Resource {
+                    name: "a".into(),
+                    resource: any,
+                    ..Default::default()
+                }],
+                ..Default::default()
             }
             .encode_to_vec(),
         };
@@ -112,14 +123,14 @@ mod tests {
         for protocol in [Protocol::Sotw, Protocol::Delta] {
             let any = |type_url: &str| Any {
                 type_url: type_url.into(),
-                value: Bytes::from_static(b"table"),
+                value: b"table".into(),
             };
             assert_eq!(
-                table(protocol, response(protocol, Some(any(TYPE_URL)))),
+                table(protocol, &response(protocol, Some(any(TYPE_URL)))),
                 Ok("table".into())
             );
             for wrong in [Some(any("other")), None] {
-                let error = table(protocol, response(protocol, wrong)).expect_err("no table");
+                let error = table(protocol, &response(protocol, wrong)).expect_err("no table");
                 assert!(
                     error.starts_with("failed to unmarshal name table: "),
                     "{error}"

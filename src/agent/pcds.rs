@@ -17,8 +17,8 @@ const TYPE_URL: &str = "type.googleapis.com/istio.mesh.v1alpha1.ProxyConfig";
 /// The interceptor of PCDS responses.
 #[derive(Debug)]
 pub(super) struct Pcds {
-    secrets: Option<Secrets>,
-    files: Files,
+    pub(super) secrets: Option<Secrets>,
+    pub(super) files: Files,
 }
 
 /// `istio.mesh.v1alpha1.ProxyConfig`, the one field.
@@ -29,11 +29,7 @@ struct ProxyConfig {
 }
 
 impl Pcds {
-    pub(super) fn new(secrets: Option<Secrets>, files: Files) -> Self {
-        Self { secrets, files }
-    }
-
-    fn take(&self, protocol: Protocol, message: Bytes) -> Result<(), String> {
+    fn take(&self, protocol: Protocol, message: &Bytes) -> Result<(), String> {
         const WHAT: &str = "failed to unmarshal proxy config";
         let value = resource::first(protocol, message, TYPE_URL);
         let value = value.map_err(|why| format!("{WHAT}: {why}"))?;
@@ -65,7 +61,7 @@ impl Interceptor for Pcds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        let outcome = match self.take(protocol, message) {
+        let outcome = match self.take(protocol, &message) {
             Ok(()) => Outcome::Accepted,
             Err(error) => {
                 tracing::error!(target: "cache", "{error}, keeping the last one");

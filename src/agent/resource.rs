@@ -1,61 +1,34 @@
-//! Decodes a discovery response of a type with a single resource.
-//!
-//! Own messages instead of the generated ones, which would copy the resource: a name table may have
-//! many megabytes.
+//! Finds the resource in a discovery response of a type with a single one, without a copy: a name table
+//! may have many megabytes.
 
 use bytes::Bytes;
-use prost::Message;
 
+use crate::wasm::wire::{DecodeError, fields, last};
 use crate::xds::Protocol;
 
-/// `google.protobuf.Any`
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Any {
-    #[prost(string, tag = "1")]
-    pub(super) type_url: String,
-    #[prost(bytes = "bytes", tag = "2")]
-    pub(super) value: Bytes,
-}
-
-/// `envoy.service.discovery.v3.DiscoveryResponse`
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct StateOfTheWorld {
-    #[prost(message, repeated, tag = "2")]
-    pub(super) resources: Vec<Any>,
-}
-
-/// `envoy.service.discovery.v3.DeltaDiscoveryResponse`
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Delta {
-    #[prost(message, repeated, tag = "2")]
-    pub(super) resources: Vec<Resource>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Resource {
-    #[prost(message, optional, tag = "2")]
-    pub(super) resource: Option<Any>,
-}
+/// `resources` of both responses, `resource` of delta's `Resource`, and `value` of `Any`.
+const CONTENT: u32 = 2;
+/// Of `Any`.
+const TYPE_URL: u32 = 1;
 
 /// The first resource, which is the only one, of type `type_url`.
-pub(super) fn first(protocol: Protocol, message: Bytes, type_url: &str) -> Result<Bytes, String> {
-    let first = match protocol {
-        Protocol::Sotw => {
-            StateOfTheWorld::decode(message).map(|message| message.resources.into_iter().next())
-        }
-        Protocol::Delta => Delta::decode(message).map(|message| {
-            message
-                .resources
-                .into_iter()
-                .next()
-                .and_then(|resource| resource.resource)
-        }),
-    };
-    let first = first.map_err(|error| error.to_string())?;
-    let first = first.ok_or("the resource holds nothing")?;
-    if first.type_url != type_url {
-        let found = first.type_url;
+pub(super) fn first(protocol: Protocol, message: &Bytes, type_url: &str) -> Result<Bytes, String> {
+    let [found, value] = decoded(protocol, message).map_err(|error| error.to_string())?;
+    if found != type_url.as_bytes() {
+        let found = String::from_utf8_lossy(&found);
         return Err(format!("found a {found:?}, expected {type_url}"));
     }
-    Ok(first.value)
+    Ok(value)
+}
+
+/// Type and value of the first resource.
+fn decoded(protocol: Protocol, message: &Bytes) -> Result<[Bytes; 2], DecodeError> {
+    let mut resources = fields(message)?.into_iter();
+    let first = resources.find(|field| field.number == CONTENT);
+    let mut any = first.and_then(|field| field.content).unwrap_or_default();
+    if protocol == Protocol::Delta {
+        any = last(&any, CONTENT)?.unwrap_or_default();
+    }
+    let part = |number| last(&any, number).map(Option::unwrap_or_default);
+    Ok([part(TYPE_URL)?, part(CONTENT)?])
 }

@@ -1,19 +1,15 @@
 //! Ownership of the workload SDS socket: the agent, or another process such as a SPIRE agent.
 //!
 //! It is detected before other modules are built, as Envoy's bootstrap and node metadata depend on
-//! it. Another process' socket is checked from then on.
+//! it.
 
 use std::io;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
-use super::Error;
-use crate::backoff::Backoff;
 use crate::bootstrap::FILES_SOCKET;
 use crate::bootstrap::node::Node;
 use crate::config::{AbsentSocket, Config};
 use crate::lifecycle::with_causes;
-use crate::metrics::{Gauge, Registry};
 use crate::unix_socket::probe::{self, Health};
 use crate::unix_socket::{self, BindError, Listener};
 
@@ -23,18 +19,11 @@ const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
 /// Tells istiod that the agent serves files beside another process.
 const FILES: &str = "file-credential";
 
-/// Between two checks of another process' socket while it is healthy.
-const PAUSE: Duration = Duration::from_secs(30);
-
-/// Bounds of the pause while it is not healthy.
-const MIN: Duration = Duration::from_secs(1);
-const MAX: Duration = Duration::from_secs(10);
-
 /// The process that serves the workload's secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SdsOwner {
     Agent,
-    Other { is_healthy: bool },
+    Other,
 }
 
 /// The owner, and the node metadata that tells istiod.
@@ -71,7 +60,7 @@ impl Detected {
     }
 }
 
-pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
+pub(super) async fn detect(config: &Config) -> Result<Detected, String> {
     let mut metadata = Vec::new();
     if is_healthy(Path::new(CREDENTIALS)).await? {
         tracing::info!("Credential SDS socket found");
@@ -84,26 +73,34 @@ pub(super) async fn detect(config: &Config) -> Result<Detected, Error> {
     Ok(Detected { owner, metadata })
 }
 
-async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, Error> {
+async fn owner(socket: &Path, absent: AbsentSocket) -> Result<SdsOwner, String> {
     // With `Wait` a dead socket may belong to a process that is about to start, and is left alone.
     let is_healthy = match absent {
         AbsentSocket::Wait => matches!(probe::health(socket).await, Health::Healthy),
         AbsentSocket::Serve | AbsentSocket::Fail => is_healthy(socket).await?,
     };
     match absent {
-        _ if is_healthy => log_found(socket),
+        _ if is_healthy => tracing::info!(
+            "Existing workload SDS socket found at {}. Default Istio SDS Server will only serve files",
+            socket.display()
+        ),
         AbsentSocket::Serve => return Ok(SdsOwner::Agent),
-        AbsentSocket::Fail => return Err(Error::NoWorkloadSocket(socket.display().to_string())),
+        AbsentSocket::Fail => {
+            return Err(format!(
+                "agent configured for non-default SDS socket path: {} but no socket found",
+                socket.display()
+            ));
+        }
         AbsentSocket::Wait => tracing::warn!(
             "no process serves secrets at {} yet; Envoy waits, and the agent serves only files",
             socket.display()
         ),
     }
-    Ok(SdsOwner::Other { is_healthy })
+    Ok(SdsOwner::Other)
 }
 
 /// Whether a process serves the socket. A dead socket is removed, so that it can be bound again.
-async fn is_healthy(socket: &Path) -> Result<bool, Error> {
+async fn is_healthy(socket: &Path) -> Result<bool, String> {
     let problem = match probe::health(socket).await {
         // A full queue also means that a process serves it.
         Health::Healthy | Health::Busy => return Ok(true),
@@ -115,59 +112,10 @@ async fn is_healthy(socket: &Path) -> Result<bool, Error> {
         socket.display()
     );
     match std::fs::remove_file(socket) {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::DeadSocket {
-            path: socket.display().to_string(),
-            source,
-        }),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!(
+            "failed to check SDS socket: existing SDS socket could not be removed: {}: {error}",
+            socket.display()
+        )),
         _ => Ok(false),
-    }
-}
-
-fn log_found(socket: &Path) {
-    tracing::info!(
-        "Existing workload SDS socket found at {}. Default Istio SDS Server will only serve files",
-        socket.display()
-    );
-}
-
-/// Checks another process' socket for ever, and logs when its health changes.
-pub(super) fn watch_health(
-    socket: PathBuf,
-    is_healthy: bool,
-    registry: &Registry,
-) -> impl Future<Output = ()> + Send + use<> {
-    let gauge = registry.gauge(
-        "istio_agent_external_sds_healthy",
-        "Whether the SDS server that is not the agent answers",
-    );
-    gauge.set(f64::from(u8::from(is_healthy)));
-    check_forever(socket, is_healthy, gauge)
-}
-
-async fn check_forever(socket: PathBuf, mut is_healthy: bool, gauge: Gauge) {
-    let mut backoff = Backoff::new(MIN, MAX);
-    loop {
-        let pause = match is_healthy {
-            true => PAUSE,
-            false => MIN.max(backoff.next_wait()),
-        };
-        tokio::time::sleep(pause).await;
-        let health = probe::health(&socket).await;
-        if matches!(health, Health::Busy) {
-            continue; // It tells nothing about health.
-        }
-        match (is_healthy, &health) {
-            (false, Health::Healthy) => {
-                log_found(&socket);
-                backoff.reset();
-            }
-            (true, Health::Absent | Health::Dead(_)) => tracing::warn!(
-                "no process serves secrets at {} any more ({health:?}); Envoy keeps what it has",
-                socket.display()
-            ),
-            _ => {}
-        }
-        is_healthy = matches!(health, Health::Healthy);
-        gauge.set(f64::from(u8::from(is_healthy)));
     }
 }

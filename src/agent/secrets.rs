@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::Agent;
 use super::pcds::Pcds;
-use super::sds_socket::{self, SdsOwner};
+use super::sds_socket::SdsOwner;
 use crate::ca::istio::IstioCa;
 use crate::clock::Clock;
 use crate::istiod::Istiod;
@@ -30,11 +30,8 @@ impl Agent {
         listener: Option<Listener>,
     ) -> (Option<Secrets>, Files, Option<Pcds>) {
         let mut config = self.config.secret_sources.files.clone();
-        if let SdsOwner::Other { is_healthy } = owner {
+        if owner == SdsOwner::Other {
             config.workload = None;
-            let socket = self.config.sds_socket.clone();
-            let watching = sds_socket::watch_health(socket, is_healthy, &self.metrics);
-            self.spawn_until_shutdown("watch of the SDS socket", watching);
         }
         let (files, keeping) = secrets::files::new(config, Clock::system(), &self.metrics);
         self.spawn_until_shutdown("secrets from files", keeping);
@@ -48,7 +45,10 @@ impl Agent {
             self.output(secrets.clone(), &files);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
-        let pcds = wants_roots.then(|| Pcds::new(secrets.clone(), files.clone()));
+        let pcds = wants_roots.then(|| Pcds {
+            secrets: secrets.clone(),
+            files: files.clone(),
+        });
         if let Some(listener) = listener {
             let sources = sds::Sources {
                 secrets: secrets.clone(),

@@ -17,24 +17,9 @@ pub struct Written {
     paths: Vec<PathBuf>,
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error("cannot {action} {}", .path.display())]
-pub struct Error {
-    action: &'static str,
-    path: PathBuf,
-    #[source]
-    source: io::Error,
-}
-
-impl Error {
-    pub(super) fn new(action: &'static str, path: &Path, source: io::Error) -> Self {
-        let path = path.to_owned();
-        Self {
-            action,
-            path,
-            source,
-        }
-    }
+/// An error that names the file.
+pub(super) fn failed(action: &str, path: &Path, error: &io::Error) -> io::Error {
+    io::Error::other(format!("cannot {action} {}: {error}", path.display()))
 }
 
 impl Written {
@@ -45,12 +30,12 @@ impl Written {
 }
 
 /// Writes the bootstrap and, for Lightstep, the file of its token.
-pub fn write(config: &Config) -> Result<Written, Error> {
+pub fn write(config: &Config) -> io::Result<Written> {
     let mut written = Written { paths: Vec::new() };
     let mut add = |path: PathBuf, text: &str, mode| {
         write_file(&path, text, mode)?;
         written.paths.push(path);
-        Ok::<_, Error>(())
+        io::Result::Ok(())
     };
     let tracer = Tracer::of(&config.node.proxy_config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
@@ -61,15 +46,15 @@ pub fn write(config: &Config) -> Result<Written, Error> {
 }
 
 /// Replaces a file whole, in a directory that is made if missing (mode 0700).
-pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> Result<(), Error> {
+pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> io::Result<()> {
     if let Some(directory) = path.parent().filter(|path| !path.as_os_str().is_empty()) {
         fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .map_err(|source| Error::new("create", directory, explained(directory, source)))?;
+            .map_err(|error| failed("create", directory, &explained(directory, error)))?;
     }
-    replace_file(path, text.as_bytes(), mode).map_err(|source| Error::new("write", path, source))
+    replace_file(path, text.as_bytes(), mode).map_err(|error| failed("write", path, &error))
 }
 
 impl Drop for Written {

@@ -3,12 +3,13 @@
 //! They find the file by `GRPC_XDS_BOOTSTRAP`. It names the agent's xDS socket and, if the agent writes
 //! certificates to files, their directory. The agent leaves it behind when it ends.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use super::document::without_nulls;
-use super::file::{Error, write_file};
+use super::file::write_file;
 use super::node::Node;
 
 #[derive(Clone, Debug)]
@@ -18,7 +19,7 @@ pub struct Config {
     pub certificates: Option<PathBuf>,
 }
 
-pub fn write(config: &Config, node: &Node) -> Result<(), Error> {
+pub fn write(config: &Config, node: &Node) -> io::Result<()> {
     let socket = &config.xds_socket;
     let socket = socket.strip_prefix("./").unwrap_or(socket);
     let document = without_nulls(json!({

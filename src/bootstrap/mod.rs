@@ -22,7 +22,7 @@ mod tracer;
 
 pub use config::{Config, FILES_SOCKET, Ports, StatsConfig};
 pub use document::document;
-pub use file::{Error, Written, write};
+pub use file::{Written, write};
 
 #[cfg(test)]
 mod tests;

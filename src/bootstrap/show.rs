@@ -1,39 +1,28 @@
 //! The `bootstrap` command: prints the document or writes it to a file, and has Envoy validate it.
 
 use std::fs;
+use std::io;
 use std::path::Path;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 
 use super::config::Config;
 use super::document::document;
-use super::file::{Error, write};
+use super::file::{failed, write};
 use crate::permission::explained;
 
-#[derive(Debug, thiserror::Error)]
-pub enum ShowError {
-    #[error(transparent)]
-    Write(#[from] Error),
-    #[error("Envoy refuses the bootstrap ({0})")]
-    Refused(ExitStatus),
-}
-
 /// The document as text, unless it goes to `output`.
-pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, ShowError> {
+pub fn show(config: &Config, output: Option<&Path>) -> io::Result<Option<String>> {
     let text = format!("{:#}", document(config));
     let Some(path) = output else {
         return Ok(Some(text));
     };
-    fs::write(path, text + "\n")
-        .map_err(|source| Error::new("write", path, explained(path, source)))?;
+    let written = fs::write(path, text + "\n");
+    written.map_err(|error| failed("write", path, &explained(path, error)))?;
     Ok(None)
 }
 
 /// Has Envoy validate the bootstrap without running it. Envoy's output goes to standard error.
-pub fn validate(
-    config: &Config,
-    binary: &Path,
-    override_json: Option<&str>,
-) -> Result<(), ShowError> {
+pub fn validate(config: &Config, binary: &Path, override_json: Option<&str>) -> io::Result<()> {
     let directory = std::env::temp_dir().join(format!("pilot-agent-{}", std::process::id()));
     let config = Config {
         directory,
@@ -51,14 +40,15 @@ pub fn validate(
         .args(override_arguments)
         .stdin(Stdio::null())
         // Standard output is the bootstrap's.
-        .stdout(std::io::stderr())
+        .stdout(io::stderr())
         .status();
     drop(written);
-    fs::remove_dir(&config.directory)
-        .map_err(|source| Error::new("remove", &config.directory, source))?;
-    let status = status.map_err(|source| Error::new("run", binary, source))?;
-    match status.success() {
-        true => Ok(()),
-        false => Err(ShowError::Refused(status)),
+    let directory = &config.directory;
+    fs::remove_dir(directory).map_err(|error| failed("remove", directory, &error))?;
+    let status = status.map_err(|error| failed("run", binary, &error))?;
+    if status.success() {
+        return Ok(());
     }
+    let refused = format!("Envoy refuses the bootstrap ({status})");
+    Err(io::Error::other(refused))
 }

@@ -4,12 +4,9 @@ use std::io::{self, Seek, Write};
 use std::process::Stdio;
 use std::time::Duration;
 
-use rustix::process::Pid;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 use tokio::time::timeout;
-
-use crate::lifecycle::Claim;
 
 /// Where programs are if PATH does not say.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -61,8 +58,6 @@ async fn execute(program: &str, arguments: &[&str], input: &str) -> io::Result<V
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| io::Error::new(error.kind(), format!("cannot be run: {error}")))?;
-    let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-    let _claim = pid.map(Claim::new);
     let (output, message) = (child.stdout.take(), child.stderr.take());
     let (output, message) = tokio::try_join!(read(output), read(message))?;
     let status = child.wait().await?;

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -36,49 +36,50 @@ pub struct Crash {
     pub stderr: Vec<String>,
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error("cannot {action} the record of Envoy's crash, {}", .path.display())]
-pub struct Error {
-    action: &'static str,
-    path: PathBuf,
-    #[source]
-    source: io::Error,
-}
-
 impl Crash {
     /// The record an earlier agent has left in `directory`.
-    pub fn read(directory: &Path) -> Result<Option<Self>, Error> {
-        on_file("read", directory, |path| {
-            let content = regular_file::read(path, MAX_RECORD)?;
-            Ok(Some(serde_json::from_slice(&content)?))
-        })
+    pub fn read(directory: &Path) -> io::Result<Option<Self>> {
+        let path = directory.join(NAME);
+        let read = regular_file::read(&path, MAX_RECORD);
+        if_there(&path, read.and_then(|it| Ok(serde_json::from_slice(&it)?)))
     }
 
-    pub(super) fn write(&self, directory: &Path) -> Result<(), Error> {
-        on_file("write", directory, |path| {
-            replace_file(path, &serde_json::to_vec_pretty(self)?, 0o600)
-        })
+    pub(super) fn write(&self, directory: &Path) -> io::Result<()> {
+        let path = directory.join(NAME);
+        let written = replace_file(&path, &serde_json::to_vec_pretty(self)?, 0o600);
+        written.map_err(|error| named(&path, &error))
     }
 
-    pub(super) fn remove(directory: &Path) -> Result<(), Error> {
-        on_file("remove", directory, |path| fs::remove_file(path))
+    pub(super) fn remove(directory: &Path) -> io::Result<()> {
+        let path = directory.join(NAME);
+        if_there(&path, fs::remove_file(&path)).map(|_| ())
     }
 }
 
 /// A file that is not there is no error.
-fn on_file<T: Default>(
-    action: &'static str,
-    directory: &Path,
-    act: impl FnOnce(&Path) -> io::Result<T>,
-) -> Result<T, Error> {
-    let path = directory.join(NAME);
-    act(&path).or_else(|source| match source.kind() {
-        io::ErrorKind::NotFound if action != "write" => Ok(T::default()),
-        _ => Err(Error {
-            action,
-            path,
-            source,
-        }),
+fn if_there<T>(path: &Path, done: io::Result<T>) -> io::Result<Option<T>> {
+    match done {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        done => done.map(Some).map_err(|error| named(path, &error)),
+    }
+}
+
+fn named(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::other(format!("{}: {error}", path.display()))
+}
+
+/// How many processes of the agent's control group the kernel has killed for want of memory; none where
+/// it does not count them, as in version 1 of control groups. Kills for want of the machine's memory are
+/// counted elsewhere. A container that sees the machine's path may have its own group mounted at the top.
+pub(super) fn oom_kills(root: &Path) -> Option<u64> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let top = root.join("sys/fs/cgroup");
+    let own = top.join(path.trim_start_matches('/'));
+    [own, top].into_iter().find_map(|directory| {
+        let events = fs::read_to_string(directory.join("memory.events")).ok()?;
+        let mut lines = events.lines();
+        lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
     })
 }
 
@@ -164,5 +165,44 @@ mod tests {
         };
         let expected = "exit status 1 after 3.2 s: cannot bind";
         assert_eq!(taken.to_string(), expected);
+    }
+
+    #[test]
+    fn the_kernels_count_of_kills_is_found() {
+        for (groups, file, text) in [
+            (
+                "0::/\n",
+                "sys/fs/cgroup/memory.events",
+                "oom 1\noom_kill N\noom_group_kill 0\n",
+            ),
+            (
+                "0::/pod/envoy\n",
+                "sys/fs/cgroup/pod/envoy/memory.events",
+                "oom_kill N\n",
+            ),
+            (
+                "0::/of/the/machine\n",
+                "sys/fs/cgroup/memory.events",
+                "oom_kill N\n",
+            ),
+        ] {
+            let root = tempfile::tempdir().expect("a directory");
+            let write = |path: &str, text: &str| {
+                let path = root.path().join(path);
+                fs::create_dir_all(path.parent().expect("a parent")).expect("made");
+                fs::write(path, text).expect("written");
+            };
+            write("proc/self/cgroup", groups);
+            write(file, &text.replace('N', "4"));
+            assert_eq!(oom_kills(root.path()), Some(4), "{file}");
+            fs::remove_file(root.path().join(file)).expect("removed");
+            assert_eq!(oom_kills(root.path()), None, "{file}");
+        }
+    }
+
+    #[test]
+    fn a_machine_without_control_groups_has_no_count() {
+        let root = tempfile::tempdir().expect("a directory");
+        assert_eq!(oom_kills(root.path()), None);
     }
 }

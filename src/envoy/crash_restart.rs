@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::process::Ended;
 use crate::backoff::Backoff;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -19,12 +18,9 @@ pub struct Budget {
     pub within: Duration,
 }
 
-/// What is left of a budget, and the next restart.
+/// What is left of a budget.
 #[derive(Debug)]
 pub(super) struct Restarts {
-    /// How the last Envoy ended by itself, while there is none.
-    pub(super) last_end: Option<Ended>,
-    pub(super) pause: Duration,
     /// None allows no restart.
     budget: Option<Budget>,
     past: Vec<Instant>,
@@ -34,19 +30,15 @@ pub(super) struct Restarts {
 impl Restarts {
     pub(super) fn new(budget: Option<Budget>) -> Self {
         Self {
-            last_end: None,
-            pause: Duration::ZERO,
             budget,
             past: Vec::new(),
             backoff: Backoff::new(FIRST_PAUSE, MAX_PAUSE),
         }
     }
 
-    /// Takes one restart out of the budget and sets the pause before it. False if none is left.
-    pub(super) fn take(&mut self) -> bool {
-        let Some(budget) = self.budget else {
-            return false;
-        };
+    /// Takes one restart out of the budget and returns the pause before it. None if none is left.
+    pub(super) fn take(&mut self) -> Option<Duration> {
+        let budget = self.budget?;
         let now = Instant::now();
         self.past
             .retain(|past| now.duration_since(*past) < budget.within);
@@ -56,14 +48,13 @@ impl Restarts {
                 self.past.len(),
                 budget.within
             );
-            return false;
+            return None;
         }
         if self.past.is_empty() {
             self.backoff.reset();
         }
         self.past.push(now);
-        self.pause = self.backoff.next_wait();
-        true
+        Some(self.backoff.next_wait())
     }
 }
 
@@ -78,19 +69,23 @@ mod tests {
             restarts: 2,
             within,
         }));
-        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE);
+        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
         tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE * 2);
-        assert!(!restarts.take());
+        assert!(
+            restarts
+                .take()
+                .is_some_and(|pause| pause <= FIRST_PAUSE * 2)
+        );
+        assert!(restarts.take().is_none());
         tokio::time::advance(Duration::from_secs(300)).await;
-        assert!(restarts.take());
-        assert!(!restarts.take());
+        assert!(restarts.take().is_some());
+        assert!(restarts.take().is_none());
         tokio::time::advance(within).await;
-        assert!(restarts.take() && restarts.pause <= FIRST_PAUSE);
+        assert!(restarts.take().is_some_and(|pause| pause <= FIRST_PAUSE));
     }
 
     #[tokio::test(start_paused = true)]
     async fn without_a_budget_there_is_no_restart() {
-        assert!(!Restarts::new(None).take());
+        assert!(Restarts::new(None).take().is_none());
     }
 }

@@ -3,6 +3,7 @@
 //! The supervisor publishes a [`Report`] with every change. Clones of [`Envoy`] read it, wait for the
 //! next, and order a drain or a restart.
 
+use std::fs;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -11,8 +12,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::admin::Admin;
 use super::crash::Crash;
-use super::memory;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
+use crate::metrics;
 
 /// Where Envoy is on its way from start to end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -179,8 +180,12 @@ impl Envoy {
 
     pub fn snapshot(&self) -> Report {
         let report = self.report.borrow().clone();
+        let resident = |pid| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+            metrics::process::memory(&status, "VmRSS:")
+        };
         Report {
-            rss_bytes: report.pid.and_then(memory::resident),
+            rss_bytes: report.pid.and_then(resident),
             ..report
         }
     }

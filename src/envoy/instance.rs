@@ -1,44 +1,79 @@
-//! One Envoy of the agent: its process, what it was started from, and what a record of its crash needs.
+//! One Envoy of the agent: started, signalled and reaped here, the only place that knows its pid.
+//!
+//! Envoy has no input, and leads a process group of its own, so that a terminal's signals reach the
+//! agent alone. When the agent is killed, the kernel sends Envoy SIGTERM, its parent-death signal. The
+//! kernel watches the *thread* that forked for this: [`Instance::start`] must run on the main thread,
+//! which lives as long as the program does; the runtime is single-threaded, so every future polled by
+//! it does.
 
+use std::fmt;
+use std::io;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, SystemTime};
 
 use rustix::process::{Pid, Signal};
 use tokio::time::Instant;
 
-use super::crash::Crash;
+use super::crash::{Crash, oom_kills};
 use super::handle::{Epoch, Role};
 use super::launch::Launch;
-use super::memory::oom_kills;
 use super::output::Output;
-use super::process::{Ended, Error, Process};
 use crate::clock::{self, Clock};
-use crate::lifecycle::Claim;
 
 pub(super) const KILLED: i32 = Signal::KILL.as_raw();
 
+/// A running Envoy, and what it was started from. Dropping it kills it.
 #[derive(Debug)]
 pub(super) struct Instance {
-    pub(super) process: Process,
+    child: tokio::process::Child,
+    pid: Pid,
     pub(super) launch: Launch,
     pub(super) epoch: u32,
-    pub(super) started: SystemTime,
+    started: SystemTime,
     since: Instant,
     pub(super) output: Output,
     /// The kernel's count before the start.
     oom_kills: Option<u64>,
-    _claim: Claim,
+}
+
+/// How an Envoy has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    Code(u8),
+    Signal(i32),
 }
 
 impl Instance {
-    /// Starts Envoy. Call it on the main thread, see [`Process::start`].
-    pub(super) fn start(launch: Launch, epoch: u32) -> Result<Self, Error> {
+    /// Starts Envoy. Call it on the main thread.
+    pub(super) fn start(launch: Launch, epoch: u32) -> io::Result<Self> {
         let oom_kills = oom_kills("/".as_ref());
         let command = &launch.prepared.command;
-        let (output, stdio) = Output::copy(command.user);
-        let process = Process::start(command, &launch.mode, stdio)?;
+        let (output, [stdout, stderr]) = Output::copy(command.user);
+        let mut start = tokio::process::Command::new(&command.binary);
+        start
+            .args(command.arguments(&launch.mode))
+            .envs(command.environment())
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr)
+            .process_group(0)
+            .kill_on_drop(true);
+        if let Some(user) = command.user {
+            // Takes all other groups away, too.
+            start.gid(user).uid(user);
+        }
+        // The kernel forgets this when the user changes, and code in between runs after that.
+        end_with_parent(&mut start);
+        let child = start
+            .spawn()
+            .map_err(|error| start_error(&command.binary, error))?;
+        let pid = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+        let pid = pid.ok_or_else(|| io::Error::other("Envoy ended before it had an id"))?;
         Ok(Self {
-            _claim: Claim::new(process.pid()),
-            process,
+            child,
+            pid,
             launch,
             epoch,
             started: Clock::system().now(),
@@ -48,16 +83,40 @@ impl Instance {
         })
     }
 
-    pub(super) fn pid(&self) -> Pid {
-        self.process.pid()
+    pub(super) fn terminate(&self) {
+        self.signal(Signal::TERM);
     }
 
-    pub(super) fn uptime(&self) -> Duration {
-        self.since.elapsed()
+    pub(super) fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    fn signal(&self, signal: Signal) {
+        // The id is only given to another process after the reaping, after which tokio has none.
+        if self.child.id().is_none() {
+            return;
+        }
+        if let Err(error) = rustix::process::kill_process(self.pid, signal) {
+            tracing::warn!(%error, ?signal, "cannot signal Envoy; waiting for its end");
+        }
+    }
+
+    /// Waits for the end and reaps it. May be called again.
+    pub(super) async fn ended(&mut self) -> io::Result<Ended> {
+        Ok(self.child.wait().await?.into())
+    }
+
+    /// Kills Envoy and reaps it, unless the kernel takes longer than `limit`.
+    pub(super) async fn end(mut self, limit: Duration) {
+        self.kill();
+        if tokio::time::timeout(limit, self.ended()).await.is_err() {
+            let pid = self.pid;
+            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
+        }
     }
 
     pub(super) async fn crash(&mut self, ended: Ended) -> Crash {
-        let uptime = self.uptime();
+        let uptime = self.since.elapsed();
         let (code, signal) = match ended {
             Ended::Code(code) => (Some(code), None),
             Ended::Signal(signal) => (None, Some(signal)),
@@ -66,7 +125,7 @@ impl Instance {
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
-            pid: self.pid().as_raw_nonzero().get(),
+            pid: self.pid.as_raw_nonzero().get(),
             code,
             signal,
             uptime_seconds: uptime.as_secs_f64(),
@@ -75,21 +134,11 @@ impl Instance {
         }
     }
 
-    /// Kills Envoy and reaps it, unless the kernel takes longer than `limit`.
-    pub(super) async fn end(mut self, limit: Duration) {
-        self.process.kill();
-        let ended = tokio::time::timeout(limit, self.process.ended()).await;
-        if ended.is_err() {
-            let pid = self.pid();
-            tracing::error!("Envoy {pid} did not end within {limit:?} of being killed; leaving it");
-        }
-    }
-
     pub(super) fn report(&self, state: Role) -> Epoch {
         Epoch {
             epoch: self.epoch,
             restart_epoch: self.launch.restart_epoch(),
-            pid: self.pid().as_raw_nonzero().get(),
+            pid: self.pid.as_raw_nonzero().get(),
             state,
             started: Some(self.started),
             config: self.launch.prepared.command.bootstrap.clone(),
@@ -98,9 +147,73 @@ impl Instance {
 }
 
 /// Waits for the end of an Envoy, if there is one, and for ever if not.
-pub(super) async fn ended(instance: &mut Option<Instance>) -> Result<Ended, Error> {
+pub(super) async fn ended(instance: &mut Option<Instance>) -> io::Result<Ended> {
     match instance {
-        Some(instance) => instance.process.ended().await,
+        Some(instance) => instance.ended().await,
         None => std::future::pending().await,
+    }
+}
+
+/// Makes the kernel terminate the child when the thread that starts it ends.
+#[expect(
+    unsafe_code,
+    reason = "code between fork and exec can be had in no other way"
+)]
+fn end_with_parent(start: &mut tokio::process::Command) {
+    let agent = rustix::process::getpid();
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two
+    // system calls and builds an `io::Error` from a number, which does not allocate.
+    unsafe {
+        start.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            // The agent may have died before the line above; then no signal will come. Without a
+            // parent in this pid namespace there is nothing to compare.
+            match rustix::process::getppid() {
+                Some(parent) if parent != agent => Err(rustix::io::Errno::SRCH.into()),
+                _ => Ok(()),
+            }
+        });
+    }
+}
+
+fn start_error(binary: &Path, error: io::Error) -> io::Error {
+    let path = binary.display();
+    let problem = match error.kind() {
+        io::ErrorKind::NotFound if binary.exists() => format!(
+            "the Envoy binary {path} exists, but the loader or interpreter it names does not"
+        ),
+        io::ErrorKind::NotFound => format!("no Envoy binary at {path}"),
+        io::ErrorKind::PermissionDenied => format!("the Envoy binary {path} is not executable"),
+        _ => format!("cannot start Envoy from {path}: {error}"),
+    };
+    io::Error::other(problem)
+}
+
+impl Ended {
+    /// The exit code a shell would report.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Code(code) => code,
+            Self::Signal(signal) => u8::try_from(signal).map_or(u8::MAX, |s| s.saturating_add(128)),
+        }
+    }
+}
+
+impl From<ExitStatus> for Ended {
+    fn from(status: ExitStatus) -> Self {
+        // A process that was waited for has ended in one of two ways; the code is one byte.
+        match (status.code(), status.signal()) {
+            (Some(code), _) => Self::Code(u8::try_from(code).unwrap_or(u8::MAX)),
+            (None, signal) => Self::Signal(signal.unwrap_or_default()),
+        }
+    }
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "exit status {code}"),
+            Self::Signal(signal) => write!(f, "signal {signal}"),
+        }
     }
 }

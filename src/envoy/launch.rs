@@ -3,13 +3,24 @@
 use std::any::Any;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::io;
+use std::os::unix::fs::{MetadataExt, chown};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::fs::Access;
+
 use super::command::{Command, Mode};
-use super::hot_restart::base_id::BaseId;
+use crate::regular_file;
+
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// The digits of a number, and blanks.
+const MAX_ID: u64 = 32;
+
+/// Envoy multiplies its number by this.
+const SPREAD: u64 = 10;
 
 /// A command line with the files it names.
 #[derive(Debug)]
@@ -39,7 +50,11 @@ impl Prepared {
     ) -> Self {
         let mut digest = DefaultHasher::new();
         let arguments = command.arguments(&Mode::Alone);
-        let program = program(&command.binary);
+        // Tells programs at the same path apart. One without a path is found elsewhere.
+        let program = fs::metadata(&command.binary).ok().map(|file| {
+            let modified = (file.mtime(), file.mtime_nsec());
+            (file.dev(), file.ino(), modified, file.len())
+        });
         (bootstrap, &arguments[2..], command.environment(), program).hash(&mut digest);
         Self {
             command,
@@ -47,17 +62,6 @@ impl Prepared {
             _files: files,
         }
     }
-}
-
-/// Tells programs at the same path apart. One without a path is found elsewhere.
-fn program(path: &Path) -> String {
-    fs::metadata(path).map_or_else(
-        |_| String::new(),
-        |file| {
-            let modified = (file.mtime(), file.mtime_nsec());
-            format!("{} {} {modified:?} {}", file.dev(), file.ino(), file.len())
-        },
-    )
 }
 
 impl Launch {
@@ -82,5 +86,107 @@ impl Launch {
             Mode::Next { epoch, .. } => epoch,
             _ => 0,
         }
+    }
+}
+
+/// The base id that an Envoy shares with its successors, and their shared memory of that name.
+///
+/// The first Envoy picks a free number and writes it to a file; its successors are given the number.
+/// Envoy never removes the memory, so dropping this does, and the file, when no Envoy uses the base id
+/// any more.
+#[derive(Debug)]
+pub(super) struct BaseId {
+    pub(super) file: PathBuf,
+}
+
+/// Whether Envoys can share memory at all.
+pub(super) fn can_share() -> bool {
+    rustix::fs::access(SHARED_MEMORY, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+}
+
+impl BaseId {
+    /// For a first Envoy that is about to be started, as this user where it is another than the
+    /// agent's.
+    pub(super) fn new(file: PathBuf, user: Option<u32>) -> Self {
+        remove(&file);
+        if let Some(user) = user {
+            // It may not make a file there, and is given one to write to.
+            let given =
+                fs::File::create_new(&file).and_then(|_| chown(&file, Some(user), Some(user)));
+            if let Err(error) = given {
+                tracing::warn!(%error, path = %file.display(), "cannot give Envoy's user a file");
+            }
+        }
+        Self { file }
+    }
+
+    /// The number, once Envoy has written it.
+    pub(super) fn get(&self) -> Option<u32> {
+        let text = regular_file::read_text(&self.file, MAX_ID).ok()?;
+        text.trim().parse().ok()
+    }
+}
+
+impl Drop for BaseId {
+    fn drop(&mut self) {
+        if let Some(id) = self.get() {
+            remove(&memory(id));
+        }
+        remove(&self.file);
+    }
+}
+
+fn memory(id: u32) -> PathBuf {
+    let number = u64::from(id) * SPREAD;
+    Path::new(SHARED_MEMORY).join(format!("envoy_shared_memory_{number}"))
+}
+
+fn remove(path: &Path) {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, path = %path.display(), "cannot remove what Envoy has left");
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_is_known_once_it_is_written_and_its_file_goes_with_it() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("envoy-base-id");
+        fs::write(&file, "1").expect("left by another");
+        let base = BaseId::new(file.clone(), None);
+        assert_eq!(base.get(), None);
+        // No Envoy takes so high a number, so no memory of this name is in use.
+        for text in ["", "-1", "4294967296", "a"] {
+            fs::write(&file, text).expect("written");
+            assert_eq!(base.get(), None, "{text}");
+        }
+        fs::write(&file, "4294967295").expect("written");
+        assert_eq!(base.get(), Some(u32::MAX));
+        assert_eq!(
+            memory(u32::MAX),
+            Path::new("/dev/shm/envoy_shared_memory_42949672950")
+        );
+        drop(base);
+        assert!(!file.exists());
+    }
+
+    #[test]
+    fn an_envoy_of_another_user_has_a_file_to_write_its_number_to() {
+        if !rustix::process::getuid().is_root() {
+            eprintln!("Only root gives files away: this test is not run.");
+            return;
+        }
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("envoy-base-id");
+        let base = BaseId::new(file.clone(), Some(1337));
+        let found = fs::metadata(&file).expect("a file");
+        assert_eq!(MetadataExt::uid(&found), 1337);
+        assert_eq!(base.get(), None);
     }
 }

@@ -14,13 +14,11 @@ pub mod hot_restart;
 mod instance;
 pub mod launch;
 pub mod machine;
-pub(crate) mod memory;
 mod output;
-pub mod process;
-pub mod reaper;
 pub mod shutdown;
 mod supervisor;
 
+use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -35,7 +33,7 @@ use command::Command;
 use crash_restart::Budget;
 use handle::{Envoy, Report, State};
 use hot_restart::Prepare;
-use process::Ended;
+pub use instance::Ended;
 use shutdown::Limits;
 use supervisor::Supervisor;
 
@@ -75,14 +73,13 @@ pub enum Exit {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
-    Process(#[from] process::Error),
+    Process(#[from] io::Error),
     #[error(
-        "Envoy ended {} ms after its start with {ended}, expected it to stay; its own log says why{reason}",
-        .after.as_millis()
+        "Envoy ended {after_ms} ms after its start with {ended}, expected it to stay; its own log says why{reason}"
     )]
     AtOnce {
         ended: Ended,
-        after: Duration,
+        after_ms: f64,
         /// Of its log, with a colon before it; empty if there is none.
         reason: String,
     },
@@ -96,7 +93,7 @@ pub enum Error {
 }
 
 /// The future starts Envoy and runs until its last end; `stop` shuts Envoy down, the more urgently
-/// the fewer steps that has. Poll it on the main thread, see [`process`]. `prepare` gives what each
+/// the fewer steps that has. Poll it on the main thread, see [`instance`]. `prepare` gives what each
 /// Envoy starts from.
 pub fn new(
     config: Config,

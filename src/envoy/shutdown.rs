@@ -158,16 +158,8 @@ impl fmt::Display for Plan {
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::DrainCall => "drain call",
-            Self::DrainTime => "drain time",
-            Self::Connections => "last connection",
-            Self::LastRequests => "last requests",
-            Self::LongRequests => "longer requests",
-            Self::Quit => "quit call",
-            Self::Termination => "SIGTERM",
-            Self::Kill => "SIGKILL",
-        })
+        // Its name in JSON.
+        self.serialize(f)
     }
 }
 
@@ -197,7 +189,7 @@ mod tests {
             at_most: Duration::from_secs(seconds),
         };
         let plan = Plan(vec![step(Step::Quit, 2), step(Step::Termination, 5)]);
-        let expected = "quit call 2s, SIGTERM 5s, all in all 7s at most";
+        let expected = "quit 2s, termination 5s, all in all 7s at most";
         assert_eq!(plan.to_string(), expected);
     }
 

@@ -4,6 +4,7 @@
 //! waits for an answer. Each change is published in the report. An end of Envoy is a crash unless it is
 //! of the kind the agent was bringing about, or Envoy's status is 0.
 
+use std::io;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -17,12 +18,10 @@ use super::crash::Crash;
 use super::crash_restart::Restarts;
 use super::handle::{Order, Report, Role, State};
 use super::hot_restart::{HotRestart, Prepare};
-use super::instance::{self, Instance, KILLED};
+use super::instance::{self, Ended, Instance, KILLED};
 use super::launch::Launch;
 use super::machine::{Action, Event, Machine, Phase};
 use super::output::reason;
-use super::process::{self, Ended};
-use super::reaper;
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Error, Exit, warn};
 use crate::clock::{Clock, after};
@@ -41,7 +40,10 @@ pub(super) struct Supervisor {
     config: Config,
     admin: Admin,
     current: Current,
-    restart: Restarts,
+    budget: Restarts,
+    /// How the last Envoy ended by itself, while there is none, and the pause before the next.
+    last_end: Option<Ended>,
+    pause: Duration,
     hot_restart: HotRestart,
     /// The request to stop the machine knows of.
     requested: StopRequest,
@@ -50,7 +52,6 @@ pub(super) struct Supervisor {
     publish: watch::Sender<Report>,
     restarts: Counter,
     drains: Counter,
-    clock: Clock,
 }
 
 /// The Envoy that serves, or is to.
@@ -79,7 +80,7 @@ impl Current {
         }
     }
 
-    pub(super) fn spawn(&mut self, launch: Launch) -> Result<Instance, process::Error> {
+    pub(super) fn spawn(&mut self, launch: Launch) -> io::Result<Instance> {
         let instance = Instance::start(launch, self.count)?;
         self.count += 1;
         Ok(instance)
@@ -108,7 +109,9 @@ impl Supervisor {
     ) -> Self {
         Self {
             current: Current::new(Machine::new(config.limits)),
-            restart: Restarts::new(config.restarts),
+            budget: Restarts::new(config.restarts),
+            last_end: None,
+            pause: Duration::ZERO,
             hot_restart: HotRestart::new(
                 config.hot_restart,
                 config.directory.clone(),
@@ -129,7 +132,6 @@ impl Supervisor {
                 "istio_agent_envoy_drains_total",
                 "Times Envoy was told to send its clients away.",
             ),
-            clock: Clock::system(),
         }
     }
 
@@ -138,16 +140,10 @@ impl Supervisor {
         mut stop: watch::Receiver<StopRequest>,
         mut orders: mpsc::Receiver<Order>,
     ) -> Result<Exit, Error> {
-        let until_end = async {
-            let exit = self.until_end(&mut stop, &mut orders).await;
-            self.hot_restart.end(self.config.limits.kill).await;
-            self.publish_instances();
-            exit
-        };
-        let exit = tokio::select! {
-            exit = until_end => exit,
-            never = reaper::reap() => match never {},
-        };
+        let exit = self.until_end(&mut stop, &mut orders).await;
+        self.publish();
+        self.hot_restart.end(self.config.limits.kill).await;
+        self.publish();
         if self.current.instance.is_none() {
             self.publish
                 .send_modify(|report| report.state = State::Exited);
@@ -167,15 +163,25 @@ impl Supervisor {
             _ => self.stop_requested(requested),
         };
         loop {
-            let action = self.apply(event);
+            let action = self.current.machine.apply(event);
+            if action != Action::Drain {
+                // The sender of an order that changes nothing has nothing to wait for.
+                self.drain_order = None;
+            }
             match action {
                 Action::Leave => return Ok(self.exit()),
                 Action::GiveUp => return Err(Error::Unkillable(self.config.limits.kill)),
                 Action::Nothing => {}
                 Action::Start => self.start()?,
-                Action::Pause => tracing::warn!("starting Envoy again in {:?}", self.restart.pause),
+                Action::Pause => {
+                    tracing::warn!("starting Envoy again in {:?}", self.pause);
+                    self.current.deadline = Some(after(self.pause));
+                }
                 Action::Drain => self.call_drain(DrainCall::Stay),
-                Action::Begin(step) => self.begin(step),
+                Action::Begin(step) => {
+                    self.report_step(step, matches!(event, Event::StopRequested(_)));
+                    self.begin(step);
+                }
             }
             self.hot_restart.after(event, &mut self.current);
             event = self.next(stop, orders).await?;
@@ -183,7 +189,7 @@ impl Supervisor {
     }
 
     fn exit(&self) -> Exit {
-        match self.restart.last_end {
+        match self.last_end {
             Some(ended) if !self.current.machine.is_asked_to_stop() => Exit::ByItself(ended),
             _ => Exit::Requested,
         }
@@ -210,7 +216,7 @@ impl Supervisor {
         orders: &mut mpsc::Receiver<Order>,
     ) -> Result<Event, Error> {
         loop {
-            self.publish_instances();
+            self.publish();
             let (current, urgency) = (&mut self.current, self.requested.urgency);
             let deadline = current.deadline;
             tokio::select! {
@@ -250,62 +256,37 @@ impl Supervisor {
         Event::StopRequested(self.requested.urgency)
     }
 
-    /// Has the machine decide, and publishes the outcome.
-    fn apply(&mut self, event: Event) -> Action {
-        let action = self.current.machine.apply(event);
-        if action != Action::Drain {
-            // The sender of an order that changes nothing has nothing to wait for.
-            self.drain_order = None;
-        }
-        let step = match action {
-            Action::Begin(step) => Some(step),
-            _ => None,
-        };
-        let pause = (action == Action::Pause).then_some(self.restart.pause);
-        if let Some(wait) = step.map(|step| step.at_most).or(pause) {
-            self.current.deadline = Some(after(wait));
-        }
-        let is_planned = step.is_some() && matches!(event, Event::StopRequested(_));
-        self.publish_life(is_planned, step);
-        action
-    }
-
-    /// `is_planned` tells that a shutdown begins, or has become shorter by a more urgent request.
-    fn publish_life(&self, is_planned: bool, step: Option<PlannedStep>) {
-        let (now, plan) = (self.clock.now(), self.current.machine.plan());
+    /// Publishes a step of a shutdown. `is_planned` tells that the shutdown begins, or has become
+    /// shorter by a more urgent request. A full restart has steps, too, and is no shutdown.
+    fn report_step(&self, step: PlannedStep, is_planned: bool) {
+        let (clock, plan) = (Clock::system(), self.current.machine.plan());
         let cause = self.requested.cause.unwrap_or("no reason was given");
         if is_planned {
             tracing::info!("Envoy is to end ({cause}): {plan}");
         }
-        self.publish.send_modify(|report| {
-            if let Some(step) = step
-                && (is_planned || report.ending.is_some())
-            {
-                let before = report.ending.take();
-                let since = before.as_ref().map_or(now, |ending| ending.since);
-                let before = before.filter(|_| !is_planned);
-                report.ending = Some(Shutdown {
+        let (waits_for, until) = (step.waits_for, clock.after(step.at_most));
+        self.publish.send_modify(|report| match &mut report.ending {
+            Some(ending) if !is_planned => {
+                (ending.waits_for, ending.until, ending.connections) = (waits_for, until, None);
+            }
+            None if !is_planned => {}
+            ending => {
+                let since = ending.as_ref().map_or_else(|| clock.now(), |it| it.since);
+                *ending = Some(Shutdown {
                     cause,
                     since,
-                    plan: before.map_or_else(|| plan.clone(), |ending| ending.plan),
-                    waits_for: step.waits_for,
-                    until: self.clock.after(step.at_most),
+                    plan,
+                    waits_for,
+                    until,
                     connections: None,
                 });
             }
-            let is_pausing = self.current.machine.phase() == Phase::Pausing;
-            let restart = self.clock.after(self.restart.pause);
-            report.restart = report.restart.or(Some(restart));
-            report.restart = report.restart.filter(|_| is_pausing);
-            report.state = self.current.machine.phase().state();
-            report.plan = plan;
-            report.is_drained = self.current.machine.is_drained();
         });
     }
 
     /// Starts the first Envoy, or another after one that has ended.
     fn start(&mut self) -> Result<(), Error> {
-        if self.restart.last_end.take().is_some() {
+        if self.last_end.take().is_some() {
             self.restarts.inc();
         }
         let launch = self.hot_restart.next_launch(&mut self.current)?;
@@ -325,16 +306,22 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Publishes which Envoys there are, and the last restart.
-    fn publish_instances(&self) {
-        let hot_restart = &self.hot_restart;
+    /// Publishes where Envoy is, which Envoys there are, and the last restart.
+    fn publish(&self) {
+        let (machine, hot_restart) = (&self.current.machine, &self.hot_restart);
         let all = [
             (&hot_restart.parent, Role::Leaving),
             (&self.current.instance, Role::Current),
             (&hot_restart.successor, Role::Next),
         ];
         let all = all.map(|(instance, role)| Some(instance.as_ref()?.report(role)));
+        let next_start = Clock::system().after(self.pause);
         self.publish.send_modify(|report| {
+            report.state = machine.phase().state();
+            report.plan = machine.plan();
+            report.is_drained = machine.is_drained();
+            let is_pausing = machine.phase() == Phase::Pausing;
+            report.restart = is_pausing.then(|| report.restart.unwrap_or(next_start));
             report.pid = all[1].as_ref().map(|current| current.pid);
             if let Some(current) = &all[1] {
                 report.epoch = current.epoch;
@@ -348,66 +335,66 @@ impl Supervisor {
     async fn ended(&mut self, ended: Ended) -> Result<Event, Error> {
         self.current.calls = JoinSet::new();
         self.current.deadline = None;
+        self.pause = Duration::ZERO;
         let is_expected = self.current.machine.expects_the_end();
-        self.restart.last_end = (!is_expected).then_some(ended);
-        let mut early = None;
-        if let Some(envoy) = self.current.instance.take() {
-            let is_first = envoy.epoch == 0;
-            early = Some(envoy.uptime()).filter(|up| is_first && *up < self.config.early);
-            self.record_end(ended, envoy).await;
-        }
-        self.restart.pause = Duration::ZERO;
-        let is_relaunched = self.hot_restart.serving_ended(ended, &mut self.current);
-        let may_restart = is_relaunched || is_expected || self.may_restart(ended, early)?;
+        self.last_end = (!is_expected).then_some(ended);
+        let crash = self.record_end(ended).await;
+        self.hot_restart.serving_ended(&mut self.current);
+        let may_restart = is_expected || self.may_restart(ended, crash)?;
         Ok(Event::EnvoyExited { may_restart })
     }
 
     /// Records a crash. The record goes when an Envoy ends as it was asked to.
-    async fn record_end(&self, ended: Ended, mut envoy: Instance) {
+    async fn record_end(&mut self, ended: Ended) -> Option<Crash> {
+        let mut envoy = self.current.instance.take()?;
+        let directory = &self.config.directory;
         if is_crash(ended, self.current.machine.phase()) {
             let crash = envoy.crash(ended).await;
             tracing::error!("Envoy crashed: {crash}");
-            if let Err(error) = crash.write(&self.config.directory) {
+            if let Err(error) = crash.write(directory) {
                 warn(&error, "the next agent will not know of the crash");
             }
+            let published = Some(crash.clone());
             self.publish
-                .send_modify(|report| report.last_crash = Some(crash));
-            return;
+                .send_modify(|report| report.last_crash = published);
+            return Some(crash);
         }
         envoy.output.last_lines().await;
         if self.current.machine.expects_the_end() {
             tracing::info!("Envoy exited normally");
-            if let Err(error) = Crash::remove(&self.config.directory) {
+            if let Err(error) = Crash::remove(directory) {
                 warn(&error, "the next agent will name an old crash");
             }
         }
+        None
     }
 
-    /// Logs an end that was not requested, and takes another start out of the budget. An end too
-    /// `early` for a first start is an error: the next would end like it.
-    fn may_restart(&mut self, ended: Ended, early: Option<Duration>) -> Result<bool, Error> {
+    /// Logs an end that was not requested, and takes another start out of the budget. A first Envoy
+    /// that ended early is an error: the next would end like it.
+    fn may_restart(&mut self, ended: Ended, crash: Option<Crash>) -> Result<bool, Error> {
         if ended == Ended::Code(0) {
             // Another than the agent has asked Envoy to end.
             tracing::warn!("Envoy exited by itself with status 0");
             return Ok(false);
         }
-        if let Some(after) = early {
-            let report = self.publish.borrow();
-            let lines = report.last_crash.as_ref().map(|crash| &*crash.stderr);
-            let reason = reason(lines.unwrap_or_default());
-            let reason = reason.map_or_else(String::new, |line| format!(": {line}"));
+        let early = self.config.early.as_secs_f64();
+        if let Some(crash) = crash.filter(|it| it.epoch == 0 && it.uptime_seconds < early) {
+            let reason = reason(&crash.stderr);
             return Err(Error::AtOnce {
                 ended,
-                after,
-                reason,
+                after_ms: (crash.uptime_seconds * 1000.0).floor(),
+                reason: reason.map_or_else(String::new, |line| format!(": {line}")),
             });
         }
         tracing::error!("Envoy exited with error: {ended}");
-        Ok(self.restart.take())
+        let pause = self.budget.take();
+        self.pause = pause.unwrap_or_default();
+        Ok(pause.is_some())
     }
 
     /// Begins a step. Its calls end with [`Event::Done`] when the next one can begin early.
     fn begin(&mut self, PlannedStep { waits_for, at_most }: PlannedStep) {
+        self.current.deadline = Some(after(at_most));
         // The call that drains Envoy, or closes its listeners, may still be on its way.
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.current.calls = JoinSet::new();
@@ -453,13 +440,13 @@ impl Supervisor {
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
                 if let Some(envoy) = &self.current.instance {
-                    envoy.process.terminate();
+                    envoy.terminate();
                 }
             }
             Step::Kill => {
                 tracing::warn!("Killing Envoy, which did not end in time or is to end at once");
                 if let Some(envoy) = &self.current.instance {
-                    envoy.process.kill();
+                    envoy.kill();
                 }
             }
         }

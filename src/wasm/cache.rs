@@ -1,16 +1,15 @@
 //! Keeps modules on disk, each in a file called after its SHA-256.
 //!
 //! A key, a URL or the digest of an image, leads to a module by a symbolic link. The link is called
-//! after the SHA-256 of the key, as a URL may hold a password. A file's content is checked when it is
-//! first used, also after a restart, and whenever it has changed since. The time of a file is that of
-//! its last use.
+//! after the SHA-256 of the key, as a URL may hold a password. A file's content is checked at each use.
+//! The time of a file is that of its last use.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use aws_lc_rs::digest::{Context, SHA256, digest};
 
@@ -23,12 +22,7 @@ use crate::regular_file;
 #[derive(Debug)]
 pub(super) struct Cache {
     directory: PathBuf,
-    /// How files were when their content was found right.
-    checked: HashMap<PathBuf, Stamp>,
 }
-
-/// What changes when a file does: inode, size and time.
-type Stamp = (u64, u64, SystemTime);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Module {
@@ -40,8 +34,7 @@ pub(super) struct Module {
 impl Cache {
     /// Nothing is read or written before a module is asked for.
     pub(super) fn new(directory: PathBuf) -> Self {
-        let checked = HashMap::new();
-        Self { directory, checked }
+        Self { directory }
     }
 
     /// Makes the directory that modules are downloaded to.
@@ -51,10 +44,10 @@ impl Cache {
     }
 
     /// The module a key leads to, if its content is right.
-    pub(super) fn find(&mut self, key: &str) -> Option<Module> {
+    pub(super) fn find(&self, key: &str) -> Option<Module> {
         let target = fs::read_link(self.link_path(key)).ok()?;
         let path = self.directory.join(target.file_name()?);
-        let problem = match self.check(&path) {
+        let problem = match checked(&path) {
             Ok(module) => return Some(module),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => error,
@@ -66,34 +59,13 @@ impl Cache {
         None
     }
 
-    fn check(&mut self, path: &Path) -> io::Result<Module> {
-        let file = regular_file::open(path)?;
-        let sha256 = path.file_stem().unwrap_or_default();
-        let sha256 = sha256.to_string_lossy().into_owned();
-        if self.checked.get(path) != Some(&stamp(&file)?) && sha256_of_file(&file)? != sha256 {
-            return Err(io::Error::other("it was changed"));
-        }
-        // On a disk that is read-only, the time of the last use is not known.
-        let _ = file.set_modified(Clock::system().now());
-        self.right(path.to_owned(), sha256, &file)
-    }
-
-    /// The module in a file whose content is right.
-    fn right(&mut self, path: PathBuf, sha256: String, file: &File) -> io::Result<Module> {
-        let stamp = stamp(file)?;
-        self.checked.insert(path.clone(), stamp);
-        let size = stamp.1;
-        Ok(Module { path, sha256, size })
-    }
-
     /// Takes in a download that these keys lead to from now on.
-    pub(super) fn add(&mut self, download: Download, keys: &[String]) -> io::Result<Module> {
+    pub(super) fn add(&self, download: Download, keys: &[String]) -> io::Result<Module> {
         let Download { file, sha256, size } = download;
         tracing::debug!(target: "wasm", "fetched a Wasm module of {size} bytes, sha256:{sha256}");
         let path = self.directory.join(format!("{sha256}.wasm"));
-        let persisted = file.persist(&path);
-        let file = persisted.map_err(|failed| failed.error)?;
-        let module = self.right(path, sha256, &file)?;
+        file.persist(&path).map_err(|failed| failed.error)?;
+        let module = Module { path, sha256, size };
         for key in keys {
             self.link(key, &module)?;
         }
@@ -111,7 +83,7 @@ impl Cache {
     /// Removes modules unused for longer than `expiry`, and those unused longest while all together
     /// have more than `max_bytes`, but none in `used`. Returns how many are left.
     pub(super) fn tidy(
-        &mut self,
+        &self,
         used: &HashSet<PathBuf>,
         expiry: Duration,
         max_bytes: u64,
@@ -144,23 +116,11 @@ impl Cache {
         let mut total: u64 = modules.iter().map(|(_, size, _)| size).sum();
         modules.retain(|(last_use, size, path)| {
             let is_over = total > max_bytes || is_older(*last_use, expiry);
-            let is_left = used.contains(path) || !is_over || !self.remove(path);
+            let is_left = used.contains(path) || !is_over || !remove(path);
             total -= if is_left { 0 } else { *size };
             is_left
         });
         Ok(modules.len())
-    }
-
-    /// False if it cannot be removed.
-    fn remove(&mut self, path: &Path) -> bool {
-        let shown = path.display();
-        if let Err(error) = fs::remove_file(path) {
-            tracing::error!(target: "wasm", "failed to purge Wasm module {shown}: {error}");
-            return false;
-        }
-        tracing::debug!(target: "wasm", "successfully removed stale Wasm module {shown}");
-        self.checked.remove(path);
-        true
     }
 
     fn link_path(&self, key: &str) -> PathBuf {
@@ -169,9 +129,32 @@ impl Cache {
     }
 }
 
-fn stamp(file: &File) -> io::Result<Stamp> {
-    let metadata = file.metadata()?;
-    Ok((metadata.ino(), metadata.len(), metadata.modified()?))
+/// The module in a file, if its content is right.
+fn checked(path: &Path) -> io::Result<Module> {
+    let file = regular_file::open(path)?;
+    let sha256 = path.file_stem().unwrap_or_default();
+    let sha256 = sha256.to_string_lossy().into_owned();
+    if sha256_of_file(&file)? != sha256 {
+        return Err(io::Error::other("it was changed"));
+    }
+    // On a disk that is read-only, the time of the last use is not known.
+    let _ = file.set_modified(Clock::system().now());
+    Ok(Module {
+        path: path.to_owned(),
+        sha256,
+        size: file.metadata()?.len(),
+    })
+}
+
+/// False if the module cannot be removed.
+fn remove(path: &Path) -> bool {
+    let shown = path.display();
+    if let Err(error) = fs::remove_file(path) {
+        tracing::error!(target: "wasm", "failed to purge Wasm module {shown}: {error}");
+        return false;
+    }
+    tracing::debug!(target: "wasm", "successfully removed stale Wasm module {shown}");
+    true
 }
 
 fn sha256_of_file(file: &File) -> io::Result<String> {

@@ -49,11 +49,7 @@ pub struct Config {
 
 /// Converts resources. Clones share the modules.
 #[derive(Clone, Debug)]
-pub struct Wasm {
-    config: Arc<Config>,
-    modules: Arc<Modules>,
-    metrics: Metrics,
-}
+pub struct Wasm(Arc<Modules>);
 
 /// The resources of a response once they are converted.
 #[derive(Debug, Default)]
@@ -75,14 +71,9 @@ impl Wasm {
         registry: &Registry,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let (fetches, metrics) = (ConnectionTasks::default(), Metrics::new(registry));
-        let (config, interval) = (Arc::new(config.clone()), config.purge_interval);
-        let modules = Modules::new(config.clone(), fetches.executor(), metrics.clone());
-        let wasm = Self {
-            config,
-            modules: Arc::new(modules),
-            metrics,
-        };
-        let modules = wasm.modules.clone();
+        let interval = config.purge_interval;
+        let modules = Arc::new(Modules::new(config, fetches.executor(), metrics));
+        let wasm = Self(modules.clone());
         let purging = async move {
             let _fetches = fetches;
             let mut ticks = interval_at(crate::clock::after(interval), interval);
@@ -105,7 +96,7 @@ impl Wasm {
         let began = Instant::now();
         let converted = self.converted(resources, is_whole).await;
         let milliseconds = began.elapsed().as_secs_f64() * 1000.0;
-        self.metrics.duration.observe(milliseconds);
+        self.0.metrics.duration.observe(milliseconds);
         converted.inspect_err(|problem| {
             tracing::error!(target: "wasm", "error in applying failopen rbac config: {problem}");
         })
@@ -119,7 +110,7 @@ impl Wasm {
 
     /// Forgets a resource, so that its module may be removed.
     pub(crate) fn forget(&self, name: &[u8]) {
-        self.modules.retain(|other| other.as_bytes() != name);
+        self.0.retain(|other| other.as_bytes() != name);
     }
 
     async fn converted(&self, resources: &[Bytes], is_whole: bool) -> Result<Converted, String> {
@@ -127,7 +118,7 @@ impl Wasm {
         if is_whole {
             let names = filters.iter().flatten().map(|filter| filter.name.as_str());
             let names: HashSet<_> = names.collect();
-            self.modules.retain(|name| names.contains(name));
+            self.0.retain(|name| names.contains(name));
         }
         let replacing = filters.iter().map(async |filter| match filter {
             Some(filter) => self.replace(filter).await.map(Some),
@@ -151,12 +142,12 @@ impl Wasm {
             match convert::filter(resource) {
                 Ok(filter) => {
                     if filter.is_none() {
-                        self.metrics.conversions.with(["no_remote_load"]).inc();
+                        self.0.metrics.conversions.with(["no_remote_load"]).inc();
                     }
                     filters.push(filter);
                 }
                 Err(problem) => {
-                    self.metrics.conversions.with(["unmarshal_failure"]).inc();
+                    self.0.metrics.conversions.with(["unmarshal_failure"]).inc();
                     problems.push(problem);
                 }
             }
@@ -179,12 +170,12 @@ impl Wasm {
             retry_at,
         } = match self.module(filter).await {
             Ok(resource) => {
-                self.metrics.conversions.with(["success"]).inc();
+                self.0.metrics.conversions.with(["success"]).inc();
                 return Ok((resource, None));
             }
             Err(unusable) => unusable,
         };
-        self.metrics.conversions.with([result]).inc();
+        self.0.metrics.conversions.with([result]).inc();
         let name = &filter.name;
         let policy = if filter.fails_open { "allow" } else { "deny" };
         tracing::error!(
@@ -198,8 +189,8 @@ impl Wasm {
     /// The resource with its module.
     async fn module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
         let request = filter.module.as_ref().map_err(Clone::clone)?;
-        self.config.permits(request)?;
-        let path = self.modules.get(&filter.name, request).await;
+        self.0.config.permits(request)?;
+        let path = self.0.get(&filter.name, request).await;
         let path = path.map_err(|failure| Unusable {
             retry_at: Some(failure.retry_at),
             ..Unusable::fetch(failure.error)
@@ -210,7 +201,7 @@ impl Wasm {
 
     /// What is known now.
     pub fn snapshot(&self) -> Snapshot {
-        self.modules.snapshot()
+        self.0.snapshot()
     }
 }
 

@@ -36,10 +36,7 @@ const DISK_LIMIT: Duration = Duration::from_secs(30);
 /// Delta does not always say which resources are gone. Those converted last are remembered.
 pub(super) const MAX_RESOURCES: usize = 1000;
 
-/// What came of the modules that resources asked for last, by name of the resource. It holds no secret.
-#[derive(Debug, Default)]
-struct Resources(IndexMap<String, Resource>);
-
+/// What came of the module that a resource asked for last. It holds no secret.
 #[derive(Debug)]
 struct Resource {
     /// [`Request::id`].
@@ -82,22 +79,23 @@ pub struct ResourceSnapshot {
 /// The modules of all resources.
 #[derive(Debug)]
 pub(super) struct Modules {
-    config: Arc<Config>,
+    pub(super) config: Config,
     /// Locked during work on disk, so that a disk that hangs holds up one thread.
     pub(super) cache: Arc<sync::Mutex<Cache>>,
     executor: Executor,
     slots: Semaphore,
-    resources: Mutex<Resources>,
+    /// By name, the one converted last at the end.
+    resources: Mutex<IndexMap<String, Resource>>,
     /// By [`Request::fetch_id`], with its URL. A fetch has ended when its channel is closed.
     fetches: Mutex<HashMap<u64, (String, Fetching)>>,
-    metrics: Metrics,
+    pub(super) metrics: Metrics,
 }
 
 type Fetched = Result<(), Error>;
 type Fetching = watch::Receiver<Option<Fetched>>;
 
 impl Modules {
-    pub(super) fn new(config: Arc<Config>, executor: Executor, metrics: Metrics) -> Self {
+    pub(super) fn new(config: Config, executor: Executor, metrics: Metrics) -> Self {
         let cache = Cache::new(config.directory.clone());
         Self {
             config,
@@ -113,7 +111,7 @@ impl Modules {
     /// Forgets all resources but those that `is_left` names. Modules that were used by others alone
     /// may be removed then.
     pub(super) fn retain(&self, is_left: impl Fn(&str) -> bool) {
-        self.resources.lock().retain(is_left);
+        self.resources.lock().retain(|name, _| is_left(name));
     }
 
     /// The file of the module that the resource `name` asks for.
@@ -122,7 +120,7 @@ impl Modules {
         name: &str,
         request: &Arc<Request>,
     ) -> Result<PathBuf, Failure> {
-        let last = self.resources.lock().last(name, request.id);
+        let last = self.last(name, request);
         let known = match request.ignores_version || matches!(last, Some(Ok(_))) {
             true => self.find(name, request, request.key.clone()).await,
             false => Ok(None),
@@ -155,9 +153,27 @@ impl Modules {
         })
     }
 
+    /// What came of the same request before.
+    fn last(&self, name: &str, request: &Request) -> Option<Result<Module, Failure>> {
+        let resources = self.resources.lock();
+        let last = resources.get(name).filter(|it| it.request == request.id)?;
+        Some(last.result.clone())
+    }
+
     fn set(&self, name: &str, request: &Request, result: Result<Module, Failure>) {
-        let url = request.source.redacted();
-        self.resources.lock().set(name, request.id, url, result);
+        let mut resources = self.resources.lock();
+        let last = resources.shift_remove(name);
+        let last = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
+        if resources.len() >= MAX_RESOURCES {
+            resources.shift_remove_index(0);
+        }
+        let resource = Resource {
+            request: request.id,
+            url: request.source.redacted(),
+            since: last.map_or_else(Instant::now, |last| last.since),
+            result,
+        };
+        resources.insert(name.to_owned(), resource);
     }
 
     /// Looks a module up. The resource uses it from then on.
@@ -262,12 +278,12 @@ impl Modules {
     /// Works on the cache on a thread of its own.
     async fn on_disk<T: Send + 'static>(
         self: &Arc<Self>,
-        work: impl FnOnce(&Self, &mut Cache) -> io::Result<T> + Send + 'static,
+        work: impl FnOnce(&Self, &Cache) -> io::Result<T> + Send + 'static,
     ) -> Result<T, Error> {
         let modules = self.clone();
         let working = async move {
-            let mut cache = modules.cache.clone().lock_owned().await;
-            let working = tokio::task::spawn_blocking(move || work(&modules, &mut cache));
+            let cache = modules.cache.clone().lock_owned().await;
+            let working = tokio::task::spawn_blocking(move || work(&modules, &cache));
             working.await.unwrap_or_else(|ended| Err(ended.into()))
         };
         let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut));
@@ -288,9 +304,11 @@ impl Modules {
         let _ = tidying.await;
     }
 
-    fn tidy_now(&self, cache: &mut Cache, newest: Option<PathBuf>) {
-        let mut used = self.resources.lock().files();
-        used.extend(newest);
+    fn tidy_now(&self, cache: &Cache, newest: Option<PathBuf>) {
+        let mut used: HashSet<_> = newest.into_iter().collect();
+        for resource in self.resources.lock().values() {
+            used.extend(resource.result.iter().map(|module| module.path.clone()));
+        }
         match cache.tidy(&used, self.config.expiry, self.config.max_cache_bytes) {
             Ok(left) => self.metrics.entries.set(left as f64),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -305,62 +323,29 @@ impl Modules {
         let running = fetches
             .values()
             .filter(|(_, result)| result.has_changed().is_ok());
+        let resources = self.resources.lock();
+        let resources = resources
+            .iter()
+            .map(|(name, resource)| resource.snapshot(name));
         Snapshot {
-            resources: self.resources.lock().snapshot(),
+            resources: resources.collect(),
             fetching: running.map(|(url, _)| url.clone()).collect(),
         }
     }
 }
 
-impl Resources {
-    fn set(&mut self, name: &str, request: u64, url: String, result: Result<Module, Failure>) {
-        let last = self.0.shift_remove(name);
-        let last = last.filter(|last| last.result.as_ref().ok() == result.as_ref().ok());
-        if self.0.len() >= MAX_RESOURCES {
-            self.0.shift_remove_index(0);
+impl Resource {
+    fn snapshot(&self, name: &str) -> ResourceSnapshot {
+        let (module, failure) = (self.result.as_ref().ok(), self.result.as_ref().err());
+        let left = |retry_at: Instant| retry_at.duration_since(Instant::now()).as_secs_f64();
+        ResourceSnapshot {
+            name: name.to_owned(),
+            url: self.url.clone(),
+            age_seconds: self.since.elapsed().as_secs_f64(),
+            sha256: module.map(|module| module.sha256.clone()),
+            size_bytes: module.map(|module| module.size),
+            error: failure.map(|failure| failure.error.clone()),
+            retry_seconds: failure.map(|failure| left(failure.retry_at)),
         }
-        let resource = Resource {
-            request,
-            url,
-            since: last.map_or_else(Instant::now, |last| last.since),
-            result,
-        };
-        self.0.insert(name.to_owned(), resource);
-    }
-
-    /// What came of the same request before.
-    fn last(&self, name: &str, request: u64) -> Option<Result<Module, Failure>> {
-        let resource = self.0.get(name)?;
-        (resource.request == request).then(|| resource.result.clone())
-    }
-
-    fn retain(&mut self, is_left: impl Fn(&str) -> bool) {
-        self.0.retain(|name, _| is_left(name));
-    }
-
-    /// The files of the modules they have.
-    fn files(&self) -> HashSet<PathBuf> {
-        let modules = self.0.values().filter_map(|it| it.result.as_ref().ok());
-        modules.map(|module| module.path.clone()).collect()
-    }
-
-    fn snapshot(&self) -> Vec<ResourceSnapshot> {
-        let now = Instant::now();
-        let resources = self.0.iter().map(|(name, resource)| {
-            let (module, failure) = match &resource.result {
-                Ok(module) => (Some(module), None),
-                Err(failure) => (None, Some(failure)),
-            };
-            ResourceSnapshot {
-                name: name.clone(),
-                url: resource.url.clone(),
-                age_seconds: resource.since.elapsed().as_secs_f64(),
-                sha256: module.map(|module| module.sha256.clone()),
-                size_bytes: module.map(|module| module.size),
-                error: failure.map(|failure| failure.error.clone()),
-                retry_seconds: failure.map(|it| it.retry_at.duration_since(now).as_secs_f64()),
-            }
-        });
-        resources.collect()
     }
 }

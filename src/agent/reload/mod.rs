@@ -3,8 +3,6 @@
 //! [`Inputs`] writes the bootstrap for the Envoy of an epoch, after the first from a configuration read
 //! anew. A change of what cannot change while the agent runs is refused.
 
-use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use super::envoy_user;
@@ -39,20 +37,6 @@ pub(crate) struct Inputs {
     platform: OnceLock<Platform>,
 }
 
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{what} cannot change while the agent runs")]
-    Fixed { what: &'static str },
-    #[error("{0}, which was good when the agent started")]
-    Worse(Problem),
-    #[error("cannot read the bootstrap {}", .path.display())]
-    Custom {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-}
-
 impl Inputs {
     pub(super) fn new(first: Config, load: Load, detected: Detected) -> Self {
         Self {
@@ -82,19 +66,16 @@ impl Inputs {
 
     fn write(&self, config: &Config, epoch: u32) -> Result<Prepared, BoxError> {
         let envoy = config.envoy.as_ref();
-        let envoy = envoy.ok_or(Error::Fixed {
-            what: "DISABLE_ENVOY",
-        })?;
+        let envoy = envoy.ok_or_else(|| fixed_error("DISABLE_ENVOY"))?;
         let mut command = envoy.command.clone();
         // Only a hot restart compares what is read with what was.
         let is_compared = envoy.hot_restart.is_some();
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;
             let read = is_compared.then(|| regular_file::read(path, MAX_SETTINGS));
-            let read = read.transpose();
-            let document = read.map_err(|source| Error::Custom {
-                path: path.clone(),
-                source,
+            let document = read.transpose().map_err(|error| {
+                let path = path.display();
+                format!("cannot read the bootstrap {path}: {error}")
             })?;
             return Ok(Prepared::new(command, &document.unwrap_or_default(), None));
         }
@@ -117,11 +98,11 @@ impl Inputs {
     }
 
     /// Refuses changes of what is fixed, and files that were good and are not any more.
-    fn check(&self, config: &Config) -> Result<(), Error> {
+    fn check(&self, config: &Config) -> Result<(), String> {
         let first = &self.first;
         let mut settings = fixed(first).into_iter().zip(fixed(config));
         if let Some(((what, _), _)) = settings.find(|(then, now)| then != now) {
-            return Err(Error::Fixed { what });
+            return Err(fixed_error(what));
         }
         // A file that cannot be used is tolerated at the start, but not if it was good then.
         let was_lost = |lost: &Problem| {
@@ -130,10 +111,14 @@ impl Inputs {
         };
         let lost = config.warnings.iter().filter(|w| is_lost_file(w));
         match lost.into_iter().find(|lost| !was_lost(lost)) {
-            Some(lost) => Err(Error::Worse(lost.clone())),
+            Some(lost) => Err(format!("{lost}, which was good when the agent started")),
             None => Ok(()),
         }
     }
+}
+
+fn fixed_error(what: &str) -> String {
+    format!("{what} cannot change while the agent runs")
 }
 
 /// Ports and paths that other parts of the agent or Envoy rely on, by the names of their settings.

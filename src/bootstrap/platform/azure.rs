@@ -5,9 +5,10 @@ use std::fs;
 use http::Method;
 use serde_json::Value;
 
-use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request};
+use super::{Config, LIMIT, Locality, Platform, SERVICE, present, request, success};
 
-const OLDEST_VERSION: &str = "2019-08-15";
+/// The version of pilot-agent where it finds no newer one. It has all that is read here.
+const INSTANCE: &str = "/metadata/instance?api-version=2019-08-15";
 
 pub(super) fn detected(config: &Config) -> bool {
     let vendor = fs::read_to_string(config.root.join("sys/class/dmi/id/sys_vendor"));
@@ -15,29 +16,12 @@ pub(super) fn detected(config: &Config) -> bool {
 }
 
 pub(super) async fn describe() -> Platform {
-    let versions = get("/metadata/instance?").await;
-    let newest = versions.as_ref().map_or(OLDEST_VERSION, newest);
-    let instance = get(&format!("/metadata/instance?api-version={newest}")).await;
+    let header = ("Metadata", "True");
+    let answer = request(SERVICE, Method::GET, INSTANCE, header, LIMIT).await;
+    let instance: Option<Value> = success(answer).and_then(|text| serde_json::from_str(&text).ok());
     instance
         .map(|instance| read(&instance["compute"]))
         .unwrap_or_default()
-}
-
-async fn get(path: &str) -> Option<Value> {
-    let header = ("Metadata", "True");
-    let answer = request(SERVICE, Method::GET, path, header, LIMIT).await?;
-    // A refusal lists the versions there are.
-    serde_json::from_slice(answer.body()).ok()
-}
-
-/// Dates, which sort as text.
-fn newest(answer: &Value) -> &str {
-    let versions = answer["newest-versions"].as_array().into_iter().flatten();
-    let versions = versions.filter_map(Value::as_str);
-    versions
-        .chain([OLDEST_VERSION])
-        .max()
-        .unwrap_or(OLDEST_VERSION)
 }
 
 fn read(compute: &Value) -> Platform {
@@ -47,10 +31,11 @@ fn read(compute: &Value) -> Platform {
         ("azure_location", text("location")),
         ("azure_vmId", text("vmId")),
     ]);
-    let tags = tags(compute)
-        .into_iter()
-        .filter(|(name, _)| !name.is_empty());
-    metadata.extend(tags.map(|(name, value)| (format!("azure_{name}"), value.to_owned())));
+    for tag in compute["tagsList"].as_array().into_iter().flatten() {
+        if let (Some(name), Some(value)) = (tag["name"].as_str(), tag["value"].as_str()) {
+            metadata.insert(format!("azure_{name}"), value.to_owned());
+        }
+    }
     Platform {
         metadata,
         locality: Locality {
@@ -61,42 +46,16 @@ fn read(compute: &Value) -> Platform {
     }
 }
 
-/// Tags: a list in newer versions, `k:v;k2:v2` in older ones.
-fn tags(compute: &Value) -> Vec<(&str, &str)> {
-    if let Some(list) = compute["tagsList"]
-        .as_array()
-        .filter(|list| !list.is_empty())
-    {
-        let list = list.iter();
-        return list
-            .filter_map(|tag| Some((tag["name"].as_str()?, tag["value"].as_str()?)))
-            .collect();
-    }
-    let text = compute["tags"].as_str().unwrap_or_default();
-    text.split(';')
-        .filter_map(|tag| tag.split_once(':'))
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
 
     #[test]
-    fn the_newest_version_is_requested() {
-        assert_eq!(
-            newest(&json!({"newest-versions": ["2021-02-01", "2020-09-01"]})),
-            "2021-02-01"
-        );
-        assert_eq!(newest(&json!({"error": "no"})), OLDEST_VERSION);
-    }
-
-    #[test]
     fn an_instance_has_a_locality_and_tags() {
         let platform = read(&json!({
             "name": "vm", "location": "westeurope", "zone": "1", "vmId": "",
-            "tags": "a:b;c:d:e;f",
+            "tagsList": [{"name": "a", "value": "b"}, {"name": "c", "value": "d:e"}, "f"],
         }));
         assert_eq!(platform.locality.region, "westeurope");
         assert_eq!(platform.locality.zone, "1");
@@ -112,7 +71,5 @@ mod tests {
             "azure_name=vm",
         ];
         assert_eq!(metadata, expected);
-        let listed = json!({"tags": "a:b", "tagsList": [{"name": "x", "value": "y"}]});
-        assert_eq!(read(&listed).metadata.len(), 1);
     }
 }

@@ -6,32 +6,31 @@
 //! and the check under way; the supervisor owns the Envoy that serves. Each step is logged, counted
 //! and published. [`watch`] orders restarts.
 
-pub(super) mod base_id;
-mod check;
 pub mod machine;
 pub mod watch;
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::{Method as HttpMethod, Response};
+use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::admin::Admin;
 use super::command::Mode;
 use super::handle::{Method, Outcome, Restart};
-use super::instance::{self, Instance};
-use super::launch::{Launch, Prepared};
-use super::process::{self, Ended};
+use super::instance::{self, Ended, Instance};
+use super::launch::{BaseId, Launch, Prepared, can_share};
 use super::supervisor::{Current, reached};
 use super::{Error, machine as life};
 use crate::clock::{self, Clock};
 use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counters, Registry};
-use base_id::BaseId;
-use check::Checked;
-use machine::{Action, Event, Machine, Phase, Verdict};
+use machine::{Action, Event, Machine, Phase};
 
 /// How long it may take to notice that a successor serves, on a machine that is busy.
 const NOTICED: Duration = Duration::from_secs(1);
@@ -41,6 +40,9 @@ const OVERDUE: Duration = Duration::from_secs(10);
 
 /// How long a parent may take to end after its successor has ended as it was asked to.
 const FOLLOWS: Duration = Duration::from_secs(1);
+
+/// How often a successor is asked whether it serves.
+const LIVE_PERIOD: Duration = Duration::from_millis(25);
 
 /// What the Envoy of an epoch is started from: the first of what the agent was started with, others
 /// of what there is now. May block.
@@ -60,7 +62,16 @@ pub struct Limits {
 /// Something under way has come to an end.
 #[derive(Debug)]
 pub(super) enum Progress {
-    Checked(Checked),
+    /// The check found what serves already.
+    Unchanged,
+    /// What the check has read cannot be used, for this reason.
+    Refused(String),
+    /// The check found something to start.
+    Usable {
+        /// Whether the Envoy that serves has answered at its admin port.
+        is_live: bool,
+        prepared: Arc<Prepared>,
+    },
     Live,
     Deadline,
     SuccessorEnded(Ended),
@@ -84,11 +95,8 @@ pub(super) struct HotRestart {
     pub(super) successor: Option<Instance>,
     pub(super) parent: Option<Instance>,
     deadline: Option<Instant>,
-    /// When the successor of the parent began to serve, which is when it begins to count the
-    /// parent's time.
+    /// When the successor of the parent began to serve, and to count the parent's time.
     serves_since: Option<Instant>,
-    /// Whether the Envoy that serves is to be started again as it was.
-    is_relaunch: bool,
     calls: JoinSet<Progress>,
     results: Counters<1>,
 }
@@ -108,7 +116,7 @@ impl HotRestart {
             prepare,
             admin,
             directory,
-            machine: Machine::new(limits.is_some() && base_id::can_share()),
+            machine: Machine::new(limits.is_some() && can_share()),
             reason: "",
             last: None,
             prepared: None,
@@ -116,7 +124,6 @@ impl HotRestart {
             parent: None,
             deadline: None,
             serves_since: None,
-            is_relaunch: false,
             calls: JoinSet::new(),
             results: metrics.counters(
                 "istio_agent_envoy_hot_restarts_total",
@@ -142,14 +149,11 @@ impl HotRestart {
     pub(super) fn after(&mut self, event: life::Event, current: &mut Current) {
         let phase = current.machine.phase();
         let event = match event {
-            life::Event::Live if phase == life::Phase::Running => {
-                self.serves(current);
-                Event::Ready
-            }
+            life::Event::Live if phase == life::Phase::Running => Event::Ready {
+                shares_memory: self.serves(current),
+            },
             life::Event::StopRequested(_) => {
                 self.abandon("Envoy is to end");
-                // A full restart has got further than that.
-                self.conclude(Outcome::Abandoned, Some("Envoy is to end".to_owned()));
                 Event::Stop
             }
             _ if phase != life::Phase::Running => Event::Unready,
@@ -158,42 +162,32 @@ impl HotRestart {
         self.apply(event, current);
     }
 
-    /// An Envoy that was started after another has ended serves.
-    fn serves(&mut self, current: &Current) {
+    /// An Envoy that was started after another has ended serves. Returns whether it shares memory with
+    /// a successor.
+    fn serves(&mut self, current: &Current) -> bool {
         let launch = current.launch.as_ref();
         let base_id = launch.and_then(|launch| launch.base_id.as_ref()?.get());
         if self.is_on && base_id.is_none() {
             tracing::warn!("Envoys cannot share memory here: a restart will be a full one");
-            self.machine.apply(Event::Unshared);
-        }
-        if self.machine.phase() == Phase::Leaving {
-            self.successor_serves();
         }
         let method = self.last.as_ref().and_then(|last| last.method);
         if method == Some(Method::Full) {
             self.conclude(Outcome::Succeeded, None);
         }
+        base_id.is_some()
     }
 
-    /// The Envoy that serves has ended. Whether it is started again at once, as its parent is still
-    /// leaving.
-    pub(super) fn serving_ended(&mut self, ended: Ended, current: &mut Current) -> bool {
-        if ended == Ended::Code(0) {
-            // It was asked to end, and has ended its parent.
-            self.apply(Event::Unready, current);
+    /// The Envoy that serves has ended.
+    pub(super) fn serving_ended(&mut self, current: &mut Current) {
+        // In phase Idle it ends for a full restart, which goes on.
+        if self.machine.phase() != Phase::Idle {
+            self.abandon("the Envoy that serves has ended");
         }
-        self.abandon("the Envoy that serves has ended");
         self.apply(Event::ServingExited, current);
-        self.is_relaunch
     }
 
-    /// Gives up what is checked, or started beside the Envoy that serves.
+    /// Gives up the restart under way. A check goes on, to no effect.
     fn abandon(&mut self, why: &str) {
-        match self.machine.phase() {
-            Phase::Checking => self.drop_calls(),
-            Phase::Starting | Phase::Failing => {}
-            Phase::Idle | Phase::Leaving | Phase::Clearing => return,
-        }
         self.prepared = None;
         self.conclude(Outcome::Abandoned, Some(why.to_owned()));
     }
@@ -205,7 +199,22 @@ impl HotRestart {
         current: &mut Current,
     ) -> Option<life::Event> {
         let event = match progress {
-            Progress::Checked(checked) => Event::Checked(self.checked(checked, current)),
+            Progress::Unchanged => {
+                self.conclude(Outcome::Unchanged, None);
+                Event::NothingToStart
+            }
+            Progress::Refused(problem) => {
+                self.conclude(Outcome::Refused, Some(problem));
+                Event::NothingToStart
+            }
+            Progress::Usable { is_live, prepared } => {
+                if current.machine.phase() == life::Phase::Running {
+                    self.prepared = Some(prepared);
+                } else {
+                    self.abandon("the Envoy that serves drains or has ended");
+                }
+                Event::Usable { is_live }
+            }
             Progress::Live => Event::Live,
             Progress::Deadline => {
                 if self.successor.is_some() {
@@ -234,32 +243,10 @@ impl HotRestart {
         self.apply(event, current)
     }
 
-    fn checked(&mut self, checked: Checked, current: &Current) -> Verdict {
-        match checked {
-            Checked::Unchanged => {
-                self.conclude(Outcome::Unchanged, None);
-                Verdict::Unchanged
-            }
-            Checked::Refused(problem) => {
-                self.conclude(Outcome::Refused, Some(problem));
-                Verdict::Refused
-            }
-            Checked::Usable { is_live, prepared } => {
-                if current.machine.phase() == life::Phase::Running {
-                    self.prepared = Some(prepared);
-                } else {
-                    self.abandon("the Envoy that serves drains or has ended");
-                }
-                Verdict::Usable { is_live }
-            }
-        }
-    }
-
     /// Has the machine decide and does as it says. Returns what it wants of the Envoy that serves.
     fn apply(&mut self, event: Event, current: &mut Current) -> Option<life::Event> {
         match self.machine.apply(event) {
             Action::Nothing => {}
-            Action::Relaunch => self.relaunch(),
             Action::Check => self.check(current),
             Action::Start => {
                 if let Err(error) = self.start_successor(current) {
@@ -281,7 +268,7 @@ impl HotRestart {
         None
     }
 
-    fn start_successor(&mut self, current: &mut Current) -> Result<(), process::Error> {
+    fn start_successor(&mut self, current: &mut Current) -> io::Result<()> {
         let prepared = self.prepared.take();
         let (Some(prepared), Some(serving)) = (prepared, &current.launch) else {
             return Ok(());
@@ -294,7 +281,7 @@ impl HotRestart {
         self.drop_calls();
         self.deadline = Some(clock::after(self.limits.live));
         self.calls.spawn(async move {
-            check::live_at(admin, restart_epoch).await;
+            live_at(admin, restart_epoch).await;
             Progress::Live
         });
         self.successor = Some(successor);
@@ -304,17 +291,13 @@ impl HotRestart {
 
     /// The launch of an Envoy that takes over from none, with a base id where there can be one.
     pub(super) fn next_launch(&mut self, current: &mut Current) -> Result<Launch, Error> {
-        let last = current.launch.take();
-        let is_relaunch = std::mem::take(&mut self.is_relaunch);
+        let last = current.launch.take().map(|launch| launch.prepared);
         // What was found usable and not started beside another is started now.
-        let prepared = match (self.prepared.take(), last) {
-            (None, Some(last)) if is_relaunch => return Ok(last),
-            (Some(prepared), _) => prepared,
-            (None, Some(last)) => last.prepared,
-            (None, None) => {
-                let prepared = (self.prepare)(0);
-                prepared.map_err(|source| Error::Inputs { source })?.into()
-            }
+        let prepared = match self.prepared.take().or(last) {
+            Some(prepared) => prepared,
+            None => (self.prepare)(0)
+                .map_err(|source| Error::Inputs { source })?
+                .into(),
         };
         let base_id = self.machine.can_share.then(|| {
             let file = format!("envoy-base-id{}", current.count);
@@ -322,7 +305,7 @@ impl HotRestart {
             Arc::new(BaseId::new(self.directory.join(file), user))
         });
         let mode = base_id.as_ref().map_or(Mode::Alone, |base_id| Mode::First {
-            base_id_file: base_id.file().to_owned(),
+            base_id_file: base_id.file.clone(),
             parent_shutdown: self.limits.parent_shutdown,
         });
         Ok(Launch {
@@ -347,16 +330,6 @@ impl HotRestart {
         is_drained.then_some(life::Event::DrainOrdered)
     }
 
-    /// The Envoy that serves has ended, and is started again as it was.
-    fn relaunch(&mut self) {
-        // Until it serves; from then on the parent's time begins anew.
-        let time = self.limits.live.saturating_add(self.stay());
-        self.deadline = Some(clock::after(time));
-        self.serves_since = None;
-        self.is_relaunch = true;
-        tracing::warn!("the Envoy before still lives, so its successor starts again at once");
-    }
-
     /// Ends the Envoys that are left when none is to serve any more.
     pub(super) async fn end(&mut self, limit: Duration) {
         self.drop_calls();
@@ -365,7 +338,7 @@ impl HotRestart {
         }
         if let Some(mut parent) = self.parent.take() {
             // Its successor has ended it.
-            let ended = tokio::time::timeout(FOLLOWS, parent.process.ended()).await;
+            let ended = tokio::time::timeout(FOLLOWS, parent.ended()).await;
             if ended.is_err() {
                 parent.end(limit).await;
             }
@@ -425,17 +398,16 @@ impl HotRestart {
         self.last = Some(Restart::begun(reason, Clock::system().now()));
         let limit = self.limits.check;
         let serving = current.launch.clone();
-        let check = check::check(self.prepare.clone(), current.count, serving, self.admin);
+        let check = check(self.prepare.clone(), current.count, serving, self.admin);
         self.drop_calls();
         self.calls.spawn(async move {
             let checked = tokio::time::timeout(limit, check).await;
-            Progress::Checked(match checked {
-                Ok(Ok(checked)) => checked,
-                Ok(Err(error)) => Checked::Refused(with_causes(error.as_ref())),
-                Err(_) => {
-                    Checked::Refused(format!("it took longer than {limit:?} to read and check"))
-                }
-            })
+            let problem = match checked {
+                Ok(Ok(checked)) => return checked,
+                Ok(Err(error)) => with_causes(error.as_ref()),
+                Err(_) => format!("it took longer than {limit:?} to read and check"),
+            };
+            Progress::Refused(problem)
         });
     }
 
@@ -446,14 +418,14 @@ impl HotRestart {
     }
 
     /// Waits for what is under way. May be dropped and called again.
-    pub(super) async fn progress(&mut self) -> Result<Progress, process::Error> {
+    pub(super) async fn progress(&mut self) -> io::Result<Progress> {
         let deadline = self.deadline;
         tokio::select! {
             ended = instance::ended(&mut self.successor) => ended.map(Progress::SuccessorEnded),
             ended = instance::ended(&mut self.parent) => ended.map(Progress::ParentEnded),
             Some(call) = self.calls.join_next() => Ok(call.unwrap_or_else(|error| {
                 // The wait for a successor has its deadline.
-                Progress::Checked(Checked::Refused(error.to_string()))
+                Progress::Refused(error.to_string())
             })),
             () = reached(deadline) => {
                 self.deadline = None;
@@ -482,6 +454,58 @@ impl HotRestart {
     }
 }
 
+/// Checks what the Envoy of this epoch would start from, beside the one that serves: it is read outside
+/// the agent's thread, the new binary validates it, and the Envoy that serves is asked for its state.
+async fn check(
+    prepare: Prepare,
+    epoch: u32,
+    serving: Option<Launch>,
+    admin: Admin,
+) -> Result<Progress, BoxError> {
+    let prepared = tokio::task::spawn_blocking(move || prepare(epoch)).await??;
+    let serving = serving.as_ref();
+    if serving.is_some_and(|launch| launch.prepared.digest == prepared.digest) {
+        return Ok(Progress::Unchanged);
+    }
+    let prepared = Arc::new(prepared);
+    validate(Arc::clone(&prepared), epoch).await?;
+    let answer = admin.request(HttpMethod::GET, "/server_info").await;
+    let found = answer.ok().as_ref().and_then(serves);
+    let is_live = found.is_some() && found == serving.map(Launch::restart_epoch);
+    Ok(Progress::Usable { is_live, prepared })
+}
+
+/// Has Envoy read what it would start from.
+async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
+    let launch = Launch {
+        prepared,
+        base_id: None,
+        mode: Mode::Validate,
+    };
+    let mut envoy = Instance::start(launch, epoch)?;
+    let ended = envoy.ended().await?;
+    let reason = envoy.output.reason().await;
+    match ended {
+        Ended::Code(0) => Ok(()),
+        ended => Err(format!("Envoy rejected the bootstrap ({ended}): {reason}").into()),
+    }
+}
+
+/// Returns when the Envoy of this restart epoch serves.
+async fn live_at(admin: Admin, epoch: u32) {
+    let is_live = |answer: &Response<Bytes>| serves(answer) == Some(epoch);
+    admin.until("/server_info", LIVE_PERIOD, is_live).await;
+}
+
+/// The restart epoch of an Envoy that serves.
+fn serves(info: &Response<Bytes>) -> Option<u32> {
+    let info: Value = serde_json::from_slice(info.body()).ok()?;
+    // One whose health check was failed on purpose serves on.
+    let serves = ["LIVE", "DRAINING"].contains(&info.get("state")?.as_str()?);
+    let epoch = info.pointer("/command_line_options/restart_epoch")?;
+    u32::try_from(epoch.as_u64()?).ok().filter(|_| serves)
+}
+
 /// Why an Envoy has ended, once all of its standard error is copied.
 async fn reason(instance: Option<Instance>) -> String {
     match instance {
@@ -493,7 +517,7 @@ async fn reason(instance: Option<Instance>) -> String {
 fn kill(instance: Option<&Instance>) {
     if let Some(instance) = instance {
         tracing::warn!("killing Envoy epoch {}", instance.epoch);
-        instance.process.kill();
+        instance.kill();
     }
 }
 
@@ -529,5 +553,22 @@ mod tests {
             !hot_restart.is_early(),
             "a second may have passed unnoticed"
         );
+    }
+
+    #[test]
+    fn an_envoy_tells_its_restart_epoch_once_it_serves() {
+        let info =
+            |state, epoch| format!(r#"{{"state":"{state}","command_line_options":{{{epoch}}}}}"#);
+        for (info, expected) in [
+            (info("LIVE", r#""restart_epoch":3"#), Some(3)),
+            (info("DRAINING", r#""restart_epoch":0"#), Some(0)),
+            (info("PRE_INITIALIZING", r#""restart_epoch":0"#), None),
+            (info("LIVE", ""), None),
+            (info("LIVE", r#""restart_epoch":-1"#), None),
+            (String::new(), None),
+        ] {
+            let answer = Response::new(Bytes::from(info.clone()));
+            assert_eq!(serves(&answer), expected, "{info}");
+        }
     }
 }

@@ -6,7 +6,6 @@
 pub(crate) mod download;
 pub(crate) mod oci;
 mod server;
-mod unpack;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,10 +18,9 @@ use percent_encoding::percent_decode_str;
 use crate::address::Cidr;
 use crate::dial::proxy::Proxies;
 use crate::trust_anchors::SystemRoots;
-pub(crate) use download::Download;
 use download::Plan;
+pub(crate) use download::{Download, hexadecimal};
 use oci::reference::{DOCKER_HUB, Reference};
-pub(crate) use unpack::hexadecimal;
 
 /// Settings of fetches.
 #[derive(Clone, Debug)]

@@ -1,7 +1,6 @@
 //! Sends requests to a server, again after failures that may pass, and downloads modules over HTTP.
 
 use std::net::{IpAddr, Ipv6Addr};
-use std::num::IntErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,13 +56,13 @@ impl Server {
         loop {
             let sent = self.client.send_within(request.clone(), self.request_limit);
             let sent = sent.await;
-            let (problem, least_wait) = match &sent {
+            let problem = match &sent {
                 Ok(response) if !is_temporary(response.status()) => return sent,
                 Err(error) if is_final(error) => return sent,
-                Ok(response) => (response.status().to_string(), retry_after(response)),
-                Err(error) => (with_causes(error), Duration::ZERO),
+                Ok(response) => response.status().to_string(),
+                Err(error) => with_causes(error),
             };
-            let wait = backoff.next_wait().max(least_wait);
+            let wait = backoff.next_wait();
             let left = self.deadline.saturating_duration_since(Instant::now());
             if attempt >= self.attempts || wait >= left {
                 return sent;
@@ -160,17 +159,6 @@ pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Byte
 fn is_temporary(status: StatusCode) -> bool {
     let status = status.as_u16();
     matches!(status, 408 | 429 | 500..=599) && !matches!(status, 501 | 505 | 511)
-}
-
-/// How long a server wants to be left alone, in seconds; none for a date.
-fn retry_after(response: &Response<Body>) -> Duration {
-    let header = response.headers().get(header::RETRY_AFTER);
-    let text = header.and_then(|value| value.to_str().ok());
-    match text.unwrap_or_default().trim().parse() {
-        Ok(seconds) => Duration::from_secs(seconds),
-        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Duration::MAX,
-        Err(_) => Duration::ZERO,
-    }
 }
 
 /// Keeps fetches away from addresses that are no module servers: link-local ones, the metadata services

@@ -40,7 +40,7 @@ fn unpacked(bytes: &[u8], file: Option<&str>, limit: u64) -> Result<Vec<u8>, Str
         output: &mut output,
     };
     let found = unpacking.unpack(&mut &*bytes);
-    let (size, sha256) = found.map_err(|error| crate::lifecycle::with_causes(&error))?;
+    let (size, sha256) = found.map_err(|error| with_causes(&error))?;
     let digest = aws_lc_rs::digest::digest(&SHA256, &output);
     assert_eq!(
         (size, sha256),
@@ -197,7 +197,7 @@ fn a_full_disk_is_an_error_that_says_so() {
         output: &mut disk.expect("a device"),
     };
     let error = unpacking.unpack(&mut &*MODULE).expect_err("full");
-    let text = crate::lifecycle::with_causes(&error);
+    let text = with_causes(&error);
     assert!(
         text.starts_with("cannot write it to disk: No space left"),
         "{text}"

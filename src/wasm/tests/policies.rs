@@ -201,10 +201,10 @@ async fn modules_of_resources_that_are_removed_in_delta_are_removed() {
     }
     let is_left = || paths.iter().map(|path| Path::new(path).exists());
     agent.wasm.forget(b"three");
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     assert!(is_left().eq([true, true]));
     agent.wasm.forget(b"one");
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     assert!(is_left().eq([false, true]));
 }
 
@@ -227,16 +227,16 @@ async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_the
     std::fs::write(&left, "part").expect("written");
     age(&path, day);
     age(left.to_str().expect("a path"), day);
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     assert!(Path::new(&path).exists() && !left.exists());
     // What the newest response names is all there is.
     let rbac = resource("rbac", "type.googleapis.com/other", Vec::new());
     agent.wasm.convert(&[rbac], true).await.expect("a response");
     assert!(agent.wasm.snapshot().resources.is_empty());
     served.store(1, Ordering::Relaxed);
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     assert!(!Path::new(&path).exists());
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     let left = std::fs::read_dir(directory.path().join("data")).expect("a directory");
     assert_eq!(left.count(), 0, "links lead nowhere");
     for tag in ["a", "b"] {
@@ -318,10 +318,10 @@ async fn nothing_is_done_on_disk_at_the_start_and_a_disk_that_hangs_is_given_up(
         .expect("a file");
     let agent = start(config(directory.path()));
     assert!(left.exists(), "nothing was looked at");
-    agent.wasm.modules.tidy().await;
+    agent.wasm.0.tidy().await;
     assert!(!left.exists());
     // As if another thread waited for the disk.
-    let _hangs = agent.wasm.modules.cache.clone().lock_owned().await;
+    let _hangs = agent.wasm.0.cache.clone().lock_owned().await;
     assert_eq!(agent.convert(&plugin("http://127.0.0.1:9/a")).await, DENY);
 }
 

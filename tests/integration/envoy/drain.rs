@@ -178,7 +178,7 @@ async fn an_open_stream_holds_envoy_as_long_as_announced_and_an_idle_connection_
         let status = pod.agent.end().await;
         assert_eq!(status.code(), Some(0), "{open}: {status}");
         let log = pod.agent.log();
-        assert!(log.contains("longer requests 500ms"), "{open}: {log}");
+        assert!(log.contains("long_requests 500ms"), "{open}: {log}");
         for words in ["Envoy has no requests under way left", "Envoy still has"] {
             assert_eq!(
                 log.contains(words),

@@ -12,15 +12,23 @@ use crate::envoy::machine::EndBy;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The Envoy that serves does so, and may be replaced.
-    Ready,
+    Ready {
+        /// Whether it shares memory with a successor.
+        shares_memory: bool,
+    },
     /// It drains, is on its way down, or is gone.
     Unready,
     /// No Envoy is wanted any more.
     Stop,
-    /// The Envoy that serves shares no memory with a successor.
-    Unshared,
     Wanted,
-    Checked(Verdict),
+    /// The check found nothing to start: it is what serves already, or cannot be used.
+    NothingToStart,
+    /// The check found something to start.
+    Usable {
+        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
+        /// taken it.
+        is_live: bool,
+    },
     Live,
     /// The wait of the last action is over.
     Deadline,
@@ -30,19 +38,6 @@ pub enum Event {
         early: bool,
     },
     ServingExited,
-}
-
-/// Whether there is something to start, and beside which Envoy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// The successor would be what serves already.
-    Unchanged,
-    Refused,
-    Usable {
-        /// Whether the admin port is that of the Envoy that serves. A successor that failed may have
-        /// taken it.
-        is_live: bool,
-    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,15 +52,12 @@ pub enum Action {
     /// some time.
     Promote,
     KillParent,
-    /// Start the Envoy that serves again as it was.
-    Relaunch,
     /// Shut the Envoy that serves down, and start the next after it.
     Replace(EndBy),
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    #[default]
     Idle,
     Checking,
     Starting,
@@ -85,7 +77,6 @@ pub struct Machine {
     pub(super) can_share: bool,
     /// Whether a successor can use the base id of the Envoy that serves.
     is_continuable: bool,
-    is_relaunched: bool,
 }
 
 impl Machine {
@@ -97,7 +88,6 @@ impl Machine {
             is_stopped: false,
             can_share,
             is_continuable: can_share,
-            is_relaunched: false,
         }
     }
 
@@ -108,8 +98,9 @@ impl Machine {
     pub fn apply(&mut self, event: Event) -> Action {
         use Phase::{Checking, Clearing, Failing, Idle, Leaving, Starting};
         match (self.phase, event) {
-            (_, Event::Ready) => {
+            (_, Event::Ready { shares_memory }) => {
                 self.is_ready = true;
+                self.is_continuable &= shares_memory;
                 self.next()
             }
             (_, Event::Unready) => {
@@ -117,16 +108,13 @@ impl Machine {
                 Action::Nothing
             }
             (_, Event::Stop) => self.stop(),
-            (_, Event::Unshared) => {
-                self.is_continuable = false;
-                Action::Nothing
-            }
             (_, Event::Wanted) => {
                 self.is_wanted = true;
                 self.next()
             }
             (_, Event::ServingExited) => self.serving_exited(),
-            (Checking, Event::Checked(verdict)) => self.checked(verdict),
+            (Checking, Event::NothingToStart) => self.rest(),
+            (Checking, Event::Usable { is_live }) => self.usable(is_live),
             (Starting, Event::Live) => self.promote(),
             (Starting, Event::Deadline) => self.fail(),
             (Starting | Failing, Event::SuccessorExited) => self.rest(),
@@ -149,12 +137,6 @@ impl Machine {
         self.next()
     }
 
-    /// What was under way comes to nothing and has to begin again.
-    fn want_again(&mut self) -> Action {
-        self.is_wanted = true;
-        self.rest()
-    }
-
     fn next(&mut self) -> Action {
         let may_begin = self.is_ready && !self.is_stopped;
         if self.phase != Phase::Idle || !may_begin || !self.is_wanted {
@@ -165,22 +147,20 @@ impl Machine {
         Action::Check
     }
 
-    fn checked(&mut self, verdict: Verdict) -> Action {
-        match verdict {
-            Verdict::Unchanged | Verdict::Refused => self.rest(),
+    fn usable(&mut self, is_live: bool) -> Action {
+        if !self.is_ready {
             // It is still wanted, once an Envoy serves again.
-            Verdict::Usable { .. } if !self.is_ready => self.want_again(),
-            Verdict::Usable { is_live } if is_live && self.is_continuable => {
-                // The mark is there until the successor serves.
-                self.is_continuable = false;
-                self.phase = Phase::Starting;
-                Action::Start
-            }
-            Verdict::Usable { .. } => {
-                self.phase = Phase::Idle;
-                self.replace(EndBy::Quit)
-            }
+            self.is_wanted = true;
+            return self.rest();
         }
+        if !is_live || !self.is_continuable {
+            self.phase = Phase::Idle;
+            return self.replace(EndBy::Quit);
+        }
+        // The mark is there until the successor serves.
+        self.is_continuable = false;
+        self.phase = Phase::Starting;
+        Action::Start
     }
 
     fn replace(&mut self, end_by: EndBy) -> Action {
@@ -191,7 +171,6 @@ impl Machine {
     fn promote(&mut self) -> Action {
         self.phase = Phase::Leaving;
         self.is_continuable = self.can_share;
-        self.is_relaunched = false;
         Action::Promote
     }
 
@@ -205,36 +184,28 @@ impl Machine {
         self.is_stopped = true;
         match self.phase {
             Phase::Starting => self.fail(),
-            Phase::Checking => self.rest(),
             _ => Action::Nothing,
         }
     }
 
     fn serving_exited(&mut self) -> Action {
-        let may_relaunch = self.is_ready && !self.is_stopped && !self.is_relaunched;
         self.is_ready = false;
-        match self.phase {
-            Phase::Leaving if may_relaunch => {
-                self.is_relaunched = true;
-                return Action::Relaunch;
-            }
-            _ => self.is_continuable = self.can_share,
-        }
+        self.is_continuable = self.can_share;
         match self.phase {
             Phase::Leaving => {
                 self.phase = Phase::Clearing;
-                if self.is_stopped {
+                match self.is_stopped {
                     // The Envoy that was asked to end has ended its parent.
-                    return Action::Nothing;
+                    true => Action::Nothing,
+                    false => Action::KillParent,
                 }
-                Action::KillParent
             }
             Phase::Starting => {
                 self.is_wanted = true;
                 self.fail()
             }
-            Phase::Checking => self.want_again(),
-            Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
+            // A check goes on, and what it finds waits for an Envoy that serves.
+            Phase::Checking | Phase::Idle | Phase::Clearing | Phase::Failing => Action::Nothing,
         }
     }
 }

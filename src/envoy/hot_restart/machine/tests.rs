@@ -4,11 +4,18 @@ use proptest::prelude::*;
 
 use super::*;
 use Event::{
-    Checked, Deadline, Live, ParentExited, Ready, ServingExited, Stop, SuccessorExited, Wanted,
+    Deadline, Live, NothingToStart, ParentExited, ServingExited, Stop, SuccessorExited, Usable,
+    Wanted,
 };
 
-const USABLE: Event = Checked(Verdict::Usable { is_live: true });
-const NOT_LIVE: Event = Checked(Verdict::Usable { is_live: false });
+const READY: Event = Event::Ready {
+    shares_memory: true,
+};
+const UNSHARED: Event = Event::Ready {
+    shares_memory: false,
+};
+const USABLE: Event = Usable { is_live: true };
+const NOT_LIVE: Event = Usable { is_live: false };
 const LEFT: Event = ParentExited { early: false };
 const LEFT_EARLY: Event = ParentExited { early: true };
 
@@ -28,7 +35,7 @@ fn after(start: &[(Event, Action)], then: &[(Event, Action)]) -> Machine {
 }
 
 const STARTED: [(Event, Action); 3] = [
-    (Ready, Action::Nothing),
+    (READY, Action::Nothing),
     (Wanted, Action::Check),
     (USABLE, Action::Start),
 ];
@@ -48,19 +55,17 @@ fn what_is_wanted_during_a_restart_waits_until_the_parent_has_left() {
         (Wanted, Action::Nothing),
         (Wanted, Action::Nothing),
         (LEFT, Action::Check),
-        (Checked(Verdict::Unchanged), Action::Nothing),
+        (NothingToStart, Action::Nothing),
     ];
     after(&PROMOTED, &again);
-    walk(&[(Wanted, Action::Nothing), (Ready, Action::Check)]);
+    walk(&[(Wanted, Action::Nothing), (READY, Action::Check)]);
 }
 
 #[test]
 fn nothing_is_started_for_what_is_the_same_or_cannot_be_used() {
-    for verdict in [Verdict::Unchanged, Verdict::Refused] {
-        let machine = after(&STARTED[..2], &[(Checked(verdict), Action::Nothing)]);
-        assert_eq!(machine.phase(), Phase::Idle);
-        assert!(machine.is_continuable);
-    }
+    let machine = after(&STARTED[..2], &[(NothingToStart, Action::Nothing)]);
+    assert_eq!(machine.phase(), Phase::Idle);
+    assert!(machine.is_continuable);
 }
 
 #[test]
@@ -78,7 +83,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
                 (Wanted, Action::Check),
                 (checked, Action::Replace(EndBy::Quit)),
                 (ServingExited, Action::Nothing),
-                (Ready, Action::Nothing),
+                (READY, Action::Nothing),
                 (Wanted, Action::Check),
                 (USABLE, Action::Start),
             ];
@@ -88,13 +93,12 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
 }
 
 #[test]
-fn a_successor_that_dies_while_its_parent_leaves_is_started_again_once() {
+fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replaced() {
     let again = [
-        (ServingExited, Action::Relaunch),
-        (Ready, Action::Nothing),
         (ServingExited, Action::KillParent),
-        (LEFT, Action::Nothing),
-        (Ready, Action::Nothing),
+        (READY, Action::Nothing),
+        (Wanted, Action::Nothing),
+        (LEFT, Action::Check),
     ];
     assert!(after(&PROMOTED, &again).is_continuable);
 }
@@ -134,8 +138,9 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
 
 #[test]
 fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_successor_serves() {
-    let again = (Ready, Action::Check);
-    after(&STARTED[..2], &[(ServingExited, Action::Nothing), again]);
+    let again = (READY, Action::Check);
+    let ended = [(ServingExited, Action::Nothing), (USABLE, Action::Nothing)];
+    after(&STARTED[..2], &[&ended[..], &[again]].concat());
     let drained = [(Event::Unready, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&drained[..], &[again]].concat());
     let killed = [
@@ -148,14 +153,14 @@ fn a_restart_is_wanted_again_when_the_serving_envoy_dies_or_drains_before_its_su
     let stopped = [(Stop, Action::Nothing), (ServingExited, Action::Nothing)];
     after(
         &STARTED[..2],
-        &[&stopped[..], &[(Ready, Action::Nothing)]].concat(),
+        &[&stopped[..], &[(READY, Action::Nothing)]].concat(),
     );
 }
 
 #[test]
 fn where_memory_cannot_be_shared_every_restart_is_a_full_one() {
     let mut machine = Machine::new(false);
-    machine.apply(Ready);
+    machine.apply(READY);
     machine.apply(Wanted);
     assert_eq!(machine.apply(USABLE), Action::Replace(EndBy::Quit));
     machine.apply(ServingExited);
@@ -178,11 +183,11 @@ impl World {
     /// Whether the event can come now.
     fn allows(&self, event: Event) -> bool {
         match event {
-            Ready => self.serving && !self.is_stopped,
+            Event::Ready { .. } => self.serving && !self.is_stopped,
             ServingExited => self.serving,
             Live | SuccessorExited => self.next,
             ParentExited { .. } => self.old,
-            Checked(_) => self.is_checking,
+            NothingToStart | Usable { .. } => self.is_checking,
             _ => true,
         }
     }
@@ -195,7 +200,7 @@ impl World {
             ServingExited => self.serving = false,
             SuccessorExited => self.next = false,
             ParentExited { .. } => self.old = false,
-            Checked(_) => self.is_checking = false,
+            NothingToStart | Usable { .. } => self.is_checking = false,
             Deadline => self.is_overdue = self.old,
             Stop => self.is_stopped = true,
             _ => {}
@@ -221,10 +226,6 @@ impl World {
                 let is_successor_alive = self.serving && !self.is_overdue;
                 prop_assert!(!is_successor_alive, "killed in {before:?}");
             }
-            Action::Relaunch => {
-                prop_assert!(self.old && !self.serving && !self.is_stopped);
-                self.serving = true;
-            }
             Action::Replace(_) => prop_assert!(self.serving && !self.next && !self.old),
         }
         if !self.old {
@@ -238,8 +239,8 @@ proptest! {
     #[test]
     fn there_is_one_successor_at_most_and_no_parent_is_killed_under_its_successor(
         events in prop::collection::vec(prop::sample::select(vec![
-            Ready, Event::Unready, Event::Unshared, Wanted, USABLE, NOT_LIVE,
-            Checked(Verdict::Unchanged), Checked(Verdict::Refused), Live, Deadline, SuccessorExited, LEFT,
+            READY, Event::Unready, UNSHARED, Wanted, USABLE, NOT_LIVE,
+            NothingToStart, Live, Deadline, SuccessorExited, LEFT,
             LEFT_EARLY, ServingExited, Stop,
         ]), 0..40),
     ) {
@@ -251,11 +252,11 @@ proptest! {
             world.serving |= !world.is_stopped;
         }
         // Every change ends: what is asked for comes, and what is waited for goes.
-        for event in [Checked(Verdict::Refused), Deadline, SuccessorExited, LEFT] {
+        for event in [NothingToStart, Deadline, SuccessorExited, LEFT] {
             world.step(&mut machine, event)?;
         }
         if world.is_checking {
-            world.step(&mut machine, Checked(Verdict::Refused))?;
+            world.step(&mut machine, NothingToStart)?;
         }
         prop_assert_eq!(machine.phase(), Phase::Idle);
     }

@@ -99,7 +99,6 @@ impl Entry {
             let decoded = decoded.filter(|decoded| decoded.contains(&b':'));
             let expected = "\"auth\" of the registry is not the base64 of user:password";
             password = decoded.ok_or(expected)?;
-            while password.pop_if(|byte| *byte == 0).is_some() {}
         }
         match password.as_slice() {
             b":" => Ok(None),
@@ -129,10 +128,6 @@ mod tests {
             (
                 r#"{"auths":{"r.io":{"auth":"dTpwOnE="}}}"#,
                 Some(password("u", "p:q")),
-            ),
-            (
-                r#"{"auths":{"r.io":{"auth":"dTpwAA==","username":"other"}}}"#,
-                Some(password("u", "p")),
             ),
             (
                 r#"{"auths":{"https://r.io/v2/":{"auth":"dTpwOnE="}}}"#,

@@ -14,8 +14,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use serde::Deserialize;
 use tokio::time::Instant;
 
-use super::download::{Download, Plan, unusable};
-use super::unpack::hexadecimal;
+use super::download::{Download, Plan, hexadecimal, unusable};
 use super::{Config, Error, Source};
 use crate::lifecycle::with_causes;
 use reference::{Reference, sha256};
@@ -179,36 +178,21 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The digest of the manifest to use, if this is an index: the expected one if it is there, that of
-    /// this machine's architecture, or that for amd64, which most modules are published for.
+    /// The digest of the manifest to use, if this is an index: the expected one if it is there, or that
+    /// for linux/amd64, which modules are published for. One without a platform is taken for it.
     fn child(&self, expected: Option<&str>) -> Result<Option<String>, String> {
         let Some(manifests) = &self.manifests else {
             return Ok(None);
         };
-        let own = match std::env::consts::ARCH {
-            "x86_64" => "amd64",
-            "aarch64" => "arm64",
-            other => other,
+        let is_expected = |one: &&Descriptor| expected.is_some() && sha256(&one.digest) == expected;
+        let is_usual = |one: &&Descriptor| {
+            let platform = one.platform.as_ref();
+            platform.is_none_or(|it| it.os == "linux" && it.architecture == "amd64")
         };
-        let rank = |one: &&Descriptor| {
-            let (os, architecture) = match &one.platform {
-                Some(platform) => (platform.os.as_str(), platform.architecture.as_str()),
-                None => ("linux", "amd64"),
-            };
-            let is_expected = expected.is_some() && sha256(&one.digest) == expected;
-            let is_of = |name| os == "linux" && architecture == name;
-            [is_expected, is_of(own), is_of("amd64")]
-                .iter()
-                .position(|fits| *fits)
-        };
-        let ranked = manifests.iter().filter(|one| rank(one).is_some());
-        match ranked.min_by_key(rank) {
-            Some(found) => found.hexadecimal().map(Some),
-            None => {
-                let platform = format!("linux/{own} or linux/amd64");
-                Err(format!("no child with platform {platform} in the index"))
-            }
-        }
+        let found = manifests.iter().find(is_expected);
+        let found = found.or_else(|| manifests.iter().find(is_usual));
+        let found = found.ok_or("no child with platform linux/amd64 in the index")?;
+        found.hexadecimal().map(Some)
     }
 
     /// Digest and size of the layer with the module, which has at most `limit` bytes.
@@ -295,25 +279,17 @@ mod tests {
             let platform = platform.map(|(os, arch)| json!({"os": os, "architecture": arch}));
             json!({"digest": digest, "platform": platform})
         };
-        let own = match std::env::consts::ARCH {
-            "aarch64" => "arm64",
-            _ => "amd64",
-        };
         let (windows, s390x) = (
-            child("a", Some(("windows", own))),
+            child("a", Some(("windows", "amd64"))),
             child("b", Some(("linux", "s390x"))),
         );
-        let (amd64, native) = (
-            child("c", Some(("linux", "amd64"))),
-            child("d", Some(("linux", own))),
-        );
+        let amd64 = child("c", Some(("linux", "amd64")));
         let plain = child("e", None);
         let b = hex("b");
         for (children, expected, found) in [
-            (vec![&windows, &s390x, &native, &amd64], None, Some("d")),
             (vec![&windows, &s390x, &amd64], None, Some("c")),
             (vec![&windows, &plain], None, Some("e")),
-            (vec![&native, &s390x], Some(b.as_str()), Some("b")),
+            (vec![&amd64, &s390x], Some(b.as_str()), Some("b")),
             (vec![&windows, &s390x], None, None),
             (vec![], None, None),
         ] {
