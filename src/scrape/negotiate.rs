@@ -18,38 +18,16 @@ const TEXT: &str = "text/plain;version=0.0.4";
 /// What `*/*` becomes, which has the lowest weight of those that scrapers send.
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
-/// What the page says it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ContentType {
-    Text,
-    OpenMetrics0,
-    OpenMetrics1,
-}
+/// What a page of text says it is.
+pub(super) const TEXT_PAGE: HeaderValue =
+    HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
-impl ContentType {
+impl Format {
     /// What an application says its page is.
-    pub(super) fn of(header: Option<&HeaderValue>) -> Self {
-        let text = header.and_then(|header| header.to_str().ok());
-        let text = text.unwrap_or_default();
-        match (&*kind(text), parameter(text, "version")) {
-            (OPEN_METRICS, Some("1.0.0")) => Self::OpenMetrics1,
-            (OPEN_METRICS, Some("0.0.1") | None) => Self::OpenMetrics0,
+    pub(super) fn of(content_type: &HeaderValue) -> Self {
+        match &*kind(content_type.to_str().unwrap_or_default()) {
+            OPEN_METRICS => Self::OpenMetrics,
             _ => Self::Text,
-        }
-    }
-
-    pub(super) fn header(self) -> HeaderValue {
-        HeaderValue::from_static(match self {
-            Self::Text => "text/plain; version=0.0.4; charset=utf-8",
-            Self::OpenMetrics0 => "application/openmetrics-text; version=0.0.1; charset=utf-8",
-            Self::OpenMetrics1 => "application/openmetrics-text; version=1.0.0; charset=utf-8",
-        })
-    }
-
-    pub(super) fn format(self) -> Format {
-        match self {
-            Self::Text => Format::Text,
-            _ => Format::OpenMetrics,
         }
     }
 }
@@ -88,8 +66,8 @@ fn accept(origin: Origin, headers: &HeaderMap) -> String {
 
 /// Whether the scraper accepts gzip.
 pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
-    let is_refused = |member| parameter(member, "q").is_some_and(|q| q.parse() == Ok(0.0));
-    members(headers, ACCEPT_ENCODING).any(|member| kind(member) == "gzip" && !is_refused(member))
+    let mut members = members(headers, ACCEPT_ENCODING);
+    members.any(|member| kind(member) == "gzip" && !member.ends_with("q=0"))
 }
 
 /// The members of a header that is a list.
@@ -103,15 +81,6 @@ fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> 
 fn kind(member: &str) -> String {
     let kind = member.split(';').next().unwrap_or_default();
     kind.trim().to_ascii_lowercase()
-}
-
-fn parameter<'a>(member: &'a str, name: &str) -> Option<&'a str> {
-    let mut parameters = member.split(';').skip(1);
-    parameters.find_map(|parameter| {
-        let (found, value) = parameter.split_once('=')?;
-        let is_found = found.trim().eq_ignore_ascii_case(name);
-        is_found.then(|| value.trim().trim_matches('"'))
-    })
 }
 
 #[cfg(test)]
@@ -171,29 +140,17 @@ mod tests {
     #[test]
     fn a_page_is_what_its_header_says_and_text_otherwise() {
         for (header, expected) in [
-            (None, ContentType::Text),
+            ("application/openmetrics-text", Format::OpenMetrics),
             (
-                Some("application/openmetrics-text"),
-                ContentType::OpenMetrics0,
+                "Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\"",
+                Format::OpenMetrics,
             ),
-            (
-                Some("application/openmetrics-text; version=0.0.1"),
-                ContentType::OpenMetrics0,
-            ),
-            (
-                Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
-                ContentType::OpenMetrics1,
-            ),
-            (
-                Some("application/openmetrics-text; version=2"),
-                ContentType::Text,
-            ),
-            (Some("text/plain; version=0.0.4"), ContentType::Text),
-            (Some("text/html"), ContentType::Text),
-            (Some(""), ContentType::Text),
+            ("text/plain; version=0.0.4", Format::Text),
+            ("text/html", Format::Text),
+            ("", Format::Text),
         ] {
-            let value = header.map(|header| header.parse().expect("a value"));
-            assert_eq!(ContentType::of(value.as_ref()), expected, "{header:?}");
+            let value = header.parse().expect("a value");
+            assert_eq!(Format::of(&value), expected, "{header:?}");
         }
     }
 
