@@ -185,11 +185,6 @@ impl Istiod {
         worker::current(&self.shared.connected).is_some()
     }
 
-    /// The connection in use.
-    pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
-        self.shared.connected.subscribe()
-    }
-
     /// The address in use, or dialed next, as configured.
     pub fn address(&self) -> &str {
         &self.shared.hosts.current().address

@@ -47,7 +47,6 @@ pub(super) struct QuerySlot<'a> {
     in_flight: &'a InFlight,
     key: Vec<u8>,
     pub(super) query: Arc<SharedQuery>,
-    pub(super) is_first: bool,
 }
 
 /// Why a query is not forwarded.
@@ -84,14 +83,12 @@ impl InFlight {
         if state.waiting >= MAX_WAITING {
             return Err(Refused::Full);
         }
-        let is_first = found.is_none();
         state.waiting += 1;
         let query = state.queries.entry(key.clone()).or_default().clone();
         Ok(QuerySlot {
             in_flight: self,
             key,
             query,
-            is_first,
         })
     }
 }

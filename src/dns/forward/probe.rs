@@ -8,7 +8,6 @@ use tokio::time::timeout;
 use super::Forwarder;
 use super::in_flight::Refused;
 use super::message::Query;
-use super::upstream::Failed;
 use crate::dns::metrics::{OTHER, RCODES};
 use crate::dns::{Transport, wire};
 
@@ -43,8 +42,7 @@ impl Forwarder {
         let failed = |error: &dyn std::error::Error| Unanswered::Failed(error.to_string());
         let asked = Query::parse(question(domain).into());
         let query = asked.ok_or_else(|| Unanswered::Failed("no question".to_owned()))?;
-        let mut key = query.key();
-        key.push(transport as u8);
+        let key = query.key(transport);
         let slot = self.0.in_flight.join(key, query.id(), query.len());
         let slot = slot.map_err(|full: Refused| failed(&full))?;
         for _ in 0..TRIES {
@@ -58,7 +56,7 @@ impl Forwarder {
                 Ok(Ok(reply)) => {
                     return Ok(RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER));
                 }
-                Ok(Err(error)) => return Err(failed(&error as &Failed)),
+                Ok(Err(error)) => return Err(failed(&error)),
                 Err(_) => {}
             }
         }
