@@ -117,7 +117,8 @@ impl Scrape {
             _ => true,
         });
         sources.sort_by_key(Source::turn);
-        let (format, content_type) = settle(&sources);
+        let content_type = settle(&sources);
+        let format = Format::of(content_type);
         let is_gzip = negotiate::takes_gzip(&request.headers);
         let (inner, output) = (scrape.clone(), Output::new(is_gzip));
         let page = Page::new(inner, sources, format, later(begin, time), output);
@@ -127,7 +128,7 @@ impl Scrape {
         });
         let mut response = Response::new(StreamBody::new(chunks).boxed_unsync());
         let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, content_type);
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
         if is_gzip {
             headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
@@ -195,18 +196,15 @@ impl Inner {
     }
 }
 
-/// The format of the page, and what it says it is: as the application, or text where its targets differ.
-fn settle(sources: &[Source]) -> (Format, HeaderValue) {
+/// What the page says it is: the same as the application, or text where its targets differ.
+fn settle(sources: &[Source]) -> &'static str {
     let targets = sources.iter();
     let targets = targets.filter(|source| source.origin == Origin::Application);
-    let mut types = targets.filter_map(|source| source.content_type.as_ref());
-    match types.next() {
-        Some(first)
-            if Format::of(first) == Format::OpenMetrics && types.all(|other| other == first) =>
-        {
-            (Format::OpenMetrics, first.clone())
-        }
-        _ => (Format::Text, TEXT_PAGE),
+    let mut types = targets.filter_map(|source| source.content_type);
+    let first = types.next().unwrap_or(TEXT_PAGE);
+    match types.all(|other| other == first) {
+        true => first,
+        false => TEXT_PAGE,
     }
 }
 

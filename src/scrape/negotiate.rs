@@ -18,16 +18,32 @@ const TEXT: &str = "text/plain;version=0.0.4";
 /// What `*/*` becomes, which has the lowest weight of those that scrapers send.
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
-/// What a page of text says it is.
-pub(super) const TEXT_PAGE: HeaderValue =
-    HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+/// What the page says it is.
+pub(super) const TEXT_PAGE: &str = "text/plain; version=0.0.4; charset=utf-8";
+const OPEN_METRICS_0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
+const OPEN_METRICS_1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What an application says its page is, in one of these ways.
+pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
+    let text = header.and_then(|header| header.to_str().ok());
+    let text = text.unwrap_or_default();
+    if kind(text) != OPEN_METRICS {
+        TEXT_PAGE
+    } else if text.contains("1.0.0") {
+        OPEN_METRICS_1
+    } else if text.contains("0.0.1") || !text.contains("version") {
+        OPEN_METRICS_0
+    } else {
+        TEXT_PAGE
+    }
+}
 
 impl Format {
-    /// What an application says its page is.
-    pub(super) fn of(content_type: &HeaderValue) -> Self {
-        match &*kind(content_type.to_str().unwrap_or_default()) {
-            OPEN_METRICS => Self::OpenMetrics,
-            _ => Self::Text,
+    /// The format of a page that says so.
+    pub(super) fn of(content_type: &str) -> Self {
+        match content_type {
+            TEXT_PAGE => Self::Text,
+            _ => Self::OpenMetrics,
         }
     }
 }
@@ -140,17 +156,23 @@ mod tests {
     #[test]
     fn a_page_is_what_its_header_says_and_text_otherwise() {
         for (header, expected) in [
-            ("application/openmetrics-text", Format::OpenMetrics),
+            (None, TEXT_PAGE),
+            (Some("application/openmetrics-text"), OPEN_METRICS_0),
             (
-                "Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\"",
-                Format::OpenMetrics,
+                Some("application/openmetrics-text; version=0.0.1"),
+                OPEN_METRICS_0,
             ),
-            ("text/plain; version=0.0.4", Format::Text),
-            ("text/html", Format::Text),
-            ("", Format::Text),
+            (
+                Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
+                OPEN_METRICS_1,
+            ),
+            (Some("application/openmetrics-text; version=2"), TEXT_PAGE),
+            (Some("text/plain; version=0.0.4"), TEXT_PAGE),
+            (Some("text/html"), TEXT_PAGE),
+            (Some(""), TEXT_PAGE),
         ] {
-            let value = header.parse().expect("a value");
-            assert_eq!(Format::of(&value), expected, "{header:?}");
+            let value = header.map(|header| header.parse().expect("a value"));
+            assert_eq!(content_type(value.as_ref()), expected, "{header:?}");
         }
     }
 

@@ -16,7 +16,7 @@ use http::{HeaderValue, Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
 use super::lines::Format;
-use super::negotiate::TEXT_PAGE;
+use super::negotiate::content_type;
 use crate::http_client::{self, Body};
 
 /// How much encoded data is decoded at a time: it may become a thousand times as much.
@@ -69,7 +69,7 @@ pub(super) struct Source {
     /// Where the page is, for people.
     pub address: String,
     /// None until the head of the answer has arrived.
-    pub content_type: Option<HeaderValue>,
+    pub content_type: Option<&'static str>,
     /// Why the page has ended early.
     pub failure: Option<Failure>,
     state: State,
@@ -117,7 +117,7 @@ impl Source {
     }
 
     pub(super) fn format(&self) -> Format {
-        self.content_type.as_ref().map_or(Format::Text, Format::of)
+        self.content_type.map_or(Format::Text, Format::of)
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -192,8 +192,7 @@ impl Source {
         if decoder.is_some() {
             self.limit = self.limit.min(MAX_DECODED);
         }
-        let content_type = head.headers.get(CONTENT_TYPE).cloned();
-        self.content_type = Some(content_type.unwrap_or(TEXT_PAGE));
+        self.content_type = Some(content_type(head.headers.get(CONTENT_TYPE)));
         self.state = State::Reading(Box::new(body), decoder);
         Ok(())
     }

@@ -79,7 +79,7 @@ impl Query {
 
     /// The reply as the client expects it: its id, its question.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
-        let mut bytes = reply.bytes().to_vec();
+        let mut bytes = reply.0.to_vec();
         wire::put(&mut bytes, 0, &self.bytes[..2]);
         wire::put(&mut bytes, HEADER, self.question());
         bytes.into()
@@ -88,7 +88,7 @@ impl Query {
 
 /// A reply to one of our queries, with all the records it announces.
 #[derive(Clone, Debug)]
-pub(super) struct Reply(Bytes);
+pub(super) struct Reply(pub(super) Bytes);
 
 impl Reply {
     /// `None` if the message is no reply to this query under this id, or not whole.
@@ -124,14 +124,6 @@ impl Reply {
         wire::put(&mut left, QUESTIONS, &[0, 1]);
         wire::put(&mut left, ANSWERS, &[0; 6]);
         Self(left.into())
-    }
-
-    pub(super) fn from_bytes(bytes: Vec<u8>) -> Self {
-        Self(bytes.into())
-    }
-
-    pub(super) fn bytes(&self) -> &Bytes {
-        &self.0
     }
 
     pub(super) fn rcode(&self) -> u8 {
@@ -238,7 +230,7 @@ mod tests {
             let reply = Reply::read(&bytes, 1, &query);
             match rcode {
                 0 | 3 => assert!(reply.is_none()),
-                _ => assert_eq!(reply.expect("a reply").bytes(), &expected),
+                _ => assert_eq!(reply.expect("a reply").0, expected),
             }
         }
     }

@@ -125,8 +125,7 @@ impl Inner {
             true => Transport::Tcp,
             false => transport,
         };
-        let key = query.key(transport);
-        let slot = match self.in_flight.join(key, query.id(), query.len()) {
+        let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
             Err(reason) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");

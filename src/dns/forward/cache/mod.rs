@@ -101,7 +101,7 @@ impl Cache {
             return;
         };
         let (fresh, whole) = self.times(ttl, is_negative);
-        let weight = OVERHEAD + key.len() + reply.bytes().len() + size_of::<Reply>();
+        let weight = OVERHEAD + key.len() + reply.0.len() + size_of::<Reply>();
         // One reply shall not empty the cache.
         if whole.is_zero() || weight > self.config.max_bytes / 8 {
             return;
@@ -159,7 +159,7 @@ impl Cache {
 
 /// The reply with other TTLs.
 fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
-    let mut bytes = reply.bytes().to_vec();
+    let mut bytes = reply.0.to_vec();
     let end = wire::question_end(&bytes);
     let records = end.and_then(|end| wire::records(&bytes, end));
     let records = records.unwrap_or_default().into_iter();
@@ -167,12 +167,12 @@ fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
-    Reply::from_bytes(bytes)
+    Reply(bytes.into())
 }
 
 /// How long a reply may be kept, and whether it is negative; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
 fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
-    let bytes = reply.bytes();
+    let bytes = &reply.0;
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
     if bytes[FLAGS] & TC != 0 {
