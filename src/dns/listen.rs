@@ -53,16 +53,10 @@ fn each(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     };
     let has_v6 = own.iter().any(IpAddr::is_ipv6);
     let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-    let loopback = loopback
-        .into_iter()
-        .filter(|ip: &IpAddr| ip.is_ipv4() || has_v6);
-    let all = loopback.chain(own.iter().copied());
-    let meant = all.filter(|ip| if ip.is_ipv4() { v4 } else { v6 });
-    Some(
-        meant
-            .map(|ip| SocketAddr::new(ip, port).to_string())
-            .collect(),
-    )
+    let all = loopback.into_iter().chain(own.iter().copied());
+    let meant = all.filter(|ip: &IpAddr| if ip.is_ipv4() { v4 } else { v6 && has_v6 });
+    let addresses = meant.map(|ip| SocketAddr::new(ip, port).to_string());
+    Some(addresses.collect())
 }
 
 /// Whether a server at `address` is what programs take for the machine's resolver: they depend on it

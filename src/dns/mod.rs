@@ -91,7 +91,6 @@ pub enum Refused {
 #[derive(Clone, Debug)]
 pub struct Dns {
     tables: watch::Sender<Option<Arc<NameTable>>>,
-    ready: watch::Sender<bool>,
     search_domains: SearchDomains,
     metrics: Metrics,
     addresses: Vec<SocketAddr>,
@@ -117,7 +116,6 @@ pub fn new<F: Forward>(
     let (tables, receiver) = watch::channel(None);
     let dns = Dns {
         tables,
-        ready: watch::Sender::new(false),
         search_domains: config.search_domains,
         metrics: metrics.clone(),
         addresses,
@@ -139,35 +137,28 @@ impl Dns {
     /// read.
     pub async fn update(&self, encoded: Bytes) -> Result<(), Refused> {
         let alone = self.building.clone().lock_owned().await;
-        let current = self.tables.borrow().clone();
         let domains = self.search_domains.clone();
         let building = tokio::task::spawn_blocking(move || {
             // Until the end, also when the update was dropped.
             let _alone = alone;
-            if current.is_some_and(|current| current.is_of(&encoded)) {
-                return Ok(None);
-            }
-            NameTable::build(&encoded, domains).map(Some)
+            NameTable::build(&encoded, domains)
         });
-        let built = building.await.map_err(|_| Refused::Interrupted)?;
-        let result = match &built {
-            Ok(Some(_)) => "taken",
-            Ok(None) => "same",
-            Err(_) => "refused",
-        };
-        self.metrics.name_tables.with([result]).inc();
-        if let Some(table) = built? {
-            self.metrics.hosts.set(table.hosts() as f64);
-            tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
-            self.tables.send_replace(Some(Arc::new(table)));
-            self.ready.send_replace(true);
-        }
+        let table = building.await.map_err(|_| Refused::Interrupted)??;
+        self.metrics.hosts.set(table.hosts() as f64);
+        tracing::debug!(target: "dns", "name table of {} hosts", table.hosts());
+        self.tables.send_replace(Some(Arc::new(table)));
         Ok(())
     }
 
     /// Whether there has been a table.
-    pub fn ready(&self) -> watch::Receiver<bool> {
-        self.ready.subscribe()
+    pub fn is_ready(&self) -> bool {
+        self.tables.borrow().is_some()
+    }
+
+    /// Waits for the first table.
+    pub async fn until_ready(&self) {
+        // The sender is here.
+        let _ = self.tables.subscribe().wait_for(Option::is_some).await;
     }
 
     /// The table as JSON, if there is one. Takes a while with a large one.
@@ -202,17 +193,21 @@ pub async fn answers(server: SocketAddr, limit: Duration) -> io::Result<()> {
     const STATUS: u8 = 2 << 3;
     let mut message = [0; wire::HEADER];
     message[wire::FLAGS] = STATUS;
-    let here = match server.is_ipv4() {
-        true => (Ipv4Addr::UNSPECIFIED, 0).into(),
-        false => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
-    };
-    let socket = tokio::net::UdpSocket::bind(here).await?;
+    let socket = tokio::net::UdpSocket::bind(any_port(server)).await?;
     socket.connect(server).await?;
     socket.send(&message).await?;
     let answer = tokio::time::timeout(limit, socket.recv(&mut message)).await;
     answer
         .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
         .map(drop)
+}
+
+/// Where a client of `server` may bind.
+fn any_port(server: SocketAddr) -> SocketAddr {
+    match server {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
+    }
 }
 
 /// Binds both protocols to one port.

@@ -145,9 +145,7 @@ async fn answers_both_families_over_both_protocols() {
     let page = server.registry.render();
     for line in [
         "istio_agent_dns_requests_total 8\n",
-        "istio_agent_dns_requests_by_type_total{type=\"AAAA\"} 2\n",
         "istio_agent_dns_responses_total{rcode=\"NOERROR\",source=\"upstream\"} 4\n",
-        "istio_agent_dns_name_tables_total{result=\"taken\"} 1\n",
         "istio_agent_dns_name_table_hosts 1\n",
     ] {
         assert!(page.contains(line), "{line} is not in\n{page}");
@@ -158,22 +156,16 @@ async fn answers_both_families_over_both_protocols() {
 async fn refused_messages_are_counted_as_neither_request_nor_response() {
     let server = with_table().await;
     let udp = server.udp().await;
-    let mut later = query("mesh.local", 1, Some(1232));
-    // The version of EDNS.
-    let at = later.len() - 5;
-    later[at] = 1;
+    let mut status = query("mesh.local", 1, Some(1232));
+    status[2] = 2 << 3;
     let mut tcp = server.tcp().await;
-    send(&mut tcp, &later).await;
+    send(&mut tcp, &status).await;
     receive(&mut tcp).await;
-    for refused in [later, vec![1; 5000]] {
+    for refused in [status, vec![1; 5000]] {
         udp.send(&refused).await.expect("sent");
         next(&udp).await;
     }
     let page = server.registry.render();
-    assert!(
-        page.contains("istio_agent_dns_refusals_total 3\n"),
-        "{page}"
-    );
     for other in ["istio_agent_dns_requests", "istio_agent_dns_responses"] {
         assert!(!page.contains(other), "{page}");
     }
@@ -182,21 +174,20 @@ async fn refused_messages_are_counted_as_neither_request_nor_response() {
 #[tokio::test]
 async fn is_ready_with_the_first_table_even_an_empty_one() {
     let server = server();
-    let ready = server.dns.ready();
     let udp = server.udp().await;
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.flags[1] & 0xf,
         2
     );
-    assert!(!*ready.borrow() && server.dns.ndsz().is_none());
+    assert!(!server.dns.is_ready() && server.dns.ndsz().is_none());
     server
         .dns
         .update(Bytes::from_static(&[0xff]))
         .await
         .expect_err("no table");
-    assert!(!*ready.borrow());
+    assert!(!server.dns.is_ready());
     server.dns.update(Bytes::new()).await.expect("a table");
-    assert!(*ready.borrow() && server.dns.ndsz().is_some());
+    assert!(server.dns.is_ready() && server.dns.ndsz().is_some());
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "4.4.4.1"
@@ -217,10 +208,6 @@ async fn a_table_that_cannot_be_read_leaves_the_one_before() {
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "1.2.3.4"
     );
-    let same = encode([("mesh.local", external(&["1.2.3.4", "::1"]))]);
-    server.dns.update(same.into()).await.expect("the same");
-    let same = "istio_agent_dns_name_tables_total{result=\"same\"} 1\n";
-    assert!(server.registry.render().contains(same));
 }
 
 #[test]
@@ -270,8 +257,9 @@ async fn a_slow_resolver_delays_only_the_clients_that_asked_it() {
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "1.2.3.4"
     );
-    send(&mut tcp, &query("mesh.local", 1, None)).await;
-    assert_eq!(receive(&mut tcp).await.answers[0].3, "1.2.3.4");
+    let mut other = server.tcp().await;
+    send(&mut other, &query("mesh.local", 1, None)).await;
+    assert_eq!(receive(&mut other).await.answers[0].3, "1.2.3.4");
     for _ in 0..10 {
         assert_eq!(decode(&next(&udp).await).answers[0].3, "4.4.4.1");
         assert_eq!(receive(&mut tcp).await.answers[0].3, "4.4.4.2");
@@ -292,12 +280,8 @@ async fn a_query_fails_without_an_answer_or_with_too_many_waiting() {
     }
     let message = ask(&udp, &query("other.com", 1, None)).await;
     assert_eq!(message.flags[1] & 0xf, 2);
-    assert!(
-        server
-            .registry
-            .render()
-            .contains("istio_agent_dns_overflows_total 1\n")
-    );
+    let failed = "istio_agent_dns_responses_total{rcode=\"SERVFAIL\",source=\"agent\"} 2\n";
+    assert!(server.registry.render().contains(failed));
     assert_eq!(
         ask(&udp, &query("mesh.local", 1, None)).await.answers[0].3,
         "1.2.3.4"

@@ -9,7 +9,11 @@
 //! can, and room for the OPT record is kept from the start. What does not fit is left out, and the TC bit
 //! says so.
 
+use std::io;
+
 use smallvec::SmallVec;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
 
 use super::Transport;
 
@@ -31,11 +35,6 @@ pub(crate) const MIN_UDP: usize = 512;
 /// The longest query this agent takes, which it tells clients.
 pub(crate) const OWN_UDP: u16 = 4096;
 
-const NOTIFY: u8 = 4 << 3;
-
-/// The response code of a version of EDNS other than 0.
-const BADVERS: u8 = 16;
-
 /// An OPT record without options.
 const OPT_LENGTH: usize = 11;
 
@@ -44,7 +43,6 @@ pub(crate) const CNAME: u16 = 5;
 pub(crate) const SOA: u16 = 6;
 pub(crate) const AAAA: u16 = 28;
 pub(crate) const OPT: u16 = 41;
-pub(crate) const TSIG: u16 = 250;
 pub(crate) const ANY: u16 = 255;
 pub(crate) const IN: u16 = 1;
 
@@ -79,7 +77,6 @@ pub(crate) enum Section {
 pub(crate) struct Record {
     pub(crate) section: Section,
     pub(crate) kind: u16,
-    pub(crate) start: usize,
     /// Where its type stands, behind its owner.
     fixed: usize,
     pub(crate) end: usize,
@@ -157,7 +154,6 @@ fn record(message: &[u8], start: usize, section: Section) -> Option<Record> {
     (end <= message.len()).then_some(Record {
         section,
         kind,
-        start,
         fixed,
         end,
     })
@@ -181,6 +177,18 @@ fn name_end(message: &[u8], start: usize) -> Option<(usize, bool)> {
     None
 }
 
+/// Reads a message that comes by TCP behind its length. Memory grows with what comes, not with what is
+/// promised.
+pub(crate) async fn read_framed(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let length = stream.read_u16().await?;
+    let mut message = Vec::new();
+    let read = stream.take(length.into()).read_to_end(&mut message).await?;
+    if read < usize::from(length) {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(message)
+}
+
 /// Why a message is no question.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum NoQuestion {
@@ -197,14 +205,8 @@ pub(crate) struct Question {
     pub(crate) class: u16,
     /// Where the question section ends.
     pub(crate) end: usize,
-    pub(crate) edns: Option<Edns>,
-}
-
-/// What a client says by EDNS.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Edns {
-    pub(crate) udp_size: u16,
-    pub(crate) dnssec_ok: bool,
+    /// The longest answer that the client takes by UDP, if it speaks EDNS.
+    pub(crate) udp_size: Option<u16>,
 }
 
 impl Question {
@@ -212,7 +214,7 @@ impl Question {
     pub(crate) fn limit(&self, transport: Transport) -> usize {
         // What a packet has room for, headers deducted.
         const MAX_UDP: usize = 65_507;
-        let size = self.edns.map_or(0, |edns| usize::from(edns.udp_size));
+        let size = self.udp_size.map_or(0, usize::from);
         match transport {
             Transport::Udp => size.clamp(MIN_UDP, MAX_UDP),
             Transport::Tcp => usize::from(u16::MAX),
@@ -224,8 +226,8 @@ impl Question {
         &query[HEADER..self.end - 4]
     }
 
-    /// The name as text: lower case, without a dot at its end. `None` if it reads otherwise as text:
-    /// a label has a dot inside, or a byte that is written with a backslash.
+    /// The name as text: lower case, without a dot at its end. `None` if a label has a dot inside, or a
+    /// byte that is no visible ASCII.
     pub(crate) fn text(&self, query: &[u8]) -> Option<SmallVec<[u8; 128]>> {
         let name = self.name(query);
         // Without the length of its first label and without the root label.
@@ -236,6 +238,7 @@ impl Question {
                 text[at - 1] = b'.';
             }
             let label = text.get(at..at + length)?;
+            let is_plain = |byte: u8| byte.is_ascii_graphic() && byte != b'.';
             if !label.iter().fold(true, |is, byte| is & is_plain(*byte)) {
                 return None;
             }
@@ -246,15 +249,6 @@ impl Question {
     }
 }
 
-/// Whether a byte of a label stands for itself in text.
-fn is_plain(byte: u8) -> bool {
-    let is_special = matches!(
-        byte,
-        b'.' | b'\'' | b'@' | b';' | b'(' | b')' | b'"' | b'\\'
-    );
-    byte.is_ascii_graphic() && !is_special
-}
-
 /// Reads a query.
 pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
     if message.len() < HEADER || message[FLAGS] & QR != 0 {
@@ -263,113 +257,68 @@ pub(crate) fn read(message: &[u8]) -> Result<Question, NoQuestion> {
     if message.len() > usize::from(OWN_UDP) {
         return Err(NoQuestion::Wrong(FORMERR, None));
     }
-    let opcode = message[FLAGS] & OPCODE;
-    if opcode != 0 && opcode != NOTIFY {
+    if message[FLAGS] & OPCODE != 0 {
         return Err(NoQuestion::Wrong(NOTIMP, None));
-    }
-    let count = |at| u16_at(message, at).unwrap_or_default();
-    let has_too_many = count(ANSWERS) > 1 || count(AUTHORITIES) > 1 || count(ADDITIONALS) > 2;
-    if count(QUESTIONS) != 1 || has_too_many {
-        return Err(NoQuestion::Wrong(FORMERR, None));
-    }
-    if message.len() == HEADER {
-        return Err(NoQuestion::Wrong(REFUSED, None));
     }
     let end = question_end(message).ok_or(NoQuestion::Wrong(FORMERR, None))?;
     let records = records(message, end).ok_or(NoQuestion::Wrong(FORMERR, Some(end)))?;
     let opt = records.iter().rfind(|record| record.kind == OPT);
-    let edns = opt.map(|opt| Edns {
-        udp_size: u16_at(message, opt.class_at()).unwrap_or_default(),
-        dnssec_ok: message[opt.ttl_at() + 2] & 0x80 != 0,
-    });
-    if opt.is_some_and(|opt| message[opt.ttl_at() + 1] > 0) {
-        return Err(NoQuestion::Wrong(BADVERS, Some(end)));
-    }
     Ok(Question {
-        kind: count(end - 4),
-        class: count(end - 2),
+        kind: u16_at(message, end - 4).unwrap_or_default(),
+        class: u16_at(message, end - 2).unwrap_or_default(),
         end,
-        edns,
+        udp_size: opt.and_then(|opt| u16_at(message, opt.class_at())),
     })
 }
 
-/// An answer being written.
+/// An answer with records, being written.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     out: &'a mut Vec<u8>,
     limit: usize,
     ttl: u32,
     answers: u16,
-    edns: Option<Edns>,
-}
-
-/// The owner of a record.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Owner<'a> {
-    /// It stands at this offset of the answer.
-    At(usize),
-    /// A name on the wire, in any case, with its root label; written in lower case.
-    Name(&'a [u8]),
+    has_opt: bool,
 }
 
 impl<'a> Writer<'a> {
-    /// Begins the answer to `query` in place of what `out` holds, no longer than `limit`.
+    /// Begins an authoritative answer to `query` in place of what `out` holds, no longer than `limit`,
+    /// whose records have this TTL.
     pub(crate) fn new(
         query: &[u8],
         question: &Question,
         limit: usize,
+        ttl: u32,
         out: &'a mut Vec<u8>,
     ) -> Self {
         header(query, NOERROR, Some(question.end), out);
-        let reserved = question.edns.map_or(0, |_| OPT_LENGTH);
+        out[FLAGS] |= AA;
+        let has_opt = question.udp_size.is_some();
+        let reserved = if has_opt { OPT_LENGTH } else { 0 };
         Self {
             out,
             limit: limit - reserved,
-            ttl: 0,
+            ttl,
             answers: 0,
-            edns: question.edns,
+            has_opt,
         }
     }
 
-    /// Sets the AA bit, and the TTL of the records that follow.
-    pub(crate) fn authoritative(&mut self, ttl: u32) {
-        self.out[FLAGS] |= AA;
-        self.ttl = ttl;
-    }
-
-    pub(crate) fn set_rcode(&mut self, rcode: u8) {
-        self.out[CODE] = self.out[CODE] & !RCODE | rcode;
-    }
-
-    /// Adds a record whose data is all of `parts`. Returns the offsets of its owner and of its data;
-    /// `None`, and a truncated answer, if it does not fit.
-    pub(crate) fn record(
-        &mut self,
-        owner: Owner<'_>,
-        kind: u16,
-        parts: &[&[u8]],
-    ) -> Option<(usize, usize)> {
+    /// Adds a record whose owner stands at an offset of the answer and whose data is all of `parts`.
+    /// Returns the offset of its data; `None`, and a truncated answer, if it does not fit.
+    pub(crate) fn record(&mut self, owner: usize, kind: u16, parts: &[&[u8]]) -> Option<usize> {
         let start = self.out.len();
-        let owner_at = match owner {
-            Owner::At(at) => {
-                // The first owners stand in the first 700 bytes, and an offset has 14 bits.
-                self.out.extend((0xc000 | at as u16).to_be_bytes());
-                at
-            }
-            Owner::Name(name) => {
-                // Lengths of labels are below the letters.
-                self.out.extend(name.iter().map(u8::to_ascii_lowercase));
-                start
-            }
-        };
-        let length: usize = parts.iter().map(|part| part.len()).sum();
+        // The first owners stand in the first 700 bytes, and an offset has 14 bits.
+        let [owner_high, owner_low] = (0xc000 | owner as u16).to_be_bytes();
         let [kind_high, kind_low] = kind.to_be_bytes();
         let [class_high, class_low] = IN.to_be_bytes();
         let [t0, t1, t2, t3] = self.ttl.to_be_bytes();
         // An address or a name.
+        let length: usize = parts.iter().map(|part| part.len()).sum();
         let [high, low] = (length as u16).to_be_bytes();
         self.out.extend_from_slice(&[
-            kind_high, kind_low, class_high, class_low, t0, t1, t2, t3, high, low,
+            owner_high, owner_low, kind_high, kind_low, class_high, class_low, t0, t1, t2, t3,
+            high, low,
         ]);
         let data_at = self.out.len();
         for part in parts {
@@ -381,46 +330,39 @@ impl<'a> Writer<'a> {
             return None;
         }
         self.answers += 1;
-        Some((owner_at, data_at))
+        Some(data_at)
     }
 
     /// Ends the answer, with an OPT record if the query had one.
     pub(crate) fn finish(self) {
         put(self.out, ANSWERS, &self.answers.to_be_bytes());
-        if let Some(edns) = self.edns {
-            push_opt(self.out, 0, edns.dnssec_ok);
+        if self.has_opt {
+            push_opt(self.out);
         }
     }
 }
 
-/// Writes an answer without records: the header, and the question up to `end`. Of a response code that
-/// does not fit the header, an OPT record holds the upper bits.
+/// Writes an answer without records: the header, and the question up to `end`.
 pub(crate) fn header(query: &[u8], rcode: u8, end: Option<usize>, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(&query[..end.unwrap_or(HEADER)]);
-    let opcode = query[FLAGS] & OPCODE;
-    let is_query = opcode == 0;
-    out[FLAGS] = QR | opcode | if is_query { query[FLAGS] & RD } else { 0 };
-    out[CODE] = RA | if is_query { query[CODE] & CD } else { 0 } | rcode & RCODE;
+    out[FLAGS] = QR | query[FLAGS] & (OPCODE | RD);
+    out[CODE] = RA | query[CODE] & CD | rcode;
     out[QUESTIONS..HEADER].fill(0);
     out[QUESTIONS + 1] = u8::from(end.is_some());
-    if rcode > RCODE {
-        push_opt(out, rcode >> 4, false);
-    }
 }
 
 /// Adds the only additional record.
-fn push_opt(out: &mut Vec<u8>, extended_rcode: u8, dnssec_ok: bool) {
+pub(crate) fn push_opt(out: &mut Vec<u8>) {
     let [_, kind] = OPT.to_be_bytes();
     let [high, low] = OWN_UDP.to_be_bytes();
-    let flags = if dnssec_ok { 0x80 } else { 0 };
-    let record: [u8; OPT_LENGTH] = [0, 0, kind, high, low, extended_rcode, 0, flags, 0, 0, 0];
+    let record: [u8; OPT_LENGTH] = [0, 0, kind, high, low, 0, 0, 0, 0, 0, 0];
     out.extend(record);
     put(out, ADDITIONALS, &[0, 1]);
 }
 
-/// Copies `message` to `out`; one longer than `limit` is cut to whole answers and authorities from the
-/// front and the OPT record, with the TC bit. Names only point back, so what is left reads as before.
+/// Copies `message` to `out`; one longer than `limit` is cut to whole answers from the front, with an OPT
+/// record if it had one, and the TC bit. Names only point back, so what is left reads as before.
 pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(message);
@@ -431,27 +373,18 @@ pub(crate) fn fit(message: &[u8], limit: usize, out: &mut Vec<u8>) {
     let question_end = question_end(message);
     let records = question_end.and_then(|end| records(message, end));
     let records = records.unwrap_or_default();
-    let end = question_end.unwrap_or(HEADER);
-    let opt = records.iter().find(|record| record.kind == OPT);
-    let opt = opt.map_or(&[][..], |opt| &message[opt.start..opt.end]);
+    let has_opt = records.iter().any(|record| record.kind == OPT);
     // A question is shorter than the least limit.
-    let opt = if end + opt.len() <= limit { opt } else { &[] };
-    let fits =
-        |record: &&Record| record.section != Section::Additional && record.end + opt.len() <= limit;
-    let kept: SmallVec<[&Record; 8]> = records.iter().take_while(fits).collect();
-    let count = |section| {
-        kept.iter()
-            .filter(|record| record.section == section)
-            .count() as u16
-    };
-    out.truncate(kept.last().map_or(end, |last| last.end));
-    out.extend_from_slice(opt);
+    let room = limit - if has_opt { OPT_LENGTH } else { 0 };
+    let fits = |record: &&Record| record.section == Section::Answer && record.end <= room;
+    let kept = records.iter().take_while(fits);
+    let end = kept.clone().last().map(|last| last.end).or(question_end);
+    out.truncate(end.unwrap_or(HEADER));
     out[FLAGS] |= TC;
-    let counts = [
-        u16::from(question_end.is_some()),
-        count(Section::Answer),
-        count(Section::Authority),
-        u16::from(!opt.is_empty()),
-    ];
+    let questions = u16::from(question_end.is_some());
+    let counts = [questions, kept.count() as u16, 0, 0];
     put(out, QUESTIONS, &counts.map(u16::to_be_bytes).concat());
+    if has_opt {
+        push_opt(out);
+    }
 }

@@ -14,8 +14,6 @@ use crate::metrics::Registry;
 
 const RESOLVERS: &str = "name the resolvers of the cluster or the network in dnsConfig.nameservers of the \
                          pod, or in a file of ISTIO_AGENT_RESOLV_CONF";
-/// Resolvers that are asked. The forwarder takes no more either.
-const MAX_RESOLVERS: usize = 16;
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(config) = &subject.config.dns else {
@@ -62,8 +60,7 @@ async fn resolvers(config: &DnsParameters, forwarder: &Forwarder) -> Vec<Check> 
         }
     };
     let is_own = |server: &SocketAddr| is_own(&config.forwarder.own_addresses, *server);
-    let (own, mut servers): (Vec<_>, Vec<_>) = found.nameservers.iter().partition(|it| is_own(it));
-    servers.truncate(MAX_RESOLVERS);
+    let (own, servers): (Vec<_>, Vec<_>) = found.nameservers.iter().partition(|it| is_own(it));
     let mut checks = vec![file(name, &found, &own, servers.len())];
     let transport = match found.use_tcp {
         true => Transport::Tcp,

@@ -5,15 +5,16 @@
 //! tells istiod, which takes the endpoints of an unhealthy workload away from its callers. A stop request
 //! and a drain make the workload unhealthy at once.
 
-mod exec;
-
 use std::fmt;
 use std::future::{Future, pending};
+use std::process::Stdio;
 use std::time::Duration;
 
 use ::http::HeaderMap;
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Serialize, Serializer};
 use serde_json::json;
+use tokio::process::Command;
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -46,11 +47,10 @@ pub enum Check {
 pub type Verdict = Option<Result<(), String>>;
 
 /// A handle to the verdict. Clones share it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Health {
     /// The kind of check, as the member of `readinessProbe` is called.
     pub check: &'static str,
-    #[serde(flatten, serialize_with = "present")]
     verdict: watch::Receiver<Verdict>,
 }
 
@@ -60,15 +60,13 @@ impl Health {
     }
 }
 
-/// Writes `healthy` and `problem`.
-fn present<S: Serializer>(
-    verdict: &watch::Receiver<Verdict>,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    let verdict = verdict.borrow().clone();
-    let healthy = verdict.as_ref().map(Result::is_ok);
-    let problem = verdict.and_then(Result::err);
-    json!({ "healthy": healthy, "problem": problem }).serialize(serializer)
+impl Serialize for Health {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let verdict = self.verdict.borrow().clone();
+        let healthy = verdict.as_ref().map(Result::is_ok);
+        let problem = verdict.and_then(Result::err);
+        json!({ "check": self.check, "healthy": healthy, "problem": problem }).serialize(serializer)
+    }
 }
 
 /// Checks the workload beside the Envoy of these reports, if there is one. The future never ends.
@@ -159,7 +157,7 @@ impl Checks {
 
     async fn check(&self) -> Result<(), String> {
         match &self.config.check {
-            Check::Exec(command, limit) => exec::run(command, *limit).await,
+            Check::Exec(command, limit) => run(command, *limit).await,
             Check::Probe(probe, headers) => {
                 let outcome = self.client.probe(probe, headers).await;
                 let status = outcome.map_err(|error| with_causes(&error))?.status;
@@ -228,6 +226,46 @@ impl Check {
 impl fmt::Debug for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// A process group that is killed when this is dropped.
+struct Group(Option<Pid>);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(group) = self.0 {
+            // There may be none left.
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
+}
+
+/// Runs a command as a check, without a shell and without reading its output: exit code 0 is success. When it ends, and after `limit`,
+/// what it has started is killed.
+async fn run(command: &[String], limit: Duration) -> Result<(), String> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Err("no command".to_owned());
+    };
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .map_err(|error| format!("{program:?} does not run: {error}"))?;
+    let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
+    let _group = Group(pid);
+    let ended = tokio::time::timeout(limit, child.wait()).await;
+    match ended {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(format!("{program:?} ended with {status}")),
+        Ok(Err(error)) => Err(format!("{program:?} cannot be waited for: {error}")),
+        // The runtime reaps the child once it has ended.
+        Err(_) => Err(format!(
+            "command timeout exceeded: {program:?} ran for {limit:?}"
+        )),
     }
 }
 

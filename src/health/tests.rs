@@ -183,7 +183,7 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
         (vec![], Err("no command")),
     ] {
         let words: Vec<_> = command.iter().map(|&word| word.to_owned()).collect();
-        let found = exec::run(&words, Duration::from_secs(60)).await;
+        let found = run(&words, Duration::from_secs(60)).await;
         assert_eq!(found, expected.map_err(str::to_owned), "{command:?}");
     }
 }
@@ -201,7 +201,7 @@ async fn what_a_program_has_started_is_killed_when_it_ends_or_hangs() {
         let mark = directory.path().join("pid");
         let script = format!("sleep 1000 & echo $! > {}; {end}", mark.display());
         let command = ["sh", "-c", &script].map(str::to_owned);
-        let found = exec::run(&command, Duration::from_millis(500)).await;
+        let found = run(&command, Duration::from_millis(500)).await;
         assert_eq!(found, expected.map_err(str::to_owned));
         let pid = std::fs::read_to_string(mark).expect("it ran");
         let state = format!("/proc/{}/stat", pid.trim());

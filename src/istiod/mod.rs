@@ -180,11 +180,6 @@ impl Istiod {
         request
     }
 
-    /// The connection in use.
-    pub(crate) fn watch(&self) -> watch::Receiver<Option<Connection>> {
-        self.shared.connected.subscribe()
-    }
-
     /// The address in use, or dialed next, as configured.
     pub fn address(&self) -> &str {
         &self.shared.hosts.current().address

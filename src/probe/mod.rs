@@ -4,19 +4,45 @@
 //! bounds each with the timeout of its [`Probe`]. The [`Outcome`] is a status for the prober and the
 //! beginning of the body. One call is one probe; thresholds are the kubelet's.
 
-mod grpc;
-mod http;
-
 use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use ::http::{HeaderMap, StatusCode};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, Request, StatusCode, Uri, header};
+use hyper::client::conn::http2::handshake;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout_at};
 
+use crate::clock::after;
 use crate::dial::{self, Dialer};
+use crate::executor::ConnectionTasks;
 use crate::http_client::{self, Redirects};
+use crate::proto::grpc_health_v1::HealthCheckRequest;
+use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
+use crate::proto::grpc_health_v1::health_client::HealthClient;
 use crate::unverified_tls;
+
+/// What of a body is passed on.
+const MAX_BODY: usize = 10 << 10;
+/// Time kept back from reading the body, so that the status arrives within the probe's timeout.
+const RESERVE: Duration = Duration::from_millis(1);
+
+/// They are about one connection, or about a body that is not passed on.
+const NOT_COPIED: [&str; 9] = [
+    "connection",
+    "content-length",
+    "http2-settings",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+/// More than the one number an answer consists of.
+const MAX_ANSWER: usize = 4 << 10;
 
 /// What to probe, and how long that may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,8 +84,12 @@ pub enum Error {
     Connect(#[from] dial::Error),
     #[error(transparent)]
     Http(#[from] http_client::Error),
-    #[error(transparent)]
-    Grpc(#[from] grpc::Error),
+    #[error("the application does not speak HTTP/2")]
+    Handshake(#[source] hyper::Error),
+    #[error("the health check failed")]
+    Call(#[source] tonic::Status),
+    #[error("the application says {0}, expected SERVING")]
+    NotServing(String),
 }
 
 /// How probes are sent.
@@ -94,25 +124,23 @@ impl Client {
 
     /// Probes once. `headers` are sent with an HTTP request; gRPC sends the user agent among them.
     pub async fn probe(&self, probe: &Probe, headers: &HeaderMap) -> Result<Outcome, Error> {
-        let end = crate::clock::after(probe.timeout);
+        let end = after(probe.timeout);
         let connect = || self.dialer.connect(&probe.host, probe.port);
         let probing = async {
             match &probe.kind {
                 Kind::Http { is_https, path } => {
-                    let request = http::request(*is_https, &probe.host, probe.port, path, headers)?;
-                    return Ok(http::get(&self.http, request, end).await?);
+                    let request = http_request(*is_https, &probe.host, probe.port, path, headers)?;
+                    return Ok(get(&self.http, request, end).await?);
                 }
                 Kind::Tcp => drop(connect().await?),
-                Kind::Grpc { service } => {
-                    grpc::check(connect().await?, service, headers).await?;
-                }
+                Kind::Grpc { service } => check(connect().await?, service, headers).await?,
             }
             Ok(Outcome {
                 status: StatusCode::OK,
                 body: Bytes::new(),
             })
         };
-        let outcome = tokio::time::timeout_at(end, probing).await;
+        let outcome = timeout_at(end, probing).await;
         outcome.map_err(|_| Error::Late(probe.timeout))?
     }
 }
@@ -120,6 +148,85 @@ impl Client {
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Client").finish_non_exhaustive()
+    }
+}
+
+fn http_request(
+    is_https: bool,
+    host: &str,
+    port: u16,
+    path: &str,
+    headers: &HeaderMap,
+) -> Result<Request<Bytes>, http_client::Error> {
+    let scheme = if is_https { "https" } else { "http" };
+    let host = match host.contains(':') {
+        true => format!("[{host}]"),
+        false => host.to_owned(),
+    };
+    let slash = if path.starts_with('/') { "" } else { "/" };
+    let url = format!("{scheme}://{host}:{port}{slash}{path}");
+    let mut request = Request::new(Bytes::new());
+    *request.uri_mut() = url
+        .parse()
+        .map_err(|_| http_client::Error::Url { found: url })?;
+    *request.headers_mut() = headers.clone();
+    for name in NOT_COPIED {
+        request.headers_mut().remove(name);
+    }
+    Ok(request)
+}
+
+/// A redirect to another host counts as success. Every other status is the outcome, whatever happens to
+/// the body.
+async fn get(
+    client: &http_client::Client,
+    request: Request<Bytes>,
+    end: Instant,
+) -> Result<Outcome, http_client::Error> {
+    let (head, mut body) = client.send(request).await?.into_parts();
+    let mut beginning = BytesMut::new();
+    let reading = async {
+        if body.read_into(&mut beginning, MAX_BODY).await.is_ok() {
+            body.discard().await;
+        }
+    };
+    let _ = timeout_at(end.checked_sub(RESERVE).unwrap_or(end), reading).await; // The status counts.
+    let status = match head.status.is_redirection() {
+        true => StatusCode::OK,
+        false => head.status,
+    };
+    let body = beginning.freeze();
+    Ok(Outcome { status, body })
+}
+
+/// Succeeds when the service says that it serves. It is one call in plaintext on a connection of its own.
+async fn check(stream: TcpStream, service: &str, headers: &HeaderMap) -> Result<(), Error> {
+    let tasks = ConnectionTasks::default();
+    let handshake = handshake(tasks.executor(), TokioIo::new(stream)).await;
+    let (mut sender, connection) = handshake.map_err(Error::Handshake)?;
+    // The call learns of an error.
+    tasks.executor().spawn(async { drop(connection.await) });
+    let mut request = tonic::Request::new(HealthCheckRequest {
+        service: service.to_owned(),
+    });
+    let agent = headers
+        .get(header::USER_AGENT)
+        .map(|agent| agent.as_bytes());
+    if let Some(agent) = agent.and_then(|agent| agent.try_into().ok()) {
+        request.metadata_mut().insert("user-agent", agent);
+    }
+    let origin = Uri::from_static("http://localhost");
+    let channel = tower::service_fn(move |request| sender.send_request(request));
+    let answer = HealthClient::with_origin(channel, origin)
+        .max_decoding_message_size(MAX_ANSWER)
+        .check(request)
+        .await
+        .map_err(Error::Call)?
+        .into_inner();
+    match ServingStatus::try_from(answer.status) {
+        Ok(ServingStatus::Serving) => Ok(()),
+        Ok(other) => Err(Error::NotServing(other.as_str_name().to_owned())),
+        Err(_) => Err(Error::NotServing(answer.status.to_string())),
     }
 }
 

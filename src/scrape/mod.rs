@@ -2,7 +2,7 @@
 //!
 //! All sources are asked at once, and what they send is set aside. When each has ended or has no more
 //! room there, or half of the time is over, the format of the page is settled, and the sources are
-//! written one after the other: what is small comes first; a large or slow page passes straight from its
+//! written one after the other: what has ended comes first; a large or slow page passes straight from its
 //! socket in the time that is left. A source that fails is logged, counted and left out; the
 //! complete lines of one that breaks off stay. In OpenMetrics the response is then aborted, as its end
 //! would say that nothing is missing.
@@ -30,9 +30,10 @@ use tokio::time::Instant;
 use crate::clock::later;
 use crate::duration::scaled;
 use crate::http_client::{self, Client, Redirects};
-use crate::lifecycle::BoxError;
+use crate::lifecycle::{BoxError, with_causes};
 use crate::metrics::{Counter, Counters, Registry};
-use negotiate::{ContentType, TIMEOUT};
+use lines::Format;
+use negotiate::{TEXT_PAGE, TIMEOUT};
 use page::{Output, Page};
 use source::{Origin, Source};
 use targets::Target;
@@ -115,17 +116,19 @@ impl Scrape {
             }
             _ => true,
         });
-        let format = settle(&sources);
+        sources.sort_by_key(Source::turn);
+        let content_type = settle(&sources);
+        let format = Format::of(content_type);
         let is_gzip = negotiate::takes_gzip(&request.headers);
         let (inner, output) = (scrape.clone(), Output::new(is_gzip));
-        let page = Page::new(inner, sources, format.format(), later(begin, time), output);
+        let page = Page::new(inner, sources, format, later(begin, time), output);
         let chunks = try_unfold(page, |mut page| async {
             let chunk = page.next().await?;
             Ok(chunk.map(|chunk| (Frame::data(chunk), page)))
         });
         let mut response = Response::new(StreamBody::new(chunks).boxed_unsync());
         let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, format.header());
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
         if is_gzip {
             headers.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
@@ -186,21 +189,22 @@ impl Inner {
     fn report(&self, source: &Source) {
         if let Some(failure) = &source.failure {
             self.counts.failures.with([source.origin.name()]).inc();
-            tracing::error!("{}", source.explain(failure));
+            let (origin, address) = (source.origin.name(), &source.address);
+            let why = with_causes(failure);
+            tracing::error!("failed scraping {origin} metrics from {address}: {why}");
         }
     }
 }
 
-/// The format of the page: that of the application, or text where its targets differ.
-fn settle(sources: &[Source]) -> ContentType {
-    let targets = sources
-        .iter()
-        .filter(|source| source.origin == Origin::Application);
+/// What the page says it is: the same as the application, or text where its targets differ.
+fn settle(sources: &[Source]) -> &'static str {
+    let targets = sources.iter();
+    let targets = targets.filter(|source| source.origin == Origin::Application);
     let mut types = targets.filter_map(|source| source.content_type);
-    let first = types.next().unwrap_or(ContentType::Text);
+    let first = types.next().unwrap_or(TEXT_PAGE);
     match types.all(|other| other == first) {
         true => first,
-        false => ContentType::Text,
+        false => TEXT_PAGE,
     }
 }
 
@@ -231,14 +235,6 @@ impl Counts {
                 "Lines left out of the page because they are malformed or longer than 1 MiB.",
                 &["source"],
             ),
-        }
-    }
-
-    fn left_out(&self, origin: Origin, duplicates: u64, malformed: u64) {
-        for (counters, lines) in [(&self.duplicates, duplicates), (&self.malformed, malformed)] {
-            if lines > 0 {
-                counters.with([origin.name()]).add(lines);
-            }
         }
     }
 }

@@ -19,37 +19,31 @@ const TEXT: &str = "text/plain;version=0.0.4";
 const ANY: &str = "text/plain;version=0.0.4;q=0.1";
 
 /// What the page says it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ContentType {
-    Text,
-    OpenMetrics0,
-    OpenMetrics1,
+pub(super) const TEXT_PAGE: &str = "text/plain; version=0.0.4; charset=utf-8";
+const OPEN_METRICS_0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
+const OPEN_METRICS_1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What an application says its page is, in one of these ways.
+pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
+    let text = header.and_then(|header| header.to_str().ok());
+    let text = text.unwrap_or_default();
+    if kind(text) != OPEN_METRICS {
+        TEXT_PAGE
+    } else if text.contains("1.0.0") {
+        OPEN_METRICS_1
+    } else if text.contains("0.0.1") || !text.contains("version") {
+        OPEN_METRICS_0
+    } else {
+        TEXT_PAGE
+    }
 }
 
-impl ContentType {
-    /// What an application says its page is.
-    pub(super) fn of(header: Option<&HeaderValue>) -> Self {
-        let text = header.and_then(|header| header.to_str().ok());
-        let text = text.unwrap_or_default();
-        match (&*kind(text), parameter(text, "version")) {
-            (OPEN_METRICS, Some("1.0.0")) => Self::OpenMetrics1,
-            (OPEN_METRICS, Some("0.0.1") | None) => Self::OpenMetrics0,
-            _ => Self::Text,
-        }
-    }
-
-    pub(super) fn header(self) -> HeaderValue {
-        HeaderValue::from_static(match self {
-            Self::Text => "text/plain; version=0.0.4; charset=utf-8",
-            Self::OpenMetrics0 => "application/openmetrics-text; version=0.0.1; charset=utf-8",
-            Self::OpenMetrics1 => "application/openmetrics-text; version=1.0.0; charset=utf-8",
-        })
-    }
-
-    pub(super) fn format(self) -> Format {
-        match self {
-            Self::Text => Format::Text,
-            _ => Format::OpenMetrics,
+impl Format {
+    /// The format of a page that says so.
+    pub(super) fn of(content_type: &str) -> Self {
+        match content_type {
+            TEXT_PAGE => Self::Text,
+            _ => Self::OpenMetrics,
         }
     }
 }
@@ -88,8 +82,8 @@ fn accept(origin: Origin, headers: &HeaderMap) -> String {
 
 /// Whether the scraper accepts gzip.
 pub(super) fn takes_gzip(headers: &HeaderMap) -> bool {
-    let is_refused = |member| parameter(member, "q").is_some_and(|q| q.parse() == Ok(0.0));
-    members(headers, ACCEPT_ENCODING).any(|member| kind(member) == "gzip" && !is_refused(member))
+    let mut members = members(headers, ACCEPT_ENCODING);
+    members.any(|member| kind(member) == "gzip" && !member.ends_with("q=0"))
 }
 
 /// The members of a header that is a list.
@@ -103,15 +97,6 @@ fn members(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> 
 fn kind(member: &str) -> String {
     let kind = member.split(';').next().unwrap_or_default();
     kind.trim().to_ascii_lowercase()
-}
-
-fn parameter<'a>(member: &'a str, name: &str) -> Option<&'a str> {
-    let mut parameters = member.split(';').skip(1);
-    parameters.find_map(|parameter| {
-        let (found, value) = parameter.split_once('=')?;
-        let is_found = found.trim().eq_ignore_ascii_case(name);
-        is_found.then(|| value.trim().trim_matches('"'))
-    })
 }
 
 #[cfg(test)]
@@ -171,29 +156,23 @@ mod tests {
     #[test]
     fn a_page_is_what_its_header_says_and_text_otherwise() {
         for (header, expected) in [
-            (None, ContentType::Text),
-            (
-                Some("application/openmetrics-text"),
-                ContentType::OpenMetrics0,
-            ),
+            (None, TEXT_PAGE),
+            (Some("application/openmetrics-text"), OPEN_METRICS_0),
             (
                 Some("application/openmetrics-text; version=0.0.1"),
-                ContentType::OpenMetrics0,
+                OPEN_METRICS_0,
             ),
             (
                 Some("Application/OpenMetrics-Text; charset=utf-8; version=\"1.0.0\""),
-                ContentType::OpenMetrics1,
+                OPEN_METRICS_1,
             ),
-            (
-                Some("application/openmetrics-text; version=2"),
-                ContentType::Text,
-            ),
-            (Some("text/plain; version=0.0.4"), ContentType::Text),
-            (Some("text/html"), ContentType::Text),
-            (Some(""), ContentType::Text),
+            (Some("application/openmetrics-text; version=2"), TEXT_PAGE),
+            (Some("text/plain; version=0.0.4"), TEXT_PAGE),
+            (Some("text/html"), TEXT_PAGE),
+            (Some(""), TEXT_PAGE),
         ] {
             let value = header.map(|header| header.parse().expect("a value"));
-            assert_eq!(ContentType::of(value.as_ref()), expected, "{header:?}");
+            assert_eq!(content_type(value.as_ref()), expected, "{header:?}");
         }
     }
 

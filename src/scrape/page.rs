@@ -80,20 +80,20 @@ impl Page {
             }
             match self.turn.take() {
                 Some(turn) => self.pass(turn).await?,
-                None => self.begin().await?,
+                None => self.begin()?,
             }
         }
     }
 
     /// Begins the turn of a source, or ends the page after the last one.
-    async fn begin(&mut self) -> Result<(), BoxError> {
-        let Some(next) = source::next(&mut self.sources, self.deadline).await else {
+    fn begin(&mut self) -> Result<(), BoxError> {
+        if self.sources.is_empty() {
             if self.format == Format::OpenMetrics {
                 self.output.write(b"# EOF\n");
             }
             return Ok(self.output.finish()?);
-        };
-        let source = self.sources.remove(next);
+        }
+        let source = self.sources.remove(0);
         let is_last = self.sources.is_empty();
         self.seen.begin(is_last);
         // Nothing that others wait for takes all of their time.
@@ -150,7 +150,9 @@ impl Page {
         if let Some(mut lines) = lines {
             lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
             let counts = &self.scrape.counts;
-            counts.left_out(source.origin, lines.duplicates, lines.malformed);
+            let origin = source.origin.name();
+            counts.duplicates.with([origin]).add(lines.duplicates);
+            counts.malformed.with([origin]).add(lines.malformed);
             has_end = lines.has_ended;
         }
         if source.failure.is_none() && source.format() == Format::OpenMetrics && !has_end {

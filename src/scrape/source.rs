@@ -16,9 +16,8 @@ use http::{HeaderValue, Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
 use super::lines::Format;
-use super::negotiate::ContentType;
+use super::negotiate::content_type;
 use crate::http_client::{self, Body};
-use crate::lifecycle::with_causes;
 
 /// How much encoded data is decoded at a time: it may become a thousand times as much.
 const ENCODED: usize = 512;
@@ -68,9 +67,9 @@ pub(super) type Asking =
 pub(super) struct Source {
     pub origin: Origin,
     /// Where the page is, for people.
-    address: String,
+    pub address: String,
     /// None until the head of the answer has arrived.
-    pub content_type: Option<ContentType>,
+    pub content_type: Option<&'static str>,
     /// Why the page has ended early.
     pub failure: Option<Failure>,
     state: State,
@@ -118,17 +117,7 @@ impl Source {
     }
 
     pub(super) fn format(&self) -> Format {
-        self.content_type.map_or(Format::Text, ContentType::format)
-    }
-
-    /// The failure in a log line.
-    pub(super) fn explain(&self, failure: &Failure) -> String {
-        format!(
-            "failed scraping {} metrics from {}: {}",
-            self.origin.name(),
-            self.address,
-            with_causes(failure)
-        )
+        self.content_type.map_or(Format::Text, Format::of)
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -136,13 +125,13 @@ impl Source {
     }
 
     /// Whether it waits for its turn: all of it is there, or no more can be set aside.
-    pub(super) fn is_settled(&self) -> bool {
+    fn is_settled(&self) -> bool {
         self.has_ended() || self.aside.len() >= self.room
     }
 
     /// The order of turns: ended sources come first, then the others, and of these Envoy's page last, as
     /// it is the largest: the series of the last one are not remembered.
-    fn turn(&self) -> (bool, bool) {
+    pub(super) fn turn(&self) -> (bool, bool) {
         let is_full = !self.has_ended();
         (is_full, is_full && self.origin == Origin::Envoy)
     }
@@ -203,8 +192,7 @@ impl Source {
         if decoder.is_some() {
             self.limit = self.limit.min(MAX_DECODED);
         }
-        let content_type = head.headers.get(CONTENT_TYPE);
-        self.content_type = Some(ContentType::of(content_type));
+        self.content_type = Some(content_type(head.headers.get(CONTENT_TYPE)));
         self.state = State::Reading(Box::new(body), decoder);
         Ok(())
     }
@@ -291,19 +279,4 @@ pub(super) async fn set_aside(sources: &mut [Source], until: Instant) {
     });
     // Sources that are late have their turn later.
     let _ = timeout_at(until, done).await;
-}
-
-/// Waits for the source whose turn it is, if there are any left.
-pub(super) async fn next(sources: &mut [Source], deadline: Instant) -> Option<usize> {
-    if sources.len() < 2 {
-        return sources.len().checked_sub(1);
-    }
-    let settled = poll_fn(|context| {
-        set_all_aside(sources, context);
-        let settled = sources.iter().enumerate();
-        let settled = settled.filter(|(_, source)| source.is_settled());
-        let next = settled.min_by_key(|(_, source)| source.turn());
-        next.map_or(Poll::Pending, |(index, _)| Poll::Ready(index))
-    });
-    Some(timeout_at(deadline, settled).await.unwrap_or(0))
 }

@@ -1,6 +1,7 @@
 //! Lists the levels of the log, and sets them: `?level=debug`, for one scope (`&scope=sds`) or all, until
 //! it is changed or for a while (`&for=10m`).
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ::http::request::Parts;
@@ -11,20 +12,6 @@ use super::{Body, reply};
 use crate::{duration, logging};
 
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error(transparent)]
-    Set(#[from] logging::Error),
-    #[error("the query has {0:?}, expected level, scope and for, each with a value and once")]
-    Member(String),
-    #[error("the query has no level")]
-    NoLevel,
-    #[error(
-        "for is {0:?}, expected a duration such as 10m, more than 0 and at most {MAX_PERIOD:?}"
-    )]
-    Period(String),
-}
 
 pub(super) fn answer(head: &Parts) -> Response<Body> {
     let is_to_set = match head.method {
@@ -38,28 +25,31 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
     reply::json(Some(json!(logging::scopes())))
 }
 
-fn set(query: &str) -> Result<(), Error> {
-    let (mut level, mut scope, mut period) = (None, None, None);
+fn set(query: &str) -> Result<(), String> {
+    let mut members = BTreeMap::from([("level", None), ("scope", None), ("for", None)]);
     for member in query.split('&').filter(|member| !member.is_empty()) {
-        let place = match member.split_once('=') {
-            Some(("level", value)) => (&mut level, value),
-            Some(("scope", value)) => (&mut scope, value),
-            Some(("for", value)) => (&mut period, value),
-            _ => return Err(Error::Member(member.to_owned())),
-        };
-        if place.0.replace(place.1).is_some() {
-            return Err(Error::Member(member.to_owned()));
+        let (name, value) = member.split_once('=').unwrap_or_default();
+        match members.get_mut(name) {
+            Some(place @ None) => *place = Some(value),
+            _ => {
+                return Err(format!(
+                    "the query has {member:?}, expected level, scope and for, each with a value and once"
+                ));
+            }
         }
     }
-    let level = level.ok_or(Error::NoLevel)?;
-    let scope = scope.filter(|scope| *scope != "all");
-    let period = period.map(read_period).transpose()?;
-    Ok(logging::set_level(scope, level, period)?)
+    let level = members["level"].ok_or("the query has no level")?;
+    let scope = members["scope"].filter(|scope| *scope != "all");
+    let period = members["for"].map(read_period).transpose()?;
+    logging::set_level(scope, level, period).map_err(|error| error.to_string())
 }
 
-fn read_period(text: &str) -> Result<Duration, Error> {
+fn read_period(text: &str) -> Result<Duration, String> {
     let period = duration::parse(text);
-    period
-        .filter(|period| !period.is_zero() && *period <= MAX_PERIOD)
-        .ok_or_else(|| Error::Period(text.to_owned()))
+    let period = period.filter(|period| !period.is_zero() && *period <= MAX_PERIOD);
+    period.ok_or_else(|| {
+        format!(
+            "for is {text:?}, expected a duration such as 10m, more than 0 and at most {MAX_PERIOD:?}"
+        )
+    })
 }

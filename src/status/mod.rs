@@ -27,7 +27,6 @@
 mod access;
 mod logging;
 mod overview;
-mod path;
 mod probers;
 mod ready;
 mod reply;
@@ -144,11 +143,7 @@ pub fn new(
     Ok(async move {
         let watched = router.clone();
         let watches = async {
-            tokio::join!(
-                watched.ready.watch(),
-                startup::watch(&watched.sources),
-                crate::logging::expire_levels(),
-            );
+            tokio::join!(watched.ready.watch(), crate::logging::expire_levels());
             std::future::pending().await
         };
         tokio::select! {
@@ -199,7 +194,7 @@ impl Router {
     async fn answer<B>(&self, request: Request<B>, caller: &Caller) -> Response<Body> {
         let (head, _) = request.into_parts();
         if head.method != Method::CONNECT
-            && let Some(clean) = path::cleaned(&head.uri)
+            && let Some(clean) = server::cleaned(&head.uri)
         {
             return reply::moved(&clean);
         }

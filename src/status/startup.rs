@@ -1,8 +1,5 @@
-//! Start-up milestones: when the agent bound its sockets, Envoy started, and so on until the pod was
-//! ready.
-//!
-//! Only the first time counts, so a second Envoy or another connection to istiod does not rewrite
-//! how the start went.
+//! Start-up milestones: when the agent bound its sockets, Envoy had its configuration, and so on until the
+//! pod was ready. Only the first time counts, so a second Envoy does not rewrite how the start went.
 
 use std::time::Duration;
 
@@ -10,12 +7,7 @@ use serde::Serialize;
 use tokio::sync::watch as channel;
 use tokio::time::Instant;
 
-use super::Sources;
-
 pub const SOCKETS_BOUND: &str = "sockets bound";
-const ENVOY_STARTED: &str = "Envoy started";
-const ISTIOD_CONNECTED: &str = "istiod connected";
-const FIRST_CERTIFICATE: &str = "first certificate";
 /// Envoy has accepted clusters and listeners.
 pub(super) const CONFIG_RECEIVED: &str = "configuration received";
 pub(super) const ENVOY_LIVE: &str = "Envoy live";
@@ -82,35 +74,6 @@ fn has(reached: &[Reached], milestone: &str) -> bool {
     reached.iter().any(|known| known.milestone == milestone)
 }
 
-/// Marks what Envoy's supervisor, the connection to istiod and the secrets publish. Readiness marks
-/// the later milestones.
-pub(super) async fn watch(sources: &Sources) {
-    let milestones = &sources.milestones;
-    let connected = async {
-        let mut connection = sources.istiod.watch();
-        if connection.wait_for(Option::is_some).await.is_ok() {
-            milestones.mark(ISTIOD_CONNECTED);
-        }
-    };
-    let certified = async {
-        let Some(mut secrets) = sources.secrets.clone() else {
-            return;
-        };
-        while secrets.latest().workload.is_none() {
-            secrets.changed().await;
-        }
-        milestones.mark(FIRST_CERTIFICATE);
-    };
-    let started = async {
-        let Some(envoy) = &sources.envoy else { return };
-        let mut report = envoy.report();
-        if report.wait_for(|report| report.pid.is_some()).await.is_ok() {
-            milestones.mark(ENVOY_STARTED);
-        }
-    };
-    tokio::join!(connected, certified, started);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,9 +83,9 @@ mod tests {
         let milestones = Milestones::start();
         milestones.mark(SOCKETS_BOUND);
         tokio::time::advance(Duration::from_micros(12_500)).await;
-        milestones.clone().mark(FIRST_CERTIFICATE);
+        milestones.clone().mark(CONFIG_RECEIVED);
         tokio::time::advance(Duration::from_millis(1)).await;
-        milestones.mark(ENVOY_STARTED);
+        milestones.mark(ENVOY_LIVE);
         milestones.mark(SOCKETS_BOUND);
         let reached: Vec<_> = milestones
             .reached()
@@ -131,8 +94,8 @@ mod tests {
             .collect();
         let expected = [
             ("sockets bound", 0.0),
-            ("first certificate", 12.5),
-            ("Envoy started", 13.5),
+            ("configuration received", 12.5),
+            ("Envoy live", 13.5),
         ];
         assert_eq!(reached, expected);
     }

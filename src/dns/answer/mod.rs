@@ -9,7 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::Transport;
 use super::name_table::{Found, NameTable};
-use super::wire::{self, NoQuestion, Owner, Question, Writer};
+use super::wire::{self, NoQuestion, Question, Writer};
 
 /// How answers are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,8 +57,8 @@ pub(crate) fn answer(
                 return Action::Forward(question);
             };
             let limit = question.limit(transport);
-            let writer = Writer::new(query, &question, limit, out);
-            write(writer, query, &question, &found, policy.ttl);
+            let writer = Writer::new(query, &question, limit, policy.ttl, out);
+            write(writer, query, &question, &found);
         }
     }
     Action::Reply(question)
@@ -66,9 +66,10 @@ pub(crate) fn answer(
 
 /// Answers with SERVFAIL.
 pub(crate) fn fail(query: &[u8], question: &Question, out: &mut Vec<u8>) {
-    let mut writer = Writer::new(query, question, usize::from(u16::MAX), out);
-    writer.set_rcode(wire::SERVFAIL);
-    writer.finish();
+    wire::header(query, wire::SERVFAIL, Some(question.end), out);
+    if question.udp_size.is_some() {
+        wire::push_opt(out);
+    }
 }
 
 fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {
@@ -80,11 +81,10 @@ fn find(table: &NameTable, query: &[u8], question: &Question) -> Option<Found> {
     table.find(&question.text(query)?)
 }
 
-fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Found, ttl: u32) {
+fn write(mut writer: Writer<'_>, query: &[u8], question: &Question, found: &Found) {
     let is_asked = |kind| [kind, wire::ANY].contains(&question.kind);
     let v4: &[_] = if is_asked(wire::A) { &found.v4 } else { &[] };
     let v6: &[_] = if is_asked(wire::AAAA) { &found.v6 } else { &[] };
-    writer.authoritative(ttl);
     if !v4.is_empty() || !v6.is_empty() {
         // What does not fit is left out.
         let _ = write_records(&mut writer, question.name(query), found, v4, v6);
@@ -99,26 +99,19 @@ fn write_records(
     v4: &[Ipv4Addr],
     v6: &[Ipv6Addr],
 ) -> Option<()> {
-    // Lengths of labels are below the letters.
-    let mut owner = match name.iter().any(u8::is_ascii_uppercase) {
-        true => Owner::Name(name),
-        false => Owner::At(wire::HEADER),
-    };
+    let mut owner = wire::HEADER;
     if let Some(end) = found.target_end {
         let star: &[u8] = found.wildcard.map_or(b"", |_| b"\x01*");
-        // Where a label begins in the text, its length stands on the wire.
+        // Where a label begins in the text, its length stands on the wire. Lengths are below the letters.
         let target = name.get(found.wildcard.unwrap_or(0)..=end)?;
         let target = target.to_ascii_lowercase();
-        let (_, target_at) = writer.record(owner, wire::CNAME, &[star, &target, &[0]])?;
-        owner = Owner::At(target_at);
+        owner = writer.record(owner, wire::CNAME, &[star, &target, &[0]])?;
     }
     for address in from_random(v4) {
-        let (at, _) = writer.record(owner, wire::A, &[&address.octets()])?;
-        owner = Owner::At(at);
+        writer.record(owner, wire::A, &[&address.octets()])?;
     }
     for address in from_random(v6) {
-        let (at, _) = writer.record(owner, wire::AAAA, &[&address.octets()])?;
-        owner = Owner::At(at);
+        writer.record(owner, wire::AAAA, &[&address.octets()])?;
     }
     Some(())
 }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 
-use super::message::Reply;
+use super::message::{Query, Reply};
+use crate::dns::Transport;
 
 /// Clients that may wait for an answer at one time.
 const MAX_WAITING: usize = 4096;
@@ -47,7 +48,6 @@ pub(super) struct QuerySlot<'a> {
     in_flight: &'a InFlight,
     key: Vec<u8>,
     pub(super) query: Arc<SharedQuery>,
-    pub(super) is_first: bool,
 }
 
 /// Why a query is not forwarded.
@@ -69,29 +69,27 @@ impl Refused {
 }
 
 impl InFlight {
-    /// Takes a slot for a query that came with this id and length.
+    /// Takes a slot for a query that is to be forwarded over `transport`.
     pub(super) fn join(
         &self,
-        key: Vec<u8>,
-        id: u16,
-        length: usize,
+        query: &Query,
+        transport: Transport,
     ) -> Result<QuerySlot<'_>, Refused> {
+        let key = query.key(transport);
         let mut state = self.0.lock();
         let found = state.queries.get(&key);
-        if found.is_some_and(|query| query.is_looping(id, length)) {
+        if found.is_some_and(|found| found.is_looping(query.id(), query.len())) {
             return Err(Refused::ForwardingLoop);
         }
         if state.waiting >= MAX_WAITING {
             return Err(Refused::Full);
         }
-        let is_first = found.is_none();
         state.waiting += 1;
         let query = state.queries.entry(key.clone()).or_default().clone();
         Ok(QuerySlot {
             in_flight: self,
             key,
             query,
-            is_first,
         })
     }
 }

@@ -3,8 +3,9 @@
 
 use bytes::Bytes;
 
+use crate::dns::Transport;
 use crate::dns::wire::{
-    self, ANSWERS, FLAGS, HEADER, MIN_UDP, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, TC,
+    self, ANSWERS, FLAGS, HEADER, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, TC,
 };
 
 /// A client's query.
@@ -12,7 +13,6 @@ use crate::dns::wire::{
 pub(super) struct Query {
     bytes: Bytes,
     question_end: usize,
-    opt: Option<wire::Record>,
     /// Whether nothing but an OPT record without options follows the question.
     is_plain: bool,
 }
@@ -26,7 +26,6 @@ impl Query {
         Some(Self {
             bytes: client.slice(..end),
             question_end,
-            opt: records.iter().copied().find(|r| r.kind == OPT),
             is_plain: match records.as_slice() {
                 [] => true,
                 [only] => only.kind == OPT && only.data_at() == only.end,
@@ -43,30 +42,21 @@ impl Query {
         self.bytes.len()
     }
 
-    fn opcode(&self) -> u8 {
-        self.bytes[FLAGS] & OPCODE
-    }
-
     fn question(&self) -> &[u8] {
         &self.bytes[HEADER..self.question_end]
     }
 
-    /// What makes two queries the same: all of it but the id and the case of the name.
-    pub(super) fn key(&self) -> Vec<u8> {
+    /// What makes two queries over a transport the same: all of it but the id and the case of the name.
+    pub(super) fn key(&self, transport: Transport) -> Vec<u8> {
         let mut key = self.message(0);
         key[HEADER..self.question_end - 4].make_ascii_lowercase();
+        key.push(transport as u8);
         key
     }
 
-    /// What makes two queries the same to the cache, whatever size of answer they take. `None` if the
-    /// answer may be meant for this client alone.
+    /// The same for the cache. `None` if the answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
-        let is_query = self.bytes[FLAGS] & 0xf8 == 0;
-        let mut key = self.key();
-        if let Some(opt) = self.opt {
-            wire::put(&mut key, opt.class_at(), &[0, 0]);
-        }
-        (is_query && self.is_plain).then_some(key)
+        self.is_plain.then(|| self.key(Transport::Tcp))
     }
 
     /// The bytes to send.
@@ -74,12 +64,6 @@ impl Query {
         let mut bytes = self.bytes.to_vec();
         wire::put(&mut bytes, 0, &id.to_be_bytes());
         bytes
-    }
-
-    /// The largest answer a server may send in one datagram.
-    pub(super) fn udp_size(&self) -> usize {
-        let size = |opt: wire::Record| wire::u16_at(&self.bytes, opt.class_at());
-        self.opt.and_then(size).map_or(MIN_UDP, usize::from)
     }
 
     /// Whether the question of a message is this one.
@@ -95,7 +79,7 @@ impl Query {
 
     /// The reply as the client expects it: its id, its question.
     pub(super) fn restore(&self, reply: &Reply) -> Bytes {
-        let mut bytes = reply.bytes().to_vec();
+        let mut bytes = reply.0.to_vec();
         wire::put(&mut bytes, 0, &self.bytes[..2]);
         wire::put(&mut bytes, HEADER, self.question());
         bytes.into()
@@ -104,64 +88,42 @@ impl Query {
 
 /// A reply to one of our queries, with all the records it announces.
 #[derive(Clone, Debug)]
-pub(super) struct Reply(Bytes);
-
-/// Why a message is no reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Unusable {
-    #[error("the reply over TCP is to another query")]
-    NotOurs,
-    #[error("the reply's records do not fit its length")]
-    Broken,
-}
+pub(super) struct Reply(pub(super) Bytes);
 
 impl Reply {
-    /// Of a message that `is_cut` by the end of its buffer, only header and question count.
-    pub(super) fn read(
-        bytes: &[u8],
-        id: u16,
-        query: &Query,
-        is_cut: bool,
-    ) -> Result<Self, Unusable> {
+    /// `None` if the message is no reply to this query under this id, or not whole.
+    pub(super) fn read(bytes: &[u8], id: u16, query: &Query) -> Option<Self> {
         let is_ours = bytes.len() >= HEADER
             && wire::u16_at(bytes, 0) == Some(id)
             && bytes[FLAGS] & QR != 0
-            && bytes[FLAGS] & OPCODE == query.opcode();
+            && bytes[FLAGS] & OPCODE == query.bytes[FLAGS] & OPCODE;
+        if !is_ours {
+            return None;
+        }
         // Servers leave the question out of errors, where they could not read it.
-        let is_error = || ![NOERROR, NXDOMAIN].contains(&wire::rcode(bytes));
-        if is_ours && wire::u16_at(bytes, QUESTIONS) == Some(0) && is_error() {
-            return Ok(Self::header_and_question(bytes, query, 0));
+        let is_error = ![NOERROR, NXDOMAIN].contains(&wire::rcode(bytes));
+        if is_error && wire::u16_at(bytes, QUESTIONS) == Some(0) {
+            return Some(Self::header_and_question(bytes, query));
         }
-        if !is_ours || !query.is_asked_in(bytes) {
-            return Err(Unusable::NotOurs);
+        if !query.is_asked_in(bytes) {
+            return None;
         }
-        let question_end = HEADER + query.question().len();
-        match wire::records(bytes, question_end) {
-            Some(records) if !is_cut => {
-                let end = records.last().map_or(question_end, |last| last.end);
-                Ok(Self(Bytes::copy_from_slice(&bytes[..end])))
+        match wire::records(bytes, query.question_end) {
+            Some(records) => {
+                let end = records.last().map_or(query.question_end, |last| last.end);
+                Some(Self(Bytes::copy_from_slice(&bytes[..end])))
             }
-            _ if is_cut || bytes[FLAGS] & TC != 0 => {
-                Ok(Self::header_and_question(bytes, query, TC))
-            }
-            _ => Err(Unusable::Broken),
+            // Some servers cut a record in two.
+            None if bytes[FLAGS] & TC != 0 => Some(Self::header_and_question(bytes, query)),
+            None => None,
         }
     }
 
-    fn header_and_question(bytes: &[u8], query: &Query, flags: u8) -> Self {
+    fn header_and_question(bytes: &[u8], query: &Query) -> Self {
         let mut left = [&bytes[..HEADER], query.question()].concat();
-        left[FLAGS] |= flags;
         wire::put(&mut left, QUESTIONS, &[0, 1]);
         wire::put(&mut left, ANSWERS, &[0; 6]);
         Self(left.into())
-    }
-
-    pub(super) fn from_bytes(bytes: Vec<u8>) -> Self {
-        Self(bytes.into())
-    }
-
-    pub(super) fn bytes(&self) -> &Bytes {
-        &self.0
     }
 
     pub(super) fn rcode(&self) -> u8 {
@@ -201,7 +163,7 @@ mod tests {
         let key = |bytes: Vec<u8>| parsed(bytes).cache_key();
         let base = key(query_with_opt(1, "a.test", 1232, &[]));
         assert!(base.is_some());
-        assert_eq!(key(query_with_opt(2, "A.Test", 4096, &[])), base);
+        assert_eq!(key(query_with_opt(2, "A.Test", 1232, &[])), base);
         assert_ne!(key(query(1, "a.test")), base);
         assert!(key(query(1, "a.test")).is_some());
         // Bytes of the message with an OPT record, and what they are changed to.
@@ -214,7 +176,7 @@ mod tests {
             ("class", 23, 3),
             ("DNSSEC", 31, 0x80),
         ] {
-            let mut other = query_with_opt(1, "a.test", 4096, &[]);
+            let mut other = query_with_opt(1, "a.test", 1232, &[]);
             other[at] = value;
             assert_ne!(key(other), base, "{what}");
         }
@@ -222,9 +184,6 @@ mod tests {
             key(query_with_opt(1, "a.test", 4096, &[0, 10, 0, 1, 5])),
             None
         );
-        let mut notify = query(1, "a.test");
-        notify[2] |= 0x20;
-        assert_eq!(key(notify), None);
     }
 
     #[test]
@@ -253,7 +212,7 @@ mod tests {
         let mut bytes = Answer::address(1).to(&asked);
         bytes.extend([1, 2, 3]);
         let query = parsed(asked.clone());
-        let reply = Reply::read(&bytes, 1, &query, false).expect("a reply");
+        let reply = Reply::read(&bytes, 1, &query).expect("a reply");
         assert_eq!(query.restore(&reply), Answer::address(1).to(&asked));
     }
 
@@ -268,22 +227,24 @@ mod tests {
             bytes.truncate(12);
             bytes[5] = 0;
             bytes[11] = 0;
-            let reply = Reply::read(&bytes, 1, &query, false);
+            let reply = Reply::read(&bytes, 1, &query);
             match rcode {
-                0 | 3 => assert_eq!(reply.err(), Some(Unusable::NotOurs)),
-                _ => assert_eq!(reply.expect("a reply").bytes(), &expected),
+                0 | 3 => assert!(reply.is_none()),
+                _ => assert_eq!(reply.expect("a reply").0, expected),
             }
         }
     }
 
     #[test]
-    fn a_reply_without_all_it_promises_is_broken() {
+    fn a_reply_without_all_it_promises_is_none() {
         let asked = query_with_opt(1, "a.test", 1232, &[]);
         let bytes = Answer::address(1).to(&asked);
         let query = parsed(asked.clone());
         for length in asked.len() - 11..bytes.len() {
-            let reply = Reply::read(&bytes[..length], 1, &query, false);
-            assert_eq!(reply.err(), Some(Unusable::Broken), "{length}");
+            assert!(
+                Reply::read(&bytes[..length], 1, &query).is_none(),
+                "{length}"
+            );
         }
     }
 }

@@ -125,9 +125,7 @@ impl Inner {
             true => Transport::Tcp,
             false => transport,
         };
-        let mut key = query.key();
-        key.push(transport as u8);
-        let slot = match self.in_flight.join(key, query.id(), query.len()) {
+        let slot = match self.in_flight.join(query, transport) {
             Ok(slot) => slot,
             Err(reason) => {
                 tracing::debug!(target: "dns", "not forwarding a query: {reason}");
@@ -135,19 +133,15 @@ impl Inner {
                 return None;
             }
         };
-        if !slot.is_first {
-            self.metrics.merged.inc();
-        }
         let ask = async || {
             self.metrics.requests.inc();
             let started = Instant::now();
             let servers = &servers.nameservers;
-            let asking = self
-                .upstream
-                .ask(query, &slot.query, servers, transport, timeout);
+            let upstream = &self.upstream;
+            let asking = upstream.ask(query, &slot.query, servers, transport, timeout);
             let reply = asking.await;
-            let taken = started.elapsed();
-            self.metrics.duration.observe(taken.as_secs_f64());
+            let seconds = started.elapsed().as_secs_f64();
+            self.metrics.duration.observe(seconds);
             self.note(query, reply.as_ref());
             reply
         };

@@ -6,9 +6,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Forwarder;
-use super::in_flight::Refused;
 use super::message::Query;
-use super::upstream::Failed;
 use crate::dns::metrics::{OTHER, RCODES};
 use crate::dns::{Transport, wire};
 
@@ -40,13 +38,10 @@ impl Forwarder {
         transport: Transport,
         domain: &str,
     ) -> Result<&'static str, Unanswered> {
-        let failed = |error: &dyn std::error::Error| Unanswered::Failed(error.to_string());
         let asked = Query::parse(question(domain).into());
         let query = asked.ok_or_else(|| Unanswered::Failed("no question".to_owned()))?;
-        let mut key = query.key();
-        key.push(transport as u8);
-        let slot = self.0.in_flight.join(key, query.id(), query.len());
-        let slot = slot.map_err(|full: Refused| failed(&full))?;
+        let slot = self.0.in_flight.join(&query, transport);
+        let slot = slot.map_err(|full| Unanswered::Failed(full.to_string()))?;
         for _ in 0..TRIES {
             let upstream = &self.0.upstream;
             let sent = upstream.send(&query, &slot.query, server, transport);
@@ -58,7 +53,7 @@ impl Forwarder {
                 Ok(Ok(reply)) => {
                     return Ok(RCODES.get(usize::from(reply.rcode())).unwrap_or(&OTHER));
                 }
-                Ok(Err(error)) => return Err(failed(&error as &Failed)),
+                Ok(Err(error)) => return Err(Unanswered::Failed(error.to_string())),
                 Err(_) => {}
             }
         }

@@ -15,6 +15,9 @@ const MAX_BYTES: u64 = 64 * 1024;
 
 const PORT: u16 = 53;
 
+/// More are hardly meant, and each may cost a socket.
+const MAX_SERVERS: usize = 16;
+
 /// What a file says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResolvConf {
@@ -22,7 +25,7 @@ pub struct ResolvConf {
     pub search: Vec<String>,
     /// Servers are to be asked over TCP only.
     pub use_tcp: bool,
-    /// Lines with a server that is none.
+    /// Lines with a server that is none, or one too many.
     pub unusable: Vec<String>,
 }
 
@@ -40,8 +43,10 @@ impl ResolvConf {
             match words.next() {
                 Some("nameserver") => match words.next().and_then(server) {
                     Some(server) if found.nameservers.contains(&server) => {}
-                    Some(server) => found.nameservers.push(server),
-                    None => found.unusable.push(line.trim().to_owned()),
+                    Some(server) if found.nameservers.len() < MAX_SERVERS => {
+                        found.nameservers.push(server);
+                    }
+                    _ => found.unusable.push(line.trim().to_owned()),
                 },
                 Some("search") => found.search = words.map(str::to_owned).collect(),
                 Some("domain") => found.search = words.take(1).map(str::to_owned).collect(),

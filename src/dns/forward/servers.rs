@@ -16,16 +16,13 @@ use tokio::time::Instant;
 use super::resolv_conf::ResolvConf;
 use crate::clock::later;
 
-/// More are hardly meant, and each may cost a socket.
-const MAX_SERVERS: usize = 16;
-
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
 /// Unanswered queries that make a server a failing one: single packets get lost.
 const MISSES: u32 = 3;
 
-const MIN_PAUSE: Duration = Duration::from_secs(1);
-const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// How long a failing server is asked last.
+const PAUSE: Duration = Duration::from_secs(10);
 
 /// How long one query may try a failing server on behalf of all.
 const PROBE: Duration = Duration::from_secs(1);
@@ -41,8 +38,8 @@ pub(super) struct Servers {
 #[derive(Debug, Default)]
 struct State {
     read_at: Option<Instant>,
-    /// What the file said last; `None` if it could not be read.
-    found: Option<ResolvConf>,
+    /// What the file said last, or why it could not be read.
+    found: Option<Result<ResolvConf, String>>,
     /// What is in force, with usable servers only.
     usable: Arc<ResolvConf>,
 }
@@ -58,53 +55,43 @@ impl Servers {
         let now = Instant::now();
         let is_old = |read| now.duration_since(read) >= READ_AGAIN;
         if state.read_at.is_none_or(is_old) {
-            self.read(&mut state);
             state.read_at = Some(now);
+            let found = Some(ResolvConf::read(&self.path).map_err(|error| error.to_string()));
+            if found != state.found {
+                state.found = found;
+                self.take(&mut state);
+            }
         }
         state.usable.clone()
     }
 
-    fn read(&self, state: &mut State) {
-        let was_readable = state.read_at.is_none() || state.found.is_some();
-        let read = ResolvConf::read(&self.path);
-        if let (Err(error), true) = (&read, was_readable) {
-            let path = self.path.display();
-            tracing::warn!(target: "dns", "{path}: {error}; keeping the DNS servers known so far");
-        }
-        let found = read.ok();
-        if found != state.found {
-            let usable = found.as_ref().and_then(|found| self.usable(found));
-            state.usable = usable.map_or(state.usable.clone(), Arc::new);
-            state.found = found;
-        }
-    }
-
-    /// `None` when the last servers stay in force.
-    fn usable(&self, found: &ResolvConf) -> Option<ResolvConf> {
+    /// Takes what was found. The last servers stay in force if there are no new ones.
+    fn take(&self, state: &mut State) {
         let path = self.path.display();
+        let (found, problem) = match state.found.clone() {
+            Some(Ok(found)) => (found, "names no DNS server".to_owned()),
+            Some(Err(error)) => (ResolvConf::default(), error),
+            None => return,
+        };
         for line in &found.unusable {
-            tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected a server's address");
+            tracing::warn!(target: "dns", "{path}: leaving out {line:?}, expected the address of one of at most 16 servers");
         }
-        let (ours, mut addresses): (Vec<_>, Vec<_>) = found
+        let (ours, nameservers): (Vec<_>, Vec<_>) = found
             .nameservers
             .iter()
             .partition(|server| is_own(&self.own, **server));
         for server in ours {
             tracing::warn!(target: "dns", "{path}: leaving out {server}, which is this agent");
         }
-        if addresses.len() > MAX_SERVERS {
-            tracing::warn!(target: "dns", "{path}: using the first {MAX_SERVERS} DNS servers only");
-            addresses.truncate(MAX_SERVERS);
+        if nameservers.is_empty() {
+            tracing::warn!(target: "dns", "{path}: {problem}; keeping the DNS servers known so far");
+            return;
         }
-        if addresses.is_empty() {
-            tracing::warn!(target: "dns", "{path}: names no DNS server; keeping those known so far");
-            return None;
-        }
-        tracing::info!(target: "dns", "forwarding to the DNS servers {addresses:?}");
-        Some(ResolvConf {
-            nameservers: addresses,
-            ..found.clone()
-        })
+        tracing::info!(target: "dns", "forwarding to the DNS servers {nameservers:?}");
+        state.usable = Arc::new(ResolvConf {
+            nameservers,
+            ..found
+        });
     }
 }
 
@@ -123,9 +110,9 @@ pub(crate) fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
 
 /// Which servers answer.
 ///
-/// Servers are asked in random order. One that refuses, or leaves several queries in a row unanswered,
-/// is asked last for a while; then one query tries it again. The while doubles as long as it fails, and
-/// the first answer ends it. No server is left out: when all fail, all are tried.
+/// Servers are asked in random order. One that leaves several queries in a row unanswered is asked last
+/// for a while; then one query tries it again, and the first answer ends it. No server is left out: when
+/// all fail, all are tried.
 #[derive(Debug, Default)]
 pub(super) struct Health(Mutex<HashMap<SocketAddr, Failing>>);
 
@@ -162,28 +149,18 @@ impl Health {
         }
     }
 
-    /// A query was not answered in time.
+    /// A query was not answered, or not in time.
     pub(super) fn missed(&self, server: SocketAddr, now: Instant) {
-        self.note(server, "does not answer", 0, now);
-    }
-
-    /// The server cannot be reached, or its reply is broken.
-    pub(super) fn failed(&self, server: SocketAddr, now: Instant) {
-        self.note(server, "fails", MISSES, now);
-    }
-
-    fn note(&self, server: SocketAddr, why: &str, least: u32, now: Instant) {
         let mut failing = self.0.lock();
         let state = failing.entry(server).or_default();
-        state.misses = state.misses.saturating_add(1).max(least);
-        let Some(doublings) = state.misses.checked_sub(MISSES) else {
+        state.misses = state.misses.saturating_add(1);
+        if state.misses < MISSES {
             return;
-        };
-        if state.until.is_none() {
-            tracing::info!(target: "dns", "upstream failure: DNS server {server} {why}; asking it last");
         }
-        let pause = MIN_PAUSE.saturating_mul(1 << doublings.min(5));
-        state.until = Some(later(now, pause.min(MAX_PAUSE)));
+        if state.until.is_none() {
+            tracing::info!(target: "dns", "upstream failure: DNS server {server} does not answer; asking it last");
+        }
+        state.until = Some(later(now, PAUSE));
     }
 }
 
@@ -210,20 +187,22 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_is_asked_last_after_a_failure_or_several_misses() {
+    async fn a_server_is_asked_last_after_several_misses() {
         let [server, other] = servers();
         let now = Instant::now();
         let health = Health::default();
-        health.missed(server, now);
-        health.missed(server, now);
-        assert!(is_first(&health, now) > 0);
+        for _ in 1..MISSES {
+            health.missed(server, now);
+            assert!(is_first(&health, now) > 0);
+        }
         health.missed(server, now);
         assert_eq!(is_first(&health, now), 0);
         health.answered(server);
         assert!(is_first(&health, now) > 0);
-        health.failed(server, now);
-        assert_eq!(is_first(&health, now), 0);
-        health.failed(other, now);
+        for _ in 0..MISSES {
+            health.missed(server, now);
+            health.missed(other, now);
+        }
         assert_eq!(health.order(&servers(), now).len(), 2);
     }
 
@@ -232,11 +211,14 @@ mod tests {
         let [server, _] = servers();
         let mut now = Instant::now();
         let health = Health::default();
-        for pause in [1, 2, 4, 8, 16, 30, 30] {
-            health.failed(server, now);
-            now += Duration::from_secs(pause);
+        for _ in 1..MISSES {
+            health.missed(server, now);
+        }
+        for round in 0..5 {
+            health.missed(server, now);
+            now += PAUSE;
             assert_eq!(is_first(&health, now - Duration::from_millis(1)), 0);
-            assert_eq!(is_first(&health, now), 1, "after {pause} s");
+            assert_eq!(is_first(&health, now), 1, "in round {round}");
         }
     }
 
@@ -245,7 +227,7 @@ mod tests {
         let [server, other] = servers();
         let now = Instant::now();
         let health = Health::default();
-        health.failed(server, now);
+        health.missed(server, now);
         health.order(&[other], now);
         assert!(health.0.lock().is_empty());
     }

@@ -6,29 +6,28 @@
 //! hundred thousand. Earlier tries stay open, so a slow server can still answer.
 //!
 //! Each try has a socket, a port and an id of its own, and takes only a reply with that id and our
-//! question from the server it asked; anything else is counted and ignored. A server's SERVFAIL, NOTIMP
+//! question from the server it asked; anything else is ignored. A server's SERVFAIL, NOTIMP
 //! or REFUSED is not the last word while there are others.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, select_all};
-use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep_until};
 
 use super::in_flight::SharedQuery;
-use super::message::{Query, Reply, Unusable};
+use super::message::{Query, Reply};
 use super::servers::Health;
 use crate::clock::{after, later};
-use crate::dns::Transport;
 use crate::dns::metrics::ForwardMetrics as Metrics;
-use crate::dns::wire::{NOTIMP, REFUSED, SERVFAIL};
+use crate::dns::wire::{self, NOTIMP, REFUSED, SERVFAIL};
+use crate::dns::{Transport, any_port};
 use crate::duration::scaled;
 
 const FIRST_WAIT: Duration = Duration::from_millis(300);
@@ -41,6 +40,9 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// Sockets open at one time for all queries, unless the process may have fewer.
 const MAX_SOCKETS: usize = 2048;
+
+/// No datagram is longer.
+const MAX_DATAGRAM: usize = 65_535;
 
 /// Asks servers, and remembers which of them answer.
 #[derive(Debug)]
@@ -71,41 +73,7 @@ struct UpstreamQuery<'a> {
 struct Attempt<'a> {
     server: SocketAddr,
     started: Instant,
-    reply: BoxFuture<'a, Result<Reply, Failed>>,
-}
-
-/// Why an attempt brought no reply.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Failed {
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    #[error("no random numbers for an id")]
-    NoId,
-    #[error("too many sockets are open")]
-    TooManySockets,
-    #[error(transparent)]
-    Unusable(#[from] Unusable),
-}
-
-impl Failed {
-    /// Whether it is the fault of the server, or of the network on the way.
-    fn is_of_server(&self) -> bool {
-        let ours = [
-            Errno::MFILE,
-            Errno::NFILE,
-            Errno::NOBUFS,
-            Errno::NOMEM,
-            // A query too long to be sent.
-            Errno::MSGSIZE,
-        ];
-        match self {
-            Self::Io(error) => {
-                Errno::from_io_error(error).is_none_or(|error| !ours.contains(&error))
-            }
-            Self::Unusable(_) => true,
-            Self::NoId | Self::TooManySockets => false,
-        }
-    }
+    reply: BoxFuture<'a, io::Result<Reply>>,
 }
 
 impl Upstream {
@@ -154,11 +122,9 @@ impl Upstream {
         shared: &SharedQuery,
         server: SocketAddr,
         transport: Transport,
-    ) -> Result<Reply, Failed> {
-        let permit = self.sockets.try_acquire();
-        let _permit = permit.map_err(|_| Failed::TooManySockets)?;
+    ) -> io::Result<Reply> {
         let mut id = [0; 2];
-        aws_lc_rs::rand::fill(&mut id).map_err(|_| Failed::NoId)?;
+        aws_lc_rs::rand::fill(&mut id).map_err(io::Error::other)?;
         let id = u16::from_be_bytes(id);
         let message = query.message(id);
         match transport {
@@ -167,7 +133,20 @@ impl Upstream {
                 socket.connect(server).await?;
                 shared.sent_as(id, message.len());
                 socket.send(&message).await?;
-                self.receive(&socket, id, query, server).await
+                // Some servers send more than they were asked to. Memory that is not written to costs
+                // nothing.
+                let mut reply = Vec::with_capacity(MAX_DATAGRAM);
+                loop {
+                    reply.clear();
+                    let (_, from) = socket.recv_buf_from(&mut reply).await?;
+                    // Until it was connected, the socket took from any address.
+                    let is_from_server = from.ip() == server.ip() && from.port() == server.port();
+                    if let Some(reply) = Reply::read(&reply, id, query)
+                        && is_from_server
+                    {
+                        return Ok(reply);
+                    }
+                }
             }
             Transport::Tcp => {
                 let mut stream = TcpStream::connect(server).await?;
@@ -175,34 +154,9 @@ impl Upstream {
                 let length = u16::try_from(message.len()).map_err(io::Error::other)?;
                 let framed = [&length.to_be_bytes(), message.as_slice()].concat();
                 stream.write_all(&framed).await?;
-                let reply = read_message(&mut stream).await?;
-                let reply = Reply::read(&reply, id, query, false);
-                if let Err(Unusable::NotOurs) = reply {
-                    self.metrics.ignored.inc();
-                }
-                Ok(reply?)
-            }
-        }
-    }
-
-    async fn receive(
-        &self,
-        socket: &UdpSocket,
-        id: u16,
-        query: &Query,
-        server: SocketAddr,
-    ) -> Result<Reply, Failed> {
-        // Some servers send more than they were asked to. One byte more tells what was cut.
-        let mut buffer = vec![0; query.udp_size().max(4096) + 1];
-        loop {
-            let (length, from) = socket.recv_from(&mut buffer).await?;
-            let is_cut = length == buffer.len();
-            // Until it was connected, the socket took from any address.
-            let is_from_server = from.ip() == server.ip() && from.port() == server.port();
-            match Reply::read(&buffer[..length], id, query, is_cut) {
-                Ok(reply) if is_from_server => return Ok(reply),
-                Err(Unusable::Broken) if is_from_server => return Err(Unusable::Broken.into()),
-                _ => self.metrics.ignored.inc(),
+                let reply = wire::read_framed(&mut stream).await?;
+                let reply = Reply::read(&reply, id, query);
+                reply.ok_or_else(|| io::Error::other("the reply over TCP is to another query"))
             }
         }
     }
@@ -242,8 +196,9 @@ impl UpstreamQuery<'_> {
         };
         for (server, round) in self.rotation.drain(..count).collect::<Vec<_>>() {
             // Under load, first tries come first.
-            let has_sockets = upstream.sockets.available_permits() >= upstream.max_sockets / 2;
-            if round == 0 || has_sockets {
+            let may_send =
+                round == 0 || upstream.sockets.available_permits() >= upstream.max_sockets / 2;
+            if may_send && let Ok(permit) = upstream.sockets.try_acquire() {
                 if !self.attempts.is_empty() && !upstream.is_parallel || round > 0 {
                     upstream.metrics.retries.inc();
                 }
@@ -251,7 +206,10 @@ impl UpstreamQuery<'_> {
                 self.attempts.push(Attempt {
                     server,
                     started: Instant::now(),
-                    reply: Box::pin(reply),
+                    reply: Box::pin(async {
+                        let _permit = permit;
+                        reply.await
+                    }),
                 });
             }
             // The kernel repeats what TCP loses.
@@ -263,29 +221,25 @@ impl UpstreamQuery<'_> {
     }
 
     /// The reply, if it ends the query.
-    fn judge(&mut self, server: SocketAddr, result: Result<Reply, Failed>) -> Option<Reply> {
+    fn judge(&mut self, server: SocketAddr, result: io::Result<Reply>) -> Option<Reply> {
         match result {
             Ok(reply) => {
                 self.upstream.health.answered(server);
                 let rcode = reply.rcode();
-                self.upstream.metrics.answered(rcode);
                 if ![SERVFAIL, NOTIMP, REFUSED].contains(&rcode) {
                     return Some(reply);
                 }
                 tracing::debug!(target: "dns", "upstream failure: {server}: answered with code {rcode}");
                 self.refusal = Some(reply);
                 self.deadline = self.deadline.min(after(LINGER));
-                self.attempts.retain(|attempt| attempt.server != server);
             }
             Err(error) => {
                 tracing::debug!(target: "dns", "upstream failure: {server}: {error}");
-                if error.is_of_server() {
-                    self.upstream.health.failed(server, Instant::now());
-                    self.attempts.retain(|attempt| attempt.server != server);
-                }
+                self.upstream.health.missed(server, Instant::now());
             }
         }
         // Its other tries will not say anything else.
+        self.attempts.retain(|attempt| attempt.server != server);
         self.rotation.retain(|(other, _)| *other != server);
         self.next_send = Instant::now();
         None
@@ -309,22 +263,4 @@ fn max_sockets() -> usize {
     let limit = getrlimit(Resource::Nofile).current;
     let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());
     quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
-}
-
-/// Reads a message behind its length. Memory grows with what comes, not with what is promised.
-async fn read_message(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let length = stream.read_u16().await?;
-    let mut message = Vec::new();
-    let read = stream.take(length.into()).read_to_end(&mut message).await?;
-    if read < usize::from(length) {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    Ok(message)
-}
-
-fn any_port(server: SocketAddr) -> SocketAddr {
-    match server {
-        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
-        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
-    }
 }

@@ -173,11 +173,6 @@ impl NameTable {
         self.hosts
     }
 
-    /// Whether it was built from these bytes.
-    pub fn is_of(&self, encoded: &[u8]) -> bool {
-        *self.encoded == *encoded
-    }
-
     fn exact(&self, name: &[u8]) -> Option<Found> {
         if let Some(base) = self.domains.before_search(name) {
             let has_name = |host| self.hosts_of(name).any(|(_, other)| other.at == host);

@@ -1,8 +1,8 @@
 //! Serves queries on bound sockets.
 //!
 //! Each socket has a loop and each TCP connection a task. Answers from the name table are sent at once;
-//! a forwarded query becomes a task in a bounded set of its loop, so a slow resolver delays only the
-//! clients that asked it.
+//! a query by UDP that is forwarded becomes a task in a bounded set of its loop, so a slow resolver delays
+//! only the clients that asked it.
 
 mod tcp;
 mod udp;
@@ -14,7 +14,6 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 
 use super::answer::{self, Action, Policy};
 use super::asked::Asked;
@@ -39,7 +38,7 @@ pub(super) struct Shared<F> {
     pub(super) tables: watch::Receiver<Option<Arc<NameTable>>>,
 }
 
-impl<F> Shared<F> {
+impl<F: Forward> Shared<F> {
     /// Answers a query in `out`, and counts both.
     fn answer(
         &self,
@@ -49,22 +48,36 @@ impl<F> Shared<F> {
         out: &mut Vec<u8>,
     ) -> Action {
         let action = answer::answer(query, transport, table, self.policy, out);
-        if let Action::Reply(question) | Action::Forward(question) = &action {
-            self.metrics.request(question.kind);
+        if let Action::Reply(_) | Action::Forward(_) = &action {
+            self.metrics.requests.inc();
         }
-        match action {
-            Action::Reply(question) => {
-                self.metrics.response(out, Source::Agent);
-                if table.is_some()
-                    && let Some(name) = question.text(query)
-                {
-                    self.asked.remember(&name);
-                }
+        if let Action::Reply(question) = &action {
+            self.metrics.response(out, Source::Agent);
+            if table.is_some()
+                && let Some(name) = question.text(query)
+            {
+                self.asked.remember(&name);
             }
-            Action::Refuse => self.metrics.refusals.inc(),
-            Action::Forward(_) | Action::Drop => {}
         }
         action
+    }
+
+    /// The answer to a forwarded query, which it counts.
+    async fn forward(&self, query: Bytes, question: Question, transport: Transport) -> Vec<u8> {
+        let mut out = Vec::new();
+        let reply = self.forwarder.forward(query.clone(), transport).await;
+        let source = match reply {
+            Some(reply) if reply.len() >= wire::HEADER => {
+                wire::fit(&reply, question.limit(transport), &mut out);
+                Source::Upstream
+            }
+            _ => {
+                answer::fail(&query, &question, &mut out);
+                Source::Agent
+            }
+        };
+        self.metrics.response(&out, source);
+        out
     }
 }
 
@@ -86,66 +99,5 @@ pub(super) async fn serve<F: Forward>(
         ended = tasks.next_ended() => {
             ended.result.map_err(|error| Error::Socket(io::Error::other(error)))
         }
-    }
-}
-
-/// Forwarded queries that wait for their replies.
-struct Pending<F, T> {
-    shared: Arc<Shared<F>>,
-    transport: Transport,
-    /// Client, query, its question, and the reply to it.
-    running: JoinSet<(T, Bytes, Question, Option<Bytes>)>,
-    most: usize,
-}
-
-impl<F: Forward, T: Send + 'static> Pending<F, T> {
-    fn new(shared: Arc<Shared<F>>, transport: Transport, most: usize) -> Self {
-        Self {
-            shared,
-            transport,
-            running: JoinSet::new(),
-            most,
-        }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.running.is_empty()
-    }
-
-    fn is_full(&self) -> bool {
-        self.running.len() >= self.most
-    }
-
-    fn start(&mut self, client: T, query: &[u8], question: Question) {
-        let (shared, transport) = (self.shared.clone(), self.transport);
-        let query = Bytes::copy_from_slice(query);
-        self.running.spawn(async move {
-            let reply = shared.forwarder.forward(query.clone(), transport).await;
-            (client, query, question, reply)
-        });
-    }
-
-    /// Writes the next answer to `out` and returns its client. Waits while there is none; no query is
-    /// lost if the caller stops waiting.
-    async fn next(&mut self, out: &mut Vec<u8>) -> Option<T> {
-        let (client, query, question, reply) = match self.running.join_next().await? {
-            Ok(forwarded) => forwarded,
-            Err(error) => {
-                tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}");
-                return None;
-            }
-        };
-        let source = match reply {
-            Some(reply) if reply.len() >= wire::HEADER => {
-                wire::fit(&reply, question.limit(self.transport), out);
-                Source::Upstream
-            }
-            _ => {
-                answer::fail(&query, &question, out);
-                Source::Agent
-            }
-        };
-        self.shared.metrics.response(out, source);
-        Some(client)
     }
 }

@@ -12,12 +12,13 @@ use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 
+use bytes::Bytes;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::task::yield_now;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 
-use super::{PAUSE, Pending, Shared};
+use super::{PAUSE, Shared};
 use crate::dns::answer::{self, Action};
 use crate::dns::metrics::Source;
 use crate::dns::name_table::NameTable;
@@ -31,7 +32,8 @@ const BATCH: usize = 64;
 
 struct Server<F> {
     shared: Arc<Shared<F>>,
-    pending: Pending<F, SocketAddr>,
+    /// Forwarded queries, with their clients and answers.
+    pending: JoinSet<(SocketAddr, Vec<u8>)>,
     query: Box<[u8]>,
     out: Vec<u8>,
 }
@@ -40,7 +42,7 @@ struct Server<F> {
 pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>) -> io::Result<()> {
     let socket = watch(socket)?;
     let mut server = Server {
-        pending: Pending::new(shared.clone(), Transport::Udp, MAX_FORWARDED),
+        pending: JoinSet::new(),
         shared,
         // One byte more tells what is too long.
         query: vec![0; usize::from(OWN_UDP) + 1].into(),
@@ -50,11 +52,10 @@ pub(super) async fn serve<F: Forward>(socket: UdpSocket, shared: Arc<Shared<F>>)
     loop {
         tokio::select! {
             biased;
-            client = server.pending.next(&mut server.out), if !server.pending.is_empty() => {
-                if let Some(client) = client {
-                    send(socket.get_ref(), &server.out, client);
-                }
-            }
+            Some(forwarded) = server.pending.join_next(), if !server.pending.is_empty() => match forwarded {
+                Ok((client, answer)) => send(socket.get_ref(), &answer, client),
+                Err(error) => tracing::error!(target: "dns", "a query was lost while it was forwarded: {error}"),
+            },
             readable = socket.readable() => {
                 let mut readable = readable?;
                 let drained = server.drain(socket.get_ref());
@@ -101,12 +102,15 @@ impl<F: Forward> Server<F> {
         match shared.answer(query, Transport::Udp, table, out) {
             Action::Drop => return,
             Action::Reply(_) | Action::Refuse => {}
-            Action::Forward(question) if !self.pending.is_full() => {
-                self.pending.start(client, query, question);
+            Action::Forward(question) if self.pending.len() < MAX_FORWARDED => {
+                let (shared, query) = (shared.clone(), Bytes::copy_from_slice(query));
+                self.pending.spawn(async move {
+                    let forwarding = shared.forward(query, question, Transport::Udp);
+                    (client, forwarding.await)
+                });
                 return;
             }
             Action::Forward(question) => {
-                shared.metrics.overflows.inc();
                 answer::fail(query, &question, out);
                 shared.metrics.response(out, Source::Agent);
             }

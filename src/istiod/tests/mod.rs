@@ -36,12 +36,12 @@ async fn unused_address() -> SocketAddr {
 }
 
 async fn until_gone(istiod: &Istiod) {
-    let mut watch = istiod.watch();
+    let mut watch = istiod.shared.connected.subscribe();
     watch.wait_for(Option::is_none).await.unwrap();
 }
 
 async fn until_gone_after_there(istiod: &Istiod) {
-    let mut watch = istiod.watch();
+    let mut watch = istiod.shared.connected.subscribe();
     watch.wait_for(Option::is_some).await.unwrap();
     watch.wait_for(Option::is_none).await.unwrap();
 }

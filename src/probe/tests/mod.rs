@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use ::http::{HeaderValue, Request, Response, Version, header};
+use http::{HeaderValue, Response, Version};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -34,7 +34,7 @@ struct App {
 impl App {
     /// Hands each connection to `serve`.
     async fn start<F: Future<Output = ()> + Send + 'static>(
-        serve: impl Fn(tokio::net::TcpStream, SocketAddr) -> F + Send + 'static,
+        serve: impl Fn(TcpStream, SocketAddr) -> F + Send + 'static,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let port = listener.local_addr().expect("an address").port();
@@ -366,4 +366,29 @@ async fn a_grpc_probe_succeeds_if_the_service_is_serving() {
     let service = String::new();
     let probe = silent.probe(Kind::Grpc { service });
     assert!(client(true, false).probe(&probe, &headers).await.is_err());
+}
+
+#[test]
+fn the_callers_host_is_kept_and_headers_about_its_connection_are_not() {
+    let mut headers = HeaderMap::new();
+    for (name, value) in [
+        ("host", "cart"),
+        ("x-twice", "1"),
+        ("x-twice", "2"),
+        ("connection", "keep-alive"),
+        ("content-length", "5"),
+    ] {
+        headers.append(name, HeaderValue::from_static(value));
+    }
+    let request = http_request(false, "::1", 80, "x", &headers).expect("an address");
+    assert_eq!(request.uri(), "http://[::1]:80/x");
+    let found: Vec<_> = request
+        .headers()
+        .iter()
+        .map(|(name, value)| (name.as_str(), value.to_str().expect("text")))
+        .collect();
+    assert_eq!(
+        found,
+        [("host", "cart"), ("x-twice", "1"), ("x-twice", "2")]
+    );
 }

@@ -5,8 +5,6 @@
 
 mod page;
 
-use std::time::SystemTime;
-
 use serde::Serialize;
 
 use super::Sources;
@@ -31,7 +29,6 @@ pub(super) struct Overview {
     missing: Option<String>,
     /// None if the agent runs without Envoy.
     envoy: Option<Report>,
-    envoy_uptime_seconds: Option<f64>,
     istiod: Status,
     /// None if another process serves certificates.
     certificates: Option<Certificates>,
@@ -62,11 +59,8 @@ struct Dns {
 impl Overview {
     /// What is known now. `ready` is the result of a readiness check.
     pub(super) fn new(sources: &Sources, ready: Result<(), String>) -> Self {
-        let now = Clock::system().now();
-        let envoy = sources.envoy.as_ref();
-        let envoy = envoy.map(Envoy::snapshot);
         Self {
-            now: rfc3339(now),
+            now: rfc3339(Clock::system().now()),
             agent: Agent {
                 node: sources.node.clone(),
                 version: version::full(&sources.istio_version),
@@ -74,13 +68,12 @@ impl Overview {
             },
             ready: ready.is_ok(),
             missing: ready.err(),
-            envoy_uptime_seconds: envoy.as_ref().and_then(|envoy| uptime(envoy, now)),
-            envoy,
+            envoy: sources.envoy.as_ref().map(Envoy::snapshot),
             istiod: sources.istiod.status(),
             certificates: sources.secrets.as_ref().map(Secrets::snapshot),
             discovery: sources.discovery.snapshot(),
             dns: sources.dns.as_ref().map(|dns| Dns {
-                ready: *dns.ready().borrow(),
+                ready: dns.is_ready(),
             }),
             health: sources.health.clone(),
             wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
@@ -92,13 +85,6 @@ impl Overview {
     pub(super) fn html(&self) -> String {
         page::page(self)
     }
-}
-
-/// The age of Envoy's process, while there is one. After the clock was set back it is zero.
-fn uptime(envoy: &Report, now: SystemTime) -> Option<f64> {
-    let started = envoy.pid.and(envoy.started)?;
-    let uptime = now.duration_since(started).unwrap_or_default();
-    Some(uptime.as_secs_f64())
 }
 
 #[cfg(test)]

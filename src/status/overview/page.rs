@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use super::Overview;
 use crate::duration::approximate;
-use crate::envoy::handle::State;
 use crate::xds::observe::Source;
 
 /// Classes of the style sheet.
@@ -36,7 +35,6 @@ pub(super) fn page(overview: &Overview) -> String {
     let members = json!(overview);
     let states = [
         ("Pod", pod(overview)),
-        ("Envoy", envoy(overview)),
         ("istiod", istiod(overview)),
         ("Certificate", certificate(overview)),
         ("Configuration", configuration(overview)),
@@ -95,35 +93,6 @@ fn pod(overview: &Overview) -> Shown {
         true => (GOOD, "ready".to_owned(), None),
         false => (BAD, "not ready".to_owned(), overview.missing.clone()),
     }
-}
-
-fn envoy(overview: &Overview) -> Shown {
-    let Some(envoy) = &overview.envoy else {
-        return (PLAIN, "not run by the agent".to_owned(), None);
-    };
-    let (class, words) = match envoy.state {
-        State::Running => (GOOD, "running"),
-        State::Initial => (WARN, "not started yet"),
-        State::Starting => (WARN, "starting"),
-        State::Draining => (WARN, "draining"),
-        State::Stopping => (WARN, "stopping"),
-        State::Exited => (BAD, "exited"),
-    };
-    let uptime = overview.envoy_uptime_seconds.map(approximate);
-    let ending = envoy.ending.as_ref();
-    let notes = [
-        uptime.map(|uptime| format!("up {uptime}")),
-        ending.map(|it| format!("shutting down: {}; waits for {}", it.cause, it.waits_for)),
-        (ending.is_none() && envoy.is_drained)
-            .then(|| "drained, no drain at the shutdown".to_owned()),
-        envoy
-            .last_crash
-            .as_ref()
-            .map(|crash| format!("last crash: {crash}")),
-    ];
-    let notes: Vec<_> = notes.into_iter().flatten().collect();
-    let note = (!notes.is_empty()).then(|| notes.join("; "));
-    (class, words.to_owned(), note)
 }
 
 fn istiod(overview: &Overview) -> Shown {
@@ -216,7 +185,6 @@ fn value(name: &str, value: &Value) -> Markup {
         Value::Null => html! {},
         Value::Number(number) => match number.as_f64() {
             Some(seconds) if name.ends_with("_seconds") => html! { (approximate(seconds)) },
-            Some(bytes) if name.ends_with("bytes") => html! { (size(bytes)) },
             _ => html! { (number.to_string()) },
         },
     }
@@ -226,29 +194,4 @@ fn value(name: &str, value: &Value) -> Markup {
 fn title(name: &str) -> String {
     let name = name.rsplit(['.', '/']).next().unwrap_or(name);
     name.trim_end_matches("_seconds").replace('_', " ")
-}
-
-fn size(bytes: f64) -> String {
-    match bytes {
-        ..1024.0 => format!("{bytes} B"),
-        ..1_048_576.0 => format!("{:.1} KiB", bytes / 1024.0),
-        _ => format!("{:.1} MiB", bytes / 1_048_576.0),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_have_binary_units() {
-        for (bytes, expected) in [
-            (0.0, "0 B"),
-            (1_023.0, "1023 B"),
-            (1_536.0, "1.5 KiB"),
-            (3_145_728.0, "3.0 MiB"),
-        ] {
-            assert_eq!(size(bytes), expected);
-        }
-    }
 }

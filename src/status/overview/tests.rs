@@ -1,7 +1,7 @@
 //! The page of pods in different states, and with hostile input.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use super::page::page;
 use super::*;
@@ -33,7 +33,6 @@ fn empty() -> Overview {
         ready: false,
         missing: None,
         envoy: None,
-        envoy_uptime_seconds: None,
         istiod: Status {
             address: "istiod:15012".to_owned(),
             connected: None,
@@ -227,7 +226,6 @@ fn states_are_said_in_words() {
     let html = page(&empty());
     for words in [
         "Pod <b class=\"bad\">not ready</b>",
-        "Envoy <b class=\"plain\">not run by the agent</b>",
         "istiod <b class=\"bad\">not connected</b>",
         "Certificate <b class=\"plain\">served by another process</b>",
         "Configuration <b class=\"warn\">none yet</b>",
@@ -238,11 +236,11 @@ fn states_are_said_in_words() {
     }
     let html = page(&hostile_overview());
     for words in [
-        "Envoy <b class=\"bad\">exited</b>",
+        "<th scope=\"row\">state</th><td>exited</td>",
         "istiod <b class=\"good\">connected</b>",
         "Certificate <b class=\"bad\">expired 1 min 30 s ago</b>",
         "Configuration <b class=\"bad\">NACK</b>",
-        "last crash: signal 11 after 3.0 s",
+        "<small>signal</small> 11</span>",
         "<small>no new certificate: ",
         "<small>level</small> warn</span> <span><small>scope</small> sds</span>",
     ] {
@@ -296,9 +294,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
     });
     let html = page(&overview);
     for words in [
-        "shutting down",
         "received signal: terminated",
-        "last connection",
         "2001-09-09T01:46:40Z",
         "<small>connections</small> 3</span>",
         "DNS <a href=\"ndsz\">JSON</a></h2><table><tr><th scope=\"row\">ready</th><td>no</td>",

@@ -26,16 +26,14 @@ const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 const START: Duration = Duration::from_secs(30);
 
-/// The same reason for not being ready is logged again after this time.
-const REPEAT: Duration = Duration::from_secs(1);
-
 pub(super) struct Readiness {
     sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
     startup: Gauge,
     /// Locked while Envoy's admin port is asked.
     checks: Mutex<Checks>,
-    logged: parking_lot::Mutex<Logged>,
+    /// What was logged last: `pilot-agent wait` asks ten times a second.
+    logged: parking_lot::Mutex<Option<Result<(), String>>>,
 }
 
 /// The checks one Envoy process has passed.
@@ -46,24 +44,6 @@ struct Checks {
     is_live: bool,
     /// When it was asked last, and the result.
     last: Option<(Instant, Result<(), String>)>,
-}
-
-/// What was logged last, and when: `pilot-agent wait` asks ten times a second.
-#[derive(Default)]
-struct Logged(Option<(Instant, Result<(), String>)>);
-
-impl Logged {
-    /// Whether this is to be logged; then it counts as logged.
-    fn is_news(&mut self, ready: &Result<(), String>) -> bool {
-        if let Some((when, last)) = &self.0
-            && last == ready
-            && (ready.is_ok() || when.elapsed() < REPEAT)
-        {
-            return false;
-        }
-        self.0 = Some((Instant::now(), ready.clone()));
-        true
-    }
 }
 
 /// Epoch and pid of an Envoy.
@@ -84,11 +64,12 @@ impl Readiness {
         }
     }
 
-    /// Checks for a readiness probe, and logs the result as pilot-agent does.
+    /// Checks for a readiness probe, and logs a result that differs from the last.
     pub(super) async fn check_and_log(&self) -> Result<(), String> {
         let ready = self.check().await;
+        let logged = self.logged.lock().replace(ready.clone());
         match &ready {
-            _ if !self.logged.lock().is_news(&ready) => {}
+            _ if logged.as_ref() == Some(&ready) => {}
             Ok(()) => tracing::info!("Envoy proxy is ready"),
             Err(missing) => tracing::warn!("Envoy proxy is NOT ready: {missing}"),
         }
@@ -104,7 +85,7 @@ impl Readiness {
             file.check()?;
         }
         if let Some(dns) = &self.sources.dns
-            && !*dns.ready().borrow()
+            && !dns.is_ready()
         {
             let missing = "istio DNS capture is turned ON and DNS lookup table is not ready yet";
             return Err(missing.to_owned());
@@ -119,7 +100,7 @@ impl Readiness {
             self.until_live(envoy).await;
         }
         if let Some(dns) = &self.sources.dns {
-            let _ = dns.ready().wait_for(|ready| *ready).await; // Checked below.
+            dns.until_ready().await;
         }
         while let Err(missing) = self.check().await {
             tracing::debug!("Envoy is live and the pod is not ready: {missing}");

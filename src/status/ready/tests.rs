@@ -267,20 +267,3 @@ async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_s
     let often: Vec<_> = asked.iter().map(|count| *count > 100).collect();
     assert_eq!(often, [true, false, false, false, true, false], "{asked:?}");
 }
-
-#[tokio::test(start_paused = true)]
-async fn a_reason_for_not_being_ready_is_logged_once_a_second_and_a_new_one_at_once() {
-    let mut logged = Logged::default();
-    let (slow, dead) = (Err("slow".to_owned()), Err("dead".to_owned()));
-    let mut news = 0;
-    for _ in 0..30 {
-        news += usize::from(logged.is_news(&slow));
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    assert_eq!(news, 3);
-    assert!(logged.is_news(&dead) && !logged.is_news(&dead));
-    assert!(logged.is_news(&Ok(())));
-    tokio::time::sleep(2 * REPEAT).await;
-    assert!(!logged.is_news(&Ok(())));
-    assert!(logged.is_news(&dead));
-}

@@ -14,7 +14,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::http::Request;
+use ::http::{Request, Uri};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -223,6 +223,42 @@ impl Drop for Answering {
     fn drop(&mut self) {
         self.0.set(Phase::Idle);
     }
+}
+
+/// Prefixes that end in a slash.
+const TREES: [&str; 3] = ["/app-health", "/app-lifecycle", "/debug"];
+
+/// The canonical path and the query, to redirect to; None if the path is canonical. Doubled slashes and
+/// dot segments are redirected, as in Go, so that no rule for a path can be bypassed. Percent encoding is
+/// not decoded.
+pub(super) fn cleaned(uri: &Uri) -> Option<String> {
+    let path = uri.path();
+    let mut clean = clean(path);
+    if TREES.contains(&clean.as_str()) {
+        clean.push('/');
+    }
+    if clean == path {
+        return None;
+    }
+    Some(match uri.query() {
+        Some(query) => format!("{clean}?{query}"),
+        None => clean,
+    })
+}
+
+fn clean(path: &str) -> String {
+    let mut kept = Vec::new();
+    for segment in path.split('/') {
+        match segment {
+            "" | "." => {}
+            ".." => {
+                kept.pop();
+            }
+            other => kept.push(other),
+        }
+    }
+    let is_tree = path.ends_with('/') && !kept.is_empty();
+    format!("/{}{}", kept.join("/"), if is_tree { "/" } else { "" })
 }
 
 #[cfg(test)]

@@ -243,3 +243,24 @@ async fn the_end_of_the_port_ends_its_connections() {
         .expect("one")
         .expect("it ended");
 }
+
+#[test]
+fn other_paths_are_redirected_to_the_canonical_one() {
+    for (path, expected) in [
+        ("/healthz/ready", None),
+        ("/", None),
+        ("/app-health/", None),
+        ("/app-health", Some("/app-health/")),
+        ("/app-lifecycle?a", Some("/app-lifecycle/?a")),
+        ("/debug", Some("/debug/")),
+        ("/debug/", None),
+        ("//debug/envoy", Some("/debug/envoy")),
+        ("/debug/../drain?x=%2e", Some("/drain?x=%2e")),
+        ("/./stats//prometheus", Some("/stats/prometheus")),
+        ("/../..", Some("/")),
+        ("/drain//", Some("/drain/")),
+    ] {
+        let uri = path.parse().expect("a path");
+        assert_eq!(cleaned(&uri).as_deref(), expected, "{path}");
+    }
+}

@@ -180,12 +180,7 @@ async fn wait_holds_the_application_until_envoy_is_ready_and_no_longer() {
     let (pod, dead) = without_istiod(settings).await;
     let url = format!("--url=http://localhost:{health}/healthz/ready");
     let mut wait = beside(&pod, &["wait", &url]);
-    eventually("an Envoy that has started", async || {
-        ask(pod.status_port, "/debug/overview")
-            .await
-            .filter(|(_, body)| body.contains("Envoy started"))
-    })
-    .await;
+    eventually("an Envoy that has started", async || pod.envoy_pid()).await;
     // Longer than its pauses.
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(wait.is_running(), "Envoy has no configuration");

@@ -1,8 +1,8 @@
 //! Replies kept for a while: for as long as they are fresh, and longer for when no server answers.
 //!
 //! Both only as far as the configuration allows, which by default it does not: see [`super`]. A stale
-//! reply takes the place of a failure only. Entries and bytes are bounded; a reply that was asked for
-//! since the last time room was made is spared once. Keys are bytes, and time is an argument.
+//! reply takes the place of a failure only. Entries and bytes are bounded; beyond, any entry is removed.
+//! Keys are bytes, and time is an argument.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::message::Reply;
 use crate::clock::later;
-use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC, TSIG};
+use crate::dns::wire::{self, ANY, FLAGS, NOERROR, NXDOMAIN, OPT, Record, SOA, Section, TC};
 
 /// TTL of a stale answer: short, so that clients that keep it ask again soon.
 const STALE_TTL: u32 = 5;
@@ -45,8 +45,6 @@ impl Config {
 pub(super) struct Cache {
     config: Config,
     entries: IndexMap<Vec<u8>, Entry>,
-    /// The index of the entry that is looked at next when room is made.
-    hand: usize,
     bytes: usize,
 }
 
@@ -56,7 +54,6 @@ struct Entry {
     stored: Instant,
     fresh_until: Instant,
     stale_until: Instant,
-    was_used: bool,
     weight: usize,
 }
 
@@ -74,23 +71,20 @@ impl Cache {
         Self {
             config,
             entries: IndexMap::new(),
-            hand: 0,
             bytes: 0,
         }
     }
 
     pub(super) fn get(&mut self, key: &[u8], now: Instant) -> Found {
-        let Some(entry) = self.entries.get_mut(key) else {
+        let Some(entry) = self.entries.get(key) else {
             return Found::Nothing;
         };
         if now < entry.fresh_until {
-            entry.was_used = true;
             let age = now.duration_since(entry.stored).as_secs();
             let age = u32::try_from(age).unwrap_or(u32::MAX);
             return Found::Fresh(with_ttls(&entry.reply, |ttl| ttl.saturating_sub(age)));
         }
         if now < entry.stale_until {
-            entry.was_used = true;
             return Found::Stale(with_ttls(&entry.reply, |ttl| ttl.min(STALE_TTL)));
         }
         self.remove(key);
@@ -107,7 +101,7 @@ impl Cache {
             return;
         };
         let (fresh, whole) = self.times(ttl, is_negative);
-        let weight = OVERHEAD + key.len() + reply.bytes().len() + size_of::<Reply>();
+        let weight = OVERHEAD + key.len() + reply.0.len() + size_of::<Reply>();
         // One reply shall not empty the cache.
         if whole.is_zero() || weight > self.config.max_bytes / 8 {
             return;
@@ -119,7 +113,6 @@ impl Cache {
             stored: now,
             fresh_until: later(now, fresh),
             stale_until: later(now, whole),
-            was_used: false,
             weight,
         };
         self.entries.insert(key, entry);
@@ -149,16 +142,11 @@ impl Cache {
         while self.entries.len() >= self.config.max_entries
             || self.bytes + weight > self.config.max_bytes
         {
-            let at = self.hand.checked_rem(self.entries.len()).unwrap_or(0);
-            self.hand = at + 1;
-            match self.entries.get_index_mut(at) {
-                Some((_, entry)) if entry.was_used => entry.was_used = false,
-                Some((_, entry)) => {
-                    self.bytes -= entry.weight;
-                    self.entries.swap_remove_index(at);
-                }
-                None => return,
-            }
+            let any = fastrand::usize(..self.entries.len().max(1));
+            let Some((_, entry)) = self.entries.swap_remove_index(any) else {
+                return;
+            };
+            self.bytes -= entry.weight;
         }
     }
 
@@ -171,25 +159,23 @@ impl Cache {
 
 /// The reply with other TTLs.
 fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
-    let mut bytes = reply.bytes().to_vec();
+    let mut bytes = reply.0.to_vec();
     let end = wire::question_end(&bytes);
     let records = end.and_then(|end| wire::records(&bytes, end));
     let records = records.unwrap_or_default().into_iter();
-    for record in records.filter(|record| ![OPT, TSIG].contains(&record.kind)) {
+    for record in records.filter(|record| record.kind != OPT) {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
-    Reply::from_bytes(bytes)
+    Reply(bytes.into())
 }
 
 /// How long a reply may be kept, and whether it is negative; `None` if it must not be. Source: RFC 2308, sections 2, 4 and 5.
 fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
-    let bytes = reply.bytes();
+    let bytes = &reply.0;
     let end = wire::question_end(bytes)?;
     let records = wire::records(bytes, end)?;
-    // Its code is more than the header holds.
-    let has_extended_rcode = |r: &Record| r.kind == OPT && bytes[r.ttl_at()] != 0;
-    if bytes[FLAGS] & TC != 0 || records.iter().any(has_extended_rcode) {
+    if bytes[FLAGS] & TC != 0 {
         return None;
     }
     let kind = wire::u16_at(bytes, end - 4)?;
@@ -204,27 +190,18 @@ fn lifetime(reply: &Reply) -> Option<(Duration, bool)> {
     let seconds = if is_negative {
         let is_soa = |r: &&Record| r.section == Section::Authority && r.kind == SOA;
         let soa = records.iter().find(is_soa)?;
-        let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?).map(sane)?;
-        ttl(bytes, soa)?
-            .min(minimum)
-            .min(of_answers.unwrap_or(u32::MAX))
+        let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?)?;
+        let of_answers = of_answers.unwrap_or(u32::MAX);
+        ttl(bytes, soa)?.min(minimum).min(of_answers)
     } else {
         of_answers?
     };
     (seconds > 0).then_some((Duration::from_secs(seconds.into()), is_negative))
 }
 
-fn ttl(message: &[u8], record: &Record) -> Option<u32> {
-    wire::u32_at(message, record.ttl_at()).map(sane)
-}
-
 /// A TTL with the highest bit set is none. Source: RFC 2181, section 8.
-fn sane(ttl: u32) -> u32 {
-    if ttl > i32::MAX.unsigned_abs() {
-        0
-    } else {
-        ttl
-    }
+fn ttl(message: &[u8], record: &Record) -> Option<u32> {
+    wire::u32_at(message, record.ttl_at()).filter(|ttl| *ttl <= i32::MAX.unsigned_abs())
 }
 
 #[cfg(test)]

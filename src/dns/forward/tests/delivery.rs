@@ -20,8 +20,6 @@ async fn brings_back_the_reply_with_the_clients_id_and_question() {
     assert_eq!(sent[2..11], asked[2..11]);
     assert_eq!(sent[12..asked.len()], asked[12..]);
     assert_eq!(bench.count("istio_agent_dns_upstream_requests_total"), 1);
-    let answers = "istio_agent_dns_upstream_answers_total{rcode=\"noerror\"}";
-    assert_eq!(bench.count(answers), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -65,18 +63,13 @@ async fn answers_of_any_size_arrive_whole() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_reply_longer_than_it_may_be_the_client_learns_that_there_is_more() {
-    let big = |query: &[u8]| vec![Answer::of_size(9000, query).to(query)];
+async fn a_reply_longer_than_it_may_be_arrives_whole() {
+    let big = |query: &[u8]| vec![Answer::of_size(60_000, query).to(query)];
     let upstream = Upstream::new(big, |_| Vec::new()).await;
     let bench = Bench::new(&[upstream.address]);
     let asked = query(1, "large.test");
-    let expected = Answer {
-        is_cut: true,
-        ..Answer::default()
-    };
     let answer = bench.ask(&asked).await.expect("an answer");
-    assert_eq!(answer[..6], expected.to(&asked)[..6]);
-    assert_eq!(answer.len(), asked.len());
+    assert_eq!(answer, Answer::of_size(60_000, &asked).to(&asked));
 }
 
 #[tokio::test(start_paused = true)]
@@ -205,7 +198,7 @@ async fn the_same_question_is_asked_once_for_all_clients() {
     assert_eq!(second.expect("an answer"), Answer::address(1).to(&two));
     assert_eq!(third.expect("an answer"), Answer::address(1).to(&other));
     assert_eq!(upstream.seen().len(), 2);
-    assert_eq!(bench.count("istio_agent_dns_merged_total"), 1);
+    assert_eq!(bench.count("istio_agent_dns_upstream_requests_total"), 2);
     bench.ask(&one).await.expect("an answer");
     assert_eq!(upstream.seen().len(), 3, "nothing is kept");
 }
