@@ -54,7 +54,7 @@ pub fn write(config: &Config) -> Result<Written, Error> {
     };
     let tracer = Tracer::of(&config.node.proxy_config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
-        add(config.token_file(), &token.0, 0o600)?;
+        add(config.token_file(), token, 0o600)?;
     }
     add(config.file(), &format!("{:#}\n", document(config)), 0o644)?;
     Ok(written)

@@ -8,6 +8,7 @@ use ::http::{Method, Response, StatusCode};
 use serde_json::json;
 
 use super::{Body, reply};
+use crate::problem::Problem;
 use crate::{duration, logging};
 
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
@@ -15,7 +16,7 @@ const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
-    Set(#[from] logging::Error),
+    Set(#[from] Problem),
     #[error("the query has {0:?}, expected level, scope and for, each with a value and once")]
     Member(String),
     #[error("the query has no level")]
@@ -35,7 +36,7 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
     if is_to_set && let Err(error) = set(head.uri.query().unwrap_or_default()) {
         return reply::refusal(StatusCode::BAD_REQUEST, format!("{error}\n"));
     }
-    reply::json(Some(json!(logging::scopes())))
+    reply::json(Some(json!(logging::levels().scopes())))
 }
 
 fn set(query: &str) -> Result<(), Error> {
@@ -54,7 +55,7 @@ fn set(query: &str) -> Result<(), Error> {
     let level = level.ok_or(Error::NoLevel)?;
     let scope = scope.filter(|scope| *scope != "all");
     let period = period.map(read_period).transpose()?;
-    Ok(logging::set_level(scope, level, period)?)
+    Ok(logging::levels().set(scope, level, period)?)
 }
 
 fn read_period(text: &str) -> Result<Duration, Error> {

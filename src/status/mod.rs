@@ -147,7 +147,7 @@ pub fn new(
             tokio::join!(
                 watched.ready.watch(),
                 startup::watch(&watched.sources),
-                crate::logging::expire_levels(),
+                crate::logging::levels().expire(),
             );
             std::future::pending().await
         };
