@@ -23,3 +23,15 @@ pub mod istio_v1_auth {
 pub mod grpc_health_v1 {
     tonic::include_proto!("grpc.health.v1");
 }
+
+/// `istio.mesh.v1alpha1`: `ProxyConfig`.
+#[allow(
+    missing_debug_implementations,
+    unreachable_pub,
+    unused_qualifications,
+    clippy::unwrap_used,
+    clippy::wildcard_imports
+)]
+pub mod istio_mesh_v1alpha1 {
+    tonic::include_proto!("istio.mesh.v1alpha1");
+}

@@ -39,7 +39,7 @@ pub fn write(config: &Config) -> io::Result<Written> {
     };
     let tracer = Tracer::of(&config.node.proxy_config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
-        add(config.token_file(), &token.0, 0o600)?;
+        add(config.token_file(), token, 0o600)?;
     }
     add(config.file(), &format!("{:#}\n", document(config)), 0o644)?;
     Ok(written)

@@ -1,7 +1,5 @@
 //! Clusters of the services Envoy reports to (a tracer, metrics, access logs), and statistics sinks.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
 use super::clusters::{cluster, http2};
@@ -9,7 +7,7 @@ use super::config::Config;
 use super::tls::{self, Peer};
 use super::tracer::Tracer;
 use crate::address;
-use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings};
+use crate::proxy_config::{RemoteService, TcpKeepalive, TlsSettings, time};
 
 pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
@@ -116,7 +114,7 @@ pub(super) fn sinks(config: &Config) -> Vec<Value> {
 
 /// In whole seconds, as in the kernel; zero is the kernel's default.
 fn keepalive(settings: &TcpKeepalive) -> Option<Value> {
-    let seconds = |time: Option<Duration>| time.map_or(0, |time| time.as_secs());
+    let seconds = |given| time(given).map_or(0, |time| time.as_secs());
     let members = [
         ("keepalive_probes", settings.probes.into()),
         ("keepalive_time", seconds(settings.time)),

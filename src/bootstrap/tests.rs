@@ -12,6 +12,7 @@ use super::*;
 use crate::config::environment::Environment;
 use crate::config::flags;
 use crate::config::pod::Interface;
+use crate::proxy_config::tracing::Tracer as Given;
 
 /// The configuration of a golden case: its flags, its variables, its interfaces and its files.
 fn config(case: &Path) -> crate::config::Config {
@@ -111,7 +112,8 @@ fn envoy_accepts_every_bootstrap_whose_extensions_it_has() {
         // A stock Envoy has neither Istio's own extension nor Lightstep, which it removed.
         config.metadata_discovery = false;
         if let Some(tracing) = &mut config.node.proxy_config.tracing {
-            tracing.lightstep = None;
+            let is_lightstep = |it: &mut Given| matches!(it, Given::Lightstep(_));
+            tracing.tracer.take_if(is_lightstep);
         }
         if let Err(error) = show::validate(&config, Path::new(&envoy), None) {
             refused.push(format!("{name}: {error}"));

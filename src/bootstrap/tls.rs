@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::document::extension;
 use super::node::Metadata;
-use crate::proxy_config::{TlsMode, TlsSettings};
+use crate::proxy_config::{TlsSettings, tls_settings::Mode};
 
 pub(super) struct Peer<'a> {
     pub(super) settings: &'a TlsSettings,
@@ -21,8 +21,8 @@ pub(super) struct Peer<'a> {
 pub(super) fn upstream(peer: &Peer<'_>) -> Option<Value> {
     let settings = peer.settings;
     let (certificate, roots) = secrets(peer)?;
-    let (protocols, default_sni) = match settings.mode {
-        TlsMode::ISTIO_MUTUAL => (json!(["istio", "h2"]), peer.default_sni),
+    let (protocols, default_sni) = match settings.mode() {
+        Mode::IstioMutual => (json!(["istio", "h2"]), peer.default_sni),
         _ => (json!(["h2"]), ""),
     };
     let names = [settings.sni.as_str(), default_sni];
@@ -85,11 +85,11 @@ fn secrets(peer: &Peer<'_>) -> Option<(Option<Value>, Option<Value>)> {
         .map(|(chain, key)| from_sds(&format!("file-cert:{chain}~{key}"), None));
     // Envoy waits for these without limit.
     let required = |name: &str| Some(from_sds(name, Some("0s")));
-    match settings.mode {
-        TlsMode::DISABLE => None,
-        TlsMode::SIMPLE => Some((None, roots)),
-        TlsMode::MUTUAL => Some((pair, roots)),
-        TlsMode::ISTIO_MUTUAL => Some((required("default"), required("ROOTCA"))),
+    match settings.mode() {
+        Mode::Disable => None,
+        Mode::Simple => Some((None, roots)),
+        Mode::Mutual => Some((pair, roots)),
+        Mode::IstioMutual => Some((required("default"), required("ROOTCA"))),
     }
 }
 

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::config::Config;
-use crate::proxy_config::{ProxyConfig, Secret};
+use crate::proxy_config::{ProxyConfig, tracing::Tracer as Given};
 
 /// The one tracer that is configured.
 pub(super) struct Tracer<'a> {
@@ -11,7 +11,7 @@ pub(super) struct Tracer<'a> {
     pub(super) cluster: &'static str,
     pub(super) address: &'a str,
     /// The token of Lightstep, which speaks HTTP/2.
-    pub(super) token: Option<&'a Secret>,
+    pub(super) token: Option<&'a str>,
 }
 
 impl<'a> Tracer<'a> {
@@ -23,17 +23,15 @@ impl<'a> Tracer<'a> {
             address,
             token: None,
         };
-        if let Some(zipkin) = &tracing.zipkin {
-            return Some(tracer("zipkin", "zipkin", &zipkin.address));
-        }
-        if let Some(lightstep) = &tracing.lightstep {
-            return Some(Self {
+        match tracing.tracer.as_ref()? {
+            Given::Zipkin(zipkin) => Some(tracer("zipkin", "zipkin", &zipkin.address)),
+            Given::Lightstep(lightstep) => Some(Self {
                 token: Some(&lightstep.access_token),
                 ..tracer("lightstep", "lightstep", &lightstep.address)
-            });
+            }),
+            Given::Datadog(datadog) => Some(tracer("datadog", "datadog_agent", &datadog.address)),
+            _ => None,
         }
-        let datadog = tracing.datadog.as_ref()?;
-        Some(tracer("datadog", "datadog_agent", &datadog.address))
     }
 
     pub(super) fn is_zipkin(&self) -> bool {

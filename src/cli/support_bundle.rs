@@ -14,6 +14,7 @@ use super::unless_unread;
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
+use crate::lifecycle::BoxError;
 use crate::support_bundle::{self, PATIENCE, Sources};
 use crate::{logging, version};
 
@@ -29,45 +30,22 @@ pub struct SupportBundleFlags {
     pub output: Option<PathBuf>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("standard output is a terminal: redirect it, or name a file with --output")]
-    Terminal,
-    #[error("cannot create {path:?}, expected a name that is free")]
-    Create {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot write the bundle")]
-    Write(#[source] io::Error),
-    #[error("cannot tell secrets from other text")]
-    Secrets(#[from] regex::Error),
-    #[error(transparent)]
-    Log(#[from] logging::Error),
-}
-
 /// Opens the output, and has the log on standard error: standard output may be the bundle.
-pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
-    logging::init(logging::Options::parse(
-        "",
-        &["stderr".to_owned()],
-        false,
-        "",
-    )?)?;
-    let Some(path) = flags.output.clone() else {
-        return match io::stdout().is_terminal() {
-            true => Err(Error::Terminal),
-            false => Ok(Box::new(io::stdout())),
-        };
+pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
+    let log = logging::Options::parse("", &["stderr".to_owned()], false, "")?;
+    logging::init(log)?;
+    let Some(path) = &flags.output else {
+        if io::stdout().is_terminal() {
+            let text = "standard output is a terminal: redirect it, or name a file with --output";
+            return Err(text.into());
+        }
+        return Ok(Box::new(io::stdout()));
     };
     // The bundle shows what the mesh is like: it is for its owner.
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&path)
-        .map_err(|source| Error::Create { path, source })?;
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create_new(true).mode(0o600).open(path);
+    let expected = "expected a name that is free";
+    let file = file.map_err(|error| format!("cannot create {path:?}, {expected}: {error}"))?;
     Ok(Box::new(file))
 }
 
@@ -79,16 +57,10 @@ fn sources(
     environment: &Environment,
     root: &Path,
 ) -> (Sources, Option<PathBuf>) {
-    let proxy_config = config::proxy_config(flags, environment, root);
     let istio = super::version::istio(environment).unwrap_or_else(|error| error.to_string());
-    let custom = proxy_config.custom_config_file.clone();
     let sources = Sources {
         version: version::full(&istio),
-        status_port: proxy_config.agent_port(),
-        admin_port: proxy_config.admin_port(),
-        envoy: proxy_config.binary_path.clone(),
-        bootstraps: PathBuf::from(&proxy_config.config_path),
-        custom_bootstrap: (!custom.is_empty()).then(|| custom.into()),
+        proxy_config: config::proxy_config(flags, environment, root),
         config: report::report(flags, log, all, environment, root).json(),
     };
     let config = config::load(flags, log, environment, root).ok();
@@ -103,7 +75,7 @@ pub async fn run(
     all: &[Flag],
     environment: &Environment,
     mut to: Box<dyn Write>,
-) -> Result<(), Error> {
+) -> Result<(), BoxError> {
     let (proxy, of_log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
     let env = environment.clone();
     let read = move |root: &str| sources(&proxy, &of_log, &all, &env, root.as_ref());
@@ -128,5 +100,6 @@ pub async fn run(
     for problem in &bundle.problems {
         tracing::warn!("not in the bundle, or not whole: {problem}");
     }
-    unless_unread(bundle.write(&mut to)).map_err(Error::Write)
+    let written = unless_unread(bundle.write(&mut to));
+    written.map_err(|error| format!("cannot write the bundle: {error}").into())
 }

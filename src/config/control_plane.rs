@@ -7,9 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
+use indexmap::IndexSet;
 
-use super::Loader;
 use super::environment::{self as variables, Environment, Variable};
+use super::{Loader, entries};
 use crate::address;
 use crate::compliance::Policy;
 use crate::dial::proxy::{Proxies, Proxy};
@@ -29,7 +30,7 @@ const CONFIG_MAP: &str = "ConfigMap istio-ca-root-cert";
 const MOUNTED_ROOT: &str = "./etc/certs/root-cert.pem";
 
 /// The name in istiod's certificate when istiod is dialled as localhost.
-const ISTIOD_NAME: &str = "istiod.istio-system.svc";
+pub(super) const ISTIOD_NAME: &str = "istiod.istio-system.svc";
 
 /// The identity token that Google's metadata service issues, written to a file.
 #[derive(Clone, Debug)]
@@ -40,13 +41,8 @@ pub struct GoogleToken {
 
 /// The addresses of `DISCOVERY_ADDRESS`, each once.
 pub(super) fn addresses(text: &str) -> Vec<String> {
-    let mut addresses = Vec::new();
-    for address in text.split(',').map(str::trim) {
-        if !address.is_empty() && !addresses.iter().any(|known| known == address) {
-            addresses.push(address.to_owned());
-        }
-    }
-    addresses
+    let addresses: IndexSet<_> = entries(text).map(str::to_owned).collect();
+    addresses.into_iter().collect()
 }
 
 impl Loader<'_> {
@@ -120,13 +116,6 @@ impl Loader<'_> {
         let given = self.text(&variables::CA_ADDR);
         let named = given.is_some();
         let address = given.unwrap_or_else(|| discovery.address.clone());
-        if address.contains("googleapis.com") {
-            self.problem(
-                "CA_ADDR",
-                &address,
-                "istiod or an authority that speaks as it does",
-            );
-        }
         // The validation reports an address of ProxyConfig.
         if named && address::split(&address).is_none() {
             self.problem("CA_ADDR", &address, "host:port with a port from 1 to 65535");
@@ -177,18 +166,14 @@ impl Loader<'_> {
     /// The token the agent has to write itself, if any.
     pub(super) fn google_token(&mut self) -> Option<GoogleToken> {
         let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
-        match kind.as_str() {
-            "" | "JWT" | "Mock" => None,
-            "GoogleComputeEngine" => Some(GoogleToken {
-                audience: self.get(&variables::TRUST_DOMAIN),
-                path: TOKEN.into(),
-            }),
-            _ => {
-                let expected = "JWT, GoogleComputeEngine or Mock";
-                self.problem("CREDENTIAL_FETCHER_TYPE", &kind, expected);
-                None
-            }
+        if !["", "JWT", "Mock", "GoogleComputeEngine"].contains(&&*kind) {
+            let expected = "JWT, GoogleComputeEngine or Mock";
+            self.problem("CREDENTIAL_FETCHER_TYPE", &kind, expected);
         }
+        (kind == "GoogleComputeEngine").then(|| GoogleToken {
+            audience: self.get(&variables::TRUST_DOMAIN),
+            path: TOKEN.into(),
+        })
     }
 
     fn at_least(&mut self, variable: &Variable<Duration>, least: Duration) -> Duration {
@@ -203,23 +188,18 @@ impl Loader<'_> {
     fn metadata(&mut self, prefix: &str) -> Vec<(HeaderName, HeaderValue)> {
         let cluster = self.get(&variables::ISTIO_META_CLUSTER_ID);
         let mut metadata = Vec::new();
-        let given = self
-            .env
-            .with_prefix(prefix)
-            .map(|(name, value)| (name, value.to_owned()));
-        for (name, value) in std::iter::once(("clusterid", cluster)).chain(given) {
+        for (name, value) in [("clusterid", &*cluster)]
+            .into_iter()
+            .chain(self.env.with_prefix(prefix))
+        {
             // `HeaderName` folds to lower case, as HTTP/2 requires.
-            match (name.parse::<HeaderName>(), HeaderValue::from_str(&value)) {
-                (Ok(name), Ok(mut value)) => {
-                    // A header may be a credential, which is not printed.
-                    value.set_sensitive(name != "clusterid");
-                    metadata.push((name, value));
-                }
-                _ => {
-                    let subject = format!("{prefix}{name}");
-                    let expected = "a header's name and value";
-                    self.problem(&subject, "(not shown)", expected);
-                }
+            if let (Ok(name), Ok(mut value)) = (name.parse::<HeaderName>(), value.parse()) {
+                // A header may be a credential, which is not printed.
+                HeaderValue::set_sensitive(&mut value, name != "clusterid");
+                metadata.push((name, value));
+            } else {
+                let subject = format!("{prefix}{name}");
+                self.problem(&subject, "(not shown)", "a header's name and value");
             }
         }
         metadata
@@ -300,11 +280,15 @@ impl Loader<'_> {
     fn root_file(&mut self, name: &str, file: PathBuf, is_needed: bool) -> tls::Roots {
         let path = file.display().to_string();
         let subject = format!("root file for istiod ({name})");
-        if is_needed && !self.is_file(&path) {
-            self.problem(&subject, &path, "an existing file of root certificates");
-        } else if !self.is_file(&path) {
-            let expected = "a file of root certificates by the first call";
-            self.warn(&subject, path, expected);
+        match self.is_file(&path) {
+            true => {}
+            false if is_needed => {
+                self.problem(&subject, &path, "an existing file of root certificates");
+            }
+            false => {
+                let expected = "a file of root certificates by the first call";
+                self.warn(&subject, path, expected);
+            }
         }
         tls::Roots::File(file)
     }
@@ -314,7 +298,6 @@ impl Loader<'_> {
     }
 }
 
-/// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
 pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Policy {
     let name = env.get(&variables::COMPLIANCE_POLICY, warnings);
     let policy = Policy::parse(&name);
@@ -329,6 +312,7 @@ pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Poli
     policy.unwrap_or_default()
 }
 
+/// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
 pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
     let mut proxy = |variable: &Variable<String>| {
         let proxy = Proxy::parse(&of_either_case(env, variable)?);

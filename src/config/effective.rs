@@ -13,6 +13,7 @@ use super::merged::Merged;
 use super::pod::Pairs;
 use super::{control_plane, statsd, validate};
 use crate::address;
+use crate::proxy_config::proxy_config::ClusterName;
 use crate::regular_file::{self, MAX_SETTINGS};
 
 const CONFIG_ANNOTATION: &str = "proxy.istio.io/config";
@@ -37,9 +38,11 @@ impl Documents<'_> {
         let mut merged = self.without_flags(&flags.mesh_config);
         merged.notes.warnings.extend(self.env.unknown());
         let cpus = self.get(&environment::ISTIO_CPU_LIMIT, &mut merged);
-        set_threads(&mut merged, flags.concurrency, cpus, self.root);
-        if merged.config.service_cluster.as_deref() == Some("") {
-            merged.config.service_cluster = Some(flags.service_cluster.clone());
+        set_threads(&mut merged, flags.concurrency, cpus);
+        if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
+            && name.is_empty()
+        {
+            name.clone_from(&flags.service_cluster);
             merged.set_origin("serviceCluster", "--serviceCluster");
         }
         if self.resolves {
@@ -116,10 +119,6 @@ impl Documents<'_> {
                 merged.notes.problem(NAME, address, expected);
             }
         }
-        if addresses.len() < given.split(',').count() && !given.is_empty() {
-            let expected = "addresses that differ, separated by commas; using each once";
-            merged.notes.warn(NAME, given.as_str(), expected);
-        }
         if let Some(first) = addresses.into_iter().next() {
             merged.config.discovery_address = first;
             merged.set_origin("discoveryAddress", NAME);
@@ -158,97 +157,44 @@ impl Documents<'_> {
     }
 }
 
-/// Sets the number of Envoy's worker threads. A flag that is not zero wins over the documents. Without
-/// either, the CPU limit of the pod counts, else the quota of the process's control group. Zero in a
-/// document means every hardware thread.
-fn set_threads(merged: &mut Merged, flag: u32, limit: u32, root: &Path) {
-    let chosen = match (flag, merged.config.concurrency, limit) {
-        (0, Some(_), _) => None,
-        (0, None, 0) => quota(root).map(|cpus| (cpus, "CPU quota of the control group")),
-        (0, None, limit) => Some((limit, "ISTIO_CPU_LIMIT")),
-        (flag, ..) => Some((flag, "--concurrency")),
+/// Sets the number of Envoy's worker threads. A flag that is not zero wins over the documents, and those
+/// over the CPU limit of the pod. Without any, and for zero in a document, Envoy has one for every hardware
+/// thread.
+fn set_threads(merged: &mut Merged, flag: u32, limit: u32) {
+    let (threads, origin) = match (flag, merged.config.concurrency) {
+        (0, Some(_)) => return,
+        (0, None) if limit == 0 => return,
+        (0, None) => (limit, "ISTIO_CPU_LIMIT"),
+        (flag, _) => (flag, "--concurrency"),
     };
     if flag != 0 {
         let expected = "concurrency of ProxyConfig, which this flag overrides";
-        let notes = &mut merged.notes;
-        notes.warn("--concurrency", flag.to_string(), expected);
+        merged.notes.warn(origin, flag.to_string(), expected);
     }
-    if let Some((threads, origin)) = chosen {
-        merged.config.concurrency = Some(i32::try_from(threads).unwrap_or(i32::MAX));
-        merged.set_origin("concurrency", origin);
-    }
-}
-
-/// CPUs the control group may use, rounded up; None without a limit.
-fn quota(root: &Path) -> Option<u32> {
-    let read = |file: &str| std::fs::read_to_string(root.join("./sys/fs/cgroup").join(file)).ok();
-    if let Some(both) = read("cpu.max") {
-        let (quota, period) = both.trim().split_once(' ')?;
-        return cpus(quota, period);
-    }
-    let quota = read("cpu/cpu.cfs_quota_us")?;
-    cpus(quota.trim(), read("cpu/cpu.cfs_period_us")?.trim())
-}
-
-/// `max` and -1 stand for no limit.
-fn cpus(quota: &str, period: &str) -> Option<u32> {
-    let quota: u64 = quota.parse().ok().filter(|quota| *quota > 0)?;
-    let period: u64 = period.parse().ok().filter(|period| *period > 0)?;
-    u32::try_from(quota.div_ceil(period)).ok()
+    merged.config.concurrency = Some(i32::try_from(threads).unwrap_or(i32::MAX));
+    merged.set_origin("concurrency", origin);
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
-    use tempfile::TempDir;
-
     use super::*;
-
-    fn machine(files: &[(&str, &str)]) -> TempDir {
-        let root = TempDir::new().expect("a directory");
-        for (path, text) in files {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().expect("a directory")).expect("made");
-            fs::write(path, text).expect("written");
-        }
-        root
-    }
 
     #[test]
     fn the_flag_wins_over_documents_and_those_over_limits() {
-        for (document, variable, flag, group, threads) in [
-            ("{}", 0, 0, "max 100000", None),
-            ("{}", 4, 0, "max 100000", Some(4)),
-            ("{}", 4, 0, "100000 100000", Some(4)),
-            ("{}", 0, 0, "150000 100000", Some(2)),
-            ("{}", 0, 0, "50000 100000", Some(1)),
-            ("{concurrency: 3}", 4, 0, "50000 100000", Some(3)),
-            ("{concurrency: 0}", 4, 0, "50000 100000", Some(0)),
-            ("{concurrency: 3}", 4, 5, "50000 100000", Some(5)),
-            ("{}", 0, 5, "max 100000", Some(5)),
+        for (document, variable, flag, threads) in [
+            ("{}", 0, 0, None),
+            ("{}", 4, 0, Some(4)),
+            ("{concurrency: 3}", 4, 0, Some(3)),
+            ("{concurrency: 0}", 4, 0, Some(0)),
+            ("{concurrency: 3}", 4, 5, Some(5)),
+            ("{}", 0, 5, Some(5)),
         ] {
-            let root = machine(&[("sys/fs/cgroup/cpu.max", group)]);
             let mut config = Merged::builtin();
             config.merge_text("it", document);
-            set_threads(&mut config, flag, variable, root.path());
-            assert_eq!(config.config.concurrency, threads, "{document} {group}");
-            assert_eq!(
-                config.notes.warnings.len(),
-                usize::from(flag != 0),
-                "{document}"
-            );
-        }
-    }
-
-    #[test]
-    fn quotas_of_control_groups_version_1_count_as_well() {
-        for (quota, threads) in [("250000", Some(3)), ("-1", None), ("x", None)] {
-            let root = machine(&[
-                ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota),
-                ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
-            ]);
-            assert_eq!(super::quota(root.path()), threads, "{quota}");
+            set_threads(&mut config, flag, variable);
+            assert_eq!(config.config.concurrency, threads, "{document} {variable}");
+            let warnings = config.notes.warnings.len();
+            assert_eq!(warnings, usize::from(flag != 0), "{document}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The configuration of Envoy and its command line.
 
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -16,7 +16,7 @@ use crate::envoy::command::{Command, IpVersion, LogLevels};
 use crate::envoy::crash_restart::Budget;
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
-use crate::proxy_config::yaml;
+use crate::proxy_config::{time, yaml};
 use crate::regular_file::{self, MAX_SETTINGS};
 use crate::{duration, envoy};
 
@@ -91,21 +91,22 @@ impl Loader<'_> {
     /// The files Envoy is started from.
     pub(super) fn inputs(&mut self) -> Vec<PathBuf> {
         let overriding = self.get(&variables::ISTIO_BOOTSTRAP_OVERRIDE);
-        let pod = Path::new("./etc/istio/pod");
-        let fixed = [pod.join("labels"), pod.join("annotations")];
-        let named = [
+        let program = &self.proxy_config.binary_path;
+        let mut files = vec![
+            "./etc/istio/pod/labels".into(),
+            "./etc/istio/pod/annotations".into(),
             self.flags.mesh_config.clone(),
-            PathBuf::from(&self.proxy_config.binary_path),
+            // A program without a directory is found by PATH.
+            if program.contains('/') {
+                program.into()
+            } else {
+                PathBuf::new()
+            },
             PathBuf::from(&self.proxy_config.custom_config_file),
             overriding.into(),
         ];
-        // A program without a directory is found by PATH.
-        let named = named.into_iter().filter(|path| {
-            let is_program = *path == Path::new(&self.proxy_config.binary_path);
-            !is_program || path.components().count() > 1
-        });
-        let files = fixed.into_iter().chain(named);
-        files.filter(|file| !file.as_os_str().is_empty()).collect()
+        files.retain(|file| !file.as_os_str().is_empty());
+        files
     }
 
     fn drain(&mut self, until_idle: bool) -> Drain {
@@ -185,9 +186,7 @@ impl Loader<'_> {
             },
             drain_time: self.proxy_config.drain_time(),
             ip_version: if v6 { IpVersion::V6 } else { IpVersion::V4 },
-            file_flush_interval: self
-                .proxy_config
-                .file_flush_interval
+            file_flush_interval: time(self.proxy_config.file_flush_interval)
                 .unwrap_or(Duration::from_secs(1)),
             file_flush_min_size_kb: self.proxy_config.file_flush_min_size_kb,
             log,
@@ -226,13 +225,10 @@ impl Loader<'_> {
 /// Ports of Envoy's own listeners, except the admin port.
 fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
     let ports = &bootstrap.ports;
-    let ports = [
-        ports.health,
-        ports.prometheus,
-        ports.secure_metrics,
-        ports.secure_merged_metrics,
-    ];
-    ports.into_iter().filter(|port| *port != 0).collect()
+    let fixed = [ports.health, ports.prometheus];
+    let secure = [ports.secure_metrics, ports.secure_merged_metrics];
+    let all = fixed.into_iter().chain(secure);
+    all.filter(|port| *port != 0).collect()
 }
 
 /// Restarts in a duration, as in `3/10m`.
@@ -246,10 +242,9 @@ fn budget(text: &str) -> Option<Budget> {
 /// An IPv6 address stands in brackets, which may be there already.
 fn with_host_ip(text: &str, host_ip: &str) -> String {
     const PLACE: &str = "$(HOST_IP)";
-    let bracketed = if host_ip.contains(':') {
-        format!("[{host_ip}]")
-    } else {
-        host_ip.to_owned()
+    let bracketed = match host_ip.contains(':') {
+        true => format!("[{host_ip}]"),
+        false => host_ip.to_owned(),
     };
     text.replace(&format!("[{PLACE}]"), &bracketed)
         .replace(PLACE, &bracketed)

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
+use indexmap::IndexSet;
 use serde_json::{Number, Value};
 
 use super::Loader;
@@ -61,11 +62,10 @@ impl Loader<'_> {
 
     fn load_stats(&mut self, node: &node::Node) -> Option<Value> {
         const NAME: &str = "LOAD_STATS_CONFIG_JSON";
-        let text = node
-            .metadata
-            .get(NAME)?
-            .as_str()
-            .filter(|text| !text.is_empty())?;
+        let text = node.metadata.get(NAME)?.as_str()?;
+        if text.is_empty() {
+            return None;
+        }
         let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
         if parsed.is_none() {
             self.problem(&format!("ISTIO_META_{NAME}"), text, "a JSON object");
@@ -141,13 +141,8 @@ impl Loader<'_> {
         let annotation = self.stats_annotation("extraStatTags").unwrap_or_default();
         let setting = self.proxy_config.extra_stat_tags.iter();
         let all = setting.map(String::as_str).chain(annotation.split(','));
-        let mut tags: Vec<String> = Vec::new();
-        for tag in all.filter(|tag| !tag.is_empty()) {
-            if !tags.iter().any(|known| known == tag) {
-                tags.push(tag.to_owned());
-            }
-        }
-        tags
+        let tags: IndexSet<_> = all.filter(|tag| !tag.is_empty()).collect();
+        tags.into_iter().map(str::to_owned).collect()
     }
 
     fn buckets(&mut self) -> BTreeMap<String, Vec<Number>> {

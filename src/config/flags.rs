@@ -99,7 +99,7 @@ pub struct ProxyFlags {
 
 impl LogFlags {
     pub fn options(&self) -> Result<logging::Options, logging::Error> {
-        logging::check_levels(&self.stacktrace_level)?;
+        logging::Levels::parse(&self.stacktrace_level)?;
         logging::Options::parse(&self.output_level, &self.target, self.as_json, &self.caller)
     }
 }
@@ -137,18 +137,15 @@ pub fn values(command: &Command, matches: &ArgMatches) -> Vec<Flag> {
 }
 
 fn node_type(text: &str) -> Result<NodeType, String> {
-    match text {
-        "sidecar" => Ok(NodeType::Sidecar),
-        "router" => Ok(NodeType::Router),
-        "waypoint" => Ok(NodeType::Waypoint),
-        "ztunnel" | "agentgateway" => {
-            Err(format!("proxy type {text} is not supported by this agent"))
-        }
-        _ => {
-            let hint = spelling::hint(text, "", ["sidecar", "router", "waypoint"]);
-            Err(format!("invalid proxy Type: {text}{hint}"))
-        }
+    if ["ztunnel", "agentgateway"].contains(&text) {
+        return Err(format!("proxy type {text} is not supported by this agent"));
     }
+    let mut known = NodeType::NAMES.into_iter();
+    let found = known.find_map(|(name, kind)| (name == text).then_some(kind));
+    found.ok_or_else(|| {
+        let hint = spelling::hint(text, "", NodeType::NAMES.map(|(name, _)| name));
+        format!("invalid proxy Type: {text}{hint}")
+    })
 }
 
 /// A boolean in every spelling a variable may have.

@@ -11,7 +11,7 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, header};
 use super::Loader;
 use crate::health::{Check, Config};
 use crate::probe::{self, Kind, Probe};
-use crate::proxy_config::{Grpc, HttpGet, ReadinessProbe, TcpSocket};
+use crate::proxy_config::{HttpGet, readiness_probe as given};
 
 const MEMBER: &str = "readinessProbe";
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
@@ -26,7 +26,7 @@ impl Loader<'_> {
             period: self.seconds("periodSeconds", given.period_seconds, 10),
             successes: self.number("successThreshold", given.success_threshold, 1),
             failures: self.number("failureThreshold", given.failure_threshold, 1),
-            check: self.check(given, timeout)?,
+            check: self.check(given.check, timeout)?,
             probes: probe::Config {
                 source: self.probe_source(),
                 offers_http2: false,
@@ -36,47 +36,54 @@ impl Loader<'_> {
         Some(config)
     }
 
-    fn check(&mut self, given: ReadinessProbe, timeout: Duration) -> Option<Check> {
+    fn check(&mut self, given: Option<given::Check>, timeout: Duration) -> Option<Check> {
         let probe = |host, port, kind| Probe {
             host,
             port,
             kind,
             timeout,
         };
-        if let Some(HttpGet {
-            path,
-            port,
-            host,
-            scheme,
-            http_headers,
-        }) = given.http_get
-        {
-            let headers = http_headers.into_iter();
-            let headers = self.headers(headers.map(|header| (header.name, header.value.0)));
-            let path = Some(path).filter(|path| !path.is_empty());
-            let kind = Kind::Http {
-                is_https: scheme.eq_ignore_ascii_case("https"),
-                path: path.unwrap_or_else(|| "/".to_owned()),
-            };
-            let probe = probe(self.host(host), self.port("httpGet", port), kind);
-            return Some(Check::Probe(probe, headers));
-        }
-        if let Some(TcpSocket { host, port }) = given.tcp_socket {
-            let probe = probe(self.host(host), self.port("tcpSocket", port), Kind::Tcp);
-            return Some(Check::Probe(probe, HeaderMap::new()));
-        }
-        if let Some(Grpc { port, service }) = given.grpc {
-            let kind = Kind::Grpc { service };
-            let probe = probe(self.application(), self.port("grpc", port), kind);
-            return Some(Check::Probe(probe, self.headers([].into_iter())));
-        }
-        let command = given.exec.unwrap_or_default().command;
-        if command.is_empty() {
-            let expected = "httpGet, tcpSocket, grpc, or exec with a command";
-            self.problem(MEMBER, "no check", expected);
-            return None;
-        }
-        Some(Check::Exec(command, timeout))
+        let (probe, headers) = match given {
+            Some(given::Check::HttpGet(HttpGet {
+                path,
+                port,
+                host,
+                scheme,
+                http_headers,
+            })) => {
+                let headers = http_headers.into_iter();
+                let headers = self.headers(headers.map(|header| (header.name, header.value)));
+                let path = Some(path).filter(|path| !path.is_empty());
+                let kind = Kind::Http {
+                    is_https: scheme.eq_ignore_ascii_case("https"),
+                    path: path.unwrap_or_else(|| "/".to_owned()),
+                };
+                let port = self.port("httpGet", port);
+                (probe(self.host(host), port, kind), headers)
+            }
+            Some(given::Check::TcpSocket(given)) => {
+                let port = self.port("tcpSocket", given.port);
+                (
+                    probe(self.host(given.host), port, Kind::Tcp),
+                    HeaderMap::new(),
+                )
+            }
+            Some(given::Check::Grpc(given)) => {
+                let service = given.service;
+                let port = self.port("grpc", given.port);
+                let probe = probe(self.application(), port, Kind::Grpc { service });
+                (probe, self.headers([].into_iter()))
+            }
+            Some(given::Check::Exec(given)) if !given.command.is_empty() => {
+                return Some(Check::Exec(given.command, timeout));
+            }
+            _ => {
+                let expected = "httpGet, tcpSocket, grpc, or exec with a command";
+                self.problem(MEMBER, "no check", expected);
+                return None;
+            }
+        };
+        Some(Check::Probe(probe, headers))
     }
 
     fn host(&mut self, given: String) -> String {
@@ -90,11 +97,8 @@ impl Loader<'_> {
         let port = u16::try_from(given).unwrap_or_default();
         if port == 0 {
             let expected = "from 1 to 65535; the workload stays unhealthy";
-            self.warn(
-                &format!("{MEMBER}.{kind}.port"),
-                given.to_string(),
-                expected,
-            );
+            let subject = format!("{MEMBER}.{kind}.port");
+            self.warn(&subject, given.to_string(), expected);
         }
         port
     }

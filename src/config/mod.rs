@@ -198,30 +198,22 @@ impl Config {
             );
             return;
         }
-        let fetcher = if self.google_token.is_some() {
-            "GoogleComputeEngine"
-        } else if self.istiod.token == istiod::token::Source::Mock {
-            "Mock"
-        } else {
-            "JWT"
+        let fetcher = match (&self.google_token, &self.istiod.token) {
+            (Some(_), _) => "GoogleComputeEngine",
+            (None, istiod::token::Source::Mock) => "Mock",
+            (None, _) => "JWT",
         };
         let trust_domain = &self.secrets.renewal.identity.trust_domain;
         tracing::info!("using credential fetcher of {fetcher} type in {trust_domain} trust domain");
         let ca = self.ca_istiod.as_ref().unwrap_or(&self.istiod);
-        tracing::info!("CA Endpoint {}, provider Citadel", ca.address);
+        let address = &ca.address;
+        tracing::info!("CA Endpoint {address}, provider Citadel");
         if let istiod::Security::Tls(tls) = &ca.security {
-            match &tls.roots {
-                istiod::tls::Roots::System(_) => {
-                    tracing::info!("Using CA {} cert with system certs", ca.address);
-                }
-                istiod::tls::Roots::File(path) => {
-                    tracing::info!(
-                        "Using CA {} cert with certs: {}",
-                        ca.address,
-                        path.display()
-                    );
-                }
-            }
+            let roots = match &tls.roots {
+                istiod::tls::Roots::System(_) => "system certs".to_owned(),
+                istiod::tls::Roots::File(path) => format!("certs: {}", path.display()),
+            };
+            tracing::info!("Using CA {address} cert with {roots}");
         }
     }
 }
@@ -260,8 +252,7 @@ impl<'a> Loader<'a> {
         let warnings = &mut notes.warnings;
         let instance_ip = env.get(&environment::INSTANCE_IP, warnings);
         let excluded = annotations.get(pod::EXCLUDED_INTERFACES);
-        let excluded = excluded.map_or("", String::as_str).split(',');
-        let excluded: Vec<_> = excluded.filter(|name| !name.is_empty()).collect();
+        let excluded: Vec<_> = entries(excluded.map_or("", String::as_str)).collect();
         let addresses = pod::addresses(&instance_ip, &interfaces, &excluded, warnings);
         let own_addresses: BTreeSet<_> = interfaces.iter().map(|own| own.address).collect();
         let namespace = env.get(&environment::POD_NAMESPACE, warnings);
@@ -355,12 +346,7 @@ impl<'a> Loader<'a> {
 
     /// The entries of a list with commas.
     fn list(&mut self, variable: &environment::Variable<String>) -> Vec<String> {
-        let text = self.get(variable);
-        let entries = text.split(',').map(str::trim);
-        entries
-            .filter(|entry| !entry.is_empty())
-            .map(str::to_owned)
-            .collect()
+        entries(&self.get(variable)).map(str::to_owned).collect()
     }
 
     /// Numbers of users; None is every user.
@@ -381,11 +367,8 @@ impl<'a> Loader<'a> {
     fn sds_socket(&mut self) -> PathBuf {
         let name = self.get(&environment::WORKLOAD_IDENTITY_SOCKET_FILE);
         if name.is_empty() || name.contains('/') || name == ".." {
-            self.problem(
-                "WORKLOAD_IDENTITY_SOCKET_FILE",
-                &name,
-                "a file name without a directory",
-            );
+            let expected = "a file name without a directory";
+            self.problem("WORKLOAD_IDENTITY_SOCKET_FILE", &name, expected);
         }
         Path::new("./var/run/secrets/workload-spiffe-uds").join(name)
     }
@@ -397,6 +380,12 @@ impl<'a> Loader<'a> {
     fn warn(&mut self, subject: &str, found: impl Into<String>, expected: impl Into<String>) {
         self.notes.warn(subject, found, expected);
     }
+}
+
+/// The entries of a list with commas that are not empty.
+fn entries(text: &str) -> impl Iterator<Item = &str> {
+    let entries = text.split(',').map(str::trim);
+    entries.filter(|entry| !entry.is_empty())
 }
 
 #[cfg(test)]

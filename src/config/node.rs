@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::Loader;
+use super::control_plane::ISTIOD_NAME;
 use super::environment as variables;
 use super::pod::Pairs;
 use crate::address;
@@ -12,7 +13,7 @@ use crate::bootstrap::Ports;
 use crate::bootstrap::metadata::{self, is_empty};
 use crate::bootstrap::node::{Locality, Metadata, Node};
 use crate::bootstrap::platform::Platform;
-use crate::proxy_config::TracingServiceName;
+use crate::proxy_config::proxy_config::{ClusterName, TracingServiceName};
 use crate::version;
 
 /// The default of `serviceCluster`, which names no workload.
@@ -148,7 +149,7 @@ impl Loader<'_> {
     fn istiod_san(&self) -> Option<String> {
         let (host, _) = address::split(&self.proxy_config.discovery_address)?;
         let name = if host == "localhost" {
-            "istiod.istio-system.svc"
+            ISTIOD_NAME
         } else {
             host
         };
@@ -161,7 +162,7 @@ impl Loader<'_> {
         let mut raw = Map::new();
         let of_mesh = self.proxy_config.proxy_metadata.iter();
         let of_mesh =
-            of_mesh.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.0.as_str())));
+            of_mesh.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.as_str())));
         for (name, value) in of_mesh.chain(self.env.with_prefix("ISTIO_META_")) {
             raw.insert(name.to_owned(), value.into());
         }
@@ -199,32 +200,29 @@ impl Loader<'_> {
         let workload = raw.get("WORKLOAD_NAME").and_then(Value::as_str);
         let workload = workload.filter(|name| !name.is_empty()).map(str::to_owned);
         let reversed: Vec<_> = NAME_LABELS.into_iter().rev().collect();
-        let canonical = || {
-            label(&reversed)
-                .or_else(|| workload.clone())
-                .unwrap_or_default()
-        };
+        let canonical = || label(&reversed).or_else(|| workload.clone());
         let namespace = self.namespace.as_str();
-        let service_cluster = self.proxy_config.service_cluster.as_ref();
-        let configured = match (self.proxy_config.tracing_service_name, namespace) {
-            (Some(TracingServiceName::CANONICAL_NAME_ONLY), _)
-            | (Some(TracingServiceName::CANONICAL_NAME_AND_NAMESPACE), "") => canonical(),
-            (Some(TracingServiceName::CANONICAL_NAME_AND_NAMESPACE), _) => {
-                let name = Some(canonical()).filter(|name| !name.is_empty());
-                return format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER));
-            }
-            (Some(TracingServiceName::APP_LABEL_AND_NAMESPACE), _) => String::new(),
-            (None, _) => {
-                let cluster = service_cluster.filter(|cluster| !cluster.is_empty());
-                cluster.unwrap_or(&self.flags.service_cluster).clone()
-            }
+        let in_namespace = |name: Option<String>| {
+            let name = name.filter(|name| !name.is_empty());
+            format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER))
+        };
+        let configured = match &self.proxy_config.cluster_name {
+            Some(ClusterName::TracingServiceName(by)) => match TracingServiceName::try_from(*by) {
+                Ok(TracingServiceName::CanonicalNameAndNamespace) if !namespace.is_empty() => {
+                    return in_namespace(canonical());
+                }
+                Ok(TracingServiceName::AppLabelAndNamespace) | Err(_) => String::new(),
+                Ok(_) => canonical().unwrap_or_default(),
+            },
+            Some(ClusterName::ServiceCluster(name)) if !name.is_empty() => name.clone(),
+            _ => self.flags.service_cluster.clone(),
         };
         if !configured.is_empty() && configured != NO_CLUSTER {
             return configured;
         }
-        match (label(&NAME_LABELS).or(workload), namespace) {
-            (None, "") => NO_CLUSTER.to_owned(),
-            (name, namespace) => format!("{}.{namespace}", name.as_deref().unwrap_or(NO_CLUSTER)),
+        match label(&NAME_LABELS).or(workload) {
+            None if namespace.is_empty() => NO_CLUSTER.to_owned(),
+            name => in_namespace(name),
         }
     }
 }

@@ -9,6 +9,8 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
+use indexmap::IndexSet;
+
 use super::{Problem, READABLE};
 use crate::regular_file;
 
@@ -22,13 +24,18 @@ pub enum NodeType {
     Waypoint,
 }
 
+impl NodeType {
+    pub(super) const NAMES: [(&'static str, Self); 3] = [
+        ("sidecar", Self::Sidecar),
+        ("router", Self::Router),
+        ("waypoint", Self::Waypoint),
+    ];
+}
+
 impl fmt::Display for NodeType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sidecar => "sidecar",
-            Self::Router => "router",
-            Self::Waypoint => "waypoint",
-        })
+        let found = Self::NAMES.iter().find(|(_, kind)| kind == self);
+        f.write_str(found.map_or("", |(name, _)| name))
     }
 }
 
@@ -49,14 +56,15 @@ pub(super) fn interfaces() -> io::Result<Vec<Interface>> {
     let mut found = if_addrs::get_if_addrs()?;
     found.sort_by_key(|interface| interface.index);
     let up = found.into_iter().filter(if_addrs::Interface::is_oper_up);
-    let addresses = up.map(|interface| Interface {
-        address: interface.ip().to_canonical(),
-        is_loopback: interface.index == Some(LOOPBACK),
-        name: interface.name,
-    });
-    Ok(addresses
-        .filter(|interface| is_reachable(interface.address))
-        .collect())
+    let mut interfaces: Vec<_> = up
+        .map(|interface| Interface {
+            address: interface.ip().to_canonical(),
+            is_loopback: interface.index == Some(LOOPBACK),
+            name: interface.name,
+        })
+        .collect();
+    interfaces.retain(|interface| is_reachable(interface.address));
+    Ok(interfaces)
 }
 
 fn is_reachable(address: IpAddr) -> bool {
@@ -95,16 +103,12 @@ pub fn addresses(
         let mut own = interfaces.iter().filter(|own| own.address == *address);
         own.any(|own| excluded.contains(&own.name.as_str()))
     };
-    let mut addresses: Vec<_> = first.into_iter().collect();
-    for address in found {
-        if !addresses.contains(&address) && !is_excluded(&address) {
-            addresses.push(address);
-        }
-    }
+    found.retain(|address| !is_excluded(address));
+    let mut addresses: IndexSet<_> = first.into_iter().chain(found).collect();
     if addresses.is_empty() {
-        addresses.push(Ipv4Addr::LOCALHOST.into());
+        addresses.insert(Ipv4Addr::LOCALHOST.into());
     }
-    addresses
+    addresses.into_iter().collect()
 }
 
 /// Lists interfaces whose addresses are not the node's.

@@ -13,15 +13,9 @@ use super::pod::{self, EXCLUDED_INTERFACES, Pairs};
 use super::{Loader, Problem};
 use crate::problem::Diagnostics;
 
-/// Name, value and origin.
-type Setting = (String, Value, String);
-
+/// The sections of settings, each with its value and origin, then the texts of warnings and problems.
 #[derive(Debug)]
-pub struct Report {
-    sections: [(&'static str, Vec<Setting>); 3],
-    warnings: Vec<Problem>,
-    problems: Vec<Problem>,
-}
+pub struct Report(Value);
 
 /// Reads what [`load`] reads. `root` is the working directory.
 pub fn report(
@@ -31,13 +25,14 @@ pub fn report(
     env: &Environment,
     root: &Path,
 ) -> Report {
+    let setting = |name: &str, value: Value, origin: &str| {
+        let setting = json!({ "value": value, "origin": origin });
+        (name.to_owned(), setting)
+    };
     let loader = Loader::read(flags, env, root, pod::interfaces(), None);
     let members = loader.proxy_config.printable().into_iter();
-    let members = members.map(|(name, value)| {
-        let origin = loader.origins.of(&name).to_owned();
-        (name, value, origin)
-    });
-    let (members, found) = (members.collect(), loader.notes.warnings.clone());
+    let members = members.map(|(name, value)| setting(&name, value, loader.origins.of(&name)));
+    let (members, found): (Value, _) = (members.collect(), loader.notes.warnings.clone());
     let (warnings, problems) = match loader.config(log) {
         // Whether another process serves the workload's secrets is known when the agent starts.
         Ok(config) => {
@@ -48,20 +43,22 @@ pub fn report(
     };
     // This variable is shown member by member.
     let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
+    let variables = rows.map(|row| {
+        let (value, origin) = variable(row, env);
+        setting(row.name, value.into(), origin)
+    });
     let flags = all.iter().filter(|flag| !flag.is_hidden);
     let flags = flags.map(|flag| {
         let origin = if flag.is_given { "flag" } else { DEFAULT };
-        (flag.name.clone(), json!(flag.value), origin.to_owned())
+        setting(&flag.name, json!(flag.value), origin)
     });
-    Report {
-        sections: [
-            ("proxyConfig", members),
-            ("variables", rows.map(|row| variable(row, env)).collect()),
-            ("flags", flags.collect()),
-        ],
-        warnings,
-        problems,
-    }
+    Report(json!({
+        "proxyConfig": members,
+        "variables": variables.collect::<Value>(),
+        "flags": flags.collect::<Value>(),
+        "warnings": texts(&warnings),
+        "problems": texts(&problems),
+    }))
 }
 
 /// How subjects begin that files and interfaces decide.
@@ -102,59 +99,46 @@ pub fn described(
     (members, notes)
 }
 
-fn variable(row: &Row, env: &Environment) -> Setting {
-    let (value, origin) = match env.text(row.name) {
-        None => (row.default, DEFAULT),
+/// The value to show, and its origin.
+fn variable(row: &Row, env: &Environment) -> (String, &'static str) {
+    match env.text(row.name) {
+        None => (row.default.to_owned(), DEFAULT),
         // The headers of probes may hold credentials, and so may a proxy's URL.
-        Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)", "variable"),
+        Some(_) if row.name == "ISTIO_KUBE_APP_PROBERS" => ("(not shown)".to_owned(), "variable"),
         Some(text) if row.name.ends_with("_PROXY") && text.contains('@') => {
             let (_, host) = text.rsplit_once('@').unwrap_or_default();
-            return (
-                row.name.to_owned(),
-                json!(format!("(not shown)@{host}")),
-                "variable".to_owned(),
-            );
+            (format!("(not shown)@{host}"), "variable")
         }
-        Some(text) if (row.is_good)(text) => (text, "variable"),
-        Some(_) => (row.default, "default, as the variable is not of its type"),
-    };
-    (row.name.to_owned(), json!(value), origin.to_owned())
+        Some(text) if (row.is_good)(text) => (text.to_owned(), "variable"),
+        Some(_) => {
+            let origin = "default, as the variable is not of its type";
+            (row.default.to_owned(), origin)
+        }
+    }
 }
 
 impl Report {
     pub fn is_usable(&self) -> bool {
-        self.problems.is_empty()
+        self.0["problems"] == json!([])
     }
 
     pub fn json(&self) -> Value {
-        let mut report = Map::new();
-        for (section, settings) in &self.sections {
-            let entries = settings.iter().map(|(name, value, origin)| {
-                let entry = json!({ "value": value, "origin": origin });
-                (name.clone(), entry)
-            });
-            report.insert((*section).to_owned(), entries.collect());
-        }
-        report.insert("warnings".to_owned(), texts(&self.warnings).into());
-        report.insert("problems".to_owned(), texts(&self.problems).into());
-        report.into()
+        self.0.clone()
     }
 
     pub fn yaml(&self) -> String {
         let mut text = String::new();
-        for (section, settings) in &self.sections {
-            text += &format!("{section}:\n");
-            for (name, value, origin) in settings {
+        for (section, found) in self.0.as_object().into_iter().flatten() {
+            if *found != json!([]) {
+                text += &format!("{section}:\n");
+            }
+            for (name, setting) in found.as_object().into_iter().flatten() {
+                let (value, origin) = (&setting["value"], setting["origin"].as_str());
                 let setting = format!("  {name}: {value}");
-                text += &format!("{setting:<60} # {origin}\n");
+                text += &format!("{setting:<60} # {}\n", origin.unwrap_or_default());
             }
-        }
-        for (name, problems) in [("warnings", &self.warnings), ("problems", &self.problems)] {
-            if !problems.is_empty() {
-                text += &format!("{name}:\n");
-            }
-            for line in texts(problems) {
-                text += &format!("  - {}\n", json!(line));
+            for line in found.as_array().into_iter().flatten() {
+                text += &format!("  - {line}\n");
             }
         }
         text

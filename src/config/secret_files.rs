@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::Loader;
 use super::environment as variables;
+use crate::proxy_config::{private_key_provider::Provider, time};
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
 use crate::secrets::files;
@@ -118,14 +119,13 @@ impl Loader<'_> {
 
     pub(super) fn key_provider(&self) -> Option<KeyProvider> {
         let given = self.proxy_config.private_key_provider.as_ref()?;
-        let (kind, method) = match (&given.cryptomb, &given.qat) {
-            (Some(method), _) => (Kind::CryptoMb, method),
-            (None, Some(method)) => (Kind::Qat, method),
-            (None, None) => return None,
+        let (kind, method) = match given.provider.as_ref()? {
+            Provider::Cryptomb(method) => (Kind::CryptoMb, method),
+            Provider::Qat(method) => (Kind::Qat, method),
         };
         Some(KeyProvider {
             kind,
-            poll_delay: method.poll_delay,
+            poll_delay: time(method.poll_delay),
             fallback: method.fallback.unwrap_or_default(),
         })
     }

@@ -14,15 +14,18 @@ use crate::address;
 const NAME: &str = "statsdUdpAddress";
 const LIMIT: Duration = Duration::from_secs(2);
 
+type LookUp = Box<dyn FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send>;
+
 /// Replaces the name by an address, or unsets it with a warning.
 pub(super) fn resolve(merged: &mut Merged) {
-    resolve_by(system, LIMIT, merged);
+    let system = |host: &str| {
+        let found = (host, 0).to_socket_addrs()?;
+        Ok(found.map(|address| address.ip()).collect())
+    };
+    resolve_by(Box::new(system), LIMIT, merged);
 }
 
-fn resolve_by<F>(look_up: F, limit: Duration, merged: &mut Merged)
-where
-    F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
-{
+fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
     let address = &merged.config.statsd_udp_address;
     // The validation reports an address that is not valid.
     let Some((host, port)) = address::split(address).filter(|_| address::is_valid(address)) else {
@@ -46,10 +49,7 @@ where
 }
 
 /// The first IPv4 address, else the last IPv6 address.
-fn within<F>(limit: Duration, host: String, look_up: F) -> Result<IpAddr, String>
-where
-    F: FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send + 'static,
-{
+fn within(limit: Duration, host: String, look_up: LookUp) -> Result<IpAddr, String> {
     let (answer, answers) = mpsc::channel();
     let task = move || {
         // The receiver is gone when the answer comes too late.
@@ -66,11 +66,6 @@ where
     best.ok_or_else(|| "no address".to_owned())
 }
 
-fn system(host: &str) -> io::Result<Vec<IpAddr>> {
-    let found = (host, 0).to_socket_addrs()?;
-    Ok(found.map(|address| address.ip()).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -81,7 +76,7 @@ mod tests {
     {
         let mut merged = Merged::builtin();
         merged.merge_text("it", text);
-        resolve_by(look_up, Duration::from_millis(20), &mut merged);
+        resolve_by(Box::new(look_up), Duration::from_millis(20), &mut merged);
         let address = merged.config.statsd_udp_address;
         let address = Some(address).filter(|address| !address.is_empty());
         (address, merged.notes.warnings.len())

@@ -54,33 +54,24 @@ impl Loader<'_> {
 
     fn blocked_networks(&mut self) -> Vec<Cidr> {
         let variable = variables::BLOCKED_CIDRS_IN_WASM_FETCH;
-        let mut networks = Vec::new();
-        for entry in self.list(&variable) {
-            match Cidr::parse(&entry) {
-                Some(network) => networks.push(network),
-                None => self.warn(
-                    variable.name,
-                    entry,
-                    "networks such as 10.0.0.0/8, going on without",
-                ),
+        let networks = self.list(&variable).into_iter().filter_map(|entry| {
+            let network = Cidr::parse(&entry);
+            if network.is_none() {
+                let expected = "networks such as 10.0.0.0/8, going on without";
+                self.warn(variable.name, entry, expected);
             }
-        }
-        networks
+            network
+        });
+        networks.collect()
     }
 
     fn registry_credentials(&mut self) -> Vec<PathBuf> {
-        let home = self
-            .text(&variables::HOME)
-            .map(|home| Path::new(&home).join(".docker"));
-        let docker = self
-            .text(&variables::DOCKER_CONFIG)
-            .map(PathBuf::from)
-            .or(home);
-        let runtime = self.text(&variables::XDG_RUNTIME_DIR);
-        let runtime = runtime.map(|runtime| Path::new(&runtime).join("containers/auth.json"));
-        let docker = docker.map(|docker| docker.join("config.json"));
+        let mut named = |variable, file: &str| Some(Path::new(&self.text(variable)?).join(file));
+        let home = named(&variables::HOME, ".docker/config.json");
+        let docker = named(&variables::DOCKER_CONFIG, "config.json").or(home);
+        let runtime = named(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
         let file = self.text(&variables::REGISTRY_AUTH_FILE).map(PathBuf::from);
-        docker.into_iter().chain(file).chain(runtime).collect()
+        [docker, file, runtime].into_iter().flatten().collect()
     }
 }
 

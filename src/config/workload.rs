@@ -105,11 +105,8 @@ impl Loader<'_> {
         if !(2048..=8192).contains(&bits) {
             self.problem(name, &found, "a number of bits from 2048 to 8192");
         } else if !RSA_SIZES.contains(&bits) {
-            self.warn(
-                name,
-                found,
-                "2048, 3072, 4096 or 8192; the next larger one is used",
-            );
+            let expected = "2048, 3072, 4096 or 8192; the next larger one is used";
+            self.warn(name, found, expected);
         }
         KeyType::Rsa(bits)
     }

@@ -28,7 +28,7 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));
     }
-    let silent = logging::silent_scopes();
+    let silent = logging::levels().silent();
     if !silent.is_empty() {
         let check = Check::warning("log level", format!("none, of {}", silent.join(", ")));
         checks.push(check.expected("error or more").remedy(

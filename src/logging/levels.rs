@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use parking_lot::RwLock;
-use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use super::Error;
+use crate::problem::Problem;
 
 /// The target of lines on changes of levels, which are logged at any level.
 pub(super) const CHANGES: &str = "istio_agent::logging::changes";
@@ -27,26 +27,12 @@ pub(super) const LIBRARIES: &str = "grpc";
 const SCOPES: &str = "ads ca cache citadelclient default dns gcecred grpc healthcheck klog mockcred \
                       monitoring probes sds security spiffe validation wasm xdsproxy";
 
-/// A scope and its level.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Scope {
-    pub scope: &'static str,
-    pub level: &'static str,
-    #[serde(flatten, skip_serializing_if = "Option::is_none")]
-    pub temporary: Option<Temporary>,
+/// The levels of the scopes.
+#[derive(Debug)]
+pub struct Levels {
+    scopes: RwLock<BTreeMap<&'static str, Level>>,
+    changed: Notify,
 }
-
-/// How a level ends that was set for a while.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Temporary {
-    pub seconds_left: f64,
-    /// The level after that.
-    pub lasting_level: &'static str,
-}
-
-/// The level of each scope.
-#[derive(Clone, Debug)]
-pub(super) struct Levels(BTreeMap<&'static str, Level>);
 
 #[derive(Clone, Copy, Debug)]
 struct Level {
@@ -55,134 +41,102 @@ struct Level {
     temporary: Option<(LevelFilter, Instant)>,
 }
 
-/// Levels that can be set at run time.
-#[derive(Debug, Default)]
-pub(super) struct InForce {
-    levels: RwLock<Levels>,
-    changed: Notify,
-}
-
 impl Level {
-    fn lasting(lasting: LevelFilter) -> Self {
-        let temporary = None;
-        Self { lasting, temporary }
-    }
-
     fn current(&self) -> LevelFilter {
         self.temporary.map_or(self.lasting, |(level, _)| level)
     }
 }
 
-impl Default for Levels {
-    fn default() -> Self {
-        let scopes = SCOPES.split(' ').map(|scope| {
-            let level = match scope {
-                LIBRARIES => LevelFilter::OFF,
-                _ => LevelFilter::INFO,
-            };
-            (scope, Level::lasting(level))
-        });
-        Self(scopes.collect())
-    }
-}
-
 impl Levels {
     /// Reads `--log_output_level`. Later entries win. Unknown scopes are ignored.
-    pub(super) fn parse(flag: &str) -> Result<Self, Error> {
-        let Self(mut levels) = Self::default();
-        for entry in flag
-            .split(',')
-            .map(str::trim)
-            .filter(|entry| !entry.is_empty())
-        {
+    pub fn parse(flag: &str) -> Result<Self, Problem> {
+        let mut levels = Self::default();
+        let entries = flag.split(',').map(str::trim);
+        for entry in entries.filter(|entry| !entry.is_empty()) {
             let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
-            let level = level(word).ok_or_else(|| Error::Level {
-                found: entry.to_owned(),
-            })?;
-            for (name, current) in &mut levels {
+            let expected = "scope:level with a level of debug, info, warn, error, fatal or none";
+            let level = level(word).ok_or_else(|| Problem::new("log level", entry, expected))?;
+            for (name, current) in levels.scopes.get_mut() {
                 if *name == scope || scope == "all" {
                     current.lasting = level;
                 }
             }
         }
-        Ok(Self(levels))
-    }
-
-    fn get(&self, scope: &str) -> LevelFilter {
-        self.0.get(scope).map_or(LevelFilter::OFF, Level::current)
-    }
-}
-
-impl InForce {
-    pub(super) fn new(levels: Levels) -> Self {
-        Self {
-            levels: RwLock::new(levels),
-            changed: Notify::new(),
-        }
+        Ok(levels)
     }
 
     pub(super) fn get(&self, scope: &str) -> LevelFilter {
-        self.levels.read().get(scope)
+        let scopes = self.scopes.read();
+        scopes.get(scope).map_or(LevelFilter::OFF, Level::current)
     }
 
     pub(super) fn max_level(&self) -> LevelFilter {
-        let levels = self.levels.read();
-        let all = levels.0.values().map(Level::current);
+        let scopes = self.scopes.read();
+        let all = scopes.values().map(Level::current);
         all.max().unwrap_or(LevelFilter::OFF)
     }
 
-    pub(super) fn scopes(&self) -> Vec<Scope> {
+    /// Every scope with its level; for a level set for a while with the time left, and the level after it.
+    pub fn scopes(&self) -> Vec<Value> {
         let now = Instant::now();
-        let levels = self.levels.read();
-        let scopes = levels.0.iter().map(|(scope, level)| Scope {
-            scope,
-            level: name(level.current()),
-            temporary: level.temporary.map(|(_, end)| Temporary {
-                seconds_left: end.saturating_duration_since(now).as_secs_f64().round(),
-                lasting_level: name(level.lasting),
-            }),
+        let scopes = self.scopes.read();
+        let scopes = scopes.iter().map(|(scope, level)| {
+            let mut shown = json!({ "scope": scope, "level": name(level.current()) });
+            if let Some((_, end)) = level.temporary {
+                let left = end.saturating_duration_since(now).as_secs_f64().round();
+                shown["seconds_left"] = left.into();
+                shown["lasting_level"] = name(level.lasting).into();
+            }
+            shown
         });
         scopes.collect()
     }
 
-    pub(super) fn silent(&self) -> Vec<&'static str> {
-        let levels = self.levels.read();
-        let is_silent = |scope: &&str| levels.get(scope) == LevelFilter::OFF && *scope != LIBRARIES;
-        levels.0.keys().copied().filter(is_silent).collect()
+    /// Scopes of which not even errors are logged, but for that of libraries, of which nothing is logged
+    /// unless it is raised.
+    pub fn silent(&self) -> Vec<&'static str> {
+        let scopes = self.scopes.read();
+        let silent = scopes
+            .iter()
+            .filter(|(scope, level)| level.current() == LevelFilter::OFF && **scope != LIBRARIES);
+        silent.map(|(scope, _)| *scope).collect()
     }
 
-    /// Logs the change, then sets the level of a scope, or of all; with a `period`, until it is over.
-    /// False if there is no such scope.
-    pub(super) fn set(
+    /// Logs the change, then sets the level of a scope, or of all, to one that logs errors at least; with a
+    /// `period`, until it is over, which [`Self::expire`] sees to.
+    pub fn set(
         &self,
         scope: Option<&str>,
-        level: LevelFilter,
+        word: &str,
         period: Option<Duration>,
-    ) -> bool {
+    ) -> Result<(), Problem> {
+        let level = level(word).filter(|level| *level != LevelFilter::OFF);
+        let expected = "debug, info, warn or error";
+        let level = level.ok_or_else(|| Problem::new("the level", word, expected))?;
         let is_meant = |name: &str| scope.is_none_or(|scope| scope == name);
-        if !self.levels.read().0.keys().any(|name| is_meant(name)) {
-            return false;
+        let named = scope.unwrap_or("all");
+        if !self.scopes.read().keys().any(|name| is_meant(name)) {
+            return Err(Problem::new("the scope", named, "one of the list"));
         }
-        let (named, word) = (scope.unwrap_or("all"), name(level));
         let until = period.map_or_else(String::new, |period| format!(" for {period:?}"));
         tracing::info!(target: CHANGES, "the log level of {named} becomes {word}{until}");
-        for (name, current) in &mut self.levels.write().0 {
+        for (name, current) in &mut *self.scopes.write() {
             match period {
                 _ if !is_meant(name) => {}
                 Some(period) => current.temporary = Some((level, crate::clock::after(period))),
-                None => *current = Level::lasting(level),
+                None => *current = level.into(),
             }
         }
         self.changed.notify_one();
         rebuild_interest_cache();
-        true
+        Ok(())
     }
 
-    /// Ends temporary levels when their time is over.
-    pub(super) async fn expire(&self) {
+    /// Ends temporary levels when their time is over. Never returns.
+    pub async fn expire(&self) {
         loop {
             let end = |level: &Level| level.temporary.map(|(_, end)| end);
-            let next = self.levels.read().0.values().filter_map(end).min();
+            let next = self.scopes.read().values().filter_map(end).min();
             let Some(next) = next else {
                 self.changed.notified().await;
                 continue;
@@ -192,7 +146,7 @@ impl InForce {
                 () = sleep_until(next) => {}
             }
             tracing::info!(target: CHANGES, "log levels set for a while go back to what they were");
-            for level in self.levels.write().0.values_mut() {
+            for level in self.scopes.write().values_mut() {
                 level.temporary.take_if(|(_, end)| *end <= next);
             }
             rebuild_interest_cache();
@@ -200,7 +154,27 @@ impl InForce {
     }
 }
 
-pub(super) fn level(word: &str) -> Option<LevelFilter> {
+impl Default for Levels {
+    fn default() -> Self {
+        let scopes = SCOPES.split(' ').map(|scope| match scope {
+            LIBRARIES => (scope, LevelFilter::OFF.into()),
+            _ => (scope, LevelFilter::INFO.into()),
+        });
+        Self {
+            scopes: RwLock::new(scopes.collect()),
+            changed: Notify::new(),
+        }
+    }
+}
+
+impl From<LevelFilter> for Level {
+    fn from(lasting: LevelFilter) -> Self {
+        let temporary = None;
+        Self { lasting, temporary }
+    }
+}
+
+fn level(word: &str) -> Option<LevelFilter> {
     Some(match word {
         "debug" => LevelFilter::DEBUG,
         "info" => LevelFilter::INFO,
@@ -270,36 +244,43 @@ mod tests {
         }
     }
 
-    /// Scope and level, and for one set for a while the seconds left and the level after that.
-    fn shown(levels: &InForce, scope: &str) -> (&'static str, Option<(f64, &'static str)>) {
-        let found = levels.scopes().into_iter().find(|one| one.scope == scope);
+    /// A scope's level, and for one set for a while the seconds left and the level after that.
+    fn shown(levels: &Levels, scope: &str) -> (String, Option<(f64, String)>) {
+        let scopes = levels.scopes();
+        let found = scopes.iter().find(|one| one["scope"] == scope);
         let found = found.expect("the scope");
-        let temporary = found.temporary;
-        (
-            found.level,
-            temporary.map(|temporary| (temporary.seconds_left, temporary.lasting_level)),
-        )
+        let text = |name: &str| Some(found[name].as_str()?.to_owned());
+        let temporary = found["seconds_left"].as_f64().zip(text("lasting_level"));
+        (text("level").expect("a level"), temporary)
+    }
+
+    fn lasting(level: &str) -> (String, Option<(f64, String)>) {
+        (level.to_owned(), None)
+    }
+
+    fn temporary(level: &str, left: f64, after: &str) -> (String, Option<(f64, String)>) {
+        (level.to_owned(), Some((left, after.to_owned())))
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_level_set_for_a_while_goes_back_to_the_lasting_one() {
-        let levels = InForce::default();
+        let levels = Levels::default();
         let minutes = |count: u64| Some(Duration::from_secs(60 * count));
         let clock = async {
-            assert!(levels.set(None, LevelFilter::DEBUG, minutes(10)));
-            assert!(levels.set(Some("sds"), LevelFilter::ERROR, minutes(5)));
-            assert_eq!(shown(&levels, "sds"), ("error", Some((300.0, "info"))));
-            assert_eq!(shown(&levels, "grpc"), ("debug", Some((600.0, "none"))));
+            levels.set(None, "debug", minutes(10)).expect("set");
+            levels.set(Some("sds"), "error", minutes(5)).expect("set");
+            assert_eq!(shown(&levels, "sds"), temporary("error", 300.0, "info"));
+            assert_eq!(shown(&levels, "grpc"), temporary("debug", 600.0, "none"));
             assert_eq!(levels.max_level(), LevelFilter::DEBUG);
             // It replaces the temporary one.
-            assert!(levels.set(Some("ca"), LevelFilter::WARN, None));
-            assert_eq!(shown(&levels, "ca"), ("warn", None));
+            levels.set(Some("ca"), "warn", None).expect("set");
+            assert_eq!(shown(&levels, "ca"), lasting("warn"));
             tokio::time::sleep(Duration::from_secs(301)).await;
-            assert_eq!(shown(&levels, "sds"), ("info", None));
-            assert_eq!(shown(&levels, "dns"), ("debug", Some((299.0, "info"))));
+            assert_eq!(shown(&levels, "sds"), lasting("info"));
+            assert_eq!(shown(&levels, "dns"), temporary("debug", 299.0, "info"));
             tokio::time::sleep(Duration::from_secs(300)).await;
-            assert_eq!(shown(&levels, "dns"), ("info", None));
-            assert_eq!(shown(&levels, "ca"), ("warn", None));
+            assert_eq!(shown(&levels, "dns"), lasting("info"));
+            assert_eq!(shown(&levels, "ca"), lasting("warn"));
             assert_eq!(levels.max_level(), LevelFilter::INFO);
         };
         tokio::select! {
@@ -315,15 +296,17 @@ mod tests {
             ("sds:fatal,ca:none,dns:error", &["ca", "sds"]),
         ] {
             let levels = Levels::parse(flag).expect("levels");
-            assert_eq!(InForce::new(levels).silent(), expected, "{flag}");
+            assert_eq!(levels.silent(), expected, "{flag}");
         }
     }
 
     #[test]
     fn an_unknown_scope_is_not_set() {
-        let levels = InForce::default();
+        let levels = Levels::default();
         let before = levels.scopes();
-        assert!(!levels.set(Some("unheard"), LevelFilter::DEBUG, None));
+        levels
+            .set(Some("unheard"), "debug", None)
+            .expect_err("unknown");
         assert_eq!(levels.scopes(), before);
     }
 }

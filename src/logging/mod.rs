@@ -23,15 +23,16 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::permission::explained;
-use levels::{CHANGES, InForce, Levels, scope_of};
-pub use levels::{Scope, Temporary};
+use crate::problem::Problem;
+pub use levels::Levels;
+use levels::{CHANGES, scope_of};
 use line::{Content, Line};
 use output::Output;
 pub use recent::Entry;
 use recent::{LastLines, Recent};
 
 /// The `--log_*` flags.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Options {
     levels: Levels,
     /// Standard output if empty.
@@ -43,14 +44,8 @@ pub struct Options {
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error(
-        "invalid log level {found:?}, expected scope:level with a level of debug, info, warn, error, fatal or none"
-    )]
-    Level { found: String },
-    #[error("the level is {found:?}, expected debug, info, warn or error")]
-    Word { found: String },
-    #[error("the scope is {found:?}, expected one of the list")]
-    Scope { found: String },
+    #[error(transparent)]
+    Level(#[from] Problem),
     #[error("cannot open log target {target}")]
     Target {
         target: String,
@@ -79,17 +74,12 @@ impl Options {
     }
 }
 
-/// Checks a flag of the form of `--log_output_level`.
-pub fn check_levels(flag: &str) -> Result<(), Error> {
-    Levels::parse(flag).map(drop)
-}
-
 /// How long the end of the program may wait for readers of the log.
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
 static RECENT: Recent = Recent::new();
 static LAST_LINES: LastLines = LastLines::new();
-static LEVELS: OnceLock<InForce> = OnceLock::new();
+static LEVELS: OnceLock<Levels> = OnceLock::new();
 
 /// The warnings and errors logged last, the newest first.
 pub fn recent() -> Vec<Entry> {
@@ -101,40 +91,9 @@ pub fn last_lines() -> String {
     LAST_LINES.text()
 }
 
-fn in_force() -> &'static InForce {
-    LEVELS.get_or_init(InForce::default)
-}
-
-/// Every scope with its level.
-pub fn scopes() -> Vec<Scope> {
-    in_force().scopes()
-}
-
-/// Scopes of which not even errors are logged, but for that of libraries, of which nothing is logged
-/// unless it is raised.
-pub fn silent_scopes() -> Vec<&'static str> {
-    in_force().silent()
-}
-
-/// Sets the level of a scope, or of all, to one that logs errors at least; with a `period`, until it is
-/// over, which [`expire_levels`] sees to.
-pub fn set_level(scope: Option<&str>, level: &str, period: Option<Duration>) -> Result<(), Error> {
-    let found = level;
-    let level = levels::level(level).filter(|level| *level != LevelFilter::OFF);
-    let level = level.ok_or_else(|| Error::Word {
-        found: found.to_owned(),
-    })?;
-    match in_force().set(scope, level, period) {
-        true => Ok(()),
-        false => Err(Error::Scope {
-            found: scope.unwrap_or_default().to_owned(),
-        }),
-    }
-}
-
-/// Ends levels that were set for a while. Never returns.
-pub async fn expire_levels() {
-    in_force().expire().await;
+/// The levels in force.
+pub fn levels() -> &'static Levels {
+    LEVELS.get_or_init(Levels::default)
 }
 
 /// Waits until queued lines are written, if readers of the log do not take too long.
@@ -158,8 +117,9 @@ pub fn init(options: Options) -> Result<(), Error> {
     });
     let lines = Lines {
         outputs: outputs.collect::<Result<_, Error>>()?,
-        levels: LEVELS.get_or_init(|| InForce::new(options.levels.clone())),
-        options,
+        levels: LEVELS.get_or_init(|| options.levels),
+        json: options.json,
+        callers: options.callers,
         recent: &RECENT,
     };
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines))
@@ -176,16 +136,17 @@ fn open(target: &str) -> io::Result<File> {
 
 /// Writes each event as one line.
 struct Lines {
-    options: Options,
     outputs: Vec<Output>,
-    levels: &'static InForce,
+    levels: &'static Levels,
+    json: bool,
+    callers: Vec<String>,
     recent: &'static Recent,
 }
 
 impl Lines {
     /// File and line of the event, when its scope is to say so.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
-        let mut callers = self.options.callers.iter();
+        let mut callers = self.callers.iter();
         callers.find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last folder and the file: enough to find it, short enough for a line.
@@ -241,7 +202,7 @@ impl<S: Subscriber + for<'s> LookupSpan<'s>> Layer<S> for Lines {
             caller: self.caller(metadata, scope),
             content,
         };
-        let text = line.format(self.options.json);
+        let text = line.format(self.json);
         for output in &self.outputs {
             output.write(text.as_bytes());
         }
@@ -269,8 +230,9 @@ mod tests {
         let mut file = tempfile::tempfile().expect("a file");
         let output = Output::new(file.try_clone().expect("cloned"), options.json);
         let lines = Lines {
-            levels: Box::leak(Box::new(InForce::new(options.levels.clone()))),
-            options,
+            levels: Box::leak(Box::new(options.levels)),
+            json: options.json,
+            callers: options.callers,
             outputs: vec![output],
             recent,
         };
@@ -317,17 +279,18 @@ mod tests {
     fn levels_set_at_run_time_apply_at_once() {
         let mut file = tempfile::tempfile().expect("a file");
         let output = Output::new(file.try_clone().expect("cloned"), false);
-        let levels: &InForce = Box::leak(Box::default());
+        let levels: &Levels = Box::leak(Box::default());
         let lines = Lines {
-            options: Options::default(),
+            json: false,
+            callers: Vec::new(),
             outputs: vec![output],
             levels,
             recent: Box::leak(Box::new(Recent::new())),
         };
         let subscriber = tracing_subscriber::registry().with(lines);
         tracing::subscriber::with_default(subscriber, || {
-            for level in [LevelFilter::DEBUG, LevelFilter::OFF, LevelFilter::INFO] {
-                assert!(levels.set(Some("sds"), level, None));
+            for level in ["debug", "error", "info"] {
+                levels.set(Some("sds"), level, None).expect("set");
                 tracing::debug!(target: "sds", "debug at {level}");
                 tracing::info!(target: "sds", "info at {level}");
                 tracing::debug!(target: "ca", "another scope");
@@ -348,12 +311,12 @@ mod tests {
 
     #[test]
     fn a_change_of_levels_is_logged_at_any_level() {
-        let levels: &InForce = Box::leak(Box::new(InForce::new(
-            Levels::parse("all:none").expect("levels"),
-        )));
+        let levels = Levels::parse("all:none").expect("levels");
+        let levels: &Levels = Box::leak(Box::new(levels));
         let mut file = tempfile::tempfile().expect("a file");
         let lines = Lines {
-            options: Options::default(),
+            json: false,
+            callers: Vec::new(),
             outputs: vec![Output::new(file.try_clone().expect("cloned"), false)],
             levels,
             recent: Box::leak(Box::new(Recent::new())),
@@ -361,8 +324,9 @@ mod tests {
         let subscriber = tracing_subscriber::registry().with(lines);
         tracing::subscriber::with_default(subscriber, || {
             tracing::error!("not logged");
-            levels.set(Some("sds"), LevelFilter::ERROR, None);
-            levels.set(None, LevelFilter::WARN, Some(Duration::from_secs(60)));
+            levels.set(Some("sds"), "error", None).expect("set");
+            let minute = Some(Duration::from_secs(60));
+            levels.set(None, "warn", minute).expect("set");
             tracing::info!("not logged");
         });
         assert_eq!(levels.silent(), [""; 0]);

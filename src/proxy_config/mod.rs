@@ -1,39 +1,85 @@
-//! Istio's ProxyConfig as types, with its YAML and JSON form.
+//! Istio's ProxyConfig, with its YAML and JSON form. Its types are generated from its `.proto` file.
 //!
-//! [`messages`] declares the members, [`field`] reads and writes them. Defaults, merging and the rules
-//! for values are in `config`.
+//! The written form has camel-case names, names of enumerations, and no members that are unset. Defaults,
+//! merging and the rules for values are in `config`.
 
-pub mod field;
-mod messages;
-mod scalar;
+mod read;
 pub mod yaml;
 
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
+use std::sync::LazyLock;
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
+use prost_reflect::{DescriptorError, DescriptorPool, DynamicMessage};
+use serde_json::{Map, Value};
 
-use field::{Message, Secrets};
-pub use messages::*;
-pub use scalar::{Enumeration, Secret};
+use crate::problem::Diagnostics;
+pub use crate::proto::istio_mesh_v1alpha1::*;
+use yaml::Node;
+
+static DEFINITIONS: LazyLock<Result<DescriptorPool, DescriptorError>> = LazyLock::new(|| {
+    let file = include_bytes!(concat!(env!("OUT_DIR"), "/proxy_config.fds"));
+    DescriptorPool::decode(file.as_slice())
+});
 
 impl ProxyConfig {
+    /// Reads the members `node` sets; the others stay. Returns the lines of those members, by their paths.
+    pub fn read(
+        &mut self,
+        origin: &str,
+        node: &Node,
+        notes: &mut Diagnostics,
+    ) -> BTreeMap<String, u64> {
+        read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
+            notes.problem(origin, error.to_string(), "");
+            BTreeMap::new()
+        })
+    }
+
     /// The form istiod reads.
     pub fn document(&self) -> Map<String, Value> {
-        self.members(Secrets::Shown)
+        let written = dynamic(self, "ProxyConfig").map(serde_json::to_value);
+        let mut written = written.ok().and_then(Result::ok).unwrap_or_default();
+        // A number without a fraction is written as such.
+        if let Some(sampling) = written.pointer_mut("/tracing/sampling")
+            && let Some(whole) = sampling.as_f64().and_then(whole)
+        {
+            *sampling = whole.into();
+        }
+        match written {
+            Value::Object(members) => members,
+            _ => Map::new(),
+        }
     }
 
     /// The form for logs: tokens are hidden, and so are the values of `proxyMetadata` that are not node
     /// metadata, because they become environment variables of any content.
     pub fn printable(&self) -> Map<String, Value> {
-        let mut document = self.members(Secrets::Hidden);
-        if let Some(metadata) = document.get_mut("proxyMetadata") {
-            for (name, value) in &self.proxy_metadata {
-                if name.starts_with("ISTIO_META") {
-                    metadata[name] = json!(value.0);
-                }
+        let mut document = Value::from(self.document());
+        let mut hide = |value: &mut Value| *value = "(not shown)".into();
+        document
+            .pointer_mut("/tracing/lightstep/accessToken")
+            .map(&mut hide);
+        let headers = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
+        for header in headers.and_then(Value::as_array_mut).into_iter().flatten() {
+            header.get_mut("value").map(&mut hide);
+        }
+        let metadata = document.pointer_mut("/proxyMetadata");
+        for (name, value) in metadata
+            .and_then(Value::as_object_mut)
+            .into_iter()
+            .flatten()
+        {
+            if !name.starts_with("ISTIO_META") {
+                hide(value);
             }
         }
-        document
+        match document {
+            Value::Object(members) => members,
+            _ => Map::new(),
+        }
     }
 
     pub fn admin_port(&self) -> u16 {
@@ -47,31 +93,70 @@ impl ProxyConfig {
     }
 
     pub fn drain_time(&self) -> Duration {
-        self.drain_duration.unwrap_or_default()
+        time(self.drain_duration).unwrap_or_default()
     }
 
     pub fn termination_drain_time(&self) -> Duration {
-        self.termination_drain_duration.unwrap_or_default()
+        time(self.termination_drain_duration).unwrap_or_default()
     }
 
     pub fn is_plaintext(&self) -> bool {
-        self.control_plane_auth_policy == AuthenticationPolicy::NONE
+        self.control_plane_auth_policy() == AuthenticationPolicy::None
     }
 
     pub fn metadata(&self, name: &str) -> Option<&str> {
-        self.proxy_metadata.get(name).map(|value| value.0.as_str())
+        self.proxy_metadata.get(name).map(String::as_str)
     }
+}
+
+impl fmt::Debug for ProxyConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.printable().fmt(f)
+    }
+}
+
+/// A duration of a message; none of them is negative.
+pub fn time(duration: Option<prost_types::Duration>) -> Option<Duration> {
+    duration.and_then(|duration| duration.try_into().ok())
+}
+
+fn read<M: prost::Message + Default>(
+    message: &mut M,
+    name: &str,
+    origin: &str,
+    node: &Node,
+    notes: &mut Diagnostics,
+) -> Result<BTreeMap<String, u64>, Box<dyn Error>> {
+    let mut dynamic = dynamic(message, name)?;
+    let lines = read::read_into(&mut dynamic, origin, node, notes);
+    *message = dynamic.transcode_to()?;
+    Ok(lines)
+}
+
+fn dynamic(message: &impl prost::Message, name: &str) -> Result<DynamicMessage, Box<dyn Error>> {
+    let definitions = DEFINITIONS.as_ref()?;
+    let found = definitions.get_message_by_name(&format!("istio.mesh.v1alpha1.{name}"));
+    let mut dynamic = DynamicMessage::new(found.ok_or("this program has no definition of it")?);
+    dynamic.transcode_from(message)?;
+    Ok(dynamic)
+}
+
+/// The integer a float stands for. Beyond the limit, floats do not represent every integer.
+fn whole(number: f64) -> Option<i64> {
+    (number.fract() == 0.0 && number.abs() < 9e15).then_some(number as i64)
 }
 
 /// Reads a message from JSON.
 #[cfg(test)]
-pub(crate) fn from_json<M: Message>(json: &Value) -> M {
+pub(crate) fn from_json<M: prost::Message + Default>(json: &Value) -> M {
     let mut message = M::default();
-    let node = yaml::object("it", &json.to_string(), &mut Vec::new()).expect("JSON");
+    let node = yaml::object("it", &json.to_string()).expect("JSON");
+    let mut notes = Diagnostics::default();
+    let name = std::any::type_name::<M>().rsplit("::").next();
+    let name = name.expect("the name of a message");
     let node = node.expect("an object");
-    let mut diagnostics = crate::problem::Diagnostics::default();
-    field::read_into(&mut message, "it", &node, &mut diagnostics);
-    assert_eq!(diagnostics.problems, [], "{json}");
+    read(&mut message, name, "it", &node, &mut notes).expect("a definition");
+    assert_eq!(notes.problems, [], "{json}");
     message
 }
 

@@ -1,15 +1,15 @@
 //! Documents: good ones, broken ones and random ones.
 
 use proptest::prelude::*;
+use prost_reflect::ReflectMessage;
+use serde_json::json;
 
 use super::*;
 use crate::problem::Diagnostics;
 
 fn read(text: &str) -> (ProxyConfig, Diagnostics) {
     let mut notes = Diagnostics::default();
-    let node = yaml::object("it", text, &mut Vec::new())
-        .expect("YAML")
-        .expect("an object");
+    let node = yaml::object("it", text).expect("YAML").expect("an object");
     (members_of(&node, &mut notes), notes)
 }
 
@@ -154,6 +154,24 @@ fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
 }
 
 #[test]
+fn of_equal_keys_the_last_counts_with_a_warning() {
+    let (found, notes) = read(
+        "meshId: a\nproxyMetadata: {c: '2', c: '3'}\nsds: {k8sSaJwtPath: '4',\n  k8sSaJwtPath: '5'}\n\
+         <<: {meshId: '6'}\nmeshId: '7'",
+    );
+    let canonical = json!({
+        "meshId": "7", "proxyMetadata": {"c": "3"}, "sds": {"k8sSaJwtPath": "5"},
+    });
+    assert_eq!(Value::Object(found.document()), canonical);
+    let subjects: Vec<_> = notes
+        .warnings
+        .iter()
+        .map(|it| it.subject.as_str())
+        .collect();
+    assert_eq!(subjects, ["it line 6", "it line 4", "it line 2"]);
+}
+
+#[test]
 fn debug_output_holds_no_token() {
     let document = json!({"tracing": {"lightstep": {"accessToken": "hush"}}});
     let config: ProxyConfig = from_json(&document);
@@ -179,11 +197,16 @@ pub(crate) fn document() -> impl Strategy<Value = Value> {
     })
 }
 
+/// The names of the members of ProxyConfig.
+fn members() -> Vec<String> {
+    let config = dynamic(&ProxyConfig::default(), "ProxyConfig").expect("a definition");
+    let message = config.descriptor();
+    let names = message.fields().map(|field| field.json_name().to_owned());
+    names.collect()
+}
+
 pub(crate) fn name() -> impl Strategy<Value = String> {
-    let top: Vec<_> = ProxyConfig::MEMBERS
-        .iter()
-        .map(|name| field::camel_case(name))
-        .collect();
+    let top = members();
     let inner = [
         "zipkin",
         "address",
@@ -204,15 +227,16 @@ proptest! {
     fn any_document_is_read_or_has_problems_with_member_and_line(
         members in prop::collection::hash_map(name(), document(), 0..8),
     ) {
+        let names = self::members();
         let document = Value::Object(members.into_iter().collect());
         for text in [document.to_string(), format!("{document:#}")] {
-            let Ok(Some(node)) = yaml::object("it", &text, &mut Vec::new()) else { continue };
+            let Ok(Some(node)) = yaml::object("it", &text) else { continue };
             let mut notes = Diagnostics::default();
             members_of(&node, &mut notes);
             for problem in notes.problems {
                 let (path, line) = problem.subject.split_once(" of it line ").expect("a line");
                 let top = path.split(['.', '[']).next().expect("a member");
-                prop_assert!(ProxyConfig::MEMBERS.iter().any(|name| field::camel_case(name) == top), "{path}");
+                prop_assert!(names.iter().any(|name| name == top), "{path}");
                 let line: usize = line.parse().expect("a number");
                 prop_assert!((1..=text.lines().count()).contains(&line));
             }
@@ -224,11 +248,11 @@ proptest! {
         members in prop::collection::hash_map(name(), document(), 0..8),
     ) {
         let document = Value::Object(members.into_iter().collect()).to_string();
-        let Ok(Some(node)) = yaml::object("it", &document, &mut Vec::new()) else { return Ok(()) };
+        let Ok(Some(node)) = yaml::object("it", &document) else { return Ok(()) };
         let mut notes = Diagnostics::default();
         let once = members_of(&node, &mut notes);
         let text = Value::Object(once.document()).to_string();
-        let node = yaml::object("it", &text, &mut Vec::new()).expect("YAML").expect("an object");
+        let node = yaml::object("it", &text).expect("YAML").expect("an object");
         let mut notes = Diagnostics::default();
         prop_assert_eq!(members_of(&node, &mut notes), once);
         prop_assert_eq!(notes.problems, []);
@@ -236,14 +260,14 @@ proptest! {
 
     #[test]
     fn any_text_is_read_without_panic(text in "[\\PC\\n\\t]{0,200}|[a-c:\\[\\]{}&*!|>'\"\\-, \\n]{0,80}") {
-        if let Ok(Some(node)) = yaml::object("it", &text, &mut Vec::new()) {
+        if let Ok(Some(node)) = yaml::object("it", &text) {
             members_of(&node, &mut Diagnostics::default());
         }
     }
 }
 
-fn members_of(node: &yaml::Node, notes: &mut Diagnostics) -> ProxyConfig {
+fn members_of(node: &Node, notes: &mut Diagnostics) -> ProxyConfig {
     let mut config = ProxyConfig::default();
-    field::read_into(&mut config, "it", node, notes);
+    config.read("it", node, notes);
     config
 }

@@ -1,12 +1,10 @@
 //! YAML and JSON documents as a tree of values with their line numbers.
 //!
-//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. Of
-//! equal keys the last counts, as for pilot-agent. The depth of a document and the size its aliases may expand to are limited.
+//! Scalars have the type YAML gives them: `yes` and `on` are booleans, a quoted number is text. The depth
+//! of a document and the size its aliases may expand to are limited.
 
 use std::fmt;
 
-use indexmap::IndexMap;
-use indexmap::map::Entry;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
 use serde_saphyr::{DuplicateKeyPolicy, Spanned};
@@ -27,6 +25,7 @@ pub enum Tree {
     Number(Number),
     Text(String),
     List(Vec<Node>),
+    /// With equal keys.
     Map(Vec<(String, Node)>),
 }
 
@@ -37,12 +36,8 @@ const MAX_REPEATED: usize = 10_000;
 /// needs eight levels.
 const DEEPEST: usize = 24;
 
-/// The object of a document; None when it is empty or null. Adds repeated keys to `warnings`.
-pub fn object(
-    origin: &str,
-    text: &str,
-    warnings: &mut Vec<Problem>,
-) -> Result<Option<Node>, Problem> {
+/// The object of a document; None when it is empty or null.
+pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
     if text.trim().is_empty() {
         return Ok(None);
     }
@@ -51,9 +46,8 @@ pub fn object(
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_REPEATED },
     };
-    let mut node = serde_saphyr::from_str_with_options::<Node>(text, options)
+    let node = serde_saphyr::from_str_with_options::<Node>(text, options)
         .map_err(|error| problem(origin, &error))?;
-    keep_last(origin, &mut node, warnings);
     match node.value {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
@@ -75,36 +69,6 @@ pub fn problem(origin: &str, error: &serde_saphyr::Error) -> Problem {
     let text = error.to_string();
     let reason = text.split(" at line ").next().unwrap_or_default();
     Problem::new(format!("{origin} line {line}"), reason, "")
-}
-
-/// Removes all but the last of equal keys.
-fn keep_last(origin: &str, node: &mut Node, warnings: &mut Vec<Problem>) {
-    match &mut node.value {
-        Tree::List(items) => {
-            for item in items {
-                keep_last(origin, item, warnings);
-            }
-        }
-        Tree::Map(entries) => {
-            let mut last: IndexMap<String, (Node, bool)> = IndexMap::new();
-            for (key, value) in entries.drain(..) {
-                match last.entry(key) {
-                    Entry::Occupied(mut earlier) => *earlier.get_mut() = (value, true),
-                    Entry::Vacant(new) => drop(new.insert((value, false))),
-                }
-            }
-            for (key, (mut value, is_repeated)) in last {
-                if is_repeated {
-                    let subject = format!("{origin} line {}", line(&value));
-                    let text = format!("another member {key}; this one counts");
-                    warnings.push(Problem::new(subject, text, ""));
-                }
-                keep_last(origin, &mut value, warnings);
-                entries.push((key, value));
-            }
-        }
-        _ => {}
-    }
 }
 
 impl Tree {
@@ -217,9 +181,7 @@ mod tests {
     #[test]
     fn every_value_has_its_line() {
         let text = "# comment\na: 1\nb:\n  c: [x,\n    'yes']\n  d: yes\n7: ~\n";
-        let node = object("it", text, &mut Vec::new())
-            .expect("good")
-            .expect("an object");
+        let node = object("it", text).expect("good").expect("an object");
         assert_eq!(
             shape(&node),
             "{a=the number 1@2 b={c=[x@4 yes@5]@4 d=the boolean true@6}@4 7=null@7}@2"
@@ -227,25 +189,9 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_keys_the_last_counts_with_a_warning() {
-        let text = "a: 1\nb: {c: 2, c: 3}\na: [{d: 4,\n  d: 5}]\n<<: {a: 6}\na: 7";
-        let mut warnings = Vec::new();
-        let node = object("it", text, &mut warnings)
-            .expect("good")
-            .expect("an object");
-        assert_eq!(shape(&node), "{a=the number 7@6 b={c=the number 3@2}@2}@1");
-        let subjects: Vec<_> = warnings.iter().map(|it| it.subject.as_str()).collect();
-        let lines = ["it line 6", "it line 2"];
-        assert_eq!(subjects, lines);
-    }
-
-    #[test]
     fn an_empty_document_is_none() {
         for text in ["", " \n", "# only a comment\n", "null", "~", "---\n"] {
-            assert!(
-                object("it", text, &mut Vec::new()).expect("good").is_none(),
-                "{text:?}"
-            );
+            assert!(object("it", text).expect("good").is_none(), "{text:?}");
         }
     }
 
@@ -257,7 +203,7 @@ mod tests {
             ("a: .inf", "it line 1"),
             ("a: 1\ntoken: \"hush", "it line 2"),
         ] {
-            let problem = object("it", text, &mut Vec::new()).expect_err(text);
+            let problem = object("it", text).expect_err(text);
             assert_eq!(problem.subject, subject, "{problem}");
             assert!(!problem.to_string().contains("hush"), "{problem}");
         }
@@ -280,7 +226,7 @@ mod tests {
                 "it line 1 is \"a list\", expected a YAML or JSON object",
             ),
         ] {
-            let problem = object("it", text, &mut Vec::new()).expect_err(text);
+            let problem = object("it", text).expect_err(text);
             assert_eq!(problem.to_string(), expected);
         }
     }
@@ -296,7 +242,7 @@ mod tests {
         let indented: String = (0..100).map(|depth| " ".repeat(depth) + "a:\n").collect();
         let endless = [indented, bomb, "a: &a {b: *a}".to_owned()];
         for text in deep.into_iter().chain(endless) {
-            assert!(object("it", &text, &mut Vec::new()).is_err());
+            assert!(object("it", &text).is_err());
         }
     }
 
@@ -323,7 +269,7 @@ mod tests {
             "!!null hush",
             "\"\\uhush\"",
         ] {
-            if let Err(problem) = object("it", &format!("TOKEN: {value}"), &mut Vec::new()) {
+            if let Err(problem) = object("it", &format!("TOKEN: {value}")) {
                 assert!(!problem.to_string().contains("hush"), "{value}: {problem}");
             }
         }

@@ -22,7 +22,7 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
     if is_to_set && let Err(error) = set(head.uri.query().unwrap_or_default()) {
         return reply::refusal(StatusCode::BAD_REQUEST, format!("{error}\n"));
     }
-    reply::json(Some(json!(logging::scopes())))
+    reply::json(Some(json!(logging::levels().scopes())))
 }
 
 fn set(query: &str) -> Result<(), String> {
@@ -41,7 +41,9 @@ fn set(query: &str) -> Result<(), String> {
     let level = members["level"].ok_or("the query has no level")?;
     let scope = members["scope"].filter(|scope| *scope != "all");
     let period = members["for"].map(read_period).transpose()?;
-    logging::set_level(scope, level, period).map_err(|error| error.to_string())
+    logging::levels()
+        .set(scope, level, period)
+        .map_err(|error| error.to_string())
 }
 
 fn read_period(text: &str) -> Result<Duration, String> {

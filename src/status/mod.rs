@@ -143,7 +143,7 @@ pub fn new(
     Ok(async move {
         let watched = router.clone();
         let watches = async {
-            tokio::join!(watched.ready.watch(), crate::logging::expire_levels());
+            tokio::join!(watched.ready.watch(), crate::logging::levels().expire());
             std::future::pending().await
         };
         tokio::select! {

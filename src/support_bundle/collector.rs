@@ -78,7 +78,7 @@ enum Error {
 
 impl Collector {
     pub(super) async fn agent(&self, sources: &Sources) {
-        if let Some(port) = sources.status_port {
+        if let Some(port) = sources.proxy_config.agent_port() {
             self.pages(port, &OF_AGENT).await;
         }
         if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
@@ -104,7 +104,7 @@ impl Collector {
     }
 
     pub(super) async fn machine(&self, sources: &Sources) {
-        let envoy = [&*sources.envoy, "--version"];
+        let envoy = [&*sources.proxy_config.binary_path, "--version"];
         let (rules, envoy, ()) = tokio::join!(
             join_all(CAPTURE.map(|command| self.output(command))),
             self.output(&envoy),
@@ -128,7 +128,8 @@ impl Collector {
 
     /// Those the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
     async fn bootstraps(&self, sources: &Sources) {
-        let directory = sources.bootstraps.clone();
+        let config = &sources.proxy_config;
+        let directory = config.config_path.clone();
         let listed = tokio::task::spawn_blocking(move || {
             let entries = fs::read_dir(directory).into_iter().flatten().flatten();
             let paths = entries.map(|entry| entry.path());
@@ -138,10 +139,10 @@ impl Collector {
             Ok(Ok(written)) => written,
             _ => Vec::new(),
         };
-        paths.extend(sources.custom_bootstrap.clone());
+        let custom = Some(&config.custom_config_file).filter(|path| !path.is_empty());
+        paths.extend(custom.map(Into::into));
         if paths.is_empty() {
-            let directory = sources.bootstraps.display();
-            let why = format!("{directory} has none that can be read");
+            let why = format!("{} has none that can be read", config.config_path);
             self.problem("bootstrap", why);
         }
         for path in paths {

@@ -20,6 +20,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::config::environment::{self, Environment};
+use crate::proxy_config::ProxyConfig;
 use crate::regular_file;
 use archive::File;
 pub(crate) use collector::PATIENCE;
@@ -30,19 +31,12 @@ pub use redact::Secrets;
 /// No header of HTTP takes more.
 const MAX_TOKEN: u64 = 64 << 10;
 
-/// Where things are.
 #[derive(Debug)]
 pub struct Sources {
     /// The agent's version.
     pub version: String,
-    /// None if the agent serves no port.
-    pub status_port: Option<u16>,
-    pub admin_port: u16,
-    /// Envoy's program.
-    pub envoy: String,
-    /// The directory of Envoy's bootstraps, and one of the operator's.
-    pub bootstraps: PathBuf,
-    pub custom_bootstrap: Option<PathBuf>,
+    /// Says where the ports, the bootstraps and Envoy's program are.
+    pub proxy_config: ProxyConfig,
     /// The effective configuration, for when there is no agent to ask.
     pub config: Value,
 }
@@ -100,7 +94,7 @@ pub async fn collect(
     collector.text("doctor.json", OwnJson, &format!("{json:#}"));
     tokio::join!(
         collector.agent(sources),
-        collector.pages(sources.admin_port, &OF_ENVOY),
+        collector.pages(sources.proxy_config.admin_port(), &OF_ENVOY),
         collector.machine(sources),
     );
     let problems = collector.problems.take();

@@ -201,11 +201,14 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
     // Ports that refuse connections.
     let sources = Sources {
         version: "1.2.3".to_owned(),
-        status_port: Some(1),
-        admin_port: 2,
-        envoy: "no-such-envoy".to_owned(),
-        bootstraps: directory.path().to_owned(),
-        custom_bootstrap: Some(directory.path().join("custom.yaml")),
+        proxy_config: ProxyConfig {
+            status_port: 1,
+            proxy_admin_port: 2,
+            binary_path: "no-such-envoy".to_owned(),
+            config_path: directory.path().display().to_string(),
+            custom_config_file: directory.path().join("custom.yaml").display().to_string(),
+            ..ProxyConfig::default()
+        },
         config: json!({ "flags": {} }),
     };
     let doctor = async { ("all well".to_owned(), json!({ "level": "ok" })) };

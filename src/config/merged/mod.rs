@@ -5,12 +5,10 @@
 //! leaves what is there.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use crate::problem::Diagnostics;
-use crate::proxy_config::field::{Field, read_into};
 use crate::proxy_config::yaml::{self, Node, Tree};
-use crate::proxy_config::{AuthenticationPolicy, ProxyConfig};
+use crate::proxy_config::{AuthenticationPolicy, ProxyConfig, proxy_config::ClusterName};
 
 /// A merged ProxyConfig with the origin of each member, and what is wrong with it.
 #[derive(Debug)]
@@ -29,15 +27,17 @@ pub(super) const DEFAULT: &str = "default";
 
 impl Merged {
     pub(super) fn builtin() -> Self {
+        let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
+        let cluster = ClusterName::ServiceCluster("istio-proxy".to_owned());
         let config = ProxyConfig {
             config_path: "./etc/istio/proxy".to_owned(),
             binary_path: "/usr/local/bin/envoy".to_owned(),
-            service_cluster: Some("istio-proxy".to_owned()),
-            drain_duration: Some(Duration::from_secs(45)),
-            termination_drain_duration: Some(Duration::from_secs(5)),
+            cluster_name: Some(cluster),
+            drain_duration: seconds(45),
+            termination_drain_duration: seconds(5),
             discovery_address: "istiod.istio-system.svc:15012".to_owned(),
             proxy_admin_port: 15000,
-            control_plane_auth_policy: AuthenticationPolicy::MUTUAL_TLS,
+            control_plane_auth_policy: AuthenticationPolicy::MutualTls.into(),
             stat_name_length: 189,
             status_port: 15020,
             ..ProxyConfig::default()
@@ -62,7 +62,7 @@ impl Merged {
         let Some(Tree::Map(members)) = mesh.as_ref().map(|mesh| &mesh.value) else {
             return;
         };
-        let find = |name| members.iter().find(|(key, _)| key == name);
+        let find = |name| members.iter().rfind(|(key, _)| key == name);
         let config = find("defaultConfig").or_else(|| find("default_config"));
         let set = config.filter(|(_, node)| !matches!(node.value, Tree::Null));
         if let Some((_, config)) = set {
@@ -71,8 +71,7 @@ impl Merged {
     }
 
     fn object(&mut self, origin: &str, text: &str) -> Option<Node> {
-        let object = yaml::object(origin, text, &mut self.notes.warnings);
-        object.unwrap_or_else(|problem| {
+        yaml::object(origin, text).unwrap_or_else(|problem| {
             self.notes.problems.push(problem);
             None
         })
@@ -80,29 +79,21 @@ impl Merged {
 
     fn merge(&mut self, origin: &str, node: &Node) {
         let earlier = self.config.clone();
-        let lines = read_into(&mut self.config, origin, node, &mut self.notes);
+        let lines = self.config.read(origin, node, &mut self.notes);
         let config = &mut self.config;
         if lines.contains_key("proxyMetadata") {
             let later = std::mem::replace(&mut config.proxy_metadata, earlier.proxy_metadata);
             config.proxy_metadata.extend(later);
         }
         if let (Some(later), Some(earlier)) = (&mut config.proxy_headers, earlier.proxy_headers) {
-            inherit(
-                &mut later.forwarded_client_cert,
-                earlier.forwarded_client_cert,
-            );
-            inherit(&mut later.request_id, earlier.request_id);
-            inherit(&mut later.attempt_count, earlier.attempt_count);
-            inherit(&mut later.server, earlier.server);
-            inherit(&mut later.envoy_debug_headers, earlier.envoy_debug_headers);
-        }
-        // The two are one oneof.
-        if lines.contains_key("tracingServiceName") {
-            config.service_cluster = None;
-            self.forget("serviceCluster");
-        } else if lines.contains_key("serviceCluster") {
-            config.tracing_service_name = None;
-            self.forget("tracingServiceName");
+            if later.forwarded_client_cert == 0 {
+                later.forwarded_client_cert = earlier.forwarded_client_cert;
+            }
+            later.request_id = later.request_id.or(earlier.request_id);
+            later.attempt_count = later.attempt_count.or(earlier.attempt_count);
+            later.server = later.server.take().or(earlier.server);
+            let debug = &mut later.envoy_debug_headers;
+            *debug = debug.or(earlier.envoy_debug_headers);
         }
         for member in lines.keys().filter(|path| member_of(path) == *path) {
             self.forget(member);
@@ -141,12 +132,6 @@ impl Origins {
         let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
         let origin = parents.find_map(|path| self.0.get(path));
         origin.map_or(DEFAULT, String::as_str)
-    }
-}
-
-fn inherit<T: Field>(later: &mut T, earlier: T) {
-    if *later == T::default() {
-        *later = earlier;
     }
 }
 

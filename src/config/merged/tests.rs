@@ -1,8 +1,11 @@
 //! Documents that are merged.
 
+use std::time::Duration;
+
 use serde_json::{Map, Value, json};
 
 use super::*;
+use crate::proxy_config::time;
 
 fn merged(documents: &[&str]) -> Merged {
     let mut merged = Merged::builtin();
@@ -135,7 +138,10 @@ fn the_members_the_agent_uses_have_types() {
     assert!(config.is_plaintext());
     assert_eq!(config.agent_port(), Some(2));
     assert_eq!(config.drain_time(), Duration::from_secs(90));
-    assert_eq!(config.file_flush_interval, Some(Duration::from_millis(10)));
+    assert_eq!(
+        time(config.file_flush_interval),
+        Some(Duration::from_millis(10))
+    );
     assert_eq!(config.custom_config_file, "a.json");
     assert_eq!(config.concurrency, Some(3));
     assert_eq!(config.document()["drainDuration"], "90s");

@@ -66,12 +66,8 @@ fn unusable_values_are_named_with_document_and_line() {
             "tracing.tlsSettings.clientCertificate",
         ),
         (
-            "{tracing: {tlsSettings: {mode: SIMPLE, credentialName: c, caCertificates: f}}}",
-            "tracing.tlsSettings.caCertificates",
-        ),
-        (
-            "{envoyMetricsService: {tlsSettings: {insecureSkipVerify: true, caCrl: f}}}",
-            "envoyMetricsService.tlsSettings.caCrl",
+            "{envoyMetricsService: {tlsSettings: {mode: MUTUAL, clientCertificate: c}}}",
+            "envoyMetricsService.tlsSettings.privateKey",
         ),
         ("{statsdUdpAddress: a}", "statsdUdpAddress"),
         (

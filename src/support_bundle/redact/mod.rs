@@ -14,6 +14,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use memchr::memmem::find;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
+use serde_json::ser::{Formatter, PrettyFormatter};
 
 use names::Member;
 pub(super) use names::is_secret;
@@ -65,11 +66,11 @@ fn copy_json(
             secrets,
             is_judged,
             nesting,
+            form: PrettyFormatter::with_indent(b" "),
             to,
         },
         member: Member::Other,
         around: Scope::default(),
-        depth: 0,
         is_first: None,
     };
     node.deserialize(&mut json)?;
@@ -119,26 +120,21 @@ struct Writer<'a> {
     secrets: &'a Secrets,
     is_judged: bool,
     nesting: usize,
+    form: PrettyFormatter<'static>,
     to: &'a mut dyn Write,
 }
 
 impl Writer<'_> {
-    /// What cannot be written is noticed by the owner of what is written to.
-    fn put(&mut self, bytes: impl AsRef<[u8]>) {
-        let _ = self.to.write_all(bytes.as_ref());
+    /// Writes a part. What cannot be written is noticed by the owner of what is written to.
+    fn put(
+        &mut self,
+        part: impl FnOnce(&mut PrettyFormatter<'static>, &mut dyn Write) -> io::Result<()>,
+    ) {
+        let _ = part(&mut self.form, self.to);
     }
 
-    /// Begins an element.
-    fn element(&mut self, is_first: bool, depth: usize) {
-        let separator = if is_first { "" } else { "," };
-        self.put(format!("{separator}\n{:depth$}", ""));
-    }
-
-    fn close(&mut self, end: &str, is_empty: bool, depth: usize) {
-        if !is_empty {
-            self.element(true, depth);
-        }
-        self.put(end);
+    fn text(&mut self, text: &str) {
+        self.put(|_, to| to.write_all(text.as_bytes()));
     }
 
     fn string(&mut self, text: &str) {
@@ -146,7 +142,7 @@ impl Writer<'_> {
             true => LEFT_OUT.into(),
             false => self.secrets.redact(text.as_bytes(), self.nesting),
         };
-        self.put(Value::from(String::from_utf8_lossy(&redacted)).to_string());
+        self.text(&Value::from(String::from_utf8_lossy(&redacted)).to_string());
     }
 }
 
@@ -168,7 +164,6 @@ struct Node<'n, 'w> {
     /// What its name says.
     member: Member,
     around: Scope,
-    depth: usize,
     /// An element of an array, the first or another.
     is_first: Option<bool>,
 }
@@ -187,9 +182,9 @@ impl Node<'_, '_> {
     fn scalar(self, value: &Value) -> Told {
         let may_hide = value.is_number() || value.as_str().is_some_and(|text| !text.is_empty());
         match value {
-            _ if may_hide && self.is_hidden() => self.to.put(br#""[redacted]""#),
+            _ if may_hide && self.is_hidden() => self.to.text(r#""[redacted]""#),
             Value::String(text) => self.to.string(text),
-            other => self.to.put(other.to_string()),
+            other => self.to.text(&other.to_string()),
         }
         let is_name = matches!(self.member, Member::Name | Member::Key);
         let is_flag = |text: &str| self.is_first.is_some() && text.starts_with('-');
@@ -212,7 +207,7 @@ impl<'de> DeserializeSeed<'de> for Node<'_, '_> {
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Told, D::Error> {
         if let Some(is_first) = self.is_first {
-            self.to.element(is_first, self.depth);
+            self.to.put(|form, to| form.begin_array_value(to, is_first));
         }
         from.deserialize_any(self)
     }
@@ -245,21 +240,21 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
             Member::Headers => Member::Headers,
             _ => Member::Other,
         };
-        let (to, depth) = (self.to, self.depth + 1);
-        to.put("[");
+        let to = self.to;
+        to.put(|form, to| form.begin_array(to));
         let (mut around, mut is_first) = (scope, true);
         while let Some(told) = elements.next_element_seed(Node {
             to,
             member,
             around,
-            depth,
             is_first: Some(is_first),
         })? {
+            to.put(|form, to| form.end_array_value(to));
             is_first = false;
             let is_flag = |text: String| !text.contains('=') && is_secret(text.as_bytes());
             around.is_secret = scope.is_secret || to.is_judged && told.is_some_and(is_flag);
         }
-        to.close("]", is_first, depth - 1);
+        to.put(|form, to| form.end_array(to));
         Ok(None)
     }
 
@@ -267,13 +262,13 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
         let (mut around, is_header) = (self.scope(), self.member == Member::Headers);
         // Until the header's name is known.
         around.hides_values |= is_header;
-        let (to, depth) = (self.to, self.depth + 1);
-        to.put("{");
+        let to = self.to;
+        to.put(|form, to| form.begin_object(to));
         let mut is_first = true;
         while let Some(name) = members.next_key::<String>()? {
-            to.element(is_first, depth);
+            to.put(|form, to| form.begin_object_key(to, is_first));
             to.string(&name);
-            to.put(": ");
+            to.put(|form, to| form.begin_object_value(to));
             is_first = false;
             let member = match to.is_judged {
                 true => Member::of(name.as_bytes()),
@@ -283,10 +278,11 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
                 to,
                 member,
                 around,
-                depth,
                 is_first: None,
             };
-            if let Some(name) = members.next_value_seed(value)? {
+            let told = members.next_value_seed(value)?;
+            to.put(|form, to| form.end_object_value(to));
+            if let Some(name) = told {
                 let name = name.as_bytes();
                 around.hides_values &= !is_header;
                 around.hides_values |= is_secret_header(name);
@@ -294,7 +290,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
                 around.hides_values |= is_header && !names::is_standard_header(name);
             }
         }
-        to.close("}", is_first, depth - 1);
+        to.put(|form, to| form.end_object(to));
         Ok(None)
     }
 }
