@@ -8,9 +8,10 @@ use crate::request_path::escaped;
 
 /// Which redirects of GET requests are followed; those of others are the answer. Credentials are not
 /// sent to another host, port or scheme.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Redirects {
     /// The redirect is the answer.
+    #[default]
     Return,
     /// Those to the same host are followed; another one, also of another scheme, is the answer.
     SameHost,
@@ -36,17 +37,17 @@ impl Redirects {
             return Ok(false);
         }
         let location = String::from_utf8_lossy(location);
-        if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
-            return Ok(false);
-        }
         let unusable = |expected| Error::Redirect {
             authority: host_and_port(request.uri()),
             // A query may be a signature.
             found: location.split('?').next().unwrap_or_default().to_owned(),
             expected,
         };
-        let (next, is_absolute) =
-            resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
+        let (next, is_absolute) = match resolve(request.uri(), &location) {
+            Some(resolved) => resolved,
+            None if self == Self::SameHost => return Ok(false),
+            None => return Err(unusable("a path or a URL")),
+        };
         let is_private = next.host().is_some_and(address::is_private);
         match self {
             _ if next.host() == request.uri().host() => {}
@@ -76,11 +77,6 @@ fn scheme(location: &str) -> Option<&str> {
     is_scheme.then_some(scheme)
 }
 
-fn is_http(scheme: &str) -> bool {
-    let known = ["http", "https"];
-    known.iter().any(|name| scheme.eq_ignore_ascii_case(name))
-}
-
 /// Reads a Location header relative to `base`, and whether it names a host.
 fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
     let location = escaped(location.split('#').next()?);
@@ -90,8 +86,10 @@ fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
     }
     if let Some(scheme) = scheme(&location) {
         let rest = &location[scheme.len()..];
-        let uri = format!("{}{rest}", scheme.to_ascii_lowercase()).parse();
-        return Some((uri.ok().filter(|_| is_http(scheme))?, true));
+        let scheme = scheme.to_ascii_lowercase();
+        let is_known = ["http", "https"].contains(&scheme.as_str());
+        let uri = format!("{scheme}{rest}").parse();
+        return Some((uri.ok().filter(|_| is_known)?, true));
     }
     let path = base.path();
     let path = match location.as_str() {
