@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, scope, show,
+    self, Cli, Command, Refused, Typed, completion, doctor, iptables, request, scope, show,
     support_bundle, version, wait,
 };
 use istio_agent::config;
@@ -143,7 +143,6 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
         Some(Command::Iptables(_)) => capture(&typed.flags, false, &log),
         Some(Command::CleanIptables(_)) => capture(&typed.flags, true, &log),
-        Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
     }
 }
 

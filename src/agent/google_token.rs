@@ -61,7 +61,7 @@ async fn refresh(
     let token = platform::google_identity(platform, &config.audience).await;
     let token = token.ok_or_else(|| Error::NoAnswer(config.audience.clone()))?;
     replace_file(&config.path, token.as_bytes(), 0o640)?;
-    let expiry = token::expiry(token.as_bytes());
+    let expiry = token::claims(token.as_bytes()).and_then(|claims| claims.expiry());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
     Ok(left.unwrap_or_default().max(MIN))
 }

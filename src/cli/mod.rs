@@ -4,7 +4,6 @@
 //! template of another version still starts; they are reported by name. `clap` reads the rest. Every
 //! other command refuses unknown flags. The small commands are implemented here.
 
-pub mod absent;
 pub mod completion;
 pub mod doctor;
 pub mod iptables;
@@ -70,8 +69,6 @@ pub enum Command {
     /// Takes traffic capture down: istio-iptables --cleanup-only.
     #[command(name = "istio-clean-iptables")]
     CleanIptables(Box<iptables::IptablesFlags>),
-    #[command(hide = true)]
-    Collateral(absent::Words),
 }
 
 /// A command line, and the unknown flags of `proxy` taken out of it.

@@ -244,17 +244,6 @@ fn the_program_and_each_command_have_help() {
             "{line}"
         );
     }
-    assert!(!help().contains("collateral"));
-}
-
-#[test]
-fn a_missing_command_accepts_any_arguments() {
-    let line = "pilot-agent collateral --man";
-    let command = typed(line).expect("words").cli.command;
-    assert!(
-        matches!(command, Some(Command::Collateral(_))),
-        "{command:?}"
-    );
 }
 
 #[test]
