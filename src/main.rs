@@ -80,12 +80,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            let unknown: Vec<_> = typed
-                .unknown_flags
-                .iter()
-                .map(ToString::to_string)
-                .collect();
-            proxy(flags, log, typed.flags, unknown)
+            proxy(flags, log, typed.flags, typed.unknown_flags)
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) =

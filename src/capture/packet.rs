@@ -187,41 +187,29 @@ impl<'a> Walk<'a> {
 
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
-        let is_known = match criterion {
-            Criterion::InInterface(_) => self.hook == Chain::Prerouting,
-            Criterion::OutInterface(_) | Criterion::Owner(_) => self.hook == Chain::Output,
-            Criterion::Mark(mark) => self.mark == *mark,
-            _ => true,
-        };
-        (is_known && self.packet.fits(criterion)) == matches!(each, Match::Is(_))
-    }
-}
-
-impl Packet {
-    /// Whether a criterion holds, wherever it is asked for.
-    fn fits(&self, criterion: &Criterion) -> bool {
-        match criterion {
-            Criterion::InInterface(name) | Criterion::OutInterface(name) => {
-                is_named(&self.interface, name)
-            }
-            Criterion::Source(range) => range.contains(self.source.ip()),
-            Criterion::Destination(range) => range.contains(self.destination.ip()),
-            Criterion::Protocol(protocol) => self.protocol == *protocol,
-            Criterion::SourcePort(port) => self.source.port() == *port,
+        let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
+        let holds = match criterion {
+            Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
+            Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
+            Criterion::Source(range) => range.contains(packet.source.ip()),
+            Criterion::Destination(range) => range.contains(packet.destination.ip()),
+            Criterion::Protocol(protocol) => packet.protocol == *protocol,
+            Criterion::SourcePort(port) => packet.source.port() == *port,
             Criterion::DestinationPort(ports) => {
-                let port = self.destination.port();
+                let port = packet.destination.port();
                 ports.iter().any(|ports| ports.contains(&port))
             }
-            Criterion::Owner(owner) => match (&self.direction, owner) {
-                (Direction::Out { user, .. }, Owner::User(id)) => id.includes(user),
-                (Direction::Out { group, .. }, Owner::Group(id)) => id.includes(group),
+            Criterion::Owner(owner) => match (&packet.direction, owner) {
+                (Direction::Out { user, .. }, Owner::User(id)) => is_output && id.includes(user),
+                (Direction::Out { group, .. }, Owner::Group(id)) => is_output && id.includes(group),
                 (Direction::In, _) => false,
             },
-            Criterion::Mark(_) => true,
+            Criterion::Mark(mark) => self.mark == *mark,
             Criterion::StateInvalid
             | Criterion::StateRelatedOrEstablished
             | Criterion::ConnectionMark(_) => false,
-        }
+        };
+        holds == matches!(each, Match::Is(_))
     }
 }
 

@@ -17,15 +17,6 @@ const NEW_RULE: u16 = 32;
 const V4: u8 = 2;
 const V6: u8 = 10;
 
-#[derive(Debug, thiserror::Error)]
-#[error("failed to configure routes: cannot {verb} {item}")]
-pub struct Error {
-    verb: &'static str,
-    item: String,
-    #[source]
-    source: io::Error,
-}
-
 /// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
 struct Item {
     name: String,
@@ -37,7 +28,7 @@ struct Item {
 }
 
 /// Adds what the configuration needs, where it is missing.
-pub fn add(config: &Config) -> Result<(), Error> {
+pub fn add(config: &Config) -> io::Result<()> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel takes a rule any number of times.
@@ -46,14 +37,15 @@ pub fn add(config: &Config) -> Result<(), Error> {
         }
         match socket.ask(item.message(item.kind, CREATE_NEW)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            other => drop(other.map_err(|source| item.error("add", source))?),
+            Err(error) => return Err(failed("add", &item.name, error)),
+            Ok(_) => {}
         }
     }
     Ok(())
 }
 
 /// Removes what the configuration does not need: of rules and routes, those of its mark and table.
-pub fn remove(config: &Config) -> Result<(), Error> {
+pub fn remove(config: &Config) -> io::Result<()> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
@@ -61,7 +53,7 @@ pub fn remove(config: &Config) -> Result<(), Error> {
             match socket.ask(item.message(item.kind + 1, 0)) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    return Err(item.error("remove", error));
+                    return Err(failed("remove", &item.name, error));
                 }
                 // There is none, which has a number of its own for each kind and family.
                 Err(_) => break,
@@ -72,7 +64,7 @@ pub fn remove(config: &Config) -> Result<(), Error> {
 }
 
 /// Names what the configuration needs and the machine has not.
-pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
+pub fn missing(config: &Config) -> io::Result<Vec<(Family, String)>> {
     let socket = open()?;
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
@@ -84,12 +76,13 @@ pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
     Ok(missing)
 }
 
-fn open() -> Result<Socket, Error> {
-    Socket::open(None).map_err(|source| Error {
-        verb: "open",
-        item: "a netlink socket".to_owned(),
-        source,
-    })
+fn open() -> io::Result<Socket> {
+    Socket::open(None).map_err(|error| failed("open", "a netlink socket", error))
+}
+
+fn failed(verb: &str, item: &str, error: io::Error) -> io::Error {
+    let text = format!("failed to configure routes: cannot {verb} {item}: {error}");
+    io::Error::new(error.kind(), text)
 }
 
 /// All that a configuration may need.
@@ -152,16 +145,11 @@ fn to_this_machine(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
 }
 
 impl Item {
-    fn error(&self, verb: &'static str, source: io::Error) -> Error {
-        let item = self.name.clone();
-        Error { verb, item, source }
-    }
-
-    fn is_there(&self, socket: &Socket) -> Result<bool, Error> {
+    fn is_there(&self, socket: &Socket) -> io::Result<bool> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
         let listed = socket.ask(Message::new(self.kind + 2, DUMP, &header));
-        let listed = listed.map_err(|source| self.error("list", source))?;
+        let listed = listed.map_err(|error| failed("list", &self.name, error))?;
         Ok(listed.iter().any(|reply| self.is(reply)))
     }
 

@@ -77,7 +77,7 @@ pub struct Typed {
     pub cli: Cli,
     /// The flags of the command.
     pub flags: Vec<Flag>,
-    pub unknown_flags: Vec<unknown::Flag>,
+    pub unknown_flags: Vec<String>,
 }
 
 /// Why the command line is invalid, or the requested help.
@@ -131,7 +131,7 @@ fn named_by(program: &str) -> Option<&'static str> {
 }
 
 /// Logs every flag with its value, and the flags and words without effect.
-pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
+pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
     let named = |flag: &&Flag| !flag.is_hidden && flag.name != "type";
     for flag in flags.iter().filter(named) {
         tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);

@@ -14,6 +14,7 @@ use super::unless_unread;
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
+use crate::lifecycle::BoxError;
 use crate::support_bundle::{self, PATIENCE, Sources};
 use crate::{logging, version};
 
@@ -29,26 +30,8 @@ pub struct SupportBundleFlags {
     pub output: Option<PathBuf>,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("standard output is a terminal: redirect it, or name a file with --output")]
-    Terminal,
-    #[error("cannot create {path:?}, expected a name that is free")]
-    Create {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot write the bundle")]
-    Write(#[source] io::Error),
-    #[error("cannot tell secrets from other text")]
-    Secrets(#[from] regex::Error),
-    #[error(transparent)]
-    Log(#[from] logging::Error),
-}
-
 /// Opens the output, and has the log on standard error: standard output may be the bundle.
-pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
+pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     logging::init(logging::Options::parse(
         "",
         &["stderr".to_owned()],
@@ -57,7 +40,9 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
     )?)?;
     let Some(path) = flags.output.clone() else {
         return match io::stdout().is_terminal() {
-            true => Err(Error::Terminal),
+            true => Err(
+                "standard output is a terminal: redirect it, or name a file with --output".into(),
+            ),
             false => Ok(Box::new(io::stdout())),
         };
     };
@@ -67,7 +52,9 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, Error> {
         .create_new(true)
         .mode(0o600)
         .open(&path)
-        .map_err(|source| Error::Create { path, source })?;
+        .map_err(|error| {
+            format!("cannot create {path:?}, expected a name that is free: {error}")
+        })?;
     Ok(Box::new(file))
 }
 
@@ -103,7 +90,7 @@ pub async fn run(
     all: &[Flag],
     environment: &Environment,
     mut to: Box<dyn Write>,
-) -> Result<(), Error> {
+) -> Result<(), BoxError> {
     let (proxy, of_log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
     let env = environment.clone();
     let read = move |root: &str| sources(&proxy, &of_log, &all, &env, root.as_ref());
@@ -118,7 +105,9 @@ pub async fn run(
             read(NO_FILES)
         }
     };
-    let secrets = support_bundle::known_secrets(environment, token).await?;
+    let secrets = support_bundle::known_secrets(environment, token).await;
+    let secrets =
+        secrets.map_err(|error| format!("cannot tell secrets from other text: {error}"))?;
     let doctor = async {
         let proxy = flags.proxy.clone();
         let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;
@@ -128,5 +117,6 @@ pub async fn run(
     for problem in &bundle.problems {
         tracing::warn!("not in the bundle, or not whole: {problem}");
     }
-    unless_unread(bundle.write(&mut to)).map_err(Error::Write)
+    let written = unless_unread(bundle.write(&mut to));
+    written.map_err(|error| format!("cannot write the bundle: {error}").into())
 }
