@@ -154,7 +154,9 @@ fn may_take(wanted: &Layout, table: Table, entry: &Entry) -> bool {
         Entry::Foreign(text) if text.starts_with('[') => (true, false),
         Entry::Foreign(text) => {
             let is_taking = target(text).is_some_and(|target| !PASSING.contains(&target));
-            (is_taking, format!(" {text} ").contains(" -p udp "))
+            let text = format!(" {text} ");
+            let is_udp = text.contains(" -p udp ") && !text.contains(" ! -p udp ");
+            (is_taking, is_udp)
         }
     };
     is_taking && (!is_udp || captures_udp(wanted, table))

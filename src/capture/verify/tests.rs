@@ -175,6 +175,8 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
         (all, Nat, "-j NFLOG", false),
         (all, Nat, "-p tcp", false),
         (all, Nat, "-p udp -j ACCEPT", false),
+        (all, Nat, "! -p udp -j ACCEPT", true),
+        (all, Nat, "! -p udp -j DNAT --to-destination 10.0.0.1", true),
         (
             all,
             Nat,
