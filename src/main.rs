@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use istio_agent::agent::reload::Settings;
 use istio_agent::cli::{
-    self, Cli, Command, Refused, Typed, absent, completion, doctor, iptables, request, scope, show,
+    self, Cli, Command, Refused, Typed, completion, doctor, iptables, request, scope, show,
     support_bundle, version, wait,
 };
 use istio_agent::config;
@@ -81,9 +81,7 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Proxy(flags)) => {
             logging::init(log.options()?)?;
             cli::announce(&typed.flags, &typed.unknown_flags, &flags.ignored);
-            let unknown = typed.unknown_flags.iter();
-            let unknown = unknown.map(|flag| format!("{flag} (this agent does not have it)"));
-            proxy(flags, log, typed.flags, unknown.collect())
+            proxy(flags, log, typed.flags, typed.unknown_flags)
         }
         Some(Command::Config(flags)) => {
             let (text, is_usable) =
@@ -134,7 +132,6 @@ fn run(typed: Typed) -> Result<ExitCode, BoxError> {
         Some(Command::Completion(flags)) => print(&completion::script(&flags)),
         Some(Command::Iptables(_)) => capture(&typed.flags, false, &log),
         Some(Command::CleanIptables(_)) => capture(&typed.flags, true, &log),
-        Some(Command::Collateral(_)) => Err(absent::COLLATERAL.into()),
     }
 }
 

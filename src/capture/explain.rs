@@ -7,7 +7,7 @@ use std::str::FromStr;
 use super::config::Config;
 use super::config::items;
 use super::iptables::table_name;
-use super::packet::{Account, Decision, Direction, LOOPBACK, Packet, State, Trace};
+use super::packet::{Decision, Direction, LOOPBACK, Packet, Trace};
 use super::rules::{DNS_PORT, Id, Protocol};
 use crate::problem::Problem;
 
@@ -29,8 +29,8 @@ pub struct Flow {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sender {
-    pub user: Account,
-    pub group: Option<Account>,
+    pub user: Id,
+    pub group: Option<Id>,
 }
 
 impl FromStr for Flow {
@@ -92,18 +92,14 @@ fn sender(text: &str) -> Result<Sender, Problem> {
     Ok(Sender { user, group })
 }
 
-fn account(text: &str) -> Result<Account, Problem> {
-    let (number, name) = match items::id(text) {
-        Some(Id::Numbers(numbers)) if numbers.start() == numbers.end() => {
-            (Some(*numbers.start()), None)
-        }
-        Some(Id::Name(name)) if !name.is_empty() => (None, Some(name)),
-        _ => {
-            let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
-            return Err(problem("user", text, expected));
-        }
+fn account(text: &str) -> Result<Id, Problem> {
+    let is_single = |id: &Id| match id {
+        Id::Numbers(numbers) => numbers.start() == numbers.end(),
+        Id::Name(name) => !name.is_empty(),
     };
-    Ok(Account { number, name })
+    let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
+    let id = items::id(text).filter(is_single);
+    id.ok_or_else(|| problem("user", text, expected))
 }
 
 fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
@@ -171,26 +167,7 @@ impl fmt::Display for Packet {
             (Direction::Out { .. }, _) => write!(f, " at {source}")?,
             (Direction::In, _) => write!(f, " from {source}")?,
         }
-        write!(f, " to {} over {}", self.destination, self.interface)?;
-        match self.state {
-            State::New => {}
-            State::Established => f.write_str(" (established)")?,
-            State::Invalid => f.write_str(" (invalid)")?,
-        }
-        match (self.mark, self.connection_mark) {
-            (0, 0) => Ok(()),
-            (mark, connection) => write!(f, " (mark {mark}, of its connection {connection})"),
-        }
-    }
-}
-
-impl fmt::Display for Account {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.number, &self.name) {
-            (Some(number), Some(name)) => write!(f, "{number} ({name})"),
-            (Some(number), None) => write!(f, "{number}"),
-            (None, name) => f.write_str(name.as_deref().unwrap_or("unknown")),
-        }
+        write!(f, " to {} over {}", self.destination, self.interface)
     }
 }
 

@@ -92,24 +92,18 @@ fn a_decision_is_explained_with_its_rules() {
     let layout = Layout::new(&Rules::new(&config), Family::V4);
     let mut packet = Packet {
         direction: Direction::Out {
-            user: Account {
-                number: Some(1337),
-                name: Some("envoy".to_owned()),
-            },
+            user: account("1337").expect("a number"),
             group: account("1337").expect("a number"),
         },
         protocol: Protocol::Tcp,
         source: ([10, 0, 0, 1], 0).into(),
         destination: ([10, 0, 0, 5], 443).into(),
         interface: "eth0".to_owned(),
-        state: State::New,
-        mark: 0,
-        connection_mark: 0,
     };
     let text = |packet: &Packet| explain(packet, &simulate(&layout, packet), &config);
     assert_eq!(
         text(&packet),
-        "TCP from user 1337 (envoy), group 1337 at 10.0.0.1 to 10.0.0.5:443 over eth0 goes to its destination, not to Envoy\n  \
+        "TCP from user 1337, group 1337 at 10.0.0.1 to 10.0.0.5:443 over eth0 goes to its destination, not to Envoy\n  \
          nat: -A OUTPUT -j ISTIO_OUTPUT\n  \
          nat: -A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n"
     );

@@ -103,12 +103,6 @@ impl Layout {
         })
     }
 
-    /// What each rule matches.
-    pub fn matches(&self) -> impl Iterator<Item = &[Match]> {
-        let places = self.chains.keys();
-        places.flat_map(|(table, chain)| self.rules(*table, *chain).map(|(matches, _)| matches))
-    }
-
     /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.
     pub fn resolve(&mut self, number: impl Fn(&Owner) -> Option<u32>) {
         for entry in self.chains.values_mut().flatten() {

@@ -1,4 +1,5 @@
-//! Simulates the way of a packet through the rules of one address family, as the kernel takes it.
+//! Simulates the way of the first packet of a connection through the rules of one address family, as the
+//! kernel takes it.
 //!
 //! A packet that is sent passes the tables of OUTPUT and, if it stays on the machine, those of
 //! PREROUTING as one that came over `lo`. Rules that are not of traffic capture match nothing here. What
@@ -24,47 +25,20 @@ pub struct Packet {
     pub destination: SocketAddr,
     /// The interface by which it leaves or arrives.
     pub interface: String,
-    pub state: State,
-    pub mark: u32,
-    pub connection_mark: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Sent by a process of this user and group.
+    /// Sent by a process of this user and group: single ones, by number where it is known.
     Out {
-        user: Account,
-        group: Account,
+        user: Id,
+        group: Id,
     },
     In,
 }
 
-/// A user or group, by its number and its name as far as they are known.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Account {
-    pub number: Option<u32>,
-    pub name: Option<String>,
-}
-
-impl Account {
-    fn is_in(&self, id: &Id) -> bool {
-        match id {
-            Id::Numbers(numbers) => self.number.is_some_and(|number| numbers.contains(&number)),
-            Id::Name(name) => self.name.as_ref() == Some(name),
-        }
-    }
-}
-
-/// What conntrack says about the packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    New,
-    Established,
-    Invalid,
-}
-
 /// Where a packet ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// On this port of the machine itself, with a new destination.
     Redirected(u16),
@@ -77,7 +51,7 @@ pub enum Decision {
 }
 
 /// A rule that matched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matched<'a> {
     pub table: Table,
     pub chain: Chain,
@@ -90,10 +64,6 @@ pub struct Trace<'a> {
     pub decision: Decision,
     /// Without jumps to chains in which no rule matched.
     pub rules: Vec<Matched<'a>>,
-    pub mark: u32,
-    pub connection_mark: u32,
-    /// The conntrack zone that was assigned.
-    pub zone: Option<u16>,
 }
 
 /// Sends a packet through the rules.
@@ -106,10 +76,10 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
             true => Chain::Output,
             false => Chain::Prerouting,
         },
-        is_translated: packet.state != State::New,
+        mark: 0,
+        is_translated: false,
         decision: Decision::Untouched,
         rules: Vec::new(),
-        zone: None,
     };
     walk.tables();
     let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;
@@ -121,23 +91,20 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
     Trace {
         decision: walk.decision,
         rules: walk.rules,
-        mark: walk.packet.mark,
-        connection_mark: walk.packet.connection_mark,
-        zone: walk.zone,
     }
 }
 
 struct Walk<'a> {
     layout: &'a Layout,
-    /// With the destination and marks it has by now.
+    /// With the destination it has by now.
     packet: Packet,
+    mark: u32,
     /// OUTPUT or PREROUTING.
     hook: Chain,
     /// Whether conntrack knows the destination: from then on nat rules see no packet of the connection.
     is_translated: bool,
     decision: Decision,
     rules: Vec<Matched<'a>>,
-    zone: Option<u16>,
 }
 
 impl<'a> Walk<'a> {
@@ -186,27 +153,22 @@ impl<'a> Walk<'a> {
     }
 
     fn carry_out(&mut self, verdict: Verdict) -> ControlFlow<()> {
-        let packet = &mut self.packet;
         match verdict {
-            Verdict::SetMark(mark) => packet.mark = mark,
-            Verdict::SaveMark => packet.connection_mark = packet.mark,
-            Verdict::RestoreMark => packet.mark = packet.connection_mark,
-            Verdict::Zone(zone) => self.zone = self.zone.or(Some(zone)),
-            Verdict::Return | Verdict::Jump(_) => {}
-            last => {
-                match last {
-                    Verdict::Drop => self.decision = Decision::Dropped,
-                    Verdict::Reject => self.decision = Decision::Rejected,
-                    Verdict::Redirect(port) => self.redirect(port),
-                    Verdict::Tproxy { port, mark } => {
-                        (self.decision, packet.mark) = (Decision::Tproxied(port), mark);
-                    }
-                    _ => {}
-                }
-                return Break(());
+            Verdict::Accept => {}
+            Verdict::Drop => self.decision = Decision::Dropped,
+            Verdict::Reject => self.decision = Decision::Rejected,
+            Verdict::Redirect(port) => self.redirect(port),
+            Verdict::Tproxy { port, mark } => {
+                (self.decision, self.mark) = (Decision::Tproxied(port), mark);
             }
+            Verdict::SetMark(mark) => {
+                self.mark = mark;
+                return Continue(());
+            }
+            // Marks of connections and zones are for the packets that follow.
+            _ => return Continue(()),
         }
-        Continue(())
+        Break(())
     }
 
     /// What was sent goes to a loopback address. What arrived goes to the address of its interface, which
@@ -225,45 +187,34 @@ impl<'a> Walk<'a> {
 
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
-        let is_known = match criterion {
-            Criterion::InInterface(_) => self.hook == Chain::Prerouting,
-            Criterion::OutInterface(_) | Criterion::Owner(_) => self.hook == Chain::Output,
-            _ => true,
-        };
-        (is_known && self.packet.fits(criterion)) == matches!(each, Match::Is(_))
-    }
-}
-
-impl Packet {
-    /// Whether a criterion holds, wherever it is asked for.
-    pub(super) fn fits(&self, criterion: &Criterion) -> bool {
-        match criterion {
-            Criterion::InInterface(name) | Criterion::OutInterface(name) => {
-                is_named(&self.interface, name)
-            }
-            Criterion::Source(range) => range.contains(self.source.ip()),
-            Criterion::Destination(range) => range.contains(self.destination.ip()),
-            Criterion::Protocol(protocol) => self.protocol == *protocol,
-            Criterion::SourcePort(port) => self.source.port() == *port,
+        let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
+        let holds = match criterion {
+            Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
+            Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
+            Criterion::Source(range) => range.contains(packet.source.ip()),
+            Criterion::Destination(range) => range.contains(packet.destination.ip()),
+            Criterion::Protocol(protocol) => packet.protocol == *protocol,
+            Criterion::SourcePort(port) => packet.source.port() == *port,
             Criterion::DestinationPort(ports) => {
-                let port = self.destination.port();
+                let port = packet.destination.port();
                 ports.iter().any(|ports| ports.contains(&port))
             }
-            Criterion::Owner(owner) => match (&self.direction, owner) {
-                (Direction::Out { user, .. }, Owner::User(id)) => user.is_in(id),
-                (Direction::Out { group, .. }, Owner::Group(id)) => group.is_in(id),
+            Criterion::Owner(owner) => match (&packet.direction, owner) {
+                (Direction::Out { user, .. }, Owner::User(id)) => is_output && id.includes(user),
+                (Direction::Out { group, .. }, Owner::Group(id)) => is_output && id.includes(group),
                 (Direction::In, _) => false,
             },
-            Criterion::StateInvalid => self.state == State::Invalid,
-            Criterion::StateRelatedOrEstablished => self.state == State::Established,
             Criterion::Mark(mark) => self.mark == *mark,
-            Criterion::ConnectionMark(mark) => self.connection_mark == *mark,
-        }
+            Criterion::StateInvalid
+            | Criterion::StateRelatedOrEstablished
+            | Criterion::ConnectionMark(_) => false,
+        };
+        holds == matches!(each, Match::Is(_))
     }
 }
 
 /// Whether an interface has this name; one that ends in `+` is the start of any.
-pub(super) fn is_named(interface: &str, name: &str) -> bool {
+fn is_named(interface: &str, name: &str) -> bool {
     match name.strip_suffix('+') {
         Some(start) => interface.starts_with(start),
         None => interface == name,

@@ -16,18 +16,6 @@ const CREATE_NEW: u16 = 0x600;
 const NEW_RULE: u16 = 32;
 const V4: u8 = 2;
 const V6: u8 = 10;
-const MARK: u16 = 10;
-/// Attribute of rules and of routes.
-const TABLE: u16 = 15;
-
-#[derive(Debug, thiserror::Error)]
-#[error("failed to configure routes: cannot {verb} {item}")]
-pub struct Error {
-    verb: &'static str,
-    item: String,
-    #[source]
-    source: io::Error,
-}
 
 /// An address, rule or route. The numbers are those of `linux/rtnetlink.h`.
 struct Item {
@@ -40,7 +28,7 @@ struct Item {
 }
 
 /// Adds what the configuration needs, where it is missing.
-pub fn add(config: &Config) -> Result<(), Error> {
+pub fn add(config: &Config) -> io::Result<()> {
     let socket = open()?;
     for item in items(config).iter().filter(|item| item.is_wanted) {
         // The kernel takes a rule any number of times.
@@ -49,53 +37,26 @@ pub fn add(config: &Config) -> Result<(), Error> {
         }
         match socket.ask(item.message(item.kind, CREATE_NEW)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            other => drop(other.map_err(|source| item.error("add", source))?),
+            Err(error) => return Err(failed("add", &item.name, error)),
+            Ok(_) => {}
         }
     }
     Ok(())
 }
 
-/// Removes what the configuration does not need, and what the marks needed that rules of ours had: an
-/// `ip rule` for such a mark alone, to a table with our route. Names rules that look like that, and stay.
-pub fn remove(config: &Config, marks: &[u32]) -> Result<(), Error> {
+/// Removes what the configuration does not need: of rules and routes, those of its mark and table.
+pub fn remove(config: &Config) -> io::Result<()> {
     let socket = open()?;
-    let mut items = items(config);
-    for family in [V4, V6] {
-        for reply in rule(family, 0, 0, false).listed(&socket)? {
-            let (mark, table) = (number(&reply, MARK), number(&reply, TABLE));
-            let is_gone = marks.contains(&mark);
-            let is_known = items.iter().any(|item| item.is(&reply));
-            if is_known || !is_gone && mark != config.tproxy_mark {
-                continue;
-            }
-            let rule = rule(family, mark, table, false);
-            let route = local_route(family, table, false);
-            match is_gone && rule.is(&reply) && route.is_there(&socket)? {
-                true => items.extend([rule, route]),
-                false => tracing::warn!("the {} stays, as it may be of others", rule.name),
-            }
-        }
-    }
-    for item in items.iter().filter(|item| !item.is_wanted) {
-        let mut requests = vec![item.message(item.kind + 1, 0)];
-        if item.kind == NEW_RULE {
-            // As it is: a rule of others may begin alike. Earlier versions may have left several.
-            let all = item
-                .listed(&socket)?
-                .into_iter()
-                .filter(|reply| item.is(reply));
-            requests = all
-                .map(|reply| Message::new(item.kind + 1, 0, &reply))
-                .collect();
-        }
-        for request in requests {
-            match socket.ask(request) {
+    for item in items(config).iter().filter(|item| !item.is_wanted) {
+        // pilot-agent adds one more rule with each run.
+        loop {
+            match socket.ask(item.message(item.kind + 1, 0)) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    return Err(item.error("remove", error));
+                    return Err(failed("remove", &item.name, error));
                 }
                 // There is none, which has a number of its own for each kind and family.
-                Err(_) => {}
+                Err(_) => break,
             }
         }
     }
@@ -103,7 +64,7 @@ pub fn remove(config: &Config, marks: &[u32]) -> Result<(), Error> {
 }
 
 /// Names what the configuration needs and the machine has not.
-pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
+pub fn missing(config: &Config) -> io::Result<Vec<(Family, String)>> {
     let socket = open()?;
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
@@ -115,12 +76,13 @@ pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Error> {
     Ok(missing)
 }
 
-fn open() -> Result<Socket, Error> {
-    Socket::open(None).map_err(|source| Error {
-        verb: "open",
-        item: "a netlink socket".to_owned(),
-        source,
-    })
+fn open() -> io::Result<Socket> {
+    Socket::open(None).map_err(|error| failed("open", "a netlink socket", error))
+}
+
+fn failed(verb: &str, item: &str, error: io::Error) -> io::Error {
+    let text = format!("failed to configure routes: cannot {verb} {item}: {error}");
+    io::Error::new(error.kind(), text)
 }
 
 /// All that a configuration may need.
@@ -128,9 +90,7 @@ fn items(config: &Config) -> Vec<Item> {
     let mut all = vec![passthrough_address(config.has_v6)];
     let is_tproxy = config.mode == Mode::Tproxy && config.inbound != InboundPorts::None;
     for (family, exists) in [(V4, true), (V6, config.has_v6)] {
-        let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
-        all.push(rule(family, mark, table, is_tproxy && exists));
-        all.push(local_route(family, table, is_tproxy && exists));
+        all.extend(to_this_machine(config, family, is_tproxy && exists));
     }
     all
 }
@@ -148,62 +108,49 @@ fn passthrough_address(is_wanted: bool) -> Item {
     }
 }
 
-/// Looks packets with the mark up in the table.
-fn rule(family: u8, mark: u32, table: u32, is_wanted: bool) -> Item {
-    const TO_TABLE: u8 = 1;
-    Item {
-        name: format!("rule that looks up mark {mark} in table {table}"),
-        kind: NEW_RULE,
-        header: [[family, 0, 0, 0], [0, 0, 0, TO_TABLE], [0; 4]].concat(),
-        attributes: vec![
-            (MARK, mark.to_ne_bytes().to_vec()),
-            (TABLE, table.to_ne_bytes().to_vec()),
-        ],
-        is_wanted,
-    }
-}
-
-/// Delivers all packets looked up in the table to this machine.
-fn local_route(family: u8, table: u32, is_wanted: bool) -> Item {
+/// A rule that looks packets with the mark up in the table, and the route there.
+fn to_this_machine(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     const NEW_ROUTE: u16 = 24;
-    // pilot-agent adds it as another protocol; none removes that of any.
-    let by_administrator = if is_wanted { 4 } else { 0 };
+    const TO_TABLE: u8 = 1;
     const OF_HOST: u8 = 254;
     const LOCAL: u8 = 2;
     const INTERFACE: u16 = 4;
-    Item {
-        name: format!("local default route in table {table}"),
-        kind: NEW_ROUTE,
-        header: [
-            [family, 0, 0, 0],
-            [0, by_administrator, OF_HOST, LOCAL],
-            [0; 4],
-        ]
-        .concat(),
-        attributes: vec![
-            (INTERFACE, LO.to_ne_bytes().to_vec()),
-            (TABLE, table.to_ne_bytes().to_vec()),
-        ],
+    const MARK: u16 = 10;
+    const TABLE: u16 = 15;
+    let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
+    // pilot-agent adds the route as another protocol; none removes that of any.
+    let by_administrator = if is_wanted { 4 } else { 0 };
+    let of_table = (TABLE, table.to_ne_bytes().to_vec());
+    let item = |name, kind, middle: [u8; 4], attribute| Item {
+        name,
+        kind,
+        header: [[family, 0, 0, 0], middle, [0; 4]].concat(),
+        attributes: vec![attribute, of_table.clone()],
         is_wanted,
-    }
+    };
+    [
+        item(
+            format!("rule that looks up mark {mark} in table {table}"),
+            NEW_RULE,
+            [0, 0, 0, TO_TABLE],
+            (MARK, mark.to_ne_bytes().to_vec()),
+        ),
+        item(
+            format!("local default route in table {table}"),
+            NEW_ROUTE,
+            [0, by_administrator, OF_HOST, LOCAL],
+            (INTERFACE, LO.to_ne_bytes().to_vec()),
+        ),
+    ]
 }
 
 impl Item {
-    fn error(&self, verb: &'static str, source: io::Error) -> Error {
-        let item = self.name.clone();
-        Error { verb, item, source }
-    }
-
-    fn is_there(&self, socket: &Socket) -> Result<bool, Error> {
-        Ok(self.listed(socket)?.iter().any(|reply| self.is(reply)))
-    }
-
-    /// All of its kind and family.
-    fn listed(&self, socket: &Socket) -> Result<Vec<Vec<u8>>, Error> {
+    fn is_there(&self, socket: &Socket) -> io::Result<bool> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
         let listed = socket.ask(Message::new(self.kind + 2, DUMP, &header));
-        listed.map_err(|source| self.error("list", source))
+        let listed = listed.map_err(|error| failed("list", &self.name, error))?;
+        Ok(listed.iter().any(|reply| self.is(reply)))
     }
 
     fn message(&self, kind: u16, flags: u16) -> Message {
@@ -223,26 +170,6 @@ impl Item {
             parts(attributes).any(|(of, found)| of == *kind && found == value)
         };
         let alike = [0, 1, 7].map(|at| header[at] == self.header[at]);
-        let is_whole = self.kind != NEW_RULE || is_for_mark_alone(header, attributes);
-        !alike.contains(&false) && is_whole && self.attributes.iter().all(has)
+        !alike.contains(&false) && self.attributes.iter().all(has)
     }
-}
-
-/// Whether a rule looks at nothing but the whole mark: neither source, TOS, interfaces, users nor ports.
-fn is_for_mark_alone(header: &[u8], attributes: &[u8]) -> bool {
-    const SELECTORS: [u16; 7] = [3, 12, 17, 20, 22, 23, 24];
-    const INVERTED: u8 = 2;
-    const MASK: u16 = 16;
-    let flags = header[8..12].iter().fold(0, |all, byte| all | byte);
-    let mut others = parts(attributes)
-        .filter(|(kind, value)| SELECTORS.contains(kind) || *kind == MASK && *value != [0xff; 4]);
-    header[2..4] == [0, 0] && flags & INVERTED == 0 && others.next().is_none()
-}
-
-/// An attribute of a rule that the kernel replied; 0 is none.
-fn number(reply: &[u8], kind: u16) -> u32 {
-    let attributes = reply.get(12..).unwrap_or_default();
-    let value = parts(attributes).find(|(of, _)| *of == kind);
-    let value = value.and_then(|(_, value)| value.first_chunk());
-    value.map_or(0, |bytes| u32::from_ne_bytes(*bytes))
 }

@@ -25,6 +25,16 @@ impl From<u32> for Id {
     }
 }
 
+impl Id {
+    /// Whether a single user or group is among these.
+    pub(super) fn includes(&self, one: &Self) -> bool {
+        match (self, one) {
+            (Self::Numbers(numbers), Self::Numbers(one)) => numbers.contains(one.start()),
+            _ => self == one,
+        }
+    }
+}
+
 /// A single number, or the first and the last of a range.
 pub(super) fn range<T: fmt::Display + PartialEq>(
     numbers: &RangeInclusive<T>,

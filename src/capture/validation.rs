@@ -34,14 +34,12 @@ pub struct Probe {
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "iptables validation failed, the pod is not ready for Istio: {cause}. It has to run as the user of \
+    "iptables validation failed, the pod is not ready for Istio: {0}. It has to run as the user of \
      --proxy-uid. With Istio CNI, the pod may have started before its node was ready: with \
      cni.repair.deletePods=true it is deleted and starts again, otherwise delete it, so that it \
      starts on a node where istio-cni runs"
 )]
-pub struct Error {
-    cause: String,
-}
+pub struct Error(String);
 
 impl Probe {
     /// Connects until a connection is captured, or the limit is reached.
@@ -55,8 +53,7 @@ impl Probe {
         let names = format!("{} or {}", addresses[0], addresses[1]);
         let listeners: Vec<_> = addresses.into_iter().filter_map(listen).collect();
         if listeners.is_empty() {
-            let cause = format!("cannot listen on any of {names}");
-            return Err(Error { cause });
+            return Err(Error(format!("cannot listen on any of {names}")));
         }
         let arrivals = listeners
             .iter()
@@ -69,10 +66,9 @@ impl Probe {
         };
         timeout(self.limit, captured).await.map_err(|_| {
             let (user, limit) = (rustix::process::geteuid().as_raw(), self.limit);
-            let cause = format!(
+            Error(format!(
                 "no connection of user {user} to {destination} was redirected to {names} within {limit:?}"
-            );
-            Error { cause }
+            ))
         })
     }
 
@@ -108,8 +104,7 @@ fn listen(address: SocketAddr) -> Option<TcpListener> {
         socket.bind(address)?;
         socket.listen(16)
     };
-    let listener = bind();
-    listener
+    bind()
         .inspect_err(|error| tracing::warn!("cannot listen on {address}: {error}"))
         .ok()
 }

@@ -4,7 +4,6 @@
 //! template of another version still starts; they are reported by name. `clap` reads the rest. Every
 //! other command refuses unknown flags. The small commands are implemented here.
 
-pub mod absent;
 pub mod completion;
 pub mod doctor;
 pub mod iptables;
@@ -70,8 +69,6 @@ pub enum Command {
     /// Takes traffic capture down: istio-iptables --cleanup-only.
     #[command(name = "istio-clean-iptables")]
     CleanIptables(Box<iptables::IptablesFlags>),
-    #[command(hide = true)]
-    Collateral(absent::Words),
 }
 
 /// A command line, and the unknown flags of `proxy` taken out of it.
@@ -80,7 +77,7 @@ pub struct Typed {
     pub cli: Cli,
     /// The flags of the command.
     pub flags: Vec<Flag>,
-    pub unknown_flags: Vec<unknown::Flag>,
+    pub unknown_flags: Vec<String>,
 }
 
 /// Why the command line is invalid, or the requested help.
@@ -134,7 +131,7 @@ fn named_by(program: &str) -> Option<&'static str> {
 }
 
 /// Logs every flag with its value, and the flags and words without effect.
-pub fn announce(flags: &[Flag], unknown: &[unknown::Flag], ignored: &[String]) {
+pub fn announce(flags: &[Flag], unknown: &[String], ignored: &[String]) {
     let named = |flag: &&Flag| !flag.is_hidden && flag.name != "type";
     for flag in flags.iter().filter(named) {
         tracing::info!("FLAG: --{}={:?}", flag.name, flag.value);

@@ -90,7 +90,9 @@ pub async fn run(
             read(NO_FILES)
         }
     };
-    let secrets = support_bundle::known_secrets(environment, token).await?;
+    let secrets = support_bundle::known_secrets(environment, token).await;
+    let secrets =
+        secrets.map_err(|error| format!("cannot tell secrets from other text: {error}"))?;
     let doctor = async {
         let proxy = flags.proxy.clone();
         let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;

@@ -4,36 +4,17 @@
 //! The word after an unknown flag is taken as its value, unless it is a flag, a command or a node type:
 //! `proxy --old router` is a router.
 
-use std::fmt;
-
 use clap::error::{ContextKind, ErrorKind};
 use clap::{ArgMatches, Command};
 
 const NODE_TYPES: &[&str] = &["sidecar", "router", "waypoint", "ztunnel", "agentgateway"];
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Flag {
-    /// As typed, and with the nearest one.
-    pub name: String,
-    /// Whether it took the word behind it along. The word may be anything, so it is not kept.
-    pub took_a_word: bool,
-}
-
-impl fmt::Display for Flag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)?;
-        if self.took_a_word {
-            f.write_str(" and the word behind it")?;
-        }
-        Ok(())
-    }
-}
-
-/// Reads the line without unknown flags, where they are tolerated. Returns them as well.
+/// Reads the line without unknown flags, where they are tolerated. Returns them as well, as typed, with the
+/// nearest one.
 pub fn parse(
     cli: &mut Command,
     mut line: Vec<String>,
-) -> (Result<ArgMatches, clap::Error>, Vec<Flag>) {
+) -> (Result<ArgMatches, clap::Error>, Vec<String>) {
     let commands = cli.get_subcommands().map(Command::get_name);
     let commands: Vec<_> = commands.chain(["help"]).map(str::to_owned).collect();
     let command = line.iter().skip(1).find(|word| commands.contains(word));
@@ -55,12 +36,13 @@ pub fn parse(
             Some((name, _)) => (name.to_owned(), true),
             None => (flag, false),
         };
-        let took_a_word = !has_value && line.get(at).is_some_and(may_be_a_value);
-        if took_a_word {
+        let mut name = name + &hint;
+        if !has_value && line.get(at).is_some_and(may_be_a_value) {
+            // The word may be anything, so it is not shown.
             line.remove(at);
+            name += " and the word behind it";
         }
-        let name = name + &hint;
-        unknown.push(Flag { name, took_a_word });
+        unknown.push(name);
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use super::report::Check;
 use super::{PROBE_LIMIT, Subject};
 use crate::capture::layout::Layout;
-use crate::capture::packet::{Account, Decision, Direction, Packet, State, simulate};
+use crate::capture::packet::{Decision, Direction, Packet, simulate};
 use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify::live;
@@ -67,7 +67,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
     let layout = match timeout(PROBE_LIMIT, live::rules(family, PATH)).await {
         Ok(Ok(layout)) => layout,
-        Ok(Err(error)) => return vec![called(family, with_causes(&error)).await],
+        Ok(Err(error)) => return vec![called(family, with_causes(error.as_ref())).await],
         Err(_) => {
             let why = format!("the program that reads them takes more than {PROBE_LIMIT:?}");
             return vec![called(family, why).await];
@@ -145,16 +145,13 @@ fn ways(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check
     let ends = |destination, interface: &str| {
         let packet = Packet {
             direction: Direction::Out {
-                user: account(user),
-                group: account(group),
+                user: user.into(),
+                group: group.into(),
             },
             protocol: Protocol::Tcp,
             source: SocketAddr::new(address(family, false, 0).ip(), 0),
             destination,
             interface: interface.to_owned(),
-            state: State::New,
-            mark: 0,
-            connection_mark: 0,
         };
         let decision = simulate(layout, &packet).decision;
         (decision, Check::error(NAME, format!("{packet} {decision}")))
@@ -191,13 +188,6 @@ fn envoys_account(subject: Subject<'_>) -> (u32, u32) {
             rustix::process::getegid().as_raw(),
         ),
         (None, None) => (PROXY, PROXY),
-    }
-}
-
-fn account(number: u32) -> Account {
-    Account {
-        number: Some(number),
-        name: None,
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::uri::{Authority, Scheme};
+use http::uri::Scheme;
 use http::{HeaderValue, Request, Response, Uri, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -36,9 +36,8 @@ use stream::Stream;
 const MAX_REDIRECTS: usize = 10;
 /// How long an idle connection is kept. Probes and scrapes come more often.
 const MAX_IDLE_TIME: Duration = Duration::from_secs(90);
-/// In each pool.
+/// Of each host.
 const MAX_IDLE: usize = 32;
-const MAX_POOLS: usize = 32;
 /// A MiB of headers, and the status line.
 const MAX_HEAD: u32 = (1 << 20) + (8 << 10);
 /// As many as a `HeaderMap` holds; hyper panics beyond.
@@ -47,7 +46,7 @@ const MAX_HEADERS: usize = 24 << 10;
 const MAX_DISCARDED: usize = 10 << 20;
 
 /// How a client connects and what it accepts.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Config {
     pub dialer: Dialer,
     /// For `https`, which is refused without. ALPN decides between HTTP/1.1 and HTTP/2.
@@ -64,13 +63,9 @@ pub struct Config {
 #[derive(Clone, Debug)]
 pub struct Client {
     config: Arc<Config>,
-    /// Those with kept connections, the newest first.
-    pools: Arc<Mutex<Vec<(Endpoint, Pool)>>>,
+    pool: Pool,
     tasks: Arc<ConnectionTasks>,
 }
-
-/// Where a connection leads to, and the host that requests name if it is another.
-type Endpoint = (Option<Scheme>, Option<Authority>, Option<Authority>);
 
 type Pool = legacy::Client<Connector, Full<Bytes>>;
 
@@ -129,18 +124,6 @@ pub enum Error {
     Late { authority: String, limit: Duration },
 }
 
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            dialer: Dialer::default(),
-            tls: None,
-            proxies: Proxies::default(),
-            redirects: Redirects::Return,
-            keeps_connections: false,
-        }
-    }
-}
-
 impl Default for Client {
     fn default() -> Self {
         Self::new(Config::default())
@@ -149,10 +132,11 @@ impl Default for Client {
 
 impl Client {
     pub fn new(config: Config) -> Self {
+        let (config, tasks) = (Arc::new(config), Arc::<ConnectionTasks>::default());
         Self {
-            config: Arc::new(config),
-            pools: Arc::default(),
-            tasks: Arc::default(),
+            pool: pool(&config, &tasks, None),
+            config,
+            tasks,
         }
     }
 
@@ -240,61 +224,42 @@ impl Client {
         let target = request.uri().clone();
         let host = request.headers().get(header::HOST);
         let host = host.and_then(|host| host.to_str().ok()?.parse().ok());
-        let is_other = |host: &Authority| {
-            target.scheme() == Some(&Scheme::HTTPS) && Some(host) != target.authority()
-        };
-        let host = host.filter(is_other);
-        let pool = self.pool(&target, host.clone());
-        if host.is_some() {
-            // HTTP/2 has the host in the URI.
-            let mut parts = target.into_parts();
-            parts.authority = host;
-            *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+        let host = host.filter(|host| Some(host) != target.authority());
+        if target.scheme() != Some(&Scheme::HTTPS) || host.is_none() {
+            return self.pool.request(request).await;
         }
-        pool.request(request).await
+        // HTTP/2 has the host in the URI. Its connection is for no other request.
+        let mut parts = target.clone().into_parts();
+        parts.authority = host;
+        *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+        pool(&self.config, &self.tasks, Some(target))
+            .request(request)
+            .await
     }
+}
 
-    fn pool(&self, target: &Uri, host: Option<Authority>) -> Pool {
-        let endpoint = (target.scheme().cloned(), target.authority().cloned(), host);
-        let mut pools = self.pools.lock();
-        if let Some((_, pool)) = pools.iter().find(|(known, _)| *known == endpoint) {
-            return pool.clone();
+/// Kept connections. All lead to `target`, if there is one, whatever the URI of a request says.
+fn pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri>) -> Pool {
+    let is_kept = config.keeps_connections && target.is_none();
+    let config = config.clone();
+    let connector = tower::service_fn(move |uri| {
+        let (config, target) = (config.clone(), target.clone().unwrap_or(uri));
+        async move {
+            let connected = config.connect(&target).await.map(TokioIo::new);
+            connected.map_err(|error| ConnectError(Mutex::new(Some(error))))
         }
-        let pool = self.new_pool(target.clone());
-        if self.config.keeps_connections {
-            pools.truncate(MAX_POOLS - 1);
-            pools.insert(0, (endpoint, pool.clone()));
-        }
-        pool
-    }
-
-    /// A pool whose connections lead to `target`, whatever the URI of a request says.
-    fn new_pool(&self, target: Uri) -> Pool {
-        let config = self.config.clone();
-        let kept = if config.keeps_connections {
-            MAX_IDLE
-        } else {
-            0
-        };
-        let connector = tower::service_fn(move |_| {
-            let (config, target) = (config.clone(), target.clone());
-            async move {
-                let connected = config.connect(&target).await.map(TokioIo::new);
-                connected.map_err(|error| ConnectError(Mutex::new(Some(error))))
-            }
-        });
-        legacy::Client::builder(self.tasks.executor())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(MAX_IDLE_TIME)
-            .pool_max_idle_per_host(kept)
-            .http1_max_buf_size(MAX_HEAD as usize)
-            .http1_max_headers(MAX_HEADERS)
-            .http1_allow_spaces_after_header_name_in_responses(true)
-            .http1_allow_obsolete_multiline_headers_in_responses(true)
-            .http1_ignore_invalid_headers_in_responses(true)
-            .http2_max_header_list_size(MAX_HEAD)
-            .build(BoxCloneSyncService::new(connector))
-    }
+    });
+    legacy::Client::builder(tasks.executor())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(MAX_IDLE_TIME)
+        .pool_max_idle_per_host(if is_kept { MAX_IDLE } else { 0 })
+        .http1_max_buf_size(MAX_HEAD as usize)
+        .http1_max_headers(MAX_HEADERS)
+        .http1_allow_spaces_after_header_name_in_responses(true)
+        .http1_allow_obsolete_multiline_headers_in_responses(true)
+        .http1_ignore_invalid_headers_in_responses(true)
+        .http2_max_header_list_size(MAX_HEAD)
+        .build(BoxCloneSyncService::new(connector))
 }
 
 impl Config {

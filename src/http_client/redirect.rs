@@ -8,9 +8,10 @@ use crate::request_path::escaped;
 
 /// Which redirects of GET requests are followed; those of others are the answer. Credentials are not
 /// sent to another host, port or scheme.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Redirects {
     /// The redirect is the answer.
+    #[default]
     Return,
     /// Those to the same host are followed; another one, also of another scheme, is the answer.
     SameHost,
@@ -36,17 +37,16 @@ impl Redirects {
             return Ok(false);
         }
         let location = String::from_utf8_lossy(location);
-        if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
-            return Ok(false);
-        }
         let unusable = |expected| Error::Redirect {
             authority: host_and_port(request.uri()),
             // A query may be a signature.
             found: location.split('?').next().unwrap_or_default().to_owned(),
             expected,
         };
-        let (next, is_absolute) =
-            resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
+        if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
+            return Ok(false);
+        }
+        let next = resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
         let is_private = next.host().is_some_and(address::is_private);
         match self {
             _ if next.host() == request.uri().host() => {}
@@ -57,11 +57,9 @@ impl Redirects {
         let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
         if endpoint(&next) != endpoint(request.uri()) {
             request.headers_mut().remove(header::AUTHORIZATION);
-        }
-        *request.uri_mut() = next;
-        if is_absolute {
             request.headers_mut().remove(header::HOST);
         }
+        *request.uri_mut() = next;
         Ok(true)
     }
 }
@@ -77,21 +75,22 @@ fn scheme(location: &str) -> Option<&str> {
 }
 
 fn is_http(scheme: &str) -> bool {
-    let known = ["http", "https"];
-    known.iter().any(|name| scheme.eq_ignore_ascii_case(name))
+    ["http", "https"].contains(&scheme.to_ascii_lowercase().as_str())
 }
 
-/// Reads a Location header relative to `base`, and whether it names a host.
-fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
+/// Reads a Location header relative to `base`.
+fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let location = escaped(location.split('#').next()?);
     let own_scheme = base.scheme_str()?;
     if let Some(rest) = location.strip_prefix("//") {
-        return Some((format!("{own_scheme}://{rest}").parse().ok()?, true));
+        return format!("{own_scheme}://{rest}").parse().ok();
     }
     if let Some(scheme) = scheme(&location) {
         let rest = &location[scheme.len()..];
-        let uri = format!("{}{rest}", scheme.to_ascii_lowercase()).parse();
-        return Some((uri.ok().filter(|_| is_http(scheme))?, true));
+        let uri = format!("{}{rest}", scheme.to_ascii_lowercase())
+            .parse()
+            .ok();
+        return uri.filter(|_| is_http(scheme));
     }
     let path = base.path();
     let path = match location.as_str() {
@@ -103,10 +102,8 @@ fn resolve(base: &Uri, location: &str) -> Option<(Uri, bool)> {
             format!("{directory}/{relative}")
         }
     };
-    let uri = format!("{own_scheme}://{}{path}", base.authority()?)
-        .parse()
-        .ok()?;
-    Some((uri, false))
+    let authority = base.authority()?;
+    format!("{own_scheme}://{authority}{path}").parse().ok()
 }
 
 #[cfg(test)]
@@ -180,7 +177,7 @@ mod tests {
             ("mailto:a@b", None),
         ] {
             let base: Uri = "http://[::1]:80/a/x?old".parse().expect("an address");
-            let found = resolve(&base, location).map(|(uri, _)| uri.to_string());
+            let found = resolve(&base, location).map(|uri| uri.to_string());
             assert_eq!(found.as_deref(), expected, "{location:?}");
         }
     }

@@ -158,7 +158,7 @@ impl Driver {
     pub(super) async fn run(mut self, leaves: impl FnOnce()) -> String {
         let mut running = pin!(self.running);
         let ended = {
-            let refuses = self.peer.wait_for(|peer| !peer.takes_streams());
+            let refuses = self.peer.wait_for(|peer| *peer != Http2State::Ready);
             tokio::select! {
                 ended = &mut running => Some(ended),
                 _ = refuses => None,

@@ -26,12 +26,6 @@ pub(super) enum Http2State {
     Closed(String),
 }
 
-impl Http2State {
-    pub(super) fn takes_streams(&self) -> bool {
-        *self == Self::Ready
-    }
-}
-
 /// A byte stream whose incoming frames are inspected.
 pub(super) type Inspected<T> = Join<Reader<ReadHalf<T>>, WriteHalf<T>>;
 

@@ -38,9 +38,14 @@ pub(crate) const MOCK: &str = "Bearer test_token";
 #[derive(Debug)]
 pub(super) struct Reader {
     source: Source,
-    problem: Mutex<Option<String>>,
-    /// When the token read last expires.
-    expiry: Mutex<Option<SystemTime>>,
+    last: Mutex<Last>,
+}
+
+/// Of the token that was read last.
+#[derive(Debug, Default)]
+struct Last {
+    problem: Option<String>,
+    expiry: Option<SystemTime>,
 }
 
 /// A header, and what the token in it says of itself.
@@ -53,14 +58,13 @@ impl Reader {
     pub(super) fn new(source: Source) -> Self {
         Self {
             source,
-            problem: Mutex::default(),
-            expiry: Mutex::default(),
+            last: Mutex::default(),
         }
     }
 
     /// When the token that was read last expires.
     pub(super) fn expiry(&self) -> Option<SystemTime> {
-        *self.expiry.lock()
+        self.last.lock().expiry
     }
 
     /// Waits until the file may have changed; forever if there is none, or none can be watched.
@@ -82,10 +86,11 @@ impl Reader {
             Source::Mock => return Some(HeaderValue::from_static(MOCK)),
             Source::File(path) => path,
         };
+        let mut last = self.last.lock();
         let (header, problem) = match read(path) {
             Ok(token) => {
                 let expiry = token.claims.as_ref().and_then(Claims::expiry);
-                *self.expiry.lock() = expiry;
+                last.expiry = expiry;
                 let expired = expiry.filter(|end| *end <= SystemTime::now());
                 let problem = expired.map(|end| {
                     let next = match has_certificate {
@@ -100,19 +105,16 @@ impl Reader {
             }
             Err(problem) => {
                 let why = "failed to fetch token from file";
-                (
-                    None,
-                    Some(format!("{why}: {problem}; calling istiod without")),
-                )
+                let problem = format!("{why}: {problem}; calling istiod without");
+                (None, Some(problem))
             }
         };
-        let mut last = self.problem.lock();
-        if *last != problem
+        if last.problem != problem
             && let Some(problem) = &problem
         {
             tracing::warn!("{problem}");
         }
-        *last = problem;
+        last.problem = problem;
         header
     }
 }
@@ -126,15 +128,15 @@ pub(crate) fn read(path: &Path) -> Result<Token, String> {
     if token.is_empty() {
         return Err(format!("{path} is empty"));
     }
-    let not_allowed = |position: usize| {
-        let byte = token[position];
-        format!("{path} has byte {byte:#04x} at position {position}, which no header may hold")
-    };
-    if let Some(position) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
-        return Err(not_allowed(position));
+    if let Some(at) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
+        let byte = token[at];
+        return Err(format!(
+            "{path} has byte {byte:#04x} at position {at}, which no header may hold"
+        ));
     }
     let header = Zeroizing::new([b"Bearer ", token].concat());
-    let mut header = HeaderValue::from_bytes(&header).map_err(|_| not_allowed(0))?;
+    let mut header =
+        HeaderValue::from_bytes(&header).map_err(|error| format!("{path}: {error}"))?;
     header.set_sensitive(true);
     Ok(Token {
         header,
@@ -142,17 +144,14 @@ pub(crate) fn read(path: &Path) -> Result<Token, String> {
     })
 }
 
-/// When a JSON web token expires. None without that claim, or for another kind of token.
-pub(crate) fn expiry(token: &[u8]) -> Option<SystemTime> {
-    claims(token)?.expiry()
-}
-
 /// What a JSON web token says of itself. Nothing is verified.
 pub(crate) struct Claims(Map<String, Value>);
 
 impl Claims {
     pub(crate) fn expiry(&self) -> Option<SystemTime> {
-        self.moment("exp")
+        let seconds = self.0.get("exp")?.as_f64()?;
+        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
+        SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 
     /// One or several; none if the token does not say.
@@ -161,12 +160,6 @@ impl Claims {
             Some(Value::Array(several)) => several.iter().filter_map(Value::as_str).collect(),
             one => one.and_then(Value::as_str).into_iter().collect(),
         }
-    }
-
-    fn moment(&self, name: &str) -> Option<SystemTime> {
-        let seconds = self.0.get(name)?.as_f64()?;
-        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
-        SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 }
 
@@ -277,7 +270,8 @@ mod tests {
             ("a.!.c".to_owned(), None),
             ("opaque".to_owned(), None),
         ] {
-            assert_eq!(expiry(token.as_bytes()), expected, "{token}");
+            let found = claims(token.as_bytes()).and_then(|claims| claims.expiry());
+            assert_eq!(found, expected, "{token}");
         }
     }
 

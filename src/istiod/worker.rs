@@ -55,9 +55,6 @@ pub(super) struct Worker {
     complaints: BTreeMap<String, String>,
 }
 
-/// Every handle is gone.
-struct Abandoned;
-
 impl Worker {
     pub(super) fn new(
         hosts: Arc<Hosts>,
@@ -93,17 +90,17 @@ impl Worker {
                 },
                 () = due_at, if due.is_some() => self.try_first().await,
             };
-            if let Err(Abandoned) = served {
+            if served.is_none() {
                 return;
             }
         }
     }
 
-    /// Returns to the first control plane if it answers.
-    async fn try_first(&mut self) -> Result<(), Abandoned> {
+    /// Returns to the first control plane if it answers. None once every handle is gone.
+    async fn try_first(&mut self) -> Option<()> {
         if current(&self.connected).is_none() {
             self.hosts.return_to_first();
-            return Ok(());
+            return Some(());
         }
         let first = self.hosts.first().clone();
         match self.dial(&first).await? {
@@ -125,15 +122,15 @@ impl Worker {
         self.serve().await
     }
 
-    /// Returns when no call waits.
-    async fn serve(&mut self) -> Result<(), Abandoned> {
+    /// Returns when no call waits. None once every handle is gone.
+    async fn serve(&mut self) -> Option<()> {
         loop {
             self.waiting.retain(|waiter| !waiter.reply.is_closed());
             if let Some(connection) = current(&self.connected) {
                 self.give(&connection);
             }
             if self.waiting.is_empty() {
-                return Ok(());
+                return Some(());
             }
             if Instant::now() < self.not_before {
                 self.collect_during(sleep_until(self.not_before)).await?;
@@ -148,10 +145,7 @@ impl Worker {
         }
     }
 
-    async fn dial(
-        &mut self,
-        config: &Arc<Config>,
-    ) -> Result<Result<(Connection, Driver), Cause>, Abandoned> {
+    async fn dial(&mut self, config: &Arc<Config>) -> Option<Result<(Connection, Driver), Cause>> {
         self.record.dials();
         self.not_before = after(config.limits.least_between);
         let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
@@ -159,13 +153,13 @@ impl Worker {
         self.collect_during(dial).await
     }
 
-    /// Runs `work` to its end while more calls join the queue.
-    async fn collect_during<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Abandoned> {
+    /// Runs `work` to its end while more calls join the queue. None once every handle is gone.
+    async fn collect_during<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         let mut work = std::pin::pin!(work);
         loop {
             tokio::select! {
-                done = &mut work => return Ok(done),
-                waiter = self.queue.recv() => self.waiting.push(waiter.ok_or(Abandoned)?),
+                done = &mut work => return Some(done),
+                waiter = self.queue.recv() => self.waiting.push(waiter?),
             }
         }
     }

@@ -26,32 +26,26 @@ pub struct Request<'a> {
 /// A change by one pair of programs.
 struct Change {
     programs: Programs,
-    /// The mark that rules of ours had.
-    mark: Option<u32>,
     /// Input of `iptables-restore`.
     text: String,
 }
 
 impl Request<'_> {
-    /// Leaves exactly the rules of the configuration, or none; rules of others stay. Returns the marks of
-    /// rules that are gone.
-    pub async fn carry_out(&self) -> Result<Vec<u32>, Error> {
+    /// Leaves exactly the rules of the configuration, or none; rules of others stay.
+    pub async fn carry_out(&self) -> Result<(), Error> {
         let changes = self.plan().await?;
         for (index, change) in changes.iter().enumerate() {
-            if let Err(source) = change.programs.restore(&change.text, "--noflush").await {
-                return Err(match undo(&changes[..=index]).await {
-                    Ok(()) => source,
-                    Err(undoing) => Error::InPart {
-                        undoing: undoing.into(),
-                        source: source.into(),
-                    },
-                });
+            if let Err(error) = change.programs.restore(&change.text, "--noflush").await {
+                if let Err(undoing) = undo(&changes[..=index]).await {
+                    tracing::error!("rules are set up in part, as undoing them failed: {undoing}");
+                }
+                return Err(error);
             }
         }
         if changes.is_empty() {
             tracing::info!("there is nothing to change in iptables");
         }
-        Ok(changes.iter().filter_map(|change| change.mark).collect())
+        Ok(())
     }
 
     /// What would be given to which program.
@@ -96,23 +90,15 @@ impl Request<'_> {
         rules: Option<&Rules>,
     ) -> Result<Option<Change>, Error> {
         let saved = programs.parse(&programs.saved)?;
-        let mark = saved.layout().tproxy_mark();
-        let own = self.own(family, mark);
+        let own = self.own(family, saved.layout().tproxy_mark());
         let goal = rules.map(|rules| self.layout(rules, family));
         let is_there = own.of(&saved).layout() == goal.unwrap_or_default();
         if is_there && !(self.is_forced && rules.is_some()) {
             return Ok(None);
         }
-        if rules.is_none() {
-            own.name_doubtful(&saved);
-        }
         let new = rules.map(|rules| wanted(rules, family));
         let text = own.swap(&saved, &new.unwrap_or_default());
-        Ok(Some(Change {
-            programs,
-            mark,
-            text,
-        }))
+        Ok(Some(Change { programs, text }))
     }
 
     /// Ours are all rules that any mode has, with the mark of the configuration or this one.

@@ -2,13 +2,12 @@
 
 pub mod apply;
 mod programs;
-mod rule;
+pub(in crate::capture) mod rule;
 pub mod saved;
 mod swap;
 
 pub use programs::Error;
-pub(in crate::capture) use rule::entry;
-pub(in crate::capture) use swap::jumps_to_istio;
+pub(in crate::capture) use swap::{jumps_to_istio, target};
 
 use std::fmt;
 

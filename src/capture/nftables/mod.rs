@@ -36,30 +36,24 @@ pub enum Error {
     Malformed(#[from] serde_json::Error),
 }
 
-/// Replaces all our rules by these, at once. Returns the mark of those that are gone.
-pub async fn apply(rules: &Rules) -> Result<Option<u32>, Error> {
+/// Replaces all our rules by these, at once.
+pub async fn apply(rules: &Rules) -> Result<(), Error> {
     carry_out(&transaction(rules)).await
 }
 
-/// Removes all our rules, at once, if there are any. Returns their mark.
-pub async fn clean() -> Result<Option<u32>, Error> {
+/// Removes all our rules, at once, if there are any.
+pub async fn clean() -> Result<(), Error> {
     match has_tables() {
         true => carry_out(&removal()).await,
-        false => Ok(None),
+        false => Ok(()),
     }
 }
 
-async fn carry_out(text: &str) -> Result<Option<u32>, Error> {
-    let before = match has_tables() {
-        // An nft without JSON can change rules all the same.
-        true => live().await.ok(),
-        false => None,
-    };
+async fn carry_out(text: &str) -> Result<(), Error> {
     for line in text.lines() {
         tracing::info!("nft: {line}");
     }
-    nft(&["-f", "-"], text).await?;
-    Ok(before.and_then(|live| live.v4.tproxy_mark()))
+    nft(&["-f", "-"], text).await.map(drop)
 }
 
 /// Whether the kernel has tables of ours, as far as it tells.

@@ -1,27 +1,16 @@
 //! Reads what this machine has, and compares it with what a configuration asks for.
 
 use super::{Finding, Kind, compare};
-use crate::capture::iptables;
 use crate::capture::iptables::apply::{self, Request};
 use crate::capture::layout::Layout;
 use crate::capture::nftables;
 use crate::capture::routes;
 use crate::capture::rules::{Family, Rules};
-
-/// Why the rules or routes cannot be read.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(transparent)]
-    Iptables(#[from] iptables::Error),
-    #[error(transparent)]
-    Nftables(#[from] nftables::Error),
-    #[error(transparent)]
-    Routes(#[from] routes::Error),
-}
+use crate::lifecycle::BoxError;
 
 /// The rules of a family, however they were set up. `path` has the directories of programs, separated
 /// by colons.
-pub async fn rules(family: Family, path: &str) -> Result<Layout, Error> {
+pub async fn rules(family: Family, path: &str) -> Result<Layout, BoxError> {
     Ok(match nftables::has_tables() {
         true => nftables::live().await?.of(family).clone(),
         false => apply::live(family, None, path).await?,
@@ -29,7 +18,7 @@ pub async fn rules(family: Family, path: &str) -> Result<Layout, Error> {
 }
 
 /// The differences of rules and routes, by iptables or, if `is_native`, by nft. Changes nothing.
-pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, Error> {
+pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, BoxError> {
     let config = request.config;
     let versions = [Rules::new(config), Rules::earlier(config)];
     let native = match is_native {
@@ -53,14 +42,11 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
         }
         findings.extend(compare(&versions, &found, family));
     }
-    findings.extend(
-        routes::missing(config)?
-            .into_iter()
-            .map(|(family, detail)| Finding {
-                family,
-                kind: Kind::Route,
-                detail,
-            }),
-    );
+    let missing = routes::missing(config)?.into_iter();
+    findings.extend(missing.map(|(family, detail)| Finding {
+        family,
+        kind: Kind::Route,
+        detail,
+    }));
     Ok(findings)
 }

@@ -1,23 +1,22 @@
 //! Compares the rules that a machine has with those that are wanted.
 //!
 //! Rules of ours are all there, in their order, and no others among them, or they are those of another
-//! version of Istio. Rules of others matter if some packet takes another way because of them: see
-//! [`packets`].
+//! version of Istio. Rules of others matter if they come before ours and may take packets from them.
 
 pub mod live;
-mod others;
-mod packets;
 
 use std::collections::BTreeSet;
 use std::fmt;
 
-#[cfg(test)]
-pub(super) use packets::ways;
-
-use super::iptables::{chain_name, table_name};
+use super::iptables::{chain_name, jumps_to_istio, table_name, target};
 use super::layout::{Entry, Layout};
 use super::packet::Matched;
-use super::rules::{Chain, Family, Table, Verdict};
+use super::rules::{Chain, Criterion, Family, Match, Protocol, Table, Verdict};
+
+/// Targets after which the next rule sees the packet, unchanged in all that ours look at.
+const PASSING: [&str; 10] = [
+    "AUDIT", "CHECKSUM", "CLASSIFY", "DSCP", "LOG", "NFLOG", "SET", "TCPMSS", "TRACE", "TTL",
+];
 
 /// A difference between the rules that are wanted and those that a machine has.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,10 +34,8 @@ pub enum Kind {
     Unwanted,
     /// A rule of ours stands where another one is wanted.
     Order,
-    /// A rule of others by which packets end elsewhere, with an example.
-    Diverts,
-    /// A rule of others before ours, of which it cannot be told.
-    Unclear,
+    /// A rule of others before ours, which may take packets from them.
+    Others,
     /// A chain of another Istio version.
     UnknownChain,
     /// The rules are those of another Istio version.
@@ -50,10 +47,7 @@ pub enum Kind {
 impl Finding {
     /// Whether traffic may not go where it should. Other differences are harmless.
     pub fn affects_traffic(&self) -> bool {
-        !matches!(
-            self.kind,
-            Kind::Unclear | Kind::UnknownChain | Kind::Version
-        )
+        !matches!(self.kind, Kind::UnknownChain | Kind::Version)
     }
 }
 
@@ -63,8 +57,7 @@ impl fmt::Display for Finding {
             Kind::Missing => "a rule is missing",
             Kind::Unwanted => "a rule is not asked for",
             Kind::Order => "rules are in another order",
-            Kind::Diverts => "a rule of others diverts traffic",
-            Kind::Unclear => "a rule of others comes first and may take traffic",
+            Kind::Others => "a rule of others comes first and may take traffic",
             Kind::UnknownChain => "a chain is not of this version of Istio",
             Kind::Version => "the rules are of another version of Istio",
             Kind::Route => "captured packets have no route",
@@ -95,7 +88,7 @@ pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Findi
         kinds.push((Kind::UnknownChain, chain));
     }
     if let Some(wanted) = versions.get(equal.unwrap_or_default()) {
-        kinds.extend(others::differences(wanted, found, family));
+        kinds.extend(others(wanted, found));
     }
     let finding = |(kind, detail)| Finding {
         family,
@@ -137,6 +130,47 @@ fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
     kinds
 }
 
+/// Rules of others in the kernel's chains, before the last one of ours.
+fn others(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
+    let mut others = Vec::new();
+    for (place, rules) in &found.chains {
+        let is_ours = |entry: &Entry| is_ours(entries(wanted, *place), *place, entry);
+        let last = rules.iter().rposition(is_ours).unwrap_or_default();
+        let before = rules[..last].iter().filter(|entry| !is_ours(entry));
+        let taking = before.filter(|entry| may_take(wanted, place.0, entry));
+        others.extend(taking.map(|entry| (Kind::Others, line(*place, entry))));
+    }
+    others
+}
+
+/// Whether a rule of others can keep packets from our rules of the table, or change what they look at.
+fn may_take(wanted: &Layout, table: Table, entry: &Entry) -> bool {
+    let (is_taking, is_udp) = match entry {
+        Entry::Rule { matches, .. } => {
+            let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
+            (true, matches.contains(&udp))
+        }
+        // Those of nft are JSON.
+        Entry::Foreign(text) if text.starts_with('[') => (true, false),
+        Entry::Foreign(text) => {
+            let is_taking = target(text).is_some_and(|target| !PASSING.contains(&target));
+            let text = format!(" {text} ");
+            let is_udp = text.contains(" -p udp ") && !text.contains(" ! -p udp ");
+            (is_taking, is_udp)
+        }
+    };
+    is_taking && (!is_udp || captures_udp(wanted, table))
+}
+
+fn captures_udp(wanted: &Layout, table: Table) -> bool {
+    let tcp = Match::Is(Criterion::Protocol(Protocol::Tcp));
+    let chains = wanted.chains.keys().filter(|(of, _)| *of == table);
+    let mut rules = chains.flat_map(|(table, chain)| wanted.rules(*table, *chain));
+    rules.any(|(matches, verdict)| {
+        !matches!(verdict, Verdict::Return | Verdict::Jump(_)) && !matches.contains(&tcp)
+    })
+}
+
 fn entries(layout: &Layout, place: (Table, Chain)) -> &[Entry] {
     layout.chains.get(&place).map_or(&[], Vec::as_slice)
 }
@@ -147,7 +181,7 @@ fn is_ours(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool 
         || wanted.contains(entry)
         || match entry {
             Entry::Rule { verdict, .. } => matches!(verdict, Verdict::Jump(_)),
-            Entry::Foreign(text) => super::iptables::jumps_to_istio(text),
+            Entry::Foreign(text) => jumps_to_istio(text),
         }
 }
 

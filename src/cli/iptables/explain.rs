@@ -4,14 +4,14 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use if_addrs::Interface;
 
-use super::machine::{self, accounts, entry};
+use super::machine::{self, PASSWD, accounts, field, number};
 use crate::address::Cidr;
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
 use crate::capture::nftables;
-use crate::capture::packet::{Account, Direction, Packet, State, simulate};
-use crate::capture::rules::Rules;
+use crate::capture::packet::{Direction, Packet, simulate};
+use crate::capture::rules::{Id, Owner, Rules};
 use crate::lifecycle::BoxError;
 
 /// The interface of other machines, unless the flow names one.
@@ -22,10 +22,11 @@ pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<S
     let packet = packet(flow, &machine::interfaces()?);
     let rules = Rules::new(config);
     let family = Cidr::from(packet.destination.ip()).family();
-    let layout = match is_native {
+    let mut layout = match is_native {
         true => nftables::wanted(&rules).of(family).clone(),
         false => Layout::new(&rules, family),
     };
+    layout.resolve(number);
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))
 }
@@ -51,36 +52,25 @@ fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
         source: SocketAddr::new(flow.source.unwrap_or(unspecified), 0),
         destination: SocketAddr::new(destination, flow.port),
         interface: flow.interface.as_deref().unwrap_or(interface).to_owned(),
-        state: State::New,
-        mark: 0,
-        connection_mark: 0,
     }
 }
 
 /// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.
 fn direction(sender: &Sender) -> Direction {
-    let users = accounts(machine::PASSWD);
-    let groups = accounts(machine::GROUP);
-    let primary = entry(&sender.user, &users).and_then(|fields| fields.get(3)?.parse().ok());
-    let primary = primary.map(|number| Account {
-        number: Some(number),
-        name: None,
-    });
-    let group = sender.group.clone().or(primary);
-    Direction::Out {
-        user: complete(sender.user.clone(), &users),
-        group: complete(group.unwrap_or_else(|| sender.user.clone()), &groups),
-    }
-}
-
-/// Adds the name or number that a file such as `/etc/passwd` has.
-fn complete(account: Account, accounts: &str) -> Account {
-    let Some(fields) = entry(&account, accounts) else {
-        return account;
+    let numbered = |owner: Owner| match (number(&owner), owner) {
+        (Some(number), _) => number.into(),
+        (None, Owner::User(id) | Owner::Group(id)) => id,
     };
-    Account {
-        number: account.number.or_else(|| fields[2].parse().ok()),
-        name: account.name.or_else(|| Some(fields[0].to_owned())),
+    let user = numbered(Owner::User(sender.user.clone()));
+    let primary = || match &user {
+        Id::Numbers(_) => field(&accounts(PASSWD), 2, &user.to_string(), 3).map(Id::from),
+        Id::Name(_) => None,
+    };
+    let group = sender.group.clone().or_else(primary);
+    let group = group.unwrap_or_else(|| sender.user.clone());
+    Direction::Out {
+        group: numbered(Owner::Group(group)),
+        user,
     }
 }
 

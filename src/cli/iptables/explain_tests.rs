@@ -5,19 +5,11 @@ use super::*;
 const USERS: &str = "root:x:0:0::/:/bin/sh\nbroken\nistio-proxy:x:1338:1339::/:/bin/false\n:x::\n";
 
 #[test]
-fn a_user_is_known_by_number_and_name() {
-    let account = |number, name: Option<&str>| Account {
-        number,
-        name: name.map(str::to_owned),
-    };
-    let proxy = account(Some(1338), Some("istio-proxy"));
-    for (given, completed) in [
-        (account(None, Some("istio-proxy")), proxy.clone()),
-        (account(Some(1338), None), proxy),
-        (account(Some(7), None), account(Some(7), None)),
-        (account(None, Some("broken")), account(None, Some("broken"))),
-    ] {
-        assert_eq!(complete(given, USERS), completed);
+fn a_user_is_found_by_number_and_name() {
+    assert_eq!(machine::uid_of("istio-proxy", USERS), Some(1338));
+    assert_eq!(field(USERS, 2, "1338", 3), Some(1339));
+    for name in ["broken", "other", "x"] {
+        assert_eq!(machine::uid_of(name, USERS), None, "{name}");
     }
 }
 
@@ -38,5 +30,5 @@ fn loopback_and_own_addresses_are_reached_over_lo() {
     let Direction::Out { group, .. } = packet.direction else {
         panic!("sent");
     };
-    assert_eq!(group.number, Some(7));
+    assert_eq!(group, Id::from(7));
 }

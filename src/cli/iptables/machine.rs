@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::IptablesFlags;
 use crate::address::Cidr;
 use crate::capture::config::{Config, Host, Invalid, OwnerGroups};
-use crate::capture::packet::Account;
 use crate::capture::program;
 use crate::capture::rules::{Family, Id, Owner};
 use crate::dns::forward::resolv_conf::ResolvConf;
@@ -82,23 +81,17 @@ pub(super) fn captured(servers: &[SocketAddr]) -> Vec<IpAddr> {
     captured.map(SocketAddr::ip).collect()
 }
 
-/// The fields of a user or group: a name, a password, a number, …
-pub(super) fn entry<'a>(account: &Account, accounts: &'a str) -> Option<Vec<&'a str>> {
-    let lines = accounts.lines().map(|line| line.split(':').collect());
-    let mut entries = lines.filter(|fields: &Vec<_>| fields.len() > 2);
-    entries.find(|fields| match (account.number, &account.name) {
-        (Some(number), _) => fields[2] == number.to_string(),
-        (None, name) => Some(fields[0]) == name.as_deref(),
-    })
+/// A field of the user or group that has this text as another: 0 is the name, 2 the number, 3 the
+/// number of a user's group.
+pub(super) fn field(accounts: &str, key: usize, text: &str, wanted: usize) -> Option<u32> {
+    let mut lines = accounts.lines().map(|line| line.split(':'));
+    let mut line = lines.find(|line| line.clone().nth(key) == Some(text))?;
+    line.nth(wanted)?.parse().ok()
 }
 
 /// The number of a user or group in the text of such a file.
 pub(super) fn uid_of(name: &str, accounts: &str) -> Option<u32> {
-    let account = Account {
-        number: None,
-        name: Some(name.to_owned()),
-    };
-    entry(&account, accounts)?[2].parse().ok()
+    field(accounts, 0, name, 2)
 }
 
 /// Finds names of users and groups that neither this machine's files nor its name service know.

@@ -42,16 +42,11 @@ pub fn checked(
         nameservers: vec![Ipv4Addr::LOCALHOST.into()],
         envoy_uid: None,
     };
-    let notes = match Config::check(&flags.settings, &host) {
-        Ok((_, warnings)) => Diagnostics {
-            problems: Vec::new(),
-            warnings,
-        },
-        Err(Invalid(problems)) => Diagnostics {
-            problems,
-            warnings: Vec::new(),
-        },
+    let (problems, warnings) = match Config::check(&flags.settings, &host) {
+        Ok((_, warnings)) => (Vec::new(), warnings),
+        Err(Invalid(problems)) => (problems, Vec::new()),
     };
+    let notes = Diagnostics { problems, warnings };
     Ok((arguments, notes))
 }
 
@@ -151,18 +146,16 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
     if !flags.cleanup_only {
         routes::add(config)?;
     }
-    let mut marks = Vec::new();
     if flags.native_nftables && !flags.cleanup_only {
-        marks.extend(nftables::apply(&Rules::new(config)).await?);
-        match request.carry_out().await {
-            Ok(gone) => marks.extend(gone),
-            Err(error) => tracing::warn!("rules of iptables may be left: {}", with_causes(&error)),
+        nftables::apply(&Rules::new(config)).await?;
+        if let Err(error) = request.carry_out().await {
+            tracing::warn!("rules of iptables may be left: {}", with_causes(&error));
         }
     } else {
-        marks.extend(request.carry_out().await?);
-        marks.extend(nftables::clean().await?);
+        request.carry_out().await?;
+        nftables::clean().await?;
     }
-    routes::remove(config, &marks)?;
+    routes::remove(config)?;
     Ok(String::new())
 }
 

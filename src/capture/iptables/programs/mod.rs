@@ -31,11 +31,6 @@ pub enum Error {
     Program(#[from] program::Error),
     #[error("`{program}-save` printed {line:?}, expected rules")]
     Output { program: String, line: String },
-    #[error("rules are set up in part, because undoing them failed as well ({undoing})")]
-    InPart {
-        undoing: Box<Error>,
-        source: Box<Error>,
-    },
 }
 
 /// Which kinds of tables the kernel has.

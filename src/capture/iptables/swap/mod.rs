@@ -38,19 +38,6 @@ impl Own {
         place.is_some_and(|place| self.0.contains(&(place, entry)))
     }
 
-    /// Logs rules that stay, and would be ours if their interface was one of --istio-exclude-interfaces.
-    pub(super) fn name_doubtful(&self, saved: &Saved<'_>) {
-        for table in &saved.tables {
-            for rule in table.rules.iter().filter(|rule| !self.has(table, rule)) {
-                let (table, chain, text) = (table.name, rule.chain, rule.text);
-                let words: Vec<_> = text.split(' ').collect();
-                if let ["-i" | "-o", _, "-j", "RETURN"] = words[..] {
-                    tracing::warn!("{table}: -A {chain} {text} stays, as it may be of others");
-                }
-            }
-        }
-    }
-
     /// Our part of the tables.
     pub(super) fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
         let mut own = saved.clone();
@@ -117,11 +104,14 @@ fn of_any_user(mut entry: Entry) -> Entry {
 
 /// Whether the target is one of Istio's chains, of any version.
 pub(in crate::capture) fn jumps_to_istio(text: &str) -> bool {
+    target(text).is_some_and(|target| target.starts_with(ISTIO))
+}
+
+pub(in crate::capture) fn target(text: &str) -> Option<&str> {
     let words: Vec<_> = text.split(' ').collect();
     // Before it there may be a comment, with anything in it.
-    let target = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
-    let target = target.and_then(|at| words.get(at + 1));
-    target.is_some_and(|target| target.starts_with(ISTIO))
+    let option = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
+    words.get(option? + 1).copied()
 }
 
 #[cfg(test)]
