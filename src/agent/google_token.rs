@@ -56,7 +56,7 @@ async fn refresh(
     })?;
     replace_file(&config.path, token.as_bytes(), 0o640)
         .map_err(|error| format!("Encountered error when writing vm identity token: {error}"))?;
-    let expiry = token::claims(token.as_bytes()).and_then(|claims| claims.expiry());
+    let expiry = token::expiry(token.as_bytes());
     let left = expiry.and_then(|end| end.duration_since(clock.after(AHEAD)).ok());
     Ok(left.unwrap_or_default().max(MIN))
 }

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::CertificateError;
+use rustls::{CertificateError, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
@@ -87,6 +87,17 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Whether the peer ended TLS, as it does when it refuses our certificate. With TLS 1.3 that
+    /// comes after the handshake.
+    fn is_alert(&self) -> bool {
+        const ALERT: &str = "received fatal alert";
+        match self {
+            Self::Handshake { source, .. } => source.to_string().contains(ALERT),
+            Self::NotHttp2 { found, .. } => found.contains(ALERT),
+            _ => false,
+        }
+    }
+
     /// What an operator may do about it.
     pub fn remedy(&self) -> &'static str {
         const RUNNING: &str =
@@ -98,7 +109,7 @@ impl Cause {
         match self {
             Self::Connect(dial::Error::Connect { source, .. }) => match source.kind() {
                 io::ErrorKind::ConnectionRefused => RUNNING,
-                io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
+                _ if self.is_without_route() => {
                     "the pod needs an address of that family, or the name others"
                 }
                 _ => POLICY,
@@ -126,6 +137,17 @@ impl Cause {
                  discoveryAddress, and at load balancers between, which must pass HTTP/2"
             }
             Self::Tls(_) | Self::Address { .. } | Self::Connect(_) | Self::Stopping => "",
+        }
+    }
+
+    /// Whether this machine cannot reach addresses of that family.
+    fn is_without_route(&self) -> bool {
+        use io::ErrorKind::{AddrNotAvailable, NetworkUnreachable};
+        match self {
+            Self::Connect(dial::Error::Connect { source, .. }) => {
+                matches!(source.kind(), NetworkUnreachable | AddrNotAvailable)
+            }
+            _ => false,
         }
     }
 
@@ -173,6 +195,17 @@ pub(super) async fn dial(
             Some(prepared.await?.map_err(Cause::Tls)?)
         }
     };
+    dial_with(config, tls, dialer, executor, total).await
+}
+
+/// Like [`dial`], with TLS as prepared.
+pub(super) async fn dial_with(
+    config: &Arc<Config>,
+    tls: Option<tls::Prepared>,
+    dialer: &Dialer,
+    executor: Executor,
+    total: Bound,
+) -> Result<(Connection, Driver), Cause> {
     let (host, port) = host_and_port(&config.address)?;
     let (next, next_port) = match &config.proxy {
         Some(proxy) => (proxy.host.as_str(), proxy.port),
@@ -212,7 +245,12 @@ pub(super) async fn dial(
 }
 
 fn host_and_port(address: &str) -> Result<(&str, u16), Cause> {
-    crate::address::parts(address).ok_or_else(|| Cause::Address {
+    let parts = address.rsplit_once(':').and_then(|(host, port)| {
+        let host = host.strip_prefix('[').unwrap_or(host);
+        let host = host.strip_suffix(']').unwrap_or(host);
+        Some((host, port.parse().ok()?))
+    });
+    parts.ok_or_else(|| Cause::Address {
         address: address.to_owned(),
     })
 }
@@ -226,30 +264,30 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    /// With the client certificate, if there is one; without it if istiod refuses that, as it may be
+    /// one of an earlier root. istiod then authenticates the token.
     async fn open(
         &self,
         stream: TcpStream,
         tls: Option<&tls::Prepared>,
     ) -> Result<(Connection, Driver), Cause> {
-        let to = self.to;
-        let stream = self.prepare(self.tunnel(stream).await?)?;
+        let stream = self.tunnel(stream).await?;
         let Some(tls) = tls else {
-            return self.speak(Box::new(stream), None).await;
+            return self.speak(Box::new(self.prepare(stream)?), None).await;
         };
-        let connecting = TlsConnector::from(tls.config.clone()).connect(tls.name.clone(), stream);
-        let doing = format!("in the TLS handshake with {to}");
-        let stream = self.bound.of(doing, connecting).await?;
-        let stream = stream.map_err(|source| Cause::Handshake {
-            to,
-            name: tls.name.to_str().into_owned(),
-            source,
-        })?;
-        let (_, session) = stream.get_ref();
-        if session.alpn_protocol() != Some(b"h2") {
-            return Err(Cause::Alpn { to });
+        let has_client = tls.without_client.is_some();
+        let outcome = self.open_tls(stream, tls, &tls.config, has_client).await;
+        match (outcome, &tls.without_client) {
+            (Err(cause), Some(without)) if cause.is_alert() => {
+                tracing::warn!("{cause}; leaving out the client certificate, using token instead");
+                let doing = format!("connecting to {}", self.to);
+                let stream = self.bound.of(doing, TcpStream::connect(self.to)).await?;
+                let stream = stream.map_err(|source| self.failed(source))?;
+                let stream = self.tunnel(stream).await?;
+                self.open_tls(stream, tls, without, false).await
+            }
+            (outcome, _) => outcome,
         }
-        let negotiated = Tls::new(session, tls.has_client);
-        self.speak(Box::new(stream), Some(negotiated)).await
     }
 
     /// Has the proxy, if there is one, lead the connection to istiod.
@@ -267,6 +305,31 @@ impl Attempt<'_> {
             })?;
         }
         Ok(stream)
+    }
+
+    async fn open_tls(
+        &self,
+        stream: TcpStream,
+        tls: &tls::Prepared,
+        config: &Arc<ClientConfig>,
+        client_certificate: bool,
+    ) -> Result<(Connection, Driver), Cause> {
+        let to = self.to;
+        let stream = self.prepare(stream)?;
+        let connecting = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
+        let doing = format!("in the TLS handshake with {to}");
+        let stream = self.bound.of(doing, connecting).await?;
+        let stream = stream.map_err(|source| Cause::Handshake {
+            to,
+            name: tls.name.to_str().into_owned(),
+            source,
+        })?;
+        let (_, session) = stream.get_ref();
+        if session.alpn_protocol() != Some(b"h2") {
+            return Err(Cause::Alpn { to });
+        }
+        let negotiated = Tls::new(session, client_certificate);
+        self.speak(Box::new(stream), Some(negotiated)).await
     }
 
     async fn speak(
@@ -294,23 +357,25 @@ impl Attempt<'_> {
         stream
             .set_nodelay(true)
             .and_then(|()| Ok(rustix::net::sockopt::set_tcp_user_timeout(&stream, limit)?))
-            .map_err(|source| {
-                let address = self.to;
-                Cause::Connect(dial::Error::Connect { address, source })
-            })?;
+            .map_err(|source| self.failed(source))?;
         Ok(stream)
+    }
+
+    fn failed(&self, source: io::Error) -> Cause {
+        let address = self.to;
+        Cause::Connect(dial::Error::Connect { address, source })
     }
 }
 
 /// A moment by which something must be done, and how long that was from the start.
 #[derive(Clone, Copy)]
-struct Bound {
+pub(super) struct Bound {
     until: Instant,
     after: Duration,
 }
 
 impl Bound {
-    fn new(after: Duration) -> Self {
+    pub(super) fn new(after: Duration) -> Self {
         let until = clock::after(after);
         Self { until, after }
     }

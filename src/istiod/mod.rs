@@ -18,6 +18,7 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,7 +44,7 @@ pub type Body = tonic::body::Body;
 const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 
 /// Where istiod is and how to speak to it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Config {
     /// `host:port`, resolved again at each dial.
     pub address: String,
@@ -51,8 +52,7 @@ pub struct Config {
     pub proxy: Option<Proxy>,
     pub security: Security,
     pub token: token::Source,
-    /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case;
-    /// values that may be secrets are marked as sensitive.
+    /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
     pub keepalive: Keepalive,
     pub limits: Limits,
@@ -87,6 +87,22 @@ struct Shared {
     token: token::Reader,
     connected: watch::Sender<Option<Connection>>,
     record: Record,
+}
+
+impl fmt::Debug for Config {
+    /// Names the headers only, as their values may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.metadata.iter().map(|(name, _)| name).collect();
+        f.debug_struct("Config")
+            .field("address", &self.address)
+            .field("security", &self.security)
+            .field("token", &self.token)
+            .field("metadata", &names)
+            .field("keepalive", &self.keepalive)
+            .field("limits", &self.limits)
+            .field("others", &self.others)
+            .finish()
+    }
 }
 
 /// The future that owns the connection has ended.

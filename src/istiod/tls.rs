@@ -39,8 +39,8 @@ pub struct ClientCertificate {
 /// What one dial needs for its handshake.
 pub(super) struct Prepared {
     pub(super) config: Arc<ClientConfig>,
-    /// Whether it shows a client certificate.
-    pub(super) has_client: bool,
+    /// The same without the client certificate, where there is one: istiod may refuse it.
+    pub(super) without_client: Option<Arc<ClientConfig>>,
     pub(super) name: ServerName<'static>,
 }
 
@@ -54,21 +54,29 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, String> {
     let builder = config.policy.builder();
     let builder = builder.map_err(|error| format!("cannot set up TLS: {error}"))?;
     let builder = builder.with_root_certificates(roots);
+    let anonymous = for_http2(builder.clone().with_no_client_auth());
     let client = match &config.client {
         Some(client) => client_pair(client).await?,
         None => None,
     };
-    let has_client = client.is_some();
-    let mut config = match client {
-        None => builder.with_no_client_auth(),
-        Some(client) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(client))),
+    let Some(client) = client else {
+        return Ok(Prepared {
+            config: anonymous,
+            without_client: None,
+            name,
+        });
     };
-    config.alpn_protocols = vec![b"h2".to_vec()];
+    let client = Arc::new(SingleCertAndKey::from(client));
     Ok(Prepared {
-        config: Arc::new(config),
-        has_client,
+        config: for_http2(builder.with_client_cert_resolver(client)),
+        without_client: Some(anonymous),
         name,
     })
+}
+
+fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(tls)
 }
 
 /// The pair, unless its certificate is unusable or has expired.

@@ -38,14 +38,9 @@ pub(crate) const MOCK: &str = "Bearer test_token";
 #[derive(Debug)]
 pub(super) struct Reader {
     source: Source,
-    last: Mutex<Last>,
-}
-
-/// Of the token that was read last.
-#[derive(Debug, Default)]
-struct Last {
-    problem: Option<String>,
-    expiry: Option<SystemTime>,
+    problem: Mutex<Option<String>>,
+    /// When the token read last expires.
+    expiry: Mutex<Option<SystemTime>>,
 }
 
 /// A header, and what the token in it says of itself.
@@ -58,13 +53,14 @@ impl Reader {
     pub(super) fn new(source: Source) -> Self {
         Self {
             source,
-            last: Mutex::default(),
+            problem: Mutex::default(),
+            expiry: Mutex::default(),
         }
     }
 
     /// When the token that was read last expires.
     pub(super) fn expiry(&self) -> Option<SystemTime> {
-        self.last.lock().expiry
+        *self.expiry.lock()
     }
 
     /// Waits until the file may have changed; forever if there is none, or none can be watched.
@@ -86,11 +82,10 @@ impl Reader {
             Source::Mock => return Some(HeaderValue::from_static(MOCK)),
             Source::File(path) => path,
         };
-        let mut last = self.last.lock();
         let (header, problem) = match read(path) {
             Ok(token) => {
                 let expiry = token.claims.as_ref().and_then(Claims::expiry);
-                last.expiry = expiry;
+                *self.expiry.lock() = expiry;
                 let expired = expiry.filter(|end| *end <= SystemTime::now());
                 let problem = expired.map(|end| {
                     let next = match has_certificate {
@@ -105,16 +100,19 @@ impl Reader {
             }
             Err(problem) => {
                 let why = "failed to fetch token from file";
-                let problem = format!("{why}: {problem}; calling istiod without");
-                (None, Some(problem))
+                (
+                    None,
+                    Some(format!("{why}: {problem}; calling istiod without")),
+                )
             }
         };
-        if last.problem != problem
+        let mut last = self.problem.lock();
+        if *last != problem
             && let Some(problem) = &problem
         {
             tracing::warn!("{problem}");
         }
-        last.problem = problem;
+        *last = problem;
         header
     }
 }
@@ -128,15 +126,15 @@ pub(crate) fn read(path: &Path) -> Result<Token, String> {
     if token.is_empty() {
         return Err(format!("{path} is empty"));
     }
-    if let Some(at) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
-        let byte = token[at];
-        return Err(format!(
-            "{path} has byte {byte:#04x} at position {at}, which no header may hold"
-        ));
+    let not_allowed = |position: usize| {
+        let byte = token[position];
+        format!("{path} has byte {byte:#04x} at position {position}, which no header may hold")
+    };
+    if let Some(position) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
+        return Err(not_allowed(position));
     }
     let header = Zeroizing::new([b"Bearer ", token].concat());
-    let mut header =
-        HeaderValue::from_bytes(&header).map_err(|error| format!("{path}: {error}"))?;
+    let mut header = HeaderValue::from_bytes(&header).map_err(|_| not_allowed(0))?;
     header.set_sensitive(true);
     Ok(Token {
         header,
@@ -144,14 +142,17 @@ pub(crate) fn read(path: &Path) -> Result<Token, String> {
     })
 }
 
+/// When a JSON web token expires. None without that claim, or for another kind of token.
+pub(crate) fn expiry(token: &[u8]) -> Option<SystemTime> {
+    claims(token)?.expiry()
+}
+
 /// What a JSON web token says of itself. Nothing is verified.
 pub(crate) struct Claims(Map<String, Value>);
 
 impl Claims {
     pub(crate) fn expiry(&self) -> Option<SystemTime> {
-        let seconds = self.0.get("exp")?.as_f64()?;
-        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
-        SystemTime::UNIX_EPOCH.checked_add(since_epoch)
+        self.moment("exp")
     }
 
     /// One or several; none if the token does not say.
@@ -160,6 +161,12 @@ impl Claims {
             Some(Value::Array(several)) => several.iter().filter_map(Value::as_str).collect(),
             one => one.and_then(Value::as_str).into_iter().collect(),
         }
+    }
+
+    fn moment(&self, name: &str) -> Option<SystemTime> {
+        let seconds = self.0.get(name)?.as_f64()?;
+        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
+        SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 }
 
@@ -270,8 +277,7 @@ mod tests {
             ("a.!.c".to_owned(), None),
             ("opaque".to_owned(), None),
         ] {
-            let found = claims(token.as_bytes()).and_then(|claims| claims.expiry());
-            assert_eq!(found, expected, "{token}");
+            assert_eq!(expiry(token.as_bytes()), expected, "{token}");
         }
     }
 

@@ -163,13 +163,12 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_connection_without_the_client_certificate_is_left_where_istiod_wants_authentication() {
-    let authority = Authority::new("root");
+async fn a_client_certificate_that_istiod_refuses_is_left_out() {
+    let (authority, retired) = (Authority::new("root"), Authority::new("retired"));
     let fake = Fake::start(Some(fake::server_tls(&authority, NAME, Clients::Optional))).await;
     let files = Files::new();
     let roots = files.write("root.pem", &authority.pem());
-    // An expired one is left out.
-    let pair = authority.issue_until("workload", 2001);
+    let pair = retired.issue("workload");
     for policy in [Policy::None, Policy::Fips140_2] {
         let mut config = encrypted(fake.address, &roots);
         if let Security::Tls(tls) = &mut config.security {

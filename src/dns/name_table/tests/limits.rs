@@ -65,7 +65,7 @@ fn what_is_no_table_is_refused_with_its_place() {
 }
 
 #[test]
-fn shows_what_came() {
+fn shows_what_came_and_the_forms_made_of_it() {
     let mut product = kubernetes("Page", "ns1", &["9.9.9.9", "bad", "::1"]);
     product.alt_hosts = vec!["page.example.com".into()];
     let table = encode([
@@ -74,6 +74,7 @@ fn shows_what_came() {
         ("empty.com", NameInfo::default()),
     ]);
     let table = NameTable::build(&table, domains()).expect("a table");
+    let both = serde_json::json!({"ips": ["9.9.9.9", "::1"], "registry": "Kubernetes"});
     let expected = serde_json::json!({"table": {
         "Page.ns1.svc.cluster.local": {
             "ips": ["9.9.9.9", "bad", "::1"], "registry": "Kubernetes", "shortname": "Page",
@@ -81,6 +82,12 @@ fn shows_what_came() {
         },
         "www.google.com": {"ips": ["1.1.1.1"], "registry": "External"},
         "empty.com": {},
+        "page.ns1.svc.cluster.local.": both,
+        "page.ns1.svc.": both,
+        "page.ns1.": both,
+        "page.": both,
+        "page.example.com.": both,
+        "www.google.com.": {"ips": ["1.1.1.1"], "registry": "Kubernetes"},
     }});
     let shown: serde_json::Value = serde_json::from_str(&table.to_json()).expect("JSON");
     assert_eq!(shown, expected);
