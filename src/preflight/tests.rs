@@ -144,7 +144,7 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             &[],
             json!({"OUTPUT_CERTS": "/certs"}),
             none(),
-            Warning,
+            Ok,
             "OUTPUT_CERTS",
             "`OUTPUT_CERTS`",
         ),

@@ -48,6 +48,12 @@ impl ProxyConfig {
         {
             *sampling = whole.into();
         }
+        // prost-reflect has maps in no order.
+        for map in ["/proxyMetadata", "/runtimeValues", "/tracing/customTags"] {
+            if let Some(Value::Object(members)) = written.pointer_mut(map) {
+                members.sort_keys();
+            }
+        }
         match written {
             Value::Object(members) => members,
             _ => Map::new(),

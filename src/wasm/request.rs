@@ -141,9 +141,15 @@ fn key(digest: &str, module_name: &str) -> String {
 }
 
 /// Zero if it is negative.
-fn time_limit(protobuf::Duration { seconds, nanos }: protobuf::Duration) -> Duration {
-    let limit = Duration::try_from(prost_types::Duration { seconds, nanos });
-    limit.unwrap_or_default().min(MAX_FETCH)
+fn time_limit(limit: protobuf::Duration) -> Duration {
+    let (seconds, nanos) = (u64::try_from(limit.seconds), u64::try_from(limit.nanos));
+    let limit = match (seconds, nanos) {
+        (Ok(seconds), Ok(nanos)) => {
+            Duration::from_secs(seconds).saturating_add(Duration::from_nanos(nanos))
+        }
+        _ => Duration::ZERO,
+    };
+    limit.min(MAX_FETCH)
 }
 
 fn hash(value: impl Hash) -> u64 {
