@@ -55,8 +55,8 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
                 ..service.clone()
             });
         same.clusters = same.clusters.max(service.clusters);
-        same.connections += service.connections;
-        same.requests += service.requests;
+        same.connections = same.connections.saturating_add(service.connections);
+        same.requests = same.requests.saturating_add(service.requests);
         same.is_asked |= service.is_asked;
     }
     merged.services = services.into_values().collect();
@@ -81,7 +81,8 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
         .collect();
     let mut left_out = Vec::new();
     for service in &usage.services {
-        let is_used = service.is_used() || (keep.asked && service.is_asked);
+        let is_kept = keep.hosts.contains(&service.egress_host());
+        let is_used = is_kept || service.is_used() || (keep.asked && service.is_asked);
         if whole.contains(&"*") || whole.contains(&service.namespace.as_str()) {
             // Its namespace is there.
         } else if is_used {

@@ -144,6 +144,12 @@ fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
             "1 services, 2 clusters",
         ),
         (&["bank/*"], false, &["\"bank/*\""], "3 services"),
+        (
+            &["shop/b.shop"],
+            false,
+            &["\"bank/a.bank\"", "\"shop/b.shop\""],
+            "3 services",
+        ),
         (&["*/*"], true, &["\"*/*\""], "0 services, 0 clusters"),
     ] {
         let advice = of(keep, asked);
