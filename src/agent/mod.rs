@@ -19,6 +19,7 @@ mod resource;
 mod sds_socket;
 mod secrets;
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
 use std::pin::{Pin, pin};
@@ -67,7 +68,7 @@ pub async fn run(mut config: Config, settings: Settings) -> Result<ExitCode, Box
         // First, as what follows may take a while; it is served once all modules are built.
         let status = config.status.as_ref();
         let port = status.map(|status| status::bind(status.port));
-        let port = port.transpose().map_err(status::Error::from)?;
+        let port = port.transpose()?;
         let mut detected = sds_socket::detect(&config).await?;
         if detected.owner == SdsOwner::Agent && !config.authority_problems.is_empty() {
             return Err(Unusable(config.authority_problems).into());
@@ -156,11 +157,11 @@ impl Agent {
                 wasm,
                 metrics: agent.metrics.clone(),
                 scrape: agent.scrape(),
-                pages: vec![
+                pages: BTreeMap::from([
                     ("/debug/doctor", report::page(agent.config.clone(), running)),
                     ("/debug/scope", report::scope(scope)),
                     ("/debug/config", effective(settings.report)),
-                ],
+                ]),
             };
             agent.status(port, sources)?;
         }

@@ -18,9 +18,6 @@ use crate::lifecycle::BoxError;
 use crate::support_bundle::{self, PATIENCE, Sources};
 use crate::{logging, version};
 
-/// A directory without files, for a disk that hangs.
-const NO_FILES: &str = "/dev/null";
-
 #[derive(Args, Clone, Debug)]
 pub struct SupportBundleFlags {
     #[command(flatten)]
@@ -87,21 +84,17 @@ pub async fn run(
         Ok(Ok(found)) => found,
         _ => {
             tracing::warn!("the files of the configuration were not read within {PATIENCE:?}");
-            read(NO_FILES)
+            read("/dev/null")
         }
     };
     let secrets = support_bundle::known_secrets(environment, token).await;
-    let secrets =
-        secrets.map_err(|error| format!("cannot tell secrets from other text: {error}"))?;
+    let secrets = secrets.map_err(|error| format!("cannot tell secrets apart: {error}"))?;
     let doctor = async {
         let proxy = flags.proxy.clone();
         let report = doctor::report(&DoctorFlags { proxy, json: false }, log, environment).await;
         (report.to_string(), json!(report))
     };
     let bundle = support_bundle::collect(&sources, secrets, doctor).await;
-    for problem in &bundle.problems {
-        tracing::warn!("not in the bundle, or not whole: {problem}");
-    }
     let written = unless_unread(bundle.write(&mut to));
     written.map_err(|error| format!("cannot write the bundle: {error}").into())
 }

@@ -3,15 +3,13 @@
 //! The addresses of a name are tried in alternation between IPv6 and IPv4 and in random order within
 //! a family. Each attempt starts [`ATTEMPT_DELAY`] after the one before it, or as soon as that has
 //! failed; the first connection wins. An address that failed or was slow is tried last for
-//! [`REMEMBERED`].
-//!
-//! The caller bounds the time: dropping a future cancels its attempts. Names are resolved on tokio's
-//! blocking threads.
+//! [`REMEMBERED`]. The caller bounds the time.
 //!
 //! Source: RFC 8305.
 
 pub mod proxy;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -44,12 +42,14 @@ pub trait Filter: fmt::Debug + Send + Sync {
     fn check(&self, address: IpAddr) -> Result<(), String>;
 }
 
-/// The addresses of one name that are left to try.
+/// The addresses of one name that are left to try. Dropping it cancels attempts.
 #[derive(Debug)]
 pub struct Candidates {
     dialer: Dialer,
     /// The last is tried first.
     left: Vec<SocketAddr>,
+    /// Under way; those that are slower than another go on.
+    attempts: JoinSet<(SocketAddr, Result<TcpStream, Error>)>,
     /// Why the others gave no connection, in the order in which they failed.
     pub failed: Vec<Error>,
 }
@@ -85,20 +85,14 @@ pub enum Error {
 /// Finds the addresses of `host`, a name or an IP address. `localhost` is both loopback addresses
 /// without a lookup.
 pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
-    if let Ok(literal) = host.parse::<IpAddr>() {
-        return Ok(vec![(literal, port).into()]);
-    }
     if host == "localhost" {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         return Ok(both.map(|address| (address, port).into()).to_vec());
     }
-    match tokio::net::lookup_host((host, port)).await {
-        Ok(found) => Ok(found.collect()),
-        Err(source) => Err(Error::Resolve {
-            host: host.to_owned(),
-            source,
-        }),
-    }
+    let found = tokio::net::lookup_host((host, port)).await;
+    let host = host.to_owned();
+    let found = found.map_err(|source| Error::Resolve { host, source })?;
+    Ok(found.collect())
 }
 
 impl Dialer {
@@ -147,15 +141,19 @@ impl Dialer {
             self.source
                 .is_none_or(|from| from.is_ipv4() == to.is_ipv4())
         };
-        let mut unique: Vec<_> = found.into_iter().filter(usable).collect();
-        unique.sort_unstable();
-        unique.dedup();
+        let unique: BTreeSet<_> = found.into_iter().filter(usable).collect();
+        let mut unique = Vec::from_iter(unique);
         fastrand::shuffle(&mut unique);
+        let failures = self.failures.lock();
+        let last_failure = |address| {
+            let (_, since) = failures.iter().find(|(failed, _)| *failed == address)?;
+            (since.elapsed() < REMEMBERED).then_some(*since)
+        };
         let mut ranks = [0, 1];
         let rank = |address: SocketAddr| {
             let rank = &mut ranks[usize::from(Some(address.is_ipv6()) != is_preferred)];
             *rank += 2;
-            (self.last_failure(address), *rank, address)
+            (last_failure(address), *rank, address)
         };
         let mut ranked: Vec<_> = unique.into_iter().map(rank).collect();
         // An address that never failed is None and comes first.
@@ -163,70 +161,57 @@ impl Dialer {
         Candidates {
             dialer: self.clone(),
             left: ranked.into_iter().rev().map(|it| it.2).collect(),
+            attempts: JoinSet::new(),
             failed: Vec::new(),
         }
     }
 
     /// Has `address` tried last for a while. For failures after the connection, such as in TLS.
     pub fn failed(&self, address: SocketAddr) {
+        self.forget(address);
         let mut failures = self.failures.lock();
-        failures.retain(|(failed, since)| *failed != address && since.elapsed() < REMEMBERED);
         if failures.len() == MAX_REMEMBERED {
             failures.remove(0);
         }
         failures.push((address, Instant::now()));
     }
 
-    fn connected(&self, address: SocketAddr) {
-        self.failures
-            .lock()
-            .retain(|(failed, _)| *failed != address);
-    }
-
-    fn last_failure(&self, address: SocketAddr) -> Option<Instant> {
-        let failures = self.failures.lock();
-        let (_, since) = failures.iter().find(|(failed, _)| *failed == address)?;
-        (since.elapsed() < REMEMBERED).then_some(*since)
+    fn forget(&self, address: SocketAddr) {
+        let mut failures = self.failures.lock();
+        failures.retain(|(failed, _)| *failed != address);
     }
 }
 
 impl Candidates {
     pub fn is_empty(&self) -> bool {
-        self.left.is_empty()
+        self.left.is_empty() && self.attempts.is_empty()
     }
 
     /// Connects to one of the addresses that are left. None when all of them have failed; call it
     /// again where a connection turns out to be of no use.
     pub async fn connect(&mut self) -> Option<(SocketAddr, TcpStream)> {
-        let mut attempts = JoinSet::new();
-        let mut under_way = Vec::new();
         loop {
-            if let Some(address) = self.left.pop() {
+            let next = self.left.pop();
+            if let Some(address) = next {
                 let attempt = attempt(self.dialer.clone(), address);
-                attempts.spawn(async move { (address, attempt.await) });
-                under_way.push(address);
+                let attempt = async move { (address, attempt.await) };
+                self.attempts.spawn(attempt);
             }
             tokio::select! {
                 biased;
-                ended = attempts.join_next() => match ended? {
+                ended = self.attempts.join_next() => match ended? {
                     Ok((address, Ok(stream))) => {
-                        self.dialer.connected(address);
-                        under_way.retain(|other| *other != address);
-                        // Slower than this one, and tried after those not tried yet.
-                        self.left.splice(..0, under_way);
+                        self.dialer.forget(address);
                         return Some((address, stream));
                     }
                     Ok((address, Err(error))) => {
                         self.dialer.failed(address);
-                        under_way.retain(|other| *other != address);
                         self.failed.push(error);
                     }
                     Err(panicked) => tracing::error!("a connection attempt failed: {panicked}"),
                 },
                 () = sleep(ATTEMPT_DELAY), if !self.left.is_empty() => {
-                    if let Some(slow) = under_way.last() {
-                        self.dialer.failed(*slow);
-                    }
+                    next.inspect(|slow| self.dialer.failed(*slow));
                 }
             }
         }

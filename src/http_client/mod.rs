@@ -12,19 +12,23 @@ mod redirect;
 mod stream;
 
 use std::error::Error as StdError;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::uri::Scheme;
+use futures_util::StreamExt;
+use http::uri::Authority;
 use http::{HeaderValue, Request, Response, Uri, header};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyDataStream, Full};
 use hyper::body::Incoming;
 use hyper_util::client::legacy;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
-use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_util::either::Either;
 use tower::util::BoxCloneSyncService;
 
 use crate::dial::proxy::{Proxies, Proxy};
@@ -79,7 +83,7 @@ struct ConnectError(Mutex<Option<Error>>);
 /// The body of an answer.
 #[derive(Debug)]
 pub struct Body {
-    incoming: Incoming,
+    data: BodyDataStream<Incoming>,
     authority: String,
     /// Those of its connection end with the last that holds them.
     _tasks: Arc<ConnectionTasks>,
@@ -91,18 +95,18 @@ pub enum Error {
     Url { found: String },
     #[error(transparent)]
     Connect(#[from] dial::Error),
-    #[error("the proxy {proxy:?} gives no connection to {authority}")]
+    #[error("the proxy {}:{} gives no connection to {authority}", .proxy.host, .proxy.port)]
     Proxy {
         proxy: Proxy,
         authority: String,
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     #[error("TLS handshake with {authority} failed")]
     Tls {
         authority: String,
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     #[error("the connection to {authority} failed before the end of the answer")]
     Broken {
@@ -148,25 +152,13 @@ impl Client {
         largest_body: usize,
     ) -> Result<Response<Bytes>, Error> {
         let authority = host_and_port(request.uri());
-        let fetched = tokio::time::timeout(limit, async {
+        let fetched = timeout(limit, async {
             let (head, mut body) = self.send(request).await?.into_parts();
             let bytes = body.collect(largest_body).await?;
             Ok(Response::from_parts(head, bytes))
         });
-        fetched
-            .await
-            .map_err(|_| Error::Late { authority, limit })?
-    }
-
-    /// Like [`Client::send`], within `limit` until the head of the answer.
-    pub async fn send_within(
-        &self,
-        request: Request<Bytes>,
-        limit: Duration,
-    ) -> Result<Response<Body>, Error> {
-        let authority = host_and_port(request.uri());
-        let sent = tokio::time::timeout(limit, self.send(request)).await;
-        sent.map_err(|_| Error::Late { authority, limit })?
+        let late = |_| Err(Error::Late { authority, limit });
+        fetched.await.unwrap_or_else(late)
     }
 
     /// Sends a request, whose URI is absolute, and follows redirects as configured. The Host header
@@ -184,57 +176,46 @@ impl Client {
     }
 
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
-        let uri = request.uri();
+        let (uri, is_kept) = (request.uri(), self.config.keeps_connections);
         let (host, port, is_tls) = self.config.target(uri)?;
         let mut request = request.clone().map(Full::new);
         let headers = request.headers_mut();
-        if !self.config.keeps_connections {
+        if !is_kept {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if !is_tls && let Some(proxy) = self.config.proxies.find(false, host, port) {
             let authorization = proxy.authorization.clone();
             headers.extend(authorization.map(|value| (header::PROXY_AUTHORIZATION, value)));
         }
-        let mut sent = self.request(request.clone()).await;
-        if self.config.keeps_connections && sent.as_ref().is_err_and(|error| !error.is_connect()) {
+        let host = headers.get(header::HOST);
+        let host = host.and_then(|host| Authority::try_from(host.as_bytes()).ok());
+        let mut client = self.pool.clone();
+        if is_tls && host.is_some() && host.as_ref() != uri.authority() {
+            // HTTP/2 has the host in the URI. Its connection is for no other request.
+            let mut parts = uri.clone().into_parts();
+            parts.authority = host;
+            *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+            client = pool(&self.config, &self.tasks, Some(uri.clone()));
+        }
+        let mut sent = client.request(request.clone()).await;
+        if is_kept && sent.as_ref().is_err_and(|error| !error.is_connect()) {
             // The server may close a kept one just as the request arrives.
-            sent = self.request(request).await;
+            sent = client.request(request).await;
         }
         let authority = host_and_port(uri);
         match sent {
             Ok(response) => Ok(response.map(|incoming| Body {
-                incoming,
+                data: BodyDataStream::new(incoming),
                 authority,
                 _tasks: self.tasks.clone(),
             })),
             Err(error) => {
-                let source = error.source();
-                let reason = source.and_then(|source| source.downcast_ref::<ConnectError>());
-                let reason = reason.and_then(|reason| reason.0.lock().take());
+                let cause = error.source().and_then(|cause| cause.downcast_ref());
+                let cause = cause.and_then(|ConnectError(cause)| cause.lock().take());
                 let source = error.into();
-                Err(reason.unwrap_or(Error::Broken { authority, source }))
+                Err(cause.unwrap_or(Error::Broken { authority, source }))
             }
         }
-    }
-
-    async fn request(
-        &self,
-        mut request: Request<Full<Bytes>>,
-    ) -> Result<Response<Incoming>, legacy::Error> {
-        let target = request.uri().clone();
-        let host = request.headers().get(header::HOST);
-        let host = host.and_then(|host| host.to_str().ok()?.parse().ok());
-        let host = host.filter(|host| Some(host) != target.authority());
-        if target.scheme() != Some(&Scheme::HTTPS) || host.is_none() {
-            return self.pool.request(request).await;
-        }
-        // HTTP/2 has the host in the URI. Its connection is for no other request.
-        let mut parts = target.clone().into_parts();
-        parts.authority = host;
-        *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
-        pool(&self.config, &self.tasks, Some(target))
-            .request(request)
-            .await
     }
 }
 
@@ -279,77 +260,50 @@ impl Config {
 
     async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
         let (host, port, is_tls) = self.target(uri)?;
+        let authority = host_and_port(uri);
         let proxy = self.proxies.find(is_tls, host, port);
         let stream = match proxy {
             None => self.dialer.connect(host, port).await?,
-            Some(proxy) => self.reach(proxy, uri, host, port).await?,
+            Some(proxy) => {
+                if let Ok(address) = host.parse() {
+                    self.dialer.check(address)?;
+                }
+                let reached = async {
+                    let stream = self.dialer.connect(&proxy.host, proxy.port).await;
+                    let mut stream = stream.map_err(io::Error::other)?;
+                    if is_tls {
+                        proxy.tunnel(&mut stream, host, port).await?;
+                    }
+                    Ok(stream)
+                };
+                reached.await.map_err(|source| Error::Proxy {
+                    proxy: proxy.clone(),
+                    authority: authority.clone(),
+                    source,
+                })?
+            }
         };
-        let Some(tls) = self.tls.clone().filter(|_| is_tls) else {
-            return Ok(Stream {
-                io: Box::new(stream),
-                is_proxied: proxy.is_some(),
-                is_http2: false,
-            });
+        let io = match &self.tls {
+            Some(tls) if is_tls => {
+                let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
+                let stream = TlsConnector::from(tls.clone()).connect(name, stream).await;
+                Either::Right(stream.map_err(|source| Error::Tls { authority, source })?)
+            }
+            _ => Either::Left(stream),
         };
-        let name = ServerName::try_from(host.to_owned()).map_err(|_| unusable(uri))?;
-        let stream = tokio_rustls::TlsConnector::from(tls).connect(name, stream);
-        let stream = stream.await.map_err(|source| Error::Tls {
-            authority: host_and_port(uri),
-            source,
-        })?;
-        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-        Ok(Stream {
-            io: Box::new(stream),
-            is_proxied: false,
-            is_http2,
-        })
-    }
-
-    /// Connects to a proxy, and for `https` through it to the host.
-    async fn reach(
-        &self,
-        proxy: &Proxy,
-        uri: &Uri,
-        host: &str,
-        port: u16,
-    ) -> Result<TcpStream, Error> {
-        if let Ok(address) = host.parse() {
-            self.dialer.check(address)?;
-        }
-        let failed = |source| Error::Proxy {
-            proxy: proxy.clone(),
-            authority: host_and_port(uri),
-            source,
-        };
-        let stream = self.dialer.connect(&proxy.host, proxy.port).await;
-        let mut stream = stream.map_err(|error| failed(std::io::Error::other(error)))?;
-        if uri.scheme_str() == Some("https") {
-            let tunnel = proxy.tunnel(&mut stream, host, port).await;
-            tunnel.map_err(failed)?;
-        }
-        Ok(stream)
+        let is_proxied = proxy.is_some() && !is_tls;
+        Ok(Stream { io, is_proxied })
     }
 }
 
 impl Body {
-    /// The next bytes of the body. None at its end.
+    /// The next bytes of the body, without trailers. None at its end.
     pub async fn chunk(&mut self) -> Option<Result<Bytes, Error>> {
-        loop {
-            match self.incoming.frame().await? {
-                // Trailers are left out.
-                Ok(frame) => {
-                    if let Ok(data) = frame.into_data() {
-                        return Some(Ok(data));
-                    }
-                }
-                Err(error) => {
-                    return Some(Err(Error::Broken {
-                        authority: self.authority.clone(),
-                        source: error.into(),
-                    }));
-                }
-            }
-        }
+        let chunk = self.data.next().await?;
+        Some(chunk.map_err(|error| Error::Broken {
+            authority: self.authority.clone(),
+            source: error.into(),
+        }))
     }
 
     /// Reads the body to its end, in at most `limit` bytes.
@@ -379,11 +333,10 @@ impl Body {
     /// connection can be kept.
     pub async fn discard(&mut self) {
         let mut left = MAX_DISCARDED;
-        while let Some(Ok(chunk)) = self.chunk().await {
-            match left.checked_sub(chunk.len()) {
-                Some(rest) => left = rest,
-                None => return,
-            }
+        while left > 0
+            && let Some(Ok(chunk)) = self.chunk().await
+        {
+            left = left.saturating_sub(chunk.len());
         }
     }
 }

@@ -28,7 +28,7 @@ impl Redirects {
         response: &Response<B>,
     ) -> Result<bool, Error> {
         let location = response.headers().get(header::LOCATION);
-        let location = location.map_or(&[][..], HeaderValue::as_bytes);
+        let location = String::from_utf8_lossy(location.map_or(&[][..], HeaderValue::as_bytes));
         if location.is_empty()
             || self == Self::Return
             || request.method() != Method::GET
@@ -36,23 +36,26 @@ impl Redirects {
         {
             return Ok(false);
         }
-        let location = String::from_utf8_lossy(location);
         let unusable = |expected| Error::Redirect {
             authority: host_and_port(request.uri()),
             // A query may be a signature.
             found: location.split('?').next().unwrap_or_default().to_owned(),
             expected,
         };
-        if self == Self::SameHost && scheme(&location).is_some_and(|scheme| !is_http(scheme)) {
+        let scheme = location.get(..4).unwrap_or_default();
+        let is_http = scheme.eq_ignore_ascii_case("http");
+        if self == Self::SameHost && is_absolute(&location) && !is_http {
             return Ok(false);
         }
         let next = resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
-        let is_private = next.host().is_some_and(address::is_private);
-        match self {
-            _ if next.host() == request.uri().host() => {}
-            Self::SameHost => return Ok(false),
-            Self::FollowPublic if is_private => return Err(unusable("no private address")),
-            _ => {}
+        if next.host() != request.uri().host() {
+            match self {
+                Self::SameHost => return Ok(false),
+                Self::FollowPublic if next.host().is_some_and(address::is_private) => {
+                    return Err(unusable("no private address"));
+                }
+                _ => {}
+            }
         }
         let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
         if endpoint(&next) != endpoint(request.uri()) {
@@ -64,46 +67,27 @@ impl Redirects {
     }
 }
 
-/// The scheme of a Location header that has one.
-fn scheme(location: &str) -> Option<&str> {
-    let (scheme, _) = location.split_once(':')?;
-    let is_scheme = scheme.starts_with(|c: char| c.is_ascii_alphabetic())
-        && scheme
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-    is_scheme.then_some(scheme)
-}
-
-fn is_http(scheme: &str) -> bool {
-    ["http", "https"].contains(&scheme.to_ascii_lowercase().as_str())
+/// Whether a Location header begins with a scheme.
+fn is_absolute(location: &str) -> bool {
+    let first = location.split(['/', '?', '#']).next();
+    first.is_some_and(|first| first.contains(':'))
 }
 
 /// Reads a Location header relative to `base`.
 fn resolve(base: &Uri, location: &str) -> Option<Uri> {
     let location = escaped(location.split('#').next()?);
-    let own_scheme = base.scheme_str()?;
-    if let Some(rest) = location.strip_prefix("//") {
-        return format!("{own_scheme}://{rest}").parse().ok();
-    }
-    if let Some(scheme) = scheme(&location) {
-        let rest = &location[scheme.len()..];
-        let uri = format!("{}{rest}", scheme.to_ascii_lowercase())
-            .parse()
-            .ok();
-        return uri.filter(|_| is_http(scheme));
-    }
+    let root = format!("{}://{}", base.scheme_str()?, base.authority()?);
     let path = base.path();
-    let path = match location.as_str() {
-        "" => base.path_and_query()?.to_string(),
-        absolute if absolute.starts_with('/') => absolute.to_owned(),
-        query if query.starts_with('?') => format!("{path}{query}"),
-        relative => {
-            let (directory, _) = path.rsplit_once('/')?;
-            format!("{directory}/{relative}")
-        }
+    let next = match location.as_str() {
+        "" => base.to_string(),
+        url if is_absolute(url) => url.to_owned(),
+        host if host.starts_with("//") => format!("{}:{host}", base.scheme_str()?),
+        absolute if absolute.starts_with('/') => format!("{root}{absolute}"),
+        query if query.starts_with('?') => format!("{root}{path}{query}"),
+        relative => format!("{root}{}/{relative}", path.rsplit_once('/')?.0),
     };
-    let authority = base.authority()?;
-    format!("{own_scheme}://{authority}{path}").parse().ok()
+    let next: Uri = next.parse().ok()?;
+    matches!(next.scheme_str(), Some("http" | "https")).then_some(next)
 }
 
 #[cfg(test)]

@@ -7,26 +7,26 @@ use std::task::{Context, Poll, ready};
 
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+use tokio_util::either::Either;
 
 const PORTION: usize = 32 << 10;
 
-pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
-
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
-
 pub(super) struct Stream {
-    pub(super) io: Box<dyn Io>,
+    pub(super) io: Either<TcpStream, TlsStream<TcpStream>>,
     /// Whether it leads to a proxy that forwards requests.
     pub(super) is_proxied: bool,
-    pub(super) is_http2: bool,
 }
 
 impl Connection for Stream {
     fn connected(&self) -> Connected {
         let connected = Connected::new().proxy(self.is_proxied);
-        match self.is_http2 {
-            true => connected.negotiated_h2(),
-            false => connected,
+        match &self.io {
+            Either::Right(tls) if tls.get_ref().1.alpn_protocol() == Some(b"h2") => {
+                connected.negotiated_h2()
+            }
+            _ => connected,
         }
     }
 }

@@ -170,7 +170,7 @@ async fn a_request_that_is_given_up_ends_its_connection() {
                 written.expect("written");
                 stream.read(&mut request).await
             };
-            let serving = tokio::time::timeout(LIMIT * 2, serving);
+            let serving = timeout(LIMIT * 2, serving);
             let (fetched, end) = tokio::join!(fetch(&client, &url), serving);
             assert!(matches!(fetched, Err(Error::Late { .. })), "{fetched:?}");
             assert!(matches!(end, Ok(Ok(0) | Err(_))), "{end:?}");

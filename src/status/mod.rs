@@ -33,7 +33,7 @@ mod reply;
 mod server;
 pub mod startup;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ use probers::AppProbes;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
 use reply::plain;
-pub use server::{BindError, Listener, bind};
+pub use server::{Listener, bind};
 use startup::Milestones;
 
 /// Longer than Envoy's admin port may take to answer.
@@ -121,13 +121,17 @@ pub struct Sources {
     pub metrics: Registry,
     pub scrape: Scrape,
     /// Further debug pages, by path.
-    pub pages: Vec<(&'static str, Page)>,
+    pub pages: BTreeMap<&'static str, Page>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error(transparent)]
-    Bind(#[from] BindError),
+    #[error("cannot listen on the status port {port}")]
+    Bind {
+        port: u16,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("cannot set up TLS for probes")]
     Tls(#[from] rustls::Error),
 }
@@ -153,15 +157,7 @@ pub fn new(
     })
 }
 
-impl Sources {
-    fn page(&self, path: &str) -> Option<&Page> {
-        let (_, page) = self.pages.iter().find(|(of, _)| *of == path)?;
-        Some(page)
-    }
-}
-
 struct Router {
-    metrics_localhost_only: bool,
     debug: Access,
     control: Access,
     sources: Arc<Sources>,
@@ -175,7 +171,6 @@ impl Router {
     fn new(config: Config, sources: Sources) -> Result<Self, Error> {
         let sources = Arc::new(sources);
         Ok(Self {
-            metrics_localhost_only: config.metrics_localhost_only,
             debug: Access {
                 variable: "ISTIO_AGENT_DEBUG_USERS",
                 users: config.debug_users.clone(),
@@ -206,7 +201,7 @@ impl Router {
         if let Some(access) = access
             && let Err(why) = access.check(caller, &head).await
         {
-            return reply::forbidden(why);
+            return reply::refusal(StatusCode::FORBIDDEN, why);
         }
         match page.as_str() {
             "/healthz/ready" => match self.ready.check_and_log().await {
@@ -214,9 +209,9 @@ impl Router {
                 Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
             },
             "/stats/prometheus" | "/metrics" | "/metrics/agent"
-                if self.metrics_localhost_only && !caller.is_local() =>
+                if self.probes.config.metrics_localhost_only && !caller.is_local() =>
             {
-                reply::forbidden(access::NOT_LOCAL)
+                reply::refusal(StatusCode::FORBIDDEN, access::NOT_LOCAL)
             }
             "/stats/prometheus" | "/metrics" => (self.sources.scrape)(head).await,
             "/metrics/agent" => reply::metrics(&self.sources.metrics),
@@ -229,10 +224,10 @@ impl Router {
             }
             "/" => reply::refusal(StatusCode::NOT_FOUND, "404 page not found: see /debug/\n"),
             "/debug/logging" => logging::answer(&head),
-            page if let Some(make) = self.sources.page(page) => reply::json(Some(make().await)),
-            page => match debug_page(page) {
-                Some(make) => self.debug_page(page, make).await,
-                None => reply::not_found(),
+            page => match (self.sources.pages.get(page), debug_page(page)) {
+                (Some(make), _) => reply::json(Some(make().await)),
+                (None, Some(make)) => self.debug_page(page, make).await,
+                (None, None) => reply::not_found(),
             },
         }
     }
@@ -258,8 +253,9 @@ impl Router {
 
 /// Ends the agent once the answer has been sent.
 fn quit(stop: &Stop) -> Response<Body> {
-    let asking = AskOnDrop(stop.clone());
-    plain(StatusCode::OK, "OK").map(|body| reply::holding(body, asking))
+    let stop = stop.clone();
+    let quit = move || stop.request(Urgency::Terminate, "/quitquitquit called");
+    plain(StatusCode::OK, "OK").map(|body| reply::followed(body, quit))
 }
 
 /// Has Envoy drain its listeners, if there is an Envoy.
@@ -284,15 +280,6 @@ fn progress(sources: &Sources) -> Response<Body> {
         "cause": asked.cause,
         "envoy": report,
     })))
-}
-
-/// Asks the agent to end when it is dropped.
-struct AskOnDrop(Stop);
-
-impl Drop for AskOnDrop {
-    fn drop(&mut self) {
-        self.0.request(Urgency::Terminate, "/quitquitquit called");
-    }
 }
 
 /// Makes a page from the sources and, for the overview, the result of a readiness check.

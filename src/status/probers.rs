@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
 use bytes::Bytes;
-use serde_json::{Map, Value};
+use serde::Deserialize;
+use serde_json::Value;
 
 use super::{Body, Config, reply};
 use crate::lifecycle::with_causes;
@@ -18,8 +19,6 @@ use crate::request_path;
 
 /// What the port is expected to be.
 const PORT: &str = "from 1 to 65535: the port must be int type";
-/// Kubernetes has 32 bits for them.
-const MAX_SECONDS: u64 = u32::MAX as u64;
 /// The kubelet's default.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
 /// Hooks have no timeout. The kubelet ends one with the pod's grace period, which is not known here
@@ -68,7 +67,7 @@ impl Probers {
             .map_err(|error| vec![format!("failed to decode: {error}")])?;
         let (mut probers, mut problems) = (BTreeMap::new(), Vec::new());
         for (path, value) in list {
-            match prober(&path, &value) {
+            match prober(&path, value) {
                 Ok(prober) => drop(probers.insert(path, prober)),
                 Err(problem) => problems.push(format!("{path}: {problem}")),
             }
@@ -91,29 +90,22 @@ impl Probers {
 
 pub(super) struct AppProbes {
     client: Client,
-    probers: Probers,
-    /// The host of all probes.
-    host: String,
-    status_port: u16,
+    pub(super) config: Config,
 }
 
 impl AppProbes {
     pub(super) fn new(config: Config) -> Result<Self, rustls::Error> {
-        Ok(Self {
-            client: Client::new(config.probes)?,
-            probers: config.probers,
-            host: config.application,
-            status_port: config.port,
-        })
+        let client = Client::new(config.probes)?;
+        Ok(Self { client, config })
     }
 
     pub(super) async fn answer(&self, path: &str, headers: &HeaderMap) -> Response<Body> {
-        let Some(prober) = self.probers.get(path) else {
+        let Some(prober) = self.config.probers.get(path) else {
             tracing::error!(target: "probes", "Prober does not exists url {path}");
             let text = format!("app prober config does not exists for {path}\n");
             return reply::refusal(StatusCode::BAD_REQUEST, text);
         };
-        let probe = prober.probe(path, &self.host);
+        let probe = prober.probe(path, &self.config.application);
         let headers = self.headers(headers, prober.port);
         match self.client.probe(&probe, &headers).await {
             Ok(outcome) => reply::bytes(outcome.status, outcome.body),
@@ -130,7 +122,7 @@ impl AppProbes {
         const HOST: HeaderName = header::HOST;
         let mut headers = headers.clone();
         let host = headers.get(HOST).and_then(|host| host.to_str().ok());
-        let ours = format!(":{}", self.status_port);
+        let ours = format!(":{}", self.config.port);
         if let Some(name) = host.and_then(|host| host.strip_suffix(&ours))
             && let Ok(host) = HeaderValue::from_str(&format!("{name}:{port}"))
         {
@@ -140,52 +132,87 @@ impl AppProbes {
     }
 }
 
-fn prober(path: &str, value: &Value) -> Result<Prober, String> {
+/// What the injector writes, with the names of members in small letters.
+#[derive(Deserialize)]
+#[serde(expecting = "an object")]
+struct Spec {
+    httpget: Option<Target>,
+    tcpsocket: Option<Target>,
+    grpc: Option<Target>,
+    /// Kubernetes has 32 bits for them; 0 is the default.
+    timeoutseconds: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(expecting = "an object")]
+struct Target {
+    #[serde(default)]
+    port: Value,
+    scheme: Option<String>,
+    path: Option<String>,
+    service: Option<String>,
+    httpheaders: Option<Vec<Header>>,
+}
+
+#[derive(Deserialize)]
+struct Header {
+    name: String,
+    value: String,
+}
+
+impl Header {
+    fn parsed(self) -> Option<(HeaderName, HeaderValue)> {
+        let mut value: HeaderValue = self.value.parse().ok()?;
+        value.set_sensitive(true);
+        Some((self.name.parse().ok()?, value))
+    }
+}
+
+fn prober(path: &str, value: Value) -> Result<Prober, String> {
     if !is_path(path) {
         let expected = "/app-health or /app-lifecycle, a container and a probe";
         return Err(format!("invalid path, expected {expected}"));
     }
-    let prober = object("the prober", value)?;
-    let kinds = ["httpGet", "tcpSocket", "grpc"]
-        .into_iter()
-        .filter_map(|name| Some((name, member(prober, name)?)));
-    let kinds: Vec<_> = kinds.collect();
-    let [(name, target)] = kinds[..] else {
-        return Err(format!(
-            "the number of kinds is {}, expected one: invalid prober type, must be one of type \
-             httpGet, tcpSocket or gRPC",
-            kinds.len()
-        ));
+    let spec = Spec::deserialize(in_small_letters(value)).map_err(|error| error.to_string())?;
+    let (kind, target) = match (spec.httpget, spec.tcpsocket, spec.grpc) {
+        (Some(mut target), None, None) => {
+            let is_https = target.scheme.as_deref() == Some("HTTPS");
+            let path = request_path::escaped(&target.path.take().unwrap_or_default());
+            (Kind::Http { is_https, path }, target)
+        }
+        (None, Some(target), None) => (Kind::Tcp, target),
+        (None, None, Some(mut target)) => {
+            let service = target.service.take().unwrap_or_default();
+            (Kind::Grpc { service }, target)
+        }
+        _ => {
+            let expected = "must be one of type httpGet, tcpSocket or gRPC";
+            return Err(format!("invalid prober type, {expected}"));
+        }
     };
-    let target = object(name, target)?;
+    let port = target.port.as_u64().and_then(|port| port.try_into().ok());
+    let port = port.filter(|port| *port != 0);
+    let headers = target.httpheaders.into_iter().flatten();
+    let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
     Ok(Prober {
-        port: port(target)?,
-        kind: match name {
-            "httpGet" => Kind::Http {
-                is_https: text(target, "scheme")? == "HTTPS",
-                path: request_path::escaped(&text(target, "path")?),
-            },
-            "tcpSocket" => Kind::Tcp,
-            _ => Kind::Grpc {
-                service: text(target, "service")?,
-            },
-        },
-        timeout: timeout(prober)?,
-        headers: headers(target),
+        port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
+        kind,
+        timeout: seconds.map(|seconds| Duration::from_secs(seconds.into())),
+        // Those that HTTP allows.
+        headers: headers.filter_map(Header::parsed).collect(),
     })
 }
 
-/// Those that HTTP allows.
-fn headers(target: &Map<String, Value>) -> HeaderMap {
-    let list = member(target, "httpHeaders").and_then(Value::as_array);
-    let headers = list.into_iter().flatten().filter_map(|header| {
-        let text = |name| member(header.as_object()?, name)?.as_str();
-        let name: HeaderName = text("name")?.parse().ok()?;
-        let mut value: HeaderValue = text("value")?.parse().ok()?;
-        value.set_sensitive(true);
-        Some((name, value))
-    });
-    headers.collect()
+fn in_small_letters(value: Value) -> Value {
+    match value {
+        Value::Object(members) => {
+            let small =
+                |(name, value): (String, _)| (name.to_ascii_lowercase(), in_small_letters(value));
+            members.into_iter().map(small).collect()
+        }
+        Value::Array(elements) => elements.into_iter().map(in_small_letters).collect(),
+        scalar => scalar,
+    }
 }
 
 fn is_path(path: &str) -> bool {
@@ -197,48 +224,6 @@ fn is_path(path: &str) -> bool {
         }
         _ => false,
     }
-}
-
-/// A member by its name in any case. Null is none.
-fn member<'a>(object: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
-    let mut members = object.iter();
-    let (_, value) = members.find(|(found, _)| found.eq_ignore_ascii_case(name))?;
-    (!value.is_null()).then_some(value)
-}
-
-fn problem(member: &str, found: &Value, expected: &str) -> String {
-    format!("{member} is {found}, expected {expected}")
-}
-
-fn object<'v>(name: &str, value: &'v Value) -> Result<&'v Map<String, Value>, String> {
-    let object = value.as_object();
-    object.ok_or_else(|| problem(name, value, "an object"))
-}
-
-fn port(target: &Map<String, Value>) -> Result<u16, String> {
-    let value = member(target, "port").unwrap_or(&Value::Null);
-    let port = value.as_u64().and_then(|port| u16::try_from(port).ok());
-    let port = port.filter(|port| *port != 0);
-    port.ok_or_else(|| problem("port", value, PORT))
-}
-
-fn text(target: &Map<String, Value>, name: &str) -> Result<String, String> {
-    match member(target, name) {
-        None => Ok(String::new()),
-        Some(Value::String(text)) => Ok(text.clone()),
-        Some(other) => Err(problem(name, other, "a text")),
-    }
-}
-
-fn timeout(prober: &Map<String, Value>) -> Result<Option<Duration>, String> {
-    const NAME: &str = "timeoutSeconds";
-    let Some(value) = member(prober, NAME) else {
-        return Ok(None);
-    };
-    let seconds = value.as_u64().filter(|seconds| *seconds <= MAX_SECONDS);
-    let expected = "a whole number of seconds, or 0 for the default";
-    let seconds = seconds.ok_or_else(|| problem(NAME, value, expected))?;
-    Ok((seconds != 0).then(|| Duration::from_secs(seconds)))
 }
 
 #[cfg(test)]
@@ -298,11 +283,14 @@ mod tests {
             (r#"{"/app-health/a/other": {}}"#, "invalid path"),
             (r#"{"/app-health//livez": {}}"#, "invalid path"),
             (r#"{"/app-health/a/b/livez": {}}"#, "invalid path"),
-            (r#"{"/app-health/a/livez": null}"#, "the prober is null"),
+            (
+                r#"{"/app-health/a/livez": null}"#,
+                "invalid type: null, expected an object",
+            ),
             (r#"{"/app-health/a/livez": {}}"#, "invalid prober type"),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1}, "tcpSocket": {"port": 1}}}"#,
-                "kinds is 2, expected one: invalid prober type, must be one of type httpGet",
+                "invalid prober type, must be one of type httpGet",
             ),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": "web"}}}"#,
@@ -318,11 +306,11 @@ mod tests {
             ),
             (
                 r#"{"/app-health/a/livez": {"tcpSocket": {"port": 1}, "timeoutSeconds": -1}}"#,
-                "timeoutSeconds is -1, expected a whole number",
+                "invalid value: integer `-1`, expected u32",
             ),
             (
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": 2}}}"#,
-                "path is 2, expected a text",
+                "invalid type: integer `2`, expected a string",
             ),
         ] {
             let problems = Probers::parse(text).expect_err("a problem");

@@ -70,13 +70,22 @@ pub(super) fn metrics(registry: &Registry) -> Response<Body> {
     with(StatusCode::OK, page, &[(CONTENT_TYPE, METRICS)])
 }
 
-/// `body`, which drops `guard` once it has been sent or given up.
-pub(super) fn holding(body: Body, guard: impl Send + 'static) -> Body {
-    let holding = body.map_err(move |error| {
-        let _held = &guard;
+struct OnDrop<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+/// `body`, with a call of `then` once it has been sent or given up.
+pub(super) fn followed(body: Body, then: impl FnMut() + Send + 'static) -> Body {
+    let then = OnDrop(then);
+    let body = body.map_err(move |error| {
+        let _held = &then;
         error
     });
-    holding.boxed_unsync()
+    body.boxed_unsync()
 }
 
 /// An answer without a content type.
@@ -98,10 +107,6 @@ pub(super) fn moved(to: &str) -> Response<Body> {
 
 pub(super) fn not_found() -> Response<Body> {
     refusal(StatusCode::NOT_FOUND, "404 page not found\n")
-}
-
-pub(super) fn forbidden(why: impl Into<Bytes>) -> Response<Body> {
-    refusal(StatusCode::FORBIDDEN, why)
 }
 
 pub(super) fn method_not_allowed() -> Response<Body> {

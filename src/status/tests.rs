@@ -40,7 +40,7 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
         wasm: None,
         metrics,
         scrape,
-        pages: Vec::new(),
+        pages: BTreeMap::new(),
     }
 }
 

@@ -6,30 +6,72 @@
 //! at once, so that memory does not grow with what Envoy has: 16 MiB of a file are kept at most. It takes
 //! 20 s at most, until it is written, and up to 10 s before if files hang.
 
-mod archive;
-mod collector;
 mod redact;
 
 use std::cell::RefCell;
-use std::io::{self, Write};
+use std::fs;
+use std::io::{self, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::read::DeflateDecoder;
+use flate2::write::{DeflateEncoder, GzEncoder};
+use futures_util::future::join_all;
+use futures_util::stream;
+use http::{Request, Response, StatusCode};
 use percent_encoding::percent_decode_str;
 use serde_json::Value;
-use tokio::time::timeout;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout};
+use tokio_util::io::{StreamReader, SyncIoBridge};
 
+use crate::capture::program;
 use crate::config::environment::{self, Environment};
+use crate::http_client::{Body, Client};
+use crate::lifecycle::with_causes;
 use crate::proxy_config::ProxyConfig;
-use crate::regular_file;
-use archive::File;
-pub(crate) use collector::PATIENCE;
-use collector::{Collector, LIMIT, OF_ENVOY};
-use redact::Form::{Lines, OwnJson};
+use crate::regular_file::{self, MAX_SETTINGS};
+use redact::Form::{self, Json, Lines, OwnJson};
 pub use redact::Secrets;
 
+/// How long the collection takes at most, and how long it waits at once.
+const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// What a file may take compressed.
+const MAX_COMPRESSED: usize = 16 << 20;
 /// No header of HTTP takes more.
 const MAX_TOKEN: u64 = 64 << 10;
+
+/// Name of the file, path of the page.
+type Page = (&'static str, &'static str, Form);
+
+const CONFIG: &str = "config.json";
+const OF_AGENT: [Page; 5] = [
+    (CONFIG, "/debug/config", OwnJson),
+    ("agent/overview.json", "/debug/overview", OwnJson),
+    ("agent/log.txt", "/debug/log", Lines),
+    ("agent/ndsz.json", "/debug/ndsz", OwnJson),
+    ("agent/metrics.txt", "/metrics/agent", Lines),
+];
+/// The largest last. Endpoints are in `clusters`; with them `config_dump` takes twice the memory of
+/// Envoy.
+const OF_ENVOY: [Page; 5] = [
+    ("envoy/server_info.json", "/server_info", Json),
+    ("envoy/listeners.txt", "/listeners", Lines),
+    ("envoy/clusters.txt", "/clusters", Lines),
+    ("envoy/stats.txt", "/stats", Lines),
+    ("envoy/config_dump.json", "/config_dump", Json),
+];
+const CAPTURE: [&[&str]; 5] = [
+    &["iptables-save"],
+    &["ip6tables-save"],
+    &["iptables-legacy-save"],
+    &["ip6tables-legacy-save"],
+    &["nft", "list", "ruleset"],
+];
 
 #[derive(Debug)]
 pub struct Sources {
@@ -41,12 +83,20 @@ pub struct Sources {
     pub config: Value,
 }
 
-/// What was collected.
+/// What is collected.
 #[allow(missing_debug_implementations)]
 pub struct Bundle {
-    files: Vec<File>,
+    secrets: Arc<Secrets>,
+    until: Instant,
+    files: RefCell<Vec<File>>,
     /// What is missing or cut off, and why.
-    pub problems: Vec<String>,
+    problems: RefCell<Vec<String>>,
+}
+
+/// A file, compressed as it arrives. What it has no room for is left out.
+struct File {
+    name: String,
+    content: DeflateEncoder<Vec<u8>>,
 }
 
 /// Values of the environment that are secret: headers for istiod, passwords in URLs of proxies, and what is
@@ -82,7 +132,7 @@ pub async fn collect(
     secrets: Secrets,
     doctor: impl Future<Output = (String, Value)>,
 ) -> Bundle {
-    let collector = Collector {
+    let bundle = Bundle {
         secrets: Arc::new(secrets),
         until: crate::clock::after(LIMIT),
         files: RefCell::default(),
@@ -90,25 +140,216 @@ pub async fn collect(
     };
     // Before the large pages, which Envoy makes one after the other.
     let (text, json) = doctor.await;
-    collector.text("doctor.txt", Lines, &text);
-    collector.text("doctor.json", OwnJson, &format!("{json:#}"));
+    bundle.text("doctor.txt", Lines, &text);
+    bundle.text("doctor.json", OwnJson, &format!("{json:#}"));
     tokio::join!(
-        collector.agent(sources),
-        collector.pages(sources.proxy_config.admin_port(), &OF_ENVOY),
-        collector.machine(sources),
+        bundle.agent(sources),
+        bundle.pages(sources.proxy_config.admin_port(), &OF_ENVOY),
+        bundle.machine(sources),
     );
-    let problems = collector.problems.take();
+    let problems = bundle.problems.take();
     if !problems.is_empty() {
-        collector.text("errors.txt", Lines, &problems.join("\n"));
+        bundle.text("errors.txt", Lines, &problems.join("\n"));
     }
-    let mut files = collector.files.take();
-    files.sort_by(|one, other| one.name.cmp(&other.name));
-    Bundle { files, problems }
+    bundle
 }
 
 impl Bundle {
+    async fn agent(&self, sources: &Sources) {
+        if let Some(port) = sources.proxy_config.agent_port() {
+            self.pages(port, &OF_AGENT).await;
+        }
+        if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
+            self.problem(CONFIG, "of this command, not of the agent");
+            self.text(CONFIG, OwnJson, &format!("{:#}", sources.config));
+        }
+    }
+
+    /// Fetches pages one after the other, as Envoy makes one at a time; none after one without an answer.
+    async fn pages(&self, port: u16, pages: &[Page]) {
+        for &(name, path, form) in pages {
+            let url = format!("http://localhost:{port}{path}");
+            match self.request(&url).await {
+                Ok(answer) if answer.status() == StatusCode::OK => {
+                    self.page(name, form, answer.into_body()).await;
+                }
+                // An agent that answers no DNS has no name table.
+                Ok(answer) if answer.status() == StatusCode::NOT_FOUND && path == "/debug/ndsz" => {
+                }
+                Ok(answer) => self.problem(name, format!("the answer is {}", answer.status())),
+                Err(error) => {
+                    let why = with_causes(&error);
+                    return self.problem(name, format!("{why}; no page after it is requested"));
+                }
+            }
+        }
+    }
+
+    async fn request(&self, url: &str) -> io::Result<Response<Body>> {
+        let request = Request::get(url).body(Bytes::new());
+        let request = request.map_err(io::Error::other)?;
+        let answer = in_time(self.until, Client::default().send(request)).await?;
+        answer.map_err(io::Error::other)
+    }
+
+    async fn page(&self, name: &'static str, form: Form, body: Body) {
+        let until = self.until;
+        let chunks = stream::unfold(body, move |mut body| async move {
+            let chunk = in_time(until, body.chunk()).await.transpose()?;
+            Some((chunk.and_then(|it| it.map_err(io::Error::other)), body))
+        });
+        let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
+        let secrets = self.secrets.clone();
+        let written = spawn_blocking(move || File::write_from(name, &secrets, form, page)).await;
+        match written {
+            Ok(written) => self.add(written),
+            Err(panic) => self.problem(name, panic),
+        }
+    }
+
+    async fn machine(&self, sources: &Sources) {
+        let envoy = [&*sources.proxy_config.binary_path, "--version"];
+        let (rules, envoy, ()) = tokio::join!(
+            join_all(CAPTURE.map(output)),
+            output(&envoy),
+            self.bootstraps(&sources.proxy_config),
+        );
+        self.text("capture.txt", Lines, &rules.concat());
+        let kernel = fs::read_to_string("/proc/version").unwrap_or_default();
+        let version = &sources.version;
+        let text = format!("agent: {version}\nkernel: {}\n{envoy}", kernel.trim());
+        self.text("versions.txt", Lines, &text);
+    }
+
+    /// Those the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
+    async fn bootstraps(&self, config: &ProxyConfig) {
+        let directory = config.config_path.clone();
+        let listed = spawn_blocking(move || {
+            let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+            let is_bootstrap = |path: &PathBuf| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with("envoy-rev") && name.ends_with(".json")
+            };
+            let paths = entries.map(|entry| entry.path()).filter(is_bootstrap);
+            paths.collect::<Vec<_>>()
+        });
+        let listed = in_time(self.until, listed).await.ok();
+        let mut paths = listed.and_then(Result::ok).unwrap_or_default();
+        let custom = Some(&config.custom_config_file).filter(|path| !path.is_empty());
+        paths.extend(custom.map(Into::into));
+        if paths.is_empty() {
+            let why = format!("{} has none that can be read", config.config_path);
+            self.problem("bootstrap", why);
+        }
+        for path in paths {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let name = format!("bootstrap/{name}");
+            let read = regular_file::read_blocking(path, MAX_SETTINGS);
+            match in_time(self.until, read).await.and_then(|read| read) {
+                Ok(text) => match serde_saphyr::from_slice::<Value>(&text) {
+                    Ok(document) => self.text(&name, Json, &format!("{document:#}")),
+                    Err(_) => self.problem(&name, "it is neither YAML nor JSON"),
+                },
+                Err(error) => self.problem(&name, error),
+            }
+        }
+    }
+
+    fn text(&self, name: &str, form: Form, text: &str) {
+        self.add(File::write_from(name, &self.secrets, form, text.as_bytes()));
+    }
+
+    fn add(&self, (file, copied): (File, io::Result<()>)) {
+        if let Err(error) = copied {
+            self.problem(&file.name, with_causes(&error));
+        }
+        self.files.borrow_mut().push(file);
+    }
+
+    fn problem(&self, name: &str, why: impl std::fmt::Display) {
+        tracing::warn!("not in the bundle, or not whole: {name}: {why}");
+        self.problems.borrow_mut().push(format!("{name}: {why}"));
+    }
+
+    /// Writes the archive. Its headers need the sizes, so the files are compressed once more.
     pub fn write(self, out: &mut impl Write) -> io::Result<()> {
-        archive::write(self.files, out)
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let mut tar = tar::Builder::new(GzEncoder::new(out, Compression::fast()));
+        let mut files = self.files.into_inner();
+        files.sort_by(|one, other| one.name.cmp(&other.name));
+        for file in files {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(file.content.total_in());
+            header.set_mode(0o600);
+            header.set_mtime(now.as_ref().map_or(0, |now| now.as_secs()));
+            let content = file.content.finish()?;
+            let path = format!("support-bundle/{}", file.name);
+            tar.append_data(&mut header, path, DeflateDecoder::new(&*content))?;
+        }
+        tar.into_inner()?.finish()?.flush()
+    }
+}
+
+impl File {
+    /// Writes a page without its secrets, up to where that fails.
+    fn write_from(
+        name: &str,
+        secrets: &Secrets,
+        form: Form,
+        mut from: impl Read,
+    ) -> (Self, io::Result<()>) {
+        let mut to = BufWriter::new(Self {
+            name: name.to_owned(),
+            content: DeflateEncoder::new(Vec::new(), Compression::fast()),
+        });
+        let copied = redact::copy(secrets, form, &mut from, &mut to);
+        // Also what came before an error.
+        let copied = copied.and(to.flush());
+        let (file, _) = to.into_parts();
+        let problem = format!("it has more than {} MiB compressed", MAX_COMPRESSED >> 20);
+        match file.is_full() {
+            true => (file, Err(io::Error::other(problem))),
+            false => (file, copied),
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.content.get_ref().len() >= MAX_COMPRESSED
+    }
+}
+
+impl Write for File {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if !self.is_full() {
+            self.content.write_all(bytes)?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a program prints, or why it does not, under its command.
+async fn output(command: &[&str]) -> String {
+    let printed = match program::run(command[0], &command[1..], "", PATIENCE).await {
+        Ok(printed) => String::from_utf8_lossy(&printed).into_owned(),
+        Err(error) => error.to_string(),
+    };
+    format!("$ {}\n{}\n\n", command.join(" "), printed.trim())
+}
+
+/// What is ready at once does not count as late, unless the time for all is over.
+async fn in_time<T>(until: Instant, future: impl Future<Output = T>) -> io::Result<T> {
+    let left = until.saturating_duration_since(Instant::now());
+    let text = || format!("it did not answer within {PATIENCE:?}, or within {LIMIT:?} for all");
+    let late = || io::Error::other(text());
+    match left.is_zero() {
+        true => Err(late()),
+        false => timeout(left.min(PATIENCE), future)
+            .await
+            .map_err(|_| late()),
     }
 }
 

@@ -1,25 +1,18 @@
 //! The collection beside servers that answer anything, late or never; bounds of files and bundle.
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::io::Read;
-use std::time::Duration;
-
 use flate2::read::MultiGzDecoder;
 use serde_json::json;
+use std::collections::BTreeMap;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
-use super::archive::MAX_COMPRESSED;
-use super::redact::Form::Json;
 use super::*;
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
 
-fn collector(limit: Duration) -> Collector {
-    Collector {
+fn bundle(limit: Duration) -> Bundle {
+    Bundle {
         secrets: Arc::new(Secrets::new([]).expect("patterns")),
         until: Instant::now() + limit,
         files: RefCell::default(),
@@ -65,13 +58,6 @@ fn unpacked(bundle: Bundle) -> BTreeMap<String, String> {
     files.collect()
 }
 
-fn files(collector: &Collector) -> BTreeMap<String, String> {
-    unpacked(Bundle {
-        files: collector.files.take(),
-        problems: Vec::new(),
-    })
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_hung_envoy_costs_one_wait_and_is_named() {
     let (port, _server) = server(|stream, _| async move {
@@ -79,15 +65,15 @@ async fn a_hung_envoy_costs_one_wait_and_is_named() {
         drop(stream);
     })
     .await;
-    let collector = collector(LIMIT);
+    let bundle = bundle(LIMIT);
     let start = Instant::now();
-    collector.pages(port, &OF_ENVOY).await;
+    bundle.pages(port, &OF_ENVOY).await;
     assert_eq!(start.elapsed().as_secs(), PATIENCE.as_secs());
-    let problems = collector.problems.take();
+    let problems = bundle.problems.take();
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert!(problems[0].starts_with("envoy/server_info.json: it did not answer within 5s"));
     assert!(problems[0].ends_with("; no page after it is requested"));
-    assert!(files(&collector).is_empty());
+    assert!(unpacked(bundle).is_empty());
 }
 
 #[tokio::test]
@@ -106,7 +92,7 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
         let _ = stream.write_all(answer.as_bytes()).await;
     })
     .await;
-    let collector = collector(LIMIT);
+    let bundle = bundle(LIMIT);
     let pages = [
         ("good", "/good", Json),
         ("missing", "/missing", Json),
@@ -116,8 +102,8 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
         ("cut", "/cut", Lines),
         ("after", "/text", Lines),
     ];
-    collector.pages(port, &pages).await;
-    let problems = collector.problems.take();
+    bundle.pages(port, &pages).await;
+    let problems = bundle.problems.take();
     for (problem, expected) in problems.iter().zip([
         "missing: the answer is 404 Not Found",
         "text: it is no JSON",
@@ -126,7 +112,7 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
         assert!(problem.starts_with(expected), "{problem}");
     }
     assert_eq!(problems.len(), 3);
-    let files = files(&collector);
+    let files = unpacked(bundle);
     let expected = [
         ("after", "[1, 2, no JSON here: hush"),
         ("cut", "line\n"),
@@ -144,14 +130,14 @@ async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
         while stream.write_all(lines.as_bytes()).await.is_ok() {}
     })
     .await;
-    let collector = collector(Duration::from_millis(200));
-    collector.pages(port, &[("endless", "/", Lines)]).await;
-    let problems = collector.problems.take();
+    let bundle = bundle(Duration::from_millis(200));
+    bundle.pages(port, &[("endless", "/", Lines)]).await;
+    let problems = bundle.problems.take();
     assert!(
         problems[0].starts_with("endless: it did not answer within"),
         "{problems:?}"
     );
-    let text = &files(&collector)["endless"];
+    let text = &unpacked(bundle)["endless"];
     assert!(text.starts_with("line\n") && text.ends_with("line\n"));
 }
 
@@ -165,23 +151,28 @@ async fn a_large_page_is_whole() {
         }
     })
     .await;
-    let collector = collector(Duration::from_secs(600));
-    collector.pages(port, &[("large", "/", Lines)]).await;
-    assert_eq!(collector.problems.take(), [""; 0]);
-    assert_eq!(files(&collector)["large"].len(), 128 << 20);
+    let bundle = bundle(Duration::from_secs(600));
+    bundle.pages(port, &[("large", "/", Lines)]).await;
+    assert_eq!(bundle.problems.take(), [""; 0]);
+    assert_eq!(unpacked(bundle)["large"].len(), 128 << 20);
 }
 
 #[test]
 fn a_full_file_takes_no_more() {
-    let mut noise = File::new("noise");
+    let mut noise = File {
+        name: "noise".to_owned(),
+        content: DeflateEncoder::new(Vec::new(), Compression::fast()),
+    };
     let mut random = [0; 1 << 16];
     for _ in 0..(MAX_COMPRESSED >> 16) + 100 {
         random.fill_with(|| fastrand::u8(..));
         noise.write_all(&random).expect("taken or left out");
     }
     assert!(noise.is_full());
+    let bundle = bundle(LIMIT);
+    bundle.files.borrow_mut().push(noise);
     let mut archive = Vec::new();
-    archive::write(vec![noise], &mut archive).expect("written");
+    bundle.write(&mut archive).expect("written");
     assert!((MAX_COMPRESSED..MAX_COMPRESSED + (1 << 20)).contains(&archive.len()));
 }
 

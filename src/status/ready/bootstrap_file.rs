@@ -45,22 +45,15 @@ impl BootstrapFile {
 }
 
 fn files_of(path: &Path) -> Result<Vec<PathBuf>, String> {
-    let read = || {
-        Ok::<_, io::Error>(serde_json::from_slice(&regular_file::read(
-            path,
-            MAX_SETTINGS,
-        )?)?)
-    };
-    let document: Value =
-        read().map_err(|error| format!("failed loading {}: {error}", path.display()))?;
+    let failed = |error: io::Error| format!("failed loading {}: {error}", path.display());
+    let text = regular_file::read(path, MAX_SETTINGS).map_err(failed)?;
+    let document: Value = serde_json::from_slice(&text).map_err(|error| failed(error.into()))?;
     let providers = document["certificate_providers"].as_object();
-    let watchers = providers
-        .into_iter()
-        .flat_map(|providers| providers.values())
-        .filter(|provider| provider["plugin_name"] == "file_watcher");
-    let files = watchers
-        .flat_map(|watcher| FILES.map(|name| watcher["config"][name].as_str().map(PathBuf::from)));
-    Ok(files.flatten().collect())
+    let providers = providers.into_iter().flat_map(|all| all.values());
+    let watchers = providers.filter(|provider| provider["plugin_name"] == "file_watcher");
+    let configs = watchers.map(|watcher| &watcher["config"]);
+    let files = configs.flat_map(|config| FILES.map(|name| config[name].as_str()));
+    Ok(files.flatten().map(PathBuf::from).collect())
 }
 
 #[cfg(test)]

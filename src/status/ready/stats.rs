@@ -25,29 +25,23 @@ const WORKERS: &str = "listener_manager.workers_started";
 
 /// Whether Envoy has accepted clusters and listeners.
 pub(super) async fn is_configured(admin: Admin) -> Result<(), String> {
-    match ask(admin, CONFIGURED, CONFIGURED_LIMIT).await {
-        Ok(body) => has_updates(&body),
-        Err(why) => Err(format!("failed to get config stats: {why}")),
-    }
+    has_updates(&ask(admin, "config", CONFIGURED, CONFIGURED_LIMIT).await?)
 }
 
 /// Whether Envoy is live and its workers run.
 pub(super) async fn is_live(admin: Admin) -> Result<(), String> {
-    match ask(admin, LIVE, LIVE_LIMIT).await {
-        Ok(body) => has_workers(&body),
-        Err(why) => Err(format!("failed to get readiness stats: {why}")),
-    }
+    has_workers(&ask(admin, "readiness", LIVE, LIVE_LIMIT).await?)
 }
 
-async fn ask(admin: Admin, path: &str, limit: Duration) -> Result<String, String> {
-    let asked = Admin { limit, ..admin }.request(Method::GET, path).await;
-    match asked {
+async fn ask(admin: Admin, what: &str, path: &str, limit: Duration) -> Result<String, String> {
+    let why = match admin.within(limit).request(Method::GET, path).await {
         Ok(answer) if answer.status() == StatusCode::OK => {
-            Ok(String::from_utf8_lossy(answer.body()).into_owned())
+            return Ok(String::from_utf8_lossy(answer.body()).into_owned());
         }
-        Ok(answer) => Err(format!("unexpected status {}", answer.status().as_u16())),
-        Err(error) => Err(with_causes(&error)),
-    }
+        Ok(answer) => format!("unexpected status {}", answer.status().as_u16()),
+        Err(error) => with_causes(&error),
+    };
+    Err(format!("failed to get {what} stats: {why}"))
 }
 
 fn has_updates(body: &str) -> Result<(), String> {

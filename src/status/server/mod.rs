@@ -25,7 +25,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Caller, Router, reply};
+use super::{Caller, Error, Router, reply};
 use crate::lifecycle::CancellationToken;
 
 /// The kubelet, Prometheus and Envoy need a handful.
@@ -41,14 +41,6 @@ const BACKLOG: u32 = 1024;
 /// How long answers under way may take when the port is closed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_millis(500);
 
-#[derive(Debug, thiserror::Error)]
-#[error("cannot listen on the status port {port}")]
-pub struct BindError {
-    port: u16,
-    #[source]
-    source: io::Error,
-}
-
 /// The bound port.
 #[derive(Debug)]
 pub struct Listener {
@@ -57,7 +49,7 @@ pub struct Listener {
 }
 
 /// Binds the port on all addresses of both families, or of IPv4 if there is no IPv6.
-pub fn bind(port: u16) -> Result<Listener, BindError> {
+pub fn bind(port: u16) -> Result<Listener, Error> {
     use rustix::io::Errno;
     let v6 = TcpSocket::new_v6().and_then(|socket| {
         sockopt::set_ipv6_v6only(&socket, false)?;
@@ -69,7 +61,7 @@ pub fn bind(port: u16) -> Result<Listener, BindError> {
         }
         _ => Err(error),
     });
-    let listener = listener.map_err(|source| BindError { port, source })?;
+    let listener = listener.map_err(|source| Error::Bind { port, source })?;
     let unread = UNREAD;
     Ok(Listener { listener, unread })
 }
@@ -107,11 +99,8 @@ pub(super) async fn serve(listener: Listener, router: Arc<Router>, stop: Cancell
         }
     }
     drop(listener);
-    let all_ended = async { while connections.tasks.join_next().await.is_some() {} };
-    let limit = SHUTDOWN_LIMIT.saturating_mul(2);
-    if timeout(limit, all_ended).await.is_err() {
-        tracing::debug!("connections to the status port were cut off");
-    }
+    // Each ends in its time.
+    while connections.tasks.join_next().await.is_some() {}
 }
 
 /// Without them it is slower, or a client that reads nothing is noticed later.
@@ -128,8 +117,7 @@ struct Connections {
 }
 
 /// What a connection does, and since when.
-#[derive(Clone, Debug)]
-struct Activity(Arc<Mutex<(Phase, Instant)>>);
+type Activity = Arc<Mutex<(Phase, Instant)>>;
 
 /// In the order in which connections are closed if there are too many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -151,7 +139,7 @@ impl Connections {
             self.close_most_idle();
         }
         let now = (Phase::BeforeFirstRequest, Instant::now());
-        let activity = Activity(Arc::new(Mutex::new(now)));
+        let activity = Arc::new(Mutex::new(now));
         let (router, stop) = (router.clone(), stop.clone());
         let served = serve_connection(stream, from, router, activity.clone(), stop);
         let handle = self.tasks.spawn(served);
@@ -160,19 +148,13 @@ impl Connections {
 
     fn close_most_idle(&mut self) {
         let connections = self.open.iter();
-        let most_idle = connections.min_by_key(|(_, (activity, _))| *activity.0.lock());
+        let most_idle = connections.min_by_key(|(_, (activity, _))| *activity.lock());
         if let Some(id) = most_idle.map(|(id, _)| *id)
             && let Some((_, handle)) = self.open.remove(&id)
         {
             tracing::debug!("closing a connection to the status port, as there are too many");
             handle.abort();
         }
-    }
-}
-
-impl Activity {
-    fn set(&self, phase: Phase) {
-        *self.0.lock() = (phase, Instant::now());
     }
 }
 
@@ -185,10 +167,11 @@ async fn serve_connection(
 ) {
     let caller = Caller::new(&stream, from);
     let answer = async |request: Request<Incoming>| {
-        activity.set(Phase::Answering);
-        let guard = Answering(activity.clone());
+        *activity.lock() = (Phase::Answering, Instant::now());
         let answer = router.answer(request, &caller).await;
-        Ok::<_, Infallible>(answer.map(|body| reply::holding(body, guard)))
+        let activity = activity.clone();
+        let answered = move || *activity.lock() = (Phase::Idle, Instant::now());
+        Ok::<_, Infallible>(answer.map(|body| reply::followed(body, answered)))
     };
     // A connection without a request needs no memory for an answer.
     let service = service_fn(|request| Box::pin(answer(request)));
@@ -202,7 +185,7 @@ async fn serve_connection(
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
     let no_request = async {
         sleep(FIRST_HEAD).await;
-        if activity.0.lock().0 > Phase::BeforeFirstRequest {
+        if activity.lock().0 > Phase::BeforeFirstRequest {
             std::future::pending().await
         }
     };
@@ -214,15 +197,6 @@ async fn serve_connection(
     connection.as_mut().graceful_shutdown();
     // A client that has not read the answer by now is not waiting for it.
     let _ = timeout(SHUTDOWN_LIMIT, connection).await;
-}
-
-/// An answer under way, until it is sent or given up.
-struct Answering(Activity);
-
-impl Drop for Answering {
-    fn drop(&mut self) {
-        self.0.set(Phase::Idle);
-    }
 }
 
 /// Prefixes that end in a slash.

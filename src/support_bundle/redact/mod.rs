@@ -169,21 +169,16 @@ struct Node<'n, 'w> {
 }
 
 impl Node<'_, '_> {
-    /// Whether the scalar is a secret.
-    fn is_hidden(&self) -> bool {
-        match self.member {
+    fn scalar(self, value: &Value) -> Told {
+        let is_secret = match self.member {
             Member::Secret | Member::SecretText => true,
             Member::Public | Member::Name => false,
             Member::Value => self.around.is_secret || self.around.hides_values,
             Member::Other | Member::Key | Member::Headers => self.around.is_secret,
-        }
-    }
-
-    fn scalar(self, value: &Value) -> Told {
-        let may_hide = value.is_number() || value.as_str().is_some_and(|text| !text.is_empty());
+        };
         match value {
-            _ if may_hide && self.is_hidden() => self.to.text(r#""[redacted]""#),
-            Value::String(text) => self.to.string(text),
+            Value::String(text) if text.is_empty() || !is_secret => self.to.string(text),
+            Value::String(_) | Value::Number(_) if is_secret => self.to.text(r#""[redacted]""#),
             other => self.to.text(&other.to_string()),
         }
         let is_name = matches!(self.member, Member::Name | Member::Key);

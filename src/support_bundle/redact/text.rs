@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use memchr::memmem::{find, rfind};
-use regex::bytes::{Captures, Regex, RegexBuilder, RegexSet, RegexSetBuilder};
+use regex::bytes::{Regex, RegexSet};
 
 use super::names::{is_secret, is_standard_header};
 
@@ -12,17 +12,17 @@ pub(super) const REDACTED: &[u8] = b"[redacted]";
 /// Shorter ones are in texts by chance.
 const MIN_KNOWN: usize = 6;
 
-/// What is secret, applied one after the other: the group `secret`, or the whole where there is no such
-/// group. A match without it is an exception. The group `name` has to be the name of a secret, the group
-/// `header` that of a header that is not a standard one. Capital letters stand for [`PARTS`].
+/// What is secret, applied one after the other: the group `secret`. A match without it is an exception.
+/// The group `name` has to be the name of a secret, the group `header` that of a header that is not a
+/// standard one. Capital letters stand for [`PARTS`].
 const PATTERNS: [&str; 16] = [
-    r"-----BEGIN [\w ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [^-]*-----|\z)",
+    r"(?P<secret>-----BEGIN [\w ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [^-]*-----|\z))",
     // "PRIVATE KEY" in base64.
-    r"[\w+/=-]*(?:UFJJVkFURSBLRV|BSSVZBVEUgS0VZ|QUklWQVRFIEtFW)[\w+/=-]*",
+    r"(?P<secret>[\w+/=-]*(?:UFJJVkFURSBLRV|BSSVZBVEUgS0VZ|QUklWQVRFIEtFW)[\w+/=-]*)",
     // Tokens and hashes of passwords in known formats.
-    r"eyJ[\w-]*\.[\w.-]+|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bgh[a-z]_\w{30,}|\bgithub_pat_\w+",
-    r"\bglpat-[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\b[rs]k_live_\w{10,}|\bhvs\.[\w-]{20,}",
-    r"\{SHA\}[\w+/]{20,}=*|\$(?:apr1|2[abxy]|[1567]|argon2\w+)\$[\w./$=,+-]{16,}",
+    r"(?P<secret>eyJ[\w-]*\.[\w.-]+|\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{35}|gh[a-z]_\w{30,}|github_pat_\w+))",
+    r"(?P<secret>\b(?:glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|[rs]k_live_\w{10,}|hvs\.[\w-]{20,}))",
+    r"(?P<secret>\{SHA\}[\w+/]{20,}=*|\$(?:apr1|2[abxy]|[1567]|argon2\w+)\$[\w./$=,+-]{16,})",
     // URLs, their queries, and users with passwords; neither digests of images nor ports and paths.
     r#"://(?P<secret>[^/?#\s"'<>\\]+)@"#,
     r#"(?i)[?&](?:amp;)?(?:sig|signature|key|code|[\w-]*subscription-key|x-(?:amz|goog)-[\w-]+)=(?P<secret>[^&\s"'\\<>]+)"#,
@@ -80,23 +80,19 @@ impl Secrets {
         }
         // One may be a part of another.
         forms.sort_by_key(|form| std::cmp::Reverse(form.len()));
-        let mut patterns = PATTERNS
-            .map(|pattern| {
-                PARTS.iter().fold(pattern.to_owned(), |all, (name, part)| {
-                    all.replace(name, part)
-                })
-            })
-            .to_vec();
-        if !forms.is_empty() {
-            patterns.insert(0, forms.join("|"));
-        }
-        let each = patterns.iter().map(|pattern| {
-            let mut builder = RegexBuilder::new(pattern);
-            builder.unicode(false).dot_matches_new_line(true).build()
-        });
-        let mut any = RegexSetBuilder::new(&patterns);
+        let known = format!("(?P<secret>{})", forms.join("|"));
+        let known = (!forms.is_empty()).then_some(known);
+        let patterns = known.into_iter().chain(PATTERNS.map(|pattern| {
+            let mut whole = format!("(?s-u){pattern}");
+            for (name, part) in PARTS {
+                whole = whole.replace(name, part);
+            }
+            whole
+        }));
+        let patterns: Vec<_> = patterns.collect();
+        let each = patterns.iter().map(|pattern| Regex::new(pattern));
         Ok(Self {
-            any: any.unicode(false).dot_matches_new_line(true).build()?,
+            any: RegexSet::new(&patterns)?,
             each: each.collect::<Result<_, _>>()?,
         })
     }
@@ -111,18 +107,12 @@ impl Secrets {
 }
 
 fn hide<'t>(text: Cow<'t, [u8]>, pattern: &Regex) -> Cow<'t, [u8]> {
-    let has_group = pattern
-        .capture_names()
-        .flatten()
-        .any(|name| name == "secret");
     let (mut out, mut written, mut from) = (Vec::new(), 0, 0);
     while let Some(found) = pattern.captures_at(&text, from) {
-        let name = found.name("name").or(found.name("header"));
-        let secret = match has_group {
-            true => found.name("secret").filter(|_| is_named_secret(&found)),
-            false => found.get(0),
-        };
-        match secret {
+        let (name, header) = (found.name("name"), found.name("header"));
+        let is_named = name.is_none_or(|name| is_secret(name.as_bytes()))
+            && header.is_none_or(|header| !is_standard_header(header.as_bytes()));
+        match found.name("secret").filter(|_| is_named) {
             Some(secret) => {
                 out.extend_from_slice(&text[written..secret.start()]);
                 out.extend_from_slice(REDACTED);
@@ -130,7 +120,7 @@ fn hide<'t>(text: Cow<'t, [u8]>, pattern: &Regex) -> Cow<'t, [u8]> {
                 from = written;
             }
             // Behind a name that is none, there may be another.
-            None => from = name.unwrap_or(found.get_match()).end(),
+            None => from = name.or(header).unwrap_or(found.get_match()).end(),
         }
     }
     match written {
@@ -140,12 +130,6 @@ fn hide<'t>(text: Cow<'t, [u8]>, pattern: &Regex) -> Cow<'t, [u8]> {
             out.into()
         }
     }
-}
-
-fn is_named_secret(found: &Captures<'_>) -> bool {
-    let is =
-        |group, test: fn(&[u8]) -> bool| found.name(group).is_none_or(|name| test(name.as_bytes()));
-    is("name", is_secret) && is("header", |name| !is_standard_header(name))
 }
 
 /// Whether a private key begins in the text and does not end in it.

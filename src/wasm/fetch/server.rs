@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::download::Download;
 use super::{Config, Error, Source};
@@ -51,11 +51,16 @@ impl Server {
         request: &Request<Bytes>,
         is_final: impl Fn(&http_client::Error) -> bool,
     ) -> Result<Response<Body>, http_client::Error> {
+        let host = request.uri().host().unwrap_or_default();
         let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
         let mut attempt = 1;
         loop {
-            let sent = self.client.send_within(request.clone(), self.request_limit);
-            let sent = sent.await;
+            let limit = self.request_limit;
+            let sent = timeout(limit, self.client.send(request.clone())).await;
+            let sent = sent.unwrap_or_else(|_| {
+                let authority = host.to_owned();
+                Err(http_client::Error::Late { authority, limit })
+            });
             let problem = match &sent {
                 Ok(response) if !is_temporary(response.status()) => return sent,
                 Err(error) if is_final(error) => return sent,
@@ -67,7 +72,6 @@ impl Server {
             if attempt >= self.attempts || wait >= left {
                 return sent;
             }
-            let host = request.uri().host().unwrap_or_default();
             tracing::debug!(target: "wasm", "attempt {attempt} to fetch from {host} failed: {problem}");
             sleep(wait).await;
             attempt += 1;

@@ -330,7 +330,10 @@ async fn invalid_probers_end_the_agent_with_every_problem() {
     for (probers, expected) in [
         ("invalid-prober", "failed to decode"),
         (r#"{"/app-health/a/other": {}}"#, "invalid path"),
-        (r#"{"/app-health/a/livez": null}"#, "the prober is null"),
+        (
+            r#"{"/app-health/a/livez": null}"#,
+            "invalid type: null, expected an object",
+        ),
         (
             r#"{"/app-health/a/livez": {"exec": {}}}"#,
             "invalid prober type, must be one of type httpGet, tcpSocket or gRPC",
