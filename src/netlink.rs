@@ -23,39 +23,20 @@ pub(crate) const DUMP: u16 = 0x300;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
-/// A request.
-#[derive(Clone, Debug)]
-pub(crate) struct Message(Vec<u8>);
-
-impl Message {
-    /// `header` is that of the protocol; its length is a multiple of 4.
-    pub(crate) fn new(kind: u16, flags: u16, header: &[u8]) -> Self {
-        let mut bytes = vec![0; 4];
-        bytes.extend(kind.to_ne_bytes());
-        bytes.extend((flags | REQUEST_AND_ACK).to_ne_bytes());
-        bytes.extend(fastrand::u32(..).to_ne_bytes());
-        // The kernel knows the port of the socket.
-        bytes.extend([0; 4]);
-        bytes.extend(header);
-        Self(bytes)
-    }
-
-    /// Adds an attribute of at most 65,531 bytes.
-    pub(crate) fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
-        let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
-        self.0.extend(length.to_ne_bytes());
-        self.0.extend(kind.to_ne_bytes());
-        self.0.extend(value);
-        self.0.resize(self.0.len().next_multiple_of(4), 0);
-        self
-    }
+/// An attribute of at most 65,531 bytes.
+pub(crate) fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+    let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
+    bytes.extend(value);
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
 }
 
 /// The chains of nftables: the number of their family, their table's name and their own.
 pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
     const GET_CHAIN: u16 = 10 << 8 | 4;
-    let request = Message::new(GET_CHAIN, DUMP, &[0; 4]);
-    let replies = Socket::open(Some(netlink::NETFILTER))?.ask(request)?;
+    let socket = Socket::open(Some(netlink::NETFILTER))?;
+    let replies = socket.ask(GET_CHAIN, DUMP, &[0; 4])?;
     let chain = |reply: &Vec<u8>| {
         let (header, attributes) = reply.split_at_checked(4)?;
         let [table, name] = [1, 3].map(|kind| {
@@ -83,7 +64,7 @@ pub(crate) fn tcp_owner(end: SocketAddr, other: SocketAddr) -> io::Result<(u32, 
     request.extend([0; 4]);
     request.extend([0xff; 8]);
     let socket = Socket::open(Some(netlink::SOCK_DIAG))?;
-    let replies = socket.ask(Message::new(BY_FAMILY, 0, &request))?;
+    let replies = socket.ask(BY_FAMILY, 0, &request)?;
     let owner = replies.iter().find_map(|reply| owner_of(ends, reply));
     owner.ok_or_else(|| io::Error::other("its process has closed the connection"))
 }
@@ -145,10 +126,14 @@ impl Socket {
     }
 
     /// Sends a request, and waits until it is done. Returns what was answered, without netlink's headers.
-    pub(crate) fn ask(&self, Message(mut request): Message) -> io::Result<Vec<Vec<u8>>> {
-        let length = u32::try_from(request.len()).map_err(io::Error::other)?;
-        request[..4].copy_from_slice(&length.to_ne_bytes());
-        send(&self.0, &request, SendFlags::empty())?;
+    /// `body` is the header of the protocol, whose length is a multiple of 4, and attributes.
+    pub(crate) fn ask(&self, kind: u16, flags: u16, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
+        let sequence = fastrand::u32(..).to_ne_bytes();
+        send(
+            &self.0,
+            &request(kind, flags, sequence, body),
+            SendFlags::empty(),
+        )?;
         let (mut replies, mut total) = (Vec::new(), 0);
         let mut buffer = vec![0; 32 << 10];
         while total < MAX_ANSWER {
@@ -156,10 +141,10 @@ impl Socket {
             total += length;
             let mut rest = &buffer[..length];
             while !rest.is_empty() {
-                let (kind, [sequence, payload, after]) = split(rest)?;
+                let (kind, [of, payload, after]) = split(rest)?;
                 rest = after;
                 match kind {
-                    _ if *sequence != request[8..12] => {}
+                    _ if *of != sequence => {}
                     ERROR | DONE => return outcome(payload).map(|()| replies),
                     _ => replies.push(payload.to_vec()),
                 }
@@ -167,6 +152,22 @@ impl Socket {
         }
         Err(io::Error::other("the kernel's answer does not end"))
     }
+}
+
+fn request(kind: u16, flags: u16, sequence: [u8; 4], body: &[u8]) -> Vec<u8> {
+    // All of them are shorter than a page.
+    let length = u32::try_from(16 + body.len()).unwrap_or(u32::MAX);
+    let (kind, flags) = (kind.to_ne_bytes(), (flags | REQUEST_AND_ACK).to_ne_bytes());
+    // The kernel knows the port of the socket.
+    [
+        &length.to_ne_bytes()[..],
+        &kind,
+        &flags,
+        &sequence,
+        &[0; 4],
+        body,
+    ]
+    .concat()
 }
 
 /// The first message's kind, sequence number and payload, and the messages behind it.
@@ -204,14 +205,16 @@ mod tests {
 
     #[test]
     fn messages_and_attributes_are_read_as_they_are_written() {
-        let message = Message::new(32, DUMP, &[2, 0, 0, 0]);
-        let message = message.attribute(1, b"nat\0").attribute(2, b"x");
-        let Message(mut bytes) = message.attribute(3, b"");
-        let length = u32::try_from(bytes.len()).expect("small");
-        bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        let attributes = [
+            attribute(1, b"nat\0"),
+            attribute(2, b"x"),
+            attribute(3, b""),
+        ];
+        let body = [&[2, 0, 0, 0][..], &attributes.concat()].concat();
+        let mut bytes = request(32, DUMP, [1, 2, 3, 4], &body);
         bytes.push(7);
-        let (kind, [_, payload, rest]) = split(&bytes).expect("a message");
-        assert_eq!((kind, rest), (32, &[7][..]));
+        let (kind, [sequence, payload, rest]) = split(&bytes).expect("a message");
+        assert_eq!((kind, sequence, rest), (32, &[1, 2, 3, 4][..], &[7][..]));
         let parts: Vec<_> = parts(&payload[4..]).collect();
         assert_eq!(parts, [(1, &b"nat\0"[..]), (2, b"x"), (3, b"")]);
     }

@@ -13,7 +13,7 @@ use super::config::{Config, Host};
 use super::explain::{Flow, explain};
 use super::iptables::{self, saved::Saved};
 use super::layout::Layout;
-use super::nftables::{self, Live};
+use super::nftables;
 use super::packet::{Direction, Packet, simulate};
 use super::rules::{Family, Rules};
 use crate::address::Cidr;
@@ -92,18 +92,19 @@ fn configs() -> impl Strategy<Value = Config> {
     })
 }
 
-/// The model's rules for iptables, and for nft.
-fn wanted(config: &Config) -> [Live; 2] {
+const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
+
+/// The model's rules for iptables, and for nft, of each family.
+fn wanted(config: &Config) -> [[Layout; 2]; 2] {
     let rules = Rules::new(config);
-    let iptables = Live {
-        v4: Layout::new(&rules, Family::V4),
-        v6: Layout::new(&rules, Family::V6),
-    };
-    [iptables, nftables::wanted(&rules)]
+    [
+        FAMILIES.map(|family| Layout::new(&rules, family)),
+        FAMILIES.map(|family| nftables::wanted(&rules, family)),
+    ]
 }
 
 /// What kernels have after the rules were loaded. None is a machine without namespaces.
-fn loaded(config: &Config) -> Option<[Live; 2]> {
+fn loaded(config: &Config) -> Option<[[Layout; 2]; 2]> {
     const MARK: &str = "@@";
     let rules = Rules::new(config);
     let folder = tempfile::tempdir().expect("a folder");
@@ -132,11 +133,9 @@ fn loaded(config: &Config) -> Option<[Live; 2]> {
     let text = String::from_utf8(output.stdout).expect("text");
     let parts: Vec<_> = text.split(MARK).collect();
     let saved = |text| Saved::parse(text).expect("rules").layout();
-    let iptables = Live {
-        v4: saved(parts[0]),
-        v6: saved(parts[1]),
-    };
-    let nft = Live::parse(parts[2].trim().as_bytes()).expect("rules");
+    let iptables = [saved(parts[0]), saved(parts[1])];
+    let listed = parts[2].trim().as_bytes();
+    let nft = FAMILIES.map(|family| nftables::parse(listed, family).expect("rules"));
     Some([iptables, nft])
 }
 
@@ -215,8 +214,8 @@ proptest! {
         for flow in flows {
             let packet = packet(flow.parse().expect("a flow"));
             let family = Cidr::from(packet.destination.ip()).family();
-            let expected = simulate(by_iptables.of(family), &packet);
-            let found = simulate(by_nft.of(family), &packet);
+            let expected = simulate(&by_iptables[family as usize], &packet);
+            let found = simulate(&by_nft[family as usize], &packet);
             prop_assert_eq!(found.decision, expected.decision, "{} {:#?}", packet, found.rules);
             let said = explain(&packet, &expected, &config);
             prop_assert!(said.contains(&expected.decision.to_string()), "{}", said);

@@ -1,12 +1,11 @@
 //! Reads flows as `--explain` spells them, and says in words what the rules do with them.
 
-use std::fmt::{self, Write};
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
-use super::config::Config;
-use super::config::items;
-use super::iptables::table_name;
+use super::config::{self, Config};
+use super::iptables::appended;
 use super::packet::{Decision, Direction, LOOPBACK, Packet, Trace};
 use super::rules::{DNS_PORT, Id, Protocol};
 use crate::problem::Problem;
@@ -98,7 +97,7 @@ fn account(text: &str) -> Result<Id, Problem> {
         Id::Name(name) => !name.is_empty(),
     };
     let expected = "a number from 0 to 4294967294 or a name, in USER or USER/GROUP";
-    let id = items::id(text).filter(is_single);
+    let id = config::id(text).filter(is_single);
     id.ok_or_else(|| problem("user", text, expected))
 }
 
@@ -107,7 +106,7 @@ fn interface(text: &str, is_sent: bool) -> Result<String, Problem> {
         true => "the name of a network interface",
         false => "the name of a network interface but lo: what arrives there was sent (out)",
     };
-    let is_name = !text.is_empty() && items::is_interface(text) && (is_sent || text != LOOPBACK);
+    let is_name = !text.is_empty() && config::is_interface(text) && (is_sent || text != LOOPBACK);
     is_name
         .then(|| text.to_owned())
         .ok_or_else(|| problem("interface", text, expected))
@@ -142,12 +141,11 @@ pub fn explain(packet: &Packet, trace: &Trace<'_>, config: &Config) -> String {
         Decision::Dropped | Decision::Rejected => "",
     };
     let mut text = format!("{packet} {}{listener}\n", trace.decision);
-    for rule in &trace.rules {
-        // A String takes any text.
-        let _ = writeln!(text, "  {}: {}", table_name(rule.table), rule);
+    for (place, entry) in &trace.rules {
+        text += &format!("  {}\n", appended(*place, entry));
     }
     if trace.rules.is_empty() {
-        text.push_str("  no rule matches\n");
+        text += "  no rule matches\n";
     }
     text
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::{Chain, Criterion, Family, Match, Owner, Place, Rule, Rules, Table, Verdict};
+use super::rules::{Chain, Criterion, Family, Match, Place, Rule, Rules, Table, Verdict};
 
 /// Rules that are wanted, or that a machine has. Equal rules are equal entries, however they were written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -96,30 +96,15 @@ impl Layout {
         table: Table,
         chain: Chain,
     ) -> impl Iterator<Item = (&[Match], Verdict)> {
-        let entries = self.chains.get(&(table, chain)).into_iter().flatten();
+        let entries = self.entries((table, chain)).iter();
         entries.filter_map(|entry| match entry {
             Entry::Rule { matches, verdict } => Some((matches.as_slice(), *verdict)),
             Entry::Foreign(_) => None,
         })
     }
 
-    /// Replaces names of users and groups by their numbers, as the kernel has them. Unknown ones stay.
-    pub fn resolve(&mut self, number: impl Fn(&Owner) -> Option<u32>) {
-        for entry in self.chains.values_mut().flatten() {
-            let Entry::Rule { matches, .. } = entry else {
-                continue;
-            };
-            for each in &mut *matches {
-                let (Match::Is(criterion) | Match::Not(criterion)) = each;
-                if let Criterion::Owner(owner) = criterion
-                    && let Some(found) = number(owner)
-                {
-                    let (Owner::User(id) | Owner::Group(id)) = owner;
-                    *id = found.into();
-                }
-            }
-            sort(matches);
-        }
+    pub(super) fn entries(&self, place: (Table, Chain)) -> &[Entry] {
+        self.chains.get(&place).map_or(&[], Vec::as_slice)
     }
 }
 
@@ -146,24 +131,20 @@ impl Entry {
             Match::Is(Criterion::InInterface(name) | Criterion::OutInterface(name)) => name != "+",
             _ => true,
         });
-        sort(&mut matches);
+        // An order that iptables takes, and that does not depend on the one before.
+        matches.sort_by_cached_key(|each| {
+            let (Match::Is(criterion) | Match::Not(criterion)) = each;
+            let rank = match criterion {
+                Criterion::Source(_) | Criterion::Destination(_) => 0,
+                Criterion::InInterface(_) | Criterion::OutInterface(_) => 1,
+                Criterion::Protocol(_) => 2,
+                Criterion::SourcePort(_) | Criterion::DestinationPort(_) => 3,
+                _ => 4,
+            };
+            (rank, format!("{each:?}"))
+        });
         Self::Rule { matches, verdict }
     }
-}
-
-/// The order is one that iptables takes, and does not depend on the one before.
-fn sort(matches: &mut [Match]) {
-    matches.sort_by_cached_key(|each| {
-        let (Match::Is(criterion) | Match::Not(criterion)) = each;
-        let rank = match criterion {
-            Criterion::Source(_) | Criterion::Destination(_) => 0,
-            Criterion::InInterface(_) | Criterion::OutInterface(_) => 1,
-            Criterion::Protocol(_) => 2,
-            Criterion::SourcePort(_) | Criterion::DestinationPort(_) => 3,
-            _ => 4,
-        };
-        (rank, format!("{each:?}"))
-    });
 }
 
 #[cfg(test)]

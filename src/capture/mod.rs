@@ -18,7 +18,6 @@ pub mod packet;
 pub mod program;
 pub mod routes;
 pub mod rules;
-mod types;
 pub mod validation;
 pub mod verify;
 

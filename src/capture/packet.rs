@@ -8,7 +8,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow::{self, Break, Continue};
 
-use super::layout::Layout;
+use super::layout::{Entry, Layout};
 use super::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
 
 pub(super) const LOOPBACK: &str = "lo";
@@ -50,20 +50,11 @@ pub enum Decision {
     Rejected,
 }
 
-/// A rule that matched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Matched<'a> {
-    pub table: Table,
-    pub chain: Chain,
-    pub matches: &'a [Match],
-    pub verdict: Verdict,
-}
-
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace<'a> {
     pub decision: Decision,
-    /// Without jumps to chains in which no rule matched.
-    pub rules: Vec<Matched<'a>>,
+    /// What matched, without jumps to chains in which no rule matched.
+    pub rules: Vec<((Table, Chain), &'a Entry)>,
 }
 
 /// Sends a packet through the rules.
@@ -78,8 +69,10 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
         },
         mark: 0,
         is_translated: false,
-        decision: Decision::Untouched,
-        rules: Vec::new(),
+        trace: Trace {
+            decision: Decision::Untouched,
+            rules: Vec::new(),
+        },
     };
     walk.tables();
     let is_local = packet.interface == LOOPBACK || walk.packet.destination != packet.destination;
@@ -88,10 +81,7 @@ pub fn simulate<'a>(layout: &'a Layout, packet: &Packet) -> Trace<'a> {
         walk.packet.interface = LOOPBACK.to_owned();
         walk.tables();
     }
-    Trace {
-        decision: walk.decision,
-        rules: walk.rules,
-    }
+    walk.trace
 }
 
 struct Walk<'a> {
@@ -103,8 +93,7 @@ struct Walk<'a> {
     hook: Chain,
     /// Whether conntrack knows the destination: from then on nat rules see no packet of the connection.
     is_translated: bool,
-    decision: Decision,
-    rules: Vec<Matched<'a>>,
+    trace: Trace<'a>,
 }
 
 impl<'a> Walk<'a> {
@@ -122,66 +111,61 @@ impl<'a> Walk<'a> {
     }
 
     fn is_refused(&self) -> bool {
-        matches!(self.decision, Decision::Dropped | Decision::Rejected)
+        matches!(self.trace.decision, Decision::Dropped | Decision::Rejected)
     }
 
     /// Breaks if the packet leaves the table.
     fn chain(&mut self, table: Table, chain: Chain, depth: usize) -> ControlFlow<()> {
-        for (matches, verdict) in self.layout.rules(table, chain) {
+        for entry in self.layout.entries((table, chain)) {
+            let Entry::Rule { matches, verdict } = entry else {
+                continue;
+            };
             if !matches.iter().all(|each| self.holds(each)) {
                 continue;
             }
-            let count = self.rules.len();
-            self.rules.push(Matched {
-                table,
-                chain,
-                matches,
-                verdict,
-            });
-            match verdict {
+            let count = self.trace.rules.len();
+            self.trace.rules.push(((table, chain), entry));
+            match *verdict {
                 Verdict::Return => return Continue(()),
                 Verdict::Jump(target) if depth < DEEPEST_JUMP => {
                     self.chain(table, target, depth + 1)?;
-                    if self.rules.len() == count + 1 {
-                        self.rules.pop();
+                    if self.trace.rules.len() == count + 1 {
+                        self.trace.rules.pop();
                     }
                 }
-                verdict => self.carry_out(verdict)?,
+                Verdict::SetMark(mark) => self.mark = mark,
+                // Marks of connections and zones are for the packets that follow.
+                Verdict::Jump(_) | Verdict::SaveMark | Verdict::RestoreMark | Verdict::Zone(_) => {}
+                Verdict::Accept => return Break(()),
+                Verdict::Drop => return self.end(Decision::Dropped),
+                Verdict::Reject => return self.end(Decision::Rejected),
+                Verdict::Redirect(port) => return self.redirect(port),
+                Verdict::Tproxy { port, mark } => {
+                    self.mark = mark;
+                    return self.end(Decision::Tproxied(port));
+                }
             }
         }
         Continue(())
     }
 
-    fn carry_out(&mut self, verdict: Verdict) -> ControlFlow<()> {
-        match verdict {
-            Verdict::Accept => {}
-            Verdict::Drop => self.decision = Decision::Dropped,
-            Verdict::Reject => self.decision = Decision::Rejected,
-            Verdict::Redirect(port) => self.redirect(port),
-            Verdict::Tproxy { port, mark } => {
-                (self.decision, self.mark) = (Decision::Tproxied(port), mark);
-            }
-            Verdict::SetMark(mark) => {
-                self.mark = mark;
-                return Continue(());
-            }
-            // Marks of connections and zones are for the packets that follow.
-            _ => return Continue(()),
-        }
+    fn end(&mut self, decision: Decision) -> ControlFlow<()> {
+        self.trace.decision = decision;
         Break(())
     }
 
     /// What was sent goes to a loopback address. What arrived goes to the address of its interface, which
     /// no rule looks at any more.
-    fn redirect(&mut self, port: u16) {
+    fn redirect(&mut self, port: u16) -> ControlFlow<()> {
         let loopback = match self.packet.destination {
             SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
             SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::LOCALHOST),
         };
         self.packet.destination = SocketAddr::new(loopback, port);
         // A socket that TPROXY has assigned stays.
-        if self.decision == Decision::Untouched {
-            self.decision = Decision::Redirected(port);
+        match self.trace.decision {
+            Decision::Untouched => self.end(Decision::Redirected(port)),
+            _ => Break(()),
         }
     }
 

@@ -5,7 +5,7 @@ use super::*;
 use crate::capture::config::tests::settings;
 use crate::capture::config::{Config, Host, Settings};
 use crate::capture::explain::{Flow, Sender};
-use crate::capture::layout::Entry;
+use crate::capture::iptables::appended;
 use crate::capture::rules::{Family, Rules};
 
 /// Rules for both families.
@@ -143,7 +143,12 @@ fn dns_goes_to_the_agent_and_zones_keep_the_proxys_apart() {
         (reply, Some(1)),
     ] {
         let rules = all.trace(&packet).rules;
-        let assigned = rules.iter().find_map(|rule| match rule.verdict {
+        let rules = rules.iter().map(|(_, entry)| *entry);
+        let mut verdicts = rules.filter_map(|entry| match entry {
+            Entry::Rule { verdict, .. } => Some(*verdict),
+            Entry::Foreign(_) => None,
+        });
+        let assigned = verdicts.find_map(|verdict| match verdict {
             Verdict::Zone(zone) => Some(zone),
             _ => None,
         });
@@ -184,13 +189,16 @@ fn the_admin_port_rejects() {
 fn jumps_without_effect_are_not_among_the_rules() {
     let fixture = rules(|s| s.redirect_dns = true);
     let trace = fixture.trace(&packet("out,tcp,1000,10.0.0.5:443"));
-    let lines: Vec<_> = trace.rules.iter().map(ToString::to_string).collect();
+    let lines = trace.rules.iter();
+    let lines: Vec<_> = lines
+        .map(|(place, entry)| appended(*place, entry))
+        .collect();
     assert_eq!(
         lines,
         [
-            "-A OUTPUT -j ISTIO_OUTPUT",
-            "-A ISTIO_OUTPUT -j ISTIO_REDIRECT",
-            "-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001",
+            "nat: -A OUTPUT -j ISTIO_OUTPUT",
+            "nat: -A ISTIO_OUTPUT -j ISTIO_REDIRECT",
+            "nat: -A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001",
         ]
     );
 }

@@ -23,12 +23,6 @@ pub struct Error {
     pub cause: io::Error,
 }
 
-impl Error {
-    pub fn is_missing(&self) -> bool {
-        self.cause.kind() == io::ErrorKind::NotFound
-    }
-}
-
 /// Runs a program with this input. Returns what it printed; a status other than 0 is an error. A program
 /// that takes too long is killed.
 pub async fn run(
@@ -125,7 +119,7 @@ mod tests {
         assert_eq!(late, Err("did not end within 0 s".to_owned()));
         let missing = run("no-such-program", &["-x"], "", limit).await;
         let missing = missing.expect_err("an error");
-        assert!(missing.is_missing());
+        assert_eq!(missing.cause.kind(), io::ErrorKind::NotFound);
         assert_eq!(
             missing.to_string(),
             "`no-such-program -x` cannot be run: No such file or directory (os error 2)"

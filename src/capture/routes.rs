@@ -8,7 +8,7 @@ use std::net::Ipv6Addr;
 
 use super::config::{Config, InboundPorts, Mode};
 use super::rules::Family;
-use crate::netlink::{DUMP, Message, Socket, parts};
+use crate::netlink::{DUMP, Socket, attribute, parts};
 
 /// `lo` in every network namespace.
 const LO: u32 = 1;
@@ -35,7 +35,7 @@ pub fn add(config: &Config) -> io::Result<()> {
         if item.kind == NEW_RULE && item.is_there(&socket)? {
             continue;
         }
-        match socket.ask(item.message(item.kind, CREATE_NEW)) {
+        match socket.ask(item.kind, CREATE_NEW, &item.body()) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(failed("add", &item.name, error)),
             Ok(_) => {}
@@ -50,7 +50,7 @@ pub fn remove(config: &Config) -> io::Result<()> {
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
         loop {
-            match socket.ask(item.message(item.kind + 1, 0)) {
+            match socket.ask(item.kind + 1, 0, &item.body()) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed("remove", &item.name, error));
@@ -148,17 +148,15 @@ impl Item {
     fn is_there(&self, socket: &Socket) -> io::Result<bool> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let listed = socket.ask(Message::new(self.kind + 2, DUMP, &header));
+        let listed = socket.ask(self.kind + 2, DUMP, &header);
         let listed = listed.map_err(|error| failed("list", &self.name, error))?;
         Ok(listed.iter().any(|reply| self.is(reply)))
     }
 
-    fn message(&self, kind: u16, flags: u16) -> Message {
-        let message = Message::new(kind, flags, &self.header);
+    fn body(&self) -> Vec<u8> {
         let attributes = self.attributes.iter();
-        attributes.fold(message, |message, (kind, value)| {
-            message.attribute(*kind, value)
-        })
+        let attributes = attributes.flat_map(|(kind, value)| attribute(*kind, value));
+        self.header.iter().copied().chain(attributes).collect()
     }
 
     /// Whether this is what the kernel replied: of the same family, length and type, with these attributes.

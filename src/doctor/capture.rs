@@ -18,7 +18,7 @@ use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Direction, Packet, simulate};
 use crate::capture::program::PATH;
 use crate::capture::rules::{Chain, Family, Protocol};
-use crate::capture::verify::live;
+use crate::capture::verify;
 use crate::lifecycle::with_causes;
 
 const NAME: &str = "rules";
@@ -65,7 +65,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 }
 
 async fn of_family(subject: Subject<'_>, family: Family) -> Vec<Check> {
-    let layout = match timeout(PROBE_LIMIT, live::rules(family, PATH)).await {
+    let layout = match timeout(PROBE_LIMIT, verify::live(family, PATH)).await {
         Ok(Ok(layout)) => layout,
         Ok(Err(error)) => return vec![called(family, with_causes(error.as_ref())).await],
         Err(_) => {

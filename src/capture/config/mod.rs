@@ -3,16 +3,14 @@
 //! Every item ends up in the input of a program that runs as root, so each has to be exactly what it
 //! claims to be. Items of lists may have blanks around them; empty items are left out.
 
-pub(super) mod items;
-
+use std::fmt;
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 
 use clap::Args;
 
-use super::types::{Id, Owner, Ports};
 use crate::address::Cidr;
 use crate::problem::{Diagnostics, Problem};
-use items::SettingsParser;
 
 const PROXY_UID: &str = "1337";
 
@@ -111,6 +109,59 @@ pub struct Host {
     pub envoy_uid: Option<u32>,
 }
 
+/// Consecutive ports, or a single one.
+pub type Ports = RangeInclusive<u16>;
+
+/// Users or groups: consecutive numbers, or a name that the rule's loader resolves.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Id {
+    Numbers(RangeInclusive<u32>),
+    Name(String),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Owner {
+    User(Id),
+    Group(Id),
+}
+
+impl From<u32> for Id {
+    fn from(number: u32) -> Self {
+        Self::Numbers(number..=number)
+    }
+}
+
+impl Id {
+    /// Whether a single user or group is among these.
+    pub(in crate::capture) fn includes(&self, one: &Self) -> bool {
+        match (self, one) {
+            (Self::Numbers(numbers), Self::Numbers(one)) => numbers.contains(one.start()),
+            _ => self == one,
+        }
+    }
+}
+
+/// A single number, or the first and the last of a range.
+pub(in crate::capture) fn range<T: fmt::Display + PartialEq>(
+    numbers: &RangeInclusive<T>,
+    separator: char,
+) -> String {
+    let (first, last) = (numbers.start(), numbers.end());
+    match first == last {
+        true => first.to_string(),
+        false => format!("{first}{separator}{last}"),
+    }
+}
+
+impl fmt::Display for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Numbers(numbers) => f.write_str(&range(numbers, '-')),
+            Self::Name(name) => f.write_str(name),
+        }
+    }
+}
+
 /// How inbound connections reach Envoy. Outbound ones are always redirected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -153,7 +204,7 @@ pub enum Kind {
     Nft,
 }
 
-/// A checked configuration.
+/// A checked configuration: what the settings of these names say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub has_v6: bool,
@@ -166,19 +217,15 @@ pub struct Config {
     pub gids: Vec<Id>,
     pub inbound: InboundPorts,
     pub exclude_interfaces: Vec<String>,
-    /// Interfaces of virtual machines, whose traffic to the pod is outbound.
     pub virtual_interfaces: Vec<String>,
     pub include_ranges: OutboundRanges,
     pub exclude_ranges: Vec<Cidr>,
-    /// TCP ports captured whatever the address.
     pub include_outbound_ports: Vec<Ports>,
     pub exclude_outbound_ports: Vec<Ports>,
     pub owner_groups: OwnerGroups,
     pub dns: Option<DnsCapture>,
     pub drop_invalid: bool,
-    /// Keeps applications from Envoy's admin port.
     pub protect_admin: bool,
-    /// Loopback range of IPv4.
     pub loopback: Cidr,
     pub tproxy_mark: u32,
     pub tproxy_route_table: u32,
@@ -282,6 +329,153 @@ fn dns(settings: &Settings, host: &Host, items: &mut SettingsParser) -> Option<D
         }
         (true, false) => Some(DnsCapture::Servers(host.nameservers.clone())),
     }
+}
+
+/// The kernel's limit, without the final zero byte.
+const MAX_INTERFACE: usize = 15;
+/// Longest name of a user or group.
+const MAX_NAME: usize = 255;
+
+/// The name of a setting and its text.
+type Setting<'a> = (&'a str, &'a str);
+
+/// The reader, with the problems found so far. A value with a problem is replaced by any other.
+#[derive(Debug, Default)]
+struct SettingsParser(Diagnostics);
+
+impl SettingsParser {
+    fn problem(&mut self, (name, found): Setting<'_>, expected: &str) {
+        self.0.problem(flag(name), found, expected);
+    }
+
+    fn warn(&mut self, (name, found): Setting<'_>, expected: &str) {
+        self.0.warn(flag(name), found, expected);
+    }
+
+    fn each<T>(
+        &mut self,
+        (name, list): Setting<'_>,
+        expected: &str,
+        read: impl Fn(&str) -> Option<T>,
+    ) -> Vec<T> {
+        let items = list.split(',').map(str::trim);
+        let mut found = Vec::new();
+        for item in items.filter(|item| !item.is_empty()) {
+            match read(item) {
+                Some(value) => found.push(value),
+                None => {
+                    let subject = format!("an item of {}", flag(name));
+                    self.0.problem(subject, item, expected);
+                }
+            }
+        }
+        found
+    }
+
+    fn number<T>(&mut self, setting: Setting<'_>, max: T) -> T
+    where
+        T: TryFrom<u32> + Default + fmt::Display,
+    {
+        let found = number(setting.1).filter(|found| *found != 0);
+        found
+            .and_then(|found| found.try_into().ok())
+            .unwrap_or_else(|| {
+                self.problem(setting, &format!("a decimal number from 1 to {max}"));
+                T::default()
+            })
+    }
+
+    fn ports(&mut self, list: Setting<'_>) -> Vec<Ports> {
+        let expected = "a port from 0 to 65535 or a range such as 8000:9000";
+        self.each(list, expected, ports)
+    }
+
+    fn ids(&mut self, list: Setting<'_>) -> Vec<Id> {
+        let expected = "a number from 0 to 4294967294, a range such as 1000-2000, or a name";
+        self.each(list, expected, id)
+    }
+
+    fn interfaces(&mut self, list: Setting<'_>) -> Vec<String> {
+        let name = |item: &str| is_interface(item).then(|| item.to_owned());
+        self.each(list, "the name of a network interface", name)
+    }
+
+    fn ranges(&mut self, list: Setting<'_>) -> Vec<Cidr> {
+        let expected = "a range of addresses such as 10.0.0.0/8 or 2001:db8::/32";
+        self.each(list, expected, Cidr::parse)
+    }
+
+    fn loopback(&mut self, setting: Setting<'_>) -> Cidr {
+        let is_loopback = |range: &Cidr| {
+            range.address.is_ipv4() && range.address.is_loopback() && range.prefix >= 8
+        };
+        let range = Cidr::parse(setting.1).filter(is_loopback);
+        range.unwrap_or_else(|| {
+            self.problem(setting, "a range within 127.0.0.0/8");
+            Cidr::v4(127, 0, 0, 1, 32)
+        })
+    }
+
+    fn mode(&mut self, setting: Setting<'_>) -> Mode {
+        match setting.1 {
+            "TPROXY" => return Mode::Tproxy,
+            "" | "REDIRECT" => {}
+            _ => self.warn(setting, "REDIRECT or TPROXY; it is taken as REDIRECT"),
+        }
+        Mode::Redirect
+    }
+
+    fn kind(&mut self, setting: Setting<'_>) -> Option<Kind> {
+        match setting.1 {
+            "legacy" => return Some(Kind::Legacy),
+            "nft" => return Some(Kind::Nft),
+            "" => {}
+            _ => self.problem(setting, "legacy, nft or nothing"),
+        }
+        None
+    }
+}
+
+/// The flag of a setting.
+fn flag(name: &str) -> String {
+    format!("--{}", name.replace('_', "-"))
+}
+
+/// A decimal number without a sign.
+fn number(text: &str) -> Option<u32> {
+    let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    is_digits.then(|| text.parse().ok())?
+}
+
+/// A port, or a range with `:` or `-`. Ranges begin at port 1: iptables prints no match for 0:65535.
+fn ports(item: &str) -> Option<Ports> {
+    let port = |text: &str| u16::try_from(number(text)?).ok();
+    let Some((first, last)) = item.split_once([':', '-']) else {
+        return port(item).map(|port| port..=port);
+    };
+    let ports = port(first)?.max(1)..=port(last)?;
+    (!ports.is_empty()).then_some(ports)
+}
+
+pub(in crate::capture) fn is_interface(item: &str) -> bool {
+    item.len() <= MAX_INTERFACE
+        && !item.starts_with(['-', '!'])
+        && item.bytes().all(|byte| byte.is_ascii_graphic())
+        && !item.contains(['/', '"', '\'', '\\'])
+}
+
+/// A number, a range with `-`, or a name of a user or group; not empty.
+pub(in crate::capture) fn id(item: &str) -> Option<Id> {
+    if item.starts_with(|first: char| first.is_ascii_digit()) {
+        let (first, last) = item.split_once('-').unwrap_or((item, item));
+        let numbers = number(first)?..=number(last)?;
+        // The largest stands for no user.
+        let is_of_users = !numbers.is_empty() && *numbers.end() < u32::MAX;
+        return is_of_users.then_some(Id::Numbers(numbers));
+    }
+    let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte);
+    let is_name = item.len() <= MAX_NAME && !item.starts_with('-') && item.bytes().all(is_of_name);
+    is_name.then(|| Id::Name(item.to_owned()))
 }
 
 #[cfg(test)]

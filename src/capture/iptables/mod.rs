@@ -2,20 +2,16 @@
 
 pub mod apply;
 mod programs;
-pub(in crate::capture) mod rule;
 pub mod saved;
-mod swap;
 
 pub use programs::Error;
-pub(in crate::capture) use swap::{jumps_to_istio, target};
+pub(in crate::capture) use saved::{jumps_to_istio, target};
 
-use std::fmt;
-
-use crate::capture::packet::Matched;
+use crate::capture::config::range;
+use crate::capture::layout::Entry;
 use crate::capture::rules::{
     Chain, Criterion, Family, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
 };
-use crate::capture::types::range;
 
 /// What a dry run prints: each command, or the input of a command that has one.
 pub fn dry_run(rules: &Rules) -> String {
@@ -48,12 +44,12 @@ struct TableText {
 
 /// The tables that have rules.
 fn wanted(rules: &Rules, family: Family) -> Vec<TableText> {
-    let tables = Table::ALL.into_iter().map(|table| {
+    let tables = Table::ALL.into_iter().map(|(table, name)| {
         let rules = rules.of(family).filter(|rule| rule.table == table);
         let rules: Vec<_> = rules.collect();
         TableText {
-            name: table_name(table),
-            chains: chains(&rules).into_iter().map(chain_name).collect(),
+            name,
+            chains: chains(&rules).into_iter().map(Chain::name).collect(),
             lines: rules.iter().map(|rule| line(rule)).collect(),
         }
     });
@@ -77,19 +73,20 @@ fn chains(rules: &[&Rule]) -> Vec<Chain> {
 
 /// A rule as the line that adds it.
 fn line(rule: &Rule) -> String {
-    let (chain, text) = (chain_name(rule.chain), text(&rule.matches, rule.verdict));
+    let (chain, text) = (rule.chain.name(), text(&rule.matches, rule.verdict));
     match rule.place {
         Place::Last => format!("-A {chain}{text}"),
         Place::At(number) => format!("-I {chain} {number}{text}"),
     }
 }
 
-/// As the line that appends it.
-impl fmt::Display for Matched<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = text(self.matches, self.verdict);
-        write!(f, "-A {}{text}", chain_name(self.chain))
-    }
+/// An entry of a chain behind its table, as the line that appends it.
+pub(in crate::capture) fn appended((table, chain): (Table, Chain), entry: &Entry) -> String {
+    let text = match entry {
+        Entry::Rule { matches, verdict } => text(matches, *verdict),
+        Entry::Foreign(text) => format!(" {text}"),
+    };
+    format!("{}: -A {}{text}", table.name(), chain.name())
 }
 
 fn text(matches: &[Match], verdict: Verdict) -> String {
@@ -99,7 +96,7 @@ fn text(matches: &[Match], verdict: Verdict) -> String {
         Verdict::Accept => "ACCEPT".to_owned(),
         Verdict::Drop => "DROP".to_owned(),
         Verdict::Reject => "REJECT --reject-with tcp-reset".to_owned(),
-        Verdict::Jump(chain) => chain_name(chain).to_owned(),
+        Verdict::Jump(chain) => chain.name().to_owned(),
         // Istio abbreviates the option for UDP.
         Verdict::Redirect(port) if is_udp => format!("REDIRECT --to-port {port}"),
         Verdict::Redirect(port) => format!("REDIRECT --to-ports {port}"),
@@ -146,30 +143,5 @@ fn condition(of: &Match) -> String {
     match of {
         Match::Is(_) => format!("{module} {option} {value}"),
         Match::Not(_) => format!("{module} ! {option} {value}"),
-    }
-}
-
-pub(in crate::capture) fn table_name(table: Table) -> &'static str {
-    match table {
-        Table::Filter => "filter",
-        Table::Mangle => "mangle",
-        Table::Nat => "nat",
-        Table::Raw => "raw",
-    }
-}
-
-pub(in crate::capture) fn chain_name(chain: Chain) -> &'static str {
-    match chain {
-        Chain::Prerouting => "PREROUTING",
-        Chain::Output => "OUTPUT",
-        Chain::Inbound => "ISTIO_INBOUND",
-        Chain::InRedirect => "ISTIO_IN_REDIRECT",
-        Chain::IstioOutput => "ISTIO_OUTPUT",
-        Chain::Redirect => "ISTIO_REDIRECT",
-        Chain::OutputDns => "ISTIO_OUTPUT_DNS",
-        Chain::Divert => "ISTIO_DIVERT",
-        Chain::Tproxy => "ISTIO_TPROXY",
-        Chain::Drop => "ISTIO_DROP",
-        Chain::ProtectAdmin => "ISTIO_PROTECT_ADMIN",
     }
 }

@@ -3,23 +3,24 @@
 //!
 //! The tables are ours alone. They are of family inet: IPv4 and IPv6 share their chains.
 
-mod live;
-
 use std::collections::BTreeSet;
+use std::io;
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use super::iptables;
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde_json::{Value, json};
 
-use super::layout::{self, Layout};
+use super::config::range;
+use super::layout::{self, Entry, Layout};
 use super::program;
 use super::rules::{
-    Chain, Criterion, Family, Id, Match, Owner, Place, Protocol, Rule, Rules, Table, Verdict,
+    Chain, Criterion, Family, Id, Match, Owner, Place, Ports, Protocol, Rule, Rules, Table, Verdict,
 };
-use super::types::range;
 use crate::address::Cidr;
 use crate::netlink::nft_chains;
-
-pub use live::Live;
 
 /// Time limit of `nft`.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -59,30 +60,30 @@ async fn carry_out(text: &str) -> Result<(), Error> {
 /// Whether the kernel has tables of ours, as far as it tells.
 pub fn has_tables() -> bool {
     const INET: u8 = 1;
-    let tables = Table::ALL.map(table_name);
+    let tables = Table::ALL.map(|(table, _)| table_name(table));
     nft_chains().is_ok_and(|chains| {
         let mut chains = chains.iter();
         chains.any(|(family, table, _)| *family == INET && tables.contains(table))
     })
 }
 
-/// The rules in the kernel.
-pub async fn live() -> Result<Live, Error> {
+/// The rules in the kernel, as the packets of a family meet them.
+pub async fn live(family: Family) -> Result<Layout, Error> {
     let text = nft(&["-j", "list", "ruleset"], "").await?;
-    Ok(Live::parse(&text)?)
+    Ok(parse(&text, family)?)
 }
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Error> {
     let result = program::run("nft", arguments, input, LIMIT).await;
-    result.map_err(|error| match error.is_missing() {
-        true => Error::Missing,
-        false => Error::Program(error),
+    result.map_err(|error| match error.cause.kind() {
+        io::ErrorKind::NotFound => Error::Missing,
+        _ => Error::Program(error),
     })
 }
 
 /// The input of `nft -f -` that removes our tables, whether they exist or not.
 pub fn removal() -> String {
-    let lines = Table::ALL.map(|table| {
+    let lines = Table::ALL.map(|(table, _)| {
         let table = table_name(table);
         format!("add table inet {table}\ndelete table inet {table}\n")
     });
@@ -115,11 +116,9 @@ pub fn transaction(rules: &Rules) -> String {
     text
 }
 
-/// What a machine has after [`apply`].
-pub fn wanted(rules: &Rules) -> Live {
-    let rules = shared(rules);
-    let [v4, v6] = [Family::V4, Family::V6].map(|family| Layout::shared(&rules, family));
-    Live { v4, v6 }
+/// What a machine has of a family after [`apply`].
+pub fn wanted(rules: &Rules, family: Family) -> Layout {
+    Layout::shared(&shared(rules), family)
 }
 
 /// The rules for chains that both families share. What differs from iptables:
@@ -240,7 +239,7 @@ fn owner(id: &Id) -> String {
 }
 
 fn table_name(table: Table) -> String {
-    format!("istio-proxy-{}", iptables::table_name(table))
+    format!("istio-proxy-{}", table.name())
 }
 
 /// The type, hook and priority of a chain that the kernel calls.
@@ -260,7 +259,233 @@ fn hook(table: Table, chain: Chain) -> Option<(&'static str, &'static str, i64)>
 }
 
 fn chain_name(chain: Chain) -> String {
-    iptables::chain_name(chain).to_lowercase().replace('_', "-")
+    chain.name().to_lowercase().replace('_', "-")
+}
+
+#[derive(Deserialize)]
+struct Ruleset {
+    nftables: Vec<Value>,
+}
+
+/// What a rule does, in order.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+enum Statement {
+    Counter(IgnoredAny),
+    Match { op: String, left: Key, right: Value },
+    Return,
+    Accept,
+    Drop,
+    Reject { r#type: String },
+    Jump { target: String },
+    Redirect { port: u16 },
+    Mangle { key: Key, value: Value },
+    Tproxy { family: String, port: u16 },
+}
+
+/// What is compared or set.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+enum Key {
+    Meta { key: String },
+    Ct { key: String },
+    Payload { protocol: String, field: String },
+}
+
+impl Key {
+    fn parts(&self) -> (&str, &str) {
+        match self {
+            Self::Meta { key } => ("meta", key),
+            Self::Ct { key } => ("ct", key),
+            Self::Payload { protocol, field } => (protocol, field),
+        }
+    }
+}
+
+/// Reads what `nft -j list ruleset` prints: the rules of our tables, as the packets of a family meet them. A chain of
+/// ours that the kernel does not call as it should is unknown. Tables of others are not read.
+pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
+    let Ruleset { nftables } = serde_json::from_slice(text)?;
+    let mut layout = Layout::default();
+    for object in &nftables {
+        // Other kinds of objects have neither.
+        let (chain, rule) = (&object["chain"], &object["rule"]);
+        if let Some((table, name)) = table_of(chain).zip(chain["name"].as_str()) {
+            match chain_named(name).filter(|named| is_called(table, *named, chain)) {
+                Some(named) => drop(layout.chains.entry((table, named)).or_default()),
+                None => layout.unknown_chains.push((table, name.to_owned())),
+            }
+        }
+        let place = table_of(rule).zip(rule["chain"].as_str().and_then(chain_named));
+        if let Some(rules) = place.and_then(|place| layout.chains.get_mut(&place)) {
+            let expr = &rule["expr"];
+            let (of, entry) = match self::rule(expr) {
+                Some((of, matches, verdict)) => (of, Entry::rule(matches, verdict)),
+                None => (None, Entry::Foreign(expr.to_string())),
+            };
+            rules.extend(of.is_none_or(|of| of == family).then_some(entry));
+        }
+    }
+    Ok(layout)
+}
+
+/// Whether the kernel calls a chain as it should.
+fn is_called(table: Table, chain: Chain, object: &Value) -> bool {
+    let text = |member: &str| object[member].as_str();
+    let found = (text("type"), text("hook"), object["prio"].as_i64());
+    let expected = match hook(table, chain) {
+        Some((kind, hook, priority)) => (Some(kind), Some(hook), Some(priority)),
+        None => (None, None, None),
+    };
+    found == expected && text("policy").is_none_or(|policy| policy == "accept")
+}
+
+/// The table of a chain or rule, if it is ours.
+fn table_of(object: &Value) -> Option<Table> {
+    let tables = Table::ALL.into_iter().map(|(table, _)| table);
+    let mut tables = tables.filter(|_| object["family"] == "inet");
+    tables.find(|table| object["table"] == table_name(*table))
+}
+
+fn chain_named(name: &str) -> Option<Chain> {
+    let mut chains = Chain::ALL.into_iter().map(|(chain, _)| chain);
+    chains.find(|chain| chain_name(*chain) == name)
+}
+
+/// The rule in terms of the model, with its family if it is for one only. None is a rule with anything
+/// the model has not.
+fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
+    let statements = Vec::<Statement>::deserialize(expr).ok()?;
+    let (mut families, mut matches, mut actions) = (Vec::new(), Vec::new(), Vec::new());
+    for statement in &statements {
+        match statement {
+            Statement::Counter(_) => {}
+            Statement::Match { op, left, right } if actions.is_empty() => {
+                let left = left.parts();
+                let of = match left.1 {
+                    "nfproto" => right.as_str()?,
+                    _ => left.0,
+                };
+                families.extend(family_named(of));
+                // A port is one of TCP or of UDP.
+                matches.extend(protocol_named(of).map(|of| Match::Is(Criterion::Protocol(of))));
+                match op.as_str() {
+                    "==" if left.1 == "nfproto" => {}
+                    "==" | "in" => matches.push(Match::Is(criterion(left, right)?)),
+                    "!=" => matches.push(Match::Not(criterion(left, right)?)),
+                    _ => return None,
+                }
+            }
+            action => actions.push(action),
+        }
+    }
+    if let Some(Statement::Tproxy { family, .. }) = actions.first() {
+        families.extend(family_named(family));
+    }
+    families.dedup();
+    let is_of_one = families.len() < 2;
+    is_of_one.then_some((families.first().copied(), matches, verdict(&actions)?))
+}
+
+fn family_named(name: &str) -> Option<Family> {
+    match name {
+        "ip" | "ipv4" => Some(Family::V4),
+        "ip6" | "ipv6" => Some(Family::V6),
+        _ => None,
+    }
+}
+
+fn protocol_named(name: &str) -> Option<Protocol> {
+    match name {
+        "tcp" => Some(Protocol::Tcp),
+        "udp" => Some(Protocol::Udp),
+        _ => None,
+    }
+}
+
+fn criterion(left: (&str, &str), right: &Value) -> Option<Criterion> {
+    Some(match left {
+        ("meta", "iifname") => Criterion::InInterface(interface_of(right)?),
+        ("meta", "oifname") => Criterion::OutInterface(interface_of(right)?),
+        // Without /etc/protocols, nft prints numbers.
+        ("meta", "l4proto") if right == 6 => Criterion::Protocol(Protocol::Tcp),
+        ("meta", "l4proto") if right == 17 => Criterion::Protocol(Protocol::Udp),
+        ("meta", "l4proto") => Criterion::Protocol(protocol_named(right.as_str()?)?),
+        ("meta", "skuid") => Criterion::Owner(Owner::User(Id::Numbers(range_of(right)?))),
+        ("meta", "skgid") => Criterion::Owner(Owner::Group(Id::Numbers(range_of(right)?))),
+        ("meta", "mark") => Criterion::Mark(number(right)?),
+        ("ct", "mark") => Criterion::ConnectionMark(number(right)?),
+        ("ct", "state") if right == "invalid" => Criterion::StateInvalid,
+        ("ct", "state") if *right == json!(["established", "related"]) => {
+            Criterion::StateRelatedOrEstablished
+        }
+        ("ip" | "ip6", "saddr") => Criterion::Source(cidr(right)?),
+        ("ip" | "ip6", "daddr") => Criterion::Destination(cidr(right)?),
+        ("tcp" | "udp", "sport") => Criterion::SourcePort(number(right)?),
+        ("tcp" | "udp", "dport") => Criterion::DestinationPort(ports(right)?),
+        _ => return None,
+    })
+}
+
+fn interface_of(value: &Value) -> Option<String> {
+    let name = value.as_str()?;
+    let prefix = name.strip_suffix('*').map(|prefix| format!("{prefix}+"));
+    Some(prefix.unwrap_or_else(|| name.to_owned()))
+}
+
+fn number<T: DeserializeOwned>(value: &Value) -> Option<T> {
+    T::deserialize(value).ok()
+}
+
+/// Consecutive numbers, or a single one.
+fn range_of<T: DeserializeOwned + Copy>(value: &Value) -> Option<RangeInclusive<T>> {
+    let (first, last) = match value.get("range") {
+        Some(range) => number(range)?,
+        None => number(value).map(|number| (number, number))?,
+    };
+    Some(first..=last)
+}
+
+fn ports(value: &Value) -> Option<Vec<Ports>> {
+    match value.get("set") {
+        Some(set) => set.as_array()?.iter().map(range_of).collect(),
+        None => range_of(value).map(|ports| vec![ports]),
+    }
+}
+
+fn cidr(value: &Value) -> Option<Cidr> {
+    let address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
+    let Some(prefix) = value.get("prefix") else {
+        return address(value).map(Cidr::from);
+    };
+    let (address, length): (_, u8) = (address(&prefix["addr"])?, number(&prefix["len"])?);
+    Cidr::parse(&format!("{address}/{length}"))
+}
+
+fn verdict(actions: &[&Statement]) -> Option<Verdict> {
+    Some(match actions {
+        [Statement::Return] => Verdict::Return,
+        [Statement::Accept] => Verdict::Accept,
+        [Statement::Drop] => Verdict::Drop,
+        [Statement::Reject { r#type }] if r#type == "tcp reset" => Verdict::Reject,
+        [Statement::Jump { target }] => Verdict::Jump(chain_named(target)?),
+        [Statement::Redirect { port }] => Verdict::Redirect(*port),
+        [Statement::Mangle { key, value }] => {
+            let from = Key::deserialize(value).ok();
+            match (key.parts(), from.as_ref().map(Key::parts)) {
+                (("meta", "mark"), None) => Verdict::SetMark(number(value)?),
+                (("ct", "zone"), None) => Verdict::Zone(number(value)?),
+                (("ct", "mark"), Some(("meta", "mark"))) => Verdict::SaveMark,
+                (("meta", "mark"), Some(("ct", "mark"))) => Verdict::RestoreMark,
+                _ => return None,
+            }
+        }
+        [Statement::Tproxy { port, .. }, mark, Statement::Accept] => match verdict(&[mark])? {
+            Verdict::SetMark(mark) => Verdict::Tproxy { port: *port, mark },
+            _ => return None,
+        },
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

@@ -1,16 +1,13 @@
 //! Live rules that are ours, and texts that are not. `cli::iptables::tests` reads real ones.
 
-use proptest::prelude::*;
-use serde_json::{Value, json};
-
 use super::*;
-use crate::capture::layout::Entry;
+use proptest::prelude::*;
 
 const NAT: &str = "istio-proxy-nat";
 
-fn live(objects: &[Value]) -> Live {
+fn live(objects: &[Value]) -> [Layout; 2] {
     let text = json!({"nftables": objects}).to_string();
-    Live::parse(text.as_bytes()).expect("a rule set")
+    [Family::V4, Family::V6].map(|family| parse(text.as_bytes(), family).expect("a rule set"))
 }
 
 fn output(change: impl FnOnce(&mut Value)) -> Value {
@@ -27,15 +24,15 @@ fn rule(expr: &Value) -> Value {
 }
 
 fn entries(expr: &Value) -> [Vec<Entry>; 2] {
-    let Live { v4, v6 } = live(&[output(|_| ()), rule(expr)]);
-    [v4, v6].map(|layout| layout.chains[&(Table::Nat, Chain::Output)].clone())
+    live(&[output(|_| ()), rule(expr)])
+        .map(|layout| layout.chains[&(Table::Nat, Chain::Output)].clone())
 }
 
 #[test]
 fn a_chain_that_the_kernel_does_not_call_as_it_should_is_unknown() {
-    let right = live(&[output(|_| ())]);
-    assert!(right.v4.chains.contains_key(&(Table::Nat, Chain::Output)));
-    assert!(right.v6.unknown_chains.is_empty());
+    let [v4, v6] = live(&[output(|_| ())]);
+    assert!(v4.chains.contains_key(&(Table::Nat, Chain::Output)));
+    assert!(v6.unknown_chains.is_empty());
     for (member, value) in [
         ("hook", json!("input")),
         ("hook", Value::Null),
@@ -45,14 +42,14 @@ fn a_chain_that_the_kernel_does_not_call_as_it_should_is_unknown() {
         ("name", json!("istio-new")),
     ] {
         let chain = output(|chain| chain[member] = value.clone());
-        let found = live(&[chain, rule(&json!([{"return": null}]))]);
-        assert!(found.v4.chains.is_empty(), "{member}: {value}");
-        assert_eq!(found.v4.unknown_chains.len(), 1);
-        assert_eq!(found.v6, found.v4);
+        let [v4, v6] = live(&[chain, rule(&json!([{"return": null}]))]);
+        assert!(v4.chains.is_empty(), "{member}: {value}");
+        assert_eq!(v4.unknown_chains.len(), 1);
+        assert_eq!(v6, v4);
     }
     for (member, value) in [("family", "ip"), ("table", "nat")] {
         let of_others = output(|chain| chain[member] = json!(value));
-        assert_eq!(live(&[of_others]), Live::default());
+        assert_eq!(live(&[of_others]), [Layout::default(), Layout::default()]);
     }
 }
 
@@ -138,7 +135,7 @@ fn output_that_is_no_rule_set_is_an_error_of_its_own() {
         "{\"nftables\": [",
         "\u{0}",
     ] {
-        let error = Error::from(Live::parse(text.as_bytes()).expect_err(text));
+        let error = Error::from(parse(text.as_bytes(), Family::V4).expect_err(text));
         let expected = "`nft -j list ruleset` printed something else than a rule set";
         assert_eq!(error.to_string(), expected);
     }
@@ -192,7 +189,7 @@ proptest! {
         any::<Vec<u8>>(),
         expression().prop_map(|value| json!({"nftables": [value]}).to_string().into_bytes()),
     ]) {
-        let _ = Live::parse(&text);
+        let _ = parse(&text, Family::V4);
     }
 
     #[test]

@@ -2,17 +2,15 @@
 //! the program that loads them.
 
 mod build;
-mod dns;
-mod earlier;
 
 use super::config::Config;
-pub use super::types::{Id, Owner, Ports};
+pub use super::config::{Id, Owner, Ports};
 use crate::address::Cidr;
 
 /// The agent's DNS port.
 pub(super) const DNS_PORT: u16 = 15053;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Family {
     V4,
     V6,
@@ -152,7 +150,7 @@ impl Rules {
     /// The rules that earlier versions of Istio write for the same configuration, by iptables.
     pub fn earlier(config: &Config) -> Self {
         Self {
-            rules: earlier::rules(config, build::rules(config)),
+            rules: build::earlier(config),
             has_v6: config.has_v6,
         }
     }
@@ -170,29 +168,44 @@ impl Rules {
 
     /// The rules of all families that there are rules for, in the order in which they are added.
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        let is_absent = |rule: &&Rule| rule.family == Some(Family::V6) && !self.has_v6;
-        self.rules.iter().filter(move |rule| !is_absent(rule))
+        let exists = |rule: &&Rule| self.has_v6 || rule.family != Some(Family::V6);
+        self.rules.iter().filter(exists)
     }
 }
 
 impl Table {
-    pub const ALL: [Self; 4] = [Self::Filter, Self::Mangle, Self::Nat, Self::Raw];
+    /// In the order of the variants, with the names that iptables has for them.
+    pub const ALL: [(Self, &str); 4] = [
+        (Self::Filter, "filter"),
+        (Self::Mangle, "mangle"),
+        (Self::Nat, "nat"),
+        (Self::Raw, "raw"),
+    ];
+
+    pub fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
 }
 
 impl Chain {
-    pub const ALL: [Self; 11] = [
-        Self::Prerouting,
-        Self::Output,
-        Self::Inbound,
-        Self::InRedirect,
-        Self::IstioOutput,
-        Self::Redirect,
-        Self::OutputDns,
-        Self::Divert,
-        Self::Tproxy,
-        Self::Drop,
-        Self::ProtectAdmin,
+    /// In the order of the variants, with the names that iptables has for them.
+    pub const ALL: [(Self, &str); 11] = [
+        (Self::Prerouting, "PREROUTING"),
+        (Self::Output, "OUTPUT"),
+        (Self::Inbound, "ISTIO_INBOUND"),
+        (Self::InRedirect, "ISTIO_IN_REDIRECT"),
+        (Self::IstioOutput, "ISTIO_OUTPUT"),
+        (Self::Redirect, "ISTIO_REDIRECT"),
+        (Self::OutputDns, "ISTIO_OUTPUT_DNS"),
+        (Self::Divert, "ISTIO_DIVERT"),
+        (Self::Tproxy, "ISTIO_TPROXY"),
+        (Self::Drop, "ISTIO_DROP"),
+        (Self::ProtectAdmin, "ISTIO_PROTECT_ADMIN"),
     ];
+
+    pub fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
 
     /// Whether the kernel has this chain by itself.
     pub fn is_builtin(self) -> bool {

@@ -3,15 +3,15 @@
 //! Rules of ours are all there, in their order, and no others among them, or they are those of another
 //! version of Istio. Rules of others matter if they come before ours and may take packets from them.
 
-pub mod live;
-
 use std::collections::BTreeSet;
 use std::fmt;
 
-use super::iptables::{chain_name, jumps_to_istio, table_name, target};
+use super::iptables::apply::{self, Request};
+use super::iptables::{appended, jumps_to_istio, target};
 use super::layout::{Entry, Layout};
-use super::packet::Matched;
-use super::rules::{Chain, Criterion, Family, Match, Protocol, Table, Verdict};
+use super::rules::{Chain, Criterion, Family, Match, Protocol, Rules, Table, Verdict};
+use super::{nftables, routes};
+use crate::lifecycle::BoxError;
 
 /// Targets after which the next rule sees the packet, unchanged in all that ours look at.
 const PASSING: [&str; 10] = [
@@ -70,8 +70,46 @@ impl fmt::Display for Finding {
     }
 }
 
+/// The rules of a family that this machine has, however they were set up. `path` has the directories of
+/// programs, separated by colons.
+pub async fn live(family: Family, path: &str) -> Result<Layout, BoxError> {
+    Ok(match nftables::has_tables() {
+        true => nftables::live(family).await?,
+        false => apply::live(family, None, path).await?,
+    })
+}
+
+/// The differences of this machine's rules and routes from those of a configuration, by iptables or, if
+/// `is_native`, by nft. Changes nothing.
+pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Finding>, BoxError> {
+    let config = request.config;
+    let versions = [Rules::new(config), Rules::earlier(config)];
+    let mut findings = Vec::new();
+    for family in [Family::V4, Family::V6] {
+        let (wanted, found) = match is_native {
+            true => {
+                let wanted = nftables::wanted(&versions[0], family);
+                (vec![wanted], nftables::live(family).await?)
+            }
+            false => {
+                let wanted = versions.iter().map(|rules| Layout::new(rules, family));
+                let found = apply::live(family, config.kind, request.path).await?;
+                (wanted.collect(), found)
+            }
+        };
+        findings.extend(compare(&wanted, &found, family));
+    }
+    let missing = routes::missing(config)?.into_iter();
+    findings.extend(missing.map(|(family, detail)| Finding {
+        family,
+        kind: Kind::Route,
+        detail,
+    }));
+    Ok(findings)
+}
+
 /// The differences, those of our rules first. `versions` are the rules that are wanted, and then those of
-/// other versions; their names of users and groups are to be resolved.
+/// other versions.
 pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Finding> {
     let of_each: Vec<_> = versions
         .iter()
@@ -84,7 +122,7 @@ pub fn compare(versions: &[Layout], found: &Layout, family: Family) -> Vec<Findi
         None => of_each.into_iter().next().unwrap_or_default(),
     };
     for (table, name) in &found.unknown_chains {
-        let chain = format!("{}: {name}", table_name(*table));
+        let chain = format!("{}: {name}", table.name());
         kinds.push((Kind::UnknownChain, chain));
     }
     if let Some(wanted) = versions.get(equal.unwrap_or_default()) {
@@ -103,8 +141,8 @@ fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
     let mut kinds = Vec::new();
     let chains: BTreeSet<_> = wanted.chains.keys().chain(found.chains.keys()).collect();
     for place in chains {
-        let wanted = entries(wanted, *place);
-        let own = entries(found, *place).iter();
+        let wanted = wanted.entries(*place);
+        let own = found.entries(*place).iter();
         let own: Vec<_> = own
             .filter(|entry| is_ours(wanted, *place, entry))
             .cloned()
@@ -112,7 +150,7 @@ fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
         if wanted == own {
             continue;
         }
-        let line = |entry| line(*place, entry);
+        let line = |entry| appended(*place, entry);
         let (expected, missing) = split(wanted, &own);
         let (there, extra) = split(&own, wanted);
         kinds.extend(
@@ -134,11 +172,11 @@ fn differences(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
 fn others(wanted: &Layout, found: &Layout) -> Vec<(Kind, String)> {
     let mut others = Vec::new();
     for (place, rules) in &found.chains {
-        let is_ours = |entry: &Entry| is_ours(entries(wanted, *place), *place, entry);
+        let is_ours = |entry: &Entry| is_ours(wanted.entries(*place), *place, entry);
         let last = rules.iter().rposition(is_ours).unwrap_or_default();
         let before = rules[..last].iter().filter(|entry| !is_ours(entry));
         let taking = before.filter(|entry| may_take(wanted, place.0, entry));
-        others.extend(taking.map(|entry| (Kind::Others, line(*place, entry))));
+        others.extend(taking.map(|entry| (Kind::Others, appended(*place, entry))));
     }
     others
 }
@@ -171,10 +209,6 @@ fn captures_udp(wanted: &Layout, table: Table) -> bool {
     })
 }
 
-fn entries(layout: &Layout, place: (Table, Chain)) -> &[Entry] {
-    layout.chains.get(&place).map_or(&[], Vec::as_slice)
-}
-
 /// Whether a rule is where others have none, one of the wanted ones, or a jump to a chain of Istio's.
 fn is_ours(wanted: &[Entry], (_, chain): (Table, Chain), entry: &Entry) -> bool {
     !chain.is_builtin()
@@ -192,20 +226,6 @@ fn split<'a>(entries: &'a [Entry], others: &[Entry]) -> (Vec<&'a Entry>, Vec<&'a
         let at = others.iter().position(|other| other == entry);
         at.map(|at| others.remove(at)).is_some()
     })
-}
-
-fn line((table, chain): (Table, Chain), entry: &Entry) -> String {
-    let rule = match entry {
-        Entry::Rule { matches, verdict } => Matched {
-            table,
-            chain,
-            matches,
-            verdict: *verdict,
-        }
-        .to_string(),
-        Entry::Foreign(text) => format!("-A {} {text}", chain_name(chain)),
-    };
-    format!("{}: {rule}", table_name(table))
 }
 
 #[cfg(test)]

@@ -99,7 +99,10 @@ fn every_rule_that_is_missing_too_many_or_moved_is_named_and_misleads() {
                     };
                     assert!(finding.affects_traffic());
                     assert_eq!(finding.kind, kind);
-                    assert!(finding.detail.contains(&line(*place, entry)), "{finding}");
+                    assert!(
+                        finding.detail.contains(&appended(*place, entry)),
+                        "{finding}"
+                    );
                     tried += 1;
                 }
             }
@@ -126,10 +129,10 @@ fn zones_and_redirects_of_dns_that_are_missing_are_named() {
             words.sort();
             words
         };
-        let expected = format!("{}: {rule}", table_name(table));
+        let expected = format!("{}: {rule}", table.name());
         let (texts, affects_traffic) = findings(dns_of_servers, |found| {
             for (place, entries) in &mut found.chains {
-                entries.retain(|entry| same(&line(*place, entry)) != same(&expected));
+                entries.retain(|entry| same(&appended(*place, entry)) != same(&expected));
             }
         });
         assert!(affects_traffic);
@@ -216,7 +219,7 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
     ] {
         let (texts, affects_traffic) = findings(settings, |found| {
             let rules = chain(found, table, Chain::Output);
-            rules.insert(0, iptables::rule::entry(rule));
+            rules.insert(0, iptables::saved::entry(rule));
         });
         assert_eq!(
             (texts.len(), affects_traffic),
@@ -225,7 +228,7 @@ fn rules_of_others_before_ours_are_named_if_they_may_take_packets() {
         );
         let start = format!(
             "IPv4: a rule of others comes first and may take traffic: {}: -A OUTPUT ",
-            table_name(table)
+            table.name()
         );
         assert!(
             texts.iter().all(|text| text.starts_with(&start)),
@@ -261,7 +264,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
         |_| {},
         |found| {
             old(found);
-            let jump = iptables::rule::entry("-p tcp -j ISTIO_OLD");
+            let jump = iptables::saved::entry("-p tcp -j ISTIO_OLD");
             chain(found, Table::Nat, Chain::Output).push(jump);
         },
     );

@@ -4,34 +4,37 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use if_addrs::Interface;
 
-use super::machine::{self, PASSWD, accounts, field, number};
+use super::machine::{self, accounts, field, numbered};
 use crate::address::Cidr;
 use crate::capture::config::Config;
 use crate::capture::explain::{self, Flow, Sender};
 use crate::capture::layout::Layout;
 use crate::capture::nftables;
 use crate::capture::packet::{Direction, Packet, simulate};
-use crate::capture::rules::{Id, Owner, Rules};
+use crate::capture::rules::{Id, Rules};
 use crate::lifecycle::BoxError;
 
 /// The interface of other machines, unless the flow names one.
 const INTERFACE: &str = "eth0";
 
 /// Says what the rules of these arguments do with a flow.
-pub(super) fn explain(flow: &Flow, config: &Config, is_native: bool) -> Result<String, BoxError> {
-    let packet = packet(flow, &machine::interfaces()?);
+pub(super) async fn explain(
+    flow: &Flow,
+    config: &Config,
+    is_native: bool,
+) -> Result<String, BoxError> {
+    let packet = packet(flow, &machine::interfaces()?).await;
     let rules = Rules::new(config);
     let family = Cidr::from(packet.destination.ip()).family();
-    let mut layout = match is_native {
-        true => nftables::wanted(&rules).of(family).clone(),
+    let layout = match is_native {
+        true => nftables::wanted(&rules, family),
         false => Layout::new(&rules, family),
     };
-    layout.resolve(number);
     let trace = simulate(&layout, &packet);
     Ok(explain::explain(&packet, &trace, config))
 }
 
-fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
+async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
     let own: Vec<_> = interfaces.iter().map(Interface::ip).collect();
     let unspecified = match flow.destination.or(flow.source) {
         Some(IpAddr::V6(_)) => IpAddr::from(Ipv6Addr::UNSPECIFIED),
@@ -47,7 +50,10 @@ fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
         false => INTERFACE,
     };
     Packet {
-        direction: flow.sender.as_ref().map_or(Direction::In, direction),
+        direction: match &flow.sender {
+            Some(sender) => direction(sender).await,
+            None => Direction::In,
+        },
         protocol: flow.protocol,
         source: SocketAddr::new(flow.source.unwrap_or(unspecified), 0),
         destination: SocketAddr::new(destination, flow.port),
@@ -56,22 +62,16 @@ fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
 }
 
 /// Without a group, that of the user in `/etc/passwd`, or else that of the same number or name.
-fn direction(sender: &Sender) -> Direction {
-    let numbered = |owner: Owner| match (number(&owner), owner) {
-        (Some(number), _) => number.into(),
-        (None, Owner::User(id) | Owner::Group(id)) => id,
-    };
-    let user = numbered(Owner::User(sender.user.clone()));
+async fn direction(sender: &Sender) -> Direction {
+    let user = numbered("passwd", sender.user.clone()).await;
     let primary = || match &user {
-        Id::Numbers(_) => field(&accounts(PASSWD), 2, &user.to_string(), 3).map(Id::from),
+        Id::Numbers(_) => field(&accounts("passwd"), 2, &user.to_string(), 3).map(Id::from),
         Id::Name(_) => None,
     };
     let group = sender.group.clone().or_else(primary);
     let group = group.unwrap_or_else(|| sender.user.clone());
-    Direction::Out {
-        group: numbered(Owner::Group(group)),
-        user,
-    }
+    let group = numbered("group", group).await;
+    Direction::Out { user, group }
 }
 
 #[cfg(test)]

@@ -6,17 +6,15 @@ use std::time::Duration;
 
 use super::IptablesFlags;
 use crate::address::Cidr;
-use crate::capture::config::{Config, Host, Invalid, OwnerGroups};
+use crate::capture::config::{Config, Host, OwnerGroups};
 use crate::capture::program;
-use crate::capture::rules::{Family, Id, Owner};
+use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::lifecycle::BoxError;
 use crate::problem::Problem;
 use crate::regular_file;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
-pub(super) const PASSWD: &str = "/etc/passwd";
-pub(super) const GROUP: &str = "/etc/group";
 /// No list of users or groups is this large.
 const MAX_ACCOUNTS: u64 = 16 << 20;
 /// Time limit of the name service.
@@ -40,7 +38,7 @@ pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), BoxError> {
     let host = Host {
         has_v6,
         nameservers: captured(&servers),
-        envoy_uid: uid_of(&flags.envoy_user, &accounts(PASSWD)),
+        envoy_uid: field(&accounts("passwd"), 0, &flags.envoy_user, 2),
     };
     Ok((host, first))
 }
@@ -50,9 +48,10 @@ pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, BoxError> {
     Ok(if_addrs::get_if_addrs().map_err(failed)?)
 }
 
-/// The text of a list of users or groups; empty if it cannot be read.
-pub(super) fn accounts(path: &str) -> String {
-    let content = regular_file::read(Path::new(path), MAX_ACCOUNTS).unwrap_or_default();
+/// The text of a list of users (`passwd`) or groups (`group`); empty if it cannot be read.
+pub(super) fn accounts(database: &str) -> String {
+    let path = Path::new("/etc").join(database);
+    let content = regular_file::read(&path, MAX_ACCOUNTS).unwrap_or_default();
     String::from_utf8_lossy(&content).into_owned()
 }
 
@@ -89,44 +88,37 @@ pub(super) fn field(accounts: &str, key: usize, text: &str, wanted: usize) -> Op
     line.nth(wanted)?.parse().ok()
 }
 
-/// The number of a user or group in the text of such a file.
-pub(super) fn uid_of(name: &str, accounts: &str) -> Option<u32> {
-    field(accounts, 0, name, 2)
-}
-
-/// Finds names of users and groups that neither this machine's files nor its name service know.
-pub(super) async fn check_names(config: &Config) -> Result<(), Invalid> {
-    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &config.owner_groups;
-    let groups = groups.iter().cloned().map(Owner::Group);
+/// Replaces names of users and groups by their numbers. Returns those that have none.
+pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
+    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &mut config.owner_groups;
+    let users = config.uids.iter_mut().map(|id| ("user", "passwd", id));
+    let groups = config.gids.iter_mut().chain(groups);
+    let groups = groups.map(|id| ("group", "group", id));
     let mut unknown = Vec::new();
-    for owner in config.proxies().chain(groups) {
-        let (kind, database, name) = match &owner {
-            Owner::User(Id::Name(name)) => ("user", "passwd", name),
-            Owner::Group(Id::Name(name)) => ("group", "group", name),
-            _ => continue,
-        };
-        let is_listed = number(&owner).is_some();
-        if !is_listed
-            && program::run("getent", &[database, name], "", LIMIT)
-                .await
-                .is_err()
-        {
+    for (kind, database, id) in users.chain(groups) {
+        *id = numbered(database, id.clone()).await;
+        if let Id::Name(name) = id {
             let subject = format!("a {kind} of these arguments");
             let expected = format!("the name of a {kind} of this machine");
-            unknown.push(Problem::new(subject, name, expected));
+            unknown.push(Problem::new(subject, name.as_str(), expected));
         }
     }
-    match unknown.is_empty() {
-        true => Ok(()),
-        false => Err(Invalid(unknown)),
-    }
+    unknown
 }
 
-/// The number of a user or group that has a name.
-pub(super) fn number(owner: &Owner) -> Option<u32> {
-    match owner {
-        Owner::User(Id::Name(name)) => uid_of(name, &accounts(PASSWD)),
-        Owner::Group(Id::Name(name)) => uid_of(name, &accounts(GROUP)),
-        _ => None,
+/// The number in place of a name, if this machine's file or its name service knows it.
+pub(super) async fn numbered(database: &str, id: Id) -> Id {
+    let Id::Name(name) = &id else {
+        return id;
+    };
+    let mut number = field(&accounts(database), 0, name, 2);
+    if number.is_none() {
+        let found = program::run("getent", &[database, name], "", LIMIT).await;
+        let found = found.unwrap_or_default();
+        let mut fields = found.split(|byte| *byte == b':');
+        number = fields
+            .nth(2)
+            .and_then(|number| str::from_utf8(number).ok()?.parse().ok());
     }
+    number.map_or(id, Id::from)
 }

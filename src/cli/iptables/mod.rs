@@ -12,7 +12,7 @@ use crate::capture::iptables::apply::Request;
 use crate::capture::program::PATH;
 use crate::capture::rules::{Family, Rules};
 use crate::capture::validation::{self, Probe};
-use crate::capture::verify::{Finding, live};
+use crate::capture::verify::{self, Finding};
 use crate::capture::{iptables, lock, nftables, routes};
 use crate::config::environment::Environment;
 use crate::config::flags::Flag;
@@ -75,22 +75,28 @@ pub async fn run(
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
+    // With the names that are given.
+    let printed = Rules::new(&config);
+    let unknown = match cleans {
+        true => Vec::new(),
+        false => machine::resolve(&mut config).await,
+    };
     if let Some(flow) = &flags.explain {
-        let text = explain::explain(flow, &config, flags.native_nftables)?;
+        let text = explain::explain(flow, &config, flags.native_nftables).await?;
         return Ok((text, ExitCode::Success));
+    }
+    if !unknown.is_empty() {
+        return Err(Invalid(unknown).into());
     }
     if cleans {
         // It asks for no routes.
         config.mode = Mode::Redirect;
-    } else {
-        machine::check_names(&config).await?;
     }
     let request = Request {
         config: &config,
         is_removal: flags.cleanup_only || flags.native_nftables,
         is_forced: flags.force_apply,
         path: environment.text("PATH").unwrap_or(PATH),
-        number: machine::number,
     };
     if flags.verify {
         return verify(&request, flags.native_nftables).await;
@@ -100,7 +106,7 @@ pub async fn run(
     }
     let text = match (flags.skip_rule_apply, flags.dry_run) {
         (true, _) => String::new(),
-        (false, true) => dry_run(&request, &flags).await?,
+        (false, true) => dry_run(&request, &flags, &printed).await?,
         (false, false) => set_up(&request, &flags).await?,
     };
     if flags.run_validation {
@@ -118,7 +124,7 @@ pub async fn run(
 
 /// Says how the live rules differ from those of these arguments, and whether traffic may go elsewhere.
 async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), BoxError> {
-    let findings = live::findings(request, is_native).await?;
+    let findings = verify::findings(request, is_native).await?;
     let affects_traffic = findings.iter().any(Finding::affects_traffic);
     let (summary, code) = match (findings.is_empty(), affects_traffic) {
         (true, _) => (
@@ -141,7 +147,8 @@ async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitC
 /// Sets rules and routes up, or removes them.
 async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, BoxError> {
     let config = request.config;
-    let _lock = lock::acquire().await?;
+    let locked = lock::acquire().await;
+    let _lock = locked.map_err(|error| format!("cannot lock {}: {error}", lock::NAMESPACE))?;
     // Marked packets are lost without their routes, but these take none by themselves.
     if !flags.cleanup_only {
         routes::add(config)?;
@@ -160,13 +167,16 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
 }
 
 /// What would be given to the programs.
-async fn dry_run(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, BoxError> {
-    let rules = Rules::new(request.config);
+async fn dry_run(
+    request: &Request<'_>,
+    flags: &IptablesFlags,
+    rules: &Rules,
+) -> Result<String, BoxError> {
     let text = match (flags.native_nftables, flags.cleanup_only) {
         (_, true) if nftables::has_tables() => request.preview().await? + &nftables::removal(),
         (_, true) => request.preview().await?,
-        (true, false) => nftables::transaction(&rules),
-        (false, false) => iptables::dry_run(&rules),
+        (true, false) => nftables::transaction(rules),
+        (false, false) => iptables::dry_run(rules),
     };
     let path = &flags.dry_run_file_path;
     if !path.is_empty() {

@@ -10,12 +10,12 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-use super::machine::{captured, families, uid_of};
+use super::machine::{captured, families, field};
 use super::*;
-use crate::capture::config::{Host, Settings};
+use crate::capture::config::{Host, OwnerGroups, Settings};
 use crate::capture::iptables::saved::Saved;
 use crate::capture::layout::Layout;
-use crate::capture::rules::{Family, Id, Owner};
+use crate::capture::rules::{Family, Id};
 use crate::cli::{Command, Refused, parse};
 
 /// The flags of a command line.
@@ -38,10 +38,15 @@ fn settings(line: &str, variables: &[(&str, &str)]) -> Settings {
     flags(line, variables).settings
 }
 
-/// The number of all users and groups with a name.
-fn root(owner: &Owner) -> Option<u32> {
-    let (Owner::User(id) | Owner::Group(id)) = owner;
-    matches!(id, Id::Name(_)).then_some(0)
+/// The rules with the number of root for all users and groups with a name.
+fn rules_of_root(mut config: Config) -> Rules {
+    let (OwnerGroups::AllBut(groups) | OwnerGroups::Only(groups)) = &mut config.owner_groups;
+    for id in config.uids.iter_mut().chain(&mut config.gids).chain(groups) {
+        if matches!(id, Id::Name(_)) {
+            *id = Id::from(0);
+        }
+    }
+    Rules::new(&config)
 }
 
 /// The header of a golden file, and the configuration it asks for.
@@ -108,10 +113,10 @@ fn rules_are_read_from_a_kernel_as_they_were_written() {
         let path = entry.expect("an entry").path();
         let (_, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
         let rules = Rules::new(&config);
+        // Users and groups with names that every machine has.
+        let of_root = rules_of_root(config);
         for (family, program) in [(Family::V4, "iptables"), (Family::V6, "ip6tables")] {
-            let mut wanted = Layout::new(&rules, family);
-            // Users and groups with names that every machine has.
-            wanted.resolve(root);
+            let wanted = Layout::new(&of_root, family);
             let text = iptables::restore(&rules, family);
             let words = text.split(' ').map(|word| match word {
                 "envoy" | "mesh" | "web" | "backup" | "java" | "ftp" => "root",
@@ -138,19 +143,19 @@ fn rules_of_nft_are_read_from_a_kernel_as_they_were_written() {
         let path = entry.expect("an entry").path();
         let (_, config) = configured(&fs::read_to_string(&path).expect("a golden file"));
         let rules = Rules::new(&config);
-        let mut wanted = nftables::wanted(&rules);
+        let of_root = rules_of_root(config);
         let mut text = nftables::transaction(&rules);
         for name in ["envoy", "mesh", "web", "backup", "java", "ftp"] {
             text = text.replace(&format!("\"{name}\""), "\"root\"");
         }
-        for layout in [&mut wanted.v4, &mut wanted.v6] {
-            layout.resolve(root);
-        }
         let Some(listed) = in_namespace("nft -f - && nft -j list ruleset", &text) else {
             return;
         };
-        let found = nftables::Live::parse(listed.as_bytes()).expect("a rule set");
-        assert_eq!(found, wanted, "{}:\n{listed}", path.display());
+        for family in [Family::V4, Family::V6] {
+            let found = nftables::parse(listed.as_bytes(), family).expect("a rule set");
+            let wanted = nftables::wanted(&of_root, family);
+            assert_eq!(found, wanted, "{}:\n{listed}", path.display());
+        }
     }
 }
 
@@ -337,6 +342,6 @@ fn the_user_of_envoy_is_found_by_name() {
         ("bad", None),
         ("x", None),
     ] {
-        assert_eq!(uid_of(user, passwd), uid, "{user}");
+        assert_eq!(field(passwd, 0, user, 2), uid, "{user}");
     }
 }

@@ -96,9 +96,7 @@ fn is_not_supported(error: &io::Error) -> bool {
         Errno::OPNOTSUPP,
         Errno::AFNOSUPPORT,
     ];
-    known
-        .iter()
-        .any(|known| error.raw_os_error() == Some(known.raw_os_error()))
+    Errno::from_io_error(error).is_some_and(|errno| known.contains(&errno))
 }
 
 impl Error {

@@ -1,8 +1,11 @@
 //! Reads what `iptables-save` and `ip6tables-save` print, of either kind, with or without counters.
 
-use super::{chain_name, rule, table_name};
-use crate::capture::layout::Layout;
-use crate::capture::rules::{Chain, Table};
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use crate::address::Cidr;
+use crate::capture::layout::{Entry, Layout};
+use crate::capture::rules::{Chain, Criterion, Id, Match, Owner, Protocol, Table, Verdict};
 
 /// What the names of Istio's chains start with, in every version.
 pub(super) const ISTIO: &str = "ISTIO_";
@@ -10,19 +13,14 @@ pub(super) const ISTIO: &str = "ISTIO_";
 /// The tables of one family.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Saved<'a> {
-    pub(super) tables: Vec<SavedTable<'a>>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct SavedTable<'a> {
-    pub(super) name: &'a str,
-    /// All chains, also the kernel's own.
-    pub(super) chains: Vec<&'a str>,
+    /// The tables and names of all chains, also of the kernel's own.
+    pub(super) chains: Vec<(&'a str, &'a str)>,
     pub(super) rules: Vec<SavedRule<'a>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SavedRule<'a> {
+    pub(super) table: &'a str,
     pub(super) chain: &'a str,
     /// Matches and target.
     pub(super) text: &'a str,
@@ -32,65 +30,26 @@ impl<'a> Saved<'a> {
     /// Reads the program's output. An error is the line that it does not print, or the last one if more
     /// would follow.
     pub fn parse(text: &'a str) -> Result<Self, &'a str> {
-        let (mut tables, mut open) = (Vec::new(), None);
+        let (mut saved, mut open) = (Self::default(), None);
         let lines = text.lines().map(str::trim_end);
         for line in lines.filter(|line| !line.is_empty() && !line.starts_with('#')) {
-            match (line.strip_prefix('*'), &mut open) {
-                (Some(name), None) => open = Some(SavedTable::new(name)),
-                (None, Some(_)) if line == "COMMIT" => tables.extend(open.take()),
-                (None, Some(table)) => table.add(line).ok_or(line)?,
+            match (line.strip_prefix('*'), open) {
+                (table @ Some(_), None) => open = table,
+                (None, Some(_)) if line == "COMMIT" => open = None,
+                (None, Some(table)) => saved.add(table, line).ok_or(line)?,
                 _ => return Err(line),
             }
         }
         match open {
-            None => Ok(Self { tables }),
+            None => Ok(saved),
             Some(_) => Err(text.lines().next_back().unwrap_or_default()),
         }
     }
 
-    /// The rules in chains that traffic capture knows.
-    pub fn layout(&self) -> Layout {
-        let mut layout = Layout::default();
-        for table in &self.tables {
-            let is_named = |of: &Table| table_name(*of) == table.name;
-            let Some(of) = Table::ALL.into_iter().find(is_named) else {
-                continue;
-            };
-            for name in &table.chains {
-                match chain_named(name) {
-                    Some(chain) if !chain.is_builtin() => {
-                        layout.chains.entry((of, chain)).or_default();
-                    }
-                    None if name.starts_with(ISTIO) => {
-                        layout.unknown_chains.push((of, (*name).to_owned()));
-                    }
-                    _ => {}
-                }
-            }
-            for rule in &table.rules {
-                if let Some(chain) = chain_named(rule.chain) {
-                    let entries = layout.chains.entry((of, chain)).or_default();
-                    entries.push(rule::entry(rule.text));
-                }
-            }
-        }
-        layout
-    }
-}
-
-impl<'a> SavedTable<'a> {
-    pub(super) fn new(name: &'a str) -> Self {
-        Self {
-            name,
-            chains: Vec::new(),
-            rules: Vec::new(),
-        }
-    }
-
     /// Adds a line that declares a chain, or adds a rule to one.
-    fn add(&mut self, line: &'a str) -> Option<()> {
+    fn add(&mut self, table: &'a str, line: &'a str) -> Option<()> {
         if let Some(declared) = line.strip_prefix(':') {
-            self.chains.push(declared.split(' ').next()?);
+            self.chains.push((table, declared.split(' ').next()?));
             return Some(());
         }
         let line = match line.strip_prefix('[') {
@@ -99,14 +58,169 @@ impl<'a> SavedTable<'a> {
         };
         let rule = line.strip_prefix("-A ")?;
         let (chain, text) = rule.split_once(' ').unwrap_or((rule, ""));
-        self.rules.push(SavedRule { chain, text });
+        self.rules.push(SavedRule { table, chain, text });
         Some(())
+    }
+
+    /// The rules in chains that traffic capture knows.
+    pub fn layout(&self) -> Layout {
+        let mut layout = Layout::default();
+        for (table, name) in &self.chains {
+            match (table_named(table), chain_named(name)) {
+                (Some(table), Some(chain)) if !chain.is_builtin() => {
+                    layout.chains.entry((table, chain)).or_default();
+                }
+                (Some(table), None) if name.starts_with(ISTIO) => {
+                    layout.unknown_chains.push((table, (*name).to_owned()));
+                }
+                _ => {}
+            }
+        }
+        for rule in &self.rules {
+            if let Some(place) = rule.place() {
+                let entries = layout.chains.entry(place).or_default();
+                entries.push(entry(rule.text));
+            }
+        }
+        layout
     }
 }
 
-pub(super) fn chain_named(name: &str) -> Option<Chain> {
-    let is_named = |chain: &Chain| chain_name(*chain) == name;
-    Chain::ALL.into_iter().find(is_named)
+impl SavedRule<'_> {
+    /// The chain, if traffic capture knows it.
+    pub(super) fn place(&self) -> Option<(Table, Chain)> {
+        table_named(self.table).zip(chain_named(self.chain))
+    }
+}
+
+fn table_named(name: &str) -> Option<Table> {
+    let table = Table::ALL.into_iter().find(|(_, of)| *of == name);
+    table.map(|(table, _)| table)
+}
+
+fn chain_named(name: &str) -> Option<Chain> {
+    let chain = Chain::ALL.into_iter().find(|(_, of)| *of == name);
+    chain.map(|(chain, _)| chain)
+}
+
+/// The rule that stands behind `-A CHAIN`.
+pub(in crate::capture) fn entry(text: &str) -> Entry {
+    let words: Vec<_> = text.split(' ').collect();
+    match read(&words) {
+        Some((matches, verdict)) => Entry::rule(matches, verdict),
+        None => Entry::Foreign(text.to_owned()),
+    }
+}
+
+/// None is a rule with anything the model has not.
+fn read(mut words: &[&str]) -> Option<(Vec<Match>, Verdict)> {
+    let (mut matches, mut module) = (Vec::new(), "");
+    loop {
+        match words {
+            ["-j", target @ ..] => return Some((matches, verdict(target)?)),
+            // Extensions that match nothing without their options.
+            [
+                "-m",
+                name @ ("tcp" | "udp" | "multiport" | "owner" | "conntrack" | "mark" | "connmark"),
+                rest @ ..,
+            ] => (module, words) = (name, rest),
+            ["-m", ..] => return None,
+            ["!", option, value, rest @ ..] => {
+                matches.push(Match::Not(criterion(module, option, value)?));
+                words = rest;
+            }
+            [option, value, rest @ ..] => {
+                matches.push(Match::Is(criterion(module, option, value)?));
+                words = rest;
+            }
+            _ => return None,
+        }
+    }
+}
+
+fn criterion(module: &str, option: &str, value: &str) -> Option<Criterion> {
+    Some(match (option, module) {
+        ("-i", _) => Criterion::InInterface(value.to_owned()),
+        ("-o", _) => Criterion::OutInterface(value.to_owned()),
+        ("-s", _) => Criterion::Source(Cidr::parse(value)?),
+        ("-d", _) => Criterion::Destination(Cidr::parse(value)?),
+        ("-p", _) if value == "tcp" => Criterion::Protocol(Protocol::Tcp),
+        ("-p", _) if value == "udp" => Criterion::Protocol(Protocol::Udp),
+        ("--sport", "tcp" | "udp") => Criterion::SourcePort(value.parse().ok()?),
+        ("--dport", "tcp" | "udp") => Criterion::DestinationPort(vec![range(value, ':')?]),
+        ("--dports", "multiport") => {
+            let ports = value.split(',').map(|ports| range(ports, ':'));
+            Criterion::DestinationPort(ports.collect::<Option<_>>()?)
+        }
+        ("--uid-owner", "owner") => Criterion::Owner(Owner::User(Id::Numbers(range(value, '-')?))),
+        ("--gid-owner", "owner") => Criterion::Owner(Owner::Group(Id::Numbers(range(value, '-')?))),
+        ("--ctstate", "conntrack") if value == "INVALID" => Criterion::StateInvalid,
+        ("--ctstate", "conntrack") if value == "RELATED,ESTABLISHED" => {
+            Criterion::StateRelatedOrEstablished
+        }
+        ("--mark", "mark") => Criterion::Mark(mark(value)?),
+        ("--mark", "connmark") => Criterion::ConnectionMark(mark(value)?),
+        _ => return None,
+    })
+}
+
+fn verdict(target: &[&str]) -> Option<Verdict> {
+    const ALL: &str = "0xffffffff";
+    Some(match target {
+        ["RETURN"] => Verdict::Return,
+        ["ACCEPT"] => Verdict::Accept,
+        ["DROP"] => Verdict::Drop,
+        ["REJECT", "--reject-with", "tcp-reset"] => Verdict::Reject,
+        ["REDIRECT", "--to-ports", port] => Verdict::Redirect(port.parse().ok()?),
+        [
+            "TPROXY",
+            "--on-port",
+            port,
+            "--on-ip",
+            "0.0.0.0" | "::",
+            "--tproxy-mark",
+            set,
+        ] => Verdict::Tproxy {
+            port: port.parse().ok()?,
+            mark: mark(set)?,
+        },
+        ["MARK", "--set-xmark", set] => Verdict::SetMark(mark(set)?),
+        ["CONNMARK", direction, "--nfmask", ALL, "--ctmask", ALL] => match *direction {
+            "--save-mark" => Verdict::SaveMark,
+            "--restore-mark" => Verdict::RestoreMark,
+            _ => return None,
+        },
+        ["CT", "--zone", zone] => Verdict::Zone(zone.parse().ok()?),
+        [chain] => match chain_named(chain)? {
+            chain if chain.is_builtin() => return None,
+            chain => Verdict::Jump(chain),
+        },
+        _ => return None,
+    })
+}
+
+/// A single number, or the first and the last of a range.
+fn range<T: FromStr>(text: &str, separator: char) -> Option<RangeInclusive<T>> {
+    let (first, last) = text.split_once(separator).unwrap_or((text, text));
+    Some(first.parse().ok()?..=last.parse().ok()?)
+}
+
+/// A mark of all bits.
+fn mark(text: &str) -> Option<u32> {
+    let hex = text.strip_suffix("/0xffffffff").unwrap_or(text);
+    u32::from_str_radix(hex.strip_prefix("0x")?, 16).ok()
+}
+
+/// Whether the target is one of Istio's chains, of any version.
+pub(in crate::capture) fn jumps_to_istio(text: &str) -> bool {
+    target(text).is_some_and(|target| target.starts_with(ISTIO))
+}
+
+pub(in crate::capture) fn target(text: &str) -> Option<&str> {
+    let words: Vec<_> = text.split(' ').collect();
+    // Before it there may be a comment, with anything in it.
+    let option = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
+    words.get(option? + 1).copied()
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ fn ours_is_replaced_and_all_else_stays() {
         lines: vec!["-A OUTPUT -j ISTIO_OUTPUT".to_owned()],
     };
     assert_eq!(
-        own().swap(&saved, &[new]),
+        swap(&own().of(&saved), &[new]),
         "\
 *nat
 -D OUTPUT -o eth1 -j RETURN
@@ -53,7 +53,7 @@ fn ours_is_replaced_and_all_else_stays() {
 COMMIT
 "
     );
-    assert_eq!(own().swap(&Saved::default(), &[]), "");
+    assert_eq!(swap(&Saved::default(), &[]), "");
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn the_table_that_redirects_comes_last_and_goes_first() {
         let names = text.lines().filter_map(|line| line.strip_prefix('*'));
         names.map(str::to_owned).collect::<Vec<_>>()
     };
-    let removal = own().swap(&Saved::parse(&old).expect("a text"), &[]);
+    let removal = swap(&own().of(&Saved::parse(&old).expect("a text")), &[]);
     assert_eq!(names(&removal), ["nat", "mangle", "raw"]);
     let table = |name| TableText {
         name,
@@ -72,6 +72,6 @@ fn the_table_that_redirects_comes_last_and_goes_first() {
         lines: vec!["-A OUTPUT -j DROP".to_owned()],
     };
     let new = [table("mangle"), table("nat"), table("raw")];
-    let set_up = own().swap(&Saved::default(), &new);
+    let set_up = swap(&Saved::default(), &new);
     assert_eq!(names(&set_up), ["raw", "mangle", "nat"]);
 }

@@ -1,15 +1,19 @@
 //! Sets rules up and removes them, by `iptables-save` and `iptables-restore`.
 //!
 //! Each table of each family changes at once; the kernel offers no more. What fails midway is undone.
+//!
+//! Ours are all rules in chains whose names start like Istio's, the jumps to these, and what the
+//! configuration puts into the kernel's own chains. Rules of others stay as they are.
 
 use super::programs::{Error, Kernel, Programs};
-use super::swap::Own;
-use super::wanted;
+use super::saved::{ISTIO, Saved, SavedRule, entry, jumps_to_istio};
+use super::{TableText, wanted};
+use crate::address::Cidr;
 use crate::capture::config::{Config, Kind, Mode};
-use crate::capture::layout::Layout;
-use crate::capture::rules::{Family, Owner, Rules};
+use crate::capture::layout::{Entry, Layout};
+use crate::capture::rules::{Chain, Criterion, Family, Id, Match, Owner, Rules, Table};
 
-/// What to do, and what it depends on besides the configuration.
+/// What to do, and what it depends on besides the configuration, whose users and groups are numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     pub config: &'a Config,
@@ -19,8 +23,6 @@ pub struct Request<'a> {
     pub is_forced: bool,
     /// Directories of programs, separated by colons.
     pub path: &'a str,
-    /// The numbers of users and groups with names.
-    pub number: fn(&Owner) -> Option<u32>,
 }
 
 /// A change by one pair of programs.
@@ -90,14 +92,14 @@ impl Request<'_> {
         rules: Option<&Rules>,
     ) -> Result<Option<Change>, Error> {
         let saved = programs.parse(&programs.saved)?;
-        let own = self.own(family, saved.layout().tproxy_mark());
-        let goal = rules.map(|rules| self.layout(rules, family));
-        let is_there = own.of(&saved).layout() == goal.unwrap_or_default();
+        let own = self.own(family, saved.layout().tproxy_mark()).of(&saved);
+        let goal = rules.map(|rules| Layout::new(rules, family));
+        let is_there = own.layout() == goal.unwrap_or_default();
         if is_there && !(self.is_forced && rules.is_some()) {
             return Ok(None);
         }
         let new = rules.map(|rules| wanted(rules, family));
-        let text = own.swap(&saved, &new.unwrap_or_default());
+        let text = swap(&own, &new.unwrap_or_default());
         Ok(Some(Change { programs, text }))
     }
 
@@ -108,14 +110,8 @@ impl Request<'_> {
         let marks = [Some(config.tproxy_mark), mark];
         Own::new(marks.into_iter().flatten().map(|mark| {
             config.tproxy_mark = mark;
-            self.layout(&Rules::new(&config), family)
+            Layout::new(&Rules::new(&config), family)
         }))
-    }
-
-    fn layout(&self, rules: &Rules, family: Family) -> Layout {
-        let mut layout = Layout::new(rules, family);
-        layout.resolve(self.number);
-        layout
     }
 }
 
@@ -152,3 +148,97 @@ async fn undo(changes: &[Change]) -> Result<(), Error> {
     }
     Ok(())
 }
+
+/// All tables. The last one begins to redirect connections, so it comes last, and goes first.
+const ORDER: [&str; 5] = ["security", "filter", "raw", "mangle", "nat"];
+
+/// Which rules in the kernel's own chains are ours, besides jumps, whatever users they are for.
+#[derive(Debug)]
+struct Own(Vec<((Table, Chain), Entry)>);
+
+impl Own {
+    fn new(layouts: impl Iterator<Item = Layout>) -> Self {
+        let chains = layouts.flat_map(|layout| layout.chains);
+        let builtin = chains.filter(|((_, chain), _)| chain.is_builtin());
+        let rules = builtin.flat_map(|(place, rules)| {
+            let rules = rules.into_iter();
+            rules.map(move |entry| (place, of_any_user(entry)))
+        });
+        Self(rules.collect())
+    }
+
+    fn has(&self, rule: &SavedRule<'_>) -> bool {
+        let is_listed = |place| {
+            let entry = of_any_user(entry(rule.text));
+            self.0.contains(&(place, entry))
+        };
+        rule.chain.starts_with(ISTIO)
+            || jumps_to_istio(rule.text)
+            || rule.place().is_some_and(is_listed)
+    }
+
+    /// Our part of the tables.
+    fn of<'a>(&self, saved: &Saved<'a>) -> Saved<'a> {
+        let mut own = saved.clone();
+        own.rules.retain(|rule| self.has(rule));
+        own.chains.retain(|(_, chain)| chain.starts_with(ISTIO));
+        own
+    }
+}
+
+/// The input of `iptables-restore --noflush` that leaves these tables in place of all that is ours. Empty if
+/// there is nothing to do. Each table changes at once.
+fn swap(own: &Saved<'_>, new: &[TableText]) -> String {
+    let mut order = ORDER;
+    if new.is_empty() {
+        order.reverse();
+    }
+    let nothing = TableText::default();
+    let texts = order.map(|name| {
+        let new = new.iter().find(|table| table.name == name);
+        swap_table(name, own, new.unwrap_or(&nothing))
+    });
+    texts.concat()
+}
+
+fn swap_table(name: &str, own: &Saved<'_>, new: &TableText) -> String {
+    let mut text = String::new();
+    let rules = own.rules.iter().filter(|rule| rule.table == name);
+    for rule in rules.filter(|rule| !rule.chain.starts_with(ISTIO)) {
+        text += &format!("-D {} {}\n", rule.chain, rule.text);
+    }
+    let chains = own.chains.iter().filter(|(table, _)| *table == name);
+    let mut stale: Vec<_> = chains.map(|(_, chain)| *chain).collect();
+    stale.retain(|chain| !new.chains.contains(chain));
+    // That empties a chain that exists.
+    for chain in new.chains.iter().chain(&stale) {
+        text += &format!(":{chain} - [0:0]\n");
+    }
+    for line in &new.lines {
+        text += &format!("{line}\n");
+    }
+    for chain in stale {
+        text += &format!("-X {chain}\n");
+    }
+    match text.is_empty() {
+        true => text,
+        false => format!("*{name}\n{text}COMMIT\n"),
+    }
+}
+
+/// The rule for another user and loopback range: those of a cleanup may differ.
+fn of_any_user(mut entry: Entry) -> Entry {
+    if let Entry::Rule { matches, .. } = &mut entry {
+        for each in matches {
+            match each {
+                Match::Is(Criterion::Owner(owner)) => *owner = Owner::User(Id::from(0)),
+                Match::Not(Criterion::Destination(range)) => *range = Cidr::low_v6(0),
+                _ => {}
+            }
+        }
+    }
+    entry
+}
+
+#[cfg(test)]
+mod tests;
