@@ -17,6 +17,8 @@ export MAINTAINER ?=
 # Builds a program from crates.io, not optimised, as it runs for seconds.
 install = [[ -d $(tools)/$(1)-$(2) ]] || cargo install --quiet --locked --no-default-features \
 	--profile dev --root $(tools)/$(1)-$(2) --target-dir $(tools)/build $(1)@$(2)
+# The time of a release's files is no part of the build: cc would compile all C anew for each commit.
+cargo_build := env -u SOURCE_DATE_EPOCH cargo build
 aarch64 := aarch64-unknown-linux-gnu
 # AARCH64=1 makes image, packages and release for aarch64, too.
 both := $(filter-out 0,$(AARCH64))
@@ -30,11 +32,11 @@ envoy: ## Finds or fetches an Envoy.
 	@deploy/envoy/get-envoy >/dev/null
 
 build: ## Builds the agent as it ships, and its symbols in target/release/pilot-agent.debug; FIPS=1 with AWS-LC's FIPS module.
-	@cargo build --release --locked --bin pilot-agent $(features)
+	@$(cargo_build) --release --locked --bin pilot-agent $(features)
 	@deploy/split-symbols $(target)/release/pilot-agent
 
 local-istiod: ## Builds the control plane of demo and tests.
-	@cargo build --locked --package local-istiod
+	@$(cargo_build) --locked --package local-istiod
 
 image: build envoy $(if $(both),image-aarch64) ## Builds the image as an OCI layout, target/image/oci; needs Debian's buildah.
 	@deploy/image/debian "$$(dpkg --print-architecture)" $(target)/image-debian
@@ -61,7 +63,7 @@ release: deny image package ## Leaves archive, packages, image, provenance and c
 aarch64: local-istiod ## Builds the agent for aarch64 and runs it in an emulator; needs qemu-user and a cross compiler.
 	@rustup target list --installed | grep -qx $(aarch64) || rustup target add $(aarch64)
 	@CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-	cargo build --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64) $(features)
+	$(cargo_build) --profile $(PROFILE) --locked --bin pilot-agent --target $(aarch64) $(features)
 	@if [[ $(PROFILE) == release ]]; then \
 	OBJCOPY=aarch64-linux-gnu-objcopy deploy/split-symbols $(target)/$(aarch64)/release/pilot-agent; fi
 	@tests/aarch64 $(target)/$(aarch64)/$(PROFILE:dev=debug)/pilot-agent $(target)/debug/local-istiod

@@ -154,7 +154,8 @@ struct Target {
     httpheaders: Option<Vec<Header>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct Header {
     name: String,
     value: String,
