@@ -78,7 +78,7 @@ impl Overview {
             health: sources.health.clone(),
             wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
             start_up: sources.milestones.reached(),
-            warnings: logging::recent(),
+            warnings: logging::RECENT.entries(),
         }
     }
 
