@@ -175,15 +175,12 @@ impl From<LevelFilter> for Level {
 }
 
 fn level(word: &str) -> Option<LevelFilter> {
-    Some(match word {
-        "debug" => LevelFilter::DEBUG,
-        "info" => LevelFilter::INFO,
-        "warn" => LevelFilter::WARN,
-        "error" => LevelFilter::ERROR,
+    match word {
+        "debug" | "info" | "warn" | "error" => word.parse().ok(),
         // No line has level `fatal`: the program logs an error and ends.
-        "fatal" | "none" => LevelFilter::OFF,
-        _ => return None,
-    })
+        "fatal" | "none" => Some(LevelFilter::OFF),
+        _ => None,
+    }
 }
 
 /// The word for a level; the inverse of [`level`].

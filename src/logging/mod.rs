@@ -77,19 +77,11 @@ impl Options {
 /// How long the end of the program may wait for readers of the log.
 const FINISH_LIMIT: Duration = Duration::from_secs(1);
 
-static RECENT: Recent = Recent::new();
-static LAST_LINES: LastLines = LastLines::new();
+/// The warnings and errors logged last.
+pub(crate) static RECENT: Recent = Recent::new();
+/// The lines logged last.
+pub(crate) static LAST_LINES: LastLines = LastLines::new();
 static LEVELS: OnceLock<Levels> = OnceLock::new();
-
-/// The warnings and errors logged last, the newest first.
-pub fn recent() -> Vec<Entry> {
-    RECENT.entries()
-}
-
-/// The lines logged last, the oldest first.
-pub fn last_lines() -> String {
-    LAST_LINES.text()
-}
 
 /// The levels in force.
 pub fn levels() -> &'static Levels {

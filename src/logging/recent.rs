@@ -30,7 +30,7 @@ pub struct Entry {
 /// The warnings and errors logged last. One that repeats moves to the end and is counted, so that it does
 /// not displace others.
 #[derive(Debug)]
-pub(super) struct Recent(Mutex<VecDeque<Entry>>);
+pub(crate) struct Recent(Mutex<VecDeque<Entry>>);
 
 impl Recent {
     pub(super) const fn new() -> Self {
@@ -66,14 +66,14 @@ impl Recent {
     }
 
     /// The newest first.
-    pub(super) fn entries(&self) -> Vec<Entry> {
+    pub(crate) fn entries(&self) -> Vec<Entry> {
         let entries = self.0.lock();
         entries.iter().rev().cloned().collect()
     }
 }
 
 /// The lines logged last, as text.
-pub(super) struct LastLines(Mutex<VecDeque<u8>>);
+pub(crate) struct LastLines(Mutex<VecDeque<u8>>);
 
 impl LastLines {
     pub(super) const fn new() -> Self {
@@ -93,10 +93,8 @@ impl LastLines {
         }
     }
 
-    pub(super) fn text(&self) -> String {
-        let lines = self.0.lock();
-        let (first, second) = lines.as_slices();
-        String::from_utf8_lossy(&[first, second].concat()).into_owned()
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(self.0.lock().make_contiguous()).into_owned()
     }
 }
 

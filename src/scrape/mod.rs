@@ -19,12 +19,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream::try_unfold;
+use futures_util::FutureExt;
+use futures_util::stream::{self, Stream, TryStreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, VARY};
 use http::{HeaderMap, HeaderValue, Request, Response, request};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, StreamBody};
+use tokio::sync::mpsc::{Sender, channel};
 use tokio::time::Instant;
 
 use crate::clock::later;
@@ -35,6 +37,7 @@ use crate::metrics::{Counter, Counters, Registry};
 use lines::Format;
 use negotiate::{TEXT_PAGE, TIMEOUT};
 use page::{Output, Page};
+use seen::Seen;
 use source::{Origin, Source};
 use targets::Target;
 
@@ -110,7 +113,7 @@ impl Scrape {
         source::set_aside(&mut sources, later(begin, scaled(time, SETTLING))).await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
-            None if source.has_ended() => {
+            None if source.has_ended => {
                 scrape.report(source);
                 false
             }
@@ -120,12 +123,15 @@ impl Scrape {
         let content_type = settle(&sources);
         let format = Format::of(content_type);
         let is_gzip = negotiate::takes_gzip(&request.headers);
-        let (inner, output) = (scrape.clone(), Output::new(is_gzip));
-        let page = Page::new(inner, sources, format, later(begin, time), output);
-        let chunks = try_unfold(page, |mut page| async {
-            let chunk = page.next().await?;
-            Ok(chunk.map(|chunk| (Frame::data(chunk), page)))
-        });
+        let page = Page {
+            scrape: scrape.clone(),
+            format,
+            deadline: later(begin, time),
+            sources: sources.into(),
+            seen: Seen::default(),
+            output: Output::new(is_gzip),
+        };
+        let chunks = sent_by(|chunks| page.write(chunks)).map_ok(Frame::data);
         let mut response = Response::new(StreamBody::new(chunks).boxed_unsync());
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
@@ -166,7 +172,7 @@ impl Inner {
             *sent.uri_mut() = uri.parse().unwrap_or_default();
             *sent.headers_mut() = negotiate::for_source(origin, &request.headers);
             let client = self.client.clone();
-            let asking = Box::pin(async move { client.send(sent).await });
+            let asking = async move { client.send(sent).await };
             Source::new(origin, port, path, asking, room, limit)
         };
         let envoy = self.config.envoy_port.map(|port| {
@@ -206,6 +212,24 @@ fn settle(sources: &[Source]) -> &'static str {
         true => first,
         false => TEXT_PAGE,
     }
+}
+
+/// What `work` sends, and at the end its error. It goes on while the stream is polled.
+fn sent_by<T, E, W: Future<Output = Result<(), E>>>(
+    work: impl FnOnce(Sender<Result<T, E>>) -> W,
+) -> impl Stream<Item = Result<T, E>> {
+    let (sender, mut sent) = channel(1);
+    let working = work(sender.clone());
+    let working = async move {
+        if let Err(error) = working.await {
+            let _ = sender.send(Err(error)).await;
+        }
+    };
+    let mut working = Box::pin(working.fuse());
+    stream::poll_fn(move |context| {
+        let _ = working.poll_unpin(context);
+        sent.poll_recv(context)
+    })
 }
 
 /// What was scraped, what failed, and what was left out of a page.

@@ -1,6 +1,6 @@
-//! Writes the page when the scraper takes more of it: the agent's own metrics, and the sources as
-//! their turns come.
+//! Writes the page as the scraper takes it: the agent's own metrics, and the sources as their turns come.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -8,12 +8,13 @@ use std::sync::Arc;
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use tokio::sync::mpsc::Sender;
 use tokio::time::{Instant, timeout_at};
 
 use super::Inner;
 use super::lines::{Format, Lines};
 use super::seen::Seen;
-use super::source::{self, Failure, Origin, Source};
+use super::source::{Failure, Origin, Source};
 use crate::clock::after;
 use crate::duration::scaled;
 use crate::lifecycle::BoxError;
@@ -22,130 +23,88 @@ use crate::lifecycle::BoxError;
 const CHUNK: usize = 32 << 10;
 
 pub(super) struct Page {
-    scrape: Arc<Inner>,
-    format: Format,
-    deadline: Instant,
+    pub scrape: Arc<Inner>,
+    pub format: Format,
+    pub deadline: Instant,
     /// The sources whose turn is still to come.
-    sources: Vec<Source>,
-    turn: Option<Turn>,
-    seen: Seen,
-    output: Output,
-}
-
-/// The source that is written.
-struct Turn {
-    source: Source,
-    until: Instant,
-    /// Whether all of it was there at the beginning.
-    is_small: bool,
-    /// None before the first chunk.
-    lines: Option<Lines>,
+    pub sources: VecDeque<Source>,
+    pub seen: Seen,
+    pub output: Output,
 }
 
 impl Page {
-    pub(super) fn new(
-        scrape: Arc<Inner>,
-        sources: Vec<Source>,
-        format: Format,
-        deadline: Instant,
-        mut output: Output,
-    ) -> Self {
-        let mut seen = Seen::default();
-        seen.begin(sources.is_empty());
-        let own = scrape.registry.render();
-        Lines::new(Format::Text, format, Vec::new(), false).push(
-            own.as_bytes(),
-            &mut seen,
-            &mut output,
-        );
-        Self {
-            scrape,
-            format,
-            deadline,
-            sources,
-            turn: None,
-            seen,
-            output,
+    /// Sends the page in chunks. An error aborts the response.
+    pub(super) async fn write(
+        mut self,
+        chunks: Sender<Result<Bytes, BoxError>>,
+    ) -> Result<(), BoxError> {
+        self.seen.begin(self.sources.is_empty());
+        let own = self.scrape.registry.render();
+        let mut lines = Lines::new(Format::Text, self.format, Vec::new(), false);
+        lines.push(own.as_bytes(), &mut self.seen, &mut self.output);
+        while let Some(source) = self.sources.pop_front() {
+            self.pass(source, &chunks).await?;
         }
-    }
-
-    /// The next chunk of the page; None is its end. An error aborts the response.
-    pub(super) async fn next(&mut self) -> Result<Option<Bytes>, BoxError> {
-        loop {
-            if let Some(chunk) = self.output.take_ready() {
-                return Ok(Some(chunk));
-            }
-            if self.output.has_ended {
-                return Ok(None);
-            }
-            match self.turn.take() {
-                Some(turn) => self.pass(turn).await?,
-                None => self.begin()?,
-            }
+        if self.format == Format::OpenMetrics {
+            self.output.write(b"# EOF\n");
         }
-    }
-
-    /// Begins the turn of a source, or ends the page after the last one.
-    fn begin(&mut self) -> Result<(), BoxError> {
-        if self.sources.is_empty() {
-            if self.format == Format::OpenMetrics {
-                self.output.write(b"# EOF\n");
-            }
-            return Ok(self.output.finish()?);
-        }
-        let source = self.sources.remove(0);
-        let is_last = self.sources.is_empty();
-        self.seen.begin(is_last);
-        // Nothing that others wait for takes all of their time.
-        let now = Instant::now();
-        let until = match is_last {
-            true => self.deadline,
-            false => after(scaled(self.deadline.duration_since(now), 0.5)),
-        };
-        self.turn = Some(Turn {
-            until,
-            is_small: source.has_ended(),
-            source,
-            lines: None,
-        });
+        self.output.finish()?;
+        self.send(&chunks).await;
         Ok(())
     }
 
-    /// Writes the next chunk of a source, while the others are set aside.
-    async fn pass(&mut self, mut turn: Turn) -> Result<(), BoxError> {
-        let source = &mut turn.source;
-        let others = &mut self.sources;
-        let chunk = poll_fn(|context| {
-            source::set_all_aside(others, context);
-            source.poll_chunk(context)
-        });
-        match timeout_at(turn.until, chunk).await {
-            Ok(Some(chunk)) => {
-                let lines = turn.lines.get_or_insert_with(|| {
-                    let hidden = match source.origin {
-                        Origin::Envoy => self.scrape.config.hidden.clone(),
-                        Origin::Application => Vec::new(),
-                    };
-                    Lines::new(source.format(), self.format, hidden, turn.is_small)
-                });
-                lines.push(&chunk, &mut self.seen, &mut self.output);
-                // A page that always has more is never late by the timer alone.
-                if Instant::now() < turn.until {
-                    self.turn = Some(turn);
-                    return Ok(());
-                }
-                source.fail(Failure::Late);
-            }
-            Ok(None) => {}
-            Err(_) => source.fail(Failure::Late),
+    async fn send(&mut self, chunks: &Sender<Result<Bytes, BoxError>>) {
+        while let Some(chunk) = self.output.take_ready() {
+            // Who receives chunks also polls this.
+            let _ = chunks.send(Ok(chunk)).await;
         }
-        self.end(turn)
     }
 
-    fn end(&mut self, turn: Turn) -> Result<(), BoxError> {
-        let Turn {
-            mut source, lines, ..
-        } = turn;
+    /// Writes a source, while the others are set aside.
+    async fn pass(
+        &mut self,
+        mut source: Source,
+        chunks: &Sender<Result<Bytes, BoxError>>,
+    ) -> Result<(), BoxError> {
+        let is_last = self.sources.is_empty();
+        self.seen.begin(is_last);
+        // Nothing that others wait for takes all of their time.
+        let until = match is_last {
+            true => self.deadline,
+            false => after(scaled(self.deadline.duration_since(Instant::now()), 0.5)),
+        };
+        // Whether all of it was there at the beginning.
+        let is_small = source.has_ended;
+        let mut lines = None;
+        loop {
+            self.send(chunks).await;
+            let others = &mut self.sources;
+            let chunk = poll_fn(|context| {
+                others.iter_mut().for_each(|other| other.set_aside(context));
+                source.poll_chunk(context)
+            });
+            let chunk = match timeout_at(until, chunk).await {
+                Ok(Some(chunk)) => chunk,
+                Ok(None) => break,
+                Err(_) => {
+                    source.fail(Failure::Late);
+                    break;
+                }
+            };
+            let lines = lines.get_or_insert_with(|| {
+                let hidden = match source.origin {
+                    Origin::Envoy => self.scrape.config.hidden.clone(),
+                    Origin::Application => Vec::new(),
+                };
+                Lines::new(source.format(), self.format, hidden, is_small)
+            });
+            lines.push(&chunk, &mut self.seen, &mut self.output);
+            // A page that always has more is never late by the timer alone.
+            if Instant::now() >= until {
+                source.fail(Failure::Late);
+                break;
+            }
+        }
         let mut has_end = false;
         if let Some(mut lines) = lines {
             lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);

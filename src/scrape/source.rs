@@ -3,26 +3,27 @@
 //! The beginning of a body can be set aside while another source has its turn; what does not fit stays
 //! in the socket. Gzip is decoded a little at a time.
 
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::io::{self, Write};
 use std::mem;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
+use futures_util::stream::{Stream, StreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderValue, Response, StatusCode};
+use tokio::sync::mpsc::Sender;
 use tokio::time::{Instant, timeout_at};
 
 use super::lines::Format;
 use super::negotiate::content_type;
+use super::sent_by;
 use crate::http_client::{self, Body};
 
 /// How much encoded data is decoded at a time: it may become a thousand times as much.
 const ENCODED: usize = 512;
-/// How much decoded data is handed on together.
-const DECODED: usize = 32 << 10;
 /// Most that is decoded of a page.
 const MAX_DECODED: u64 = 64 << 20;
 
@@ -61,8 +62,8 @@ impl Origin {
     }
 }
 
-pub(super) type Asking =
-    Pin<Box<dyn Future<Output = Result<Response<Body>, http_client::Error>> + Send>>;
+/// A portion of a page, with the type of its content.
+type Part = (&'static str, Bytes);
 
 pub(super) struct Source {
     pub origin: Origin,
@@ -72,23 +73,10 @@ pub(super) struct Source {
     pub content_type: Option<&'static str>,
     /// Why the page has ended early.
     pub failure: Option<Failure>,
-    state: State,
+    pub has_ended: bool,
+    parts: Pin<Box<dyn Stream<Item = Result<Part, Failure>> + Send>>,
     aside: Vec<u8>,
     room: usize,
-    /// Most that is read.
-    limit: u64,
-    read: u64,
-}
-
-enum State {
-    Asking(Asking),
-    Reading(Box<Body>, Option<Box<Decoder>>),
-    Ended,
-}
-
-struct Decoder {
-    gzip: MultiGzDecoder<Vec<u8>>,
-    encoded: Bytes,
 }
 
 impl Source {
@@ -98,7 +86,7 @@ impl Source {
         origin: Origin,
         port: u16,
         path: &str,
-        asking: Asking,
+        asking: impl Future<Output = Result<Response<Body>, http_client::Error>> + Send + 'static,
         room: usize,
         limit: u64,
     ) -> Self {
@@ -108,11 +96,10 @@ impl Source {
             address: format!("localhost:{port}{path}"),
             content_type: None,
             failure: None,
-            state: State::Asking(asking),
+            has_ended: false,
+            parts: Box::pin(sent_by(move |parts| read(asking, limit, parts))),
             aside: Vec::new(),
             room,
-            limit,
-            read: 0,
         }
     }
 
@@ -120,29 +107,25 @@ impl Source {
         self.content_type.map_or(Format::Text, Format::of)
     }
 
-    pub(super) fn has_ended(&self) -> bool {
-        matches!(self.state, State::Ended)
-    }
-
     /// Whether it waits for its turn: all of it is there, or no more can be set aside.
     fn is_settled(&self) -> bool {
-        self.has_ended() || self.aside.len() >= self.room
+        self.has_ended || self.aside.len() >= self.room
     }
 
     /// The order of turns: ended sources come first, then the others, and of these Envoy's page last, as
     /// it is the largest: the series of the last one are not remembered.
     pub(super) fn turn(&self) -> (bool, bool) {
-        let is_full = !self.has_ended();
+        let is_full = !self.has_ended;
         (is_full, is_full && self.origin == Origin::Envoy)
     }
 
     pub(super) fn fail(&mut self, failure: Failure) {
         self.failure = Some(failure);
-        self.state = State::Ended;
+        self.has_ended = true;
     }
 
     /// Sets aside what there is, as far as there is room.
-    fn set_aside(&mut self, context: &mut Context<'_>) {
+    pub(super) fn set_aside(&mut self, context: &mut Context<'_>) {
         while self.aside.len() < self.room
             && let Poll::Ready(Some(chunk)) = self.poll_read(context)
         {
@@ -159,119 +142,81 @@ impl Source {
     }
 
     fn poll_read(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        loop {
-            let read = match &mut self.state {
-                State::Asking(asking) => {
-                    let answer = ready!(asking.as_mut().poll(context));
-                    match answer.map_err(Failure::from).and_then(|a| self.begin(a)) {
-                        Ok(()) => continue,
-                        Err(failure) => Err(failure),
+        while !self.has_ended {
+            match ready!(self.parts.poll_next_unpin(context)) {
+                Some(Ok((content_type, chunk))) => {
+                    self.content_type = Some(content_type);
+                    if !chunk.is_empty() {
+                        return Poll::Ready(Some(chunk));
                     }
                 }
-                State::Reading(body, decoder) => ready!(read(body, decoder, context)),
-                State::Ended => return Poll::Ready(None),
-            };
-            match read {
-                Ok(Some(chunk)) => return Poll::Ready(Some(self.limited(chunk))),
-                Ok(None) => self.state = State::Ended,
-                Err(failure) => self.fail(failure),
+                Some(Err(failure)) => self.fail(failure),
+                None => self.has_ended = true,
             }
         }
+        Poll::Ready(None)
     }
+}
 
-    fn begin(&mut self, answer: Response<Body>) -> Result<(), Failure> {
-        let (head, body) = answer.into_parts();
-        if head.status != StatusCode::OK {
-            return Err(Failure::Status(head.status));
-        }
-        let decoder = match head.headers.get(CONTENT_ENCODING) {
-            Some(found) if found == "gzip" || found == "x-gzip" => Some(Box::default()),
-            Some(found) if found != "identity" => return Err(Failure::Encoding(found.clone())),
-            _ => None,
-        };
-        if decoder.is_some() {
-            self.limit = self.limit.min(MAX_DECODED);
-        }
-        self.content_type = Some(content_type(head.headers.get(CONTENT_TYPE)));
-        self.state = State::Reading(Box::new(body), decoder);
-        Ok(())
+/// Sends a page, first an empty part once its head has come.
+async fn read(
+    asking: impl Future<Output = Result<Response<Body>, http_client::Error>>,
+    mut limit: u64,
+    parts: Sender<Result<Part, Failure>>,
+) -> Result<(), Failure> {
+    let (head, mut body) = asking.await?.into_parts();
+    if head.status != StatusCode::OK {
+        return Err(Failure::Status(head.status));
     }
-
-    fn limited(&mut self, mut chunk: Bytes) -> Bytes {
-        let left = self.limit - self.read;
-        if chunk.len() as u64 > left {
-            self.fail(Failure::TooLarge(self.limit));
+    let mut gzip = None;
+    match head.headers.get(CONTENT_ENCODING) {
+        Some(found) if found == "gzip" || found == "x-gzip" => {
+            gzip = Some(MultiGzDecoder::new(Vec::new()));
+            limit = limit.min(MAX_DECODED);
+        }
+        Some(found) if found != "identity" => return Err(Failure::Encoding(found.clone())),
+        _ => {}
+    }
+    let content_type = content_type(head.headers.get(CONTENT_TYPE));
+    let mut left = limit;
+    let mut send = async |mut chunk: Bytes| {
+        let is_too_large = chunk.len() as u64 > left;
+        if is_too_large {
             // Less than the length, which is a size.
             chunk.truncate(left as usize);
         }
-        self.read += chunk.len() as u64;
-        chunk
-    }
-}
-
-fn read(
-    body: &mut Body,
-    decoder: &mut Option<Box<Decoder>>,
-    context: &mut Context<'_>,
-) -> Poll<Result<Option<Bytes>, Failure>> {
-    loop {
-        if let Some(decoder) = decoder
-            && let Some(decoded) = decoder.decoded().map_err(Failure::Gzip)?
-        {
-            return Poll::Ready(Ok(Some(decoded)));
+        left -= chunk.len() as u64;
+        // Who receives parts also polls this.
+        let _ = parts.send(Ok((content_type, chunk))).await;
+        match is_too_large {
+            true => Err(Failure::TooLarge(limit)),
+            false => Ok(()),
         }
-        let chunk = ready!(pin!(body.chunk()).poll(context)).transpose()?;
-        match (chunk, &mut *decoder) {
-            (Some(chunk), Some(decoder)) => decoder.encoded = chunk,
-            (None, Some(decoder)) => {
-                let rest = decoder.finish().map_err(Failure::Gzip)?;
-                return Poll::Ready(Ok(rest));
-            }
-            (chunk, None) => return Poll::Ready(Ok(chunk)),
+    };
+    send(Bytes::new()).await?;
+    while let Some(chunk) = body.chunk().await.transpose()? {
+        let Some(gzip) = &mut gzip else {
+            send(chunk).await?;
+            continue;
+        };
+        for part in chunk.chunks(ENCODED) {
+            gzip.write_all(part).map_err(Failure::Gzip)?;
+            send(mem::take(gzip.get_mut()).into()).await?;
         }
     }
-}
-
-impl Default for Decoder {
-    fn default() -> Self {
-        Self {
-            gzip: MultiGzDecoder::new(Vec::new()),
-            encoded: Bytes::new(),
-        }
+    if let Some(mut gzip) = gzip {
+        gzip.try_finish().map_err(Failure::Gzip)?;
+        send(mem::take(gzip.get_mut()).into()).await?;
     }
-}
-
-impl Decoder {
-    fn decoded(&mut self) -> io::Result<Option<Bytes>> {
-        while !self.encoded.is_empty() && self.gzip.get_ref().len() < DECODED {
-            let part = self.encoded.split_to(ENCODED.min(self.encoded.len()));
-            self.gzip.write_all(&part)?;
-        }
-        Ok(self.take())
-    }
-
-    /// What is decoded after the end of the encoded data; None after that.
-    fn finish(&mut self) -> io::Result<Option<Bytes>> {
-        self.gzip.try_finish()?;
-        Ok(self.take())
-    }
-
-    fn take(&mut self) -> Option<Bytes> {
-        let decoded = mem::take(self.gzip.get_mut());
-        (!decoded.is_empty()).then(|| decoded.into())
-    }
-}
-
-pub(super) fn set_all_aside(sources: &mut [Source], context: &mut Context<'_>) {
-    for source in sources {
-        source.set_aside(context);
-    }
+    Ok(())
 }
 
 /// Sets aside until all sources wait for their turn, or until the time is over.
 pub(super) async fn set_aside(sources: &mut [Source], until: Instant) {
     let done = poll_fn(|context| {
-        set_all_aside(sources, context);
+        sources
+            .iter_mut()
+            .for_each(|source| source.set_aside(context));
         match sources.iter().all(Source::is_settled) {
             true => Poll::Ready(()),
             false => Poll::Pending,

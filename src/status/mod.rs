@@ -289,7 +289,7 @@ fn debug_page(path: &str) -> Option<DebugPage> {
     Some(match path {
         "/debug/" => |sources, ready| reply::html(Overview::new(sources, ready).html()),
         "/debug/overview" => |sources, ready| reply::json(Some(Overview::new(sources, ready))),
-        "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::last_lines()),
+        "/debug/log" => |_, _| plain(StatusCode::OK, crate::logging::LAST_LINES.text()),
         "/debug/envoy" => |sources, _| reply::json(sources.envoy.as_ref().map(Envoy::snapshot)),
         "/debug/istiod" => |sources, _| reply::json(Some(sources.istiod.status())),
         "/debug/certs" => |sources, _| reply::json(sources.secrets.as_ref().map(Secrets::snapshot)),

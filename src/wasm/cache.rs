@@ -5,16 +5,15 @@
 //! The time of a file is that of its last use.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use aws_lc_rs::digest::{Context, SHA256, digest};
+use aws_lc_rs::digest::{SHA256, digest};
 
-use super::fetch::download::{PREFIX, SUFFIX};
-use super::fetch::{Download, hexadecimal};
+use super::fetch::download::{self, Download, PREFIX, SUFFIX, hexadecimal};
 use super::request::MAX_FETCH;
 use crate::clock::Clock;
 use crate::regular_file;
@@ -134,7 +133,9 @@ fn checked(path: &Path) -> io::Result<Module> {
     let file = regular_file::open(path)?;
     let sha256 = path.file_stem().unwrap_or_default();
     let sha256 = sha256.to_string_lossy().into_owned();
-    if sha256_of_file(&file)? != sha256 {
+    let size = file.metadata()?.len();
+    // A device would have no end.
+    if download::copy(&mut (&file).take(size), &mut io::sink())?.1 != sha256 {
         return Err(io::Error::other("it was changed"));
     }
     // On a disk that is read-only, the time of the last use is not known.
@@ -142,7 +143,7 @@ fn checked(path: &Path) -> io::Result<Module> {
     Ok(Module {
         path: path.to_owned(),
         sha256,
-        size: file.metadata()?.len(),
+        size,
     })
 }
 
@@ -155,18 +156,6 @@ fn remove(path: &Path) -> bool {
     }
     tracing::debug!(target: "wasm", "successfully removed stale Wasm module {shown}");
     true
-}
-
-fn sha256_of_file(file: &File) -> io::Result<String> {
-    let (mut digest, mut portion) = (Context::new(&SHA256), vec![0; 64 << 10]);
-    // A device would have no end.
-    let mut file = file.take(file.metadata()?.len());
-    loop {
-        match file.read(&mut portion)? {
-            0 => return Ok(hexadecimal(digest.finish().as_ref())),
-            count => digest.update(&portion[..count]),
-        }
-    }
 }
 
 fn is_digest(name: &str) -> bool {

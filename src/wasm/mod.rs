@@ -7,7 +7,6 @@
 mod cache;
 mod convert;
 mod fetch;
-mod metrics;
 mod modules;
 mod request;
 
@@ -18,6 +17,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use serde_json::Value;
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use crate::executor::ConnectionTasks;
@@ -25,9 +25,7 @@ use crate::metrics::Registry;
 use convert::Filter;
 pub(crate) use convert::wire;
 pub use fetch::Config as FetchConfig;
-use metrics::Metrics;
-use modules::Modules;
-pub use modules::Snapshot;
+use modules::{Metrics, Modules};
 use request::{Request, Unusable};
 
 /// Settings of modules.
@@ -152,14 +150,9 @@ impl Wasm {
                 }
             }
         }
-        match problems.as_slice() {
-            [] => Ok(filters),
-            [one] => Err(one.clone()),
-            many => {
-                let count = many.len();
-                let all = many.join("\n\t* ");
-                Err(format!("{count} errors occurred:\n\t* {all}"))
-            }
+        match problems.is_empty() {
+            true => Ok(filters),
+            false => Err(problems.join("\n")),
         }
     }
 
@@ -200,7 +193,7 @@ impl Wasm {
     }
 
     /// What is known now.
-    pub fn snapshot(&self) -> Snapshot {
+    pub fn snapshot(&self) -> Value {
         self.0.snapshot()
     }
 }

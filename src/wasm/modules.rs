@@ -12,18 +12,18 @@ use std::time::Duration;
 
 use indexmap::IndexMap;
 use parking_lot::Mutex;
-use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::sync::{self, Semaphore, watch};
 use tokio::time::{Instant, timeout};
 
 use super::Config;
 use super::cache::{Cache, Module};
 use super::fetch::Error;
-use super::metrics::Metrics;
 use super::request::Request;
 use crate::backoff::Backoff;
 use crate::clock::after;
 use crate::executor::Executor;
+use crate::metrics::{Counters, Gauge, Histogram, Registry};
 
 const MAX_FETCHES: usize = 4;
 /// Waits after failed fetches are drawn from zero to 2 s, 4 s, … 5 min, but last at least a second.
@@ -53,27 +53,6 @@ pub(super) struct Failure {
     /// When to ask again.
     pub(super) retry_at: Instant,
     backoff: Backoff,
-}
-
-/// The state of all modules.
-#[derive(Clone, Debug, Serialize)]
-pub struct Snapshot {
-    pub resources: Vec<ResourceSnapshot>,
-    /// URLs of fetches under way.
-    pub fetching: Vec<String>,
-}
-
-/// A resource with its module, or without it and with an error.
-#[derive(Clone, Debug, Serialize)]
-pub struct ResourceSnapshot {
-    pub name: String,
-    pub url: String,
-    pub age_seconds: f64,
-    pub sha256: Option<String>,
-    pub size_bytes: Option<u64>,
-    pub error: Option<String>,
-    /// Until the module is fetched again.
-    pub retry_seconds: Option<f64>,
 }
 
 /// The modules of all resources.
@@ -125,7 +104,7 @@ impl Modules {
             true => self.find(name, request, request.key.clone()).await,
             false => Ok(None),
         };
-        self.metrics.count_lookup(matches!(known, Ok(Some(_))));
+        self.count_lookup(matches!(known, Ok(Some(_))));
         if let Ok(Some(module)) = known {
             return Ok(module.path);
         }
@@ -219,15 +198,14 @@ impl Modules {
             // The semaphore is never closed.
             let _slot = modules.slots.acquire().await;
             let limit = request.time_limit;
-            let late = || Err(Error::Download(format!("not complete within {limit:?}")));
-            let fetched = match limit.is_zero() {
-                true => late(),
-                false => {
-                    let fetching = modules.fetch(&name, &request);
-                    timeout(limit, fetching).await.unwrap_or_else(|_| late())
-                }
-            };
-            modules.metrics.count_failure(&fetched);
+            let fetched = timeout(limit, modules.fetch(&name, &request)).await;
+            let fetched = fetched
+                .unwrap_or_else(|_| Err(Error::Download(format!("not complete within {limit:?}"))));
+            if let Err(error) = &fetched
+                && let Some(result) = error.result()
+            {
+                modules.metrics.fetches.with([result]).inc();
+            }
             let _ = done.send(Some(fetched));
         });
         result
@@ -243,19 +221,18 @@ impl Modules {
         let (found, download) = match &source.image {
             None => {
                 let download = config.download(source, directory, deadline).await?;
-                let found = download.sha256.clone();
-                request.compare(&found, |expected| expected == found)?;
-                (found, download)
+                request.compare(std::slice::from_ref(&download.sha256))?;
+                (download.sha256.clone(), download)
             }
             Some(reference) => {
                 let secret = request.pull_secret.as_deref().map(String::as_str);
                 let image = config.image(source, reference, secret, pinned, deadline);
                 let image = image.await?;
-                request.compare(&image.digest, |expected| image.is(expected))?;
-                let found = image.digest.clone();
+                request.compare(&image.digests)?;
+                let found = image.digests[0].clone();
                 if pinned.is_none() {
                     let known = self.find(name, request, request.key_of(&found)).await?;
-                    self.metrics.count_lookup(known.is_some());
+                    self.count_lookup(known.is_some());
                     if known.is_some() {
                         return Ok(());
                     }
@@ -263,7 +240,7 @@ impl Modules {
                 (found, config.module(source, image, directory).await?)
             }
         };
-        self.metrics.count_success();
+        self.metrics.fetches.with(["success"]).inc();
         // That of an index, if the module was asked for by it.
         let by_digest = request.key_of(pinned.unwrap_or(&found));
         let key = request.key.clone();
@@ -318,34 +295,86 @@ impl Modules {
         }
     }
 
-    pub(super) fn snapshot(&self) -> Snapshot {
+    fn count_lookup(&self, is_hit: bool) {
+        let hit = if is_hit { "true" } else { "false" };
+        self.metrics.lookups.with([hit]).inc();
+    }
+
+    /// All resources, each with its module or without it and with an error, and the URLs of fetches under
+    /// way.
+    pub(super) fn snapshot(&self) -> Value {
         let fetches = self.fetches.lock();
-        let running = fetches
-            .values()
-            .filter(|(_, result)| result.has_changed().is_ok());
+        let running = fetches.values();
+        let running = running.filter(|(_, result)| result.has_changed().is_ok());
+        let fetching: Vec<_> = running.map(|(url, _)| url).collect();
         let resources = self.resources.lock();
-        let resources = resources
-            .iter()
-            .map(|(name, resource)| resource.snapshot(name));
-        Snapshot {
-            resources: resources.collect(),
-            fetching: running.map(|(url, _)| url.clone()).collect(),
-        }
+        let resources = resources.iter().map(|(name, resource)| {
+            let (module, failure) = (
+                resource.result.as_ref().ok(),
+                resource.result.as_ref().err(),
+            );
+            let left = |at: Instant| at.duration_since(Instant::now()).as_secs_f64();
+            json!({
+                "name": name,
+                "url": resource.url,
+                "age_seconds": resource.since.elapsed().as_secs_f64(),
+                "sha256": module.map(|module| &module.sha256),
+                "size_bytes": module.map(|module| module.size),
+                "error": failure.map(|failure| &failure.error),
+                "retry_seconds": failure.map(|failure| left(failure.retry_at)),
+            })
+        });
+        let resources: Vec<_> = resources.collect();
+        json!({ "resources": resources, "fetching": fetching })
     }
 }
 
-impl Resource {
-    fn snapshot(&self, name: &str) -> ResourceSnapshot {
-        let (module, failure) = (self.result.as_ref().ok(), self.result.as_ref().err());
-        let left = |retry_at: Instant| retry_at.duration_since(Instant::now()).as_secs_f64();
-        ResourceSnapshot {
-            name: name.to_owned(),
-            url: self.url.clone(),
-            age_seconds: self.since.elapsed().as_secs_f64(),
-            sha256: module.map(|module| module.sha256.clone()),
-            size_bytes: module.map(|module| module.size),
-            error: failure.map(|failure| failure.error.clone()),
-            retry_seconds: failure.map(|failure| left(failure.retry_at)),
+/// Powers of two, in milliseconds.
+const MILLISECONDS: &[f64] = &[
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0,
+    16384.0,
+];
+
+#[derive(Clone, Debug)]
+pub(super) struct Metrics {
+    /// By result.
+    pub(super) conversions: Counters<1>,
+    pub(super) duration: Histogram,
+    fetches: Counters<1>,
+    lookups: Counters<1>,
+    pub(super) entries: Gauge,
+}
+
+impl Metrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        Self {
+            conversions: registry.counters(
+                "istio_agent_wasm_config_conversion_count",
+                "number of Wasm config conversion count and results, including success, no remote \
+                 load, marshal failure, remote fetch failure, miss remote fetch hint.",
+                &["result"],
+            ),
+            duration: registry.histogram(
+                "istio_agent_wasm_config_conversion_duration",
+                "Total time in milliseconds istio-agent spends on converting remote load in Wasm \
+                 config.",
+                MILLISECONDS,
+            ),
+            fetches: registry.counters(
+                "istio_agent_wasm_remote_fetch_count",
+                "number of Wasm remote fetches and results, including success, download failure, and \
+                 checksum mismatch.",
+                &["result"],
+            ),
+            lookups: registry.counters(
+                "istio_agent_wasm_cache_lookup_count",
+                "number of Wasm remote fetch cache lookups.",
+                &["hit"],
+            ),
+            entries: registry.gauge(
+                "istio_agent_wasm_cache_entries",
+                "number of Wasm remote fetch cache entries.",
+            ),
         }
     }
 }

@@ -10,7 +10,7 @@ use envoy_types::pb::google::protobuf;
 use tokio::time::Instant;
 use zeroize::Zeroizing;
 
-use super::fetch::{Error, Source};
+use super::fetch::{Error, Reference, Source};
 
 pub(super) const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
 pub(super) const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
@@ -31,7 +31,8 @@ pub(crate) struct Request {
     pub(crate) pull_secret: Option<Zeroizing<String>>,
     /// Whether the module that was found before is right for any version of the resource.
     pub(crate) ignores_version: bool,
-    /// What the module is called in the cache. It may hold secrets, as the URL may.
+    /// What the module is called in the cache, as all tags of its repository are. It may hold secrets, as
+    /// the URL may.
     module_name: String,
     /// What leads to the module in the cache.
     pub(super) key: String,
@@ -70,11 +71,12 @@ impl Request {
         }
         let source = Source::parse(&uri.uri);
         let source = source.map_err(Unusable::fetch)?;
+        let image = source.image.as_ref();
         let pinned = match remote.sha256.as_str() {
-            "" | "nil" => source.digest().map(str::to_owned),
+            "" | "nil" => image.and_then(Reference::digest).map(str::to_owned),
             checksum => Some(checksum.to_owned()),
         };
-        let module_name = source.module_name(&uri.uri);
+        let module_name = image.map_or_else(|| uri.uri.clone(), Reference::module_name);
         let time_limit = uri.timeout.map_or(TIME_LIMIT, time_limit);
         let secret = pull_secret.as_deref();
         let fetch_id = hash((&uri.uri, &pinned, secret));
@@ -106,12 +108,12 @@ impl Request {
         key(digest, &self.module_name)
     }
 
-    /// An error unless the module is the one it is pinned to.
-    pub(super) fn compare(&self, found: &str, is: impl Fn(&str) -> bool) -> Result<(), Error> {
+    /// An error unless one of these digests is the one that the module is pinned to.
+    pub(super) fn compare(&self, found: &[String]) -> Result<(), Error> {
         match &self.pinned {
-            Some(expected) if !is(expected) => Err(Error::Checksum {
+            Some(expected) if !found.contains(expected) => Err(Error::Checksum {
                 url: self.source.redacted(),
-                found: found.to_owned(),
+                found: found[0].clone(),
                 expected: expected.clone(),
             }),
             _ => Ok(()),

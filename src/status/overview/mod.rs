@@ -6,6 +6,7 @@
 mod page;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::Sources;
 use super::startup::Reached;
@@ -17,7 +18,6 @@ use crate::logging;
 use crate::secrets::Secrets;
 use crate::secrets::observe::Snapshot as Certificates;
 use crate::version;
-use crate::wasm::Snapshot as Wasm;
 use crate::xds::observe::Snapshot as Discovery;
 
 #[derive(Debug, Serialize)]
@@ -38,7 +38,7 @@ pub(super) struct Overview {
     /// None if the workload is not checked.
     health: Option<Health>,
     /// None if Envoy fetches Wasm modules itself.
-    wasm: Option<Wasm>,
+    wasm: Option<Value>,
     start_up: Vec<Reached>,
     /// The newest first.
     warnings: Vec<logging::Entry>,
@@ -78,7 +78,7 @@ impl Overview {
             health: sources.health.clone(),
             wasm: sources.wasm.as_ref().map(crate::wasm::Wasm::snapshot),
             start_up: sources.milestones.reached(),
-            warnings: logging::recent(),
+            warnings: logging::RECENT.entries(),
         }
     }
 

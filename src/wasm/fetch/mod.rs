@@ -4,7 +4,7 @@
 //! bounds the time: dropping a future ends its download.
 
 pub(crate) mod download;
-pub(crate) mod oci;
+mod oci;
 mod server;
 
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use crate::address::Cidr;
 use crate::dial::proxy::Proxies;
 use crate::trust_anchors::SystemRoots;
 use download::Plan;
-pub(crate) use download::{Download, hexadecimal};
-use oci::reference::{DOCKER_HUB, Reference};
+
+const DOCKER_HUB: &str = "index.docker.io";
 
 /// Settings of fetches.
 #[derive(Clone, Debug)]
@@ -73,6 +73,19 @@ pub(crate) enum Error {
     Invalid { url: String, problem: String },
 }
 
+impl Error {
+    /// What is counted.
+    pub(crate) fn result(&self) -> Option<&'static str> {
+        match self {
+            Self::Refused(_) => None,
+            Self::Download(_) => Some("download_failure"),
+            Self::Manifest(_) => Some("manifest_failure"),
+            Self::Checksum { .. } => Some("checksum_mismatched"),
+            Self::Invalid { .. } => Some("fetch_failure"),
+        }
+    }
+}
+
 impl Source {
     pub(crate) fn parse(url: &str) -> Result<Self, Error> {
         let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
@@ -120,11 +133,6 @@ impl Source {
         format!("{scheme}://{}{}", self.authority(), self.uri.path())
     }
 
-    /// The digest that pins an image.
-    pub(crate) fn digest(&self) -> Option<&str> {
-        self.image.as_ref()?.digest()
-    }
-
     /// Whether the URL of an image names the tag `latest`.
     pub(crate) fn is_latest(&self) -> bool {
         self.image.is_some() && self.uri.path().ends_with(":latest")
@@ -147,12 +155,74 @@ impl Source {
         let rest = place.strip_prefix(hub.as_deref().unwrap_or(prefix));
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
+}
 
-    /// What distinguishes the module from others in the cache: all tags of a repository are one.
-    pub(crate) fn module_name(&self, url: &str) -> String {
-        let image = self.image.as_ref();
-        image.map_or_else(|| url.to_owned(), Reference::module_name)
+/// The name of an image in a registry: `registry/repository[:tag][@digest]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    /// Host and port.
+    registry: String,
+    repository: String,
+    /// A tag, or `sha256:` and a digest, as manifests are requested.
+    version: String,
+}
+
+impl Reference {
+    /// Reads authority and path of an `oci` URL.
+    pub(crate) fn parse(authority: &str, path: &str) -> Result<Self, String> {
+        let path = percent_decode_str(path).decode_utf8_lossy();
+        let name = format!("{authority}{path}");
+        let (rest, digest) = match name.split_once('@') {
+            Some((rest, digest)) => (rest, Some(digest)),
+            None => (name.as_str(), None),
+        };
+        // A colon before the last slash is that of a port.
+        let (rest, tag) = match rest.rsplit_once(':') {
+            Some((rest, tag)) if !tag.contains('/') && rest.contains('/') => (rest, tag),
+            _ => (rest, "latest"),
+        };
+        let (registry, repository) = match rest.split_once('/') {
+            Some(("docker.io", repository)) => (DOCKER_HUB, repository),
+            Some((first, _)) if !first.contains(['.', ':']) && first != "localhost" => {
+                (DOCKER_HUB, rest)
+            }
+            Some(found) => found,
+            None => (DOCKER_HUB, rest),
+        };
+        let is_official = registry == DOCKER_HUB && !repository.contains('/');
+        let owner = if is_official { "library/" } else { "" };
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let is_name = |part: &str| part.chars().all(is_letter) && part.contains(|c| c != '.');
+        let is_part =
+            |part: &str| is_name(part) && !part.contains(|c: char| c.is_ascii_uppercase());
+        let is_valid = repository.split('/').all(is_part) && is_name(tag);
+        if !is_valid || digest.is_some_and(|digest| sha256(digest).is_none()) {
+            let expected = "expected registry/repository[:tag][@sha256:digest]";
+            return Err(format!("could not parse reference {name:?}: {expected}"));
+        }
+        Ok(Self {
+            registry: registry.to_owned(),
+            repository: format!("{owner}{repository}"),
+            version: digest.unwrap_or(tag).to_owned(),
+        })
     }
+
+    /// The digest, if the image is named by it.
+    pub(crate) fn digest(&self) -> Option<&str> {
+        sha256(&self.version)
+    }
+
+    /// The same for all versions of an image.
+    pub(crate) fn module_name(&self) -> String {
+        format!("oci://{}/{}", self.registry, self.repository)
+    }
+}
+
+/// The hexadecimal digits of a digest.
+fn sha256(digest: &str) -> Option<&str> {
+    let digits = digest.strip_prefix("sha256:")?;
+    let is_digit = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
+    (digits.len() == 64 && digits.chars().all(is_digit)).then_some(digits)
 }
 
 /// The header of the Basic scheme, of a user and a password joined by a colon.
@@ -187,5 +257,7 @@ impl Config {
 
 #[cfg(test)]
 pub(crate) mod fake_server;
+#[cfg(test)]
+mod reference_tests;
 #[cfg(test)]
 mod tests;

@@ -32,14 +32,20 @@ fn file(name: &str, content: &[u8]) -> Vec<u8> {
     entry(name, EntryType::Regular, content.len() as u64, content)
 }
 
-fn unpacked(bytes: &[u8], file: Option<&str>, limit: u64) -> Result<Vec<u8>, String> {
-    let mut output = Vec::new();
-    let mut unpacking = Unpacking {
+fn plan(file: Option<&'static str>, limit: u64) -> Plan {
+    Plan {
+        url: String::new(),
         file,
-        limit,
-        output: &mut output,
-    };
-    let found = unpacking.unpack(&mut &*bytes);
+        max_received: limit,
+        max_unpacked: limit,
+        directory: PathBuf::new(),
+        digest: None,
+    }
+}
+
+fn unpacked(bytes: &[u8], file: Option<&'static str>, limit: u64) -> Result<Vec<u8>, String> {
+    let mut output = Vec::new();
+    let found = plan(file, limit).unpack(&mut &*bytes, &mut output, MAX_LAYERS);
     let (size, sha256) = found.map_err(|error| with_causes(&error))?;
     let digest = aws_lc_rs::digest::digest(&SHA256, &output);
     assert_eq!(
@@ -191,15 +197,11 @@ fn bombs_and_what_is_no_module_are_refused() {
 #[test]
 fn a_full_disk_is_an_error_that_says_so() {
     let disk = std::fs::File::options().write(true).open("/dev/full");
-    let mut unpacking = Unpacking {
-        file: None,
-        limit: 5000,
-        output: &mut disk.expect("a device"),
-    };
-    let error = unpacking.unpack(&mut &*MODULE).expect_err("full");
-    let text = with_causes(&error);
+    let mut disk = disk.expect("a device");
+    let unpacked = plan(None, 5000).unpack(&mut &*MODULE, &mut disk, MAX_LAYERS);
+    let text = with_causes(&unpacked.expect_err("full"));
     assert!(
-        text.starts_with("cannot write it to disk: No space left"),
+        text.contains("cannot write it to disk: No space left"),
         "{text}"
     );
 }

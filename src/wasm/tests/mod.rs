@@ -11,11 +11,11 @@ use envoy_types::pb::envoy::extensions::filters::http::wasm::v3 as http_wasm;
 use envoy_types::pb::envoy::extensions::wasm::v3 as plugin;
 use envoy_types::pb::google::protobuf;
 use prost::Message;
+use serde_json::json;
 use tokio::task::JoinSet;
 
+use super::fetch::download::hexadecimal;
 use super::fetch::fake_server::{Server, answer, ok, path};
-use super::fetch::hexadecimal;
-use super::modules::ResourceSnapshot;
 use super::*;
 use crate::trust_anchors::SystemRoots;
 
@@ -164,6 +164,12 @@ impl Agent {
         std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
 
+    fn resources(&self) -> Vec<Value> {
+        let mut snapshot = self.wasm.snapshot();
+        let resources = snapshot["resources"].as_array_mut();
+        std::mem::take(resources.expect("a list"))
+    }
+
     fn has_metric(&self, line: &str) -> bool {
         self.registry.render().lines().any(|found| found == line)
     }
@@ -201,12 +207,10 @@ fn sha256(bytes: &[u8]) -> String {
     hexadecimal(aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes).as_ref())
 }
 
-impl ResourceSnapshot {
-    fn has(&self, problem: &str) -> bool {
-        self.error
-            .as_ref()
-            .is_some_and(|error| error.contains(problem))
-    }
+/// Whether a resource has an error of this text.
+fn has(resource: &Value, problem: &str) -> bool {
+    let error = resource["error"].as_str();
+    error.is_some_and(|error| error.contains(problem))
 }
 
 const DENY: &str = "wasm-default-deny";
@@ -263,7 +267,7 @@ async fn one_fetch_serves_all_resources_and_the_file_is_readable_by_envoy() {
             agent.registry.render()
         );
     }
-    assert_eq!(agent.wasm.snapshot().resources.len(), 20);
+    assert_eq!(agent.resources().len(), 20);
 }
 
 #[tokio::test]
@@ -330,7 +334,7 @@ async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_obj
             .await,
         MODULE
     );
-    assert_eq!(agent.wasm.snapshot().resources[0].error, None);
+    assert!(agent.resources()[0]["error"].is_null());
     assert!(retry_at > Instant::now());
 }
 
@@ -349,9 +353,9 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
             ..plugin(format!("{url}?{seconds}"))
         };
         assert_eq!(agent.convert(&plugin).await, DENY);
-        let failure = &agent.wasm.snapshot().resources[0];
-        assert!(failure.has(expected), "{failure:?}");
-        assert_eq!(failure.url, url);
+        let failure = &agent.resources()[0];
+        assert!(has(failure, expected), "{failure}");
+        assert_eq!(failure["url"], url);
     }
     let wasm = agent.wasm.clone();
     let mut waiting = JoinSet::new();
@@ -360,7 +364,7 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
             .await
             .map(|it| it.missing)
     });
-    while agent.wasm.snapshot().fetching.is_empty() {
+    while agent.wasm.snapshot()["fetching"] == json!([]) {
         tokio::task::yield_now().await;
     }
     agent.stop().await;
@@ -378,13 +382,12 @@ async fn a_response_with_resources_that_cannot_be_read_is_refused_with_all_reaso
         .convert(std::slice::from_ref(&broken), true)
         .await
         .expect_err("refused");
-    assert!(!one.contains("errors occurred"), "{one}");
     let two = agent
         .wasm
         .convert(&[broken.clone(), broken], true)
         .await
         .expect_err("refused");
-    assert_eq!(two, format!("2 errors occurred:\n\t* {one}\n\t* {one}"));
+    assert_eq!(two, format!("{one}\n{one}"));
     assert!(
         agent
             .has_metric("istio_agent_wasm_config_conversion_count{result=\"unmarshal_failure\"} 3")

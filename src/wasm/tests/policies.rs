@@ -3,7 +3,6 @@
 use std::time::SystemTime;
 
 use futures_util::StreamExt;
-use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::sync::Barrier;
@@ -109,8 +108,8 @@ async fn a_pinned_image_needs_its_digest_and_a_blob_is_fetched_once() {
         ..plugin(image(":a"))
     };
     assert_eq!(agent.convert(&wrong).await, DENY);
-    let failure = &agent.wasm.snapshot().resources[0];
-    assert!(failure.has("which does not match"), "{failure:?}");
+    let failure = &agent.resources()[0];
+    assert!(has(failure, "which does not match"), "{failure}");
     assert!(
         agent.has_metric("istio_agent_wasm_remote_fetch_count{result=\"checksum_mismatched\"} 1")
     );
@@ -232,7 +231,7 @@ async fn modules_that_no_resource_names_any_more_are_removed_and_urls_forget_the
     // What the newest response names is all there is.
     let rbac = resource("rbac", "type.googleapis.com/other", Vec::new());
     agent.wasm.convert(&[rbac], true).await.expect("a response");
-    assert!(agent.wasm.snapshot().resources.is_empty());
+    assert!(agent.resources().is_empty());
     served.store(1, Ordering::Relaxed);
     agent.wasm.0.tidy().await;
     assert!(!Path::new(&path).exists());
@@ -285,9 +284,9 @@ async fn a_bounded_number_of_resources_is_remembered() {
         };
         agent.convert(&named).await;
     }
-    let resources = agent.wasm.snapshot().resources;
+    let resources = agent.resources();
     assert_eq!(resources.len(), modules::MAX_RESOURCES);
-    assert_eq!(resources[0].name, "plugin-1", "the oldest is forgotten");
+    assert_eq!(resources[0]["name"], "plugin-1", "the oldest is forgotten");
     assert_eq!(server.heads().len(), 1);
 }
 

@@ -4,24 +4,31 @@
 //!
 //! Sources: the OCI Distribution Specification 1.1, and the token authentication of Docker's registry.
 
-mod credentials;
-pub(crate) mod reference;
 mod registry;
 
-use std::path::Path;
+use std::collections::HashMap;
+use std::io::ErrorKind;
+use std::iter;
+use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{SHA256, digest};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use http::HeaderValue;
 use serde::Deserialize;
+use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
-use super::{Config, Error, Source};
+use super::{Config, Error, Reference, Source, basic, secret, sha256};
 use crate::lifecycle::with_causes;
-use reference::{Reference, sha256};
+use crate::regular_file;
 use registry::Registry;
 
 /// Registries take manifests of up to 4 MiB.
 const MAX_MANIFEST: usize = 4 << 20;
+/// Of a Docker configuration.
+const MAX_CONFIG: u64 = 1 << 20;
 
 const IMAGE_LAYERS: [&str; 2] = [
     "application/vnd.docker.image.rootfs.diff.tar.gzip",
@@ -40,10 +47,8 @@ pub(crate) struct Image {
     registry: Registry,
     /// Digest and size.
     layer: (String, u64),
-    /// That of the manifest, hexadecimal.
-    pub(crate) digest: String,
-    /// That of the index the manifest is in.
-    index: Option<String>,
+    /// That of the manifest, hexadecimal, and of the index that it is in.
+    pub(crate) digests: Vec<String>,
 }
 
 impl Config {
@@ -59,8 +64,8 @@ impl Config {
     ) -> Result<Image, Error> {
         let fetching = async {
             let credentials = match pull_secret {
-                Some(secret) => credentials::read(secret.as_bytes(), &reference.registry),
-                None => credentials::from_files(&self.credentials, &reference.registry).await,
+                Some(secret) => read_credentials(secret.as_bytes(), &reference.registry),
+                None => credentials_in_files(&self.credentials, &reference.registry).await,
             };
             let authority = source.authority();
             let registry = Registry::new(self, authority, reference, credentials?, deadline);
@@ -77,8 +82,7 @@ impl Config {
             Ok(Image {
                 registry,
                 layer: manifest.layer(self.max_bytes)?,
-                digest: manifest.digest,
-                index,
+                digests: iter::once(manifest.digest).chain(index).collect(),
             })
         };
         fetching.await.map_err(Error::Manifest)
@@ -105,13 +109,6 @@ impl Config {
     }
 }
 
-impl Image {
-    /// Whether a configured checksum means this image: its manifest, or the index of all platforms.
-    pub(crate) fn is(&self, checksum: &str) -> bool {
-        self.digest == checksum || self.index.as_deref() == Some(checksum)
-    }
-}
-
 impl Registry {
     async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
         let path = format!("manifests/{version}");
@@ -132,10 +129,7 @@ impl Registry {
 
 /// A manifest, or an index of some.
 #[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
 struct Manifest {
-    #[serde(default)]
-    schema_version: u32,
     #[serde(default)]
     layers: Vec<Descriptor>,
     /// Of an index only.
@@ -153,27 +147,14 @@ struct Descriptor {
     digest: String,
     #[serde(default)]
     size: u64,
-    platform: Option<Platform>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Platform {
     #[serde(default)]
-    os: String,
-    #[serde(default)]
-    architecture: String,
+    platform: Value,
 }
 
 impl Manifest {
     fn parse(bytes: &[u8]) -> Result<Self, String> {
         let parsed = serde_json::from_slice(bytes);
         let mut manifest: Self = parsed.map_err(|error| format!("it is no manifest: {error}"))?;
-        if manifest.schema_version != 2 {
-            let version = manifest.schema_version;
-            return Err(format!(
-                "unsupported manifest: schema {version}, expected 2"
-            ));
-        }
         manifest.digest = hexadecimal(digest(&SHA256, bytes).as_ref());
         Ok(manifest)
     }
@@ -186,8 +167,8 @@ impl Manifest {
         };
         let is_expected = |one: &&Descriptor| expected.is_some() && sha256(&one.digest) == expected;
         let is_usual = |one: &&Descriptor| {
-            let platform = one.platform.as_ref();
-            platform.is_none_or(|it| it.os == "linux" && it.architecture == "amd64")
+            let platform = &one.platform;
+            platform.is_null() || platform["os"] == "linux" && platform["architecture"] == "amd64"
         };
         let found = manifests.iter().find(is_expected);
         let found = found.or_else(|| manifests.iter().find(is_usual));
@@ -225,6 +206,97 @@ impl Descriptor {
     }
 }
 
+/// What a registry is given, from Docker's configuration. Its helper programs (`credHelpers`, `credsStore`)
+/// are not run: what a pull secret names would be executed. Headers are marked as secret, and not shown.
+#[derive(Debug, PartialEq, Eq)]
+enum Credentials {
+    /// For the registry or its token server.
+    Password(HeaderValue),
+    /// An OAuth 2 refresh token for the token server.
+    Identity(HeaderValue),
+    /// For the registry itself.
+    Token(HeaderValue),
+}
+
+#[derive(Deserialize)]
+struct DockerConfig {
+    auths: Option<HashMap<String, Entry>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Entry {
+    username: String,
+    password: String,
+    auth: String,
+    identitytoken: String,
+    registrytoken: String,
+}
+
+/// The credentials for `registry` in Docker's configuration. None is access without any.
+fn read_credentials(config: &[u8], registry: &str) -> Result<Option<Credentials>, String> {
+    // The error of the parser would show a part of the secret.
+    let config: DockerConfig = serde_json::from_slice(config).map_err(|error| {
+        let (line, column) = (error.line(), error.column());
+        format!("not a Docker configuration in JSON, at line {line} column {column}")
+    })?;
+    let mut auths = config.auths.unwrap_or_default();
+    let entry = auths.remove(registry);
+    let entry = entry.or_else(|| auths.remove(&format!("https://{registry}/v1/")));
+    let entry = entry.or_else(|| {
+        let mut others = auths.into_iter();
+        Some(others.find(|(name, _)| host(name) == host(registry))?.1)
+    });
+    entry.map_or(Ok(None), Entry::credentials)
+}
+
+/// The credentials in the first of these files that exists.
+async fn credentials_in_files(
+    paths: &[PathBuf],
+    registry: &str,
+) -> Result<Option<Credentials>, String> {
+    for path in paths {
+        let of_path = |problem: String| format!("{}: {problem}", path.display());
+        match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
+            Ok(config) => return read_credentials(&config, registry).map_err(of_path),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(of_path(error.to_string())),
+        }
+    }
+    Ok(None)
+}
+
+/// The host in a key of the configuration, which may be a URL.
+fn host(key: &str) -> &str {
+    let rest = key.split_once("://").map_or(key, |(_, rest)| rest);
+    rest.split('/').next().unwrap_or_default()
+}
+
+impl Entry {
+    fn credentials(self) -> Result<Option<Credentials>, String> {
+        if !self.registrytoken.is_empty() {
+            let token = secret(format!("Bearer {}", self.registrytoken))?;
+            return Ok(Some(Credentials::Token(token)));
+        }
+        if !self.identitytoken.is_empty() {
+            return Ok(Some(Credentials::Identity(secret(self.identitytoken)?)));
+        }
+        let mut password = format!("{}:{}", self.username, self.password).into_bytes();
+        if !self.auth.is_empty() {
+            let decoded = STANDARD.decode(self.auth.trim()).ok();
+            let decoded = decoded.filter(|decoded| decoded.contains(&b':'));
+            let expected = "\"auth\" of the registry is not the base64 of user:password";
+            password = decoded.ok_or(expected)?;
+        }
+        match password.as_slice() {
+            b":" => Ok(None),
+            password => Ok(Some(Credentials::Password(basic(password)?))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod credentials_tests;
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -307,10 +379,6 @@ mod tests {
         for (document, expected) in [
             ("<html>", "it is no manifest"),
             ("null", "it is no manifest"),
-            (
-                r#"{"schemaVersion":1,"fsLayers":[]}"#,
-                "schema 1, expected 2",
-            ),
             (
                 r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#,
                 "missing field `digest`",

@@ -6,13 +6,12 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Deserialize;
 use tokio::time::Instant;
 
-use super::credentials::Credentials;
-use super::reference::Reference;
+use super::Credentials;
 use crate::address;
 use crate::http_client::{Body, Error, Redirects};
 use crate::lifecycle::with_causes;
 use crate::wasm::fetch::server::{Server, get};
-use crate::wasm::fetch::{Config, secret};
+use crate::wasm::fetch::{Config, Reference, secret};
 
 const MAX_TOKEN: usize = 1 << 20;
 /// How docker, and registries made for it, name a client.

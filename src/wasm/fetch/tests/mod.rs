@@ -12,6 +12,7 @@ use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use tokio::time::{Instant, timeout};
 
+use super::download::{Download, hexadecimal};
 use super::fake_server::{Server, answer, ok, path};
 use super::*;
 
