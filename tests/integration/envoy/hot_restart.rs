@@ -312,18 +312,16 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
     load.assert_flawless();
     stage.control_plane = dead.revive().await;
     stage.change("b");
-    assert_eq!(
-        stage.runs_on("b").await,
-        0,
-        "the first with another base id"
-    );
+    // It is the first with another base id, or the second if a signal for "a" was still to be served.
+    let epoch = stage.runs_on("b").await;
+    assert!(epoch <= 1, "epoch {epoch}");
     stage.logs("replaced by a full restart").await;
     let last = stage.only_envoy().await;
     assert!(last != first && last != next);
     stage.serves().await;
     // Its base id can be used again.
     stage.change("c");
-    assert_eq!(stage.runs_on("c").await, 1);
+    assert_eq!(stage.runs_on("c").await, epoch + 1);
     stage.only_envoy().await;
     stage.ends_well().await;
 }
