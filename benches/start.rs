@@ -10,7 +10,6 @@
 
 mod support;
 
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -181,11 +180,7 @@ async fn at_rest(address: &str, root: &str, token: &str) {
     let before = agent.wake_ups();
     tokio::time::sleep(REST).await;
     let mut table = Table::new(&["at rest", ""]);
-    let size = fs::metadata(env!("CARGO_BIN_EXE_pilot-agent"))
-        .expect("the binary")
-        .len();
     let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / (1024.0 * 1024.0));
-    table.row(["binary".to_owned(), mb(size)]);
     table.row(["resident".to_owned(), mb(agent.memory("VmRSS") * 1024)]);
     table.row([
         "of it anonymous".to_owned(),
