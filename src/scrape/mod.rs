@@ -119,7 +119,6 @@ impl Scrape {
             }
             _ => true,
         });
-        sources.sort_by_key(Source::turn);
         let content_type = settle(&sources);
         let format = Format::of(content_type);
         let is_gzip = negotiate::takes_gzip(&request.headers);

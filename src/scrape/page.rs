@@ -14,7 +14,7 @@ use tokio::time::{Instant, timeout_at};
 use super::Inner;
 use super::lines::{Format, Lines};
 use super::seen::Seen;
-use super::source::{Failure, Origin, Source};
+use super::source::{self, Failure, Origin, Source};
 use crate::clock::after;
 use crate::duration::scaled;
 use crate::lifecycle::BoxError;
@@ -42,8 +42,12 @@ impl Page {
         let own = self.scrape.registry.render();
         let mut lines = Lines::new(Format::Text, self.format, Vec::new(), false);
         lines.push(own.as_bytes(), &mut self.seen, &mut self.output);
-        while let Some(source) = self.sources.pop_front() {
-            self.pass(source, &chunks).await?;
+        while !self.sources.is_empty() {
+            let next = timeout_at(self.deadline, source::next(&mut self.sources)).await;
+            // None has its turn in time: the first one is late.
+            if let Some(source) = self.sources.remove(next.unwrap_or(0)) {
+                self.pass(source, &chunks).await?;
+            }
         }
         if self.format == Format::OpenMetrics {
             self.output.write(b"# EOF\n");

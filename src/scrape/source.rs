@@ -3,6 +3,7 @@
 //! The beginning of a body can be set aside while another source has its turn; what does not fit stays
 //! in the socket. Gzip is decoded a little at a time.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io::{self, Write};
 use std::mem;
@@ -112,9 +113,9 @@ impl Source {
         self.has_ended || self.aside.len() >= self.room
     }
 
-    /// The order of turns: ended sources come first, then the others, and of these Envoy's page last, as
-    /// it is the largest: the series of the last one are not remembered.
-    pub(super) fn turn(&self) -> (bool, bool) {
+    /// The order of turns: ended sources come first, then those with more than can be set aside, and of
+    /// these Envoy's page last, as it is the largest: the series of the last one are not remembered.
+    fn turn(&self) -> (bool, bool) {
         let is_full = !self.has_ended;
         (is_full, is_full && self.origin == Origin::Envoy)
     }
@@ -209,6 +210,19 @@ async fn read(
         send(mem::take(gzip.get_mut()).into()).await?;
     }
     Ok(())
+}
+
+/// Sets aside until a source waits for its turn. Returns its place, of several the one that comes first.
+pub(super) async fn next(sources: &mut VecDeque<Source>) -> usize {
+    poll_fn(|context| {
+        sources
+            .iter_mut()
+            .for_each(|source| source.set_aside(context));
+        let settled = (0..sources.len()).filter(|index| sources[*index].is_settled());
+        let first = settled.min_by_key(|index| sources[*index].turn());
+        first.map_or(Poll::Pending, Poll::Ready)
+    })
+    .await
 }
 
 /// Sets aside until all sources wait for their turn, or until the time is over.

@@ -364,3 +364,15 @@ async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
         assert_eq!(failures(&registry, "envoy"), 0);
     }
 }
+
+#[tokio::test]
+async fn a_slow_target_has_the_time_that_a_large_page_leaves() {
+    let large: String = (0..50_000).map(|n| format!("e{{n=\"{n}\"}} 1\n")).collect();
+    let targets = [slow(20, Duration::from_millis(2400))];
+    let (scrape, registry) = scrape(page("text/plain", large), &targets);
+    let timeout = [("x-prometheus-scrape-timeout-seconds", "3")];
+    let found = others(&scrape, &timeout).await;
+    assert!(found.ends_with("slow{n=\"19\"} 1\n"));
+    assert_eq!(found.lines().count(), 50_020);
+    assert_eq!(failures(&registry, "application"), 0);
+}
