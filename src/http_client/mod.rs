@@ -19,14 +19,14 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use http::uri::Authority;
-use http::{HeaderValue, Request, Response, Uri, header};
+use http::{Extensions, HeaderValue, Request, Response, Uri, header};
 use http_body_util::{BodyDataStream, Full};
 use hyper::body::Incoming;
 use hyper_util::client::legacy;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_util::either::Either;
 use tower::util::BoxCloneSyncService;
@@ -35,7 +35,7 @@ use crate::dial::proxy::{Proxies, Proxy};
 use crate::dial::{self, Dialer};
 use crate::executor::ConnectionTasks;
 pub use redirect::Redirects;
-use stream::Stream;
+use stream::{Since, Stream};
 
 const MAX_REDIRECTS: usize = 10;
 /// How long an idle connection is kept. Probes and scrapes come more often.
@@ -176,11 +176,11 @@ impl Client {
     }
 
     async fn send_once(&self, request: &Request<Bytes>) -> Result<Response<Body>, Error> {
-        let (uri, is_kept) = (request.uri(), self.config.keeps_connections);
+        let uri = request.uri();
         let (host, port, is_tls) = self.config.target(uri)?;
         let mut request = request.clone().map(Full::new);
         let headers = request.headers_mut();
-        if !is_kept {
+        if !self.config.keeps_connections {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if !is_tls && let Some(proxy) = self.config.proxies.find(false, host, port) {
@@ -197,9 +197,10 @@ impl Client {
             *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
             client = pool(&self.config, &self.tasks, Some(uri.clone()));
         }
+        let began = Instant::now();
         let mut sent = client.request(request.clone()).await;
-        if is_kept && sent.as_ref().is_err_and(|error| !error.is_connect()) {
-            // The server may close a kept one just as the request arrives.
+        // The server may close a kept connection just as the request arrives.
+        if sent.as_ref().is_err_and(|error| was_kept(error, began)) {
             sent = client.request(request).await;
         }
         let authority = host_and_port(uri);
@@ -217,6 +218,16 @@ impl Client {
             }
         }
     }
+}
+
+/// Whether a request failed on a connection from before it began.
+fn was_kept(error: &legacy::Error, began: Instant) -> bool {
+    let mut extras = Extensions::new();
+    let Some(connected) = error.connect_info() else {
+        return false;
+    };
+    connected.get_extras(&mut extras);
+    extras.get::<Since>().is_some_and(|since| since.0 < began)
 }
 
 /// Kept connections. All lead to `target`, if there is one, whatever the URI of a request says.

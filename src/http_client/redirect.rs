@@ -60,6 +60,8 @@ impl Redirects {
         let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
         if endpoint(&next) != endpoint(request.uri()) {
             request.headers_mut().remove(header::AUTHORIZATION);
+        }
+        if is_absolute(&location) || location.starts_with("//") {
             request.headers_mut().remove(header::HOST);
         }
         *request.uri_mut() = next;
@@ -95,17 +97,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn credentials_stay_with_the_host_they_are_for() {
-        for (location, is_kept) in [
-            ("/b", true),
-            ("https://h:8/b", true),
-            ("https://h/b", false),
-            ("http://h:8/b", false),
-            ("//other:8/", false),
+    fn credentials_and_host_stay_with_the_host_they_are_for() {
+        for (location, is_kept, has_host) in [
+            ("/b", true, true),
+            ("https://h:8/b", true, false),
+            ("https://h/b", false, false),
+            ("http://h:8/b", false, false),
+            ("//other:8/", false, false),
         ] {
             let mut request = Request::get("https://h:8/a").body(()).expect("a request");
             let secret = HeaderValue::from_static("Basic c2VjcmV0");
             request.headers_mut().insert(header::AUTHORIZATION, secret);
+            let host = HeaderValue::from_static("cart");
+            request.headers_mut().insert(header::HOST, host);
             let response = Response::builder().status(307).header("location", location);
             let response = response.body(()).expect("a response");
             assert!(matches!(
@@ -114,6 +118,8 @@ mod tests {
             ));
             let found = request.headers().contains_key(header::AUTHORIZATION);
             assert_eq!(found, is_kept, "{location}");
+            let found = request.headers().contains_key(header::HOST);
+            assert_eq!(found, has_host, "{location}");
         }
     }
 

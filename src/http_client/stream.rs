@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
@@ -19,9 +20,14 @@ pub(super) struct Stream {
     pub(super) is_proxied: bool,
 }
 
+/// When a connection was established.
+#[derive(Clone, Copy)]
+pub(super) struct Since(pub(super) Instant);
+
 impl Connection for Stream {
     fn connected(&self) -> Connected {
         let connected = Connected::new().proxy(self.is_proxied);
+        let connected = connected.extra(Since(Instant::now()));
         match &self.io {
             Either::Right(tls) if tls.get_ref().1.alpn_protocol() == Some(b"h2") => {
                 connected.negotiated_h2()

@@ -208,6 +208,16 @@ async fn a_kept_connection_that_the_server_closed_is_replaced() {
 }
 
 #[tokio::test]
+async fn a_request_that_fails_on_a_new_connection_is_sent_once() {
+    let server = Server::start(&["HTTP/1.1 2"]).await;
+    for connections in 1..=2 {
+        let fetched = fetch(&keeping(), &server.url).await;
+        assert!(matches!(fetched, Err(Error::Broken { .. })), "{fetched:?}");
+        assert_eq!(server.connections(), connections);
+    }
+}
+
+#[tokio::test]
 async fn a_connection_that_was_idle_for_90_s_is_not_used_again() {
     let server = Server::start(&["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"; 3]).await;
     let client = keeping();
