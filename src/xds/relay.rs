@@ -167,7 +167,7 @@ struct Session<'a> {
     state: StreamState,
     envoy: Incoming,
     to_envoy: &'a mpsc::Sender<ToEnvoy>,
-    began: Instant,
+    waits_since: Instant,
     istiod: IstiodSide,
     /// What istiod's stream is on, once there is one.
     connection: Option<Connection>,
@@ -208,7 +208,7 @@ impl<'a> Session<'a> {
             state,
             envoy,
             to_envoy,
-            began: Instant::now(),
+            waits_since: Instant::now(),
             istiod: IstiodSide::connect(relay.istiod.clone(), Duration::ZERO),
             connection: None,
             left: Box::pin(pending()),
@@ -378,19 +378,24 @@ impl<'a> Session<'a> {
     /// When Envoy is to be served what is kept, if istiod does not answer before.
     fn due(&self) -> Option<Instant> {
         let envoy = self.relay.kept.as_ref().filter(|_| self.held.is_some())?;
-        Some(later(self.began, envoy.patience()?))
+        Some(later(self.waits_since, envoy.patience()?))
     }
 
     /// Answers Envoy from what is kept, if anything is.
     fn serve_kept(&mut self) {
         let kept = self.relay.kept.as_ref();
         let Some(envoy) = kept.filter(|envoy| envoy.can_be_served()) else {
+            self.waits_since = Instant::now();
             return;
         };
         let envoy = envoy.clone();
+        if let Some(connection) = self.connection.take() {
+            let problem = "no response before kept configuration was served";
+            self.relay.istiod.failed(&connection, false, problem);
+        }
         let queue = self.queue();
         (self.held, self.held_bytes) = (None, 0);
-        (self.connection, self.left) = (None, Box::pin(pending()));
+        self.left = Box::pin(pending());
         self.istiod = IstiodSide::Kept(Replay::start(envoy, queue));
         self.state.recorder.stop();
         self.state.source = Source::Kept;

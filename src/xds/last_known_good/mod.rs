@@ -49,6 +49,10 @@ const TYPES: [Type; 8] = [
 type Type = &'static str;
 
 const CLUSTER: Type = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
+/// Without these an Envoy serves nothing.
+const NEEDED: [Type; 2] = [CLUSTER, LISTENER];
+/// Until it is seen again whether anything is kept.
+const MIN_PATIENCE: Duration = Duration::from_millis(100);
 
 /// As it came it may hold pull secrets of Wasm modules.
 const EXTENSION: Type = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
@@ -197,14 +201,14 @@ impl EnvoyCache {
     /// How long it waits for the first response of a stream before it is served what is kept, if it is.
     pub(super) fn patience(&self) -> Option<Duration> {
         let is_over = self.is_over.load(Ordering::Relaxed);
-        (!is_over).then_some(self.kept.shared.config.after)
+        (!is_over).then(|| self.kept.shared.config.after.max(MIN_PATIENCE))
     }
 
-    /// Whether anything is kept. If not it waits for istiod. What it is worth is seen when it is read.
+    /// Whether enough is known to be kept, which a thread finds out. What it is worth is seen when it is
+    /// read.
     pub(super) fn can_be_served(&self) -> bool {
-        let is_empty = self.kept.shared.types.lock().is_empty();
-        self.is_over.fetch_or(is_empty, Ordering::Relaxed);
-        !is_empty
+        let types = self.kept.shared.types.lock();
+        NEEDED.iter().all(|it| types.contains_key(it))
     }
 }
 

@@ -16,12 +16,11 @@ use tokio::time::timeout;
 use super::file::{BLOCK, Index};
 use super::recorder::Subscription;
 use super::writer::open;
-use super::{CLUSTER, DIRECTORY, EnvoyCache, LastKnownGood, Shared, TYPES};
+use super::{DIRECTORY, EnvoyCache, LastKnownGood, NEEDED, Shared, TYPES};
 use crate::directory::Directory;
 use crate::xds::end::End;
 use crate::xds::observe::{now, unix_seconds};
 use crate::xds::request::HEAD;
-use crate::xds::stream::LISTENER;
 use crate::xds::wire::digest;
 
 /// Blocks that wait for Envoy.
@@ -110,7 +109,7 @@ fn open_all(shared: &Shared, first: &Subscription) -> io::Result<HashMap<&'stati
         };
         types.insert(type_url, kept);
     }
-    if ![CLUSTER, LISTENER].iter().all(|it| types.contains_key(it)) {
+    if !NEEDED.iter().all(|it| types.contains_key(it)) {
         return Err(io::Error::other("it has no clusters or no listeners"));
     }
     let age = Duration::from_secs(age);

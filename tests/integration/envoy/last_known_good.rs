@@ -31,6 +31,11 @@ struct Workload {
 
 /// A workload that keeps configuration and certificates.
 async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
+    workload_with(binary, control_plane, "5s").await
+}
+
+/// One whose Envoy is served what is kept `after` this time.
+async fn workload_with(binary: &Path, control_plane: &ControlPlane, after: &str) -> Workload {
     let kept = memory();
     let directory = kept.path().to_str().unwrap();
     let dns = format!("127.0.0.1:{}", free_port());
@@ -38,6 +43,7 @@ async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
         envoy: Some(binary),
         environment: &[
             ("ISTIO_AGENT_KEEP_CONFIG", directory),
+            ("ISTIO_AGENT_KEEP_CONFIG_AFTER", after),
             ("ISTIO_AGENT_KEEP_CERTS", directory),
             ("ISTIO_META_DNS_CAPTURE", "true"),
             ("DNS_PROXY_ADDR", &dns),
@@ -132,7 +138,7 @@ async fn two_workloads_start_without_a_control_plane() {
         .await;
     let client_istiod = client_istiod.replace(server_istiod.keys.clone()).await;
     client_istiod.add(name_table("shop", &[("books", &["10.1.2.3"])]));
-    let mut server = workload(&binary, &server_istiod).await;
+    let mut server = workload_with(&binary, &server_istiod, "0s").await;
     let mut client_pod = workload(&binary, &client_istiod).await;
     marked(port, "0").await;
     keeps(&server.pod, &["Listener", "Cluster"]).await;
