@@ -5,7 +5,7 @@ use bytes::Bytes;
 
 use crate::dns::Transport;
 use crate::dns::wire::{
-    self, ANSWERS, FLAGS, HEADER, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, TC,
+    self, ANSWERS, FLAGS, HEADER, NOERROR, NXDOMAIN, OPCODE, OPT, QR, QUESTIONS, SERVFAIL, TC,
 };
 
 /// A client's query.
@@ -91,7 +91,7 @@ impl Query {
 pub(super) struct Reply(pub(super) Bytes);
 
 impl Reply {
-    /// `None` if the message is no reply to this query under this id, or not whole.
+    /// `None` if the message is no reply to this query under this id.
     pub(super) fn read(bytes: &[u8], id: u16, query: &Query) -> Option<Self> {
         let is_ours = bytes.len() >= HEADER
             && wire::u16_at(bytes, 0) == Some(id)
@@ -113,9 +113,14 @@ impl Reply {
                 let end = records.last().map_or(query.question_end, |last| last.end);
                 Some(Self(Bytes::copy_from_slice(&bytes[..end])))
             }
-            // Some servers cut a record in two.
-            None if bytes[FLAGS] & TC != 0 => Some(Self::header_and_question(bytes, query)),
-            None => None,
+            // Some servers cut a record in two. Where they do not say so, they have failed.
+            None => {
+                let mut header = bytes[..HEADER].to_vec();
+                if header[FLAGS] & TC == 0 {
+                    header[FLAGS + 1] = header[FLAGS + 1] & 0xf0 | SERVFAIL;
+                }
+                Some(Self::header_and_question(&header, query))
+            }
         }
     }
 
@@ -236,15 +241,14 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_without_all_it_promises_is_none() {
+    fn a_reply_without_all_it_promises_is_a_failure_of_the_server() {
         let asked = query_with_opt(1, "a.test", 1232, &[]);
         let bytes = Answer::address(1).to(&asked);
         let query = parsed(asked.clone());
         for length in asked.len() - 11..bytes.len() {
-            assert!(
-                Reply::read(&bytes[..length], 1, &query).is_none(),
-                "{length}"
-            );
+            let reply = Reply::read(&bytes[..length], 1, &query).expect("a reply");
+            assert_eq!(reply.rcode(), SERVFAIL, "{length}");
+            assert_eq!(reply.0[HEADER..], asked[HEADER..asked.len() - 11]);
         }
     }
 }
