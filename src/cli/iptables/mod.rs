@@ -159,8 +159,12 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<String, 
             tracing::warn!("rules of iptables may be left: {}", with_causes(&error));
         }
     } else {
-        request.carry_out().await?;
-        nftables::clean().await?;
+        let done = request.carry_out().await;
+        // Rules that capture stay until others do, but a removal removes what it can.
+        if done.is_ok() || flags.cleanup_only {
+            nftables::clean().await?;
+        }
+        done?;
     }
     routes::remove(config)?;
     Ok(String::new())

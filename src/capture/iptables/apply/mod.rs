@@ -131,19 +131,20 @@ pub async fn live(family: Family, kind: Option<Kind>, path: &str) -> Result<Layo
     }
 }
 
-/// Puts the tables back as they were.
+/// Puts the tables of the changes back as they were.
 async fn undo(changes: &[Change]) -> Result<(), Error> {
     for Change { programs, text, .. } in changes.iter().rev() {
         let now = programs.save().await?;
         if programs.parse(&now)? == programs.parse(&programs.saved)? {
             continue;
         }
-        let mut before = programs.saved.clone();
-        for table in text.lines().filter(|line| line.starts_with('*')) {
-            if !before.lines().any(|line| line == table) {
-                before += &format!("{table}\nCOMMIT\n");
-            }
-        }
+        let tables = text.lines().filter(|line| line.starts_with('*'));
+        let before = tables.map(|table| {
+            let mut saved = programs.saved.split_inclusive("COMMIT\n");
+            let saved = saved.find(|saved| saved.lines().any(|line| line == table));
+            saved.map_or_else(|| format!("{table}\nCOMMIT\n"), str::to_owned)
+        });
+        let before: String = before.collect();
         programs.restore(&before, "--counters").await?;
     }
     Ok(())
