@@ -151,7 +151,8 @@ struct Target {
     scheme: Option<String>,
     path: Option<String>,
     service: Option<String>,
-    httpheaders: Option<Vec<Header>>,
+    #[serde(default)]
+    httpheaders: Value,
 }
 
 #[derive(Default, Deserialize)]
@@ -193,7 +194,11 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
     };
     let port = target.port.as_u64().and_then(|port| port.try_into().ok());
     let port = port.filter(|port| *port != 0);
-    let headers = target.httpheaders.into_iter().flatten();
+    let headers = Option::<Vec<Header>>::deserialize(target.httpheaders);
+    // The decoder's error would show a header's value.
+    let headers =
+        headers.map_err(|_| "httpHeaders must be a list of objects with name and value")?;
+    let headers = headers.into_iter().flatten();
     let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
     Ok(Prober {
         port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
@@ -313,10 +318,15 @@ mod tests {
                 r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "path": 2}}}"#,
                 "invalid type: integer `2`, expected a string",
             ),
+            (
+                r#"{"/app-health/a/livez": {"httpGet": {"port": 1, "httpHeaders": ["a: hush"]}}}"#,
+                "httpHeaders must be a list of objects",
+            ),
         ] {
             let problems = Probers::parse(text).expect_err("a problem");
             let found = &problems[0];
             assert!(found.contains(expected), "{found}");
+            assert!(!found.contains("hush"), "{found}");
         }
         let two = r#"{"/x": {}, "/app-health/a/livez": {}}"#;
         assert_eq!(Probers::parse(two).expect_err("problems").len(), 2);

@@ -15,7 +15,7 @@ const MIN_KNOWN: usize = 6;
 /// What is secret, applied one after the other: the group `secret`. A match without it is an exception.
 /// The group `name` has to be the name of a secret, the group `header` that of a header that is not a
 /// standard one. Capital letters stand for [`PARTS`].
-const PATTERNS: [&str; 16] = [
+const PATTERNS: [&str; 17] = [
     r"(?P<secret>-----BEGIN [\w ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [^-]*-----|\z))",
     // "PRIVATE KEY" in base64.
     r"(?P<secret>[\w+/=-]*(?:UFJJVkFURSBLRV|BSSVZBVEUgS0VZ|QUklWQVRFIEtFW)[\w+/=-]*)",
@@ -30,16 +30,17 @@ const PATTERNS: [&str; 16] = [
     // Flags of commands.
     r#"\s(?:-u|--user)[ =]\s*[^\s:"']+:(?P<secret>[^\s"']*[^\s"'\d][^\s"']*)"#,
     r#"[\s"'\[,]--?NAME(?: +|\\*["'], *\\*["'])(?P<secret>[^\s"'\\,\]-][^\s"'\\,\]]*)"#,
-    // A word in small letters behind a scheme is one of a sentence.
-    r"(?i:\b(?:basic|bearer|negotiate)) +(?P<secret>(?:[A-Za-z][a-z]*[A-Z\d.~+/=_-]|[\d.~+/=_-])[\w.~+/=-]*)",
+    // A short word in small letters behind a scheme is one of a sentence.
+    r"(?i:\b(?:basic|bearer|negotiate)) +(?P<secret>(?:[A-Za-z][a-z]*[A-Z\d.~+/=_-]|[\d.~+/=_-]|[a-z]{16})[\w.~+/=-]*)",
     // Headers set by Lua, and headers and their matchers in messages of Envoy.
     r#"\b(?:add|append|replace|set)\s*\(\s*\\*["']HEADER\\*["']\s*,\s*(?P<secret>[^()"'\n]*(?:"[^"\n]*"|'[^'\n]*')[^()\n]*)"#,
     r#"(?:\bkeySEP[\w:.-]+SEP(?:raw_)?value|\bheaders?SEPnameSEPHEADER(?:SEPMATCHER)+)[\\"']*\s*:\s*(?P<secret>QUOTED)"#,
     // Values behind names: quoted, behind a separator, and the rest of a line. A colon behind some words
     // may be one of a sentence, one before a number is in pages of statistics.
     r#"NAME(?:SEP(?:(?:raw_)?value|inline_\w+|string_value|MATCHER))*[\\"'\]]*\s*[=:][ \t]*(?P<secret>QUOTED)"#,
+    r#"(?i:authorization|cookie)=[ \t]*(?P<secret>[^\s"'][^"'\n]*)"#,
     r#"NAME(?:[\\"'\]]*\s*=|[\\"'\]]+\s*:)[ \t]*(?P<secret>\[[^\]]*\]?|[^\s,;&"'\\()\[\]{}<>]+)"#,
-    r#"\b(?i:tokens?|secrets?|credentials?):|NAME:[ \t]*(?P<secret>[\d ]*[^\d\s":][^"\n]*)"#,
+    r#"\b(?i:tokens?|secrets?|credentials?):|NAME[ \t]*:[ \t]*(?P<secret>[\d ]*[^\d\s":][^"\n]*)"#,
 ];
 /// A text in quotes may be one in JSON within a string, which may be one in JSON again.
 const PARTS: [(&str, &str); 5] = [

@@ -21,6 +21,10 @@ fn docker_configurations_of_all_forms_are_read() {
             Some(password("u", "p:q")),
         ),
         (
+            r#"{"auths":{"r.io":{"auth":"dTpwAAA="}}}"#,
+            Some(password("u", "p")),
+        ),
+        (
             r#"{"auths":{"https://r.io/v2/":{"auth":"dTpwOnE="}}}"#,
             Some(password("u", "p:q")),
         ),

@@ -287,6 +287,8 @@ impl Entry {
             let decoded = decoded.filter(|decoded| decoded.contains(&b':'));
             let expected = "\"auth\" of the registry is not the base64 of user:password";
             password = decoded.ok_or(expected)?;
+            // Docker pads it.
+            while password.pop_if(|byte| *byte == 0).is_some() {}
         }
         match password.as_slice() {
             b":" => Ok(None),
