@@ -20,17 +20,6 @@ pub enum ExitCode {
     Envoy(u8),
 }
 
-impl ExitCode {
-    /// The code of an Envoy that ended by itself.
-    pub fn of_envoy(code: u8) -> Self {
-        if code == 0 {
-            Self::Success
-        } else {
-            Self::Envoy(code)
-        }
-    }
-}
-
 impl From<ExitCode> for std::process::ExitCode {
     fn from(code: ExitCode) -> Self {
         Self::from(match code {

@@ -1,37 +1,24 @@
 //! Messages generated from `proto/`, one module per package.
 
-/// `istio.v1.auth`: the certificate service.
-#[allow(
+#![allow(
     missing_debug_implementations,
     unreachable_pub,
     unused_qualifications,
     clippy::unwrap_used,
     clippy::wildcard_imports
 )]
+
+/// `istio.v1.auth`: the certificate service.
 pub mod istio_v1_auth {
     tonic::include_proto!("istio.v1.auth");
 }
 
 /// `grpc.health.v1`: the health check of gRPC servers.
-#[allow(
-    missing_debug_implementations,
-    unreachable_pub,
-    unused_qualifications,
-    clippy::unwrap_used,
-    clippy::wildcard_imports
-)]
 pub mod grpc_health_v1 {
     tonic::include_proto!("grpc.health.v1");
 }
 
 /// `istio.mesh.v1alpha1`: `ProxyConfig`.
-#[allow(
-    missing_debug_implementations,
-    unreachable_pub,
-    unused_qualifications,
-    clippy::unwrap_used,
-    clippy::wildcard_imports
-)]
 pub mod istio_mesh_v1alpha1 {
     tonic::include_proto!("istio.mesh.v1alpha1");
 }

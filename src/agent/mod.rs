@@ -343,7 +343,7 @@ async fn run_envoy(
     }
     Ok(match supervisor.await? {
         Exit::Requested => ExitCode::Success,
-        Exit::ByItself(ended) => ExitCode::of_envoy(ended.code()),
+        Exit::ByItself(ended) => ExitCode::Envoy(ended.code()),
     })
 }
 

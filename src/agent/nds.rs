@@ -56,10 +56,6 @@ impl Interceptor for Nds {
         TYPE_URL
     }
 
-    fn subscribes(&self) -> bool {
-        true
-    }
-
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let dns = self.0.clone();
         Box::pin(async move {

@@ -56,10 +56,6 @@ impl Interceptor for Pcds {
         TYPE_URL
     }
 
-    fn subscribes(&self) -> bool {
-        true
-    }
-
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let outcome = match self.take(protocol, &message) {
             Ok(()) => Outcome::Accepted,

@@ -35,7 +35,7 @@ use crate::dial::proxy::{Proxies, Proxy};
 use crate::dial::{self, Dialer};
 use crate::executor::ConnectionTasks;
 pub use redirect::Redirects;
-use stream::{Since, Stream};
+use stream::Stream;
 
 const MAX_REDIRECTS: usize = 10;
 /// How long an idle connection is kept. Probes and scrapes come more often.
@@ -223,11 +223,10 @@ impl Client {
 /// Whether a request failed on a connection from before it began.
 fn was_kept(error: &legacy::Error, began: Instant) -> bool {
     let mut extras = Extensions::new();
-    let Some(connected) = error.connect_info() else {
-        return false;
-    };
-    connected.get_extras(&mut extras);
-    extras.get::<Since>().is_some_and(|since| since.0 < began)
+    if let Some(connected) = error.connect_info() {
+        connected.get_extras(&mut extras);
+    }
+    extras.get().is_some_and(|since: &Instant| *since < began)
 }
 
 /// Kept connections. All lead to `target`, if there is one, whatever the URI of a request says.

@@ -20,14 +20,11 @@ pub(super) struct Stream {
     pub(super) is_proxied: bool,
 }
 
-/// When a connection was established.
-#[derive(Clone, Copy)]
-pub(super) struct Since(pub(super) Instant);
-
 impl Connection for Stream {
     fn connected(&self) -> Connected {
-        let connected = Connected::new().proxy(self.is_proxied);
-        let connected = connected.extra(Since(Instant::now()));
+        // With the time, which tells kept connections from new ones.
+        let connected = Connected::new().extra(Instant::now());
+        let connected = connected.proxy(self.is_proxied);
         match &self.io {
             Either::Right(tls) if tls.get_ref().1.alpn_protocol() == Some(b"h2") => {
                 connected.negotiated_h2()

@@ -124,7 +124,7 @@ impl Levels {
             match period {
                 _ if !is_meant(name) => {}
                 Some(period) => current.temporary = Some((level, crate::clock::after(period))),
-                None => *current = level.into(),
+                None => (current.lasting, current.temporary) = (level, None),
             }
         }
         self.changed.notify_one();
@@ -156,21 +156,16 @@ impl Levels {
 
 impl Default for Levels {
     fn default() -> Self {
-        let scopes = SCOPES.split(' ').map(|scope| match scope {
-            LIBRARIES => (scope, LevelFilter::OFF.into()),
-            _ => (scope, LevelFilter::INFO.into()),
+        let (all, temporary) = (SCOPES.split(' '), None);
+        let scopes = all.map(|scope| match scope {
+            LIBRARIES => (scope, LevelFilter::OFF),
+            _ => (scope, LevelFilter::INFO),
         });
+        let scopes = scopes.map(|(scope, lasting)| (scope, Level { lasting, temporary }));
         Self {
             scopes: RwLock::new(scopes.collect()),
             changed: Notify::new(),
         }
-    }
-}
-
-impl From<LevelFilter> for Level {
-    fn from(lasting: LevelFilter) -> Self {
-        let temporary = None;
-        Self { lasting, temporary }
     }
 }
 

@@ -1,6 +1,6 @@
 //! A line of the log, as text and as JSON.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
@@ -35,10 +35,9 @@ impl Content {
         let mut text = self.message.clone();
         let mut separator = gap;
         for (name, value) in &self.labels {
-            let _ = match value {
-                Value::String(value) => write!(text, "{separator}{name}={value}"),
-                value => write!(text, "{separator}{name}={value}"),
-            }; // A String takes everything.
+            let string = value.as_str().map(str::to_owned);
+            let value = string.unwrap_or_else(|| value.to_string());
+            text += &format!("{separator}{name}={value}");
             separator = ' ';
         }
         printable(&text)

@@ -15,6 +15,7 @@ mod seen;
 mod source;
 pub mod targets;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, StreamBody};
 use tokio::sync::mpsc::{Sender, channel};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use crate::clock::later;
 use crate::duration::scaled;
@@ -110,7 +111,9 @@ impl Scrape {
         let begin = Instant::now();
         let time = scrape.time(&request.headers);
         let mut sources = scrape.sources(&request);
-        source::set_aside(&mut sources, later(begin, scaled(time, SETTLING))).await;
+        let settling = source::settled(&mut sources, true);
+        // Sources that are late have their turn later.
+        let _ = timeout_at(later(begin, scaled(time, SETTLING)), settling).await;
         // What has failed already shows on this very page.
         sources.retain_mut(|source| match source.content_type {
             None if source.has_ended => {
@@ -126,7 +129,7 @@ impl Scrape {
             scrape: scrape.clone(),
             format,
             deadline: later(begin, time),
-            sources: sources.into(),
+            sources,
             seen: Seen::default(),
             output: Output::new(is_gzip),
         };
@@ -161,7 +164,7 @@ impl Inner {
     }
 
     /// Asks everything but the agent itself: Envoy first, then the targets in order.
-    fn sources(&self, request: &request::Parts) -> Vec<Source> {
+    fn sources(&self, request: &request::Parts) -> VecDeque<Source> {
         let targets = &self.config.targets;
         let room = ASIDE / (targets.len() + 1);
         let ask = |origin, port, path: &str, limit| {
@@ -202,7 +205,7 @@ impl Inner {
 }
 
 /// What the page says it is: the same as the application, or text where its targets differ.
-fn settle(sources: &[Source]) -> &'static str {
+fn settle(sources: &VecDeque<Source>) -> &'static str {
     let targets = sources.iter();
     let targets = targets.filter(|source| source.origin == Origin::Application);
     let mut types = targets.filter_map(|source| source.content_type);

@@ -43,8 +43,9 @@ impl Page {
         let mut lines = Lines::new(Format::Text, self.format, Vec::new(), false);
         lines.push(own.as_bytes(), &mut self.seen, &mut self.output);
         while !self.sources.is_empty() {
-            let next = timeout_at(self.deadline, source::next(&mut self.sources)).await;
-            // None has its turn in time: the first one is late.
+            let next = source::settled(&mut self.sources, false);
+            let next = timeout_at(self.deadline, next).await.ok().flatten();
+            // Where none has settled in time, the first one is late.
             if let Some(source) = self.sources.remove(next.unwrap_or(0)) {
                 self.pass(source, &chunks).await?;
             }

@@ -16,7 +16,6 @@ use futures_util::stream::{Stream, StreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderValue, Response, StatusCode};
 use tokio::sync::mpsc::Sender;
-use tokio::time::{Instant, timeout_at};
 
 use super::lines::Format;
 use super::negotiate::content_type;
@@ -212,30 +211,19 @@ async fn read(
     Ok(())
 }
 
-/// Sets aside until a source waits for its turn. Returns its place, of several the one that comes first.
-pub(super) async fn next(sources: &mut VecDeque<Source>) -> usize {
+/// Sets aside until a source waits for its turn, or `all` do. Returns the place of the one that comes
+/// first.
+pub(super) async fn settled(sources: &mut VecDeque<Source>, all: bool) -> Option<usize> {
     poll_fn(|context| {
-        sources
-            .iter_mut()
-            .for_each(|source| source.set_aside(context));
+        for source in &mut *sources {
+            source.set_aside(context);
+        }
         let settled = (0..sources.len()).filter(|index| sources[*index].is_settled());
-        let first = settled.min_by_key(|index| sources[*index].turn());
-        first.map_or(Poll::Pending, Poll::Ready)
+        let first = settled.clone().min_by_key(|index| sources[*index].turn());
+        match settled.count() {
+            count if count == sources.len() || count > 0 && !all => Poll::Ready(first),
+            _ => Poll::Pending,
+        }
     })
     .await
-}
-
-/// Sets aside until all sources wait for their turn, or until the time is over.
-pub(super) async fn set_aside(sources: &mut [Source], until: Instant) {
-    let done = poll_fn(|context| {
-        sources
-            .iter_mut()
-            .for_each(|source| source.set_aside(context));
-        match sources.iter().all(Source::is_settled) {
-            true => Poll::Ready(()),
-            false => Poll::Pending,
-        }
-    });
-    // Sources that are late have their turn later.
-    let _ = timeout_at(until, done).await;
 }

@@ -157,18 +157,16 @@ impl Wasm {
     }
 
     async fn replace(&self, filter: &Filter) -> Result<Replaced, String> {
+        let converted = self.module(filter).await;
+        let unusable = converted.as_ref().err();
+        let result = unusable.map_or("success", |unusable| unusable.result);
+        self.0.metrics.conversions.with([result]).inc();
         let Unusable {
-            result,
-            problem,
-            retry_at,
-        } = match self.module(filter).await {
-            Ok(resource) => {
-                self.0.metrics.conversions.with(["success"]).inc();
-                return Ok((resource, None));
-            }
+            problem, retry_at, ..
+        } = match converted {
+            Ok(resource) => return Ok((resource, None)),
             Err(unusable) => unusable,
         };
-        self.0.metrics.conversions.with([result]).inc();
         let name = &filter.name;
         let policy = if filter.fails_open { "allow" } else { "deny" };
         tracing::error!(
@@ -202,15 +200,15 @@ impl Config {
     /// An error if the operator's rules refuse a module.
     fn permits(&self, request: &Request) -> Result<(), Unusable> {
         if self.requires_digest && request.pinned.is_none() {
-            let variable = "ISTIO_AGENT_WASM_REQUIRE_DIGEST";
-            let problem = format!("{variable} is set, and the module is not pinned by a digest");
-            return Err(Unusable::fetch(problem));
+            let rule =
+                "ISTIO_AGENT_WASM_REQUIRE_DIGEST is set, and the module is not pinned by a digest";
+            return Err(Unusable::fetch(rule));
         }
         let mut allowed = self.allowed.iter();
         if !self.allowed.is_empty() && !allowed.any(|prefix| request.source.is_within(prefix)) {
-            let variable = "ISTIO_AGENT_WASM_ALLOWED_REGISTRIES";
             let url = request.source.redacted();
-            return Err(Unusable::fetch(format!("{variable} does not list {url}")));
+            let rule = format!("ISTIO_AGENT_WASM_ALLOWED_REGISTRIES does not list {url}");
+            return Err(Unusable::fetch(rule));
         }
         Ok(())
     }

@@ -309,10 +309,8 @@ impl Modules {
         let fetching: Vec<_> = running.map(|(url, _)| url).collect();
         let resources = self.resources.lock();
         let resources = resources.iter().map(|(name, resource)| {
-            let (module, failure) = (
-                resource.result.as_ref().ok(),
-                resource.result.as_ref().err(),
-            );
+            let result = resource.result.as_ref();
+            let (module, failure) = (result.ok(), result.err());
             let left = |at: Instant| at.duration_since(Instant::now()).as_secs_f64();
             json!({
                 "name": name,

@@ -69,8 +69,7 @@ impl Request {
                 "{plugin}: missing image pulling secret"
             )));
         }
-        let source = Source::parse(&uri.uri);
-        let source = source.map_err(Unusable::fetch)?;
+        let source = Source::parse(&uri.uri).map_err(Unusable::fetch)?;
         let image = source.image.as_ref();
         let pinned = match remote.sha256.as_str() {
             "" | "nil" => image.and_then(Reference::digest).map(str::to_owned),

@@ -62,7 +62,9 @@ pub trait Interceptor: Send + Sync {
     fn type_url(&self) -> &str;
 
     /// Whether the agent subscribes to the type itself; otherwise Envoy does.
-    fn subscribes(&self) -> bool;
+    fn subscribes(&self) -> bool {
+        true
+    }
 
     /// Handles an encoded `DiscoveryResponse` or `DeltaDiscoveryResponse`. Those without resources come
     /// only for types that Envoy subscribes to.
@@ -201,9 +203,6 @@ mod tests {
     impl Interceptor for Subscription {
         fn type_url(&self) -> &str {
             self.0
-        }
-        fn subscribes(&self) -> bool {
-            true
         }
         fn intercept(&self, _: Protocol, _: Bytes) -> Intercepting {
             Box::pin(async { Outcome::Accepted })
