@@ -10,7 +10,7 @@ use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use flate2::write::MultiGzDecoder;
 use futures_util::stream::{Stream, StreamExt};
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -24,6 +24,8 @@ use crate::http_client::{self, Body};
 
 /// How much encoded data is decoded at a time: it may become a thousand times as much.
 const ENCODED: usize = 512;
+/// How much of what was set aside is taken at a time: it is copied into the page.
+const PORTION: usize = 32 << 10;
 /// Most that is decoded of a page.
 const MAX_DECODED: u64 = 64 << 20;
 
@@ -75,7 +77,7 @@ pub(super) struct Source {
     pub failure: Option<Failure>,
     pub has_ended: bool,
     parts: Pin<Box<dyn Stream<Item = Result<Part, Failure>> + Send>>,
-    aside: Vec<u8>,
+    aside: BytesMut,
     room: usize,
 }
 
@@ -98,7 +100,7 @@ impl Source {
             failure: None,
             has_ended: false,
             parts: Box::pin(sent_by(move |parts| read(asking, limit, parts))),
-            aside: Vec::new(),
+            aside: BytesMut::new(),
             room,
         }
     }
@@ -135,9 +137,9 @@ impl Source {
 
     /// The next chunk of the page, what was set aside first. None is its end.
     pub(super) fn poll_chunk(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        match self.aside.is_empty() {
-            true => self.poll_read(context),
-            false => Poll::Ready(Some(mem::take(&mut self.aside).into())),
+        match self.aside.len().min(PORTION) {
+            0 => self.poll_read(context),
+            length => Poll::Ready(Some(self.aside.split_to(length).freeze())),
         }
     }
 

@@ -158,8 +158,7 @@ impl Wasm {
 
     async fn replace(&self, filter: &Filter) -> Result<Replaced, String> {
         let converted = self.module(filter).await;
-        let unusable = converted.as_ref().err();
-        let result = unusable.map_or("success", |unusable| unusable.result);
+        let result = converted.as_ref().err().map_or("success", |it| it.result);
         self.0.metrics.conversions.with([result]).inc();
         let Unusable {
             problem, retry_at, ..
