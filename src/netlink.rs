@@ -40,7 +40,7 @@ pub(crate) fn nft_chains() -> io::Result<Vec<(u8, String, String)>> {
     let chain = |reply: &Vec<u8>| {
         let (header, attributes) = reply.split_at_checked(4)?;
         let [table, name] = [1, 3].map(|kind| {
-            let (_, name) = parts(attributes).find(|(of, _)| *of == kind)?;
+            let (_, name) = parts(attributes).find(|(found, _)| *found == kind)?;
             let name = name.strip_suffix(b"\0").unwrap_or(name);
             Some(String::from_utf8_lossy(name).into_owned())
         });
@@ -141,10 +141,10 @@ impl Socket {
             total += length;
             let mut rest = &buffer[..length];
             while !rest.is_empty() {
-                let (kind, [of, payload, after]) = split(rest)?;
+                let (kind, [answered, payload, after]) = split(rest)?;
                 rest = after;
                 match kind {
-                    _ if *of != sequence => {}
+                    _ if *answered != sequence => {}
                     ERROR | DONE => return outcome(payload).map(|()| replies),
                     _ => replies.push(payload.to_vec()),
                 }

@@ -53,7 +53,7 @@ impl Layout {
     pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
         let entries = |rules: Vec<&Rule>| {
             let rules = rules.into_iter();
-            let rules = rules.filter(|rule| rule.family.is_none_or(|of| of == family));
+            let rules = rules.filter(|rule| rule.family.is_none_or(|only| only == family));
             let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
             entries.collect()
         };

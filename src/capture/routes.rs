@@ -165,7 +165,7 @@ impl Item {
             return false;
         };
         let has = |(kind, value): &(u16, Vec<u8>)| {
-            parts(attributes).any(|(of, found)| of == *kind && found == value)
+            parts(attributes).any(|(found_kind, found)| found_kind == *kind && found == value)
         };
         let alike = [0, 1, 7].map(|at| header[at] == self.header[at]);
         !alike.contains(&false) && self.attributes.iter().all(has)

@@ -167,7 +167,7 @@ impl Admin {
         ];
         let samples = page
             .lines()
-            .filter(|line| families.iter().any(|of| line.starts_with(of)));
+            .filter(|line| families.iter().any(|family| line.starts_with(family)));
         Ok([PASSTHROUGH, BLACK_HOLE].map(|cluster| {
             let label = format!("destination_service_name=\"{cluster}\"");
             let of_cluster = samples.clone().filter(|line| line.contains(&label));

@@ -134,11 +134,11 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let counters = admin.counters().await?.into_iter();
     let counters = counters.map(|it| (it.cluster, (it.connections, it.requests)));
     let counters: HashMap<_, _> = counters.collect();
-    let of = |cluster: &str| counters.get(cluster).copied().unwrap_or_default();
+    let counted = |cluster: &str| counters.get(cluster).copied().unwrap_or_default();
     let asked = sources.dns.as_ref().map(Dns::asked);
-    let services = services(&admin.outbound().await?, of, asked.iter().flatten());
+    let services = services(&admin.outbound().await?, counted, asked.iter().flatten());
     let [passthrough, black_hole] = admin.to_no_service().await?;
-    let to = |cluster: &str, metric: u64| metric.max(of(cluster).0).max(of(cluster).1);
+    let to = |cluster: &str, metric: u64| metric.max(counted(cluster).0).max(counted(cluster).1);
     let text = |name: &str| node.metadata.get(name).and_then(Value::as_str);
     let text = |name| text(name).unwrap_or_default().to_owned();
     let observed = SystemTime::now().duration_since(started);
@@ -197,7 +197,7 @@ fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
         let domain = name.split_once('/').map_or("", |(domain, _)| domain);
         let domain = format!(".{domain}");
         !GENERATED.contains(&name.as_str())
-            && !GENERATED_DOMAINS.iter().any(|of| domain.ends_with(of))
+            && !GENERATED_DOMAINS.iter().any(|it| domain.ends_with(it))
     });
     labels
 }

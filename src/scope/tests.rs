@@ -125,7 +125,7 @@ fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
         service("bank", "a.bank", 1, false),
         service("shop", "b.shop", 0, true),
     ];
-    let of = |keep: &[&str], asked| {
+    let resource = |keep: &[&str], asked| {
         let hosts = keep.iter().map(|host| (*host).to_owned()).collect();
         advice::sidecar(&usage(&used), &Keep { hosts, asked }).expect("a resource")
     };
@@ -152,7 +152,7 @@ fn what_is_kept_counts_and_whole_namespaces_stand_for_their_services() {
         ),
         (&["*/*"], true, &["\"*/*\""], "0 services, 0 clusters"),
     ] {
-        let advice = of(keep, asked);
+        let advice = resource(keep, asked);
         assert_eq!(hosts(&advice), expected, "{advice}");
         assert!(
             advice.contains(&format!("Left out: {left}")),

@@ -4,6 +4,7 @@
 //! named after it. A folder that cannot be read leaves what was read before in force.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -188,10 +189,10 @@ fn read(folder: &Path, files: &Files) -> Result<Snapshot, SnapshotError> {
             path: path.clone(),
             source,
         })?;
-        let of = path.parent().filter(|parent| *parent != folder);
-        let of = of.and_then(Path::file_name).and_then(|name| name.to_str());
+        let name = path.parent().filter(|parent| *parent != folder);
+        let node = name.and_then(Path::file_name).and_then(OsStr::to_str);
         for resource in resources {
-            if let Some(twice) = snapshot.insert(of.unwrap_or(COMMON), resource) {
+            if let Some(twice) = snapshot.insert(node.unwrap_or(COMMON), resource) {
                 return Err(SnapshotError::Twice {
                     path: path.clone(),
                     type_url: twice.any.type_url.clone(),

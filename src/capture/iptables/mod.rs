@@ -112,8 +112,8 @@ fn text(matches: &[Match], verdict: Verdict) -> String {
     format!("{matches} -j {target}")
 }
 
-fn condition(of: &Match) -> String {
-    let (Match::Is(criterion) | Match::Not(criterion)) = of;
+fn condition(found: &Match) -> String {
+    let (Match::Is(criterion) | Match::Not(criterion)) = found;
     let (module, option, value) = match criterion {
         Criterion::InInterface(name) => ("", "-i", name.clone()),
         Criterion::OutInterface(name) => ("", "-o", name.clone()),
@@ -140,7 +140,7 @@ fn condition(of: &Match) -> String {
         Criterion::Mark(mark) => (" -m mark", "--mark", mark.to_string()),
         Criterion::ConnectionMark(mark) => (" -m connmark", "--mark", mark.to_string()),
     };
-    match of {
+    match found {
         Match::Is(_) => format!("{module} {option} {value}"),
         Match::Not(_) => format!("{module} ! {option} {value}"),
     }

@@ -319,11 +319,11 @@ pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
         let place = table_of(rule).zip(rule["chain"].as_str().and_then(chain_named));
         if let Some(rules) = place.and_then(|place| layout.chains.get_mut(&place)) {
             let expr = &rule["expr"];
-            let (of, entry) = match self::rule(expr) {
-                Some((of, matches, verdict)) => (of, Entry::rule(matches, verdict)),
+            let (only, entry) = match self::rule(expr) {
+                Some((only, matches, verdict)) => (only, Entry::rule(matches, verdict)),
                 None => (None, Entry::Foreign(expr.to_string())),
             };
-            rules.extend(of.is_none_or(|of| of == family).then_some(entry));
+            rules.extend(only.is_none_or(|only| only == family).then_some(entry));
         }
     }
     Ok(layout)
@@ -362,13 +362,13 @@ fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
             Statement::Counter(_) => {}
             Statement::Match { op, left, right } if actions.is_empty() => {
                 let left = left.parts();
-                let of = match left.1 {
+                let name = match left.1 {
                     "nfproto" => right.as_str()?,
                     _ => left.0,
                 };
-                families.extend(family_named(of));
+                families.extend(family_named(name));
                 // A port is one of TCP or of UDP.
-                matches.extend(protocol_named(of).map(|of| Match::Is(Criterion::Protocol(of))));
+                matches.extend(protocol_named(name).map(|it| Match::Is(Criterion::Protocol(it))));
                 match op.as_str() {
                     "==" if left.1 == "nfproto" => {}
                     "==" | "in" => matches.push(Match::Is(criterion(left, right)?)),

@@ -165,7 +165,7 @@ fn expression() -> impl Strategy<Value = Value> {
 fn condition() -> impl Strategy<Value = Value> {
     let key = "mark|state|zone|[io]ifname|sk[ug]id|nfproto|l4proto";
     let left = prop_oneof![
-        ("meta|ct", key).prop_map(|(of, key)| json!({ of: {"key": key} })),
+        ("meta|ct", key).prop_map(|(object, key)| json!({ object: {"key": key} })),
         ("ip6?|tcp|udp", "[sd](port|addr)").prop_map(
             |(protocol, field)| json!({"payload": {"protocol": protocol, "field": field}})
         ),

@@ -162,7 +162,7 @@ impl Rules {
     /// The rules of a family, in the order in which they are added.
     pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
         let exists = family == Family::V4 || self.has_v6;
-        let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|of| of == family);
+        let is_of = move |rule: &&Rule| exists && rule.family.is_none_or(|only| only == family);
         self.rules.iter().filter(is_of)
     }
 

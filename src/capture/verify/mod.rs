@@ -202,7 +202,7 @@ fn may_take(wanted: &Layout, table: Table, entry: &Entry) -> bool {
 
 fn captures_udp(wanted: &Layout, table: Table) -> bool {
     let tcp = Match::Is(Criterion::Protocol(Protocol::Tcp));
-    let chains = wanted.chains.keys().filter(|(of, _)| *of == table);
+    let chains = wanted.chains.keys().filter(|(it, _)| *it == table);
     let mut rules = chains.flat_map(|(table, chain)| wanted.rules(*table, *chain));
     rules.any(|(matches, verdict)| {
         !matches!(verdict, Verdict::Return | Verdict::Jump(_)) && !matches.contains(&tcp)

@@ -296,7 +296,7 @@ impl NameTable {
         if name.len() > MAX_NAME {
             return;
         }
-        let precedence = |of: &Reference| (of.kind(), self.resolve(*of).0.name);
+        let precedence = |name: &Reference| (name.kind(), self.resolve(*name).0.name);
         let hash = self.hasher.hash_one(name.as_slice());
         let same = names.iter_hash(hash).copied();
         let same = same.filter(|there| self.resolve(*there).1.is(&name));
@@ -318,7 +318,7 @@ impl NameTable {
         match replaced.and_then(|old| names.find_mut(hash, |there| there == old)) {
             Some(place) => *place = new,
             None => {
-                let hash_of = |of: &Reference| self.hash(*of);
+                let hash_of = |name: &Reference| self.hash(*name);
                 names.insert_unique(hash, new, hash_of);
             }
         }

@@ -187,14 +187,14 @@ impl Watcher {
     /// reported unless they `were_watched`.
     async fn read(&self, entry: &Entry, were_watched: bool) -> bool {
         let source = &entry.source;
-        let (watch, of) = (self.watch.lock().clone(), source.clone());
+        let (watch, files) = (self.watch.lock().clone(), source.clone());
         let read = move || {
             // Watched before it is read, so that no change falls in between.
             let watched = watch.map(|watch| {
-                let watched = of.paths().map(|path| watch.watch(path));
+                let watched = files.paths().map(|path| watch.watch(path));
                 watched.fold(Ok(()), Result::and)
             });
-            (watched, of.read())
+            (watched, files.read())
         };
         // The semaphore is never closed.
         let _permit = self.reads.acquire().await;

@@ -91,7 +91,7 @@ fn answered(version: &str, ack: Option<(&str, &str)>, nack: Option<(&str, &str)>
 fn with_types(types: &[(&str, TypeSnapshot)]) -> Overview {
     let mut overview = empty();
     let types = types.iter().cloned();
-    overview.discovery.types = types.map(|(url, of)| (url.to_owned(), of)).collect();
+    overview.discovery.types = types.map(|(url, found)| (url.to_owned(), found)).collect();
     overview
 }
 

@@ -74,31 +74,31 @@ const FAMILIES: [(&str, &str, Kind, Value); 5] = [
         "istio_agent_xds_pushes_total",
         "Discovery responses from istiod",
         Kind::Counter,
-        |of| Some(of.seen.responses as f64),
+        |entry| Some(entry.seen.responses as f64),
     ),
     (
         "istio_agent_xds_push_bytes_total",
         "Bytes of discovery responses from istiod",
         Kind::Counter,
-        |of| Some(of.seen.bytes as f64),
+        |entry| Some(entry.seen.bytes as f64),
     ),
     (
         "istio_agent_xds_acks_total",
         "Discovery responses that were accepted",
         Kind::Counter,
-        |of| Some(of.seen.acks as f64),
+        |entry| Some(entry.seen.acks as f64),
     ),
     (
         "istio_agent_xds_nacks_total",
         "Discovery responses that were refused",
         Kind::Counter,
-        |of| Some(of.seen.nacks as f64),
+        |entry| Some(entry.seen.nacks as f64),
     ),
     (
         "istio_agent_xds_last_push_timestamp_seconds",
         "When the last discovery response came, as seconds of Unix time",
         Kind::Gauge,
-        |of| of.last.map(|(at, _)| unix_seconds(at)),
+        |entry| entry.last.map(|(at, _)| unix_seconds(at)),
     ),
 ];
 
@@ -108,8 +108,8 @@ impl Observer {
         for (name, help, kind, value) in FAMILIES {
             let table = table.clone();
             registry.computed(name, help, kind, &["type"], move |series| {
-                for (type_url, of) in &table.lock().types {
-                    if let Some(value) = value(of) {
+                for (type_url, entry) in &table.lock().types {
+                    if let Some(value) = value(entry) {
                         series(&[type_url], value);
                     }
                 }
@@ -135,7 +135,7 @@ impl Observer {
             types: table
                 .types
                 .iter()
-                .map(|(type_url, of)| (type_url.clone(), of.snapshot()))
+                .map(|(type_url, entry)| (type_url.clone(), entry.snapshot()))
                 .collect(),
         }
     }
@@ -199,9 +199,14 @@ impl Observer {
     }
 
     /// Counts the services that Envoy was sent, from its request for endpoints.
-    pub(super) fn count_services(&self, of: &mut Services, request: &Request, protocol: Protocol) {
-        if let Some(services) = of.requested(request, protocol) {
-            self.metrics.services.set(services as f64);
+    pub(super) fn count_services(
+        &self,
+        services: &mut Services,
+        request: &Request,
+        protocol: Protocol,
+    ) {
+        if let Some(count) = services.requested(request, protocol) {
+            self.metrics.services.set(count as f64);
         }
     }
 

@@ -79,7 +79,7 @@ impl Kernel {
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
             Err(error) => return Err(Error::Kernel(error)),
         };
-        let mut of_family = chains.iter().flatten().filter(|(of, ..)| *of == number);
+        let mut of_family = chains.iter().flatten().filter(|(it, ..)| *it == number);
         Ok(Self {
             legacy,
             has_istio: of_family.clone().any(|(.., name)| name.starts_with(ISTIO)),

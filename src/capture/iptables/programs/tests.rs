@@ -38,7 +38,7 @@ async fn legacy_is_chosen_if_it_has_rules_then_nft_then_what_is_there() {
     let only_legacy = [("iptables-legacy", "")];
     let (none, some) = (Some(false), Some(true));
     let (detected, legacy, nft) = (None, Some(Kind::Legacy), Some(Kind::Nft));
-    for (programs, of, tables, has_nft, expected) in [
+    for (programs, kind, tables, has_nft, expected) in [
         (&debian[..], detected, "", none, "-nft -legacy"),
         (&debian, detected, RULES, some, "-legacy -nft"),
         (&debian, detected, LISTED, none, "-nft -legacy"),
@@ -61,7 +61,7 @@ async fn legacy_is_chosen_if_it_has_rules_then_nft_then_what_is_there() {
             has_istio: false,
         };
         let path = format!("/nowhere::{at}");
-        let found = Programs::find(Family::V4, of, &path, kernel).await;
+        let found = Programs::find(Family::V4, kind, &path, kernel).await;
         let found = found.expect("programs");
         let names = found.iter().map(|found| found.name.clone());
         let expected = expected.split(' ').filter(|suffix| *suffix != "none");
@@ -69,7 +69,7 @@ async fn legacy_is_chosen_if_it_has_rules_then_nft_then_what_is_there() {
         assert_eq!(
             names.collect::<Vec<_>>(),
             expected.collect::<Vec<_>>(),
-            "{of:?} {kernel:?}"
+            "{kind:?} {kernel:?}"
         );
     }
 }

@@ -94,12 +94,12 @@ impl SavedRule<'_> {
 }
 
 fn table_named(name: &str) -> Option<Table> {
-    let table = Table::ALL.into_iter().find(|(_, of)| *of == name);
+    let table = Table::ALL.into_iter().find(|(_, found)| *found == name);
     table.map(|(table, _)| table)
 }
 
 fn chain_named(name: &str) -> Option<Chain> {
-    let chain = Chain::ALL.into_iter().find(|(_, of)| *of == name);
+    let chain = Chain::ALL.into_iter().find(|(_, found)| *found == name);
     chain.map(|(chain, _)| chain)
 }
 

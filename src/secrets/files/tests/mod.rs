@@ -91,28 +91,28 @@ fn write(directory: &Path, name: &str, content: &str) {
 
 /// The state once it is as expected.
 async fn once(
-    of: &mut Subscription,
+    subscription: &mut Subscription,
     name: &Name,
     is: impl Fn(&SecretState) -> bool,
 ) -> SecretState {
     let reached = async {
         loop {
-            let found = of.get(name);
+            let found = subscription.get(name);
             if is(&found) {
                 return found;
             }
-            of.changed().await;
+            subscription.changed().await;
         }
     };
     tokio::time::timeout(LIMIT, reached).await.expect("in time")
 }
 
-async fn chain_is(of: &mut Subscription, name: &Name, expected: &str) {
+async fn chain_is(subscription: &mut Subscription, name: &Name, expected: &str) {
     let is = |state: &SecretState| match state {
         SecretState::Available(Secret::Certificate(pair)) => pair.chain_pem() == expected,
         _ => false,
     };
-    once(of, name, is).await;
+    once(subscription, name, is).await;
 }
 
 fn is_available(state: &SecretState) -> bool {
@@ -124,15 +124,19 @@ fn is_unsigned(state: &SecretState) -> bool {
     matches!(state, SecretState::Unsigned)
 }
 
-async fn roots(of: &mut Subscription, name: &Name) -> Roots {
-    match once(of, name, is_available).await {
+async fn roots(subscription: &mut Subscription, name: &Name) -> Roots {
+    match once(subscription, name, is_available).await {
         SecretState::Available(Secret::Roots(roots)) => roots,
         other => panic!("no roots: {other:?}"),
     }
 }
 
-async fn missing(of: &mut Subscription, name: &Name) -> String {
-    match once(of, name, |found| matches!(found, SecretState::Unusable(_))).await {
+async fn missing(subscription: &mut Subscription, name: &Name) -> String {
+    match once(subscription, name, |found| {
+        matches!(found, SecretState::Unusable(_))
+    })
+    .await
+    {
         SecretState::Unusable(error) => error.to_string(),
         _ => panic!("is missing"),
     }
