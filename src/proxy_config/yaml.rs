@@ -36,18 +36,24 @@ const MAX_REPEATED: usize = 10_000;
 /// needs eight levels.
 const DEEPEST: usize = 24;
 
-/// The object of the first document, as in Go; None without one, or when all are null.
+/// The object of the first document; None when it is empty or null. As in Go, what follows is not looked at.
 pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
+    if text.trim().is_empty() {
+        return Ok(None);
+    }
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEEPEST },
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_REPEATED },
     };
-    let mut text = text.as_bytes();
-    let Some(first) = serde_saphyr::read_with_options::<_, Node>(&mut text, options).next() else {
-        return Ok(None);
+    let mut first = None;
+    let read = serde_saphyr::with_deserializer_from_str_with_options(text, options, |document| {
+        first = Some(Node::deserialize(document)?);
+        Ok(())
+    });
+    let Some(node) = first else {
+        return read.map_or_else(|error| Err(problem(origin, &error)), |()| Ok(None));
     };
-    let node = first.map_err(|error| problem(origin, &error))?;
     match node.value {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
@@ -197,7 +203,7 @@ mod tests {
 
     #[test]
     fn documents_after_the_first_are_not_read() {
-        for rest in ["", "---\n", "---\nb: 2\n", "...\n---\n[\n"] {
+        for rest in ["", "---\n", "---\nb: 2\n", "...\n---\n[\n", "...\n}"] {
             let node = object("it", &format!("---\na: 1\n{rest}")).expect("good");
             assert_eq!(shape(&node.expect("an object")), "{a=the number 1@2}@2");
         }
