@@ -38,9 +38,6 @@ const DEEPEST: usize = 24;
 
 /// The object of the first document; None when it is empty or null. As in Go, what follows is not looked at.
 pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
-    if text.trim().is_empty() {
-        return Ok(None);
-    }
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEEPEST },
         duplicate_keys: DuplicateKeyPolicy::LastWins,
@@ -58,12 +55,8 @@ pub fn object(origin: &str, text: &str) -> Result<Option<Node>, Problem> {
         Tree::Null => Ok(None),
         Tree::Map(_) => Ok(Some(node)),
         ref other => {
-            let subject = format!("{origin} line {}", line(&node));
-            Err(Problem::new(
-                subject,
-                other.shown(),
-                "a YAML or JSON object",
-            ))
+            let at = format!("{origin} line {}", line(&node));
+            Err(Problem::new(at, other.shown(), "a YAML or JSON object"))
         }
     }
 }

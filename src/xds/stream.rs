@@ -84,11 +84,9 @@ impl StreamState {
         let read = self.requests.feed(bytes, |request| {
             let type_url = &request.type_url;
             tracing::debug!(target: "xdsproxy", id = self.id, "request for type url {type_url}");
-            self.observer.requested(&request);
-            if let Some(services) = &mut self.services {
-                self.observer
-                    .count_services(services, &request, self.protocol);
-            }
+            let services = self.services.as_mut();
+            let services = services.and_then(|known| known.requested(&request, self.protocol));
+            self.observer.requested(&request, services);
             self.recorder.requested(&request);
             let first_listener = type_url == LISTENER && !self.subscribed;
             if self.protocol == Protocol::Delta {

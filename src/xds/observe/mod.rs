@@ -191,23 +191,15 @@ impl Observer {
         table.of(&received.type_url).received(received, source);
     }
 
-    pub(super) fn requested(&self, request: &Request) {
+    /// Records a request, and the number of services after it, if it changes.
+    pub(super) fn requested(&self, request: &Request, services: Option<usize>) {
+        if let Some(services) = services {
+            self.metrics.services.set(services as f64);
+        }
         let bytes = request.frame.len().saturating_sub(super::request::HEAD);
         self.metrics.largest_request.raise(bytes as f64);
         self.table.lock().of(&request.type_url).seen.requests += 1;
         self.answered(&request.type_url, &request.nonce, request.nack.as_deref());
-    }
-
-    /// Counts the services that Envoy was sent, from its request for endpoints.
-    pub(super) fn count_services(
-        &self,
-        services: &mut Services,
-        request: &Request,
-        protocol: Protocol,
-    ) {
-        if let Some(count) = services.requested(request, protocol) {
-            self.metrics.services.set(count as f64);
-        }
     }
 
     /// Records the ACK of the response of this nonce, or its NACK with the reason.

@@ -33,7 +33,7 @@ struct Names {
 
 impl Services {
     /// The number of services after a request that changes the subscriptions to endpoints; None after any other.
-    pub(super) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
+    pub(crate) fn requested(&mut self, request: &Request, protocol: Protocol) -> Option<usize> {
         if request.type_url != ENDPOINTS {
             return None;
         }

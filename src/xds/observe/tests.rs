@@ -91,12 +91,13 @@ async fn records_the_last_response_its_age_and_how_long_its_ack_took() {
 fn a_nack_is_recorded_with_its_version_and_reason() {
     let (observer, _) = observer();
     observer.received(response(CLUSTER, "1"), Source::Istiod);
-    observer.requested(&Request {
+    let request = Request {
         frame: Bytes::from_static(&[0; 47]),
         type_url: CLUSTER.to_owned(),
         nonce: "1".to_owned(),
         nack: Some("no such port".to_owned()),
-    });
+    };
+    observer.requested(&request, None);
     let seen = of(&observer, CLUSTER);
     assert_eq!((seen.requests, seen.nacks), (1, 1));
     let refused = seen.last_nack.unwrap();
